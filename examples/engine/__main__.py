@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.engine.engine import Engine
 from kvxfer import BlockKey, Namespace
 from kvxfer.engine_side import VLLMKeys
-from kvxfer.engine_side.weight_files import find_weights_revision
+from kvxfer.engine_side.weight_files import find_weights_revision, hash_text
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.integrations.transformers import find_vllm_pages
 from kvxfer.storage.prompt_keys import PromptKeys
@@ -45,7 +45,12 @@ def open_engine(folder: str, backend: Sequence[str], vllm_keys: VLLMKeys | None 
             tokens_per_block=pages.tokens_per_page,
         )
     revision = find_weights_revision(folder)
-    namespace = Namespace(model=type(model).__name__, revision=revision, dtype="float32")
+    namespace = Namespace(
+        model=type(model).__name__,
+        revision=revision,
+        dtype="float32",
+        config_hash=hash_text(model.config.to_json_string()),
+    )
     return Engine(
         model,
         backend,

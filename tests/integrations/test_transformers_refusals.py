@@ -224,6 +224,8 @@ def test_settings_that_compute_the_whole_prompt_behind_a_prefix(
         monkeypatch.setattr(model.generation_config, name, value)
         with refused:
             cache.generate(prompt)
+        with refused:  # which leaves that open
+            cache.generate(prompt, generation_config=transformers.GenerationConfig(max_length=50))
         with refused:
             cache.load(prompt)
 

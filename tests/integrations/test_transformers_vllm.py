@@ -131,6 +131,28 @@ def test_a_namespace_is_chosen_among_several(tmp_path: Path) -> None:
         open_shared(model, files, revision="none")
 
 
+@pytest.mark.parametrize(
+    "identity",
+    [
+        {"quantization": "weights fp8, cache auto"},
+        {"quantization": "weights None, cache fp8_e5m2"},
+        {"revision": "{} overridden 0123"},
+    ],
+)
+def test_an_engine_that_computes_otherwise_than_its_files_say_is_refused(
+    identity: dict[str, str], tmp_path: Path
+) -> None:
+    """Such as one with `--quantization`, or with other rotary embeddings by `--hf-overrides`."""
+    model, prompt, files = saved_model(tmp_path / "model"), prompt_of(70), tmp_path / "files"
+    plain = find_weights_revision(model.config.name_or_path)
+    store_as_vllm(model, prompt, files, **{k: v.format(plain) for k, v in identity.items()})
+    with pytest.raises(InvalidArgumentError, match="not quantized and without --hf-overrides"):
+        open_shared(model, files)
+    store_as_vllm(model, prompt, files, quantization="weights None, cache auto")
+    with open_shared(model, files) as cache:
+        assert num_loaded(cache, prompt) == 64
+
+
 def test_pages_of_another_size_or_model_are_refused(tmp_path: Path) -> None:
     model, prompt, files = saved_model(tmp_path / "model"), prompt_of(70), tmp_path / "files"
     store_as_vllm(model, prompt, files)

@@ -139,6 +139,20 @@ def test_another_model_has_another_identity(vllm_config: Any, change: Change) ->
     assert identify_model(vllm_config) != before
 
 
+def test_a_revision_says_that_its_configuration_was_overridden(vllm_config: Any) -> None:
+    plain, model = identify_model(vllm_config).revision, vllm_config.model_config
+    revisions = {plain}
+    for overrides in ({"rope_theta": 50.0}, {"rope_theta": 60.0}, changes_to):
+        model.hf_overrides = overrides
+        found = identify_model(vllm_config).revision
+        assert found.startswith(f"{plain} overridden ")
+        assert identify_model(vllm_config).revision == found
+        revisions.add(found)
+    assert len(revisions) == 4
+    model.hf_overrides = {}
+    assert identify_model(vllm_config).revision == plain
+
+
 def test_context_length_matters_with_long_rope_only(vllm_config: Any) -> None:
     identities = set()
     for max_model_len in (1024, 4096):

@@ -1,5 +1,7 @@
 """`python -m examples.engine`: texts go on, and whatever cannot be used is named in a line."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,21 @@ def test_the_second_run_computes_the_rest_only(
     again = capsys.readouterr().out
     assert first.startswith("0 of 200 tokens were there:")
     assert again == first.replace("0 of", "128 of", 1)
+
+
+def test_another_configuration_of_the_same_weights_reuses_nothing(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "model"))
+    text = " ".join(str(word) for word in range(200))
+    arguments = ("--model", str(copied), "--backend", f"file://{tmp_path}/kv?capacity=64MiB", text)
+    run(monkeypatch, *arguments)
+    config = json.loads((copied / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] *= 2
+    (copied / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    run(monkeypatch, *arguments)
+    assert capsys.readouterr().out.startswith("0 of 200 tokens were there:")
 
 
 @pytest.mark.parametrize(

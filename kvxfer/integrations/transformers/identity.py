@@ -23,8 +23,13 @@ def model_namespace(model: Any, weights: Weights, revision: str) -> Namespace:
         model=type(model).__name__,
         revision=f"{revision} weights {weights.digest}".strip(),
         dtype=str(model.dtype).removeprefix("torch."),
-        config_hash=hash_text(json.dumps(config_facts(model.config), sort_keys=True)),
+        config_hash=hash_config(model.config),
     )
+
+
+def hash_config(config: Any) -> str:
+    """Hash what may change keys and values of a configuration as it is now."""
+    return hash_text(json.dumps(config_facts(config), sort_keys=True))
 
 
 def config_facts(config: Any) -> dict[str, Any]:

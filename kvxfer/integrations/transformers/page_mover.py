@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvxfer.errors import ClosedError
 from kvxfer.storage.keys import BlockKey
 from kvxfer.transfer.engine import TransferEngine
-from kvxfer.transfer.job import Direction, JobId
+from kvxfer.transfer.job import Direction, FinishedJob, JobId
 
 GRACE_S = 1.0
 """Seconds after a deadline in which the engine reports what it has ended."""
@@ -50,6 +50,7 @@ class PageMover:
         self._engine = engine
         self._num_slots = num_slots
         self._late: dict[JobId, Sequence[int]] = {}
+        self._reported: set[JobId] = set()  # those of them that have ended
 
     def find(self, keys: Sequence[BlockKey], deadline: Deadline) -> list[bool]:
         """Return for each key whether a load would find it; none where the backend fails."""
@@ -67,9 +68,11 @@ class PageMover:
             return [False] * len(keys)
 
     def free_slots(self) -> list[int]:
-        """List the slots that no transfer touches."""
-        for job_id in [each for each in self._late if not self._engine.may_touch(each)]:
+        """List the slots that no transfer touches, nor one that has not begun yet."""
+        self._take_ended()
+        for job_id in [each for each in self._reported if not self._engine.may_touch(each)]:
             del self._late[job_id]
+            self._reported.discard(job_id)
         late = {slot for slots in self._late.values() for slot in slots}
         return [slot for slot in range(self._num_slots) if slot not in late]
 
@@ -88,7 +91,7 @@ class PageMover:
         job_id = submit(keys, [list(slots)], timeout_s=left_s)
         self._late[job_id] = slots  # until it has ended, also if this thread is interrupted
         self._engine.wait([job_id], timeout_s=None if left_s is None else left_s + GRACE_S)
-        ended = {job.job_id: job for job in self._engine.get_finished()}
+        ended = self._take_ended()
         if job_id not in ended:
             self._engine.cancel(job_id)
             logger.warning("%d pages: no answer in %s s", len(keys), left_s)
@@ -99,3 +102,8 @@ class PageMover:
                 verb = "loaded" if direction is Direction.LOAD else "stored"
                 logger.info(text, verb, outcome.status.value, outcome.reason)
         return [outcome.done for outcome in ended[job_id].outcomes]
+
+    def _take_ended(self) -> dict[JobId, FinishedJob]:
+        ended = {job.job_id: job for job in self._engine.get_finished()}
+        self._reported |= ended.keys() & self._late.keys()
+        return ended

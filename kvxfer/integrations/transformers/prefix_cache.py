@@ -13,7 +13,7 @@ from kvxfer.connect import BackendChoice, connect
 from kvxfer.engine_side.vllm_keys import VLLMKeys
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.transformers import prompts
-from kvxfer.integrations.transformers.identity import model_namespace
+from kvxfer.integrations.transformers.identity import hash_config, model_namespace
 from kvxfer.integrations.transformers.interface import DynamicCache, Past, require_interface
 from kvxfer.integrations.transformers.model_layers import count_tokens, find_layers
 from kvxfer.integrations.transformers.page_mover import Deadline, PageMover
@@ -94,6 +94,7 @@ class PrefixCache:
         self._model = model
         self._layers = find_layers(model)
         self._weights = Weights(model)
+        self._config_hash = hash_config(model.config)
         if engine_keys:
             keys = _vllm_keys(engine_keys)
             self._vllm = find_vllm_pages(
@@ -151,7 +152,7 @@ class PrefixCache:
         prompts.require_text(tokens, attention_mask, self._model)
         past = DynamicCache()
         with self._turn(timeout_s) as deadline:
-            change = self._weights.find_change()
+            change = self._find_change()
             keys = self._keys(tokens, len(tokens) - 1, change)
             self._loaded[past] = _Loaded(tokens, change)
             if deadline is not None:
@@ -190,7 +191,7 @@ class PrefixCache:
             wanted = "the prompt that past was loaded for, and what follows"
             raise InvalidArgumentError("output", "tokens that begin otherwise", wanted)
         with self._turn(timeout_s) as deadline:
-            change = self._weights.find_change()
+            change = self._find_change()
             if deadline is None or (loaded is not None and loaded.change != change):
                 return 0
             keys = self._keys(tokens, num_tokens, change)
@@ -247,6 +248,11 @@ class PrefixCache:
             yield deadline
         finally:
             self._lock.release()
+
+    def _find_change(self) -> str:
+        """Say what weights and configuration are now; empty if they are those of the start."""
+        config = hash_config(self._model.config)
+        return self._weights.find_change() + ("" if config == self._config_hash else config)
 
     def _keys(self, tokens: Sequence[int], num_tokens: int, change: str) -> list[BlockKey]:
         """Make the keys of the whole pages of the first tokens."""

@@ -67,9 +67,8 @@ def require_prefix_used(settings: dict[str, Any], model: Any) -> None:
     Raises:
         InvalidArgumentError: A setting has it compute the whole prompt behind the cache.
     """
-    config = settings.get("generation_config") or model.generation_config
     for name, harmless in WHOLE_PROMPT.items():
-        value = settings.get(name, getattr(config, name, None))
+        value = _setting(name, settings, model)
         if value is not None and value != harmless:
             found = value if isinstance(value, (bool, int)) else type(value).__name__
             wanted = f"{harmless}: it computes the whole prompt behind the prefix"
@@ -84,12 +83,19 @@ def require_one_sequence(settings: dict[str, Any], model: Any) -> None:
             `require_prefix_used`.
     """
     require_prefix_used(settings, model)
-    config = settings.get("generation_config") or model.generation_config
     for name in BEAMS:
-        number = settings.get(name, getattr(config, name, None)) or 1
+        number = _setting(name, settings, model) or 1
         if number != 1:
             raise InvalidArgumentError(name, number, "1: beams and several sequences are not kept")
     for name, value in settings.items():
         is_input = isinstance(value, torch.Tensor) and name != "attention_mask"
         if is_input or name == "past_key_values":
             raise InvalidArgumentError(name, type(value).__name__, "no input besides input_ids")
+
+
+def _setting(name: str, settings: dict[str, Any], model: Any) -> Any:
+    """Find a setting as `generate()` does: what a configuration leaves open is the model's."""
+    if name in settings:
+        return settings[name]
+    given = getattr(settings.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if given is None else given

@@ -24,6 +24,9 @@ from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.portable_namespace import portable_namespace
 
+PLAIN = ("", "weights None, cache auto")
+"""What vLLM's namespaces say of weights and caches that are not quantized."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMPages:
@@ -87,11 +90,19 @@ def find_vllm_pages(
     found = [
         each
         for each in stored
-        if each.revision == wanted and each.dtype == dtype and fingerprint in {"", each.fingerprint}
+        if (each.revision, each.dtype) == (wanted, dtype)
+        and each.quantization in PLAIN
+        and fingerprint in {"", each.fingerprint}
     ]
     if len(found) != 1:
-        there = [f"{each.fingerprint} (revision {each.revision}, {each.dtype})" for each in stored]
-        rule = f"a store with one namespace of revision {wanted!r} and {dtype}, opened by vLLM once"
+        there = [
+            f"{each.fingerprint} (revision {each.revision}, {each.dtype}, {each.quantization})"
+            for each in stored
+        ]
+        rule = (
+            f"a store with one namespace of revision {wanted!r} and {dtype}, not quantized and "
+            "without --hf-overrides, opened by vLLM once"
+        )
         raise InvalidArgumentError("backend", backend, f"{rule}; it has {there or 'none'}")
     _require_weights_of_files(model, path, commit or revision)
     return _read_pages(found[0], keys)

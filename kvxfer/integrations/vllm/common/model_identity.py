@@ -15,7 +15,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Identity of a model, beyond `OffloadingConfig`: properties that change the cache's values.
 
     Attributes:
-        revision: Revision of the weights.
+        revision: Revision of the weights, and the hash of what overrides their configuration.
         quantization: Quantization of weights and cache.
         config_hash: XXH3 of all other properties that change values: configuration of the model
             (RoPE, windows), attention backend, draft model.
@@ -53,10 +53,25 @@ def identify_model(vllm_config: Any) -> ModelIdentity:
     if draft := getattr(vllm_config.speculative_config, "draft_model_config", None):
         facts["draft"] = [find_revision(draft), _describe(draft)]
     return ModelIdentity(
-        revision=find_revision(model),
+        revision=find_revision(model) + _name_overrides(model),
         quantization=f"weights {model.quantization}, cache {cache.cache_dtype}",
         config_hash=hash_text(json.dumps(facts, sort_keys=True, default=str)),
     )
+
+
+def _name_overrides(model: Any) -> str:
+    """Name what an engine computes otherwise than the configuration of the checkpoint says.
+
+    It is a part of the revision, which readers that are not vLLM compare: they cannot compute the
+    hash of vLLM's configuration.
+    """
+    given = getattr(model, "hf_overrides", None) or {}
+    if callable(given):
+        given = f"{given.__module__}.{given.__qualname__}"
+    facts = [given, bool(model.disable_sliding_window)]
+    if facts == [{}, False]:
+        return ""
+    return f" overridden {hash_text(json.dumps(facts, sort_keys=True, default=str))}"
 
 
 def _describe(model: Any) -> dict[str, Any]:
