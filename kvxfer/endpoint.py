@@ -4,7 +4,9 @@ import contextlib
 import ipaddress
 import random
 import socket
+import stat
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from kvxfer.errors import InvalidArgumentError
@@ -84,3 +86,28 @@ def _is_host(text: str, *, bracketed: bool) -> bool:
     return bool(text) and all(
         part.isascii() and part.replace("-", "").isalnum() for part in text.split(".")
     )
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove the socket that a dead process left at a path, if any, so that it can be bound.
+
+    Raises:
+        FileExistsError: Something else is there, or a process listens.
+        OSError: It cannot be looked at or removed.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise FileExistsError(f"{path} is there and is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except BlockingIOError:
+            pass  # its queue is full
+    raise FileExistsError(f"another process serves {path}")

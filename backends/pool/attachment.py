@@ -74,7 +74,10 @@ class Attachment:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._is_cut = False  # whether a message was sent in part
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as exc:  # no descriptor is left
+            raise BackendUnavailableError(f"no host pool at {path}: {exc}") from exc
         try:
             welcome, memory = self._greet(namespace)
             shape = PoolShape(welcome.num_slots, 1, welcome.part_size_bytes)
@@ -138,16 +141,18 @@ class Attachment:
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_WAITALL
         header, found, *_ = socket.recv_fds(self._socket, HEADER.size, 1, flags)
         try:
-            return self._hear_welcome(header), found[0]
+            return self._hear_welcome(header, has_memory=bool(found)), found[0]
         except BaseException:
             for fd in found:
                 os.close(fd)
             raise
 
-    def _hear_welcome(self, header: bytes) -> Welcome:
+    def _hear_welcome(self, header: bytes, *, has_memory: bool) -> Welcome:
         if len(header) < HEADER.size:
             raise ConnectionError("it ended the connection")
         welcome = _WELCOME.decode(self._receive_exactly(body_bytes(header)))
+        if isinstance(welcome, Welcome) and not has_memory:  # the kernel drops it
+            raise ConnectionError("its memory did not come: no descriptor is left")
         if isinstance(welcome, Welcome):
             return welcome
         if welcome.field:

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import socket
-import stat
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from kvxfer.backends.pool.messages import (
     receive,
 )
 from kvxfer.backends.pool.session import PoolSession, PoolStore
+from kvxfer.endpoint import remove_abandoned
 from kvxfer.errors import BackendUnavailableError, KVXferError, NamespaceMismatchError
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.gauge import Gauge
@@ -268,26 +268,10 @@ def _make_socket(path: Path) -> socket.socket:
     """Make the socket, in place of one that a dead process left; nobody can connect yet."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        with contextlib.suppress(FileNotFoundError):
-            _remove_abandoned(path)
+        remove_abandoned(path)
         listening.bind(str(path))
         path.chmod(MODE)
     except OSError as exc:
         listening.close()
         raise BackendUnavailableError(f"cannot listen at {path}: {exc}") from exc
     return listening
-
-
-def _remove_abandoned(path: Path) -> None:
-    if not stat.S_ISSOCK(path.lstat().st_mode):
-        raise FileExistsError(f"{path} is there and is no socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(0)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-        except BlockingIOError:
-            pass  # its queue is full
-    raise FileExistsError(f"another process serves {path}")

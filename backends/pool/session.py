@@ -152,7 +152,11 @@ class PoolSession:
             raise
         except ValueError as exc:
             logger.warning("%s sent what is no request: %s", self, exc)
-            await self._hear_end()  # until then its threads may read what it has pinned
+            try:
+                await self._hear_end()  # until then its threads may read what it has pinned
+            except asyncio.CancelledError:
+                said_bye = True
+                raise
         finally:
             await self._release(at_once=said_bye)
 

@@ -11,6 +11,7 @@ from kvxfer.backends.file.config import require_room
 from kvxfer.backends.file.format.group_format import GroupFormat
 from kvxfer.backends.host import HostConfig, PoolShape
 from kvxfer.backends.object import ObjectConfig
+from kvxfer.checks import require_positive
 from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay.simulation import TierPlan
@@ -39,12 +40,18 @@ def bytes_per_token(model: Path) -> int:
     path = model / "config.json" if model.is_dir() else model
     try:
         config = msgspec.json.decode(path.read_bytes())
-    except msgspec.DecodeError as exc:
+        return _bytes_per_token(path, config)
+    except InvalidArgumentError:
+        raise
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as exc:
         raise InvalidArgumentError("model", str(path), f"a model's config.json; {exc}") from exc
+
+
+def _bytes_per_token(path: Path, config: Any) -> int:
     if not isinstance(config, dict):
         raise InvalidArgumentError("model", str(path), "a model's config.json")
     dtype = config.get("dtype") or config.get("torch_dtype")
-    config = config | config.get("text_config", {})
+    config = config | (config.get("text_config") or {})
     dtype = config.get("dtype") or config.get("torch_dtype") or dtype
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     is_sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
@@ -104,8 +111,9 @@ def _values_per_token(path: Path, config: Mapping[str, Any]) -> int:
 
     def number(*names: str) -> int:
         for name in names:
-            if isinstance(config.get(name), int):
-                return int(config[name])
+            value = config.get(name)
+            if isinstance(value, int):
+                return require_positive(f"{name} in {path}", value)
         raise InvalidArgumentError(f"{names[0]} in {path}", None, "a number")
 
     num_layers = number("num_hidden_layers")

@@ -99,6 +99,8 @@ def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
                 lines.append(decoder.decode(text))
             except msgspec.MsgspecError as exc:
                 raise TraceError(f"{path}, line {number}", _problem(text, exc)) from exc
+            except (ValueError, RecursionError) as exc:  # no text, or nested too deeply
+                raise TraceError(f"{path}, line {number}", str(exc)) from exc
             numbers.append(number)
     return make_trace(str(path), lines, tokens_per_block=tokens_per_block, line_numbers=numbers)
 
@@ -212,7 +214,10 @@ def _problem(text: bytes, error: msgspec.MsgspecError) -> str:
     problem, _, place = said.partition(" - at `$")
     if not place:
         return said if said.startswith("JSON") else said[:1].lower() + said[1:]
-    value: Any = msgspec.json.decode(text)
+    try:
+        value: Any = msgspec.json.decode(text)
+    except (ValueError, RecursionError):  # it is broken behind that place, too
+        return f"{place.rstrip('`').lstrip('.')}: {problem[:1].lower()}{problem[1:]}"
     for step in place.rstrip("`").replace("[", ".[").split(".")[1:]:
         value = value[int(step[1:-1])] if step.startswith("[") else value[step]
     return f"{place.rstrip('`').lstrip('.')} is {value!r}; {problem[:1].lower()}{problem[1:]}"

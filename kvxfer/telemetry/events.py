@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, Self, TypeAlias, get_args
 
@@ -13,7 +14,7 @@ import msgspec
 import zmq
 
 from kvxfer.checks import require_integer, require_positive, require_text
-from kvxfer.endpoint import Endpoint
+from kvxfer.endpoint import Endpoint, remove_abandoned
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
 from kvxfer.storage.observer import Added, Event, Observer, Removed
@@ -322,6 +323,11 @@ def _bind(argument: str, socket: "zmq.Socket[bytes]", address: str) -> str:
         socket.setsockopt(zmq.IPV6, ":" in host)
     elif scheme != "ipc" or not place:
         raise InvalidArgumentError(argument, address, "such as 'tcp://127.0.0.1:5557'")
+    elif not place.startswith("@"):  # a path, which ZMQ takes whatever is there
+        try:
+            remove_abandoned(Path(place))
+        except OSError as exc:
+            raise BackendUnavailableError(f"cannot listen at {address}: {exc}") from exc
     try:
         socket.bind(address)
     except zmq.ZMQError as exc:

@@ -168,12 +168,21 @@ class Journal:
 
     def _write(self, records: Sequence[Record]) -> bool:
         """Write records; whether that was possible."""
+        data: list[bytes] = []
+        num_bytes = self._num_bytes
         try:
-            if self._file is None or self._num_bytes > self._max_part_bytes:
-                self._open_part()
+            for record in records:
+                if self._file is None or num_bytes > self._max_part_bytes:
+                    if self._file is not None:
+                        self._append(self._file, b"".join(data))
+                    data.clear()
+                    self._open_part()
+                    num_bytes = self._num_bytes
+                data.append(self._frame(record))
+                num_bytes += len(data[-1])
             assert self._file is not None
-            self._append(self._file, b"".join([self._frame(record) for record in records]))
-        except OSError as exc:
+            self._append(self._file, b"".join(data))
+        except (OSError, ValueError, TypeError) as exc:  # a disk, or an id that is no text
             if not self._has_failed:
                 logger.warning("%s: the journal cannot be written: %s", self._folder, exc)
             self._has_failed = True
@@ -184,8 +193,7 @@ class Journal:
     def _append(self, file: IO[bytes], data: bytes) -> None:
         """Append data to the file, wholly or not at all."""
         try:
-            if file.write(data) < len(data):
-                raise OSError(ENOSPC, os.strerror(ENOSPC))  # noqa: TRY301 - as a write of nothing
+            _write_whole(file, data)
         except OSError:
             self._recent = recent_keys()
             file.truncate(self._num_bytes)
@@ -209,17 +217,25 @@ class Journal:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._part == 0:
             _remove_old(self._folder)
-        file = self._path(self._part).open("xb", buffering=0)
-        if self._file is not None:
-            self._file.close()
-        self._file, self._num_bytes, self._recent = file, 0, recent_keys()
-        with contextlib.suppress(OSError):  # not every file system has locks
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # whoever has it is alive
         began = Began(VERSION, time.time(), self._process, self._part)
         with self._lock:
             sources = list(self._sources.values())
-        records: list[Record] = [began, *sources]
-        self._num_bytes = file.write(b"".join([self._frame(record) for record in records]))
+        self._recent = recent_keys()
+        first: list[Record] = [began, *sources]
+        data = b"".join([self._frame(record) for record in first])
+        path = self._path(self._part)
+        file = path.open("x+b", buffering=0)
+        try:
+            with contextlib.suppress(OSError):  # not every file system has locks
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # whoever has it is alive
+            _write_whole(file, data)
+        except OSError:  # a file that does not say whose it is would be of no use
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        if self._file is not None:
+            self._file.close()
+        self._file, self._num_bytes = file, len(data)
         if self._part >= NUM_PARTS:
             self._path(self._part - NUM_PARTS).unlink(missing_ok=True)
         self._part += 1
@@ -248,6 +264,12 @@ class JournalObserver(Observer):
     def watch(self, tier: str, ask: AskGauges) -> None:  # noqa: ARG002 - only its name is of use
         """See `Observer.watch`."""
         self._journal.add_tier(self, tier)
+
+
+def _write_whole(file: IO[bytes], data: bytes) -> None:
+    """Write data; a part of it is an error, as a full disk is that takes nothing."""
+    if file.write(data) < len(data):
+        raise OSError(ENOSPC, os.strerror(ENOSPC))
 
 
 def journal_observers(

@@ -1,5 +1,6 @@
 """Recorder of traces: writes the requests of a live engine to a file, in the background."""
 
+import contextlib
 import logging
 import os
 import queue
@@ -7,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from errno import ENOSPC
 from typing import IO, Annotated, Self
 
 import msgspec
@@ -51,7 +53,7 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True):
     input_length: _Count
     output_length: _Count
     hash_ids: list[_Count]
-    tokens_per_block: Annotated[int, msgspec.Meta(ge=1)] = DEFAULT_TOKENS_PER_BLOCK
+    tokens_per_block: Annotated[int, msgspec.Meta(ge=1, le=INT64_MAX)] = DEFAULT_TOKENS_PER_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class TraceRecorder:
         self._path = path
         self._max_bytes = max_bytes
         self._num_left_out = 0
+        self._has_ended = False
         self._waiting: queue.Queue[RecordedRequest | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._write_all, name="kvxfer-trace", daemon=True)
         self._thread.start()
@@ -98,6 +101,8 @@ class TraceRecorder:
 
     def record(self, request: RecordedRequest) -> None:
         """Have a request written; it is left out where too many wait."""
+        if self._has_ended:  # the log has said so
+            return
         try:
             self._waiting.put_nowait(request)
         except queue.Full:
@@ -124,6 +129,10 @@ class TraceRecorder:
                 self._append(file)
         except Exception as exc:  # noqa: BLE001 - an engine goes on without its trace
             logger.warning("%s: no requests are recorded: %s", self._path, exc)
+        self._has_ended = True
+        with contextlib.suppress(queue.Empty):  # an engine may live for long, and has more of them
+            while True:
+                self._waiting.get_nowait()
 
     def _append(self, file: IO[bytes]) -> None:
         """Append requests until there are no more; whatever waits together in one write."""
@@ -137,7 +146,17 @@ class TraceRecorder:
             if file.tell() + len(lines) > self._max_bytes:
                 logger.warning("%s: the trace has its %d bytes", self._path, self._max_bytes)
                 return
-            file.write(lines)
+            _write_whole(file, lines)
+
+
+def _write_whole(file: IO[bytes], lines: bytes) -> None:
+    """Append lines; of one that is written in part nothing stays, as others may append to it."""
+    written = file.write(lines)
+    if written < len(lines):
+        end = file.tell()
+        if os.fstat(file.fileno()).st_size == end:
+            file.truncate(end - written)
+        raise OSError(ENOSPC, os.strerror(ENOSPC))
 
 
 def _line(request: RecordedRequest) -> bytes:

@@ -72,6 +72,11 @@ def test_bytes_of_a_token_follow_from_the_configuration_of_a_model(
         (LLAMA | {"sliding_window": 4096}, "not a sliding window"),
         (LLAMA | {"torch_dtype": "int3"}, "dtype in .* is 'int3'"),
         (LLAMA | {"num_hidden_layers": None}, "num_hidden_layers in .* is None"),
+        (LLAMA | {"num_hidden_layers": -2}, "num_hidden_layers in .* is -2"),
+        (LLAMA | {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads in .* is 0"),
+        (LLAMA | {"layer_types": 5}, "a model's config.json"),
+        (LLAMA | {"torch_dtype": ["float32"]}, "a model's config.json"),
+        ({"text_config": None}, "dtype in .* is None"),
         ([], "a model's config.json"),
     ],
 )

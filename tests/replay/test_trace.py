@@ -65,6 +65,8 @@ def test_blocks_of_another_size_are_said_by_the_trace_or_by_the_caller(tmp_path:
         (LINE | {"hash_ids": [46, 46]}, "hash_ids has 46 twice; expected each block of a prompt"),
         ({"timestamp": 1, "hash_ids": []}, "object missing required field `input_length`"),
         (LINE | {"tokens_per_block": 0}, "tokens_per_block is 0; expected `int` >= 1"),
+        (LINE | {"tokens_per_block": 10**19}, "tokens_per_block is 10000000000000000000; expected"),
+        ('{"timestamp": "x", "input_length": ', "timestamp: expected `float`, got `str`"),
         (
             LINE | {"tokens_per_block": 300},
             "tokens_per_block is 300; expected 512 as in the lines before",

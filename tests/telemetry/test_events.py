@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -272,3 +273,18 @@ async def test_an_index_from_events_is_the_truth_after_chaos(
     main(["ls", str(tmp_path), "--json"])
     usages = {each["fingerprint"]: each for each in json.loads(capsys.readouterr().out)}
     assert usages[chaos.namespace.fingerprint]["num_blocks"] == len(in_files)
+
+
+def test_a_path_of_another_process_or_a_file_is_not_taken(tmp_path: Path) -> None:
+    taken, file = tmp_path / "events", tmp_path / "precious.txt"
+    file.write_text("precious")
+    refused = pytest.raises(BackendUnavailableError, match="another process serves")
+    with EventPublisher(f"ipc://{taken}"), refused:
+        EventPublisher(f"ipc://{taken}")
+    with pytest.raises(BackendUnavailableError, match="is no socket"):
+        EventPublisher(f"ipc://{file}")
+    assert file.read_text() == "precious"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(tmp_path / "left"))
+    with EventPublisher(f"ipc://{tmp_path}/left"):
+        pass

@@ -1,10 +1,12 @@
 """Journal: bounded, whole up to the last write, and what it lacks is counted in it."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,6 +177,60 @@ def test_a_disk_that_is_full_for_a_while_costs_events_that_are_counted(
     assert sum(each.num_events for each in found if isinstance(each, Lost)) >= 3
     assert [each for each in found if isinstance(each, Source)]
     assert ["cannot be written" in each.message for each in caplog.records] == [True]
+
+
+def test_a_part_whose_beginning_cannot_be_written_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_refused = 0
+
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            nonlocal num_refused
+            if num_refused < 2:
+                num_refused += 1
+                return super().write(data[: len(data) // num_refused - 1])
+            return super().write(data)
+
+    journal = Journal(str(tmp_path), max_bytes=4 * 200)
+    observer = journal.observer()
+    with monkeypatch.context() as filling:
+        filling.setattr(Path, "open", lambda path, mode, buffering: Full(path, mode))
+        for _ in range(2):
+            observer.note(Added("host", KEYS))
+            journal.flush()
+        assert not list(tmp_path.iterdir())
+        for number in range(20):
+            observer.note(Added("host", make_keys(1, first=number)))
+            journal.flush()
+    journal.close()
+    found = records(tmp_path)
+    assert sum(isinstance(each, Noted) for each in found) > 1
+    assert list(list_files(tmp_path)[-1].records())
+
+
+def test_what_waits_together_is_written_to_as_many_files_as_it_needs(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path), max_bytes=64 << 10)
+    observer = journal.observer()
+    for number in range(300):
+        observer.note(Added("host", make_keys(40, first=40 * number)))
+    journal.close()
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert 32 << 10 < sum(sizes) < 96 << 10
+    assert isinstance(records(tmp_path)[-1], Noted)
+
+
+def test_an_event_that_cannot_be_written_is_lost_and_the_next_ones_are_not(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    observer = journal.observer()
+    journal.flush()
+    observer.note(Added("tier \ud800", KEYS))
+    journal.flush()
+    observer.note(Added("host", KEYS))
+    journal.close()
+    found = records(tmp_path)
+    assert [each.num_events for each in found if isinstance(each, Lost)] == [1]
+    assert [each.keys for each in found if isinstance(each, Noted)] == [KEYS]
 
 
 def test_without_the_variable_nothing_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import resource
 from pathlib import Path
 
 import pytest
@@ -61,10 +62,38 @@ def test_requests_that_find_too_many_waiting_are_left_out_and_counted(
     monkeypatch.setattr(recorder_module, "MAX_WAITING", 5)
     recorder = TraceRecorder(str(tmp_path / "no" / "such" / "folder"))
     recorder._thread.join()  # nobody takes any of them
+    monkeypatch.setattr(recorder, "_has_ended", False)
     for _ in range(8):
         recorder.record(request(1))
     recorder.close()
     assert "3 requests were left out" in caplog.text
+
+
+def test_a_recorder_that_has_ended_keeps_no_requests(tmp_path: Path) -> None:
+    recorder = TraceRecorder(str(tmp_path / "no" / "such" / "folder"))
+    recorder._thread.join()
+    for _ in range(3):
+        recorder.record(request(1))
+    assert recorder._waiting.empty()
+
+
+def test_a_request_that_the_disk_takes_in_part_is_left_out_wholly(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    first = TraceRecorder(str(path))
+    first.record(request(1, 2))
+    first.close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    full = TraceRecorder(str(path))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        full.record(request(1, 3))
+        full.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    after = TraceRecorder(str(path))
+    after.record(request(1, 4))
+    after.close()
+    assert list(read_trace(path).requests()) == [[0, 1], [0, 2]]
 
 
 def test_nothing_is_recorded_where_no_file_is_named(
