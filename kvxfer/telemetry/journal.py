@@ -183,6 +183,7 @@ class Journal:
             assert self._file is not None
             self._append(self._file, b"".join(data))
         except (OSError, ValueError, TypeError) as exc:  # a disk, or an id that is no text
+            self._recent = recent_keys()
             if not self._has_failed:
                 logger.warning("%s: the journal cannot be written: %s", self._folder, exc)
             self._has_failed = True
@@ -195,7 +196,6 @@ class Journal:
         try:
             _write_whole(file, data)
         except OSError:
-            self._recent = recent_keys()
             file.truncate(self._num_bytes)
             file.seek(self._num_bytes)
             raise
