@@ -12,6 +12,7 @@ from kvxfer.backends.host.config import HostConfig
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.backends.host.pool_shape import PoolShape
 from kvxfer.backends.host.shared_memory import SharedMemory
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import (
@@ -44,11 +45,9 @@ NUM_THREADS = 2
 """Threads for batches: one stores while another loads; the copy engine adds its own."""
 
 INLINE_BYTES = 2 << 20
-"""Most bytes of lent parts of blocks to hash on the event loop itself: that takes less time than
-two thread switches."""
-
 INLINE_BLOCKS = 256
-"""Most tags to check on the event loop itself: that takes less than a millisecond."""
+"""Most bytes of lent parts of blocks to hash, and most tags to check, on the event loop itself:
+that takes less time than two thread switches."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +76,8 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     def __init__(self, config: HostConfig, namespace: Namespace) -> None:
         self._guard = CallGuard("host backend", namespace)
-        shape = PoolShape.fit(
-            capacity_bytes=config.capacity,
-            num_parts=1,
-            part_size_bytes=max(self._guard.chunk_sizes),
-        )
+        size = max(self._guard.chunk_sizes)
+        shape = PoolShape.fit(capacity_bytes=config.capacity, num_parts=1, part_size_bytes=size)
         self.shared_memory = SharedMemory.create(shape.num_bytes) if config.shared else None
         self._pool = HostPool(
             shape,
@@ -189,6 +185,13 @@ class HostBackend(LendingBackend, ImmediateMover):
             self._reports.removed(list(removed), Removal.DELETED)
         return [key in removed for key in keys]
 
+    async def purge(self) -> None:
+        """See `Purgeable.purge`. Raises while blocks are being stored, which stay."""
+        with self._lock:
+            self._reports.removed(self._index.quarantine_all(), Removal.DELETED)
+            if len(self._index):
+                raise BackendUnavailableError("blocks are being stored")
+
     @asynccontextmanager
     async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
         """See `Lender.lend`: slots, pinned."""
@@ -201,7 +204,6 @@ class HostBackend(LendingBackend, ImmediateMover):
             starts = [wanted.starts[index] for index in there]
             stops = [wanted.starts[index] + wanted.sizes[index] for index in there]
             find = partial(self._pool.find, slots, found, starts, stops, hashed=not fenced)
-            sizes = [wanted.sizes[index] for index in there]
             sizes = np.subtract(stops, starts).tolist()
             num_hashed = 0 if fenced else self._count_hashed(found, slots, sizes)
             small = num_hashed <= INLINE_BYTES and len(found) <= INLINE_BLOCKS
@@ -252,9 +254,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         stops = [offered.starts[index] + offered.sizes[index] for index in rows]
         with self._storing(plan.keys) as stored:
             self._pool.unseal(plan.slots)
-            blocks = self._pool.describe(
-                plan.slots, np.array(starts, np.int64), np.array(stops, np.int64)
-            )
+            blocks = self._pool.describe(plan.slots, *np.array([starts, stops], np.int64))
             room = ReservedBlocks([outcomes[key] for key in offered.keys], blocks if rows else None)
             yield room
             if arrived := sorted(room.arrived):

@@ -292,6 +292,13 @@ class BlockIndex:
         else:
             self._quarantined[key] = _Quarantined([entry.slot], entry.num_pins)
 
+    def quarantine_all(self) -> list[BlockKey]:
+        """Remove every block that is ready, also those that are pinned; return their keys."""
+        keys = [key for key in self.keys() if self.state(key) is not BlockState.STORING]
+        for key in keys:
+            self.quarantine(key)
+        return keys
+
     def clear(self) -> None:
         """Remove every block, plan and pin; all slots are free and a new generation begins.
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import MISSING, Backend, CopySource, Outcome, Status
+from kvxfer.storage.backend import MISSING, Backend, CopySource, Outcome, Purgeable, Status
 from kvxfer.storage.calls import Calls, Move, call_backend
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
@@ -38,6 +38,7 @@ class IsolatedTier:
 
     Attributes:
         index, backend: As given.
+        name: Name for people.
         reports: Reports of this tier.
     """
 
@@ -53,9 +54,9 @@ class IsolatedTier:
         self.backend = backend
         self.reports = Reports()
         self._timeouts = timeouts
-        self._name = f"tier {index} ({type(backend).__name__})"
+        self.name = f"tier {index} ({type(backend).__name__})"
         self._calls = Calls()
-        self._suspension = Suspension(self._name, timeouts.pause_s)
+        self._suspension = Suspension(self.name, timeouts.pause_s)
         self._share = asyncio.Semaphore(num_buffers)
 
     def observe(self, reports: Reports) -> None:
@@ -108,6 +109,17 @@ class IsolatedTier:
             deleted = await self._ask(Operation.DELETE, what, keys, timeout_s, call)
         return deleted or [False] * len(keys)
 
+    async def purge(self) -> bool:
+        """Delete every block; whether the backend could do so in time."""
+        if not (self.is_available and isinstance(self.backend, Purgeable)):
+            return False
+        try:
+            await self._calls.wait_for(self._timeouts.close_s, self.backend.purge())
+        except Exception as exc:
+            logger.warning("%s: not everything was deleted", self.name, exc_info=exc)
+            return False
+        return True
+
     async def drain(self) -> None:
         """See `Backend.drain`; also waits for abandoned calls."""
         await self._calls.drain()
@@ -118,7 +130,7 @@ class IsolatedTier:
         try:
             await self._calls.wait_for(self._timeouts.close_s, self.backend.aclose())
         except TimeoutError:
-            logger.warning("%s: not closed after %g s", self._name, self._timeouts.close_s)
+            logger.warning("%s: not closed after %g s", self.name, self._timeouts.close_s)
 
     def hold(
         self, staging: StagingMemory, sizes: Sequence[int], starts: Sequence[int]
@@ -152,7 +164,7 @@ class IsolatedTier:
                 self._suspension.begin(time.monotonic(), what, timeout_s)
                 self.reports.late(operation, keys)
             else:
-                logger.warning("%s: %s failed", self._name, what, exc_info=True)
+                logger.warning("%s: %s failed", self.name, what, exc_info=True)
         return None
 
     async def _move_in_time(
@@ -161,7 +173,7 @@ class IsolatedTier:
         what, timeout_s = f"moving {len(keys)} blocks", self._timeouts.move_s
         call = self._move(operation, keys, blocks, cause)
         outcomes = await self._ask(operation, what, keys, timeout_s, call)
-        reason = f"{self._name} took longer than {self._timeouts.move_s:g} s"
+        reason = f"{self.name} took longer than {self._timeouts.move_s:g} s"
         late = Outcome(Status.TIMED_OUT, memory_safe=False, reason=reason)
         return [late] * len(keys) if outcomes is None else list(outcomes)
 
@@ -171,9 +183,9 @@ class IsolatedTier:
         """Move a batch and log its failures once; after a missed deadline every load is a miss."""
         is_store = operation is Operation.STORE
         if not self._may_call(operation, keys):
-            unavailable = Outcome(Status.TIMED_OUT, reason=f"{self._name} does not answer")
+            unavailable = Outcome(Status.TIMED_OUT, reason=f"{self.name} does not answer")
             return [unavailable if is_store else MISSING] * len(keys)
-        name = f"{self._name}: {operation}"
+        name = f"{self.name}: {operation}"
         move: Move = self.backend.store if is_store else self.backend.load
         if cause is Cause.WRITE_BACK and not is_store and isinstance(self.backend, CopySource):
             move = self.backend.load_for_copy

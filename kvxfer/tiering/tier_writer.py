@@ -97,10 +97,14 @@ class TierWriter:
         if len(self.queue):
             text = "tier %d: %d blocks were not written back there"
             logger.warning(text, self._target.index, len(self.queue))
-        self._target.reports.not_written_back(self.queue.clear())
+        self.drop()
         if self._worker is not None:
             self._worker.cancel()
             await wait_despite_cancel(asyncio.gather(self._worker, return_exceptions=True))
+
+    def drop(self) -> None:
+        """Drop the queue; what is being copied goes on."""
+        self._target.reports.not_written_back(self.queue.clear())
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return {Gauge.WRITE_BACK_BLOCKS: len(self.queue)}

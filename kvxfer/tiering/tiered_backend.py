@@ -8,12 +8,8 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from kvxfer.checks import (
-    require_instance,
-    require_instances,
-    require_positive,
-)
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.checks import require_instance, require_instances, require_positive
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import MISSING, PARTIAL, Backend, Outcome, Status, pick_outcome
@@ -255,6 +251,15 @@ class TieredBackend(Backend):
                 given = await tier.delete(keys)
                 deleted = [one or other for one, other in zip(deleted, given, strict=True)]
         return deleted
+
+    async def purge(self) -> None:
+        """See `Purgeable.purge`. Raises, after all others, if a tier cannot delete everything."""
+        for writer in self._writers:
+            writer.drop()
+        async with asyncio.timeout(self._close_s):
+            await self._locks.wait_for_all()
+        if left := [tier.name for tier in self._tiers if not await tier.purge()]:
+            raise BackendUnavailableError(f"{', '.join(left)}: not everything was deleted")
 
     async def drain(self) -> None:
         """See `Backend.drain`."""

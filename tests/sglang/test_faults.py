@@ -284,10 +284,16 @@ def test_one_thread_stores_while_another_loads(tmp_path: Path) -> None:
         assert all(map(torch.equal, [logical_page(pool, p) for p in PAGES[2:]], stored_bits()[2:]))
 
 
-@pytest.mark.parametrize("backend", ["file", "host"])
+@pytest.mark.parametrize("backend", ["file", "host", "tiers"])
 def test_what_was_stored_before_a_clear_is_not_found_after_it(backend: str, tmp_path: Path) -> None:
-    url = file_url(tmp_path) if backend == "file" else "host://?capacity=64MiB"
+    host, file = "host://?capacity=64MiB", file_url(tmp_path)
+    url: Any = {"file": file, "host": host, "tiers": [host, file]}[backend]
     pool = attention_pool("page_first_direct")
+    with opened(pool, extra_config(url)) as storage:
+        storage.batch_set_v1(KEYS, rows_of(pool))
+        storage.clear()
+    with opened(pool, extra_config(url)) as storage:
+        assert storage.batch_exists(KEYS) == 0, "a process that is started again"
     with opened(pool, extra_config(url)) as storage:
         assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
         assert storage.batch_exists(KEYS) == 4
