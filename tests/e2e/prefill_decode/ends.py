@@ -40,7 +40,7 @@ async def stopmid(deployment: Deployment) -> str:
             answers = await decoding
         await deployment.require_true(prompts, answers)
         await require_clean(deployment)
-        slowest_s = max(slowest_s, *(answer.seconds for answer in answers))
+        slowest_s = max(slowest_s, _require_in_time(answers))
     await require_works(deployment)
     return f"slowest answer {slowest_s:.1f} s"
 
@@ -104,11 +104,17 @@ async def _decode(
     return await at_once([deployment.decode(prompt, told) for prompt, told in pairs])
 
 
-async def _judge(deployment: Deployment, prompts: list[Prompt], answers: list[Answer]) -> str:
-    await deployment.require_true(prompts, answers)
+def _require_in_time(answers: list[Answer]) -> float:
+    """Check that each answer came in time; return the seconds of the slowest."""
     slowest_s = max(answer.seconds for answer in answers)
     if slowest_s > ANSWER_WITHIN_S:
         raise Failure(f"an answer took {slowest_s:.1f} s")
+    return slowest_s
+
+
+async def _judge(deployment: Deployment, prompts: list[Prompt], answers: list[Answer]) -> str:
+    await deployment.require_true(prompts, answers)
+    slowest_s = _require_in_time(answers)
     note = await require_clean(deployment)
     await require_works(deployment)
     return f"slowest answer {slowest_s:.1f} s{note}"
