@@ -27,7 +27,7 @@ _opened: dict[tuple[str, int], "Metrics"] = {}
 _opening = threading.Lock()
 
 
-def environment_observers(namespace: Namespace) -> list[Observer]:
+def environment_observers(namespace: Namespace, *, engine: str = "") -> list[Observer]:
     """Make the observers that the environment asks for: by `KVXFER_JOURNAL` and `KVXFER_METRICS`.
 
     `KVXFER_METRICS=host:port` shows the metrics of this process there. Of several processes, as of
@@ -35,13 +35,14 @@ def environment_observers(namespace: Namespace) -> list[Observer]:
 
     Args:
         namespace: Namespace of the blocks that are observed.
+        engine: Name of their engine in the journal; see `Journal.observer`.
 
     Raises:
         InvalidArgumentError: `KVXFER_METRICS` is no endpoint.
         MissingExtraError: prometheus_client is not installed.
         BackendUnavailableError: No port is free, or the address is not one of this machine.
     """
-    return [*journal_observers(namespace), *_metrics_of_process()]
+    return [*journal_observers(namespace, engine=engine), *_metrics_of_process()]
 
 
 def _metrics_of_process() -> list["Metrics"]:

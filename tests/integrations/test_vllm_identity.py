@@ -2,6 +2,7 @@
 
 import copy
 import os
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from kvxfer.integrations.vllm.offloading import offloading_spec
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
+from kvxfer.endpoint import free_ports
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.common.model_identity import ModelIdentity, identify_model
@@ -245,6 +247,26 @@ def test_an_engine_with_tiers_below_is_built_from_urls(
     worker = KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
     manager = KVXferOffloadingSpec(config).get_manager()
     assert isinstance(manager, TieredOffloadingManager)
+    manager.shutdown()
+    worker.shutdown()
+
+
+def test_tiers_below_show_every_metric_by_their_own_names(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM's own metrics have what it declares, and name tiers below host memory `lower`."""
+    port = free_ports(1)
+    monkeypatch.setenv("KVXFER_METRICS", f"127.0.0.1:{port}")
+    monkeypatch.setattr(offloading_spec, "get_current_vllm_config_or_none", lambda: vllm_config)
+    config = make_config(backend=["host://?capacity=1MiB"] * 3)
+    memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
+    worker = KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
+    manager = KVXferOffloadingSpec(config).get_manager()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    for tier in ("host", "host_2"):
+        assert f'kvxfer_capacity_bytes{{tier="{tier}"}}' in text
+        assert f'kvxfer_suspended{{tier="{tier}"}} 0.0' in text
     manager.shutdown()
     worker.shutdown()
 

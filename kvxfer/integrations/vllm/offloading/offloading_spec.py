@@ -53,6 +53,7 @@ from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.observer import Observer
 from kvxfer.storage.portable_namespace import portable_namespace
+from kvxfer.telemetry.environment import environment_observers
 from kvxfer.telemetry.journal import journal_observers
 from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.telemetry.trace_recorder import TraceRecorder
@@ -185,7 +186,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
             mappings=mappings,
             emit_events=self.kv_events_config.enable_kv_cache_events,
             observers=[
-                *journal_observers(namespace, engine=self._name),
+                *environment_observers(namespace, engine=self._name),
                 *([prefill.loads] if prefill else []),
             ],
         )
