@@ -188,6 +188,7 @@ def test_etcd_is_asked_by_every_holder_and_tells_every_engine() -> None:
     fleet = Fleet(holders=30, engines=90, rack=3, groups=3, lease_s=5)
     etcd = study_fleet(trace, Machine(bytes_per_token=4096), fleet).etcd
     assert etcd.renewals_per_s == pytest.approx(30 * 3 / 5)
+    assert etcd.questions_per_s == pytest.approx(90 * 3 / 5)
     assert etcd.watches == 90
     assert etcd.events_of_a_join == 30
     assert etcd.events_of_a_rack == 90

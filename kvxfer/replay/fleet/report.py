@@ -79,7 +79,8 @@ def _etcd(report: FleetReport) -> str:
     etcd = report.etcd
     table = [
         ["etcd", "load"],
-        ["renewals of leases in a second", _number(etcd.renewals_per_s)],
+        ["renewals of leases in a second, each with a read", _number(etcd.renewals_per_s)],
+        ["questions in a second whether watches live", _number(etcd.questions_per_s)],
         ["watches", f"{etcd.watches:,}"],
         ["events when a holder comes or goes", f"{etcd.events_of_a_join:,}"],
         ["events when a rack fails", f"{etcd.events_of_a_rack:,}"],

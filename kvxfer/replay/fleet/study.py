@@ -89,7 +89,8 @@ class EtcdLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Load on etcd, where the list of peers comes from there.
 
     Attributes:
-        renewals_per_s: Renewals of leases in a second.
+        renewals_per_s: Renewals of leases in a second, each with a read of the holder's entry.
+        questions_per_s: Questions of engines in a second whether their silent watches live.
         watches: Watches that are open.
         events_of_a_join: Events that a holder which comes or goes sends to engines.
         events_of_a_rack: Events of a whole rack.
@@ -97,6 +98,7 @@ class EtcdLoad(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     renewals_per_s: float
+    questions_per_s: float
     watches: int
     events_of_a_join: int
     events_of_a_rack: int
@@ -284,12 +286,16 @@ def _share_in_one_rack(placement: Sequence[NDArray[np.int32]], fleet: Fleet) -> 
 
 
 def _etcd_load(fleet: Fleet) -> EtcdLoad:
-    """Compute the load: every holder renews its lease, every engine watches its group's list."""
+    """Compute the load: every holder renews its lease, every engine watches its group's list.
+
+    Source: `backends/nixl/discovery/etcd.py`, `etcd_session.py`.
+    """
     watching = -(-fleet.engines // fleet.groups)
     listed = -(-fleet.holders // fleet.groups)
-    renewals = fleet.holders * KEPT_PER_LEASE / fleet.lease_s if fleet.lease_s else inf
+    rounds_per_s = KEPT_PER_LEASE / fleet.lease_s if fleet.lease_s else inf
     return EtcdLoad(
-        renewals_per_s=renewals,
+        renewals_per_s=fleet.holders * rounds_per_s,
+        questions_per_s=fleet.engines * rounds_per_s,
         watches=fleet.engines,
         events_of_a_join=watching,
         events_of_a_rack=watching * min(fleet.rack, listed),
