@@ -239,7 +239,9 @@ class PrefillScheduler:
         are lent.
         """
         early = (each.lease for each in self._early.values())
-        if given is None or given in {*self._names, *self._leases.values(), *early}:
+        if given is None or given in self._names:
+            return make_lease()
+        if given in self._leases.values() or given in early:
             return make_lease()
         self._names[given] = None
         if len(self._names) > MAX_NAMES:
