@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Sequence
 
+import msgspec
+
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.endpoint import MAX_PORT
 from kvxfer.errors import CacheMismatchError, InvalidArgumentError
@@ -29,7 +31,8 @@ class PeerEngine:
 
     Raises:
         InvalidArgumentError: It is no description.
-        CacheMismatchError: It is that of another worker, or of more workers than there can be.
+        CacheMismatchError: It is that of another worker, of more workers than there can be, or has
+            a field that this release does not know.
     """
 
     def __init__(self, encoded: bytes) -> None:
@@ -40,6 +43,7 @@ class PeerEngine:
         if shard.num_workers > MAX_WORKERS:
             at_most = f"at most {MAX_WORKERS}"
             raise CacheMismatchError(None, "shard.num_workers", at_most, shard.num_workers)
+        self._words = msgspec.msgpack.decode(encoded)
         self._digests: dict[int, bytes] = {}
 
     @property
@@ -60,9 +64,13 @@ class PeerEngine:
         return [Endpoint(first.host, first.port + rank) for rank in range(num_workers)]
 
     def worker_keys(self, rank: int, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Make the keys of blocks on one of its workers; see `worker_keys`."""
+        """Make the keys of blocks on one of its workers; see `worker_keys`.
+
+        They come from its own words: a release that has fewer fields than ours leaves some out.
+        """
         if rank not in self._digests:
-            self._digests[rank] = _digest(self.description.at_rank(rank))
+            shard = {**self._words["shard"], "rank": self.description.at_rank(rank).shard.rank}
+            self._digests[rank] = _digest(msgspec.msgpack.encode({**self._words, "shard": shard}))
         return _of_worker(self._digests[rank], keys)
 
 
@@ -73,11 +81,11 @@ def worker_keys(description: CacheDescription, keys: Sequence[BlockKey]) -> list
     wrong worker, or one that was started anew with other caches, finds nothing: equal prompts have
     other bytes there.
     """
-    return _of_worker(_digest(description), keys)
+    return _of_worker(_digest(description.encode()), keys)
 
 
-def _digest(description: CacheDescription) -> bytes:
-    return hashlib.blake2b(description.encode(), digest_size=DIGEST_BYTES).digest()
+def _digest(encoded: bytes) -> bytes:
+    return hashlib.blake2b(encoded, digest_size=DIGEST_BYTES).digest()
 
 
 def _of_worker(digest: bytes, keys: Sequence[BlockKey]) -> list[BlockKey]:

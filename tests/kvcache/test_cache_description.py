@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.errors import CacheMismatchError, InvalidArgumentError, KVXferError
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.page_box import Digit, PageBox
@@ -131,16 +131,38 @@ def read_or_refuse(encoded: bytes) -> None:
         msgspec.msgpack.encode([]),
         msgspec.msgpack.encode({"type": "kvxfer-caches-2"}),
         msgspec.msgpack.encode({**plain(), "type": "kvxfer-caches-2"}),
-        msgspec.msgpack.encode({**plain(), "more": 1}),
         b"\x91" * 100_000,
         bytes(2 << 20),
     ],
-    ids=["empty", "no MessagePack", "a list", "a tag", "another version", "more", "deep", "long"],
+    ids=["empty", "no MessagePack", "a list", "a tag", "another version", "deep", "long"],
 )
 def test_what_is_no_description_is_refused(encoded: bytes) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         CacheDescription.decode(encoded)
     assert caught.value.argument == "description"
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ([], "more"),
+        (["shard"], "shard.more"),
+        (["groups", 0], "groups[0].more"),
+        (["groups", 0, "boxes", 1], "groups[0].boxes[1].more"),
+        (["groups", 0, "boxes", 1, "digits", 0], "groups[0].boxes[1].digits[0].more"),
+    ],
+)
+def test_a_field_of_another_release_is_refused_by_its_name(
+    path: list[str | int], field: str
+) -> None:
+    message = node = plain()
+    for step in path:
+        node = node[step]  # type: ignore[index] # a list has numbers
+    node["more"] = {"than": ["before"]}
+    with pytest.raises(CacheMismatchError) as caught:
+        CacheDescription.decode(msgspec.msgpack.encode(message))
+    assert (caught.value.field, caught.value.ours) == (field, "no such field")
+    assert "before" in str(caught.value.theirs)
 
 
 def test_a_description_that_none_would_read_is_not_sent() -> None:

@@ -1,6 +1,6 @@
 """Cache descriptions: the meaning of the bytes of a worker's blocks, told to other engines."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,13 @@ from kvxfer.checks import (
     require_positive,
     require_text,
 )
-from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.errors import CacheMismatchError, InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.portable.cache_mapping import payload_boxes
 from kvxfer.kvcache.portable.worker_shard import WorkerShard, is_state
 from kvxfer.kvcache.spec import MambaSpec
+from kvxfer.text import printable
 
 MAX_DESCRIPTION_BYTES = 1 << 20
 """Longest description that is decoded: 4000 boxes; a model of 126 layers has 252."""
@@ -44,7 +45,7 @@ _DTYPES = {
 }
 
 
-class GroupDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Description of one block of a group on one worker.
 
     Attributes:
@@ -90,12 +91,12 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise InvalidArgumentError("has_states", self.has_states, f"what {parts} are")
 
 
-class CacheDescription(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="kvxfer-caches-1"
-):
+class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, tag="kvxfer-caches-1"):
     """Description of one worker's caches: what another engine needs to read its raw blocks.
 
-    The tag has the version of the format: other versions are refused.
+    The tag has the version of the format: other versions are refused. Within one, a release may add
+    fields whose defaults say what blocks were without them; a release that does not know a field
+    refuses it by name, because it cannot say whether it reads such blocks rightly.
 
     Attributes:
         shard: Position of the worker in its model.
@@ -143,15 +144,22 @@ class CacheDescription(
         Raises:
             InvalidArgumentError: It is no description of this version, or too long; or a value in
                 it is out of bounds.
+            CacheMismatchError: It has a field that this release does not know.
         """
         if len(encoded) > MAX_DESCRIPTION_BYTES:
             expected = f"at most {MAX_DESCRIPTION_BYTES} bytes"
             raise InvalidArgumentError("description", f"{len(encoded)} bytes", expected)
         try:
-            return msgspec.msgpack.decode(encoded, type=CacheDescription, dec_hook=_decode_dtype)
+            told = msgspec.msgpack.decode(encoded, type=CacheDescription, dec_hook=_decode_dtype)
+            words = msgspec.msgpack.decode(encoded)
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as exc:
             shown = f"{len(encoded)} bytes: {exc}"
             raise InvalidArgumentError("description", shown, "a CacheDescription") from exc
+        known = msgspec.to_builtins(told, enc_hook=_encode_dtype)
+        for field, value in _unknown_fields(words, known):
+            name, theirs = (printable(each, MAX_NAME_CHARACTERS) for each in (field, value))
+            raise CacheMismatchError(None, name, "no such field", theirs)
+        return told
 
 
 def describe_caches(
@@ -192,6 +200,20 @@ def describe_caches(
             )
         )
     return CacheDescription(shard=shard, groups=tuple(groups))
+
+
+def _unknown_fields(words: Any, known: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each field of a message, and its value, that the decoded one does not have."""
+    if isinstance(known, dict):
+        for field, value in words.items():
+            inner = f"{name}.{field}" if name else f"{field}"
+            if field not in known:
+                yield inner, value
+            else:
+                yield from _unknown_fields(value, known[field], inner)
+    elif isinstance(known, list | tuple):
+        for index, pair in enumerate(zip(words, known, strict=True)):
+            yield from _unknown_fields(*pair, f"{name}[{index}]")
 
 
 def _require_inside(name: str, box: PageBox, payload_size_bytes: int) -> None:
