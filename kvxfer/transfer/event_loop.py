@@ -98,10 +98,16 @@ class EngineLoop:
             left = wait_for_futures(left, step).not_done
         return True
 
-    def run_blocking(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on this loop and block until its end; errors as `wait`."""
+    def run_blocking(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine on this loop and block until its end.
+
+        Raises:
+            EventLoopError: As `wait`; or the end did not come within `timeout_s`, and the work may
+                still go on.
+        """
         future = self.submit(work)
-        self.wait([future], None)
+        if not self.wait([future], timeout_s):
+            raise EventLoopError(self._what, f"its event loop stood still for {timeout_s:g} s")
         return future.result()
 
     def stop(self) -> None:

@@ -37,6 +37,9 @@ MAX_CLIENTS = 256
 
 CLOSE_S = 30.0
 
+REVOKE_S = 30.0
+"""Time that `Handover.revoke` waits for the event loop, which never waits for anything itself."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -200,14 +203,19 @@ class Handover:
         self._watch_soon()
 
     def revoke(self, tickets: Sequence[str]) -> None:
-        """End tickets at once: their blocks are about to change. Blocks until nobody finds them."""
+        """End tickets at once: their blocks are about to change. Blocks until nobody finds them.
+
+        Raises:
+            EventLoopError: The hand-over does not answer. Blocks may still be found, and so must
+                not change.
+        """
 
         async def revoke() -> None:
             for ticket in tickets:
                 if self._lender is not None:
                     self._lender.revoke(ticket)
 
-        self._loop.run_blocking(revoke())
+        self._loop.run_blocking(revoke(), REVOKE_S)
 
     def give_up(self, tickets: Sequence[str]) -> None:
         """End tickets soon, also open ones; `take_ended` returns them when nobody reads them.

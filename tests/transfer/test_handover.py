@@ -1,6 +1,7 @@
 """Handover: prompts go from the blocks of one engine to those of another, of any shape."""
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from kvxfer.errors import (
     CacheMismatchError,
     ClosedError,
     DuplicateError,
+    EventLoopError,
     InvalidArgumentError,
     KVXferError,
     NamespaceMismatchError,
@@ -171,6 +173,20 @@ def test_pages_are_found_by_their_content_whatever_the_ticket_is(stack: ExitStac
     [fetched] = ours.fetch(theirs.endpoint, "another-ticket-00", TOKENS, [OURS])
     assert not any(fetched.bad_blocks)
     assert ours.all_good(TOKENS, [OURS])
+
+
+def test_revoking_fails_when_nobody_can_say_that_the_blocks_are_not_found(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvxfer.transfer.handover.REVOKE_S", 0.2)
+    standing = threading.Event()
+    (worker,) = open_engine(stack).workers
+    worker._loop.call_soon(standing.wait)
+    try:
+        with pytest.raises(EventLoopError, match=r"hand-over: .* stood still for 0\.2 s"):
+            worker.revoke([TICKET])
+    finally:
+        standing.set()
 
 
 @pytest.mark.parametrize("end", ["expired", "revoked", "released", "never offered"])
