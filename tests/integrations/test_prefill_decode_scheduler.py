@@ -124,6 +124,15 @@ def test_chunks_are_offered_when_later_steps_are_computed(engine: Engine) -> Non
     engine.require_over()
 
 
+def test_a_prompt_that_is_lent_chunk_by_chunk_counts_as_a_lease(engine: Engine) -> None:
+    engine.add("p", OVERLAP, tokens=40)
+    engine.step()
+    assert engine.connector._prefill is not None
+    assert engine.connector._prefill.num_leases == 1
+    engine.abort("p")
+    assert engine.connector._prefill.num_leases == 0
+
+
 def test_blocks_that_another_request_computes_in_this_step_are_not_offered_yet(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,8 +83,8 @@ class PrefillScheduler:
 
     @property
     def num_leases(self) -> int:
-        """Requests whose blocks are lent, or were not reported as free yet."""
-        return len(self._leases)
+        """Requests whose blocks are lent chunk by chunk, or at once, or not reported as free yet."""
+        return len(self._early) + len(self._leases)
 
     def on_new_request(self, request: Any) -> None:
         """Prepare a request that is to be handed over."""
