@@ -153,6 +153,7 @@ class Fetcher:
                 parts = self._parts(match, wanted)
                 async for ready in self._ready(workers, parts, waits_for):
                     await self._load(workers, match, wanted, ready)
+                await self._load(workers, match, wanted, _failed(parts))
         except TimeoutError as exc:
             if match is None and isinstance(exc, KVXferError):  # connecting has its own deadline
                 raise
@@ -338,6 +339,17 @@ async def _load_in_place(client: Client, batch: Sequence[tuple[_Part, _Rows, Des
     outcomes = iter(await client.load(keys, places))
     for part, rows, _ in batch:
         part.note(rows.tolist(), islice(outcomes, len(rows)))
+
+
+def _failed(parts: Sequence[_Part]) -> list[tuple[_Part, _Rows]]:
+    """List the blocks whose read failed: a connection that ended for another reason costs none.
+
+    Reads that stall at one engine end the connections to all of them, see `Exchange.settle`.
+    """
+    failed = [
+        np.array([outcome.status is Status.FAILED for outcome in part.outcomes]) for part in parts
+    ]
+    return _choose([(part, np.arange(len(part.keys))) for part in parts], failed)
 
 
 def _choose(

@@ -1,10 +1,11 @@
 """Handover: prompts go from the blocks of one engine to those of another, of any shape."""
 
+import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,6 +26,8 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.portable import CacheDescription
 from kvxfer.storage.backend import Status
+from kvxfer.storage.leases import CacheLender
+from kvxfer.storage.lending import LentBlocks
 from kvxfer.storage.observer import Moved, Operation, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer import fetching
@@ -172,6 +175,31 @@ def test_pages_are_found_by_their_content_whatever_the_ticket_is(stack: ExitStac
     theirs.lend(TICKET, TOKENS, [THEIRS])
     [fetched] = ours.fetch(theirs.endpoint, "another-ticket-00", TOKENS, [OURS])
     assert not any(fetched.bad_blocks)
+    assert ours.all_good(TOKENS, [OURS])
+
+
+@pytest.mark.usefixtures("in_place_bytes")
+def test_reads_that_are_cut_short_for_those_of_another_engine_are_done_again(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    lend, asked = CacheLender.lend, threading.Event()
+
+    @asynccontextmanager
+    async def lend_late(*args: Any, **how: Any) -> AsyncIterator[LentBlocks]:
+        if not asked.is_set():
+            asked.set()
+            await asyncio.sleep(LIMIT_S)
+        async with lend(*args, **how) as lent:
+            yield lent
+
+    monkeypatch.setattr(CacheLender, "lend", lend_late)
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
+    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS])
+    assert asked.wait(LIMIT_S)
+    get(ours.workers[0].submit(ours.workers[0]._exchange._end_reads()))
+    assert not any(get(loading).bad_blocks)
     assert ours.all_good(TOKENS, [OURS])
 
 

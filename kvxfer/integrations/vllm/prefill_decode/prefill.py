@@ -83,7 +83,7 @@ class PrefillScheduler:
 
     @property
     def num_leases(self) -> int:
-        """Requests whose blocks are lent chunk by chunk, or at once, or not reported as free yet."""
+        """Requests whose blocks are lent, chunk by chunk or at once, or not free yet."""
         return len(self._early) + len(self._leases)
 
     def on_new_request(self, request: Any) -> None:
