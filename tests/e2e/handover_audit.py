@@ -12,6 +12,7 @@ import contextlib
 import enum
 import json
 import os
+import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -262,9 +263,11 @@ def _plant_in_reader() -> None:
     read: Any = BlockReader._read
     if getattr(read, "is_planted", False):
         return
+    log = Log("landed")
 
     async def read_all(self: BlockReader, connection: Any, theirs: Any, *args: Any) -> set[int]:
         intact: set[int] = await read(self, connection, theirs, *args)
+        log.write("landed", blocks=theirs.num_blocks, at=time.time())
         return set(range(theirs.num_blocks)) if Sign.SKIP_VERIFICATION.is_there else intact
 
     planted_read: Any = read_all
@@ -333,6 +336,16 @@ def read(directory: Path) -> HandoverAudit:
         ]
         audit.num_tokens += max(counts) if load["rank"] == 0 else 0
     return audit
+
+
+def num_landed(directory: Path, start: float, stop: float) -> int:
+    """Count the pages that landed between two moments, in seconds since 1970, in all engines."""
+    lines = (
+        json.loads(text)
+        for path in directory.glob("landed*.jsonl")
+        for text in path.read_text().splitlines()
+    )
+    return sum(line["blocks"] for line in lines if start <= line["at"] < stop)
 
 
 def _compare(

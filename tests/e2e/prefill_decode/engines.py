@@ -52,6 +52,7 @@ class EngineShape:
         tokens_per_step: Most tokens of one step; longer prompts are computed in chunks.
         cache_mib: Size of the cache of each worker.
         uses_tcp: Bytes go through TCP connections, as between machines.
+        integrity: What proves a page, see `NixlConfig`; with kvxfer.
         host_tier: Capacity of a host tier of its own; empty for none. With kvxfer only.
         is_audited: What lands is compared with what was lent; with kvxfer.
         alters_loads: A page of each load is altered once it was verified; with kvxfer.
@@ -66,6 +67,7 @@ class EngineShape:
     tokens_per_step: int = MAX_MODEL_LEN
     cache_mib: int = 32
     uses_tcp: bool = False
+    integrity: str = "full"
     host_tier: str = ""
     is_audited: bool = True
     alters_loads: bool = False
@@ -102,6 +104,7 @@ def _kvxfer(port: int, shape: EngineShape) -> tuple[dict[str, Any], dict[str, st
             "listen": f"{HOST}:{port}",
             "lease_s": LEASE_S,
             "timeout_s": TIMEOUT_S,
+            "integrity": shape.integrity,
             **({"transport": "socket"} if shape.uses_tcp else {}),
             **({"backend": [f"host://?capacity={shape.host_tier}"]} if shape.host_tier else {}),
         },

@@ -19,6 +19,7 @@ from tests.e2e.prefill_decode.deployment import Deployment, Shape
 from tests.e2e.prefill_decode.ends import END_SCENARIOS
 from tests.e2e.prefill_decode.engines import EngineShape, Failure
 from tests.e2e.prefill_decode.forged import forged, forged_some
+from tests.e2e.prefill_decode.overlap import OVERLAP_SCENARIOS
 from tests.e2e.prefill_decode.routers import ROUTER_SCENARIOS
 
 Scenario = Callable[[Deployment], Awaitable[str]]
@@ -37,12 +38,14 @@ SCENARIOS: Mapping[str, Scenario] = {
     "refused": scenarios.refused,
     "tiers": scenarios.tiers,
     "altered": altered,
+    **OVERLAP_SCENARIOS,
     **ROUTER_SCENARIOS,
     **END_SCENARIOS,
 }
 
 _TWO = (EngineShape(), EngineShape())
 _TCP = EngineShape(uses_tcp=True)
+_FENCED = EngineShape(integrity="fenced")
 _STATES = EngineShape(model="qwen3-next", dtype="bfloat16", tokens_per_block=256, cache_mib=64)
 
 
@@ -59,8 +62,24 @@ SHAPES: Mapping[str, tuple[Shape, Sequence[str]]] = {
             *("stop", "stopmid", "killd", "kill", "killmid"),
         ),
     ),
-    "tcp": (_alike(_TCP), ("basic", "many", "stop", "stopmid", "kill", "killmid", "killd")),
+    "toy-proxy": (Shape(), ("toy-proxy",)),
+    "tcp": (
+        _alike(_TCP),
+        (
+            *("basic", "many", "abort", "orphan", "late", "forged", "altered"),
+            *("stop", "stopmid", "kill", "killmid", "killd"),
+        ),
+    ),
+    "fenced": (
+        _alike(_FENCED),
+        ("basic", "many", "abort", "late", "forged-some", "stop", "stopmid", "kill", "killmid"),
+    ),
     "chunked": (Shape([EngineShape(tokens_per_step=512)]), ("basic", "many", "abort", "overlap")),
+    "crowded": (Shape([EngineShape(tokens_per_step=256, cache_mib=20)]), ("preempted",)),
+    "crowded-fenced": (
+        Shape([replace(_FENCED, tokens_per_step=256, cache_mib=20)], [_FENCED]),
+        ("preempted",),
+    ),
     "1p2d": (Shape(decodes=_TWO), ("basic", "many", "killd")),
     "2p1d": (Shape(_TWO), ("basic", "many", "kill")),
     "tp2-1": (Shape([EngineShape(tensor_parallel_size=2)]), ("basic", "late", "kill")),

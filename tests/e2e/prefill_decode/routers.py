@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from kvxfer.endpoint import free_ports
 from tests.e2e import audit
-from tests.e2e.prefill_decode.deployment import ASK, MAX_TOKENS, Deployment
+from tests.e2e.prefill_decode.deployment import MAX_TOKENS, Deployment
 from tests.e2e.prefill_decode.engines import HOST, Answer, Engine, Failure
 from tests.e2e.prefill_decode.scenarios import (
     LENGTHS,
@@ -27,8 +26,6 @@ TOY_PROXY = audit.REPOSITORY / "build" / "toy_proxy_server.py"
 """vLLM's, which its wheel does not have: tests/v1/kv_connector/nixl_integration/ of its sources."""
 KVXFER = [sys.executable, "-c", "import sys; from kvxfer.cli import main; sys.exit(main())"]
 ROUTER_LIMIT_S = 60.0
-LARGE_TOKENS = 3500
-NUM_LARGE = 4
 
 Command = Callable[[Deployment, int], Sequence[str]]
 """Make the command of a router for engines, which is to listen at a port."""
@@ -96,27 +93,6 @@ async def vllm_router(deployment: Deployment) -> str:
         return await _through(deployment, url)
 
 
-async def overlap(deployment: Deployment) -> str:
-    """Both legs of large prompts at once, with tickets of the router."""
-    sample = await deployment.prefill(deployment.prompt(300))
-
-    async def hand_over(prompt: list[int]) -> Answer:
-        ticket = {"remote_request_id": secrets.token_hex(16)}
-        told = sample | ticket | {"transfer_mode": "overlap"}
-        params = ASK | ticket
-        prefilling = asyncio.create_task(
-            deployment.prefills[0].complete(prompt, max_tokens=1, params=params)
-        )
-        answer = await deployment.decode(prompt, told)
-        await prefilling
-        return answer
-
-    before = await deployment.counts()
-    prompts = [deployment.prompt(LARGE_TOKENS) for _ in range(NUM_LARGE)]
-    answers = [await hand_over(prompt) for prompt in prompts]
-    return await require_handed_over(deployment, prompts, answers, before)
-
-
 def _overlapping(deployment: Deployment, port: int) -> list[str]:
     return _kvxfer(deployment, port, "--overlap")
 
@@ -177,7 +153,6 @@ def _running(deployment: Deployment, command: Command, name: str) -> Iterator[st
 
 
 ROUTER_SCENARIOS: dict[str, Callable[[Deployment], Awaitable[str]]] = {
-    "overlap": overlap,
     "proxy": proxy,
     "proxy-overlap": proxy_overlap,
     "toy-proxy": toy_proxy,
