@@ -8,7 +8,7 @@ import numpy as np
 from kvxfer.errors import ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import require_batch
-from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
+from kvxfer.storage.keys import BlockKey, Namespace, groups_of
 
 
 class CallGuard:
@@ -61,7 +61,7 @@ class CallGuard:
         require_batch(keys, *blocks)
         if not self.chunk_sizes:
             return
-        groups = np.frombuffer(b"".join(key[-GROUP_INDEX_BYTES:] for key in keys), ">u4")
+        groups = groups_of(keys)
         if int(groups.max()) >= len(self.chunk_sizes):
             key = keys[int(groups.argmax())]
             raise InvalidArgumentError("key", key, f"a group below {len(self.chunk_sizes)}")

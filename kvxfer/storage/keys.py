@@ -1,11 +1,13 @@
 """Keys of blocks, made of a content hash and a group, and the namespaces they are unique in."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NewType
 
 import msgspec
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kvxfer.checks import (
     INT64_MAX,
@@ -71,6 +73,17 @@ def group_of(key: BlockKey) -> int:
     if not isinstance(key, bytes) or len(key) <= GROUP_INDEX_BYTES:  # type: ignore[redundant-expr]
         raise InvalidArgumentError("key", key, KEY_FORM)
     return int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
+
+
+def groups_of(keys: Sequence[BlockKey]) -> NDArray[np.int64]:
+    """Read the group index out of each of many keys, `(len(keys),)`.
+
+    Raises:
+        InvalidArgumentError: A key is not bytes or is too short to be a key.
+    """
+    require_keys(keys)
+    indices = b"".join([key[-GROUP_INDEX_BYTES:] for key in keys])
+    return np.frombuffer(indices, f">u{GROUP_INDEX_BYTES}").astype(np.int64)
 
 
 def require_keys(keys: Iterable[BlockKey]) -> None:

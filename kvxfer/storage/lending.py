@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.checks import require_integers
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.integrity import checksum_blocks
-from kvxfer.storage.keys import BlockKey, Namespace, group_of
+from kvxfer.storage.keys import BlockKey, Namespace, groups_of
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 from kvxfer.storage.threads import Threads
 
@@ -251,8 +252,8 @@ NOT_ARRIVED = Outcome(Status.FAILED, reason="the block did not arrive whole")
 _NO_ROOM = Outcome(Status.FAILED, reason="no room in staging memory beside the blocks before it")
 
 
-def require_parts_in_blocks(wanted: BlockParts, chunk_sizes: Sequence[int]) -> None:
-    """Check that every wanted part lies within its block.
+def require_parts_in_blocks(wanted: BlockParts, chunk_sizes: Sequence[int]) -> NDArray[np.int64]:
+    """Check that every wanted part lies within its block; return the bytes of each whole block.
 
     Raises:
         InvalidArgumentError: The lists differ in length, a group does not exist, or a part is not
@@ -263,12 +264,17 @@ def require_parts_in_blocks(wanted: BlockParts, chunk_sizes: Sequence[int]) -> N
         raise InvalidArgumentError("keys", num_keys, "at least one, and a start and size for each")
     if len(set(wanted.keys)) < num_keys:
         raise InvalidArgumentError("keys", wanted.keys, "each key once")
-    parts = zip(wanted.keys, wanted.starts, wanted.sizes, strict=True)
-    for index, (key, start, size) in enumerate(parts):
-        group = group_of(key)
-        if group >= len(chunk_sizes):
-            raise InvalidArgumentError("group", group, f"a group below {len(chunk_sizes)}")
-        limit = chunk_sizes[group]
-        if start < 0 or size < 1 or start + size > limit:
-            what = f"start and size of keys[{index}]"
-            raise InvalidArgumentError(what, (start, size), f"a part of {limit} bytes")
+    groups = groups_of(wanted.keys)
+    if int(groups.max()) >= len(chunk_sizes):
+        raise InvalidArgumentError("group", int(groups.max()), f"a group below {len(chunk_sizes)}")
+    limits = np.array(chunk_sizes, np.int64)[groups]
+    starts, sizes = (
+        require_integers("starts", wanted.starts),
+        require_integers("sizes", wanted.sizes),
+    )
+    outside = (starts < 0) | (sizes < 1) | (sizes > limits) | (starts > limits - sizes)
+    if outside.any():
+        index = int(outside.argmax())
+        what, part = f"start and size of keys[{index}]", (int(starts[index]), int(sizes[index]))
+        raise InvalidArgumentError(what, part, f"a part of {limits[index]} bytes")
+    return limits

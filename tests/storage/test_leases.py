@@ -138,9 +138,7 @@ def test_a_key_with_two_blocks_is_found_until_both_are_gone(book: LeaseBook) -> 
     assert book.find(KEYS[:1]) == [4]
     book.release("t")
     assert book.find(KEYS[:1]) == [9]
-    assert not book.is_offered(KEYS[0], 4)
-    assert book.is_offered(KEYS[0], 9)
-    assert not book.is_offered(KEYS[1], 9)
+    assert book.still_offered([KEYS[0], KEYS[0], KEYS[1]], [4, 9, 9]) == [None, 9, None]
 
 
 def test_a_block_with_two_keys_is_found_by_each_until_its_last_ticket_is_over(

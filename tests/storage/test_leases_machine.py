@@ -169,7 +169,9 @@ class LeaseBookMachine(RuleBasedStateMachine):
             blocks = self.places(key)
             [found] = self.book.find([key])
             assert (found in blocks) if blocks else (found is None)
-            there = {block for block in range(2 * NUM_KEYS) if self.book.is_offered(key, block)}
+            every = range(2 * NUM_KEYS)
+            found_again = self.book.still_offered([key] * len(every), every)
+            there = {block for block in found_again if block is not None}
             assert there == blocks
             seen |= there
         assert seen == offered

@@ -155,9 +155,13 @@ class LeaseBook:
         """Find for each key a block that is offered; None without one."""
         return [next(iter(self._places.get(key, ())), None) for key in keys]
 
-    def is_offered(self, key: BlockKey, block: int) -> bool:
-        """Whether a block is offered, under any ticket, as the block of this key."""
-        return block in self._places.get(key, ())
+    def still_offered(
+        self, keys: Iterable[BlockKey], blocks: Iterable[int | None]
+    ) -> list[int | None]:
+        """Leave out, as None, the blocks that are not offered as those of their keys, any more."""
+        places = self._places
+        pairs = zip(keys, blocks, strict=True)
+        return [block if block in places.get(key, ()) else None for key, block in pairs]
 
     def is_complete(self, ticket: str) -> bool:
         """Whether all blocks of a ticket were offered; False for one that is not known."""
@@ -229,9 +233,10 @@ class LeaseBook:
             if self._pins[block] < count:
                 raise InvalidArgumentError("blocks", block, "blocks that are pinned as often")
         for block, count in counts.items():
-            self._pins[block] -= count
-            if not self._pins[block]:
-                del self._pins[block]
+            if self._pins[block] == count:
+                self._pins.pop(block)  # `del` of a `Counter` is slow
+            else:
+                self._pins[block] -= count
 
     def take_ended(self) -> list[str]:
         """Take the tickets that have ended since the last call, each once, and forget them."""

@@ -287,9 +287,10 @@ class CacheLender(LendingBackend, LeaseDesk):
         self, keys: Sequence[BlockKey], slots: Sequence[int | None], *, fenced: bool
     ) -> LentBlocks:
         """Describe the blocks that are still those of their keys, with what proves their bytes."""
-        pairs = zip(keys, slots, strict=True)
-        outcomes = [self._outcome(key, slot, fenced=fenced) for key, slot in pairs]
-        there = [s for s, o in zip(slots, outcomes, strict=True) if o.done and s is not None]
+        found = self.book.still_offered(keys, slots)
+        outcomes = [self._outcome(slot, fenced=fenced) for slot in found]
+        pairs = zip(found, outcomes, strict=True)
+        there = [slot for slot, outcome in pairs if slot is not None and outcome is DONE]
         if not there:
             return LentBlocks(outcomes, None, [])
         blocks = self._describe(there)
@@ -297,8 +298,8 @@ class CacheLender(LendingBackend, LeaseDesk):
             return LentBlocks(outcomes, blocks, [], self._generations.fences(there))
         return LentBlocks(outcomes, blocks, [self._checksums[slot] for slot in there])
 
-    def _outcome(self, key: BlockKey, slot: int | None, *, fenced: bool) -> Outcome:
-        if slot is None or not self.book.is_offered(key, slot):
+    def _outcome(self, slot: int | None, *, fenced: bool) -> Outcome:
+        if slot is None:
             return MISSING
         return DONE if fenced or slot in self._checksums else _NOT_HASHED
 
@@ -342,13 +343,13 @@ class CacheLender(LendingBackend, LeaseDesk):
                     self._checksums[slot] = hashing.result()[row]
 
     def _require_whole(self, wanted: BlockParts) -> None:
-        require_parts_in_blocks(wanted, self._sizes)
-        for index, (key, size) in enumerate(zip(wanted.keys, wanted.sizes, strict=True)):
-            whole = self._sizes[group_of(key)]
-            if size != whole:
-                what = f"start and size of keys[{index}]"
-                found = (wanted.starts[index], size)
-                raise InvalidArgumentError(what, found, f"(0, {whole}), the whole block")
+        wholes = require_parts_in_blocks(wanted, self._sizes)
+        parts = wholes != wanted.sizes
+        if parts.any():
+            index = int(parts.argmax())
+            what = f"start and size of keys[{index}]"
+            found = (wanted.starts[index], wanted.sizes[index])
+            raise InvalidArgumentError(what, found, f"(0, {wholes[index]}), the whole block")
 
     def _require_hashable(self, name: str, value: bool) -> None:  # noqa: FBT001 - for the error
         """Check that a processor can read the blocks."""
