@@ -168,7 +168,7 @@ class AuditedHandover(Forwarding):
             (key.hex(), self._sizes[group], self._digests.digest(group, payload))
             for key, group, payload in zip(keys, groups, copies, strict=True)
         ]
-        self._log.write("offer", blocks=blocks)
+        self._log.write("offer", blocks=blocks, is_complete=how.get("is_complete", True))
 
     async def fetch(self, endpoint: Endpoint, wanted: Wanted, **how: Any) -> Fetched:
         """See `Handover.fetch`."""
@@ -317,17 +317,13 @@ def read(directory: Path) -> HandoverAudit:
     """Compare what was loaded with what was offered, in all engines that share a directory."""
     offered: dict[str, _Offered] = {}
     loads = []
-    for path in sorted(directory.glob("handover*.jsonl")):
-        for text in path.read_text().splitlines(keepends=True):
-            if not text.endswith("\n"):  # its process was killed
-                continue
-            line = json.loads(text)
-            if line["event"] == "load":
-                loads.append(line)
-            for key, size, digests in line.get("blocks", ()):
-                known = offered.setdefault(key, _Offered(size, defaultdict(list)))
-                for head, tokens in digests.items():
-                    known.digests[head].append(tokens)
+    for line in _lines(directory, "handover"):
+        if line["event"] == "load":
+            loads.append(line)
+        for key, size, digests in line.get("blocks", ()):
+            known = offered.setdefault(key, _Offered(size, defaultdict(list)))
+            for head, tokens in digests.items():
+                known.digests[head].append(tokens)
     audit = HandoverAudit()
     for load in loads:
         counts = [
@@ -340,12 +336,21 @@ def read(directory: Path) -> HandoverAudit:
 
 def num_landed(directory: Path, start: float, stop: float) -> int:
     """Count the pages that landed between two moments, in seconds since 1970, in all engines."""
-    lines = (
-        json.loads(text)
-        for path in directory.glob("landed*.jsonl")
-        for text in path.read_text().splitlines()
-    )
+    lines = _lines(directory, "landed")
     return sum(line["blocks"] for line in lines if start <= line["at"] < stop)
+
+
+def num_offered(directory: Path) -> int:
+    """Count the prompts whose last page was offered and noted here, by every worker of P."""
+    return sum(line.get("is_complete", False) for line in _lines(directory, "handover"))
+
+
+def _lines(directory: Path, name: str) -> Iterator[Any]:
+    """Read the events of some logs, without those that a killed process has not ended."""
+    for path in sorted(directory.glob(f"{name}*.jsonl")):
+        for text in path.read_text().splitlines(keepends=True):
+            if text.endswith("\n"):
+                yield json.loads(text)
 
 
 def _compare(

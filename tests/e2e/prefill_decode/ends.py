@@ -6,7 +6,8 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from tests.e2e.prefill_decode.deployment import Deployment, Prompt
+from tests.e2e import handover_audit
+from tests.e2e.prefill_decode.deployment import Deployment, Prompt, wait_until
 from tests.e2e.prefill_decode.engines import TIMEOUT_S, Answer, Engine, Failure
 from tests.e2e.prefill_decode.scenarios import at_once, require_clean, require_works
 
@@ -15,6 +16,8 @@ ANSWER_WITHIN_S = TIMEOUT_S + 10.0
 NUM_LARGE = 2
 LARGE_TOKENS = 3500
 """Two of them just fit in P's cache."""
+NOTED_WITHIN_S = 3.0
+"""Time for the audit of an offer, well within a lease."""
 DELAYS_S = (0.0, 0.005, 0.02, 0.05, 0.1)
 """From sending the requests to what happens in their loads."""
 
@@ -93,9 +96,17 @@ async def killd(deployment: Deployment) -> str:
 async def _prefilled(
     deployment: Deployment, *, tokens: int = 1000
 ) -> tuple[list[Prompt], list[dict[str, Any]]]:
-    """Have the first P compute prompts for D."""
+    """Have the first P compute prompts for D; when it dies then, the audit knows its pages."""
+    num_before = handover_audit.num_offered(deployment.audit_directory)
     prompts = [deployment.prompt(tokens) for _ in range(NUM_LARGE)]
     params = [await deployment.prefill(prompt) for prompt in prompts]
+
+    async def is_noted() -> bool:
+        number = handover_audit.num_offered(deployment.audit_directory) - num_before
+        return number >= len(prompts) or deployment.connector != "kvxfer"
+
+    if not await wait_until(is_noted, limit_s=NOTED_WITHIN_S):
+        raise Failure(f"{deployment.prefills[0].name} offers nothing")
     return prompts, params
 
 

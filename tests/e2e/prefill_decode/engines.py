@@ -47,7 +47,8 @@ class EngineShape:
     Attributes:
         model: Name of one of `models.MODELS`.
         dtype: What the model computes in.
-        tensor_parallel_size: Workers.
+        tensor_parallel_size: Workers of a replica.
+        data_parallel_size: Replicas behind the server, which divides requests among them.
         tokens_per_block: Of the cache.
         tokens_per_step: Most tokens of one step; longer prompts are computed in chunks.
         cache_mib: Size of the cache of each worker.
@@ -63,6 +64,7 @@ class EngineShape:
     model: str = "llama"
     dtype: str = "float32"
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     tokens_per_block: int = 128
     tokens_per_step: int = MAX_MODEL_LEN
     cache_mib: int = 32
@@ -341,6 +343,7 @@ def _options(shape: EngineShape, model: str, port: int) -> list[str]:
         f"--port={port}",
         f"--dtype={shape.dtype}",
         f"--tensor-parallel-size={shape.tensor_parallel_size}",
+        f"--data-parallel-size={shape.data_parallel_size}",
         f"--block-size={shape.tokens_per_block}",
         f"--kv-cache-memory-bytes={shape.cache_mib << 20}",
         f"--max-num-batched-tokens={shape.tokens_per_step}",

@@ -84,6 +84,10 @@ SHAPES: Mapping[str, tuple[Shape, Sequence[str]]] = {
     "2p1d": (Shape(_TWO), ("basic", "many", "kill")),
     "tp2-1": (Shape([EngineShape(tensor_parallel_size=2)]), ("basic", "late", "kill")),
     "tp1-2": (Shape(decodes=[EngineShape(tensor_parallel_size=2)]), ("basic", "late", "killd")),
+    "dp2": (
+        Shape([EngineShape(data_parallel_size=2)], [EngineShape(data_parallel_size=2)]),
+        ("basic", "many", "abort"),
+    ),
     "blocks128-64": (
         Shape(decodes=[EngineShape(tokens_per_block=64)]),
         ("basic", "late", "altered"),

@@ -87,12 +87,13 @@ class KVXferConnector(KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        self._settings = Settings.parse(transfer.kv_connector_extra_config)
+        self._settings = Settings.parse(transfer.kv_connector_extra_config).of_replica(
+            parallel.data_parallel_index, parallel.tensor_parallel_size
+        )
         transfer.kv_load_failure_policy = self._settings.on_failure  # read after this
         for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
             if (size := getattr(parallel, name, 1)) > 1:
                 raise InvalidArgumentError(name, size, "1 with KVXferConnector")
-        self._settings.require_ports(parallel.tensor_parallel_size)
         self._reads, self._lends = self._sides(is_scheduler=role == KVConnectorRole.SCHEDULER)
         self._namespace = handover_namespace(vllm_config, self._settings.revision)
         self._journals = journal_observers(self._namespace, engine=transfer.engine_id or "")

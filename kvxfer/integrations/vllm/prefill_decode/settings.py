@@ -74,6 +74,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         except msgspec.ValidationError as exc:
             raise InvalidArgumentError("kv_connector_extra_config", dict(extra), str(exc)) from exc
 
+    def of_replica(self, index: int, num_workers: int) -> "Settings":
+        """Make the settings of a data-parallel replica, whose workers listen after those before it.
+
+        Raises:
+            InvalidArgumentError: There are not as many ports.
+        """
+        exchange = self.exchange.at_rank(index * num_workers)
+        replica = msgspec.structs.replace(self, exchange=exchange)
+        replica.require_ports(num_workers)
+        return replica
+
     def listen_at(self, rank: int) -> NixlConfig:
         """Make the configuration of the worker of a rank, which listens at the rank-th port."""
         return self.exchange.at_rank(rank)
