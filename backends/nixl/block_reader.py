@@ -127,8 +127,9 @@ def read_endings(
         ProtocolError: There is not one for each key.
     """
     connection.require_number(len(endings), len(keys))
+    done = Status.DONE  # looked up once: members of an enumeration are slow to find
     return [
-        DONE if ending.status is Status.DONE else Outcome(ending.status, reason=ending.reason)
+        DONE if ending.status is done else Outcome(ending.status, reason=ending.reason)
         for ending in endings
     ]
 

@@ -308,7 +308,8 @@ class Client:
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         outcomes = await self._reader.read(connection, keys, blocks)
-        changed = [i for i, outcome in enumerate(outcomes) if outcome.status is Status.CORRUPT]
+        corrupt = Status.CORRUPT
+        changed = [i for i, outcome in enumerate(outcomes) if outcome.status is corrupt]
         if changed:
             reason = outcomes[changed[0]].reason
             text = "%s: dropped %d corrupt blocks: %s"

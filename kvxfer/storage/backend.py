@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, runtime_checkable
 
 from kvxfer.checks import find_repeated, require_instance, require_sequence
@@ -40,16 +40,17 @@ class Outcome:
         memory_safe: False while hardware or a thread may still touch the described memory;
             such blocks must be neither freed nor reused until `Backend.drain` returns.
         reason: Why the block is not done, for logs; empty when it is.
+        done: Whether the block was moved, whole and verified.
     """
 
     status: Status
     memory_safe: bool = True
     reason: str = ""
+    done: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def done(self) -> bool:
-        """Whether the block was moved, whole and verified."""
-        return self.status is Status.DONE
+    def __post_init__(self) -> None:
+        """Note whether it is done: batches ask each outcome several times."""
+        object.__setattr__(self, "done", self.status is Status.DONE)
 
 
 DONE = Outcome(Status.DONE)

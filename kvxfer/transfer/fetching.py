@@ -346,9 +346,8 @@ def _failed(parts: Sequence[_Part]) -> list[tuple[_Part, _Rows]]:
 
     Reads that stall at one engine end the connections to all of them, see `Exchange.settle`.
     """
-    failed = [
-        np.array([outcome.status is Status.FAILED for outcome in part.outcomes]) for part in parts
-    ]
+    has_failed = Status.FAILED
+    failed = [np.array([each.status is has_failed for each in part.outcomes]) for part in parts]
     return _choose([(part, np.arange(len(part.keys))) for part in parts], failed)
 
 
