@@ -218,9 +218,8 @@ class MooncakeBackend(Backend):
                 continue
             key, block = run.keys[i], run.block(i)
             head = run.slots[i].data[: self._pages.format(key).header_size_bytes]
-            start = int(block.payload_starts[0])
             try:
-                covers = self._pages.covers(key, head, code, start, start + block.num_bytes)
+                covers = self._pages.covers(key, head, code, block)
             except OtherIntegrityError as exc:
                 outcomes[i] = exc.outcome
                 continue

@@ -10,8 +10,9 @@ from typing import TypeVar
 
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import BlockFileError, OtherIntegrityError
-from kvxfer.backends.object.bucket import Bucket, Counts
+from kvxfer.backends.object.bucket import Bucket, Counts, ObjectVersion
 from kvxfer.backends.object.config import AZConfig, GSConfig, ObjectConfig, S3Config
+from kvxfer.backends.object.namespace_texts import NamespaceTexts
 from kvxfer.backends.object.pages import Pages
 from kvxfer.backends.object.presence import Presence
 from kvxfer.backends.object.request_failure import RequestFailedError
@@ -78,8 +79,7 @@ class ObjectBackend(Backend):
         num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._threads = Threads("kvxfer-object", num_threads)
         self._stores = KeyLocks()
-        self._describing: asyncio.Task[None] | None = None
-        self._described = self._overwrites = False
+        self._texts = NamespaceTexts(self._bucket, self._pages, self._place)
         self._listing: asyncio.Task[None] | None = None
         self._list_again_at = 0.0
         self._reports = Reports()
@@ -120,7 +120,8 @@ class ObjectBackend(Backend):
             if not self._bucket.stores.allows():
                 return [DONE if self._presence.has(key) else PAUSED for key in keys]
             try:
-                await self._describe()
+                await self._texts.write()
+                await self._texts.read()
                 return await self._move_each(self._store, keys, blocks)
             except RequestFailedError as exc:
                 return [exc.outcome] * len(keys)
@@ -145,8 +146,7 @@ class ObjectBackend(Backend):
         if self._listing is not None:
             self._listing.cancel()
             await asyncio.wait([self._listing])
-        if self._describing is not None:
-            await asyncio.wait([self._describing], timeout=self._config.close_timeout_s)
+        await self._texts.aclose(self._config.close_timeout_s)
         await self._bucket.aclose(self._config.close_timeout_s)
         if not await self._threads.aclose(self._config.close_timeout_s):
             self._pages.close()
@@ -204,36 +204,64 @@ class ObjectBackend(Backend):
         since = self._presence.mark()
         try:
             # Half of the time of the lookup, so that silence is counted as a failure.
-            found = await self._bucket.head(name, self._config.lookup_timeout_s / 2)
+            there = await self._is_there(key, name, self._config.lookup_timeout_s / 2)
         except RequestFailedError as exc:
             logger.debug("%s: %s", name, exc)
             return False
-        self._presence.note(key, there=found is not None, since=since)
-        return found is not None
+        self._presence.note(key, there=there, since=since)
+        return there
+
+    async def _is_there(self, key: BlockKey, name: str, timeout_s: float) -> bool:
+        """Whether there is a page that we can read: by its header where there may be others."""
+        if not self._texts.has_others:
+            return await self._bucket.head(name, timeout_s) is not None
+        found = await self._read_header(key, name, timeout_s)
+        if found is None:
+            return False
+        try:
+            self._pages.require_readable(found[1])
+        except OtherIntegrityError:
+            self._meet_others()
+            return False
+        return True
+
+    async def _read_header(
+        self, key: BlockKey, name: str, timeout_s: float | None = None
+    ) -> tuple[ObjectVersion, memoryview] | None:
+        size = self._pages.format(key).header_size_bytes
+        return await self._bucket.read_begin(name, size, timeout_s)
+
+    def _meet_others(self) -> None:
+        """Note a page that we cannot read: what a list told us means nothing any more."""
+        if self._texts.meet_others():
+            self._presence.forget()
 
     async def _store(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
         since = self._presence.mark()
         try:
-            is_known = self._overwrites or self._presence.has(key)
-            if is_known and await self._covers(key, name, block):
-                self._presence.note(key, there=True, since=since)
-                return DONE
+            asks_first = self._texts.overwrites or self._texts.has_others
+            if asks_first or self._presence.has(key):
+                there = await self._read_header(key, name)
+                if there is not None and self._covers(key, there, block):
+                    self._presence.note(key, there=True, since=since)
+                    return DONE
             page = await self._threads.run(self._pages.encode, key, block)
             for _ in range(STORE_ATTEMPTS):
                 if await self._bucket.create(name, page):
                     return self._stored(key)
-                there = await self._bucket.head(name)
+                there = await self._read_header(key, name)
                 if there is None:
                     continue
-                if await self._covers(key, name, block):
+                if self._covers(key, there, block):
                     self._presence.change(key, there=True)
                     return DONE
-                if await self._bucket.replace(name, page, there):
+                if await self._bucket.replace(name, page, there[0]):
                     self._reports.removed([key], Removal.REPLACED)
                     return self._stored(key)
         except RequestFailedError as exc:
             return exc.outcome
         except OtherIntegrityError:
+            self._meet_others()
             self._presence.change(key, there=False)
             return OTHERS
         return Outcome(Status.FAILED, reason="others store and remove it all the time")
@@ -243,20 +271,12 @@ class ObjectBackend(Backend):
         self._reports.added([key])
         return DONE
 
-    async def _covers(self, key: BlockKey, name: str, block: Descriptors) -> bool:
-        """Whether there is an object with all bytes of a block."""
-        there = await self._bucket.head(name)
-        if there is None:
-            return False
-        if not self._pages.is_encrypted:
-            if there.size_bytes == self._pages.size(key):
-                return True
-            if not self._pages.has_parts(key):
-                return False
-        start = int(block.payload_starts[0])
-        head_size = self._pages.format(key).header_size_bytes
-        head = await self._bucket.read_range(name, 0, head_size)
-        return self._pages.covers(key, head, there.size_bytes, start, start + block.num_bytes)
+    def _covers(
+        self, key: BlockKey, there: tuple[ObjectVersion, memoryview], block: Descriptors
+    ) -> bool:
+        """Whether the object that is there has all bytes of a block."""
+        version, head = there
+        return self._pages.covers(key, head, version.size_bytes, block)
 
     async def _load(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
         since = self._presence.mark()
@@ -273,6 +293,7 @@ class ObjectBackend(Backend):
                 self._pages.decode, key, page, version.size_bytes, block
             )
         except OtherIntegrityError as exc:
+            self._meet_others()
             self._presence.note(key, there=False, since=since)
             return exc.outcome
         except BlockFileError as exc:
@@ -306,48 +327,37 @@ class ObjectBackend(Backend):
         self._reports.removed([key], Removal.DELETED)
         return True
 
-    async def _describe(self) -> None:
-        """Describe the namespace beside its blocks, once; others meanwhile share the attempt."""
-        if self._described:
-            return
-        if self._describing is None or self._describing.done():
-            self._describing = asyncio.create_task(self._describe_now())
-            self._describing.add_done_callback(fetch_error)
-        await asyncio.shield(self._describing)
-
-    async def _describe_now(self) -> None:
-        """Describe the namespace, and find out whether the server overwrites."""
-        name, text = self._pages.description_name, memoryview(self._pages.description)
-        # What the first request has made, the second must not make again.
-        if await self._bucket.create(name, text) and await self._bucket.create(name, text):
-            self._overwrites = True
-            logger.warning("%s: the server ignores If-None-Match", self._place)
-        self._described = True
-
     def _begin_list(self) -> None:
         """Begin the list that fills the cache, once, and again a while after it failed."""
-        if self._listing is None or (self._listing.done() and self._must_list_again()):
+        if time.monotonic() >= self._list_again_at and (
+            self._listing is None or self._listing.done()
+        ):
             self._listing = asyncio.create_task(self._list())
-
-    def _must_list_again(self) -> bool:
-        return time.monotonic() >= self._list_again_at
+            self._listing.add_done_callback(fetch_error)
 
     async def _list(self) -> None:
+        """List the namespace, unless names cannot tell whose pages these are."""
         began_at, since, num_names = time.monotonic(), self._presence.mark(), 0
+        self._list_again_at = began_at + LIST_AGAIN_S
         try:
+            await self._texts.read()
             async with (
                 asyncio.timeout(self._config.list_timeout_s),
                 aclosing(self._bucket.list_objects(self._pages.folder)) as answers,
             ):
                 async for listed in answers:
+                    if self._texts.has_others:
+                        break
                     keys = (self._pages.key_in(each.name) for each in listed)
                     self._presence.note_list(filter(None, keys), since=since)
                     num_names += len(listed)
         except (RequestFailedError, TimeoutError) as exc:
-            self._list_again_at = time.monotonic() + LIST_AGAIN_S
             logger.info("list of %s%s: %r", self._place, self._pages.fingerprint, exc)
             return
         self._list_again_at = float("inf")
+        if self._texts.has_others:
+            logger.info("%s%s has pages of others", self._place, self._pages.fingerprint)
+            return
         self._presence.note_all_listed(began_at)
         logger.info("%s%s has %d objects", self._place, self._pages.fingerprint, num_names)
 

@@ -170,6 +170,32 @@ class Bucket:
         self.counts.received_bytes += len(data)
         return version, data
 
+    async def read_begin(
+        self, path: str, num_bytes: int, timeout_s: float | None = None
+    ) -> tuple[ObjectVersion, memoryview] | None:
+        """Read the leading bytes of an object, fewer where it is shorter; None where there is none.
+
+        Their request is one, so that the bytes are those of the version.
+        """
+
+        async def read() -> tuple[ObjectVersion, Any]:
+            found = await self._obstore.get_async(
+                self._store, path, options={"range": (0, num_bytes)}
+            )
+            return _version(found.meta), await found.bytes_async()
+
+        try:
+            version, data = await self._request("GET", read, timeout_s)
+        except FileNotFoundError:
+            return None
+        except RequestFailedError as exc:
+            if not exc.answered or exc.transient or exc.denied:
+                raise
+            found = await self.head(path, timeout_s)  # no range fits an object of no bytes
+            return None if found is None else (found, memoryview(b""))
+        self.counts.received_bytes += len(data)
+        return version, memoryview(data)
+
     async def read_range(self, path: str, start: int, stop: int) -> memoryview:
         """Read bytes of an object; fewer where it ends before, none where there is no object."""
         try:
@@ -208,14 +234,18 @@ class Bucket:
         """Remove an object; none is no failure."""
         await self._request("DELETE", lambda: self._obstore.delete_async(self._store, path))
 
-    async def list_folders(self, prefix: str) -> list[str]:
-        """List what follows a prefix up to a slash, in the names of all objects that have one."""
+    async def list_folder(self, prefix: str) -> tuple[list[str], list[str]]:
+        """List what follows a prefix, as if slashes made folders: the folders, and the objects."""
         ask = self._obstore.list_with_delimiter_async
         try:
             found = await self._request("LIST", lambda: ask(self._store, prefix or None))
         except FileNotFoundError as exc:
             raise RequestFailedError(f"LIST: {describe(exc)}", transient=False) from None
-        return [str(name).removeprefix(prefix) for name in found["common_prefixes"]]
+        names = (str(each["path"]) for each in found["objects"])
+        return (
+            [str(name).removeprefix(prefix) for name in found["common_prefixes"]],
+            [name.removeprefix(prefix) for name in names],
+        )
 
     async def list_objects(self, prefix: str) -> AsyncGenerator[list[ListedObject], None]:
         """List the objects whose names begin with a prefix, a thousand at a time.

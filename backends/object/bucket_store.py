@@ -73,7 +73,7 @@ class BucketStore(BlockStore):
     def fingerprints(self) -> list[str]:
         """See `BlockStore.fingerprints`."""
         if self._fingerprints is None:
-            found = self._requests.ask(self._requests.bucket.list_folders(self._prefix))
+            found, _ = self._requests.ask(self._requests.bucket.list_folder(self._prefix))
             self._fingerprints = sorted(filter(self._has_objects, filter(is_fingerprint, found)))
         return self._fingerprints
 

@@ -101,21 +101,34 @@ class Pages(NamespaceFormat):
         """Whether an object may hold a part of its chunk."""
         return self.format(key).has_parts
 
-    def covers(
-        self, key: BlockKey, head: memoryview, size_bytes: int, start: int, stop: int
-    ) -> bool:
-        """Whether an object has bytes `start` to `stop` of its chunk, by its header.
+    def require_readable(self, head: memoryview) -> None:
+        """Check that we can read a page with this header; damage is for a load to find.
+
+        Raises:
+            OtherIntegrityError: It has another integrity, or is sealed with another key.
+        """
+        self._header_in(head)
+
+    def covers(self, key: BlockKey, head: memoryview, size_bytes: int, block: Descriptors) -> bool:
+        """Whether an object has all bytes of a block, by its header.
 
         Raises:
             OtherIntegrityError: The bytes are ones that we cannot read.
         """
+        header = self._header_in(head)
+        if header is None or header.key != key:
+            return False
+        start = int(block.payload_starts[0])
+        is_whole = header.data_offset + header.num_bytes == size_bytes
+        return is_whole and header.start <= start and start + block.num_bytes <= header.stop
+
+    def _header_in(self, head: memoryview) -> BlockHeader | None:
         try:
             header = BlockHeader.decode(bytes(head))
         except BlockFileError:
-            return False
+            return None
         require_readable(header, self.digester)
-        is_whole = header.key == key and header.data_offset + header.num_bytes == size_bytes
-        return is_whole and header.start <= start and stop <= header.stop
+        return header
 
     def close(self) -> None:
         """Release the engine that copies."""

@@ -76,6 +76,11 @@ class Presence:
         """Note that a list has ended, which began at `began_at`: nothing else was there then."""
         self._all_listed_at = began_at
 
+    def forget(self) -> None:
+        """Forget what was seen: from now on everything has to be asked."""
+        self._entries.clear()
+        self._all_listed_at = float("-inf")
+
     def change(self, key: BlockKey, *, there: bool) -> None:
         """Note that this process has stored or removed an object."""
         self._num_changes += 1

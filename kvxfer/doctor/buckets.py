@@ -78,7 +78,7 @@ async def _ask(config: ObjectConfig) -> _Access:
     bucket = Bucket.open(config)
     began_at = time.monotonic()
     try:
-        await bucket.list_folders(config.prefix)
+        await bucket.list_folder(config.prefix)
         answer_s = time.monotonic() - began_at
         name, text = f"{config.prefix}{PROBE}", memoryview(b"made by kvxfer doctor")
         try:

@@ -35,6 +35,7 @@ class SimulatedBucket(SimulatedMedium):
         self.now_s = 0.0
         self.requests: Counter[RequestKind] = Counter()
         self.num_sent = 0
+        self._was_listed = self._knows_kinds = False
         self._presence = Presence(
             found_ttl_s=found_ttl_s, missing_ttl_s=missing_ttl_s, clock=lambda: self.now_s
         )
@@ -46,12 +47,15 @@ class SimulatedBucket(SimulatedMedium):
 
     def lookup(self, blocks: Sequence[int]) -> list[int]:
         """Find the blocks that are there: one list at first, and a HEAD for what is not known."""
-        is_first = not self.requests["LIST"]
+        is_first = not self._was_listed
+        if blocks:
+            self._read_kinds()
         for block in blocks:
             if self._presence.has(_key(block)) is None:
                 self.requests["HEAD"] += 1
                 self._note(block)
         if is_first and blocks:
+            self._was_listed = True
             self.requests["LIST"] += max(1, -(-len(self._resident) // LIST_NAMES))
             self._presence.note_all_listed(self.now_s)
         return self.find(blocks)
@@ -75,30 +79,38 @@ class SimulatedBucket(SimulatedMedium):
     def store(self, blocks: Sequence[int]) -> list[int]:
         """Write the blocks that are not there.
 
-        A block that is known to be there is asked for. One that is there without being known is
-        sent, refused, and asked for twice: for its size, and for what it covers.
+        Of a block that is known to be there the header is read; one that is there without being
+        known is sent and refused before that.
 
         Returns:
             The blocks that were written.
         """
-        if blocks and not self.requests["PUT"]:  # namespace.json, and again to see that it stays
-            self.requests["PUT"] += 2
+        if blocks and not self.requests["PUT"]:
+            self.requests["PUT"] += 2  # namespace.json, and again to see that it stays
+            self.requests["GET"] += 1  # the record of the kind of our pages
+            self.requests["PUT"] += 1
+            self._read_kinds()
         written = []
         for block in blocks:
             if self._presence.has(_key(block)):
-                self.requests["HEAD"] += 1
+                self.requests["GET"] += 1
                 self._note(block)
                 continue
             self.requests["PUT"] += 1
             self.num_sent += 1
             if block in self._resident:
-                self.requests["HEAD"] += 2
+                self.requests["GET"] += 1
             else:
                 self._resident.add(block)
                 written.append(block)
             self._presence.change(_key(block), there=True)
         self.num_written += len(written)
         return written
+
+    def _read_kinds(self) -> None:
+        """List what is beside the pages, once."""
+        self.requests["LIST"] += not self._knows_kinds
+        self._knows_kinds = True
 
     def _note(self, block: int) -> None:
         there, since = block in self._resident, self._presence.mark()

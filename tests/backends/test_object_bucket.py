@@ -25,7 +25,7 @@ from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, statuses
-from tests.backends.object_memory import MemoryConfig
+from tests.backends.object_memory import MemoryConfig, open_in_memory, plant
 
 DONE = Status.DONE
 NAMES = [f"prefix/{number}" for number in range(7)]
@@ -127,7 +127,7 @@ async def test_closing_ends_loads_and_stores_with_outcomes(monkeypatch: pytest.M
     backend = ObjectBackend(MemoryConfig(address="memory"), memory.namespace())
     await backend.store(keys[:2], memory.describe(0, range(2)))
     closing, is_closed = asyncio.Event(), asyncio.Event()
-    for name in ("get", "head"):
+    for name in ("get", "read_begin"):
         honest = getattr(backend._bucket, name)
 
         async def wait(*args: Any, honest: Any = honest) -> Any:
@@ -137,7 +137,7 @@ async def test_closing_ends_loads_and_stores_with_outcomes(monkeypatch: pytest.M
             return found
 
         monkeypatch.setattr(backend._bucket, name, wait)
-    backend._overwrites = True  # stores look first
+    backend._texts.overwrites = True  # stores look first
     loading = asyncio.create_task(backend.load(keys[:2], memory.describe(0, range(2))))
     storing = asyncio.create_task(backend.store(keys[2:], memory.describe(0, range(2, 4))))
     await closing.wait()
@@ -174,3 +174,21 @@ def test_memory_does_not_grow_with_a_bucket(monkeypatch: pytest.MonkeyPatch) -> 
     assert large[0] < 1.3 * small[0]
     pages = 3 * 10  # of `ls`, of `fsck` for the sizes, and again for the objects
     assert large[1] - small[1] == 1000 + pages
+
+
+async def test_a_list_that_fails_in_whatever_way_is_not_made_again_at_once() -> None:
+    memory = BlockMemory([[4096]], num_blocks=4)
+    num_lists = 0
+
+    def answer_nonsense(*_args: Any, **_fields: Any) -> Iterator[Any]:
+        nonlocal num_lists
+        num_lists += 1
+        return iter([[{"path": "name"}]])
+
+    async with open_in_memory(memory.namespace()) as backend:
+        plant(backend._bucket, "list", answer_nonsense)
+        for first in range(3):
+            assert await backend.lookup(make_keys(1, first=first)) == [False]
+            assert backend._listing is not None
+            await asyncio.wait([backend._listing])
+        assert num_lists == 1

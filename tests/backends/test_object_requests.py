@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Requests that real buckets make, by kind; lists end before the lookup that begins them."""
+    """Requests that real buckets make, by kind; what a lookup begins ends with it."""
     kinds: Counter[str] = Counter()
     request, lookup = Bucket._request, S3Backend.lookup
 
@@ -32,6 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return await request(self, what, ask, *args)
 
     async def look_up(self: S3Backend, keys: Sequence[BlockKey]) -> list[bool]:
+        await self._texts.read()
         found = await lookup(self, keys)
         assert self._listing is not None
         await self._listing

@@ -51,9 +51,13 @@ class Bucket:
     def put(self, key: BlockKey, page: bytes) -> None:
         self.client.put(self.name(key), page)
 
-    def pages(self) -> dict[str, bytes]:
+    def objects(self) -> dict[str, bytes]:
         names = [each["path"] for each in self.client.list(self.prefix).collect()]
         return {name: bytes(self.client.get(name).bytes()) for name in names}
+
+    def pages(self) -> dict[str, bytes]:
+        found = self.objects()
+        return {name: found[name] for name in found if name.endswith(".safetensors")}
 
 
 @pytest.fixture
@@ -76,8 +80,8 @@ async def test_no_object_has_anything_of_a_block(bucket: Bucket, tmp_path: Path)
         payloads = await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
         assert await load(backend) == [Status.DONE] * 4
         assert read_payloads(MEMORY.describe(0, range(8, 12))) == payloads
-    pages = bucket.pages()
-    assert len(pages) == 1 + len(KEYS)
+    pages = bucket.objects()
+    assert len(pages) == 2 + len(KEYS)
     for payload in payloads:
         pieces = [payload[at : at + 8] for at in range(0, len(payload) - 7, 8)]
         assert not any(piece in page for page in pages.values() for piece in pieces)
@@ -100,8 +104,7 @@ async def test_pages_that_changed_or_moved_are_corrupt_and_removed(bucket: Bucke
         bucket.put(KEYS[1], one[:HEADER_BYTES] + bytes([one[HEADER_BYTES] ^ 1]) + one[4097:])
         bucket.put(KEYS[2], bucket.get(KEYS[2])[:-1])
         assert await load(backend) == [Status.CORRUPT] * 3 + [Status.DONE]
-        assert set(bucket.pages()) > {bucket.name(KEYS[3])}
-        assert bucket.name(KEYS[0]) not in bucket.pages()
+        assert set(bucket.pages()) == {bucket.name(KEYS[3])}
 
 
 @pytest.mark.parametrize(("name", "tenant"), [("theirs", ""), ("ours", "another")])
@@ -144,21 +147,84 @@ async def test_a_part_of_anothers_page_is_not_replaced(bucket: Bucket) -> None:
         assert bucket.pages() != before
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"), [("fast", "sealed"), ("sealed", "fast"), ("sealed", "off")]
-)
-async def test_pages_of_another_integrity_are_left_to_those_who_read_them(
+UNREADABLE = [
+    ("fast", "sealed"),
+    ("off", "sealed"),
+    ("off", "fast"),
+    ("sealed", "fast"),
+    ("sealed", "off"),
+    ("sealed", "sealed with another"),
+]
+
+
+def open_kind(bucket: Bucket, kind: str, **fields: Any) -> S3Backend:
+    secrets = {"sealed": "ours", "sealed with another": "theirs"}
+    if kind in secrets:
+        return bucket.open(secrets[kind], **fields)
+    return bucket.open(integrity=kind, **fields)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), UNREADABLE)
+async def test_pages_of_others_are_not_promised_not_taken_for_ours_and_not_sent_again(
     bucket: Bucket, theirs: str, ours: str
 ) -> None:
-    def open_kind(kind: str) -> S3Backend:
-        return bucket.open("ours") if kind == "sealed" else bucket.open(integrity=kind)
-
-    async with open_kind(theirs) as backend:
+    async with open_kind(bucket, theirs) as backend:
         await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
-    before = bucket.pages()
-    async with open_kind(ours) as backend:
-        assert await load(backend) == [Status.FAILED] * 4
-    assert bucket.pages() == before
+    pages = bucket.pages()
+    unread = Status.MISSING if theirs in ours else Status.FAILED
+    async with open_kind(bucket, ours, missing_ttl_s=0.0) as backend:
+        for _ in range(3):  # before, during and after the list
+            assert await backend.lookup(KEYS) == [False] * 4
+            assert backend._listing is not None
+            await backend._listing
+        sent = backend.counts.sent_bytes
+        for _ in range(2):
+            outcomes = await backend.store(KEYS, MEMORY.describe(0, range(4)))
+            assert statuses(outcomes) == [Status.FAILED] * 4
+        assert backend.counts.sent_bytes - sent < MEMORY.chunk_size_bytes(0), "pages were sent"
+        assert await load(backend) == [unread] * 4
+    assert pages.items() <= bucket.pages().items()
+
+
+@pytest.mark.parametrize(("theirs", "ours"), UNREADABLE)
+async def test_others_who_begin_later_are_noticed(bucket: Bucket, theirs: str, ours: str) -> None:
+    async with open_kind(bucket, ours) as backend:
+        await store_generated(backend, make_keys(1, first=9), MEMORY.describe(0, [0]))
+        await backend.lookup(KEYS)
+        assert backend._listing is not None
+        await backend._listing
+        async with open_kind(bucket, theirs) as other:
+            await store_generated(other, KEYS, MEMORY.describe(0, range(4)))
+        for _ in range(2):
+            outcomes = await backend.store(KEYS, MEMORY.describe(0, range(4)))
+            assert statuses(outcomes) == [Status.FAILED] * 4
+        assert await backend.lookup(KEYS) == [False] * 4
+        assert await backend.lookup(make_keys(1, first=9)) == [True]
+
+
+@pytest.mark.parametrize("theirs", ["fast", "off"])
+async def test_what_reads_every_plain_page_takes_it_for_stored(bucket: Bucket, theirs: str) -> None:
+    async with open_kind(bucket, theirs) as backend:
+        await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
+    async with open_kind(bucket, "off") as backend:
+        before = bucket.pages()
+        assert (
+            statuses(await backend.store(KEYS, MEMORY.describe(0, range(4)))) == [Status.DONE] * 4
+        )
+        assert await backend.lookup(KEYS) == [True] * 4
+        assert await load(backend) == [Status.DONE] * 4
+    assert before.items() <= bucket.pages().items()
+
+
+async def test_a_new_secret_reads_and_keeps_the_pages_of_the_old_one(bucket: Bucket) -> None:
+    async with bucket.open("old") as backend:
+        await store_generated(backend, KEYS[:2], MEMORY.describe(0, range(2)))
+    async with bucket.open("new", "old") as backend:
+        await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
+        assert await backend.lookup(KEYS) == [True] * 4
+        assert await load(backend) == [Status.DONE] * 4
+    async with bucket.open("old") as backend:
+        assert await backend.lookup(KEYS) == [True, True, False, False]
 
 
 def test_what_is_missing_is_named(bucket: Bucket) -> None:

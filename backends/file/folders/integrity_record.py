@@ -111,7 +111,7 @@ class IntegrityRecord:
             OSError: The record cannot be written.
         """
         if key_id:
-            self._folder.put_text(RECORDS[kind], _with_key(self._read(kind), key_id))
+            self._folder.put_text(RECORDS[kind], with_key(self._read(kind), key_id))
         elif not self._has(kind):
             self._folder.put_text(RECORDS[kind], f"{kind.value}\n")
 
@@ -165,13 +165,13 @@ class IntegrityRecord:
 
     def _with_ours(self, record: str | None) -> str:
         """Make the record of our kind: one of sealed blocks keeps the names of others' keys."""
-        return _with_key(record, self._key_id) if self._key_id else self._text
+        return with_key(record, self._key_id) if self._key_id else self._text
 
     def _has_other_keys(self) -> bool:
         cipher, fingerprint = self._digester.cipher, self._folder.fingerprint
         if cipher is None:
             return False
-        names = _key_ids_in(self._read(self._kind))
+        names = key_ids_in(self._read(self._kind))
         return not all(cipher.knows(fingerprint, name) for name in names)
 
     def _has_other_secret(self) -> bool:
@@ -239,6 +239,16 @@ def kinds_in(folder: TextFolder) -> list[Integrity]:
     return [kind for kind in RECORDS if _read_record(folder, kind) is not None]
 
 
+def with_key(record: str | None, key_id: str) -> str:
+    """Add the name of a key to a record of sealed blocks, or to none."""
+    return "\n".join([Integrity.SEALED.value, *sorted({*key_ids_in(record), key_id}), ""])
+
+
+def key_ids_in(record: str | None) -> list[str]:
+    """List the names of keys in a record of sealed blocks."""
+    return _KEY_ID.findall(record or "")
+
+
 def _header_in(head: bytes) -> BlockHeader | None:
     try:
         return BlockHeader.decode(head)
@@ -270,15 +280,6 @@ def _proof_in(record: str | None) -> str:
     """Extract the proof from a record; empty when it is missing or damaged."""
     proof, _, checksum = (record or "").removesuffix("\n").partition(" ")
     return proof if proof and xxhash.xxh3_64_hexdigest(proof.encode()) == checksum else ""
-
-
-def _with_key(record: str | None, key_id: str) -> str:
-    """Add the name of a key to a record of sealed blocks."""
-    return "\n".join([Integrity.SEALED.value, *sorted({*_key_ids_in(record), key_id}), ""])
-
-
-def _key_ids_in(record: str | None) -> list[str]:
-    return _KEY_ID.findall(record or "")
 
 
 def _read_record(folder: TextFolder, kind: Integrity) -> str | None:

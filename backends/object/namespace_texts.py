@@ -1,0 +1,144 @@
+"""Texts beside the pages of a namespace in a bucket: its description, the kinds of its pages."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from kvxfer.backends.file.folders.integrity_record import RECORDS, key_ids_in, with_key
+from kvxfer.backends.file.folders.namespace_folder import MAX_TEXT_BYTES
+from kvxfer.backends.object.bucket import Bucket
+from kvxfer.backends.object.pages import Pages
+from kvxfer.backends.object.request_failure import RequestFailedError
+from kvxfer.storage.calls import fetch_error
+from kvxfer.storage.integrity import Integrity
+
+NOTE_ATTEMPTS = 5
+"""Number of times that a record is written anew where others write it, too."""
+
+logger = logging.getLogger(__name__)
+
+
+class NamespaceTexts:
+    """Texts beside the pages of a namespace, as those in a folder of files.
+
+    They describe the namespace, and record of which kinds its pages are: each engine notes its own
+    before it stores a page. So a namespace is known to have pages that an engine cannot read before
+    it meets one. Belongs to one event loop.
+
+    Args:
+        bucket: The bucket.
+        pages: Pages of the namespace.
+        place: The bucket in the log.
+
+    Attributes:
+        overwrites: Whether the server ignores `If-None-Match`; known when the texts were written.
+        has_others: Whether there may be pages of another integrity, or sealed with another key;
+            taken to be so until the record was read.
+    """
+
+    def __init__(self, bucket: Bucket, pages: Pages, place: str) -> None:
+        self._bucket = bucket
+        self._pages = pages
+        self._place = place
+        self._writing = _Once(self._write)
+        self._reading = _Once(self._read)
+        self._met_others = False
+        self.overwrites = False
+        self.has_others = True
+
+    def meet_others(self) -> bool:
+        """Note a page that we cannot read; return whether none was expected."""
+        was_news = not self.has_others
+        self._met_others = self.has_others = True
+        return was_news
+
+    async def write(self) -> None:
+        """Describe the namespace and note the kind of our pages, once.
+
+        Raises:
+            RequestFailedError: A request failed; the next call tries again.
+        """
+        await self._writing.run()
+
+    async def read(self) -> None:
+        """Find out which kinds of pages there may be, once.
+
+        Raises:
+            RequestFailedError: A request failed; the next call tries again.
+        """
+        await self._reading.run()
+
+    async def aclose(self, timeout_s: float) -> None:
+        """Wait for what is under way."""
+        await self._writing.aclose(timeout_s)
+        await self._reading.aclose(timeout_s)
+
+    async def _write(self) -> None:
+        name, text = self._pages.description_name, memoryview(self._pages.description)
+        # What the first request has made, the second must not make again.
+        if await self._bucket.create(name, text) and await self._bucket.create(name, text):
+            self.overwrites = True
+            logger.warning("%s: the server ignores If-None-Match", self._place)
+        await self._note_kind()
+
+    async def _note_kind(self) -> None:
+        name = self._pages.folder + RECORDS[self._pages.digester.integrity]
+        for _ in range(NOTE_ATTEMPTS):
+            found = await self._bucket.get(name, MAX_TEXT_BYTES)
+            said = None if found is None else bytes(found[1]).decode(errors="replace")
+            text = self._with_ours(said)
+            if said == text:
+                return
+            record = memoryview(text.encode())
+            if found is None:
+                written = await self._bucket.create(name, record)
+            else:
+                written = await self._bucket.replace(name, record, found[0])
+            if written:
+                return
+
+    def _with_ours(self, record: str | None) -> str:
+        digester = self._pages.digester
+        if digester.cipher is None:
+            return f"{digester.integrity.value}\n"
+        return with_key(record, digester.cipher.key_id(self._pages.fingerprint))
+
+    async def _read(self) -> None:
+        digester, folder = self._pages.digester, self._pages.folder
+        try:
+            _, names = await self._bucket.list_folder(folder)
+        except RequestFailedError as exc:
+            if exc.denied:  # pages are told apart by their headers
+                return
+            raise
+        kinds = [kind for kind, name in RECORDS.items() if name in names]
+        has_others = not all(map(digester.integrity.reads, kinds))
+        if digester.cipher is not None and Integrity.SEALED in kinds:
+            found = await self._bucket.get(folder + RECORDS[Integrity.SEALED], MAX_TEXT_BYTES)
+            record = b"" if found is None else bytes(found[1])
+            for key_id in key_ids_in(record.decode(errors="replace")):
+                has_others |= not digester.cipher.knows(self._pages.fingerprint, key_id)
+        self.has_others = has_others or self._met_others
+
+
+class _Once:
+    """Attempt that all callers share, and that is made again after it failed."""
+
+    def __init__(self, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._attempt = attempt
+        self._task: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        if self._task is None or (self._task.done() and not _is_done(self._task)):
+            self._task = asyncio.create_task(self._attempt())
+            self._task.add_done_callback(fetch_error)
+        await asyncio.shield(self._task)
+
+    async def aclose(self, timeout_s: float) -> None:
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=timeout_s)
+
+
+def _is_done(task: asyncio.Task[None]) -> bool:
+    return not task.cancelled() and task.exception() is None
