@@ -82,7 +82,9 @@ class MooncakeBackend(Backend):
         self._guard = CallGuard("mooncake backend", namespace)
         config.require_mooncake()
         self._config = config
-        self._pages = Pages(PREFIX, namespace, Digester(config.integrity))
+        self._pages = Pages(
+            f"{PREFIX}{config.integrity.value}/", namespace, Digester(config.integrity)
+        )
         self._staging = StagingMemory(
             config.staging, self._pages.largest_file_bytes, self._drain_staging
         )
