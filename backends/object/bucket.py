@@ -1,9 +1,9 @@
 """Bucket: requests to object storage, each with a deadline, repeated where that helps."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -132,7 +132,7 @@ class Bucket:
         """Whether requests are made, and not refused because the server seems to be gone."""
         return self._breaker.closed
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Wait for one of the slots of `max_requests`, and hold it: for one block at a time."""
         async with self._slots:
@@ -232,7 +232,8 @@ class Bucket:
 
     async def delete(self, path: str) -> None:
         """Remove an object; none is no failure."""
-        await self._request("DELETE", lambda: self._obstore.delete_async(self._store, path))
+        with contextlib.suppress(FileNotFoundError):  # only S3 does not tell
+            await self._request("DELETE", lambda: self._obstore.delete_async(self._store, path))
 
     async def list_folder(self, prefix: str) -> tuple[list[str], list[str]]:
         """List what follows a prefix, as if slashes made folders: the folders, and the objects."""

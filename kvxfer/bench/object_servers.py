@@ -14,10 +14,10 @@ import urllib.request
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from obstore.exceptions import BaseError
-from obstore.store import S3Store
+from obstore.store import ObjectStore, S3Store
 
 from kvxfer.endpoint import free_ports
 
@@ -26,6 +26,8 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
 READER = {"AWS_ACCESS_KEY_ID": "kvxferreader", "AWS_SECRET_ACCESS_KEY": "kvxferreadersecret"}
 BUCKET, REGION = "blocks", "us-east-1"
 START_LIMIT_S = 60.0
+
+T = TypeVar("T", bound="ObjectServer")
 
 _SEAWEEDFS_PORTS = (
     "master.port",
@@ -49,12 +51,15 @@ class ObjectServer:
         folder: Folder in which it runs, with its log.
 
     Attributes:
+        path: Path of its URL.
         endpoint: Its URL.
         process: The process.
     """
 
+    path: ClassVar[str] = ""
+
     def __init__(self, command: list[str], port: int, folder: Path) -> None:
-        self.endpoint = f"http://127.0.0.1:{port}"
+        self.endpoint = f"http://127.0.0.1:{port}{self.path}"
         self._command = command
         self._folder = folder
         self.start()
@@ -90,7 +95,7 @@ class ObjectServer:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def open_client(self) -> S3Store:
+    def open_client(self) -> ObjectStore:
         """Open a plain client to the bucket."""
         return S3Store(
             BUCKET,
@@ -114,6 +119,7 @@ class ObjectServer:
         import obstore
 
         client = self.open_client()
+        assert isinstance(client, S3Store)
         url = obstore.sign(client, "PUT", "", timedelta(seconds=60))
         try:
             with contextlib.suppress(urllib.error.HTTPError):  # there is one from an earlier start
@@ -126,9 +132,9 @@ class ObjectServer:
 
 
 @contextlib.contextmanager
-def running(command: list[str], port: int, folder: Path) -> Iterator[ObjectServer]:
+def running(command: list[str], port: int, folder: Path, kind: type[T]) -> Iterator[T]:
     """Run a server until the end of the context, see `ObjectServer`."""
-    server = ObjectServer(command, port, folder)
+    server = kind(command, port, folder)
     try:
         yield server
     finally:
@@ -174,7 +180,8 @@ def seaweedfs(
             "master.electionTimeout": "1s",
         } | {flag: port + 1 + index for index, flag in enumerate(_SEAWEEDFS_PORTS)}
         given = [f"-{flag}={value}" for flag, value in flags.items()]
-        with running([program, "server", "-filer", "-s3", *given], port, folder) as server:
+        command = [program, "server", "-filer", "-s3", *given]
+        with running(command, port, folder, ObjectServer) as server:
             yield server
 
 

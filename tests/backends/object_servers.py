@@ -25,7 +25,7 @@ def moto() -> Iterator[ObjectServer]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with (
         tempfile.TemporaryDirectory(prefix="kvxfer-moto-") as folder,
-        running(command, port, Path(folder)) as server,
+        running(command, port, Path(folder), ObjectServer) as server,
     ):
         yield server
 
