@@ -89,10 +89,10 @@ class ObjectServer:
         """Let it go on."""
         os.killpg(self.process.pid, signal.SIGCONT)
 
-    def kill(self) -> None:
-        """Kill it in the middle of whatever it does; may be called again."""
+    def kill(self, sent: signal.Signals = signal.SIGKILL) -> None:
+        """End it by a signal, in the middle of whatever it does; may be called again."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, sent)
         self.process.wait()
 
     def open_client(self) -> ObjectStore:
@@ -178,6 +178,7 @@ def seaweedfs(
             "master.telemetry": "false",
             "metricsPort": metrics_port,
             "master.electionTimeout": "1s",
+            "volume.preStopSeconds": 1,
         } | {flag: port + 1 + index for index, flag in enumerate(_SEAWEEDFS_PORTS)}
         given = [f"-{flag}={value}" for flag, value in flags.items()]
         command = [program, "server", "-filer", "-s3", *given]
