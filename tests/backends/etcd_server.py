@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ class EtcdServer:
         scheme: `http`, or `https` with `options` for its certificates.
         options: More options of the command.
         credentials: How this class itself connects.
+        name: Its name in a cluster.
+        port: Its port for clients, with that for members behind it; by default free ones.
+        cluster: Peer URLs of all members by name; by default it is alone.
     """
 
     def __init__(
@@ -42,27 +45,41 @@ class EtcdServer:
         scheme: str = "http",
         options: Sequence[str] = (),
         credentials: Any = None,
+        name: str = "test",
+        port: int = 0,
+        cluster: Mapping[str, str] | None = None,
     ) -> None:
-        self.port = free_ports(2)
+        self.port = port or free_ports(2)
         self.url = f"etcd://{HOST}:{self.port}{PREFIX}"
         self._folder = folder
         self._credentials = credentials
-        at, peer_at = f"{scheme}://{HOST}:{self.port}", f"http://{HOST}:{self.port + 1}"
+        at, peer_at = f"{scheme}://{HOST}:{self.port}", _peer_url(self.port)
+        members = [f"{each}={url}" for each, url in (cluster or {name: peer_at}).items()]
         self._command = [
-            *(str(PROGRAM), "--name", "test", "--data-dir", str(folder / "data")),
+            *(str(PROGRAM), "--name", name, "--data-dir", str(folder / "data")),
             *("--listen-client-urls", at, "--advertise-client-urls", at),
             *("--listen-peer-urls", peer_at, "--initial-advertise-peer-urls", peer_at),
-            *("--initial-cluster", f"test={peer_at}", "--logger", "zap", "--log-level", "error"),
+            *("--initial-cluster", ",".join(members), "--logger", "zap", "--log-level", "error"),
             # Elects itself at once, and grants leases of a second.
             *("--heartbeat-interval", "20", "--election-timeout", "200"),
             *options,
         ]
-        self.start()
+        self.spawn()
+        if cluster is None:
+            self.wait()
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
+        self.spawn()
+        self.wait()
+
+    def spawn(self) -> None:
+        """Start it: a member answers when most of its cluster are there."""
         with (self._folder / "log").open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+
+    def wait(self) -> None:
+        """Wait until it answers."""
         stop = time.monotonic() + LIMIT_S
         while True:
             assert self.process.poll() is None, (self._folder / "log").read_text()[-2000:]
@@ -144,6 +161,30 @@ def etcd(folder: Path, **options: Any) -> Iterator[EtcdServer]:
     finally:
         server.thaw()
         server.kill()
+
+
+@contextlib.contextmanager
+def etcd_cluster(folder: Path, num_members: int) -> Iterator[list[EtcdServer]]:
+    """Run a cluster, and kill its members at the end."""
+    first = free_ports(2 * num_members)
+    ports = {f"member-{index}": first + 2 * index for index in range(num_members)}
+    cluster = {name: _peer_url(port) for name, port in ports.items()}
+    members = []
+    try:
+        for name, port in ports.items():
+            (folder / name).mkdir()
+            members.append(EtcdServer(folder / name, name=name, port=port, cluster=cluster))
+        for member in members:
+            member.wait()
+        yield members
+    finally:
+        for member in members:
+            member.thaw()
+            member.kill()
+
+
+def _peer_url(port: int) -> str:
+    return f"http://{HOST}:{port + 1}"
 
 
 async def until(holds: Callable[[], bool], limit_s: float = LIMIT_S) -> float:

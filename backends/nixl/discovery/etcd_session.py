@@ -35,6 +35,12 @@ CLOSE_TIMEOUT_S = 1.0
 MAX_ENTRIES = 8192
 """Most entries that are asked for; more than there may be holders, since some are skipped."""
 
+NEEDS_LEADER = ("hasleader", "true")
+"""Has a member that has no leader refuse calls and end watches: it would answer as of long ago.
+
+Source: https://pkg.go.dev/go.etcd.io/etcd/clientv3, `WithRequireLeader`.
+"""
+
 _MAX_CHARACTERS = 300
 _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # or a new channel waits as long as the last one would
@@ -64,7 +70,7 @@ class EtcdSession:
     def __init__(self, rpc: "ModuleType", channel: Any, timeout_s: float) -> None:
         self._rpc = rpc
         self._timeout_s = timeout_s
-        self._metadata: tuple[tuple[str, str], ...] = ()
+        self._metadata: tuple[tuple[str, str], ...] = (NEEDS_LEADER,)
         self._auth = rpc.AuthStub(channel)
         self._kv = rpc.KVStub(channel)
         self._leases = rpc.LeaseStub(channel)
@@ -75,7 +81,7 @@ class EtcdSession:
         name, password = user
         request = self._rpc.AuthenticateRequest(name=name, password=password)
         answer = await self._call(self._auth.Authenticate, request)
-        self._metadata = (("token", answer.token),)
+        self._metadata = (NEEDS_LEADER, ("token", answer.token))
 
     async def entries(self, prefix: bytes) -> tuple[int, dict[bytes, bytes]]:
         """List the entries under a prefix that ends with a slash.
