@@ -10,9 +10,11 @@ from functools import partial
 from typing import Any
 
 from kvxfer.connect import open_backend
+from kvxfer.engine_side import Plug
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.integrations.lmcache.answers import Answers, Deadlines, Task
 from kvxfer.integrations.lmcache.interface import (
+    SUPPORTED,
     Bitmap,
     KeyEntry,
     KeyListPage,
@@ -37,7 +39,7 @@ PIN_S = 60.0
 logger = logging.getLogger(__name__)
 
 
-class KVXferL2Adapter(L2AdapterInterface):
+class KVXferL2Adapter(Plug, L2AdapterInterface):
     """L2 adapter that keeps LMCache's objects in a kvxfer backend, verified, with a deadline.
 
     Configured as `lmcache server --l2-adapter '{"type": "plugin", "module_path":
@@ -55,7 +57,10 @@ class KVXferL2Adapter(L2AdapterInterface):
         InvalidArgumentError: A parameter is missing, unknown or of no use.
         CapacityError: There is not as much memory or disk as was configured.
         BackendUnavailableError: The backend cannot be opened.
+        UnsupportedEngineError: This release of LMCache wants methods that are not known.
     """
+
+    packages, supported = ("lmcache",), SUPPORTED
 
     def __init__(
         self, params: Mapping[str, Any], *, l1_memory_desc: L1MemoryDesc | None = None

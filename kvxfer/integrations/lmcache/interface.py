@@ -21,6 +21,7 @@ except ImportError as exc:
     raise UnsupportedEngineError("lmcache", version, SUPPORTED, str(exc)) from exc
 
 __all__ = [
+    "SUPPORTED",
     "Bitmap",
     "KeyEntry",
     "KeyListPage",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvxfer.backends.host import HostPool
+from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.interface import (
     LoadStoreSpec,
@@ -69,7 +70,7 @@ class _Check:
     num_holders: int = 0
 
 
-class KVXferOffloadingManager(OffloadingManager):
+class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     """Offloading manager over the index of a host pool; no call blocks.
 
     vLLM cannot recover from a load that fails. So a hit is promised only for a chunk that was

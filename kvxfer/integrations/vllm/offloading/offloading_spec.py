@@ -19,6 +19,7 @@ from kvxfer.connect import BackendType, parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
 from kvxfer.integrations.vllm.common.model_identity import identify_model
+from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.worker_pages import GroupLayers, describe_pages
 from kvxfer.integrations.vllm.connector.hooks import convert_caches
 from kvxfer.integrations.vllm.offloading import metrics
@@ -63,7 +64,7 @@ from kvxfer.transfer.load_or_compute import LoadOrCompute
 from kvxfer.transfer.polled_engine import DEFAULT_MAX_BYTES_IN_FLIGHT
 
 
-class KVXferOffloadingSpec(OffloadingSpec):
+class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
     """Offloading spec that stores vLLM's KV cache in kvxfer's backends.
 
     Configured by `kv_connector_extra_config`: `backend` is the URL (or mapping) of the host

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import ModelIdentity
+from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.offloading.identity import row_namespace
 from kvxfer.integrations.vllm.offloading.interface import (
     JobResult,
@@ -47,7 +48,7 @@ class _Job:
     started: float = field(default_factory=time.monotonic)
 
 
-class KVXferTier(SecondaryTierManager):
+class KVXferTier(VLLMPlug, SecondaryTierManager):
     """Secondary tier that stores chunks of vLLM's CPU tier in a kvxfer backend, verified.
 
     Configured as one of `secondary_tiers`: `{"type": "KVXferTier", "module_path":

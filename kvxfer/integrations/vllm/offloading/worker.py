@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kvxfer.backends.host import SlotMover, slot_key
 from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.offloading.interface import (
     GPULoadStoreSpec,
     OffloadingWorker,
@@ -24,7 +25,7 @@ from kvxfer.transfer.job import Direction, JobId
 logger = logging.getLogger(__name__)
 
 
-class KVXferOffloadingWorker(OffloadingWorker):
+class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
     """Offloading worker that moves blocks between its caches and its part of the pool.
 
     A store that fails is reported as done: the scheduler finds its slots unfinished and drops

@@ -8,6 +8,7 @@ from typing import Any
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import handover_namespace
+from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.connector import KVCacheHooks
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import (
@@ -62,7 +63,7 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
         self.port = port
 
 
-class KVXferConnector(KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
+class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     """Connector that hands the KV cache of prompts from prefill engines to decode engines.
 
     Settings are in `kv_connector_extra_config`, see `Settings`. An engine with `listen` lends the
@@ -82,7 +83,9 @@ class KVXferConnector(KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     ) -> "KVXferConnector":
         """Choose the class by the configuration: vLLM knows this one by its name only."""
         kind = _type_for(vllm_config)
-        return object.__new__(cls if issubclass(cls, kind) else kind)
+        chosen = cls if issubclass(cls, kind) else kind
+        chosen.require_complete()
+        return object.__new__(chosen)
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
