@@ -68,16 +68,16 @@ class PageStore:
     used for something else as soon as a call has returned. Rows that a late transfer may touch
     are not used before it has ended. Loads and stores have rows of their own.
 
-    Every call ends by its deadline, give or take a copy. After one that did not get its answer the
-    backend is left alone for a while, in which every page is a miss, and none is stored.
-    Thread-safe.
+    Every call ends by its deadline, a time of `time.monotonic`, give or take a copy. After one that
+    did not get its answer the backend is left alone for a while, in which every page is a miss, and
+    none is stored. Thread-safe.
 
     Args:
         pools: Caches of each pool, with one group.
         mappings: Page mapping of each of them.
         backend: As in `kvxfer.connect`.
         namespace: Identity of the pages, without groups.
-        timeout_s: Time for a call.
+        timeout_s: Time that a call has, for the engine and for messages.
         pause_s: Time that the backend is left alone.
         staging_bytes: Bound on the memory of the rows; raised to two in each direction.
 
@@ -135,7 +135,7 @@ class PageStore:
             self._engine.submit_call(self._engine.backend.start()).result(timeout_s)
             undo.pop_all()
 
-    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+    def lookup(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
         """Return for each key whether a load would find it now; one question for all keys."""
         missing = [False] * len(keys)
         if not keys or self._is_suspended():
@@ -144,7 +144,7 @@ class PageStore:
             self._engine.backend.lookup([self._name(key) for key in keys])
         )
         try:
-            return answer.result(self._timeout_s)
+            return answer.result(_left_s(deadline))
         except TimeoutError:
             answer.cancel()
             self._suspend(f"a lookup of {len(keys)} pages")
@@ -152,18 +152,22 @@ class PageStore:
             logger.warning("a lookup of %d pages failed: %r", len(keys), exc)
         return missing
 
-    def store(self, group: int, keys: Sequence[BlockKey], pages: Sequence[int]) -> list[bool]:
+    def store(
+        self, group: int, keys: Sequence[BlockKey], pages: Sequence[int], deadline: float
+    ) -> list[bool]:
         """Store pages of a pool; return for each whether that was done."""
-        return self._move(Direction.STORE, group, keys, pages)
+        return self._move(Direction.STORE, group, keys, pages, deadline)
 
-    def load(self, group: int, keys: Sequence[BlockKey], pages: Sequence[int]) -> list[bool]:
+    def load(
+        self, group: int, keys: Sequence[BlockKey], pages: Sequence[int], deadline: float
+    ) -> list[bool]:
         """Load pages of a pool; return for each whether it is there, verified.
 
         A page that is not stays as it was.
         """
-        return self._move(Direction.LOAD, group, keys, pages)
+        return self._move(Direction.LOAD, group, keys, pages, deadline)
 
-    def purge(self) -> None:
+    def purge(self, deadline: float) -> None:
         """Forget every page: none that was stored before will be found by this engine again.
 
         Where the backend can delete all pages of its namespace it does. Else pages are stored under
@@ -172,7 +176,7 @@ class PageStore:
         medium = unwrapped(self._medium)
         try:
             if isinstance(medium, Purgeable):
-                self._engine.submit_call(medium.purge()).result(self._timeout_s)
+                self._engine.submit_call(medium.purge()).result(_left_s(deadline))
                 return
         except Exception as exc:  # noqa: BLE001 - the serving engine goes on
             logger.warning("pages cannot be deleted: %r", exc)
@@ -184,11 +188,15 @@ class PageStore:
         self._copy_engine.close()
 
     def _move(
-        self, direction: Direction, group: int, keys: Sequence[BlockKey], pages: Sequence[int]
+        self,
+        direction: Direction,
+        group: int,
+        keys: Sequence[BlockKey],
+        pages: Sequence[int],
+        deadline: float,
     ) -> list[bool]:
         """Move pages in jobs of half of the rows, one after the other."""
         done = [False] * len(keys)
-        deadline = time.monotonic() + self._timeout_s
         pool, start, in_flight = self._rows_of[direction], 0, deque[RowJob]()
         while start < len(keys) or in_flight:
             left = 0 if self._is_suspended() else len(keys) - start
@@ -230,8 +238,7 @@ class PageStore:
                 self._copy_engine.copy(
                     self._pools[group].describe(0, pages), self._rows.describe(group, rows)
                 )
-            left_s = max(0.0, deadline - time.monotonic())
-            return self._engine.submit_call(move(names, of_groups, timeout_s=left_s))
+            return self._engine.submit_call(move(names, of_groups, timeout_s=_left_s(deadline)))
         except Exception as exc:  # noqa: BLE001 - a page that failed is the answer
             failed = Future[list[Outcome]]()
             failed.set_exception(exc)
@@ -250,7 +257,7 @@ class PageStore:
         unsafe = Outcome(Status.FAILED, memory_safe=False)
         outcomes = [unsafe] * len(job.rows)
         try:
-            outcomes = job.outcomes.result(max(0.0, deadline - time.monotonic()) + GRACE_S)
+            outcomes = job.outcomes.result(_left_s(deadline) + GRACE_S)
             arrived = [index for index, outcome in enumerate(outcomes) if outcome.done]
             if arrived and direction is Direction.LOAD:
                 self._copy_engine.copy(
@@ -288,6 +295,10 @@ class PageStore:
 
     def _suspend(self, what: str) -> None:
         self._suspension.begin(time.monotonic(), what, self._timeout_s)
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 class RowPool:

@@ -1,8 +1,6 @@
 """Storage of SGLang's hierarchical cache, over any backends of kvxfer."""
 
 import logging
-import math
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -10,10 +8,10 @@ from typing import Any
 
 import torch
 
+from kvxfer.engine_side import Plug
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.sglang.host_pools import HostPages, read_pool
-from kvxfer.integrations.sglang.identity import page_namespace
 from kvxfer.integrations.sglang.interface import (
+    SUPPORTED,
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
@@ -24,8 +22,8 @@ from kvxfer.integrations.sglang.interface import (
     StorageMetrics,
 )
 from kvxfer.integrations.sglang.page_store import PageStore
+from kvxfer.integrations.sglang.pool_stores import PoolStores
 from kvxfer.integrations.sglang.settings import read_settings
-from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
 from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.transfer.job import Direction
 
@@ -35,7 +33,7 @@ KV = str(PoolName.KV)
 logger = logging.getLogger(__name__)
 
 
-class KVXferStorage(HiCacheStorage):
+class KVXferStorage(Plug, HiCacheStorage):
     """Storage of SGLang's hierarchical cache in files, host memory, peers, or tiers of them.
 
     Pages are portable: where SGLang's keys are the same, engines of another layout of the host
@@ -51,7 +49,10 @@ class KVXferStorage(HiCacheStorage):
 
     Raises:
         InvalidArgumentError: A setting is missing, unknown or of no use.
+        UnsupportedEngineError: This release of SGLang wants methods that are not known.
     """
+
+    packages, supported = ("sglang",), SUPPORTED
 
     def __init__(
         self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None
@@ -59,12 +60,8 @@ class KVXferStorage(HiCacheStorage):
         del kwargs
         self._config = storage_config
         self._settings = read_settings(storage_config.extra_config)
-        self._pools: dict[str, HostPages] = {}
-        self._mappings: dict[str, PageMapping] = {}
-        self._stores: dict[str, tuple[PageStore, int] | None] = {}
-        self._opening = threading.Lock()
+        self._stores = PoolStores(storage_config, self._settings)
         self._stats = StorageMetrics()
-        self._closed = False
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Announce the pool of the keys and values.
@@ -74,13 +71,13 @@ class KVXferStorage(HiCacheStorage):
             InvalidArgumentError: Its heads cannot be divided into `tp_lcm_size`.
         """
         super().register_mem_pool_host(mem_pool_host)
-        self._register(KV, mem_pool_host)
+        self._stores.register(KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         """Announce another pool of a hybrid model; errors as `register_mem_pool_host`."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if str(host_pool_name) != KV:
-            self._register(str(host_pool_name), host_pool)
+            self._stores.register(str(host_pool_name), host_pool)
 
     def on_host_pools_registered(self) -> None:
         """Open the backend.
@@ -89,9 +86,9 @@ class KVXferStorage(HiCacheStorage):
             InvalidArgumentError: The backend cannot be opened for these pools.
             CapacityError: There is not as much memory or disk as was configured.
             BackendUnavailableError: The backend cannot start.
+            UnsupportedEngineError: This release of SGLang tells its settings in another way.
         """
-        with self._opening:
-            self._open()
+        self._stores.open()
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
@@ -106,7 +103,7 @@ class KVXferStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Load pages; return for each whether it is there, verified."""
-        return self._move(Direction.LOAD, KV, keys, host_indices)
+        return self._move(Direction.LOAD, KV, keys, host_indices, self._deadline())
 
     def batch_set_v1(
         self,
@@ -115,7 +112,7 @@ class KVXferStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Store pages; return for each whether that was done."""
-        return self._move(Direction.STORE, KV, keys, host_indices)
+        return self._move(Direction.STORE, KV, keys, host_indices, self._deadline())
 
     def batch_exists_v2(
         self,
@@ -149,10 +146,7 @@ class KVXferStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
         """Load pages of several pools; return for each pool the results of its pages."""
-        return {
-            each.name: self._move(Direction.LOAD, str(each.name), each.keys, each.host_indices)
-            for each in transfers
-        }
+        return self._move_all(Direction.LOAD, transfers)
 
     def batch_set_v2(
         self,
@@ -160,10 +154,7 @@ class KVXferStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
         """Store pages of several pools; return for each pool the results of its pages."""
-        return {
-            each.name: self._move(Direction.STORE, str(each.name), each.keys, each.host_indices)
-            for each in transfers
-        }
+        return self._move_all(Direction.STORE, transfers)
 
     def exists(self, key: str) -> bool:
         """Return whether a page is there."""
@@ -206,8 +197,7 @@ class KVXferStorage(HiCacheStorage):
 
     def clear(self) -> None:
         """Forget every page of this model: none that was stored before will be found."""
-        for store in self._open_stores():
-            store.purge()
+        self._stores.purge(self._deadline())
 
     def get_stats(self) -> StorageMetrics:
         """Return the pages and GB/s of the calls since the last time, for SGLang's metrics."""
@@ -216,85 +206,38 @@ class KVXferStorage(HiCacheStorage):
 
     def close(self) -> None:
         """Close the backend; may be called again. Later calls find and store nothing."""
-        with self._opening:
-            self._closed = True
-        for store in self._open_stores():
-            try:
-                store.close()
-            except Exception as exc:  # noqa: BLE001 - SGLang closes it while the process ends
-                logger.warning("the storage cannot be closed: %r", exc)
+        self._stores.close()
 
-    def _register(self, name: str, pool: Any) -> None:
-        pages = read_pool(name, pool)
-        self._mappings[name] = self._map(pages)
-        self._pools[name] = pages
-        if self._stores.get(name) is None:  # asked for before it was registered
-            self._stores.pop(name, None)
-
-    def _map(self, pages: HostPages) -> PageMapping:
-        """Map the pages of a pool to portable pages; of a replicated one there is one writer."""
-        config = self._config
-        shard, num_shards = WorkerShard(num_kv_heads=1), 1
-        if pages.num_kv_heads is not None:
-            num_heads = pages.num_kv_heads * config.tp_size
-            shard = WorkerShard(num_kv_heads=num_heads, rank=config.tp_rank, tp_size=config.tp_size)
-            num_shards = math.gcd(num_heads, config.tp_lcm_size or config.tp_size)
-        (mapping,) = map_caches(pages.caches, shard, num_shards=num_shards, opaque=pages.opaque)
-        return mapping
-
-    def _open(self) -> None:
-        """Open the backend for the pools that it is not open for yet."""
-        names = [name for name in self._pools if name not in self._stores]
-        if not names or self._closed:
-            return
-        self._stores |= dict.fromkeys(names)
-        store = PageStore(
-            [self._pools[name].caches for name in names],
-            [self._mappings[name] for name in names],
-            self._settings.choices,
-            namespace=page_namespace(self._config, self._settings.revision, names),
-            timeout_s=self._settings.timeout_s,
-            pause_s=self._settings.pause_s,
-            staging_bytes=self._settings.staging,
-        )
-        self._stores |= {name: (store, group) for group, name in enumerate(names)}
-
-    def _find(self, name: str) -> tuple[PageStore, int] | None:
-        """Find the store of a pool, and its group there; None if there is none.
-
-        Pools may come later than `on_host_pools_registered`, which some releases do not call.
-        """
-        with self._opening:
-            if name not in self._stores:
-                try:
-                    self._open()
-                except Exception:
-                    logger.exception("nothing is stored of the pool %s", name)
-            if name not in self._stores:
-                logger.error("nothing is stored of the pool %s, which was not registered", name)
-                self._stores[name] = None
-            return None if self._closed else self._stores[name]
-
-    def _open_stores(self) -> list[PageStore]:
-        found = [each[0] for each in self._stores.values() if each is not None]
-        return list(dict.fromkeys(found))
+    def _deadline(self) -> float:
+        """The time by which a call that begins now ends, whatever it is about."""
+        return time.monotonic() + self._settings.timeout_s
 
     def _look_up(self, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[bool]]:
         """Look up all keys in some pools, with one question to the backend."""
-        found = {name: [False] * len(keys) for name in names}
+        found, deadline = {name: [False] * len(keys) for name in names}, self._deadline()
         asked: dict[PageStore, list[tuple[str, int]]] = {}
         try:
             for name in found:
-                place = self._find(name)
+                place = self._stores.find(name, deadline)
                 if place is not None:
                     asked.setdefault(place[0], []).append((name, place[1]))
             for store, members in asked.items():
                 wanted = [_block_key(key, group) for _, group in members for key in keys]
-                answers = iter(store.lookup(wanted))
+                answers = iter(store.lookup(wanted, deadline))
                 found |= {name: list(islice(answers, len(keys))) for name, _ in members}
         except Exception:
             logger.exception("a lookup of %d pages failed", len(keys))
         return found
+
+    def _move_all(
+        self, direction: Direction, transfers: Sequence[PoolTransfer]
+    ) -> dict[str, list[bool]]:
+        """Move pages of several pools, all of them by one deadline."""
+        deadline = self._deadline()
+        return {
+            each.name: self._move(direction, str(each.name), each.keys, each.host_indices, deadline)
+            for each in transfers
+        }
 
     def _move(
         self,
@@ -302,19 +245,20 @@ class KVXferStorage(HiCacheStorage):
         name: str,
         keys: Sequence[str] | None,
         host_indices: torch.Tensor | None,
+        deadline: float,
     ) -> list[bool]:
         """Move pages of a pool; `host_indices` has all rows of each page."""
         keys = keys or []
         try:
-            place = self._find(name)
+            place = self._stores.find(name, deadline)
             if place is None or not keys:
                 return [False] * len(keys)
             store, group = place
-            pages = _page_ids(self._pools[name].rows_per_page, len(keys), host_indices)
+            pages = _page_ids(self._stores.pages(name).rows_per_page, len(keys), host_indices)
             block_keys = [_block_key(key, group) for key in keys]
             began = time.perf_counter()
             move = store.load if direction is Direction.LOAD else store.store
-            done = move(group, block_keys, pages)
+            done = move(group, block_keys, pages, deadline)
             self._count(direction, name, sum(done), time.perf_counter() - began)
         except Exception:
             logger.exception("%s of %d pages of %s failed", direction.name, len(keys), name)
@@ -324,7 +268,7 @@ class KVXferStorage(HiCacheStorage):
     def _count(self, direction: Direction, name: str, num_pages: int, seconds: float) -> None:
         if not self._config.enable_storage_metrics or not num_pages:
             return
-        stats, rate = self._stats, num_pages * self._mappings[name].num_bytes / seconds / 1e9
+        stats, rate = self._stats, num_pages * self._stores.page_size_bytes(name) / seconds / 1e9
         loading = direction is Direction.LOAD
         (stats.prefetch_pgs if loading else stats.backup_pgs).append(num_pages)
         (stats.prefetch_bandwidth if loading else stats.backup_bandwidth).append(rate)

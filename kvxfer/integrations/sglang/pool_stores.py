@@ -1,0 +1,188 @@
+"""Stores of host pools: which pools an engine has, and the store that each has its pages in."""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from kvxfer.integrations.sglang.host_pools import HostPages, read_pool
+from kvxfer.integrations.sglang.identity import page_namespace
+from kvxfer.integrations.sglang.interface import HiCacheStorageConfig
+from kvxfer.integrations.sglang.page_store import PageStore
+from kvxfer.integrations.sglang.settings import StorageSettings
+from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
+
+logger = logging.getLogger(__name__)
+
+
+class PoolStores:
+    """Stores of the host pools of one engine, by SGLang's names of the pools.
+
+    All pools that are known when the backend is opened share one store. It is opened on a thread of
+    its own, so whoever needs it waits no longer than its deadline. Thread-safe.
+
+    Args:
+        config: What SGLang knows of the engine.
+        settings: Settings of the storage.
+    """
+
+    def __init__(self, config: HiCacheStorageConfig, settings: StorageSettings) -> None:
+        self._config = config
+        self._settings = settings
+        self._pools: dict[str, HostPages] = {}
+        self._mappings: dict[str, PageMapping] = {}
+        self._stores: dict[str, tuple[PageStore, int] | None] = {}
+        self._lock = threading.Lock()  # held for a few lines, never while something is opened
+        self._opening: Future[None] | None = None
+        self._is_late = False
+        self._closed = False
+
+    def register(self, name: str, pool: Any) -> None:
+        """Announce a pool.
+
+        Raises:
+            LayoutError: It is of a kind that is not known.
+            InvalidArgumentError: Its heads cannot be divided into `tp_lcm_size`.
+        """
+        pages = read_pool(name, pool)
+        mapping = self._map(pages)
+        with self._lock:
+            self._mappings[name], self._pools[name] = mapping, pages
+            if self._stores.get(name) is None:  # asked for before it was registered
+                self._stores.pop(name, None)
+
+    def pages(self, name: str) -> HostPages:
+        """The pages of a registered pool."""
+        return self._pools[name]
+
+    def page_size_bytes(self, name: str) -> int:
+        """Bytes of a page of a registered pool."""
+        return self._mappings[name].num_bytes
+
+    def open(self) -> None:
+        """Open the store of all registered pools that have none.
+
+        Raises:
+            InvalidArgumentError: The backend cannot be opened for these pools.
+            CapacityError: There is not as much memory or disk as was configured.
+            BackendUnavailableError: The backend cannot start.
+            UnsupportedEngineError: This release does not tell its settings as those known do.
+        """
+        while opening := self._begin_opening():
+            opening.result()
+
+    def find(self, name: str, deadline: float) -> tuple[PageStore, int] | None:
+        """Find the store of a pool, and its group there; None if there is none by the deadline.
+
+        Pools may come later than `open`, which some releases do not call. After a wait that was in
+        vain, nobody waits any more until the store is open.
+
+        Args:
+            name: Name of the pool.
+            deadline: Time of `time.monotonic`.
+        """
+        while True:
+            with self._lock:
+                if self._closed or name in self._stores:
+                    return None if self._closed else self._stores[name]
+                if name not in self._pools:
+                    text = "nothing is stored of the pool %s, which was not registered"
+                    logger.error(text, name)
+                    self._stores[name] = None
+                    return None
+                wait_s = 0.0 if self._is_late else max(0.0, deadline - time.monotonic())
+            if (opening := self._begin_opening()) and not self._wait(opening, name, wait_s):
+                return None
+
+    def purge(self, deadline: float) -> None:
+        """Forget every page: none that was stored before will be found."""
+        for store in self._open_stores():
+            store.purge(deadline)
+
+    def close(self) -> None:
+        """Close all stores; may be called again. Later there is no store of any pool."""
+        with self._lock:
+            self._closed = True
+        for store in self._open_stores():
+            _close(store)
+
+    def _map(self, pages: HostPages) -> PageMapping:
+        """Map the pages of a pool to portable pages; of a replicated one there is one writer."""
+        config = self._config
+        shard, num_shards = WorkerShard(num_kv_heads=1), 1
+        if pages.num_kv_heads is not None:
+            num_heads = pages.num_kv_heads * config.tp_size
+            shard = WorkerShard(num_kv_heads=num_heads, rank=config.tp_rank, tp_size=config.tp_size)
+            num_shards = math.gcd(num_heads, config.tp_lcm_size or config.tp_size)
+        (mapping,) = map_caches(pages.caches, shard, num_shards=num_shards, opaque=pages.opaque)
+        return mapping
+
+    def _begin_opening(self) -> Future[None] | None:
+        """Begin to open the store of the pools that have none, or find out that this has begun.
+
+        Returns:
+            Its end; None where there is nothing to open.
+        """
+        with self._lock:
+            names = [name for name in self._pools if name not in self._stores]
+            if self._opening is None and names and not self._closed:
+                opening = self._opening = Future[None]()
+                threading.Thread(
+                    target=self._open, args=(names, opening), name="kvxfer-open", daemon=True
+                ).start()
+            return self._opening
+
+    def _wait(self, opening: Future[None], name: str, wait_s: float) -> bool:
+        """Wait until a store was opened or could not be; return whether that is so."""
+        try:
+            opening.result(wait_s)
+        except Exception as exc:
+            if not opening.done():
+                self._is_late = True
+                logger.warning("nothing of %s is stored or found: its store is still opening", name)
+                return False
+            logger.exception("nothing is stored of the pool %s", name, exc_info=exc)
+        return True
+
+    def _open(self, names: list[str], opening: Future[None]) -> None:
+        """Open a store of pools; whoever waits gets its error, and later there is no store."""
+        failure: Exception | None = None
+        found: dict[str, tuple[PageStore, int] | None] = dict.fromkeys(names)
+        try:
+            store = PageStore(
+                [self._pools[name].caches for name in names],
+                [self._mappings[name] for name in names],
+                self._settings.choices,
+                namespace=page_namespace(self._config, self._settings.revision, names),
+                timeout_s=self._settings.timeout_s,
+                pause_s=self._settings.pause_s,
+                staging_bytes=self._settings.staging,
+            )
+            found = {name: (store, group) for group, name in enumerate(names)}
+        except Exception as exc:  # noqa: BLE001 - it is the answer
+            failure = exc
+        with self._lock:
+            self._stores |= found
+            self._opening, self._is_late = None, False
+            closed = self._closed
+        if closed and failure is None:
+            _close(store)
+        if failure is None:
+            opening.set_result(None)
+        else:
+            opening.set_exception(failure)
+
+    def _open_stores(self) -> Iterable[PageStore]:
+        with self._lock:
+            found = [each[0] for each in self._stores.values() if each is not None]
+        return dict.fromkeys(found)
+
+
+def _close(store: PageStore) -> None:
+    try:
+        store.close()
+    except Exception as exc:  # noqa: BLE001 - SGLang closes it while the process ends
+        logger.warning("the storage cannot be closed: %r", exc)

@@ -1,0 +1,186 @@
+"""Opening the store of the pools: whoever needs it meanwhile waits for its deadline, not for it."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+from kvxfer.connect import open_backend
+from kvxfer.errors import BackendUnavailableError
+from kvxfer.integrations.sglang import KVXferStorage, page_store
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import Namespace
+from kvxfer.testing import FaultRates, FaultyBackend, Operation
+from tests.sglang.pools import attention_pool
+from tests.sglang.storages import KEYS, extra_config, file_url, opened, rows_of, storage_config
+
+TIMEOUT_S = 0.4
+HOST = "host://?capacity=64MiB"
+
+
+class Door:
+    """Door that backends are opened through; it may be shut.
+
+    Attributes:
+        num_opened: Backends that came through.
+        num_waiting: Those that wait.
+        errors: Raised in front of it, each once.
+    """
+
+    def __init__(self) -> None:
+        self.num_opened = self.num_waiting = 0
+        self.errors: list[Exception] = []
+        self._is_open = threading.Event()
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    def pass_through(self, backend: Any, namespace: Namespace) -> Backend:
+        self.num_waiting += 1
+        assert self._is_open.wait(60)
+        if self.errors:
+            raise self.errors.pop()
+        self.num_opened += 1
+        return open_backend(backend, namespace)
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    door = Door()
+    monkeypatch.setattr(page_store, "open_backend", door.pass_through)
+    yield door
+    door.open()
+
+
+@contextmanager
+def not_opened_yet(**extra: Any) -> Iterator[tuple[Any, KVXferStorage]]:
+    """Make a storage as releases before 0.5.23 do: nobody says when all pools are known."""
+    pool = attention_pool("page_first")
+    storage = KVXferStorage(storage_config(extra_config(HOST, timeout_s=TIMEOUT_S, **extra)), {})
+    storage.register_mem_pool_host(pool)
+    yield pool, storage
+    storage.close()
+
+
+def until_stored(storage: KVXferStorage, pool: Any) -> None:
+    deadline = time.monotonic() + 20
+    while storage.batch_set_v1(KEYS, rows_of(pool)) != [True] * 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_backend_that_takes_its_time_to_open_is_a_miss_in_time_for_both_threads(
+    door: Door,
+) -> None:
+    with not_opened_yet() as (pool, storage), ThreadPoolExecutor(2) as threads:
+        began = time.monotonic()
+        stored = threads.submit(storage.batch_set_v1, KEYS, rows_of(pool))
+        assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
+        assert stored.result() == [False] * 4
+        assert time.monotonic() - began < TIMEOUT_S + 4
+        began = time.monotonic()
+        for _ in range(20):  # nobody waits in vain again
+            assert storage.batch_exists(KEYS) == 0
+        assert time.monotonic() - began < 20 * TIMEOUT_S / 2
+        assert door.num_waiting == 1
+        door.open()
+        until_stored(storage, pool)
+        assert storage.batch_exists(KEYS) == 4
+        assert door.num_opened == 1
+
+
+def test_a_pool_that_comes_while_the_others_are_opened_is_stored_too(door: Door) -> None:
+    with not_opened_yet() as (pool, storage):
+        assert storage.batch_exists(KEYS) == 0
+        draft = attention_pool("page_first")
+        storage.register_mem_host_pool_v2(draft, PoolName.DRAFT)
+        door.open()
+        storage.on_host_pools_registered()
+        given = [PoolTransfer(name=PoolName.DRAFT, keys=KEYS, host_indices=rows_of(draft))]
+        assert storage.batch_set_v2(given) == {PoolName.DRAFT: [True] * 4}
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+        assert door.num_opened == 2
+
+
+def test_a_storage_that_is_closed_while_it_is_opened_stays_closed(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = threading.Event()
+    close = page_store.PageStore.close
+
+    def count(store: page_store.PageStore) -> None:
+        close(store)
+        closed.set()
+
+    monkeypatch.setattr(page_store.PageStore, "close", count)
+    with not_opened_yet() as (pool, storage):
+        assert storage.batch_exists(KEYS) == 0
+    door.open()
+    assert closed.wait(20), "what was opened too late is closed"
+    assert storage.batch_set_v1(KEYS, rows_of(pool)) == [False] * 4
+
+
+def test_a_backend_that_cannot_be_opened_is_asked_once_and_no_call_raises(door: Door) -> None:
+    door.open()
+    door.errors = [BackendUnavailableError("it is not there")]
+    with not_opened_yet() as (pool, storage):
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [False] * 4
+        assert storage.batch_exists(KEYS) == 0
+        assert door.num_waiting == 1
+    door.errors = [BackendUnavailableError("it is not there")]
+    with (
+        pytest.raises(BackendUnavailableError, match="it is not there"),
+        opened(attention_pool("page_first"), extra_config(HOST)),
+    ):
+        pass
+
+
+def test_a_clear_while_a_late_pool_is_opened_clears_what_there_is(door: Door) -> None:
+    door.open()
+    pool = attention_pool("page_first")
+    with opened(pool, extra_config(HOST)) as storage, ThreadPoolExecutor(4) as threads:
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+        late = [attention_pool("page_first") for _ in range(6)]
+
+        def come(index: int) -> None:
+            storage.register_mem_host_pool_v2(late[index], f"late {index}")
+            storage.on_host_pools_registered()
+
+        coming = [threads.submit(come, index) for index in range(len(late))]
+        clearing = [threads.submit(storage.clear) for _ in range(6)]
+        for each in (*coming, *clearing):
+            each.result()
+        assert storage.batch_exists(KEYS) == 0
+
+
+def test_all_pools_of_a_call_share_one_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[FaultyBackend] = []
+
+    def open_slow(backend: Any, namespace: Namespace) -> Backend:
+        rates = FaultRates(delay=1.0, delay_s=1.4, operations=frozenset({Operation.LOAD}))
+        made.append(FaultyBackend(open_backend(backend, namespace), seed=1, rates=rates))
+        return made[-1]
+
+    monkeypatch.setattr(page_store, "open_backend", open_slow)
+    names = (PoolName.KV, PoolName.SWA, PoolName.DRAFT)
+    pools = {name: attention_pool("page_first") for name in names}
+    transfers = [
+        PoolTransfer(
+            name=name, keys=KEYS, host_indices=rows_of(pool), hit_policy=PoolHitPolicy.ALL_PAGES
+        )
+        for name, pool in pools.items()
+    ]
+    with opened(pools, extra_config(file_url(tmp_path), timeout_s=2.5)) as storage:
+        assert storage.batch_set_v2(transfers) == dict.fromkeys(names, [True] * 4)
+        began = time.monotonic()
+        loaded = storage.batch_get_v2(transfers)
+        assert time.monotonic() - began < 2.5 + page_store.GRACE_S + 1
+        assert loaded == {names[0]: [True] * 4, names[1]: [False] * 4, names[2]: [False] * 4}
