@@ -4,8 +4,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.pool_host import base, mamba
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
+from sglang.srt.mem_cache.pool_host import base, dsa, mamba
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
@@ -14,6 +18,8 @@ LAYERS = 3
 NUM_PAGES = 6
 HEAD_DIM = 16
 LORA_RANK, ROPE_DIM = 24, 8
+INDEX_PAGE = 64
+"""Tokens of a page of sparse attention's indexer, the only number that SGLang has it with."""
 
 base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
@@ -29,29 +35,45 @@ def attention_pool(layout: str, *, heads: int = 4, dtype: torch.dtype = torch.bf
     return _host(MHATokenToKVPoolHost, device, "_mha_buffer_info", layout)
 
 
-def latent_pool(layout: str) -> Any:
+def latent_pool(layout: str, *, page: int = PAGE) -> Any:
     """Make a host pool of latents."""
     device = MLATokenToKVPool(
-        size=(NUM_PAGES - 1) * PAGE,
+        size=(NUM_PAGES - 1) * page,
         dtype=torch.bfloat16,
         kv_lora_rank=LORA_RANK,
         qk_rope_head_dim=ROPE_DIM,
-        **_DEVICE,
+        **_DEVICE | {"page_size": page},
     )
-    return _host(MLATokenToKVPoolHost, device, "_mla_buffer_info", layout, target_layer_num=LAYERS)
+    return _host(
+        MLATokenToKVPoolHost,
+        device,
+        "_mla_buffer_info",
+        layout,
+        page_size=page,
+        target_layer_num=LAYERS,
+    )
 
 
-def _host(kind: Any, device: Any, buffer_info: str, layout: str, **only_newer: Any) -> Any:
+def _host(
+    kind: Any,
+    device: Any,
+    buffer_info: str,
+    layout: str,
+    *,
+    page_size: int = PAGE,
+    **only_newer: Any,
+) -> Any:
     """Make a host pool; before 0.5.22 it takes the pool of the device, then its buffers."""
+    shared = _HOST | {"page_size": page_size}
     if not hasattr(device, buffer_info):
-        return kind(device, layout=layout, **_HOST)
+        return kind(device, layout=layout, **shared)
     return kind(
         getattr(device, buffer_info)(),
         layout=layout,
         device_capacity_tokens=device.size,
         start_layer=device.start_layer,
         end_layer=device.end_layer,
-        **_HOST,
+        **shared,
         **only_newer,
     )
 
@@ -105,3 +127,34 @@ def state_pool(*, first: int = 0) -> Any:
         values = torch.arange(buffer.numel()) + first + 100 * index
         buffer.copy_(values.view(buffer.shape))
     return pool
+
+
+def index_pool(layout: str, *, first: int = 0, **others: Any) -> Any:
+    """Make a host pool of the keys of sparse attention's indexer, filled, beside one of latents."""
+    device = DSATokenToKVPool(
+        size=(NUM_PAGES - 1) * INDEX_PAGE,
+        dtype=torch.bfloat16,
+        kv_lora_rank=LORA_RANK,
+        qk_rope_head_dim=ROPE_DIM,
+        kv_cache_dim=LORA_RANK + ROPE_DIM,
+        index_head_dim=128,
+        index_buf_size=(NUM_PAGES - 1) * INDEX_PAGE,
+        **_DEVICE | {"page_size": INDEX_PAGE},
+    )
+    given = {"anchor_host": latent_pool(layout, page=INDEX_PAGE), "pin_memory": False, **others}
+    if hasattr(dsa, "make_dsa_indexer_pool_decl"):
+        pool = dsa.DSAIndexerPoolHost(dsa.make_dsa_indexer_pool_decl(device), **given)
+    else:
+        pool = dsa.DSAIndexerPoolHost(device, layout=layout, **given)
+    if pool.index_k_with_scale_buffer is not None:
+        buffer = pool.index_k_with_scale_buffer.view(-1)
+        values = torch.arange(first, first + buffer.numel(), dtype=torch.int64)
+        buffer.copy_((values * 2654435761 >> 7).to(torch.uint8))
+    return pool
+
+
+def index_page(pool: Any, page: int) -> torch.Tensor:
+    """Return the bytes of a page of such a pool: `(layers, bytes)`."""
+    buffer = pool.index_k_with_scale_buffer
+    found: torch.Tensor = buffer[:, page] if pool.layout == "layer_first" else buffer[page]
+    return found.reshape(pool.layer_num, -1).clone()

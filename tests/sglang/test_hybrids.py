@@ -9,7 +9,16 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 
 from kvxfer.errors import LayoutError
 from kvxfer.integrations.sglang import KVXferStorage
-from tests.sglang.pools import attention_pool, fill, logical_page, state_pool
+from tests.sglang.pools import (
+    INDEX_PAGE,
+    attention_pool,
+    fill,
+    index_page,
+    index_pool,
+    latent_pool,
+    logical_page,
+    state_pool,
+)
 from tests.sglang.storages import (
     KEYS,
     PAGES,
@@ -147,5 +156,60 @@ def test_a_pool_of_another_kind_keeps_a_hybrid_model_from_starting() -> None:
     with (
         pytest.raises(LayoutError, match="'indexer' is a LogicalHostPool, and known are"),
         opened(pools, extra_config("host://?capacity=64MiB")),
+    ):
+        pass
+
+
+def pools_of_sparse_attention(layout: str, *, first: int = 0) -> dict[str, Any]:
+    """Make the pools of a model with latents and an indexer of sparse attention."""
+    latents = latent_pool(layout, page=INDEX_PAGE)
+    fill(latents, first=first)
+    return {KV: latents, PoolName.INDEXER: index_pool(layout, first=first)}
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_keys_of_an_indexer_come_back_byte_for_byte_on_every_rank(
+    layout: str, tmp_path: Path
+) -> None:
+    extra, indexer = extra_config(file_url(tmp_path)), PoolName.INDEXER
+    source = pools_of_sparse_attention(layout)
+    target = pools_of_sparse_attention(layout, first=77)
+    before = [index_page(target[indexer], page) for page in range(6)]
+
+    def transfers(pools: dict[str, Any], pages: list[int]) -> list[Any]:
+        return [transfer(name, KEYS, rows_of(pool, pages)) for name, pool in pools.items()]
+
+    both = {KV: [True] * 4, indexer: [True] * 4}
+    with opened(source, extra, is_mla_model=True) as storage:
+        assert storage.batch_set_v2(transfers(source, PAGES)) == both
+    with opened(target, extra, is_mla_model=True, tp_size=2, tp_rank=1) as storage:
+        found = storage.batch_exists_v2(KEYS, transfers(target, PAGES)[1:])
+        assert found.kv_hit_pages == 4
+        assert storage.batch_get_v2(transfers(target, PAGES[::-1])) == both
+    for page, stored in zip(PAGES[::-1], PAGES, strict=True):
+        assert torch.equal(index_page(target[indexer], page), index_page(source[indexer], stored))
+    for page in {*range(6)}.difference(PAGES):
+        assert torch.equal(index_page(target[indexer], page), before[page])
+
+
+def test_keys_of_an_indexer_in_another_layout_are_not_found(tmp_path: Path) -> None:
+    """Their bytes have no meaning here, so that they cannot be brought into another order."""
+    extra, indexer = extra_config(file_url(tmp_path)), PoolName.INDEXER
+    source = pools_of_sparse_attention("page_first")
+    given = [transfer(indexer, KEYS, rows_of(source[indexer]))]
+    with opened(source, extra, is_mla_model=True) as storage:
+        assert storage.batch_set_v2(given) == {indexer: [True] * 4}
+    with opened(pools_of_sparse_attention("layer_first"), extra, is_mla_model=True) as storage:
+        assert storage.batch_get_v2(given) == {indexer: [False] * 4}
+
+
+def test_a_rank_whose_indexer_has_no_bytes_is_refused_by_name() -> None:
+    pools = {
+        KV: latent_pool("page_first", page=INDEX_PAGE),
+        PoolName.INDEXER: index_pool("page_first", is_dummy=True),
+    }
+    with (
+        pytest.raises(LayoutError, match="'indexer', a DSAIndexerPoolHost, has no bytes on this"),
+        opened(pools, extra_config("host://?capacity=64MiB"), is_mla_model=True),
     ):
         pass

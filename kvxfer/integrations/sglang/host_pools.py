@@ -111,6 +111,9 @@ def _read_states(name: str, pool: Any) -> HostPages:
 def _read_index_keys(name: str, pool: Any) -> HostPages:
     """Read keys and scales of the indexer of sparse attention, which are the same on all ranks."""
     buffer, tokens = pool.index_k_with_scale_buffer, pool.page_size
+    if buffer is None:
+        kind = type(pool).__name__
+        raise LayoutError(f"host pool {name!r}, a {kind}, has no bytes on this rank")
     rows = list(buffer) if pool.layout == "layer_first" else [buffer]
     return _read_opaque(name, pool, rows, tokens, None)
 
