@@ -6,23 +6,64 @@ from typing import Any
 
 import xxhash
 
-from kvxfer.integrations.sglang.interface import HiCacheStorageConfig, published
+from kvxfer.integrations.sglang.interface import (
+    HiCacheStorageConfig,
+    PublishedSetting,
+    published_settings,
+)
 from kvxfer.storage.keys import Namespace
 
 FORMAT = 1
 """Version of what the plug stores under a key."""
 
-MODEL_FIELDS = (
-    "revision", "json_model_override_args", "model_impl", "dtype", "quantization",
+MODEL, DRAFT = "model", "spec"
+"""SGLang's groups of settings whose every setting counts, but for those that are listed here as
+harmless: one that a later release adds or renames counts, too, unless it is as that release
+declares it."""
+
+NAMED = frozenset({
+    "weight_version", "revision", "json_model_override_args", "model_impl", "dtype", "quantization",
     "quantization_param_path", "kv_cache_dtype", "context_length", "load_format",
-)  # fmt: skip
-DRAFT_FIELDS = (
-    "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision",
-    "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype",
-)  # fmt: skip
-"""Settings of an engine that change the values of its cache at equal tokens: RoPE by overrides and
-by the length of the context, scales of a quantized cache, a draft model whose layers are stored
-with the others."""
+})  # fmt: skip
+"""Settings that count as they are, also where a release declares another value."""
+
+LOADING = frozenset({
+    "startup_weight_load_mode", "weight_loader_disable_mmap", "weight_loader_prefetch_checkpoints",
+    "weight_loader_prefetch_num_threads", "weight_loader_drop_cache_after_load",
+    "remote_instance_weight_loader_seed_instance_ip",
+    "remote_instance_weight_loader_seed_instance_service_port",
+    "remote_instance_weight_loader_send_weights_group_ports",
+    "remote_instance_weight_loader_backend",
+    "remote_instance_weight_loader_start_seed_via_transfer_engine", "engine_info_bootstrap_port",
+    "modelexpress_config", "download_dir", "model_checksum", "delete_ckpt_after_loading",
+    "modelopt_checkpoint_save_path", "modelopt_export_path", "weight_cache_mode",
+    "weight_cache_socket", "weight_cache_timeout", "kt_cpuinfer", "kt_threadpool_count",
+})  # fmt: skip
+"""Harmless settings: how weights come to the engine, and who computes; which they are is named by
+`revision`."""
+
+PROPOSING = frozenset({
+    "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens",
+    "speculative_accept_threshold_single", "speculative_accept_threshold_acc",
+    "speculative_use_rejection_sampling", "speculative_use_block_verification",
+    "speculative_attention_mode", "speculative_draft_attention_backend",
+    "speculative_dsa_topk_backend", "speculative_moe_runner_backend",
+    "speculative_moe_a2a_backend", "speculative_boundary_reduction",
+    "speculative_skip_dp_mlp_sync", "speculative_adaptive", "speculative_adaptive_config",
+    "spec_trace_dir", "_speculative_draft_quantization_explicitly_set",
+})  # fmt: skip
+"""Harmless settings of a draft model: how many tokens it proposes, which are accepted, kernels."""
+
+LOSSY_WORDS = frozenset({
+    "quant", "quantization", "quantize", "dtype", "precision", "rounding", "philox", "fp4", "fp6",
+    "fp8", "int4", "int8", "mxfp4", "mxfp6", "mxfp8", "nvfp4", "w4a4", "w4a8", "w4a16", "w8a8",
+    "kt", "dllm",
+})  # fmt: skip
+"""Words in the names of settings in other groups that make weights or states others: quantization,
+experts in other weights (`kt`), diffusion (`dllm`). Names of kernels, which compute the same but
+for the order of additions, do not count, as in every engine."""
+
+KERNEL = "_backend"
 
 
 def page_namespace(config: HiCacheStorageConfig, revision: str, pools: Sequence[str]) -> Namespace:
@@ -33,12 +74,14 @@ def page_namespace(config: HiCacheStorageConfig, revision: str, pools: Sequence[
     have layers of their own, and ranks of context parallelism a part of each page's bytes, so
     they are named here; what tensor parallelism divides the mappings describe. So are the pools: a
     draft model may have layers of the same shape.
+
+    Raises:
+        UnsupportedEngineError: This release has its settings in another way.
     """
     facts: dict[str, Any] = {
         "format": FORMAT,
         "pools": list(pools),
-        "model": published("model", *MODEL_FIELDS),
-        "draft": published("spec", *DRAFT_FIELDS),
+        "settings": _counting(published_settings(MODEL, DRAFT)),
     }
     for size, rank in (("pp_size", "pp_rank"), ("attn_cp_size", "attn_cp_rank")):
         if getattr(config, size) > 1:
@@ -49,3 +92,25 @@ def page_namespace(config: HiCacheStorageConfig, revision: str, pools: Sequence[
         revision=revision,
         config_hash=xxhash.xxh3_128_hexdigest(text.encode()),
     )
+
+
+def _counting(settings: Sequence[PublishedSetting]) -> dict[str, Any]:
+    """Choose the settings that change the values of a cache at equal tokens."""
+    drafting = any(
+        each.group == DRAFT and each.name == "speculative_algorithm" and each.value
+        for each in settings
+    )
+    return {
+        f"{each.group}.{each.name}": each.value
+        for each in settings
+        if each.name in NAMED or (not each.is_default and _counts(each, drafting=drafting))
+    }
+
+
+def _counts(setting: PublishedSetting, *, drafting: bool) -> bool:
+    if setting.name in LOADING | PROPOSING:
+        return False
+    if setting.group in {MODEL, DRAFT}:
+        return drafting or setting.group == MODEL
+    words = LOSSY_WORDS.intersection(setting.name.split("_"))
+    return bool(words) and not setting.name.endswith(KERNEL)

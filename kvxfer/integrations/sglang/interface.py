@@ -3,6 +3,7 @@
 What a release does not have is found out by looking for it, never by its version number.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.errors import UnsupportedEngineError
@@ -13,6 +14,7 @@ SUPPORTED = "0.5.20 to 0.5.23"
 
 try:
     from sglang.srt import runtime_context
+    from sglang.srt.arg_groups.arg_utils import namespace_of, record_fields
     from sglang.srt.mem_cache.hicache_storage import (
         HiCacheStorage,
         HiCacheStorageConfig,
@@ -36,20 +38,66 @@ __all__ = [
     "PoolName",
     "PoolTransfer",
     "PoolTransferResult",
+    "PublishedSetting",
     "StorageMetrics",
-    "published",
+    "published_settings",
 ]
 
 
-def published(bag: str, *names: str) -> dict[str, Any]:
-    """Read settings that the engine of this process published; empty outside of an engine.
+@dataclass(frozen=True, slots=True)
+class PublishedSetting:
+    """Setting of an engine, as SGLang resolved it.
+
+    Attributes:
+        group: Group that the release has it in, such as `model`; of a group in a group the outer.
+        name: Its name.
+        value: Its value.
+        is_default: Whether that is what the release declares where nobody asks for anything.
+    """
+
+    group: str
+    name: str
+    value: Any
+    is_default: bool
+
+
+def published_settings(*required: str) -> list[PublishedSetting]:
+    """List all settings of the engine of this process; none outside of an engine.
 
     Args:
-        bag: Name of the group of settings, such as `model`.
-        names: The settings; one that the release does not have is left out.
+        required: Groups that the release has to have.
+
+    Raises:
+        UnsupportedEngineError: It has not, or does not tell its settings in this way.
     """
     context = runtime_context.get_context()
-    if not context.is_config_namespace_published(bag):
-        return {}
-    found = context.config_bag(bag)
-    return {name: getattr(found, name) for name in names if hasattr(found, name)}
+    try:
+        declared = type(context.server_args)
+    except ValueError:  # outside of an engine there are none
+        return []
+    places = namespace_of(declared)
+    groups = {place.partition(".")[0] for place in places.values()}
+    if missing := [group for group in required if group not in groups]:
+        raise _unsupported(f"its settings have no group {' and no group '.join(missing)}")
+    defaults = {field.name: field.default for field in record_fields(declared)}
+    try:
+        found = {name: _published(context, name, place) for name, place in places.items()}
+    except AttributeError as exc:
+        raise _unsupported(str(exc)) from exc
+    return [
+        PublishedSetting(places[name].partition(".")[0], name, value, value == defaults.get(name))
+        for name, value in found.items()
+    ]
+
+
+def _published(context: Any, name: str, place: str) -> Any:
+    """Read one setting, whose group may be in another one: `exec.moe`."""
+    group, *rooms = place.split(".")
+    bag = context.config_bag(group)
+    for room in rooms:
+        bag = getattr(bag, room)
+    return getattr(bag, name)
+
+
+def _unsupported(detail: str) -> UnsupportedEngineError:
+    return UnsupportedEngineError("sglang", installed_version("sglang"), SUPPORTED, detail)
