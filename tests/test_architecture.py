@@ -64,6 +64,29 @@ def test_modules_import_from_their_own_floor_and_those_below_only() -> None:
     assert not upwards
 
 
+def test_no_adapter_of_an_engine_imports_that_of_another() -> None:
+    """What two of them need is in the core."""
+
+    def engine_of(module: str) -> str:
+        package, _, rest = module.partition("kvxfer.integrations.")
+        return "" if package else rest.partition(".")[0].removesuffix("_connector")
+
+    pairs = {
+        (module, imported)
+        for module, path in MODULES.items()
+        for imported in imports_of(path)
+        if engine_of(module) and engine_of(imported) not in {"", engine_of(module)}
+    }
+    assert not pairs
+
+
+def test_an_engine_of_ones_own_needs_no_adapter() -> None:
+    files = (ROOT / "examples" / "engine").rglob("*.py")
+    imported = {name for path in files for name in imports_of(path)}
+    assert imported
+    assert not {name for name in imported if name.startswith("kvxfer.integrations")}
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = {module: {*imports_of(path)} - {module} for module, path in MODULES.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.engine.engine import Engine
 from kvxfer import BlockKey, Namespace
 from kvxfer.engine_side import VLLMKeys
+from kvxfer.engine_side.vllm_pages import find_vllm_pages
 from kvxfer.engine_side.weight_files import find_weights_revision, hash_text
 from kvxfer.errors import InvalidArgumentError, KVXferError
-from kvxfer.integrations.transformers import find_vllm_pages
 from kvxfer.storage.prompt_keys import PromptKeys
 
 TOKENS_PER_BLOCK = 128

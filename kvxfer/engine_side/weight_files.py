@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 VOLATILE_FIELDS = ("_name_or_path", "_commit_hash", "transformers_version")
 """Fields of a model's configuration that say where it came from, and change no value."""
+OF_NO_VALUE = (*VOLATILE_FIELDS, "dtype", "torch_dtype")
+"""The same, and fields that are those of a namespace."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -28,6 +31,19 @@ def find_weights_revision(path: str, *, revision: str = "", commit: str = "") ->
     if not path or not place.exists():
         return commit or revision
     return revision or _hash_files(place)
+
+
+def config_facts(config: Any) -> dict[str, Any]:
+    """Collect the fields of a configuration of transformers that may change keys and values.
+
+    Args:
+        config: The configuration, as it is now.
+
+    Returns:
+        The fields by name, as JSON types.
+    """
+    facts = {key: value for key, value in config.to_dict().items() if key not in OF_NO_VALUE}
+    return json.loads(json.dumps(facts, default=str))  # type: ignore[no-any-return]
 
 
 def hash_text(text: str) -> str:

@@ -3,12 +3,9 @@
 import json
 from typing import Any
 
-from kvxfer.engine_side.weight_files import VOLATILE_FIELDS, hash_text
+from kvxfer.engine_side.weight_files import config_facts, hash_text
 from kvxfer.integrations.transformers.weights import Weights
 from kvxfer.storage.keys import Namespace
-
-OF_NO_VALUE = (*VOLATILE_FIELDS, "dtype", "torch_dtype")
-"""Fields of a configuration that change no value, or that are fields of a namespace."""
 
 
 def model_namespace(model: Any, weights: Weights, revision: str) -> Namespace:
@@ -30,9 +27,3 @@ def model_namespace(model: Any, weights: Weights, revision: str) -> Namespace:
 def hash_config(config: Any) -> str:
     """Hash what may change keys and values of a configuration as it is now."""
     return hash_text(json.dumps(config_facts(config), sort_keys=True))
-
-
-def config_facts(config: Any) -> dict[str, Any]:
-    """Collect the fields of a configuration that may change keys and values, as JSON types."""
-    facts = {key: value for key, value in config.to_dict().items() if key not in OF_NO_VALUE}
-    return json.loads(json.dumps(facts, default=str))  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from kvxfer.checks import require_positive, require_text, require_timeout
 from kvxfer.connect import BackendChoice, connect
 from kvxfer.engine_side.vllm_keys import VLLMKeys
+from kvxfer.engine_side.vllm_pages import VLLMPages, find_vllm_pages
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.transformers import prompts
 from kvxfer.integrations.transformers.identity import hash_config, model_namespace
@@ -18,7 +19,6 @@ from kvxfer.integrations.transformers.interface import DynamicCache, Past, requi
 from kvxfer.integrations.transformers.model_layers import count_tokens, find_layers
 from kvxfer.integrations.transformers.page_mover import Deadline, PageMover
 from kvxfer.integrations.transformers.page_pool import PagePool
-from kvxfer.integrations.transformers.vllm_pages import VLLMPages, find_vllm_pages
 from kvxfer.integrations.transformers.weights import Weights
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey

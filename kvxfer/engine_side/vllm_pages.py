@@ -1,7 +1,10 @@
-"""Pages of vLLM: the namespace that an engine stores in, and a proof that it has our weights."""
+"""Pages of vLLM: the namespace that an engine stores in, and a proof that it has our weights.
+
+For engines that run a model of transformers; imported by them alone, since it needs transformers.
+"""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,8 @@ from transformers.utils import cached_file
 from kvxfer.backends.file import BlockTree, FileConfig, read_namespaces
 from kvxfer.connect import BackendChoice, backend_choices, complete_namespace, parse_backend
 from kvxfer.engine_side.vllm_keys import VLLMKeys
-from kvxfer.engine_side.weight_files import find_weights_revision
+from kvxfer.engine_side.weight_files import config_facts, find_weights_revision
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.transformers.identity import config_facts
-from kvxfer.integrations.transformers.page_pool import Axes
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -30,11 +31,11 @@ PLAIN = ("", "weights None, cache auto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMPages:
-    """Pages of an engine: namespace, tokens of a page, order of the axes, and keys."""
+    """Pages of an engine: namespace, tokens of a page, order of the axes by part, and keys."""
 
     namespace: Namespace
     tokens_per_page: int
-    axes: Axes
+    axes: Mapping[str, tuple[str, ...]]
     keys: VLLMKeys
 
     @property
