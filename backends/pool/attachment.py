@@ -79,17 +79,11 @@ class Attachment:
         except OSError as exc:  # no descriptor is left
             raise BackendUnavailableError(f"no host pool at {path}: {exc}") from exc
         try:
-            welcome, memory = self._greet(namespace)
-            shape = PoolShape(welcome.num_slots, 1, welcome.part_size_bytes)
-            self.pool = HostPool(
-                shape,
-                namespace,
-                open_copy_engine(),
-                integrity=Integrity(welcome.integrity),
-                memory=SharedMemory(memory, shape.num_bytes),
-            )
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._socket.close)
+                self.pool = self._open_pool(*self._greet(namespace), namespace, open_copy_engine)
+                undo.pop_all()
         except (OSError, ValueError, InvalidArgumentError) as exc:
-            self._socket.close()
             if isinstance(exc, NamespaceMismatchError):
                 raise
             raise BackendUnavailableError(f"no host pool at {path}: {exc}") from exc
@@ -128,6 +122,28 @@ class Attachment:
                 self._socket.sendall(encode(Bye()))
         self._socket.close()
         self.pool.close()
+
+    def _open_pool(
+        self,
+        welcome: Welcome,
+        fd: int,
+        namespace: Namespace,
+        open_copy_engine: Callable[[], CopyEngine],
+    ) -> HostPool:
+        """Map the pool that the holder tells of; the descriptor is closed where that fails."""
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as closing:
+            closing.callback(os.close, fd)
+            shape = PoolShape(welcome.num_slots, 1, welcome.part_size_bytes)
+            integrity = Integrity(welcome.integrity)
+            num_bytes = shape.num_bytes
+            closing.pop_all()  # from here on the memory closes it
+            memory = SharedMemory(fd, num_bytes)
+            undo.callback(memory.close)
+            pool = HostPool(
+                shape, namespace, open_copy_engine(), integrity=integrity, memory=memory
+            )
+            undo.pop_all()
+            return pool
 
     def _greet(self, namespace: Namespace) -> tuple[Welcome, int]:
         self._deadline_s = time.monotonic() + self._timeout_s

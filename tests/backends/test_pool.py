@@ -6,15 +6,17 @@ import fcntl
 import os
 import socket
 import stat
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
+from kvxfer.backends.host import PoolShape
 from kvxfer.backends.host.shared_memory import SharedMemory
 from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, attachment, server
-from kvxfer.backends.pool.messages import Message, Pin, Pinned
+from kvxfer.backends.pool.messages import Message, Pin, Pinned, Welcome, encode
 from kvxfer.connect import open_backend, parse_backend
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
@@ -182,6 +184,41 @@ def test_what_an_engine_reads_stays_after_it_sent_nonsense_until_it_ends(path: P
 
 class Nonsense(Message, frozen=True):
     """Message that no holder knows."""
+
+
+@pytest.mark.parametrize(
+    "welcome",
+    [
+        Welcome(num_slots=-1, part_size_bytes=4096, integrity="fast"),
+        Welcome(num_slots=1, part_size_bytes=4096, integrity="none such"),
+        Welcome(num_slots=1, part_size_bytes=4096, integrity="keyed"),
+        Welcome(num_slots=7, part_size_bytes=4096, integrity="fast"),
+    ],
+    ids=repr,
+)
+def test_a_pool_that_cannot_be_used_leaves_no_descriptor_open(path: Path, welcome: Welcome) -> None:
+    def answer() -> None:
+        memory = SharedMemory.create(PoolShape(1, 1, 4096).num_bytes)
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(path))
+            listening.listen()
+            ready.set()
+            engine = listening.accept()[0]
+            with engine:
+                socket.send_fds(engine, [encode(welcome)], [memory.fd])
+                while engine.recv(4096):
+                    pass
+        memory.close()
+
+    ready = threading.Event()
+    holder = threading.Thread(target=answer, daemon=True)
+    open_before = set(Path("/proc/self/fd").iterdir())
+    holder.start()
+    assert ready.wait(5)
+    with pytest.raises(BackendUnavailableError, match="no host pool at"):
+        Attachment(str(path), peers.namespace(), timeout_s=5.0, open_copy_engine=CPUCopyEngine)
+    holder.join(5)
+    assert set(Path("/proc/self/fd").iterdir()) <= open_before
 
 
 def test_memory_that_somebody_could_cut_is_not_mapped() -> None:
