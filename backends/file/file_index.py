@@ -12,6 +12,7 @@ from kvxfer.storage.eviction.policies import EvictionPolicy
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Removal
 
 FINGERPRINT_BYTES = FINGERPRINT_DIGITS // 2
 
@@ -32,12 +33,14 @@ class Victim:
         key: Key of the file.
         num_bytes: Bytes that it takes on the disk.
         quarantined: Whether it lies in quarantine.
+        reason: Why it is evicted rather than another one.
     """
 
     fingerprint: str
     key: BlockKey
     num_bytes: int
     quarantined: bool
+    reason: Removal
 
 
 @dataclass(slots=True)
@@ -193,7 +196,9 @@ class FileIndex:
                 (
                     self._changes.evicted_from_quarantine if quarantined else self._changes.removed
                 ).add(file)
-        return Victim(file[:FINGERPRINT_BYTES].hex(), key_in(file), num_bytes, quarantined)
+            reason = self._policy.reason
+        fingerprint = file[:FINGERPRINT_BYTES].hex()
+        return Victim(fingerprint, key_in(file), num_bytes, quarantined, reason)
 
     def remove(self, file: FileId) -> None:
         """Drop a file that this process removed."""

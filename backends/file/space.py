@@ -340,7 +340,7 @@ class Space:
                 folder = opened.enter_context(self._tree.folder(victim.fingerprint))
             is_removed = _remove(folder, victim)
             if self._reports and not victim.quarantined:
-                reason = Removal.EVICTED if is_removed else Removal.VANISHED
+                reason = victim.reason if is_removed else Removal.VANISHED
                 self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)
             if not is_removed:  # another process did, and has counted it
                 return 0

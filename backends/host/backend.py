@@ -354,8 +354,8 @@ class HostBackend(LendingBackend, ImmediateMover):
                 self._index.quarantine(key)
                 replaced.append(key)
         plan = self._index.begin_store(keys)
-        self._reports.removed(replaced, Removal.REPLACED)
-        self._reports.removed(plan.evicted, Removal.EVICTED)
+        for reason, gone in {Removal.REPLACED: replaced, **plan.evicted_by()}.items():
+            self._reports.removed(gone, reason)
         return plan
 
     def _count_hashed(

@@ -66,6 +66,8 @@ class Explained:
 
 _REMOVALS = {
     Removal.EVICTED: (Answer.EVICTED, "evicted from {} by capacity"),
+    Removal.EXPIRED: (Answer.EVICTED, "evicted from {} after its time to live"),
+    Removal.LOW_PRIORITY: (Answer.EVICTED, "evicted from {} by its low priority"),
     Removal.CORRUPT: (Answer.CORRUPT, "corrupt in {}"),
     Removal.DELETED: (Answer.REMOVED, "deleted from {}"),
     Removal.CLEARED: (Answer.REMOVED, "gone from {}: all were cleared"),

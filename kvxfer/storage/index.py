@@ -1,7 +1,7 @@
 """Block index: the slot, the state and the pins of each block of a store."""
 
 import enum
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ from kvxfer.storage.eviction.policies import EvictionPolicy
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Removal
 
 
 class BlockState(enum.Enum):
@@ -32,6 +33,7 @@ class StorePlan:
         keys: Keys with a slot, now being stored; the caller must end each with `finish_store`.
         slots: Slot of each of `keys`.
         evicted: Keys that were evicted for them, no longer in the index.
+        reasons: Why each of `evicted` had to go.
         refused: Keys without room, even after eviction.
         present: Keys that the index had already, ready or being stored.
     """
@@ -39,8 +41,16 @@ class StorePlan:
     keys: list[BlockKey]
     slots: list[int]
     evicted: list[BlockKey]
+    reasons: list[Removal]
     refused: list[BlockKey]
     present: list[BlockKey]
+
+    def evicted_by(self) -> Mapping[Removal, list[BlockKey]]:
+        """Group the keys that were evicted by reason."""
+        groups: dict[Removal, list[BlockKey]] = defaultdict(list)
+        for key, reason in zip(self.evicted, self.reasons, strict=True):
+            groups[reason].append(key)
+        return groups
 
 
 @dataclass(slots=True)
@@ -156,7 +166,7 @@ class BlockIndex:
             DuplicateError: A key appears twice; nothing was changed.
         """
         _require_distinct(keys)
-        plan = StorePlan(keys=[], slots=[], evicted=[], refused=[], present=[])
+        plan = StorePlan(keys=[], slots=[], evicted=[], reasons=[], refused=[], present=[])
         absent: list[BlockKey] = []
         idle: list[BlockKey] = []
         policy = self._policy.active()
@@ -316,6 +326,7 @@ class BlockIndex:
             return self._free_slots.pop()
         victim = policy.replace(key)
         plan.evicted.append(victim)
+        plan.reasons.append(policy.reason)
         return self._entries.pop(victim).slot
 
     def _drop(self, key: BlockKey) -> None:

@@ -43,11 +43,15 @@ class Cause(enum.StrEnum):
 class Removal(enum.StrEnum):
     """Reason why a block is no longer in a tier.
 
-    `REPLACED`: it lacked bytes of the block that is stored now. `VANISHED`: another process, or
-    somebody with the shell, removed it. `LEASE_OVER`: an engine lent it, and needs its memory.
+    Of blocks that made room for others, an `EXPIRED` one had outlived its time to live, and one of
+    `LOW_PRIORITY` was below normal; an `EVICTED` one was next in order. `REPLACED`: it lacked bytes
+    of the block that is stored now. `VANISHED`: another process, or somebody with the shell,
+    removed it. `LEASE_OVER`: an engine lent it, and needs its memory.
     """
 
     EVICTED = "evicted"
+    EXPIRED = "expired"
+    LOW_PRIORITY = "low_priority"
     DELETED = "deleted"
     CORRUPT = "corrupt"
     REPLACED = "replaced"

@@ -10,6 +10,7 @@ from kvxfer.units import format_size
 ENGINE = "engine"
 NO_TIER = "none"
 FAST = ("host",)
+EVICTIONS = ("evicted", "expired", "low_priority")
 GAUGES_OF_TIERS = ("capacity_bytes", "used_bytes", "stored_blocks", "blocks_in_use")
 COUNTERS_OF_TIERS = (
     *("store_blocks_total", "load_blocks_total", "lookup_blocks_total", "removed_blocks_total"),
@@ -85,7 +86,9 @@ def _figures(tier: str, scrape: Scrape, window: Window | None) -> TierFigures:
         hit_share_now=share(now.increase(name, **hit), now.increase(name)) if now else None,
         hits_per_s=now.rate(name, **hit) if now else None,
         evictions_per_s=(
-            window.rate("removed_blocks_total", tier=tier, reason="evicted") if window else None
+            sum(window.rate("removed_blocks_total", tier=tier, reason=each) for each in EVICTIONS)
+            if window
+            else None
         ),
         stores=_moves("store", tier, window),
         loads=_moves("load", tier, window),

@@ -9,6 +9,8 @@ import pytest
 
 from kvxfer.connect import connect, open_backend
 from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.eviction import Retention
+from kvxfer.storage.eviction.retention import retain_in
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Reports
 from kvxfer.telemetry.journal import journal_observers
@@ -94,6 +96,27 @@ async def test_evicted_from_memory_by_capacity(memory: BlockMemory, ask: Ask) ->
     report = ask(KEYS[:3])
     assert answers(report) == [(0, 1, "evicted"), (2, 2, "found")]
     assert "evicted from host by capacity at " in report["runs"][0]["text"]
+
+
+@pytest.mark.parametrize("medium", ["host", "file"])
+async def test_evicted_by_the_wish_of_a_caller_says_which(
+    memory: BlockMemory, tmp_path: Path, ask: Ask, medium: str
+) -> None:
+    url = {
+        "host": f"host://?capacity={ROOM_FOR_4}",
+        "file": f"file://{tmp_path}/kv?capacity={4 * 8192 + 4096}&min_free=1",
+    }[medium]
+    async with open_backend(url, memory.namespace()) as backend:
+        await store(backend, memory, KEYS[:4])
+        retain_in(backend, KEYS[1:2], Retention(ttl_s=0))
+        retain_in(backend, KEYS[2:3], Retention(priority=-1))
+        await store(backend, memory, KEYS[4:7])
+        assert sum(await backend.lookup(KEYS[:4])) == 1
+    runs = ask(KEYS[:4])["runs"]
+    assert {run["answer"] for run in runs} == {"evicted", "found"}
+    told = [run["text"].partition(" at ")[0] for run in runs if run["answer"] == "evicted"]
+    how = "after its time to live", "by its low priority", "by capacity"
+    assert sorted(told) == sorted(f"evicted from {medium} {each}" for each in how)
 
 
 async def test_evicted_from_files_by_another_engine_that_shares_them(

@@ -10,6 +10,7 @@ from typing import Literal
 
 from kvxfer.storage.eviction.retention import NORMAL, Retention
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Removal
 
 
 class EvictionPolicy(ABC):
@@ -25,7 +26,12 @@ class EvictionPolicy(ABC):
 
     Args:
         num_slots: Keys that can be resident at once.
+
+    Attributes:
+        reason: Why the key that was evicted last had to go, rather than another one.
     """
+
+    reason = Removal.EVICTED
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots

@@ -14,6 +14,7 @@ from kvxfer.storage.eviction.retention import (
     require_limits,
 )
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Removal
 
 LAPSED_PER_EVICTION = 2
 """Keys whose priority is used up that become candidates at an eviction. One key at most gets a
@@ -200,8 +201,13 @@ class RetainingPolicy(EvictionPolicy):
     def _take_victim(self) -> BlockKey | None:
         """Remove and return the key that wishes make the next one; None to ask the policy."""
         now = self._clock()
-        victim = self._expiring.first(now) or self._low.first()
+        self.reason = Removal.EXPIRED
+        victim = self._expiring.first(now)
         if victim is None:
+            self.reason = Removal.LOW_PRIORITY
+            victim = self._low.first()
+        if victim is None:
+            self.reason = Removal.EVICTED
             for _ in range(LAPSED_PER_EVICTION):
                 if lapsed := self._spared.first(now):
                     self._spare(lapsed, self._wishes[lapsed], spared=False)

@@ -28,7 +28,7 @@ from kvxfer.integrations.vllm.offloading.request_retention import parse_retentio
 from kvxfer.storage.backend import NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.eviction.retention import NORMAL, Retention
 from kvxfer.storage.gauge import Gauge
-from kvxfer.storage.index import BlockIndex, BlockState
+from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Observer, Operation, Removal, Reports
 from kvxfer.telemetry.journal import flush_journal
@@ -160,7 +160,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._tell_failed_stores(plan.refused, NO_ROOM)
         self._storing |= dict.fromkeys(plan.keys)
         self._retain(list(keys), req_context.req_id)
-        self._note_evicted(plan.evicted)
+        self._note_evicted(plan)
         if plan.refused and not plan.keys:
             return None
         return PrepareStoreOutput(
@@ -304,10 +304,11 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._reports.added(keys)
         self._emit(keys, removed=False)
 
-    def _note_evicted(self, keys: Sequence[BlockKey]) -> None:
-        self._counters.add(metrics.EVICTED, len(keys))
-        self._reports.removed(keys, Removal.EVICTED)
-        self._emit(keys, removed=True)
+    def _note_evicted(self, plan: StorePlan) -> None:
+        for reason, keys in plan.evicted_by().items():
+            self._counters.add(metrics.removed(reason), len(keys))
+            self._reports.removed(keys, reason)
+        self._emit(plan.evicted, removed=True)
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
         """Free the slots of chunks whose store or load failed."""

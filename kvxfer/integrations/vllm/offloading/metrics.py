@@ -82,6 +82,11 @@ def loaded(tier: str, cause: Cause, status: Status) -> Count:
     return Count("load_blocks", (tier, cause.value, status.value))
 
 
+def removed(reason: Removal) -> Count:
+    """Name the count of chunks that are no longer in host memory."""
+    return Count("removed_blocks", (HOST, reason.value))
+
+
 def ignored(parameter: str) -> Count:
     """Name the count of values of a parameter that are ignored."""
     return Count(IGNORED, (parameter,))
@@ -94,8 +99,8 @@ REFUSED = stored(HOST, Cause.REQUEST, Status.FAILED)
 """Not stored because every chunk in host memory was in use."""
 LOST = stored(HOST, Cause.REQUEST, Status.CANCELLED)
 """Not stored because some worker did not complete its store."""
-EVICTED = Count("removed_blocks", (HOST, Removal.EVICTED.value))
-DROPPED = Count("removed_blocks", (HOST, Removal.CORRUPT.value))
+EVICTED = removed(Removal.EVICTED)
+DROPPED = removed(Removal.CORRUPT)
 PROMOTED = stored(HOST, Cause.PROMOTION, Status.DONE)
 NOT_PROMOTED = stored(HOST, Cause.PROMOTION, Status.FAILED)
 """Found below, without room in host memory."""

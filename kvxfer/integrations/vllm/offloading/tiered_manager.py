@@ -24,7 +24,7 @@ from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
 from kvxfer.integrations.vllm.offloading.row_jobs import RowOutcome
 from kvxfer.storage.backend import DONE, Outcome
 from kvxfer.storage.eviction.retention import NORMAL
-from kvxfer.storage.index import BlockIndex
+from kvxfer.storage.index import BlockIndex, StorePlan
 from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.storage.observer import Cause, NotLoaded, Observer
 from kvxfer.tiering.write_back_queue import WriteBackQueue
@@ -217,7 +217,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         evictable = math.ceil(self._index.num_evictable * MAX_SHARE_FOR_UNKNOWN)
         room = self._index.num_free_slots - len(found) + evictable - self._tier.num_unknown
         plan = self._index.begin_store([*found, *unknown[: max(0, room)]])
-        self._note_evicted(plan.evicted)
+        self._note_evicted(plan)
         if refused := [key for key in found if key in plan.refused]:
             self._tell_failed_stores(refused, NO_ROOM)
             self._counters.add(metrics.NOT_PROMOTED, len(refused))
@@ -292,9 +292,9 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._drop_stores(self._write_back.add(dict.fromkeys(keys)))
         self._copy_down()
 
-    def _note_evicted(self, keys: Sequence[BlockKey]) -> None:
-        super()._note_evicted(keys)
-        self._drop_stores(self._write_back.forget(keys))
+    def _note_evicted(self, plan: StorePlan) -> None:
+        super()._note_evicted(plan)
+        self._drop_stores(self._write_back.forget(plan.evicted))
 
     def _drop_stores(self, keys: Sequence[BlockKey]) -> None:
         self._counters.add(metrics.LOWER_STORES_DROPPED, len(keys))
