@@ -207,6 +207,9 @@ def parse_backend(backend: BackendChoice) -> tuple[BackendType, msgspec.Struct]:
         form = f"{name}:///PATH" if "path" in names else f"{name}://"
         wanted = f"a {name} backend, which has no address, as in {form}"
         raise InvalidArgumentError("backend", _shown(backend), wanted)
+    for parameter, value in parameters.items():
+        if isinstance(value, str) and "\0" in value:  # no file, address or name has one
+            raise InvalidArgumentError("backend", _shown(backend), f"no NUL in its {parameter}")
     try:
         config = msgspec.convert(
             parameters, backend_type.config_type, strict=False, dec_hook=decode_size

@@ -127,6 +127,9 @@ def test_the_mapping_is_left_as_it_was() -> None:
         ("pool://run/pool.sock", "a pool backend, which has no address, as in pool:///PATH$"),
         ("host:///some/where?capacity=4MiB", "path"),
         ("host://?capacity=4MiB#8MiB", "fragment"),
+        ("file:///var/%00?capacity=4MiB", "no NUL in its path"),
+        ("file:///var/kv?capacity=4MiB&secret_file=%00", "no NUL in its secret_file"),
+        ({"type": "pool", "path": "/run/\0"}, "no NUL in its path"),
     ],
     ids=repr,
 )
