@@ -1,6 +1,5 @@
 """Command `kvxfer bench`: runs one benchmark and prints or draws its rows."""
 
-import argparse
 import importlib
 import os
 import signal
@@ -11,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvxfer.bench.report import BenchRow
-from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.extras import needing
 
 BENCHES = (
@@ -39,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         1 with `--check` when a ratio misses its goal, 0 otherwise.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="kvxfer bench",
         description="Measure a part of kvxfer and compare it with a baseline of the same run.",
         epilog=exit_statuses("when it is done", "when a ratio misses its goal, with --check"),

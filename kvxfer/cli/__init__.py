@@ -1,13 +1,12 @@
 """Command `kvxfer`, which runs its subcommands."""
 
-import argparse
 import importlib
 import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
 
-from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.errors import KVXferError
 from kvxfer.text import printable
 
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments after the program's name; those of the process when it is None.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="kvxfer",
         description="Move KV-cache blocks.",
         epilog=exit_statuses("when all is well", "when a command found a bad block"),

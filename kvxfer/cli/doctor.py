@@ -1,6 +1,5 @@
 """Command `kvxfer doctor`: finds what silently costs hits or speed, and says what mends it."""
 
-import argparse
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.text import printable
 from kvxfer.units import Duration
 
@@ -46,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
     return int(any(finding.severity is not Severity.OK for finding in findings))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandLine:
+    parser = CommandLine(
         prog="kvxfer doctor",
         description="Find what silently costs hits or speed: on this machine, in the environment "
         "of this process, and in the stores and peers that URLs name. Run it as the user, in the "

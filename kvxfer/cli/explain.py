@@ -1,6 +1,5 @@
 """Command `kvxfer explain`: why a request missed, block by block."""
 
-import argparse
 import os
 import textwrap
 import time
@@ -10,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.telemetry.journal import VARIABLE
 
 if TYPE_CHECKING:
     from kvxfer.explain import Report, Run
 
+VARIABLE = "KVXFER_JOURNAL"  # that of `kvxfer.telemetry.journal`, which imports torch
 WIDTH = 80
 
 
@@ -42,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandLine:
+    parser = CommandLine(
         prog="kvxfer explain",
         description="Say of every block of a request, or of every key, where it came from, or why "
         f"it was missed: from the journal that engines with {VARIABLE}=FOLDER write.",

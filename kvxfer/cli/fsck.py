@@ -1,6 +1,5 @@
 """Command `kvxfer fsck`: verifies every block of a store."""
 
-import argparse
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,7 +8,7 @@ import msgspec
 from tqdm import tqdm
 
 from kvxfer.cli.block_stores import STORE, open_store
-from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.text import printable
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         1 when a file is bad, also when it was repaired; 0 otherwise.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="kvxfer fsck",
         description="Verify every block of a store.",
         epilog=exit_statuses("when no file is bad", "when one is, also when it was repaired"),

@@ -1,11 +1,10 @@
 """Command `kvxfer gc`: removes stale files and old blocks from a store."""
 
-import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.cli.block_stores import STORE, open_store
-from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.units import ByteSize, Duration, format_size
 
 if TYPE_CHECKING:
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Remove stale files and old blocks from a store; return 0."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="kvxfer gc",
         description="Remove temporary files of dead writers, files in quarantine, namespaces "
         "without blocks, and blocks beyond the given bounds.",

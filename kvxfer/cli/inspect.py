@@ -1,12 +1,11 @@
 """Command `kvxfer inspect`: shows the header and the integrity of one block file."""
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.cli.block_stores import open_file
-from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.text import printable
 from kvxfer.units import format_size
 
@@ -21,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         1 when it is not a block file, or a seal or a checksum does not hold; 0 otherwise.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="kvxfer inspect",
         description="Show the content of a block file, and whether it is intact.",
         epilog=exit_statuses(

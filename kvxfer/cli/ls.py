@@ -1,6 +1,5 @@
 """Command `kvxfer ls`: lists the namespaces of a store."""
 
-import argparse
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvxfer.cli.block_stores import STORE, open_store
-from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.text import printable
 from kvxfer.units import format_duration, format_size
 
@@ -30,7 +29,7 @@ COLUMNS = (
 
 def main(argv: Sequence[str]) -> int:
     """List the namespaces of a store; return 0."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="kvxfer ls",
         description="List the namespaces of a store.",
         epilog=exit_statuses("when it is done"),

@@ -1,12 +1,11 @@
 """Command `kvxfer proxy`: a router for prefill and decode in separate engines."""
 
-import argparse
 import asyncio
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.cli.service import add_log_level, log_to_stderr, stop_signal
 from kvxfer.extras import needing
 from kvxfer.units import ByteSize, Duration
@@ -41,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandLine:
+    parser = CommandLine(
         prog="kvxfer proxy",
         description="Route requests for completions to vLLM's OpenAI servers: the prompt is "
         "computed by a prefill engine and continued by a decode engine. SIGTERM or Ctrl-C ends "

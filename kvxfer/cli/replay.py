@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.units import ByteSize
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="kvxfer replay",
         description="Replay a trace of requests on simulated caches: hits by policy, capacity and "
         "tier, bytes moved, and the backend list that makes the most of a budget.",

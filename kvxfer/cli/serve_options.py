@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.cli.service import add_log_level
 from kvxfer.errors import InvalidArgumentError
 
@@ -21,9 +21,9 @@ _OF_PEERS = (
 """Options without a meaning for a host pool."""
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandLine:
     """Make the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="kvxfer serve",
         description="Hold blocks for engines: for those that name this process as "
         "nixl://HOST:PORT, with --listen, or for those of this machine that attach to its memory "
@@ -125,7 +125,7 @@ def require_for_pool(arguments: argparse.Namespace) -> None:
             raise InvalidArgumentError(name.replace("_", "-"), value, "none with --pool")
 
 
-def _add_events(parser: argparse.ArgumentParser) -> None:
+def _add_events(parser: CommandLine) -> None:
     parser.add_argument(
         "--events",
         default="",
@@ -147,7 +147,7 @@ def _add_events(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_authentication(parser: argparse.ArgumentParser) -> None:
+def _add_authentication(parser: CommandLine) -> None:
     parser.add_argument(
         "--secret-file",
         default="",
@@ -162,7 +162,7 @@ def _add_authentication(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--tls-{name}", default="", metavar="FILE", help=f"{content}, PEM")
 
 
-def _add_discovery(parser: argparse.ArgumentParser) -> None:
+def _add_discovery(parser: CommandLine) -> None:
     parser.add_argument(
         "--discover",
         default="",
@@ -188,7 +188,7 @@ def _add_discovery(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _add_times(parser: argparse.ArgumentParser) -> None:
+def _add_times(parser: CommandLine) -> None:
     for option, default, meaning in (
         ("lease", "8s", "time for which blocks stay pinned for a peer that is silent"),
         ("timeout", "10s", "time that the bytes of blocks may take through sockets"),

@@ -1,16 +1,17 @@
 """What commands share that run for long: their log, and their end."""
 
-import argparse
 import asyncio
 import logging
 import signal
+
+from kvxfer.cli.command_line import CommandLine
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def add_log_level(parser: argparse.ArgumentParser) -> None:
+def add_log_level(parser: CommandLine) -> None:
     """Add the option for the level of the log."""
     parser.add_argument(
         "--log-level",

@@ -1,6 +1,5 @@
 """Command `kvxfer top`: what metrics count, live in a terminal."""
 
-import argparse
 import asyncio
 import signal
 import sys
@@ -9,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import needing
@@ -58,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandLine:
+    parser = CommandLine(
         prog="kvxfer top",
         description="Show what the metrics of processes count, live in a terminal: those of "
         "kvxfer serve, of a program with kvxfer.telemetry.metrics, of vLLM's server. "

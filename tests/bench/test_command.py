@@ -106,12 +106,14 @@ def test_threads_of_torch_do_not_spin_between_the_calls_of_a_benchmark_but_in_en
 
 
 @pytest.mark.parametrize("arguments", [[], ["nothing"], ["copy", "--slow"]])
-def test_what_is_not_a_benchmark_ends_with_the_usage(
+def test_what_is_not_a_benchmark_is_named_in_one_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert "kvxfer bench" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("kvxfer bench: ")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.processes

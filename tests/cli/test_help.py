@@ -9,12 +9,14 @@ from typing import get_args
 import pytest
 
 from kvxfer.backends.nixl import Transport
+from kvxfer.cli import _COMMANDS, explain, main
 from kvxfer.cli.serve_options import TRANSPORTS
 from kvxfer.connect import connect
+from kvxfer.telemetry import journal
 
 pytestmark = pytest.mark.processes
 
-COMMANDS = ["bench", "doctor", "fsck", "gc", "inspect", "ls", "proxy", "replay", "serve", "top"]
+COMMANDS = sorted(_COMMANDS)
 
 SHOW_HELP = """
 import sys
@@ -61,6 +63,21 @@ def test_help_needs_no_torch_and_says_what_exit_statuses_mean(command: list[str]
     assert "2 when" in said
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--nothing"], ["nothing"], ["two\nlines"], *([name, "--nothing"] for name in COMMANDS)],
+)
+def test_what_cannot_be_parsed_is_one_line_and_status_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    printed = capsys.readouterr()
+    name = " ".join(["kvxfer", *arguments[:-1]])
+    assert re.fullmatch(rf"{name}: .+; see {name} --help\n", printed.err)
+    assert not printed.out
+
+
 def test_public_names_are_there_when_they_are_asked_for() -> None:
     run(USE_NAMES)
 
@@ -75,12 +92,25 @@ def test_the_transports_that_can_be_named_are_those_that_there_are() -> None:
     assert get_args(Transport) == TRANSPORTS
 
 
+def test_the_variable_of_the_journal_is_the_one_that_the_journal_reads() -> None:
+    assert explain.VARIABLE == journal.VARIABLE
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_path_with_a_nul_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([name, "a\0b"])
+    said = capsys.readouterr().err
+    assert said == "kvxfer: 'a\\x00b' has a NUL, which no path or address has; see kvxfer --help\n"
+
+
 @pytest.mark.parametrize(
     ("command", "page", "example"),
     [
         ("serve", "peers.md", "--capacity"),
         ("proxy", "prefill-decode.md", "--overlap"),
         ("doctor", "doctor.md", "--json"),
+        ("explain", "explain.md", "--journal"),
         ("replay", "replay.md", "--budget"),
         ("top", "cli.md", "--once"),
     ],

@@ -1,0 +1,38 @@
+"""Command line: the parser of every command, and what its help says about exit statuses."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from kvxfer.text import printable
+
+FAILED = 2
+"""Exit status of a command that failed, or was given what it cannot use."""
+
+
+class CommandLine(argparse.ArgumentParser):
+    """Parser of a command line that complains in one line, as commands do about everything."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse arguments, which a program may give that calls `main`: none may have a NUL."""
+        for each in args or ():
+            if "\0" in each:
+                self.error(f"{each!r} has a NUL, which no path or address has")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2 and one line that names what cannot be used."""
+        self.exit(FAILED, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
+
+
+def exit_statuses(done: str, bad: str = "") -> str:
+    """Format the meaning of a command's exit statuses for its help.
+
+    Args:
+        done: Condition of status 0.
+        bad: Condition of status 1; empty if there is none.
+    """
+    statuses = [f"0 {done}", f"1 {bad}" if bad else "", f"{FAILED} when the command failed"]
+    return f"exit status: {'; '.join(filter(None, statuses))}"
