@@ -12,7 +12,7 @@ from kvxfer.text import printable
 from kvxfer.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from kvxfer.backends.file.maintenance import NamespaceUsage
+    from kvxfer.backends.file.maintenance import BlockStore, NamespaceUsage
 
 COLUMNS = (
     "NAMESPACE",
@@ -28,25 +28,43 @@ COLUMNS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """List the namespaces of a store; return 0."""
+    """List the namespaces of a store, or its blocks; return 0."""
     parser = CommandLine(
         prog="kvxfer ls",
-        description="List the namespaces of a store.",
+        description="List the namespaces of a store, or the keys of its blocks.",
         epilog=exit_statuses("when it is done"),
     )
     parser.add_argument("path", help=STORE)
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print a list of objects")
+    form.add_argument(
+        "--keys",
+        action="store_true",
+        help="print a line for each block that is found by lookups: its namespace and its key",
+    )
     arguments = parser.parse_args(argv)
 
     from kvxfer.backends.file.maintenance import measure_usage
 
     with open_store(arguments.path) as store:
+        if arguments.keys:
+            _print_keys(store)
+            return 0
         usages = measure_usage(store)
     if arguments.json:
         print(msgspec.json.encode(usages).decode())
     else:
         print(_format_table(usages))
     return 0
+
+
+def _print_keys(store: "BlockStore") -> None:
+    """Print a line for each block, namespace by namespace, as a walk through the store finds it."""
+    store.require()
+    for fingerprint in store.fingerprints():
+        for block in store.blocks(fingerprint):
+            if not (block.quarantined or block.misplaced):
+                print(fingerprint, block.key.hex())
 
 
 def _format_table(usages: "Sequence[NamespaceUsage]") -> str:

@@ -18,6 +18,7 @@ from kvxfer.endpoint import Endpoint, remove_abandoned
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
 from kvxfer.storage.observer import Added, Event, Observer, Removed
+from kvxfer.telemetry.event_replays import EventReplays, Sent, pack
 from kvxfer.telemetry.places import place_of
 
 DEFAULT_BUFFER_BATCHES = 10_000
@@ -26,10 +27,6 @@ BLOCKS_PER_BATCH = 100
 """Blocks in one batch at most, so that the buffer is bounded in bytes, too."""
 CLOSE_S = 1.0
 """Seconds that the end waits for subscribers to be sent the last batches, as in vLLM."""
-SEQUENCE_BYTES = 8
-END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
-MAX_REQUEST_BYTES = 64
-"""Bytes of a part of a request for replay, which is a sequence number."""
 
 HashForm: TypeAlias = Literal["int64", "bytes"]
 """Form of hashes: the last 8 bytes as a number, as vLLM has them by default, or all bytes."""
@@ -145,23 +142,22 @@ class EventPublisher(Observer):
         self._rank = None if rank is None else require_integer("data_parallel_rank", rank)
         self._lock = threading.Lock()
         self._noted: deque[_Noted] = deque(maxlen=buffer_batches)
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=buffer_batches)
+        self._sent: Sent = deque(maxlen=buffer_batches)
         self._next_sequence = 0
         self._closing = False
         self._is_woken = False
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
-        self._publishing, self._replaying = self._context.socket(zmq.PUB), None
+        self._publishing = self._context.socket(zmq.PUB)
+        self._replays: EventReplays | None = None
         try:
             self._publishing.set_hwm(buffer_batches)
             self.endpoint = _bind("endpoint", self._publishing, endpoint)
             self.replay = ""
             if replay:
-                self._replaying = self._context.socket(zmq.ROUTER)
-                # Beyond it ZMQ drops messages: there is room for a whole replay and its end.
-                self._replaying.setsockopt(zmq.SNDHWM, buffer_batches + 1)
-                self._replaying.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-                self.replay = _bind("replay", self._replaying, replay)
+                asked = self._context.socket(zmq.ROUTER)
+                self._replays = EventReplays(asked, self._sent, self._topic)
+                self.replay = _bind("replay", asked, replay)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -219,15 +215,19 @@ class EventPublisher(Observer):
         """Send batches and replays until the end; the sockets belong to this thread."""
         poller = zmq.Poller()
         poller.register(self._wakes, zmq.POLLIN)
-        if self._replaying is not None:
-            poller.register(self._replaying, zmq.POLLIN)
-        is_last = False
+        replays, is_last = self._replays, False
         while not is_last:
-            ready = dict(poller.poll())
+            timeout_s = None
+            if replays is not None:
+                poller.register(replays.socket, zmq.POLLIN if replays.may_begin else 0)
+                timeout_s = replays.timeout_s
+            ready = dict(poller.poll(None if timeout_s is None else 1000 * timeout_s))
             if self._wakes in ready:
                 is_last = self._publish()
-            if self._replaying in ready:
-                self._answer()
+            if replays is not None:
+                if replays.socket in ready:
+                    replays.begin()
+                replays.go_on()
         self._context.destroy(linger=int(CLOSE_S * 1000))
 
     def _publish(self) -> bool:
@@ -244,26 +244,9 @@ class EventPublisher(Observer):
                 logger.warning(text, each.sequence - expected)
                 self._sent.clear()  # a replay has no gap, and begins later than it was asked for
             payload = self._encoder.encode(self._batch(each))
-            self._publishing.send_multipart([self._topic, _pack(each.sequence), payload])
+            self._publishing.send_multipart([self._topic, pack(each.sequence), payload])
             self._sent.append((each.sequence, payload))
         return is_last
-
-    def _answer(self) -> None:
-        """Answer a request for the batches from a sequence number on."""
-        assert self._replaying is not None
-        try:
-            parts = self._replaying.recv_multipart(zmq.NOBLOCK)
-            if len(parts) != 3:
-                logger.debug("a request for replay has %d parts, not 3", len(parts))
-                return
-            client, _, start = parts
-            for sequence, payload in list(self._sent):
-                if sequence >= int.from_bytes(start, "big"):
-                    message = [client, b"", self._topic, _pack(sequence), payload]
-                    self._replaying.send_multipart(message, zmq.NOBLOCK)
-            self._replaying.send_multipart([client, b"", b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
-        except zmq.ZMQError as exc:  # whoever asked is gone
-            logger.debug("a request for replay was not answered: %s", exc)
 
     def _batch(self, noted: _Noted) -> EventBatch:
         events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
@@ -309,10 +292,6 @@ class EventPublisher(Observer):
     def _hash(self, key: BlockKey) -> Hash:
         content_hash = key[:-GROUP_INDEX_BYTES]
         return content_hash if self._whole_hashes else int.from_bytes(content_hash[-8:], "big")
-
-
-def _pack(sequence: int) -> bytes:
-    return sequence.to_bytes(SEQUENCE_BYTES, "big")
 
 
 def _bind(argument: str, socket: "zmq.Socket[bytes]", address: str) -> str:

@@ -149,6 +149,7 @@ def test_a_damaged_bucket_and_the_folder_copied_from_it_are_told_alike(
     assert sum(line.startswith("bad: ") for line in lines) == 5
     assert f"{len(KEYS) - 4 + 3} good, 5 bad" in lines
     assert say("ls", place.url, "--json") == say("ls", folder, "--json")
+    assert sorted(say("ls", place.url, "--keys")[1]) == sorted(say("ls", folder, "--keys")[1])
     for bounds in BOUNDS:
         assert say("gc", place.url, *bounds, "--dry-run") == say("gc", folder, *bounds, "--dry-run")
     url, _, query = place.url.partition("?")

@@ -51,6 +51,20 @@ def test_json_is_a_list_of_objects(store: Store, capsys: pytest.CaptureFixture[s
     assert 0 <= began - usage["newest_use"] <= began - usage["oldest_use"] < 60
 
 
+def test_keys_are_those_that_a_lookup_finds(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespaces = [store.fill(), store.fill(model="another", num_blocks=2)]
+    os.truncate(store.path(namespaces[0], store.keys[0]), 9000)
+    main(["fsck", str(store.root), "--repair"])
+    capsys.readouterr()
+    assert main(["ls", str(store.root), "--keys"]) == 0
+    kept = [(namespaces[0], store.keys[1:NUM_BLOCKS]), (namespaces[1], store.keys[:2])]
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(
+        f"{namespace.fingerprint} {key.hex()}" for namespace, keys in kept for key in keys
+    )
+
+
 def test_a_namespace_without_description_or_blocks_is_listed(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:

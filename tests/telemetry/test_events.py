@@ -1,12 +1,13 @@
 """Events: their form on the wire is that of vLLM, and an index that is built from them is right."""
 
 import asyncio
-import json
 import logging
+import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from kvxfer.cli import main
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Added, Removal, Removed, Reports
+from kvxfer.telemetry import event_replays
 from kvxfer.telemetry.events import BLOCKS_PER_BATCH, EventPublisher
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
@@ -42,6 +44,12 @@ class SlowEncoder:
         self.began.set()
         self.goes_on.wait(LIMIT_S)
         return msgspec.msgpack.encode(obj)
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 @pytest.fixture
@@ -90,6 +98,55 @@ def test_a_long_replay_is_whole_for_who_reads_it_late(
         assert subscriber._replay.poll(int(LIMIT_S * 1000))
         numbers.append(int.from_bytes(subscriber._replay.recv_multipart()[2], "big"))
     assert numbers == [*range(1 + last), END]
+
+
+@contextmanager
+def asking_in_vain(publisher: EventPublisher, number: int) -> Iterator[None]:
+    """Ask for replays of everything that nobody will read."""
+    context = zmq.Context()
+    silent = [context.socket(zmq.DEALER) for _ in range(number)]
+    for each in silent:
+        each.setsockopt(zmq.RCVHWM, 1)
+        each.connect(publisher.replay)
+        each.send_multipart([b"", bytes(8)])
+    try:
+        yield
+    finally:
+        context.destroy(linger=0)
+
+
+def test_who_asks_and_does_not_read_costs_little_memory_and_holds_up_nobody(
+    publisher: EventPublisher, subscriber: EventSubscriber
+) -> None:
+    keys, last = make_keys(BLOCKS_PER_BATCH), 2000
+    for _ in range(last):
+        publisher.note(Added("host", keys))
+    subscriber.read_until(lambda: subscriber._next == 1 + last)
+    all_bytes = sum(map(len, subscriber.payloads))
+    before = resident_bytes()
+    with asking_in_vain(publisher, 12):
+        for key in KEYS:
+            publisher.note(Added("file", [key]))
+            time.sleep(0.05)  # in which all that was asked for would be sent
+            subscriber.read()
+        subscriber.read_until(lambda: len(subscriber.kept["file"]) == len(KEYS))
+        assert resident_bytes() - before < all_bytes, "of twelve replays"
+        subscriber._next = 0
+        assert len(subscriber.catch_up()) == 1 + last + len(KEYS)
+
+
+def test_who_does_not_read_is_given_up_for_who_waits_for_a_turn(
+    publisher: EventPublisher, subscriber: EventSubscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_replays, "MAX_REPLAYS", 2)
+    monkeypatch.setattr(event_replays, "REPLAY_TIMEOUT_S", 0.2)
+    keys, last = make_keys(BLOCKS_PER_BATCH), 1000
+    for _ in range(last):
+        publisher.note(Added("host", keys))
+    subscriber.read_until(lambda: subscriber._next == 1 + last)
+    with asking_in_vain(publisher, 5):
+        subscriber._next = 0
+        assert len(subscriber.catch_up()) == 1 + last
 
 
 def test_blocks_of_other_namespaces_are_not_told(
@@ -270,9 +327,10 @@ async def test_an_index_from_events_is_the_truth_after_chaos(
         assert subscriber.num_replays
         assert in_host
         assert in_files
-    main(["ls", str(tmp_path), "--json"])
-    usages = {each["fingerprint"]: each for each in json.loads(capsys.readouterr().out)}
-    assert usages[chaos.namespace.fingerprint]["num_blocks"] == len(in_files)
+    assert main(["ls", str(tmp_path), "--keys"]) == 0
+    listed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    ours = {key for fingerprint, key in listed if fingerprint == chaos.namespace.fingerprint}
+    assert ours == {key.hex() for key in subscriber.kept["file"]}
 
 
 def test_a_path_of_another_process_or_a_file_is_not_taken(tmp_path: Path) -> None:
