@@ -221,7 +221,7 @@ class EventPublisher(Observer):
             if replays is not None:
                 poller.register(replays.socket, zmq.POLLIN if replays.may_begin else 0)
                 timeout_s = replays.timeout_s
-            ready = dict(poller.poll(None if timeout_s is None else 1000 * timeout_s))
+            ready = dict(poller.poll(None if timeout_s is None else int(1000 * timeout_s)))
             if self._wakes in ready:
                 is_last = self._publish()
             if replays is not None:

@@ -1,14 +1,11 @@
 """Journal: an observer that writes what happens to blocks into files, for `kvxfer explain`."""
 
 import atexit
-import contextlib
-import fcntl
 import logging
 import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from errno import ENOSPC
 from pathlib import Path
@@ -31,7 +28,10 @@ from kvxfer.telemetry.journal_file import (
     Record,
     Source,
     encode_record,
+    mark_alive,
     recent_keys,
+    remove_ended,
+    still_alive,
 )
 
 VARIABLE = "KVXFER_JOURNAL"
@@ -42,8 +42,11 @@ MAX_BYTES = 32 << 20
 NUM_PARTS = 4
 MAX_PROCESSES = 32
 """Processes that have ended and whose files are kept."""
-MAX_WAITING = 10_000
-"""Events that wait to be written; further ones are lost, and counted."""
+MAX_WAITING_KEYS = 500_000
+"""Keys of the events that wait to be written, some 40 MB; an event counts as one more. Further ones
+are lost, and counted; one that has more than that alone is taken where no other waits."""
+MAX_KEYS_PER_RECORD = 10_000
+"""Keys in one record, so that files are bounded however many an event has."""
 WRITE_S = 0.5
 """Time between two writes, and what a process that is killed loses of its journal."""
 CLOSE_TIMEOUT_S = 2.0
@@ -68,7 +71,8 @@ class Journal:
         self._max_part_bytes = require_positive("max_bytes", max_bytes) // NUM_PARTS
         self._process = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}"
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[float, JournalObserver, Event | None]] = deque()
+        self._waiting: list[tuple[float, JournalObserver, Event | None]] = []
+        self._num_waiting_keys = 0
         self._num_lost = 0
         self._lost_at_s = 0.0
         self._sources: dict[int, Source] = {}
@@ -103,11 +107,13 @@ class Journal:
 
     def append(self, observer: "JournalObserver", event: Event | None) -> None:
         """Note an event; None for a change of what is known of the observer."""
-        at_s = time.time()
-        if len(self._waiting) < MAX_WAITING and not self._is_closing:
-            self._waiting.append((at_s, observer, event))
-            return
+        at_s, num_keys = time.time(), 1 + (0 if event is None else len(event.keys))
         with self._lock:
+            has_room = self._num_waiting_keys + num_keys <= MAX_WAITING_KEYS or not self._waiting
+            if has_room and not self._is_closing:
+                self._waiting.append((at_s, observer, event))
+                self._num_waiting_keys += num_keys
+                return
             self._lost_at_s = self._lost_at_s if self._num_lost else at_s
             self._num_lost += 1
 
@@ -136,6 +142,8 @@ class Journal:
     def _run(self) -> None:
         while not self._wake.wait(WRITE_S):
             self.flush()
+            if self._file is not None:
+                still_alive(self._file)
         self.flush()
         with self._flushing:
             self._is_closed = True
@@ -145,7 +153,7 @@ class Journal:
     def _write_noted(self) -> None:
         with self._lock:
             lost, self._num_lost = Lost(self._lost_at_s, self._num_lost), 0
-        noted = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            noted, self._waiting, self._num_waiting_keys = self._waiting, [], 0
         records: list[Record] = []
         for at_s, observer, event in noted:
             records += self._records_of(at_s, observer.number, event)
@@ -159,7 +167,7 @@ class Journal:
     def _records_of(self, at_s: float, number: int, event: Event | None) -> Iterable[Record]:
         if event is None:
             return [self._sources[number]]
-        records = records_of(at_s, number, event)
+        records = [part for whole in records_of(at_s, number, event) for part in _parts(whole)]
         if isinstance(event, Added):
             self._telling.add((number, event.tier))
         elif isinstance(event, Moved) and (number, event.tier) in self._telling:
@@ -216,7 +224,7 @@ class Journal:
         """Begin a file, and remove the oldest of this process, and of processes that ended."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._part == 0:
-            _remove_old(self._folder)
+            remove_ended(self._folder, num_kept=MAX_PROCESSES)
         began = Began(VERSION, time.time(), self._process, self._part)
         with self._lock:
             sources = list(self._sources.values())
@@ -226,8 +234,7 @@ class Journal:
         path = self._path(self._part)
         file = path.open("x+b", buffering=0)
         try:
-            with contextlib.suppress(OSError):  # not every file system has locks
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # whoever has it is alive
+            mark_alive(file)
             _write_whole(file, data)
         except OSError:  # a file that does not say whose it is would be of no use
             file.close()
@@ -264,6 +271,17 @@ class JournalObserver(Observer):
     def watch(self, tier: str, ask: AskGauges) -> None:  # noqa: ARG002 - only its name is of use
         """See `Observer.watch`."""
         self._journal.add_tier(self, tier)
+
+
+def _parts(record: Record) -> list[Record]:
+    """Divide a record of very many keys."""
+    if not isinstance(record, Noted) or isinstance(record.keys, int):
+        return [record]
+    if len(record.keys) <= MAX_KEYS_PER_RECORD:
+        return [record]
+    starts = range(0, len(record.keys), MAX_KEYS_PER_RECORD)
+    parts = [record.keys[start : start + MAX_KEYS_PER_RECORD] for start in starts]
+    return [msgspec.structs.replace(record, keys=keys) for keys in parts]
 
 
 def _write_whole(file: IO[bytes], data: bytes) -> None:
@@ -308,23 +326,3 @@ def _journal_of_process() -> Journal | None:
 
 _OPENED: dict[tuple[str, int], Journal] = {}
 _OPENING = threading.Lock()
-
-
-def _remove_old(folder: Path) -> None:
-    """Remove the files of the processes that ended first, beyond those that are kept."""
-    last_parts: dict[str, Path] = {}
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
-        last_parts[path.name.rsplit(".", 2)[0]] = path
-    ended = [(path.stat().st_mtime, name) for name, path in last_parts.items() if _has_ended(path)]
-    for _, name in sorted(ended)[: max(0, len(ended) - MAX_PROCESSES)]:
-        for path in folder.glob(f"{name}.*{SUFFIX}"):
-            path.unlink(missing_ok=True)
-
-
-def _has_ended(path: Path) -> bool:
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-    return True

@@ -1,12 +1,15 @@
 """Journal files: the records in them, and how a folder of them is read."""
 
+import contextlib
+import fcntl
 import os
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, TypeAlias
 
 import msgspec
 
@@ -18,6 +21,9 @@ VERSION = 1
 LENGTH_BYTES = 4
 """Bytes of the length in front of each record, big-endian."""
 MAX_RECORD_BYTES = 64 << 20
+ALIVE_S = 86400.0
+"""Time without any sign of its process after which a file counts as left behind, where the file
+system has no locks."""
 
 
 class Kind(StrEnum):
@@ -188,6 +194,53 @@ def list_files(folder: Path) -> list[JournalFile]:
     if not files:
         raise _refuse(folder, f"a folder with files of a journal (*{SUFFIX}) in it")
     return sorted(files, key=lambda file: (file.began.process, file.began.part))
+
+
+def mark_alive(file: IO[bytes]) -> None:
+    """Lock the newest file of a process: whoever has the lock is alive."""
+    with contextlib.suppress(OSError):  # not every file system has locks
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def still_alive(file: IO[bytes]) -> None:
+    """Tell by the time of the file, too, now and then, for file systems without locks."""
+    with contextlib.suppress(OSError, ValueError):  # or it is closed
+        if time.time() - os.fstat(file.fileno()).st_mtime > ALIVE_S / 4:
+            os.utime(file.fileno())
+
+
+def remove_ended(folder: Path, *, num_kept: int) -> None:
+    """Remove the files of the processes that ended first.
+
+    What cannot be removed, such as the files of another user, stays.
+
+    Args:
+        folder: Folder of the journal.
+        num_kept: Processes that have ended and whose files are kept.
+    """
+    last_parts: dict[str, Path] = {}
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        last_parts[path.name.rsplit(".", 2)[0]] = path
+    ended: list[tuple[float, str]] = []
+    for name, path in last_parts.items():
+        with contextlib.suppress(OSError):  # another process may remove it just now
+            if _has_ended(path):
+                ended.append((path.stat().st_mtime, name))
+    for _, name in sorted(ended)[: max(0, len(ended) - num_kept)]:
+        for path in folder.glob(f"{name}.*{SUFFIX}"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _has_ended(path: Path) -> bool:
+    with path.open("r+b") as file:  # NFS locks only what may be written
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            return time.time() - os.fstat(file.fileno()).st_mtime > ALIVE_S
+    return True
 
 
 def encode_record(record: Record) -> bytes:

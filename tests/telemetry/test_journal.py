@@ -1,12 +1,16 @@
 """Journal: bounded, whole up to the last write, and what it lacks is counted in it."""
 
+import errno
+import fcntl
 import io
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -14,6 +18,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.storage.observer import Added, LookedUp, Removal, Removed, Requested
 from kvxfer.telemetry import journal as journal_module
+from kvxfer.telemetry import journal_file
 from kvxfer.telemetry.journal import Journal, flush_journal, journal_observers
 from kvxfer.telemetry.journal_file import Kind, Lost, Noted, Record, Request, Source, list_files
 from kvxfer.testing.conformance.suite import make_keys
@@ -139,10 +144,82 @@ def test_files_of_processes_that_ended_are_kept_up_to_a_bound(
     assert len(processes) == 4  # the living one, the last one, and two that ended before it
 
 
+def lock_as_on_nfs(file: IO[bytes], operation: int) -> None:
+    """Lock a file as NFS does: an exclusive lock needs a file that may be written."""
+    mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+    if operation & fcntl.LOCK_EX and mode == os.O_RDONLY:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    flock(file, operation)
+
+
+def lock_nothing(file: IO[bytes], operation: int) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+flock = fcntl.flock
+
+
+@pytest.mark.parametrize("lock", [lock_as_on_nfs, lock_nothing])
+def test_files_of_processes_that_ended_are_removed_on_network_file_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: Callable[[IO[bytes], int], None]
+) -> None:
+    """Source: flock(2), "NFS details"."""
+    monkeypatch.setattr(fcntl, "flock", lock)
+    monkeypatch.setattr(journal_module, "MAX_PROCESSES", 2)
+    monkeypatch.setattr(journal_module, "WRITE_S", 0.01)
+    (tmp_path / "a-folder.000000.journal").mkdir()
+    alive = Journal(str(tmp_path))
+    alive.observer()
+    alive.flush()
+    old = time.time() - 2 * journal_file.ALIVE_S
+    for number in range(5):
+        journal = Journal(str(tmp_path))
+        journal.observer()
+        journal.close()
+        for file in list_files(tmp_path):
+            if file.began.process == journal._process:
+                os.utime(file.path, (old + number, old + number))
+            elif file.began.process == alive._process:
+                os.utime(file.path, (old, old))
+                wait_until_touched(file.path, old)
+    processes = {file.began.process for file in list_files(tmp_path)}
+    alive.close()
+    assert alive._process in processes
+    assert len(processes) == 4  # the living one, the last one, and two that ended before it
+
+
+def wait_until_touched(path: Path, old: float) -> None:
+    deadline = time.monotonic() + 10
+    while path.stat().st_mtime <= old:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_what_waits_is_bounded_by_its_keys_and_records_are_of_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "WRITE_S", 60.0)
+    monkeypatch.setattr(journal_module, "MAX_WAITING_KEYS", 25_000)
+    journal = Journal(str(tmp_path))
+    observer, keys = journal.observer(), make_keys(30_000)
+    journal.flush()
+    observer.note(Added("file", keys))  # more than may wait, but alone
+    observer.note(Added("host", keys[:1]))
+    journal.flush()
+    observer.note(Added("host", keys[:20_000]))
+    observer.note(Added("host", keys[:10_000]))
+    observer.note(Added("host", keys[:4_000]))
+    journal.close()
+    found = records(tmp_path)
+    noted = [(each.tier, len(list(each.keys))) for each in found if isinstance(each, Noted)]
+    assert noted == [*[("file", 10_000)] * 3, *[("host", 10_000)] * 2, ("host", 4_000)]
+    assert [each.num_events for each in found if isinstance(each, Lost)] == [1, 1]
+
+
 def test_what_comes_too_fast_is_counted_where_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "MAX_WAITING", 10)
+    monkeypatch.setattr(journal_module, "MAX_WAITING_KEYS", 10 * (1 + len(KEYS)))
     monkeypatch.setattr(journal_module, "WRITE_S", 60.0)
     journal = Journal(str(tmp_path))
     observer = journal.observer()
