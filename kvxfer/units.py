@@ -3,8 +3,10 @@
 import re
 from typing import Any, Self
 
+from kvxfer.checks import INT64_MAX
 from kvxfer.errors import InvalidArgumentError
 
+_NUMBER = r"\d{1,20}(?:\.\d{1,20})?"
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
     _UNITS[f"{_prefix}B"] = 1000**_power
@@ -23,13 +25,14 @@ class ByteSize(int):
         Raises:
             InvalidArgumentError: The text is not a positive size with a known unit.
         """
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+        match = re.fullmatch(rf"\s*({_NUMBER})\s*([A-Za-z]*)\s*", str(text))
         size = cls(0)
         if match and match[2] in _UNITS:
             number = int(match[1]) if match[1].isdigit() else float(match[1])
             size = cls(number * _UNITS[match[2]])
-        if size < 1:
-            raise InvalidArgumentError("size", text, "a positive size such as '512MiB' or '4GiB'")
+        if not 1 <= size <= INT64_MAX:
+            wanted = "a positive size such as '512MiB' or '4GiB', less than 8 EiB"
+            raise InvalidArgumentError("size", text, wanted)
         return size
 
 
@@ -50,7 +53,7 @@ class Duration(float):
         Raises:
             InvalidArgumentError: The text is not a number with a known unit.
         """
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
+        match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-z]+)\s*", text)
         if match is None or match[2] not in _SECONDS:
             raise InvalidArgumentError("duration", text, "a number with s, min, h or d, as '30d'")
         return cls(float(match[1]) * _SECONDS[match[2]])
