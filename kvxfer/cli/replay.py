@@ -1,6 +1,7 @@
 """Command `kvxfer replay`: replays a trace on simulated caches, to plan the real ones."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ ORDERS = ("tail-first", "head-first")
 KINDS = ("multi-turn", "agentic", "rag")
 SHARES = (64, 32, 16, 8, 4, 2, 1)
 MAX_DIFFERENCE = 0.01
+MAX_TOKENS_PER_BLOCK = 10**9
+MAX_BYTES_PER_TOKEN = 10**12
+PREFILL_TOKENS_PER_S = 1e-3, 1e12
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,8 +117,7 @@ def _trace(arguments: argparse.Namespace) -> "Trace":
     from kvxfer.replay import make_synthetic, parse_workload, read_trace, write_trace
 
     tokens = arguments.tokens_per_block
-    if tokens is not None and tokens < 1:
-        raise InvalidArgumentError("tokens_per_block", tokens, "a positive integer")
+    _require("tokens_per_block", tokens, 1, MAX_TOKENS_PER_BLOCK)
     if arguments.synthetic is None:
         trace = read_trace(arguments.trace, tokens_per_block=tokens)
     else:
@@ -132,10 +135,8 @@ def _trace(arguments: argparse.Namespace) -> "Trace":
 def _machine(arguments: argparse.Namespace) -> "Machine":
     from kvxfer.replay import DEFAULT_BANDWIDTHS, Machine, bytes_per_token, parse_prices
 
-    for name in ("bytes_per_token", "prefill_tokens_per_s"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise InvalidArgumentError(name, value, "a positive number")
+    _require("bytes_per_token", arguments.bytes_per_token, 1, MAX_BYTES_PER_TOKEN)
+    _require("prefill_tokens_per_s", arguments.prefill_tokens_per_s, *PREFILL_TOKENS_PER_S)
     per_token = arguments.bytes_per_token
     if per_token is None and arguments.model is not None:
         per_token = bytes_per_token(arguments.model)
@@ -191,9 +192,14 @@ def _study_fleet(arguments: argparse.Namespace, trace: "Trace", machine: "Machin
 
 
 def _positive(name: str, text: str) -> int:
-    if not text.isdecimal() or not int(text):
+    if not re.fullmatch(r"0*[1-9]\d{0,17}", text, re.ASCII):
         raise InvalidArgumentError(name, text, "positive integers, separated by commas")
     return int(text)
+
+
+def _require(name: str, value: float | None, least: float, most: float) -> None:
+    if value is not None and not least <= value <= most:
+        raise InvalidArgumentError(name, value, f"a positive number, {least:,} to {most:,}")
 
 
 def _real(trace: "Trace", report: "Report", folder: Path) -> "list[RealRow]":

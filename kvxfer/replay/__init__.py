@@ -19,21 +19,21 @@ from kvxfer.replay.recommendation import Recommendation, parse_budget, recommend
 from kvxfer.replay.report import RealRow, Report, TraceSummary, format_report, summarise
 from kvxfer.replay.simulated_store import Medium
 from kvxfer.replay.simulation import Simulation, TierPlan, TierUse, simulate
-from kvxfer.replay.synthetic import (
-    WORKLOADS,
-    Agentic,
-    MultiTurn,
-    Rag,
-    Workload,
-    make_synthetic,
-    parse_workload,
-)
+from kvxfer.replay.synthetic import make_synthetic
 from kvxfer.replay.trace import (
     Trace,
     TraceError,
     make_trace,
     read_trace,
     write_trace,
+)
+from kvxfer.replay.workload import (
+    WORKLOADS,
+    Agentic,
+    MultiTurn,
+    Rag,
+    Workload,
+    parse_workload,
 )
 
 __all__ = [

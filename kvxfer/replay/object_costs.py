@@ -8,6 +8,7 @@ from kvxfer.errors import InvalidArgumentError
 
 GIB = 1 << 30
 PRICES = ("put", "get", "gib-egress", "gib-month")
+MAX_PRICE = 1e9
 
 
 class Prices(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +73,7 @@ def parse_prices(text: str) -> Prices:
     Raises:
         InvalidArgumentError: It is no such text.
     """
-    wanted = f"some of {', '.join(f'{name}=PRICE' for name in PRICES)}"
+    wanted = f"some of {', '.join(f'{name}=PRICE' for name in PRICES)}, each 0 to {MAX_PRICE:,.0f}"
     prices: dict[str, float] = {}
     for part in text.split(","):
         name, _, number = part.partition("=")
@@ -80,7 +81,7 @@ def parse_prices(text: str) -> Prices:
             price = float(number)
         except ValueError:
             price = -1.0
-        if name not in PRICES or name in prices or not 0 <= price < float("inf"):
+        if name not in PRICES or name in prices or not 0 <= price <= MAX_PRICE:
             raise InvalidArgumentError("prices", text, wanted)
         prices[name] = price
     return Prices(**{name.replace("-", "_"): price for name, price in prices.items()})

@@ -1,131 +1,19 @@
 """Synthetic traces: chats, agents and retrieval, made of a seed and a few sizes."""
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from kvxfer.checks import require_integer
-from kvxfer.errors import InvalidArgumentError
-from kvxfer.replay.trace import Trace, make_trace
+from kvxfer.replay.trace import Trace, TraceError, make_trace
+from kvxfer.replay.workload import WORKLOADS, Agentic, MultiTurn, Rag, Workload
 from kvxfer.telemetry.trace_recorder import TraceLine
 
-
-class MultiTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Chats: each prompt is the chat so far, behind one of a few system prompts.
-
-    Attributes:
-        requests: Requests of the trace.
-        requests_per_s: Requests that arrive in a second, on average.
-        system_prompts: System prompts, one for each chat.
-        system_tokens: Tokens of a system prompt.
-        turns: Turns of a chat, on average.
-        user_tokens: Tokens of a question, on average.
-        output_tokens: Tokens of an answer, on average.
-        think_s: Seconds from an answer to the next question, on average.
-    """
-
-    requests: int = 5000
-    requests_per_s: float = 2
-    system_prompts: int = 4
-    system_tokens: int = 1000
-    turns: float = 5
-    user_tokens: int = 400
-    output_tokens: int = 400
-    think_s: float = 60
-
-
-class Agentic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Agents: long common instructions, many short steps, and tasks that fork.
-
-    Attributes:
-        requests: Requests of the trace.
-        requests_per_s: Requests that arrive in a second, on average.
-        agents: Kinds of agents, each with its own instructions and tools.
-        system_tokens: Tokens of instructions and tools.
-        task_tokens: Tokens of a task, on average.
-        steps: Steps of a task and its forks, on average.
-        tool_tokens: Tokens of what a tool returns, on average.
-        output_tokens: Tokens of a step's answer, on average.
-        forks: Share of the steps after which a second agent goes on from the same prompt.
-        tool_s: Seconds from a step to the next, on average.
-    """
-
-    requests: int = 5000
-    requests_per_s: float = 2
-    agents: int = 3
-    system_tokens: int = 8000
-    task_tokens: int = 500
-    steps: float = 15
-    tool_tokens: int = 800
-    output_tokens: int = 150
-    forks: float = 0.05
-    tool_s: float = 5
-
-
-class Rag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Retrieval: documents of very different popularity, and a question after them.
-
-    Attributes:
-        requests: Requests of the trace.
-        requests_per_s: Requests that arrive in a second, on average.
-        system_tokens: Tokens of the system prompt, the same for all.
-        documents: Documents.
-        document_tokens: Tokens of a document, on average.
-        retrieved: Documents of a prompt.
-        popularity: Exponent of Zipf's law by which documents are chosen.
-        question_tokens: Tokens of a question, on average.
-        output_tokens: Tokens of an answer, on average.
-    """
-
-    requests: int = 5000
-    requests_per_s: float = 2
-    system_tokens: int = 500
-    documents: int = 2000
-    document_tokens: int = 2000
-    retrieved: int = 3
-    popularity: float = 1.1
-    question_tokens: int = 60
-    output_tokens: int = 300
-
-
-Workload = MultiTurn | Agentic | Rag
-
-WORKLOADS: Mapping[str, type[Workload]] = {
-    "multi-turn": MultiTurn,
-    "agentic": Agentic,
-    "rag": Rag,
-}
-"""Kinds of synthetic traces by their names."""
-
-
-def parse_workload(kind: str, settings: Mapping[str, str]) -> Workload:
-    """Make a workload of its name and of sizes as texts.
-
-    Raises:
-        InvalidArgumentError: There is no such kind or size, or a size is no positive number.
-    """
-    if kind not in WORKLOADS:
-        raise InvalidArgumentError("synthetic", kind, f"one of {', '.join(WORKLOADS)}")
-    try:
-        workload = msgspec.convert(dict(settings), WORKLOADS[kind], strict=False)
-    except msgspec.ValidationError as exc:
-        wanted = f"sizes of {kind}: {', '.join(WORKLOADS[kind].__struct_fields__)}; {exc}"
-        raise InvalidArgumentError("set", dict(settings), wanted) from exc
-    for name in workload.__struct_fields__:
-        value = getattr(workload, name)
-        if not (0 <= value < float("inf")) or (value == 0 and name not in _MAY_BE_ZERO):
-            raise InvalidArgumentError(name, value, "a positive number")
-        if name in _AT_LEAST_ONE and value < 1:
-            raise InvalidArgumentError(name, value, "1 or more")
-    return workload
-
-
-_MAY_BE_ZERO = {"forks", "system_tokens", "think_s", "tool_s", "popularity"}
-_AT_LEAST_ONE = {"turns", "steps"}
+MAX_BLOCKS = 50_000_000
+"""Most blocks of all prompts together, some gigabytes of this process."""
 
 
 def make_synthetic(workload: Workload, *, seed: int = 0, tokens_per_block: int = 64) -> Trace:
@@ -140,29 +28,24 @@ def make_synthetic(workload: Workload, *, seed: int = 0, tokens_per_block: int =
 
     Raises:
         InvalidArgumentError: The seed is negative.
-        TraceError: The prompts are too short for a block.
+        TraceError: The prompts are too short for a block, or have more than `MAX_BLOCKS`.
     """
     seed = require_integer("seed", seed)
+    kind = next(name for name, each in WORKLOADS.items() if isinstance(workload, each))
+    name = f"synthetic {kind}, seed {seed}"
     source = np.random.default_rng(seed)
     blocks = _Blocks(tokens_per_block)
-    if isinstance(workload, MultiTurn):
-        requests = _multi_turn(workload, source, blocks)
-    elif isinstance(workload, Agentic):
-        requests = _agentic(workload, source, blocks)
-    else:
-        requests = _rag(workload, source, blocks)
-    lines = [
-        TraceLine(
-            timestamp=round(1000 * request.arrival_s, 3),
-            input_length=request.prompt.num_tokens,
-            output_length=request.output_tokens,
-            hash_ids=list(request.prompt.blocks),
-            tokens_per_block=tokens_per_block,
-        )
-        for request in requests
-    ]
-    kind = next(name for name, each in WORKLOADS.items() if isinstance(workload, each))
-    return make_trace(f"synthetic {kind}, seed {seed}", lines)
+    try:
+        requests = _requests(workload, source, blocks)
+        lines = [_line(request, blocks) for request in requests]
+    except _TooManyBlocksError as exc:
+        problem = f"more than {MAX_BLOCKS:,} blocks; expected fewer or shorter prompts"
+        raise TraceError(name, problem) from exc
+    return make_trace(name, lines)
+
+
+class _TooManyBlocksError(Exception):
+    """More blocks than a trace may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +77,12 @@ class _Blocks:
     Attributes:
         tokens_per_block: Tokens of a block.
         num_texts: Texts that were made so far.
+        num_used: Blocks of all requests so far.
     """
 
     tokens_per_block: int
     num_texts: int = 0
+    num_used: int = 0
     _numbers: dict[Any, int] = field(default_factory=dict)
 
     def new_text(self) -> int:
@@ -210,6 +95,8 @@ class _Blocks:
         chain, tail = list(prompt.blocks), prompt.tail
         first, size = 0, self.tokens_per_block
         num_tail = sum(piece[2] for piece in tail)
+        if len(self._numbers) + (num_tail + num_tokens) // size > MAX_BLOCKS:
+            raise _TooManyBlocksError
         while num_tail + num_tokens - first >= size:
             taken = size - num_tail
             parent = chain[-1] if chain else -1
@@ -219,6 +106,30 @@ class _Blocks:
         if first < num_tokens:
             tail = (*tail, (text, first, num_tokens - first))
         return _Prompt(tuple(chain), tail, prompt.num_tokens + num_tokens)
+
+
+def _requests(
+    workload: Workload, source: np.random.Generator, blocks: _Blocks
+) -> Iterator[_Request]:
+    if isinstance(workload, MultiTurn):
+        return _multi_turn(workload, source, blocks)
+    if isinstance(workload, Agentic):
+        return _agentic(workload, source, blocks)
+    return _rag(workload, source, blocks)
+
+
+def _line(request: _Request, blocks: _Blocks) -> TraceLine:
+    prompt = request.prompt
+    blocks.num_used += len(prompt.blocks)
+    if blocks.num_used > MAX_BLOCKS:
+        raise _TooManyBlocksError
+    return TraceLine(
+        timestamp=round(1000 * request.arrival_s, 3),
+        input_length=prompt.num_tokens,
+        output_length=request.output_tokens,
+        hash_ids=list(prompt.blocks),
+        tokens_per_block=blocks.tokens_per_block,
+    )
 
 
 def _tokens(source: np.random.Generator, mean: float) -> int:

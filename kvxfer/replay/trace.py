@@ -1,5 +1,9 @@
 """Traces of requests: which blocks each prompt consists of, in Mooncake's format."""
 
+import itertools
+import os
+import select
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +16,9 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import KVXferError
 from kvxfer.telemetry.trace_recorder import TraceLine
+
+MAX_LINE_BYTES = 256 << 20
+PIPE_TIMEOUT_S = 30.0
 
 
 class TraceError(KVXferError, ValueError):
@@ -86,15 +93,22 @@ def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
 
     Raises:
         OSError: The file cannot be read.
-        TraceError: A line is not a request, or there is no block in any of them.
+        TraceError: A line is not a request, there is no block in any of them, or the file is a pipe
+            without a writer.
     """
     decoder = msgspec.json.Decoder(TraceLine)
     lines: list[TraceLine] = []
     numbers: list[int] = []
-    with path.open("rb") as file:
-        for number, text in enumerate(file, start=1):
+    with open(path, "rb", opener=_open_readable) as file:
+        for number in itertools.count(1):
+            text = file.readline(MAX_LINE_BYTES + 1)
+            if not text:
+                break
             if text.isspace():
                 continue
+            if len(text) > MAX_LINE_BYTES:
+                problem = f"more than {MAX_LINE_BYTES >> 20} MiB; expected a request"
+                raise TraceError(f"{path}, line {number}", problem)
             try:
                 lines.append(decoder.decode(text))
             except msgspec.MsgspecError as exc:
@@ -103,6 +117,23 @@ def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
                 raise TraceError(f"{path}, line {number}", str(exc)) from exc
             numbers.append(number)
     return make_trace(str(path), lines, tokens_per_block=tokens_per_block, line_numbers=numbers)
+
+
+def _open_readable(path: str, flags: int) -> int:
+    """Open a file; for a pipe wait until there is something in it, but not for ever.
+
+    Raises:
+        TraceError: Nobody wrote into the pipe.
+    """
+    opened = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISFIFO(os.fstat(opened).st_mode):
+        poll = select.poll()
+        poll.register(opened, select.POLLIN)
+        if not poll.poll(1000 * PIPE_TIMEOUT_S):
+            os.close(opened)
+            raise TraceError(path, f"a pipe into which nobody wrote for {PIPE_TIMEOUT_S:g} s")
+    os.set_blocking(opened, True)
+    return opened
 
 
 def make_trace(

@@ -10,6 +10,8 @@ from kvxfer.replay import (
     Agentic,
     MultiTurn,
     Rag,
+    TraceError,
+    Workload,
     lru_curve,
     make_synthetic,
     parse_workload,
@@ -83,9 +85,13 @@ def test_few_documents_are_found_again_more_often_than_many() -> None:
         ("poetry", {}, "synthetic is 'poetry'; expected one of multi-turn, agentic, rag"),
         ("rag", {"turns": "3"}, "sizes of rag: requests, requests_per_s.*unknown field `turns`"),
         ("rag", {"requests": "many"}, "Expected `int`"),
-        ("rag", {"requests": "0"}, "requests is 0; expected a positive number"),
+        ("rag", {"requests": "0"}, "requests is 0; expected 1 to 10,000,000"),
         ("agentic", {"steps": "nan"}, "steps is nan"),
-        ("multi-turn", {"turns": "0.5"}, "turns is 0.5; expected 1 or more"),
+        ("rag", {"popularity": "1000"}, "popularity is 1000.0; expected 0 to 20"),
+        ("rag", {"requests_per_s": "1e-320"}, "requests_per_s is 1e-320; expected 1e-06 to"),
+        ("multi-turn", {"user_tokens": "9" * 400}, "user_tokens is 9999.*; expected 1 to 10,000"),
+        ("agentic", {"agents": "1000000000000"}, "agents is 1000000000000; expected 1 to"),
+        ("multi-turn", {"turns": "0.5"}, "turns is 0.5; expected 1 to 1,000,000"),
     ],
 )
 def test_a_workload_that_is_none_is_named(
@@ -93,3 +99,24 @@ def test_a_workload_that_is_none_is_named(
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=problem):
         parse_workload(kind, settings)
+
+
+def test_sizes_of_the_library_are_checked_as_those_of_texts() -> None:
+    with pytest.raises(InvalidArgumentError, match="popularity is 1000; expected 0 to 20"):
+        Rag(popularity=1000)
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        MultiTurn(requests=10**7, user_tokens=10**7),
+        Rag(requests=10, system_tokens=10**7),
+        Agentic(agents=10**6, system_tokens=10**7),
+    ],
+)
+def test_more_blocks_than_memory_has_room_for_are_refused_at_once(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvxfer.replay.synthetic.MAX_BLOCKS", 10_000)
+    with pytest.raises(TraceError, match="more than 10,000 blocks; expected fewer or shorter"):
+        make_synthetic(workload, tokens_per_block=16)

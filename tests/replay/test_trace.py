@@ -1,6 +1,8 @@
 """Traces: Mooncake's format, and what is said of lines that are not in it."""
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +93,27 @@ def test_a_trace_without_blocks_is_refused(tmp_path: Path, lines: list[dict[str,
     path = write(tmp_path / "t", *lines)
     with pytest.raises(TraceError, match="no request has a block in `hash_ids`"):
         read_trace(path)
+
+
+def test_a_line_without_an_end_is_not_read_to_its_end() -> None:
+    with pytest.raises(TraceError, match="/dev/zero, line 1: more than 1 MiB; expected a request"):
+        read_trace(Path("/dev/zero"))
+
+
+def test_a_pipe_is_read_and_one_without_a_writer_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=write, args=(pipe, LINE))
+    writer.start()
+    assert read_trace(pipe).num_references == 2
+    writer.join()
+    monkeypatch.setattr("kvxfer.replay.trace.PIPE_TIMEOUT_S", 0.01)
+    with pytest.raises(TraceError, match=r"pipe: a pipe into which nobody wrote for 0.01 s"):
+        read_trace(pipe)
+
+
+@pytest.fixture(autouse=True)
+def _short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.replay.trace.MAX_LINE_BYTES", 1 << 20)

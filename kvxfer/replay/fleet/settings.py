@@ -6,13 +6,14 @@ import msgspec
 
 from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.nixl.discovery import LEASE_S
-from kvxfer.checks import require_number, require_positive
+from kvxfer.checks import require_integer, require_number
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.units import ByteSize, decode_size
 
 Routing = Literal["spread", "prefix"]
 
 COUNTS = ("holders", "engines", "replicas", "groups", "rack", "connections", "max_connections")
+MAX_COUNT = 10**6
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,7 +53,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         """Check what the types do not say."""
         for name in COUNTS:
-            require_positive(name, getattr(self, name))
+            require_integer(name, getattr(self, name), minimum=1, maximum=MAX_COUNT)
         require_number("lease_s", self.lease_s)
         for name, most, what in (
             ("groups", min(self.holders, self.engines), "as many as holders and engines"),
