@@ -6,12 +6,13 @@ from typing import Literal, get_args
 import msgspec
 
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.replay.arc_hits import arc_hits
 from kvxfer.replay.block_size import object_size_bytes, plan_tiers
 from kvxfer.replay.lru_curve import LRUCurve
 from kvxfer.replay.object_costs import ObjectUse, Prices, price
 from kvxfer.replay.simulated_bucket import RequestKind
 from kvxfer.replay.simulated_store import Medium
-from kvxfer.replay.simulation import Simulation, TierPlan, TierUse, simulate
+from kvxfer.replay.simulation import Simulation, TierUse, simulate
 from kvxfer.replay.trace import Trace
 from kvxfer.storage.eviction.policies import PolicyName
 
@@ -139,11 +140,8 @@ def plan_capacities(
     """
     rows = []
     for policy in policies:
-        for num_slots, capacity in zip(slots, capacities, strict=True):
-            if policy == "lru":
-                num_hits = curve.hits(num_slots)
-            else:
-                num_hits = simulate(trace, [TierPlan("host", policy, num_slots)]).num_hits
+        hits = [curve.hits(each) for each in slots] if policy == "lru" else arc_hits(trace, slots)
+        for num_slots, capacity, num_hits in zip(slots, capacities, hits, strict=True):
             rows.append(
                 CapacityRow(
                     policy=policy,
