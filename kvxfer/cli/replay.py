@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
 
@@ -13,7 +13,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.units import ByteSize
 
 if TYPE_CHECKING:
-    from kvxfer.replay import CapacityRow, LRUCurve, Machine, RealRow, Report, Trace
+    from kvxfer.replay import Machine, RealRow, Report, Trace
     from kvxfer.storage.eviction.policies import PolicyName
 
 POLICIES = ("lru", "arc")
@@ -41,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
         format_report,
         lru_curve,
         parse_budget,
+        plan_capacities,
+        plan_grid,
         plan_list,
         recommend,
         summarise,
@@ -52,11 +54,13 @@ def main(argv: Sequence[str]) -> int:
         _study_fleet(arguments, trace, machine)
         return 0
     budget = parse_budget(arguments.budget) if arguments.budget else None
+    grid = _grid(arguments, trace, machine)
     curve = lru_curve(trace, order=arguments.order)
     report = Report(
         trace=summarise(trace, curve.ceiling),
         machine=machine,
-        capacities=_capacities(arguments, trace, machine, curve),
+        capacities=plan_capacities(trace, curve, machine, **grid),
+        grid=plan_grid(trace, machine, below=arguments.below, **grid),
         lists=[plan_list(trace, machine, backend) for backend in arguments.backend],
         recommendation=recommend(trace, machine, budget) if budget else None,
     )
@@ -91,6 +95,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--capacities", metavar="SIZE,...", help="of host memory, as 16GiB,64GiB")
     sizes.add_argument("--blocks", metavar="N,...", help="capacities in blocks instead")
+    add(
+        "--below",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="tiers below the grid",
+    )
     add("--backend", nargs="+", action="append", default=[], metavar="URL", help="a list of tiers")
     add("--budget", metavar="TIER=SIZE,...", help="recommend a list, as host=64GiB,file=1TiB")
     add("--prefill-tokens-per-s", type=float, metavar="N", help="tokens computed in a second")
@@ -157,31 +169,33 @@ def _machine(arguments: argparse.Namespace) -> "Machine":
     )
 
 
-def _capacities(
-    arguments: argparse.Namespace, trace: "Trace", machine: "Machine", curve: "LRUCurve"
-) -> "list[CapacityRow]":
-    from kvxfer.replay import BYTES_NEEDED, plan_capacities, plan_tiers
+class _Grid(TypedDict):
+    policies: "list[PolicyName]"
+    slots: list[int]
+    capacities: list[int | None]
 
-    block = trace.tokens_per_block * machine.bytes_per_token if machine.bytes_per_token else None
+
+def _grid(arguments: argparse.Namespace, trace: "Trace", machine: "Machine") -> _Grid:
+    """Find the policies and capacities to compare."""
+    from kvxfer.replay import plan_tiers
+
     policies: list[PolicyName] = []
     for name in arguments.policies.split(","):
         if name not in POLICIES:
             raise InvalidArgumentError("policies", name, f"some of {', '.join(POLICIES)}")
         policies.append(name)
-    if arguments.capacities is not None:
-        if block is None:
-            raise InvalidArgumentError("bytes_per_token", None, BYTES_NEEDED)
-        texts = arguments.capacities.split(",")
-        sizes: list[int | None] = [int(ByteSize.parse(text)) for text in texts]
+    needed = arguments.capacities is not None or arguments.below or machine.bytes_per_token
+    block = machine.block_size_bytes(trace.tokens_per_block) if needed else None
+    if arguments.capacities is not None and block is not None:
+        sizes = [int(ByteSize.parse(text)) for text in arguments.capacities.split(",")]
         slots = [plan_tiers(f"host://?capacity={size}", block)[0].num_slots for size in sizes]
+        return {"policies": policies, "slots": slots, "capacities": [*sizes]}
+    if arguments.blocks is not None:
+        slots = [_positive("blocks", text) for text in arguments.blocks.split(",")]
     else:
-        slots = (
-            [_positive("blocks", text) for text in arguments.blocks.split(",")]
-            if arguments.blocks is not None
-            else sorted({max(1, trace.num_unique // share) for share in SHARES})
-        )
-        sizes = [number * block if block else None for number in slots]
-    return plan_capacities(trace, curve, machine, policies=policies, slots=slots, capacities=sizes)
+        slots = sorted({max(1, trace.num_unique // share) for share in SHARES})
+    capacities = [number * block if block else None for number in slots]
+    return {"policies": policies, "slots": slots, "capacities": capacities}
 
 
 def _study_fleet(arguments: argparse.Namespace, trace: "Trace", machine: "Machine") -> None:
@@ -206,7 +220,7 @@ def _real(trace: "Trace", report: "Report", folder: Path) -> "list[RealRow]":
     """Replay lists of tiers, or where there are none host memory alone, on real backends."""
     from kvxfer.replay import RealRow, TierPlan, replay_real
 
-    rows = [*report.lists]
+    rows = [*(each.row for each in report.grid), *report.lists]
     if report.recommendation is not None and report.recommendation.row is not None:
         rows.append(report.recommendation.row)
     plans = [

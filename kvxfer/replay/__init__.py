@@ -8,10 +8,12 @@ from kvxfer.replay.plan import (
     BYTES_NEEDED,
     DEFAULT_BANDWIDTHS,
     CapacityRow,
+    GridRow,
     Machine,
     TierRow,
     TiersRow,
     plan_capacities,
+    plan_grid,
     plan_list,
 )
 from kvxfer.replay.real import replay_on, replay_real
@@ -42,6 +44,7 @@ __all__ = [
     "WORKLOADS",
     "Agentic",
     "CapacityRow",
+    "GridRow",
     "LRUCurve",
     "Machine",
     "Medium",
@@ -73,6 +76,7 @@ __all__ = [
     "parse_prices",
     "parse_workload",
     "plan_capacities",
+    "plan_grid",
     "plan_list",
     "plan_tiers",
     "read_trace",

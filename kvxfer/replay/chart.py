@@ -1,6 +1,8 @@
 """Chart of a replay: hit rate against capacity, by policy, with the ceiling."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +13,28 @@ from kvxfer.units import format_size
 
 COLOURS = {"lru": "#2a6f97", "arc": "#c8553d"}
 COLOUR_CEILING, COLOUR_LIST = "#555555", "#588157"
+DASHES = (":", "--", "-.")
 NUM_POINTS = 200
+
+
+def _grid_lines(report: Report, unit: int) -> Iterator[dict[str, Any]]:
+    """Make a line for each policy of host memory and list of tiers below it."""
+    lists = list(dict.fromkeys(tuple(each.below) for each in report.grid))
+    for number, below in enumerate(lists, start=1):
+        rows = [each for each in report.grid if tuple(each.below) == below]
+        for policy in dict.fromkeys(each.policy for each in rows):
+            points = sorted(
+                (each.row.tiers[0].num_slots * unit, 100 * each.row.hit_rate)
+                for each in rows
+                if each.policy == policy
+            )
+            lower = " over ".join(tier.medium for tier in rows[0].row.tiers[1:])
+            yield {
+                "points": points,
+                "color": COLOURS.get(policy),
+                "linestyle": DASHES[number % len(DASHES)],
+                "label": f"{policy} over {lower}" + (f" ({number})" if len(lists) > 1 else ""),
+            }
 
 
 def draw(report: Report, curve: LRUCurve, path: Path) -> None:
@@ -49,6 +72,8 @@ def draw(report: Report, curve: LRUCurve, path: Path) -> None:
         )
         colour = COLOURS.get(policy)
         axes.plot(*zip(*rows, strict=True), color=colour, marker="o", markersize=4, label=policy)
+    for line in _grid_lines(report, unit):
+        axes.plot(*zip(*line.pop("points"), strict=True), marker=".", **line)
     axes.axhline(100 * trace.ceiling, color=COLOUR_CEILING, linewidth=0.8, linestyle=":")
     axes.annotate(
         f"ceiling {100 * trace.ceiling:.1f} %",

@@ -12,11 +12,12 @@ from kvxfer.replay.lru_curve import LRUCurve
 from kvxfer.replay.object_costs import ObjectUse, Prices, price
 from kvxfer.replay.simulated_bucket import RequestKind
 from kvxfer.replay.simulated_store import Medium
-from kvxfer.replay.simulation import Simulation, TierUse, simulate
+from kvxfer.replay.simulation import Simulation, TierPlan, TierUse, simulate
 from kvxfer.replay.trace import Trace
 from kvxfer.storage.eviction.policies import PolicyName
 
 SECONDS_PER_DAY = 86400
+FOLDER = "/var/cache/kv"
 BYTES_NEEDED = "the bytes of a token for sizes: --bytes-per-token or --model"
 
 DEFAULT_BANDWIDTHS: Mapping[Medium, float] = {"host": 10e9, "file": 2e9, "object": 1e9}
@@ -38,6 +39,16 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float | None = None
     bandwidths: dict[Medium, float] = msgspec.field(default_factory=lambda: {**DEFAULT_BANDWIDTHS})
     prices: Prices | None = None
+
+    def block_size_bytes(self, tokens_per_block: int) -> int:
+        """Compute the bytes of a block.
+
+        Raises:
+            InvalidArgumentError: Those of a token are not known.
+        """
+        if self.bytes_per_token is None:
+            raise InvalidArgumentError("bytes_per_token", None, BYTES_NEEDED)
+        return tokens_per_block * self.bytes_per_token
 
     def saved_s(self, tokens_per_block: int, hits: Mapping[Medium, int]) -> float | None:
         """Compute the seconds that hits save: computing their tokens, less loading their bytes."""
@@ -119,6 +130,22 @@ class TiersRow(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TierRow]
 
 
+class GridRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One capacity of host memory of one policy, above lower tiers.
+
+    Attributes:
+        policy: Eviction policy of host memory.
+        capacity_bytes: Capacity of host memory.
+        below: URLs of the lower tiers.
+        row: What the tiers give.
+    """
+
+    policy: PolicyName
+    capacity_bytes: int
+    below: list[str]
+    row: TiersRow
+
+
 def plan_capacities(
     trace: Trace,
     curve: LRUCurve,
@@ -162,10 +189,61 @@ def plan_list(trace: Trace, machine: Machine, backend: Sequence[str]) -> TiersRo
         InvalidArgumentError: A backend is unknown or not one block fits, or the size of a block is
             not known.
     """
-    if machine.bytes_per_token is None:
-        raise InvalidArgumentError("bytes_per_token", None, BYTES_NEEDED)
-    plans = plan_tiers(backend, trace.tokens_per_block * machine.bytes_per_token)
+    plans = plan_tiers(backend, machine.block_size_bytes(trace.tokens_per_block))
     return describe_simulation(trace, machine, backend, simulate(trace, plans))
+
+
+def plan_grid(
+    trace: Trace,
+    machine: Machine,
+    *,
+    policies: Sequence[PolicyName],
+    slots: Sequence[int],
+    capacities: Sequence[int | None],
+    below: Sequence[Sequence[str]],
+) -> list[GridRow]:
+    """Plan host memory of each policy and capacity above each of several lists of lower tiers.
+
+    Args:
+        trace: The trace.
+        machine: Model and machine.
+        policies: Policies of host memory; those of the tiers below are in their URLs.
+        slots: Blocks that fit in each capacity of host memory.
+        capacities: These capacities in bytes.
+        below: Lists of URLs, fastest first.
+
+    Raises:
+        InvalidArgumentError: As of `plan_list`.
+    """
+    rows = []
+    for lower in below:
+        lower_plans = plan_tiers(lower, machine.block_size_bytes(trace.tokens_per_block))
+        for policy in policies:
+            for num_slots, capacity in zip(slots, capacities, strict=True):
+                assert capacity is not None, "the size of a block is known"
+                plans = [TierPlan("host", policy, num_slots), *lower_plans]
+                backend = [tier_url("host", capacity, policy), *lower]
+                row = describe_simulation(trace, machine, backend, simulate(trace, plans))
+                below_it = list(lower)
+                rows.append(
+                    GridRow(policy=policy, capacity_bytes=capacity, below=below_it, row=row)
+                )
+    return rows
+
+
+def tier_url(medium: Medium, capacity: int, policy: PolicyName) -> str:
+    """Write the URL of a tier of host memory or files."""
+    place = "" if medium == "host" else FOLDER
+    eviction = "" if policy == "lru" else f"&eviction={policy}"
+    return f"{medium}://{place}?capacity={_size(capacity)}{eviction}"
+
+
+def _size(num_bytes: int) -> str:
+    """Write bytes in the largest unit in which they are whole."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes % 1024**power == 0:
+            return f"{num_bytes // 1024**power}{unit}"
+    return str(num_bytes)
 
 
 def describe_simulation(

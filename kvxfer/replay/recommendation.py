@@ -7,7 +7,7 @@ import msgspec
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay.block_size import plan_tiers
-from kvxfer.replay.plan import BYTES_NEEDED, Machine, TiersRow, plan_list
+from kvxfer.replay.plan import Machine, TiersRow, plan_list, tier_url
 from kvxfer.replay.simulated_store import Medium
 from kvxfer.replay.trace import Trace
 from kvxfer.storage.eviction.policies import POLICIES, PolicyName
@@ -17,8 +17,6 @@ AS_GOOD = 0.995
 """Share of what another list gives at which a simpler or smaller one is as good."""
 
 _MEDIA: Sequence[Medium] = ("host", "file")
-
-FOLDER = "/var/cache/kv"
 
 Budget = Mapping[Medium, ByteSize]
 """Bytes that each medium may take."""
@@ -66,8 +64,7 @@ def recommend(trace: Trace, machine: Machine, budget: Budget) -> Recommendation:
     Raises:
         InvalidArgumentError: Not one block fits, or the size of a block is not known.
     """
-    if machine.bytes_per_token is None:
-        raise InvalidArgumentError("bytes_per_token", None, BYTES_NEEDED)
+    machine.block_size_bytes(trace.tokens_per_block)  # or nothing can be said about a budget
     search = _Search(trace, machine)
     capacities = {medium: int(budget[medium]) for medium in _MEDIA if medium in budget}
     best, policies = search.best_policies(capacities)
@@ -125,7 +122,7 @@ class _Search:
         self, capacities: Mapping[Medium, int], policies: Mapping[Medium, PolicyName]
     ) -> TiersRow:
         """Plan the list of the media with a policy."""
-        urls = tuple(_url(medium, capacities[medium], policies[medium]) for medium in policies)
+        urls = tuple(tier_url(medium, capacities[medium], policies[medium]) for medium in policies)
         if urls not in self._rows:
             self._rows[urls] = plan_list(self._trace, self._machine, urls)
         return self._rows[urls]
@@ -140,22 +137,10 @@ class _Search:
     def _fits(self, capacities: Mapping[Medium, int]) -> bool:
         """Whether at least one block fits in each tier."""
         try:
-            block = self._trace.tokens_per_block * (self._machine.bytes_per_token or 0)
-            plan_tiers([_url(medium, size, "lru") for medium, size in capacities.items()], block)
+            block = self._machine.block_size_bytes(self._trace.tokens_per_block)
+            plan_tiers(
+                [tier_url(medium, size, "lru") for medium, size in capacities.items()], block
+            )
         except InvalidArgumentError:
             return False
         return True
-
-
-def _url(medium: Medium, capacity: int, policy: PolicyName) -> str:
-    place = "" if medium == "host" else FOLDER
-    eviction = "" if policy == "lru" else f"&eviction={policy}"
-    return f"{medium}://{place}?capacity={_size(capacity)}{eviction}"
-
-
-def _size(num_bytes: int) -> str:
-    """Write bytes in the largest unit in which they are whole."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if num_bytes % 1024**power == 0:
-            return f"{num_bytes // 1024**power}{unit}"
-    return str(num_bytes)

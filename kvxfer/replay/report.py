@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from kvxfer.replay.object_costs import ObjectUse
-from kvxfer.replay.plan import CapacityRow, Machine, TiersRow
+from kvxfer.replay.plan import CapacityRow, GridRow, Machine, TierRow, TiersRow
 from kvxfer.replay.recommendation import Recommendation
 from kvxfer.replay.trace import Trace
 from kvxfer.text import printable
@@ -66,6 +66,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         trace: The trace.
         machine: What was assumed of model and machine.
         capacities: Host memory alone, by policy and capacity.
+        grid: Host memory above lower tiers, by policy and capacity.
         lists: Lists of tiers that were asked for.
         recommendation: Recommended list, where a budget was given.
         real: Replays against real backends.
@@ -74,6 +75,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     trace: TraceSummary
     machine: Machine
     capacities: list[CapacityRow]
+    grid: list[GridRow] = []
     lists: list[TiersRow] = []
     recommendation: Recommendation | None = None
     real: list[RealRow] = []
@@ -95,7 +97,7 @@ def summarise(trace: Trace, ceiling: int) -> TraceSummary:
 
 def format_report(report: Report) -> str:
     """Format a report as text of 80 columns."""
-    parts = [_head(report), _capacities(report.capacities)]
+    parts = [_head(report), _capacities(report.capacities), *_grids(report.grid)]
     parts += [_tiers(row) for row in report.lists]
     if report.recommendation is not None:
         parts.append(_recommendation(report.recommendation))
@@ -123,7 +125,8 @@ def _head(report: Report) -> str:
             f"{medium} {machine.bandwidths[medium] / 1e9:g} GB/s" for medium in ("host", "file")
         )
         lines.append(("", f"{speed}; loaded from {', '.join(loads)}"))
-    tiers = (tier for row in report.lists for tier in row.tiers)
+    rows = [*(each.row for each in report.grid), *report.lists]
+    tiers = (tier for row in rows for tier in row.tiers)
     if machine.prefill_tokens_per_s and any(tier.medium == "object" for tier in tiers):
         lines.append(("", f"from object storage {machine.bandwidths['object'] / 1e9:g} GB/s"))
     if prices := machine.prices:
@@ -156,6 +159,27 @@ def _capacities(rows: Sequence[CapacityRow]) -> str:
     return "\n".join([title, *align(table)])
 
 
+def _grids(grid: Sequence[GridRow]) -> Iterator[str]:
+    """Make a table for each list of lower tiers."""
+    for below in dict.fromkeys(tuple(each.below) for each in grid):
+        of_below = [each for each in grid if tuple(each.below) == below]
+        timed = any(each.row.first_token_s is not None for each in of_below)
+        table = [["host", "policy", "tier", "hits", "read", "written", "written a day"]]
+        table[0] += ["saves"] if timed else []
+        for each in of_below:
+            first = [format_size(each.capacity_bytes), each.policy]
+            saved = [_seconds(each.row.first_token_s)] if timed else []
+            for tier in each.row.tiers:
+                table.append([*first, tier.medium, *_use(tier), *saved])
+                first, saved = ["", ""], [""] if timed else []
+        yield "\n".join([f"Host memory over {_quoted(below)}", *align(table)])
+
+
+def _use(tier: TierRow) -> list[str]:
+    moved = tier.bytes_read, tier.bytes_written, tier.bytes_written_per_day
+    return [f"{_percent(tier.hit_rate)} %", *map(_bytes, moved)]
+
+
 def _tiers(row: TiersRow) -> str:
     lines = [f"Tiers {_quoted(row.backend)}"]
     saved = (
@@ -172,13 +196,12 @@ def _tiers(row: TiersRow) -> str:
             tier.medium,
             tier.policy,
             f"{tier.num_slots:,}",
-            f"{_percent(tier.hit_rate)} %",
+            hits,
             f"{tier.num_promoted:,}",
-            _bytes(tier.bytes_read),
-            _bytes(tier.bytes_written),
-            _bytes(tier.bytes_written_per_day),
+            *moved,
         ]
         for tier in row.tiers
+        for hits, *moved in [_use(tier)]
     ]
     objects = (line for tier in row.tiers if tier.objects for line in _objects(tier.objects))
     return "\n".join([*lines, *align([header, *rows]), *objects])

@@ -10,6 +10,7 @@ import pytest
 
 from kvxfer.cli import main
 from kvxfer.replay import replay_real
+from kvxfer.units import format_size
 from tests.replay.traces import FOLDER, needs_mooncake
 
 ROOT = Path(__file__).parents[2]
@@ -57,8 +58,13 @@ def test_costs_of_object_storage_stand_beside_hits_and_time(
 
 
 @pytest.mark.timeout(120)
-def test_the_page_shows_what_object_storage_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs/replay.md").read_text().partition("## What object storage costs")[2]
+@pytest.mark.parametrize(
+    "heading", ["Policies, capacities and tiers at once", "What object storage costs"]
+)
+def test_the_page_shows_what_tiers_give_and_cost(
+    heading: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs/replay.md").read_text().partition(f"## {heading}\n")[2]
     command, shown = re.findall(r"^```(?:bash)?\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]
     assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out.endswith(f"\n\n{shown}")
@@ -86,6 +92,41 @@ def test_json_has_all_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert tiers["tiers"][1]["bytes_written_per_day"] > tiers["tiers"][1]["bytes_written"] > 0
     assert report["recommendation"]["row"]["backend"]
     assert report["real"] == []
+
+
+BELOW = ["--below", "file:///kv?capacity=1GiB", "--below", "file:///kv?capacity=8MiB", "s3://b/p"]
+
+
+def test_the_grid_has_every_policy_and_capacity_above_every_list_of_lower_tiers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    chart = tmp_path / "grid.svg"
+    asked = [*SIZED, *BELOW, "--capacities", "16MiB,32MiB", "--prefill-tokens-per-s", "12345.6"]
+    assert main([*asked, "--chart", str(chart)]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert main([*asked, "--json"]) == 0
+    grid = json.loads(capsys.readouterr().out)["grid"]
+    lists = [BELOW[1:2], BELOW[3:]]
+    assert [(row["below"], row["policy"], row["capacity_bytes"]) for row in grid] == [
+        (below, policy, size << 20)
+        for below in lists
+        for policy in ("lru", "arc")
+        for size in (16, 32)
+    ]
+    for row in grid:
+        tiers = row["row"]["tiers"]
+        assert [tier["medium"] for tier in tiers][1:] == ["file", "object"][: len(row["below"])]
+        assert all(tier["bytes_read"] and tier["bytes_written"] for tier in tiers)
+        alone = [*SIZED, "--json", "--policies", "lru", "--blocks", "1"]
+        assert main([*alone, "--backend", *row["row"]["backend"]]) == 0
+        (same,) = json.loads(capsys.readouterr().out)["lists"]
+        assert same["tiers"] == tiers
+        for tier in tiers:
+            assert f" {100 * tier['hit_rate']:.1f} %  " in printed
+            assert format_size(tier["bytes_written"]) in printed
+    for label in ("lru over file (1)", "arc over file over object (2)"):
+        assert label in chart.read_text()
 
 
 def test_a_trace_without_a_size_of_tokens_is_counted_in_blocks(
@@ -209,6 +250,8 @@ def test_real_backends_are_compared_with_the_model(
         ([*CHATS[1:], "--blocks", "10,none"], "blocks is 'none'; expected positive integers"),
         ([*CHATS[1:], "--policies", "lru,fifo"], "policies is 'fifo'; expected some of lru, arc"),
         ([*CHATS[1:], "--capacities", "4GiB"], "expected the bytes of a token for sizes"),
+        ([*CHATS[1:], *BELOW], "expected the bytes of a token for sizes"),
+        ([*SIZED[1:], "--below", "file:///kv"], "capacity"),
         ([*CHATS[1:], "--budget", "host=4GiB"], "expected the bytes of a token for sizes"),
         ([*SIZED[1:], "--budget", "tape=4GiB"], "budget is 'tape=4GiB'; expected host=SIZE"),
         ([*SIZED[1:], "--budget", "host=1KiB"], "capacity is 1024; expected"),
