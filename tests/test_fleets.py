@@ -175,6 +175,31 @@ def test_what_is_listened_at_is_reachable_and_what_is_connected_to_is_there(path
         assert any(selected <= labels(pod).items() for pod in pods)
 
 
+@pytest.mark.parametrize(
+    "pod",
+    [each for each in PODS if dict(each.values[0])["kind"] == "StatefulSet"],  # type: ignore[call-overload]
+)
+def test_what_a_pod_listens_at_is_open_to_those_who_need_it_alone(pod: dict[str, Any]) -> None:
+    policies = [
+        dict(each.values[0])["spec"]  # type: ignore[call-overload]
+        for each in OBJECTS
+        if dict(each.values[0])["kind"] == "NetworkPolicy"  # type: ignore[call-overload]
+    ]
+    own = labels(pod).items()
+    rules = [
+        rule
+        for policy in policies
+        if policy["podSelector"]["matchLabels"].items() <= own
+        for rule in policy["ingress"]
+    ]
+    [container] = pod["spec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    opened = {port["port"] for rule in rules for port in rule["ports"]}
+    assert opened == set(ports.values())
+    to_all = {port["port"] for rule in rules if "from" not in rule for port in rule["ports"]}
+    assert to_all <= {ports.get("pages")}, "only pages that tell no secret"
+
+
 def test_a_tier_that_is_misspelt_is_found() -> None:
     [engine] = [each.values[0] for each in PODS if each.id == "rack-Deployment-engine"]
     wrong = copy.deepcopy(engine)
