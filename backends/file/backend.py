@@ -274,15 +274,15 @@ class FileBackend(Backend):
         if not self._may_write():
             covered = self._batch(keys, blocks).covered
             return [DONE if there else PAUSED for there in await self._lookups.ask(covered)]
+        probe = self._breaker.probe
         try:
             written = await self._write(keys, blocks)
         except BaseException:
-            self._breaker.abandon()
+            self._breaker.abandon(probe)
             raise
         kinds = {id(each): each for each in written}.values()  # a few, of however many blocks
-        error = medium_failure(kinds)
-        if error is None:
-            self._breaker.abandon()
+        if (error := medium_failure(kinds)) is None:
+            self._breaker.abandon(probe)
         else:
             self._breaker.record(error)
         if BUSY in kinds:

@@ -46,7 +46,13 @@ class CircuitBreaker:
         self._clock = clock
         self._state = _State.CLOSED
         self._num_errors = 0
+        self._num_probes = 0
         self._opened_at = 0.0
+
+    @property
+    def probe(self) -> int:
+        """Number of the probe that is under way, for `abandon`; 0 when there is none."""
+        return self._num_probes if self._state is _State.HALF_OPEN else 0
 
     @property
     def closed(self) -> bool:
@@ -57,6 +63,7 @@ class CircuitBreaker:
         """Whether to make a call now; one that is allowed must be followed by `record`."""
         if self._state is _State.OPEN and self._clock() - self._opened_at >= self._pause_s:
             self._state = _State.HALF_OPEN
+            self._num_probes += 1
             return True
         return self._state is _State.CLOSED
 
@@ -78,7 +85,11 @@ class CircuitBreaker:
             logger.warning("%s: stopped, tried again every %g s: %s", self._name, pause, error)
         self._state, self._opened_at = _State.OPEN, self._clock()
 
-    def abandon(self) -> None:
-        """Uncount a call that showed neither success nor failure, such as a cancelled probe."""
-        if self._state is _State.HALF_OPEN:
+    def abandon(self, probe: int) -> None:
+        """Uncount a call that showed neither success nor failure, such as a cancelled probe.
+
+        Args:
+            probe: `probe` right after the call was allowed. Another call's is not touched.
+        """
+        if probe and probe == self.probe:
             self._state = _State.OPEN

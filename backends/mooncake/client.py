@@ -97,6 +97,7 @@ class StoreClient:
         self._running: asyncio.Future[Sequence[int]] | None = None
         self._is_late = False
         self._closed = False
+        self._probe = 0
         self.num_calls = 0
 
     @property
@@ -169,6 +170,7 @@ class StoreClient:
         self._require_idle(what)
         if not self._breaker.allows():
             raise CallFailedError(f"{what}: paused, {self._place} does not answer")
+        self._probe = self._breaker.probe
         self.num_calls += 1
         self._running = asyncio.ensure_future(self._threads.ask(self._call, ask))
         self._running.add_done_callback(self._end)
@@ -198,7 +200,7 @@ class StoreClient:
         self._is_late = False
         self._turn.release()
         if call.cancelled():
-            self._breaker.abandon()
+            self._breaker.abandon(self._probe)
         elif error := call.exception():
             self._breaker.record(str(error))
         else:

@@ -119,6 +119,7 @@ class ObjectBackend(Backend):
             self._guard.check()  # the backend may have been closed meanwhile
             if not self._bucket.stores.allows():
                 return [DONE if self._presence.has(key) else PAUSED for key in keys]
+            probe = self._bucket.stores.probe
             try:
                 await self._texts.write()
                 await self._texts.read()
@@ -126,7 +127,7 @@ class ObjectBackend(Backend):
             except RequestFailedError as exc:
                 return [exc.outcome] * len(keys)
             finally:
-                self._bucket.stores.abandon()  # a probe that found out nothing
+                self._bucket.stores.abandon(probe)  # one that found out nothing
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are not `DONE` is not written."""

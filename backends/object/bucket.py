@@ -329,8 +329,9 @@ class Bucket:
             if not self._breaker.allows():
                 reason = f"{what}: paused after repeated errors of {self._place}"
                 raise RequestFailedError(reason, transient=True)
+            probe = self._breaker.probe
             try:
-                return await self._request_once(what, ask, ends_at)
+                return await self._request_once(what, ask, ends_at, probe)
             except RequestFailedError as exc:
                 is_late = time.monotonic() + backoff_s >= ends_at
                 is_paused = not self._breaker.closed or (what == "PUT" and not self.stores.closed)
@@ -343,8 +344,10 @@ class Bucket:
                 raise failed
             backoff_s *= 2
 
-    async def _request_once(self, what: str, ask: Callable[[], Awaitable[T]], ends_at: float) -> T:
-        """Make a request, and note what it says about the server."""
+    async def _request_once(
+        self, what: str, ask: Callable[[], Awaitable[T]], ends_at: float, probe: int
+    ) -> T:
+        """Make a request, a probe or none, and note what it says about the server."""
         try:
             async with asyncio.timeout(ends_at - time.monotonic()):
                 self.counts.requests += 1
@@ -359,7 +362,7 @@ class Bucket:
         except Exception as exc:  # noqa: BLE001 - obstore raises its own, OSError, ValueError
             failed = request_failure(what, exc)
         except BaseException as exc:
-            self._breaker.abandon()
+            self._breaker.abandon(probe)
             if isinstance(exc, ENDS):
                 raise
             # A panic of obstore, which is no Exception, and says nothing about the server.

@@ -61,17 +61,35 @@ def test_an_abandoned_probe_is_made_again_at_once() -> None:
     fail(breaker, MAX_ERRORS)
     clock.now = PAUSE_S
     assert breaker.allows()
-    breaker.abandon()
+    breaker.abandon(breaker.probe)
     assert [breaker.allows() for _ in range(2)] == [True, False]
+
+
+def test_a_call_that_is_abandoned_ends_no_probe_of_another() -> None:
+    clock = Clock()
+    breaker = CircuitBreaker("test", clock=clock)
+    assert breaker.allows()
+    before = breaker.probe
+    fail(breaker, MAX_ERRORS)
+    clock.now += PAUSE_S
+    assert breaker.allows()
+    first = breaker.probe
+    breaker.abandon(before)
+    assert not breaker.allows(), "a second probe beside the first one"
+    breaker.record("still no luck")
+    clock.now += PAUSE_S
+    assert breaker.allows()
+    breaker.abandon(first)
+    assert not breaker.allows()
 
 
 def test_an_abandoned_call_does_not_open_or_close_it() -> None:
     breaker = CircuitBreaker("test", clock=Clock())
     fail(breaker, MAX_ERRORS - 1)
-    breaker.abandon()
+    breaker.abandon(breaker.probe)
     assert breaker.closed
     fail(breaker, 1)
-    breaker.abandon()
+    breaker.abandon(breaker.probe)
     assert not breaker.closed
 
 
