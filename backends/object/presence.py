@@ -15,14 +15,15 @@ MAX_KEYS = 1 << 18
 class _Entry:
     there: bool
     at: float
-    change: int
+    since: int
 
 
 class Presence:
     """Cache of which objects are there, as far as was seen a short time ago.
 
-    What this process stores and removes counts at once; what it has seen before such a change does
-    not undo it. What others do is seen when a time has passed. Belongs to one event loop.
+    What this process stores and removes counts at once; what a look saw that began before such a
+    change, or before a later look, does not undo it. What others do is seen when a time has passed.
+    Belongs to one event loop.
 
     Args:
         found_ttl_s: Seconds for which an object that was seen is taken to be there.
@@ -44,7 +45,7 @@ class Presence:
         self._max_keys = max_keys
         self._clock = clock
         self._entries: OrderedDict[BlockKey, _Entry] = OrderedDict()
-        self._num_changes = 0
+        self._num_marks = 0
         self._all_listed_at = float("-inf")
         self._forgot = False
 
@@ -58,13 +59,14 @@ class Presence:
         return entry.there if now - entry.at < ttl_s else None
 
     def mark(self) -> int:
-        """Mark the begin of a look at the bucket, for `note` and `note_list`."""
-        return self._num_changes
+        """Mark the begin of a look at the bucket, for `note` and `note_list`: each has its own."""
+        self._num_marks += 1
+        return self._num_marks
 
     def note(self, key: BlockKey, *, there: bool, since: int) -> None:
         """Note what a look that began at `since` has seen."""
         entry = self._entries.get(key)
-        if entry is None or entry.change <= since:
+        if entry is None or entry.since <= since:
             self._put(key, _Entry(there, self._clock(), since))
 
     def note_list(self, keys: Iterable[BlockKey], *, since: int) -> None:
@@ -83,8 +85,7 @@ class Presence:
 
     def change(self, key: BlockKey, *, there: bool) -> None:
         """Note that this process has stored or removed an object."""
-        self._num_changes += 1
-        self._put(key, _Entry(there, self._clock(), self._num_changes))
+        self._put(key, _Entry(there, self._clock(), self.mark()))
 
     def _put(self, key: BlockKey, entry: _Entry) -> None:
         self._entries[key] = entry

@@ -48,6 +48,16 @@ def test_an_old_look_does_not_undo_a_change(presence: Presence) -> None:
     assert presence.has(ONE) is True
 
 
+def test_of_two_looks_the_one_that_began_later_counts(presence: Presence) -> None:
+    early, late = presence.mark(), presence.mark()
+    presence.note(ONE, there=True, since=late)
+    presence.note(ONE, there=False, since=early)
+    assert presence.has(ONE) is True
+    presence.note(TWO, there=False, since=early)
+    presence.note(TWO, there=True, since=late)
+    assert presence.has(TWO) is True
+
+
 def test_what_a_whole_list_lacks_is_missing_for_a_time(presence: Presence, clock: Clock) -> None:
     presence.note_list([ONE], since=presence.mark())
     assert presence.has(TWO) is None, "the list has not ended"
