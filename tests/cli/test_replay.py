@@ -57,6 +57,38 @@ def test_costs_of_object_storage_stand_beside_hits_and_time(
     assert "cost" not in capsys.readouterr().out
 
 
+def fleet_on_page() -> tuple[list[str], str]:
+    """Read the command of the simulator on its page, and what it prints."""
+    page = (ROOT / "docs/fleets.md").read_text().partition("## The simulator")[2]
+    command, shown = re.findall(r"^```(?:bash)?\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]
+    return shlex.split(command)[1:], shown
+
+
+def names_of_rows(printed: str) -> list[str]:
+    """Names in the first column, which two spaces end."""
+    return [re.split(r"  +", line)[0] for line in printed.splitlines()]
+
+
+def test_the_page_of_fleets_has_the_rows_that_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command, shown = fleet_on_page()
+    few = {"requests=40000": "requests=400", "requests_per_s=2000": "requests_per_s=20"}
+    small = "holders=20,engines=50,rack=4,capacity=64MiB,engine_capacity=16MiB"
+    assert main([*(few.get(word, word) for word in command[:-1]), small]) == 0
+    assert names_of_rows(capsys.readouterr().out) == names_of_rows(shown)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_the_page_of_fleets_shows_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command, shown = fleet_on_page()
+    assert main(command) == 0
+    assert capsys.readouterr().out == shown
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "heading", ["Policies, capacities and tiers at once", "What object storage costs"]

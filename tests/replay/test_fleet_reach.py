@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.backends.nixl import Endpoint, NixlConfig, RetryPause, reconnect
+from kvxfer.backends.nixl import Endpoint, NixlConfig, RetryPause
+from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.reconnect import Reconnect
 from kvxfer.errors import PeerClosedError
 from kvxfer.replay.fleet import Fleet
@@ -27,8 +28,8 @@ SHARE = 0.7
 """Share of each pause that chance leaves, in both."""
 
 
-def draw(first: float, last: float) -> float:
-    return first + SHARE * (last - first)
+def draw(a: float, b: float) -> float:
+    return a + SHARE * (b - a)
 
 
 @dataclass
@@ -138,7 +139,7 @@ def test_the_simulator_reaches_a_holder_as_an_engine_does(
     connected = connected and kind != "is full"
     with pytest.MonkeyPatch.context() as patch:
         clock = SimpleNamespace(monotonic=lambda: world.now)
-        patch.setattr(reconnect, "time", clock)
-        patch.setattr(reconnect.Connection, "open", world.open)
+        patch.setattr("kvxfer.backends.nixl.reconnect.time", clock)
+        patch.setattr(Connection, "open", world.open)
         really = asyncio.run(reach_really(world, times, connected=connected))
     assert reach_in_simulation(kind, world.fails_at, times, connected=connected) == really
