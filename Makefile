@@ -23,7 +23,7 @@ export PYTHONHASHSEED := 0
 # minute for each process of an engine.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-pd test sglang azurite core e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
+.PHONY: setup demo demo-pd test sglang azurite storages core e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -47,6 +47,9 @@ test: $(INSTALLED)
 azurite: $(AZURITE)/.installed ; $(BIN)/pytest tests/backends/test_object_clouds.py
 
 sglang: $(SGLANG)/.installed ; PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "not e2e" tests/sglang
+
+# The tables of docs/testing.md: storages of LMCache and SGLang, and ours.
+storages: $(SGLANG)/.installed ; PYTHONPATH=$(SGLANG) $(BIN)/python -m examples.storages
 
 # Two engines at a time, each with one thread of its own; those of one file come one after the other.
 e2e exhaustive: export OMP_NUM_THREADS := 1

@@ -1,14 +1,15 @@
-"""`python -m examples.storages`: what storages do when something fails, as a table."""
+"""`python -m examples.storages`: what storages do when something fails, as on docs/testing.md."""
 
 import argparse
-import asyncio
-import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from examples.storages.probes import PROBES, probe
+from examples.storages.injection import CALLERS, INJECTIONS
+from examples.storages.probes import PROBES, in_folder
 from examples.storages.storages import Storage, find_storages
 
 
@@ -28,21 +29,39 @@ class Results:
                 self.failed[of].append(test.removeprefix("test_").replace("_", " "))
 
 
-def table(storages: list[Storage]) -> list[str]:
-    """Run all probes; return the lines of the table."""
-    lines = ["| | " + " | ".join(f"{each.name} {each.version}" for each in storages) + " |"]
-    lines += ["|---" * (len(storages) + 1) + "|"]
-    with tempfile.TemporaryDirectory() as folder:
-        for number, each in enumerate(PROBES):
-            cells = [
-                asyncio.run(probe(storage, each, Path(folder, f"{number}-{index}")))
-                for index, storage in enumerate(storages)
-            ]
-            lines.append(f"| {each.what} | " + " | ".join(cells) + " |")
+def damage(storages: Sequence[Storage]) -> list[str]:
+    """Run all probes; return the lines of a table with a column for each storage."""
+    lines = _head([f"{each.name} {each.version}" for each in storages])
+    for each in PROBES:
+        cells = [in_folder(partial(each.run, storage)) for storage in storages]
+        lines.append(f"| {each.what} | " + " | ".join(cells) + " |")
     return lines
 
 
-def conformance(storages: list[Storage]) -> list[str]:
+def faults(storages: Sequence[Storage]) -> list[str]:
+    """Inject all faults; return the lines of a table with a column for each kind of caller.
+
+    What only some of the storages do has their names.
+    """
+    lines = _head(list(CALLERS))
+    for each in INJECTIONS:
+        cells = []
+        for timeout_s in CALLERS.values():
+            seen = defaultdict(list)
+            for storage in storages:
+                run = partial(each.run, storage, timeout_s=timeout_s)
+                seen[in_folder(run)].append(storage.name)
+            named = [f"{text} ({', '.join(names)})" for text, names in seen.items()]
+            cells.append("; ".join(named if len(seen) > 1 else seen))
+        lines.append(f"| {each.what} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _head(names: Sequence[str]) -> list[str]:
+    return ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+
+
+def conformance(storages: Sequence[Storage]) -> list[str]:
     """Run the conformance suite; return a line for each storage, and those for what failed."""
     results = Results()
     suite = str(Path(__file__).with_name("conformance.py"))
@@ -59,16 +78,23 @@ def conformance(storages: list[Storage]) -> list[str]:
     return lines
 
 
+SECTIONS: Mapping[str, Callable[[Sequence[Storage]], list[str]]] = {
+    "damage": damage,
+    "faults": faults,
+    "conformance": conformance,
+}
+
+
 def main() -> None:
-    """Print the table, and then what the conformance suite finds."""
+    """Print what was asked for, or all of it."""
     parser = argparse.ArgumentParser(prog="python -m examples.storages", description=__doc__)
-    parser.add_argument("--conformance", action="store_true", help="the conformance suite as well")
-    options = parser.parse_args()
+    rule = f"{', '.join(SECTIONS)}; all by default"
+    parser.add_argument(
+        "sections", nargs="*", choices=[*SECTIONS, []], metavar="SECTION", help=rule
+    )
     storages = find_storages()
-    print("\n".join(table(storages)))
-    if options.conformance:
-        print()
-        print("\n".join(conformance(storages)))
+    for name in parser.parse_args().sections or SECTIONS:
+        print("\n".join(SECTIONS[name](storages)), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ import asyncio
 import multiprocessing
 import os
 import shutil
+import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from examples.storages.storages import Storage, file_of
 from kvxfer import Backend, BlockKey, GroupIdentity, Namespace, Outcome, make_block_key
@@ -21,7 +23,10 @@ LIMIT_S = 5.0
 ROUNDS = 6
 KEYS = [make_block_key(bytes([number]) * 32, 0) for number in range(4)]
 
-GOOD, WRONG = "a miss", "**other bytes, called loaded**"
+GOOD, RIGHT, WRONG = "a miss", "its bytes", "**other bytes, called loaded**"
+
+
+Run = Callable[[Storage, Path], Coroutine[Any, Any, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ class Probe:
     """
 
     what: str
-    run: Callable[[Storage, Path], Awaitable[str]]
+    run: Run
 
 
 class Caches:
@@ -50,24 +55,38 @@ class Caches:
 
     async def store(self, backend: Backend, keys: Sequence[BlockKey]) -> list[Outcome]:
         """Store made-up bytes."""
-        blocks = self.memory.describe(0, range(len(keys)))
-        write_payloads(blocks, [make_payload(key, self.num_bytes) for key in keys])
-        return await backend.store(keys, blocks)
+        self.write(keys)
+        return await backend.store(keys, self.memory.describe(0, range(len(keys))))
 
     async def load(self, backend: Backend, keys: Sequence[BlockKey]) -> list[str]:
         """Load; say of each block what it is."""
-        blocks = self.memory.describe(0, range(len(keys)))
-        write_payloads(blocks, [bytes(self.num_bytes) for _ in keys])
-        outcomes = await backend.load(keys, blocks)
+        self.write([])
+        outcomes = await backend.load(keys, self.memory.describe(0, range(len(keys))))
+        found = self.compare(keys, outcomes)
         return [
-            GOOD
-            if not outcome.done
-            else ("its bytes" if payload == make_payload(key, self.num_bytes) else WRONG)
-            for key, outcome, payload in zip(keys, outcomes, read_payloads(blocks), strict=True)
+            each if outcome.done else GOOD for each, outcome in zip(found, outcomes, strict=True)
+        ]
+
+    def write(self, keys: Sequence[BlockKey]) -> None:
+        """Write the made-up bytes of each key to a block, and zeros to the others."""
+        payloads = [make_payload(key, self.num_bytes) for key in keys]
+        payloads += [bytes(self.num_bytes)] * (self.memory.num_blocks - len(keys))
+        write_payloads(self.memory.describe(0, range(self.memory.num_blocks)), payloads)
+
+    def compare(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> list[str]:
+        """Say of each block what it is: its bytes, others, or what the outcome says."""
+        payloads = read_payloads(self.memory.describe(0, range(len(keys))))
+        return [
+            (RIGHT if payload == make_payload(key, self.num_bytes) else WRONG)
+            if outcome.done
+            else outcome.status.value.replace("_", " ")
+            for key, outcome, payload in zip(keys, outcomes, payloads, strict=True)
         ]
 
 
-def damaged(damage: Callable[[Path, Path], None]) -> Callable[[Storage, Path], Awaitable[str]]:
+def damaged(
+    damage: Callable[[Path, Path], None],
+) -> Run:
     """Make a probe that damages the file of one block of two, and loads both."""
 
     async def run(storage: Storage, folder: Path) -> str:
@@ -77,7 +96,7 @@ def damaged(damage: Callable[[Path, Path], None]) -> Callable[[Storage, Path], A
             damage(file_of(folder, KEYS[0]), file_of(folder, KEYS[1]))
             found, whole = await caches.load(backend, KEYS[:2])
             again = await backend.lookup(KEYS[:1])
-        assert whole in {"its bytes", GOOD, WRONG}
+        assert whole in {RIGHT, GOOD, WRONG}
         kept = found == GOOD and again == [True]
         return f"{found}, and found again" if kept else found
 
@@ -106,7 +125,7 @@ def swap(file: Path, other: Path) -> None:
     shutil.copyfile(other, file)
 
 
-def other_namespace(theirs: Caches, ours: Caches) -> Callable[[Storage, Path], Awaitable[str]]:
+def other_namespace(theirs: Caches, ours: Caches) -> Run:
     """Make a probe that stores blocks as one engine and loads them as another one."""
 
     async def run(storage: Storage, folder: Path) -> str:
@@ -126,7 +145,7 @@ async def partly_missing(storage: Storage, folder: Path) -> str:
     async with storage.open(folder, caches.namespace) as backend:
         await caches.store(backend, KEYS[::2])
         found = await caches.load(backend, KEYS)
-    right = found == ["its bytes", GOOD, "its bytes", GOOD]
+    right = found == [RIGHT, GOOD, RIGHT, GOOD]
     return "the others are loaded" if right else "**the others are not loaded**"
 
 
@@ -152,17 +171,7 @@ async def blocked(storage: Storage, folder: Path) -> str:
 async def killed(storage: Storage, folder: Path) -> str:
     """Kill a process in the middle of a store."""
     caches = Caches(LARGE)
-    context = multiprocessing.get_context("spawn")
-    for _ in range(ROUNDS):
-        storing = context.Process(target=_store_large, args=(storage, folder))
-        storing.start()
-        while storing.is_alive() and not unfinished(folder):
-            time.sleep(0.0005)  # noqa: ASYNC251 - nothing else runs here
-        storing.kill()
-        storing.join()
-        if unfinished(folder):
-            break
-    else:
+    if not await asyncio.to_thread(_kill_in_store, storage, folder):
         return "could not be killed in a store"
     keys = [make_block_key(number.to_bytes(32, "big"), 0) for number in range(32)]
     async with storage.open(folder, caches.namespace) as backend:
@@ -172,6 +181,21 @@ async def killed(storage: Storage, folder: Path) -> str:
         await caches.store(backend, KEYS[1:2])
     text = "whole blocks or none" if WRONG not in found else WRONG
     return f"{text}; **its file is left behind**" if unfinished(folder) else text
+
+
+def _kill_in_store(storage: Storage, folder: Path) -> bool:
+    """Kill a process that stores while it is writing a file; return whether that came about."""
+    context = multiprocessing.get_context("spawn")
+    for _ in range(ROUNDS):
+        storing = context.Process(target=_store_large, args=(storage, folder))
+        storing.start()
+        while storing.is_alive() and not unfinished(folder):
+            time.sleep(0.0005)
+        storing.kill()
+        storing.join()
+        if unfinished(folder):
+            return True
+    return False
 
 
 def unfinished(folder: Path) -> list[Path]:
@@ -244,10 +268,7 @@ PROBES = (
 """All probes, in the order of the table."""
 
 
-async def probe(storage: Storage, each: Probe, folder: Path) -> str:
-    """Run a probe in a folder of its own."""
-    await asyncio.to_thread(folder.mkdir, parents=True)
-    try:
-        return await each.run(storage, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def in_folder(run: Callable[[Path], Coroutine[Any, Any, str]]) -> str:
+    """Run a probe of a storage in a new folder."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        return asyncio.run(run(Path(folder)))

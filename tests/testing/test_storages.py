@@ -1,33 +1,23 @@
-"""The table of docs/testing.md: storages do what it says of them."""
+"""What docs/testing.md says of storages is what `python -m examples.storages` finds."""
 
-import asyncio
-import re
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-from examples.storages.probes import PROBES, Probe, killed, probe, two_writers
+from examples.storages.injection import CALLERS, INJECTIONS, Injection
+from examples.storages.probes import PROBES, Probe, in_folder, killed, two_writers
 from examples.storages.storages import Storage, find_storages
+from tests.testing.storages_page import PAGE, printed, table
 
-PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
 STORAGES = find_storages()
 SLOW = [pytest.mark.exhaustive, pytest.mark.timeout(300)]
 
-
-def table() -> dict[tuple[str, str], str]:
-    """Read the table: what it says of a probe and a storage."""
-    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if "|" in line]
-    head = next(row for row in rows if any("HiCacheFile" in cell for cell in row))
-    names = [re.sub(r" [\d.]+$", "", cell.strip("| ")) for cell in head]
-    return {
-        (row[0], name): cell.strip()
-        for row in rows
-        for name, cell in zip(names, row[1:], strict=False)
-    }
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+]
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda each: each.name)
 @pytest.mark.parametrize(
     "each",
@@ -36,12 +26,36 @@ def table() -> dict[tuple[str, str], str]:
         for each in PROBES
     ],
 )
-def test_the_table_says_what_a_storage_does(storage: Storage, each: Probe, tmp_path: Path) -> None:
-    found = asyncio.run(probe(storage, each, tmp_path / "store"))
-    assert found == table()[each.what, storage.name]
+def test_the_table_says_what_a_storage_does(storage: Storage, each: Probe) -> None:
+    said = table(of="HiCacheFile")
+    assert (
+        in_folder(partial(each.run, storage))
+        == said[each.what, f"{storage.name} {storage.version}"]
+    )
 
 
-def test_the_table_has_every_probe_and_storage() -> None:
-    said = table()
-    assert {each.what for each in PROBES} <= {what for what, _ in said}
-    assert {each.name for each in STORAGES} <= {name for _, name in said}
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda each: each.name)
+@pytest.mark.parametrize("each", INJECTIONS, ids=lambda each: each.what)
+def test_the_table_says_what_a_caller_sees_of_injected_faults(
+    storage: Storage, each: Injection
+) -> None:
+    said = table(of="with a deadline")
+    for caller, timeout_s in CALLERS.items():
+        run = partial(each.run, storage, timeout_s=timeout_s)
+        assert in_folder(run) == said[each.what, caller]
+
+
+def test_the_tables_have_every_probe_fault_and_storage() -> None:
+    said = table(of="HiCacheFile")
+    assert {what for what, _ in said} == {each.what for each in PROBES}
+    names = {name for _, name in said}
+    assert {f"{each.name} {each.version}" for each in STORAGES} <= names
+    assert len(names) == 4
+    of_faults = table(of="with a deadline")
+    assert set(of_faults) == {(each.what, caller) for each in INJECTIONS for caller in CALLERS}
+
+
+def test_the_lines_say_what_the_conformance_suite_finds() -> None:
+    lines = printed("conformance")
+    assert sum(not line.startswith(" ") for line in lines) == len(STORAGES)
+    assert "\n".join(lines) in PAGE.read_text()
