@@ -86,6 +86,21 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         "rotary embedding 'dynamic'",
     ),
+    "longrope": (
+        "Phi3Config",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+                "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 256,
+            },
+        },
+        "rotary embedding 'longrope'",
+    ),
+    "bidirectional": (
+        "Gemma3TextConfig",
+        {"use_bidirectional_attention": True},
+        "attention to later tokens",
+    ),
     "t5": ("T5Config", {"d_model": 32, "d_kv": 8, "num_layers": 1}, "an encoder and a decoder"),
 }  # fmt: skip
 

@@ -18,6 +18,12 @@ ADAPTER_STATE = ("active_adapters", "disable_adapters", "merged_adapters", "scal
 Source: https://github.com/huggingface/peft, `BaseTunerLayer` in `src/peft/tuners/tuners_utils.py`.
 """
 
+MIXING = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)
+"""Odd multipliers that make factors of places.
+
+Source: SplitMix64, https://doi.org/10.1145/2714064.2660195, without the bit of the sign.
+"""
+
 
 class Weights:
     """Weights of a model: parameters, buffers, and the modules that they are in.
@@ -25,7 +31,7 @@ class Weights:
     The digest is that of the bytes, so weights that were fine-tuned, merged or replaced have
     another one, and so have a model with an adapter and one in training, whose dropout is random.
     Hashing takes about as long as a decoded token on a CPU. Weights of a GPU are hashed once, and
-    later only summed up there, which any training changes.
+    later only their rows and columns are summed up there, which any training changes.
 
     Args:
         model: A `torch.nn.Module`.
@@ -96,6 +102,33 @@ def _sum_up(name: str, tensor: torch.Tensor) -> bytes:
     """Hash the bytes of a tensor on a CPU; of another one sum up its elements where it is."""
     if tensor.device.type in {"cpu", "meta"} or not tensor.numel():
         return _read(name, tensor)
+    return sum_in_place(tensor)
+
+
+def sum_in_place(tensor: torch.Tensor) -> bytes:
+    """Sum up the bits of a tensor by row and by column, and these sums by their place.
+
+    Two passes over the tensor, on its device, and no copy of it. Whatever changes elements changes
+    the sums, whatever exchanges some, rows or columns, too; but for changes that cancel out in
+    every row and in every column. Another place in memory does not.
+
+    Args:
+        tensor: The tensor, at least one element; a row is its last dimension.
+
+    Returns:
+        A text of two integers.
+    """
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.contiguous().flatten().view(kinds.get(tensor.element_size(), torch.int64))
-    return f"{tensor.data_ptr()} {int(bits.sum(dtype=torch.int64))}".encode()
+    rows = tensor.contiguous().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
+    bits = rows.view(kinds.get(rows.element_size(), torch.int64))
+    sums = [_by_place(bits.sum(dim, dtype=torch.int64)) for dim in (0, 1)]
+    return " ".join(str(int(each)) for each in sums).encode()
+
+
+def _by_place(sums: torch.Tensor) -> torch.Tensor:
+    """Sum up integers, each with a factor of its place, modulo 2**64."""
+    factors = torch.arange(1, len(sums) + 1, dtype=torch.int64, device=sums.device)
+    for multiplier in MIXING:
+        factors = factors * multiplier
+        factors = factors ^ (factors >> 29)
+    return (sums * (factors | 1)).sum()
