@@ -73,7 +73,7 @@ def main() -> None:
 
     try:
         run(options)
-    except (ValueError, NotImplementedError, KVXferError) as exc:
+    except (ValueError, NotImplementedError, TimeoutError, KVXferError) as exc:
         parser.exit(2, f"{parser.prog}: error: {exc}\n")
 
 
@@ -83,6 +83,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: The model, a text or the number of tokens is of no use.
         NotImplementedError: The engine does not know the attention of the model.
+        TimeoutError: The texts were not continued in time.
         KVXferError: A backend cannot be opened.
     """
     if not Path(options.model, "config.json").is_file():

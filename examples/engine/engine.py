@@ -14,6 +14,8 @@ from transformers import AttentionInterface
 import kvxfer
 from kvxfer.engine_side import BlockTable
 
+MAX_REQUESTS, MAX_TOKENS, LAYOUT = 8, 512, "block kv token head dim"  # of a step; of a layer
+
 
 def paged_attention(module: Any, query: Any, key: Any, value: Any, *_: Any, **step: Any) -> Any:
     """Write keys and values `(1, heads, tokens, head_dim)` to slots, and attend to blocks."""
@@ -29,10 +31,6 @@ def paged_attention(module: Any, query: Any, key: Any, value: Any, *_: Any, **st
         mask = torch.ones(stop - start, length, dtype=torch.bool).tril(length - stop + start)
         out += [attend(query[:, :, start:stop], keys, values, mask, scale=scale, enable_gqa=True)]
     return torch.cat(out, dim=2).transpose(1, 2), None
-
-
-AttentionInterface.register("paged", paged_attention)
-MAX_REQUESTS, MAX_TOKENS = 8, 512  # of a step
 
 
 class BlockPool:
@@ -106,6 +104,8 @@ class Engine:
         tokens_per_block: int = 128,
         num_blocks: int = 64,
     ) -> None:
+        if not all(getattr(model.config, n, 0) for n in ("num_key_value_heads", "head_dim")):
+            raise NotImplementedError(f"{type(model).__name__} does not say what its KV heads are")
         heads, dim = model.config.num_key_value_heads, model.config.head_dim
         names = tuple(f"model.layers.{i}" for i in range(model.config.num_hidden_layers))
         shape = (num_blocks, 2, tokens_per_block, heads, dim)
@@ -113,10 +113,10 @@ class Engine:
         sizes = {"tokens_per_block": tokens_per_block, "num_kv_heads": heads, "head_dim": dim}
         group = kvxfer.KVCacheGroup(kvxfer.FullAttentionSpec(**sizes, dtype=model.dtype), names)
         config = kvxfer.KVCacheConfig(num_blocks, (group,), null_block_id=0)
-        layouts = dict.fromkeys(names, "block kv token head dim")
-        caches = kvxfer.canonicalize(self.kv_caches, config, layouts=layouts)
+        caches = kvxfer.canonicalize(self.kv_caches, config, layouts=dict.fromkeys(names, LAYOUT))
         mappings = kvxfer.map_caches(caches, kvxfer.WorkerShard(num_kv_heads=heads), axes=axes)
         self.transfers = kvxfer.connect(backend, caches, namespace=namespace, mappings=mappings)
+        AttentionInterface.register("paged", paged_attention)
         model.set_attn_implementation("paged")
         self.model, self.keys, self.block_size = model, keys, tokens_per_block
         self.pool, self.max_length = BlockPool(num_blocks), (num_blocks - 1) * tokens_per_block
@@ -149,10 +149,14 @@ class Engine:
                 self.running.remove(request)
                 self.pool.release(request.blocks)
 
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request]:
-        """Add requests, and do steps until they have ended."""
-        requests = [self.add(prompt, num_tokens) for prompt in prompts]
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, timeout_s: float = 600
+    ) -> list[Request]:
+        """Add requests, and do steps until they have ended, or there is no more time."""
+        requests, end = [self.add(p, num_tokens) for p in prompts], time.monotonic() + timeout_s
         while self.waiting or self.loading or self.running:
+            if time.monotonic() > end:
+                raise TimeoutError(f"not all requests have ended in {timeout_s} s")
             self.step()
             time.sleep(0 if self.running else 0.001)  # until a lookup or a load has ended
         return requests
@@ -161,17 +165,15 @@ class Engine:
         """Let a request wait for its turn; the tiers are asked for its prompt meanwhile."""
         self.pool.release(request.blocks)
         request.keys = self.keys(request.tokens[:-1])  # the last one is computed, for its logits
-        lookup = self.transfers.lookup(request.keys, timeout_s=1) if request.keys else None
-        request.hits = self.transfers.submit_call(lookup) if lookup else None
+        request.hits = self.transfers.submit_call(self.transfers.lookup(request.keys, timeout_s=1))
         self.waiting.append(request)
 
     def _admit(self) -> None:
         """Give blocks to requests whose lookup was answered, and begin their loads."""
         for request in list(self.waiting):
-            is_full = len(self.running) + len(self.loading) == MAX_REQUESTS
-            if is_full or (request.hits and not request.hits.done()):
+            if len(self.running) + len(self.loading) == MAX_REQUESTS or not request.hits.done():
                 continue
-            there = request.hits.result() if request.hits and not request.hits.exception() else []
+            there = [] if request.hits.exception() else request.hits.result()
             here = self.pool.find(request.keys)
             wanted = request.keys[len(here) : [*there, False].index(False)]
             if (room := self.pool.take(len(wanted))) is None:
@@ -241,10 +243,8 @@ class Engine:
 
     def _store(self, request: Request) -> None:
         """Begin to store the blocks that became whole."""
-        whole = request.num_computed // self.block_size
-        blocks = request.blocks[request.num_stored : whole]
-        if blocks:
+        if blocks := request.blocks[request.num_stored : request.num_computed // self.block_size]:
             keys = self.keys(request.tokens[: request.num_computed])[request.num_stored :]
             self.pool.name(blocks, keys)
             self.moving[self.transfers.submit_store(keys, [blocks])] = self.pool.use(blocks)
-            request.num_stored = whole
+            request.num_stored += len(blocks)

@@ -105,7 +105,8 @@ def test_transformers_and_vllm_continue_each_others_prompts(
     assert 0 < largest < KV_TOLERANCE, f"keys and values differ by {largest}"
 
     backwards = prompt[::-1]
-    engine_of_own = open_engine(str(folder), [f"file://{of_transformers}?capacity=1GiB"], KEYS)
+    tiers = ["host://?capacity=256MiB", f"file://{of_transformers}?capacity=1GiB"]
+    engine_of_own = open_engine(str(folder), tiers, KEYS)
     both = engine_of_own.generate([prompt, backwards], MAX_TOKENS)
     engine_of_own.transfers.close()
     assert [request.num_reused for request in both] == [TOKENS, 0]

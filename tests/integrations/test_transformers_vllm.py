@@ -17,6 +17,7 @@ from kvxfer.engine_side import VLLMKeys  # noqa: E402
 from kvxfer.engine_side.vllm_keys import DEFAULT_SEED  # noqa: E402
 from kvxfer.engine_side.weight_files import find_weights_revision  # noqa: E402
 from kvxfer.errors import InvalidArgumentError  # noqa: E402
+from kvxfer.integrations.transformers import PrefixCache  # noqa: E402
 from tests.integrations.tiny_transformers import (  # noqa: E402
     FAMILIES,
     TOKENS_PER_PAGE,
@@ -90,6 +91,25 @@ def test_pages_of_vllm_are_read_and_continued(tmp_path: Path) -> None:
         assert generate(model, prompt, past_key_values=past) == alone
         assert fill(cache, model, prompt) == 16
     assert len(list((tmp_path / "files").glob("*/namespace.json"))) == 1
+
+
+def test_keys_called_vllm_are_those_of_an_engine_with_the_seed_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the three lines of the README."""
+    model, prompt, files = saved_model(tmp_path / "model"), prompt_of(70), tmp_path / "files"
+    store_as_vllm(model, prompt, files)
+    alone = generate(model, prompt)
+    for seed, hit in ((KEYS.seed, 64), ("another", 0), (KEYS.seed, 64)):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        with kvxfer_cache(model, files) as cache:
+            assert num_loaded(cache, prompt) == hit
+            output = cache.generate(prompt, max_new_tokens=20, do_sample=False)
+            assert output[0, prompt.shape[1] :].tolist() == alone
+
+
+def kvxfer_cache(model: Any, files: Path) -> PrefixCache:
+    return PrefixCache(model, files_url(files), engine_keys="vllm")
 
 
 def test_weights_that_are_not_those_of_the_files_are_refused(tmp_path: Path) -> None:

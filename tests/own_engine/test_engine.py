@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 import kvxfer
 from examples.engine import engine as module
@@ -140,7 +147,8 @@ def test_what_is_damaged_is_computed(model: Any, tmp_path: Path) -> None:
 
 
 def test_a_tier_that_does_not_answer_holds_nobody_up(model: Any) -> None:
-    requests = run(model, "nixl://127.0.0.1:9?timeout_s=1", PROMPTS[3:5])
+    unrelated = [PROMPTS[4], PROMPTS[9]]  # the pool has nothing of the one for the other
+    requests = run(model, "nixl://127.0.0.1:9?timeout_s=1", unrelated)
     assert [request.num_reused for request in requests] == [0, 0]
 
 
@@ -213,6 +221,28 @@ def test_a_model_with_sliding_windows_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="sliding_window"):
         engine.generate([PROMPTS[0]], 1)
     engine.transfers.close()
+
+
+def test_a_model_that_does_not_say_what_its_heads_are_is_refused() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2))
+    with pytest.raises(NotImplementedError, match="GPT2LMHeadModel does not say what its KV heads"):
+        open_engine(model, "host://?capacity=8MiB")
+
+
+def test_what_has_not_ended_in_time_is_said_and_goes_on_later(model: Any) -> None:
+    (alone,) = (generate_unpaged(model, prompt, NUM_TOKENS)[0] for prompt in PROMPTS[5:6])
+    engine = open_engine(model, "host://?capacity=8MiB")
+    with pytest.raises(TimeoutError, match=r"^not all requests have ended in 0 s$"):
+        engine.generate(PROMPTS[5:6], NUM_TOKENS, timeout_s=0)
+    (waiting,) = engine.waiting
+    engine.generate(PROMPTS[3:4], NUM_TOKENS)
+    assert waiting.tokens == alone
+    engine.transfers.close()
+
+
+def test_a_prompt_shorter_than_a_block_asks_no_tier(model: Any, tmp_path: Path) -> None:
+    requests = run(model, f"file://{tmp_path}?capacity=1GiB", [[7], [7, 8], PROMPTS[0]])
+    assert [each.num_reused for each in requests] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("prompt", "num_tokens"), [([], 4), ([1, 2], 0), ([1] * 1000, 9)])

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from examples.engine.__main__ import main
 
@@ -84,3 +90,15 @@ def test_what_cannot_be_used_is_named_in_a_line(
     line = capsys.readouterr().err.splitlines()[-1]  # after the progress of loading weights
     assert line.startswith("python -m examples.engine: error: ")
     assert said in line
+
+
+def test_a_model_that_the_engine_does_not_know_is_named_in_a_line(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = str(shutil.copytree(folder, tmp_path / "model"))
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(other)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--model", other, "--backend", HOST, "1 2 3")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "error: GPT2LMHeadModel does not say what its KV heads are" in line
