@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    {"checks", "endpoint", "errors", "extras", "text", "units"},
+    {"checks", "endpoint", "errors", "extras", "named_files", "text", "units"},
     {"kvcache"},
     {"copy_engine"},
     {"storage"},

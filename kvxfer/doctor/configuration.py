@@ -14,6 +14,7 @@ import msgspec
 from kvxfer.connect import BackendChoice
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.planned_namespaces import PlannedNamespace
+from kvxfer.named_files import read_named_file
 from kvxfer.text import printable
 
 TRANSFER = "kv_transfer_config"
@@ -32,7 +33,7 @@ def read_configuration(path: str) -> dict[str, Any]:
     """
     form = "a file with the arguments of vllm serve, or its kv-transfer-config, as JSON"
     try:
-        found = json.loads(Path(path).read_bytes())
+        found = json.loads(read_named_file(path).data)
         arguments = {str(name).replace("-", "_"): value for name, value in found.items()}
         if "kv_connector" in arguments:
             arguments = {TRANSFER: arguments}
@@ -49,7 +50,7 @@ def read_configuration(path: str) -> dict[str, Any]:
 def is_configuration(path: str) -> bool:
     """Whether a file is a configuration: errors of one that is not are left to who reads it."""
     try:
-        found = json.loads(Path(path).read_bytes())
+        found = json.loads(read_named_file(path).data)
     except (OSError, ValueError, RecursionError):
         return False
     names = {str(name).replace("-", "_") for name in found} if isinstance(found, dict) else set()

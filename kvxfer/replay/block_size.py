@@ -14,6 +14,7 @@ from kvxfer.backends.object import ObjectConfig
 from kvxfer.checks import require_positive
 from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.named_files import read_named_file
 from kvxfer.replay.simulation import TierPlan
 from kvxfer.storage.keys import GroupIdentity, Namespace
 
@@ -39,7 +40,7 @@ def bytes_per_token(model: Path) -> int:
     """
     path = model / "config.json" if model.is_dir() else model
     try:
-        config = msgspec.json.decode(path.read_bytes())
+        config = msgspec.json.decode(read_named_file(path).data)
         return _bytes_per_token(path, config)
     except InvalidArgumentError:
         raise

@@ -4,7 +4,6 @@ import enum
 import logging
 import os
 import stat
-from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -13,6 +12,7 @@ from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors, view_blocks
 from kvxfer.kvcache.memory_region import HOST
+from kvxfer.named_files import read_named_file
 
 MAX_GATHERED_BYTES = 4 << 10
 """Mean fragment size up to which fragments are gathered before they are hashed: for larger ones,
@@ -74,9 +74,7 @@ def read_secret(path: str) -> bytes | None:
     if not path:
         return None
     try:
-        with Path(path).open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            secret = file.read()
+        secret, mode = read_named_file(path)
     except (OSError, ValueError) as exc:  # ValueError: a NUL in the path
         reason = getattr(exc, "strerror", None) or exc
         raise InvalidArgumentError("secret_file", path, f"a readable file: {reason}") from exc

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -13,6 +12,7 @@ from kvxfer.backends.file.folders.names import NAMESPACE_FILE
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.header import BlockFileError
 from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError
+from kvxfer.named_files import read_named_file
 from kvxfer.storage.keys import Namespace
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def load_namespace(path: str) -> Namespace:
         InvalidArgumentError: The file cannot be read, or describes no namespace.
     """
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Namespace)
+        return msgspec.json.decode(read_named_file(path).data, type=Namespace)
     except (OSError, ValueError, msgspec.MsgspecError) as exc:  # ValueError: a NUL in the path
         reason = getattr(exc, "strerror", None) or exc
         wanted = f"a {NAMESPACE_FILE} of a file store: {reason}"

@@ -5,12 +5,12 @@ import os
 import re
 import ssl
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.named_files import read_named_file
 from kvxfer.storage.integrity import read_secret
 
 SCHEME = "etcd"
@@ -148,7 +148,7 @@ class EtcdConfig:
 
 def _read(argument: str, path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        return read_named_file(path).data
     except (OSError, ValueError) as exc:  # ValueError: a NUL in the path
         reason = getattr(exc, "strerror", None) or exc
         raise InvalidArgumentError(argument, path, f"a readable file: {reason}") from exc

@@ -1,0 +1,58 @@
+"""Files that people name, such as secrets and configurations: read within bounds."""
+
+import os
+import select
+import stat
+import time
+from errno import EFBIG, EISDIR, ETIMEDOUT
+from typing import NamedTuple
+
+MAX_BYTES = 16 << 20
+"""Bytes of such a file at most."""
+TIMEOUT_S = 5.0
+"""Time in which a pipe, such as a shell makes of `<(command)`, has to have all of its bytes."""
+
+
+class NamedFile(NamedTuple):
+    """File that was read.
+
+    Attributes:
+        data: All of its bytes.
+        mode: Its permissions.
+    """
+
+    data: bytes
+    mode: int
+
+
+def read_named_file(path: str | os.PathLike[str]) -> NamedFile:
+    """Read a file, or a pipe that somebody writes to; blocks no longer than `TIMEOUT_S` for that.
+
+    Raises:
+        OSError: It cannot be read, nobody writes to the pipe, or it is too large.
+        ValueError: There is a NUL in the path.
+    """
+    stop_s = time.monotonic() + TIMEOUT_S
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR), os.fspath(path))
+        data = bytearray()
+        while piece := _read(fd, stop_s, is_pipe=stat.S_ISFIFO(mode)):
+            data += piece
+            if len(data) > MAX_BYTES:
+                raise OSError(EFBIG, os.strerror(EFBIG), os.fspath(path))
+        return NamedFile(bytes(data), stat.S_IMODE(mode))
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int, stop_s: float, *, is_pipe: bool) -> bytes:
+    """Read some bytes; none at the end."""
+    if is_pipe:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        if not poll.poll(1000 * max(0.0, stop_s - time.monotonic())):
+            raise TimeoutError(ETIMEDOUT, f"nobody wrote all of it within {TIMEOUT_S:g} s")
+    return os.read(fd, MAX_BYTES)

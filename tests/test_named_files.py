@@ -1,0 +1,63 @@
+"""Files that people name: pipes that somebody writes to are read, and others end in time."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvxfer import named_files
+from kvxfer.backends.file import load_namespace
+from kvxfer.doctor import is_comparable, read_backends
+from kvxfer.doctor.sharing import compare
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.named_files import read_named_file
+from kvxfer.storage.integrity import read_secret
+
+
+@pytest.fixture
+def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a pipe, and shorten the time that it has."""
+    monkeypatch.setattr(named_files, "TIMEOUT_S", 0.2)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    return path
+
+
+def test_a_pipe_is_read_to_its_end(pipe: Path) -> None:
+    data = bytes(300_000)
+    writer = threading.Thread(target=pipe.write_bytes, args=[data])
+    writer.start()
+    assert read_named_file(pipe).data == data
+    writer.join()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [read_secret, load_namespace, read_backends, lambda path: compare([path] * 2, timeout_s=30)],
+    ids=["a secret", "a namespace", "a configuration", "two to compare"],
+)
+def test_a_pipe_that_nobody_writes_to_is_named(pipe: Path, read: Callable[[str], object]) -> None:
+    assert is_comparable(str(pipe))
+    with pytest.raises(InvalidArgumentError, match=f"{pipe}.*nobody wrote all of it within 0.2 s"):
+        read(str(pipe))
+
+
+def test_a_pipe_whose_writer_stops_is_an_error(pipe: Path) -> None:
+    writer = os.open(pipe, os.O_RDWR)
+    os.write(writer, b"half")
+    with pytest.raises(TimeoutError, match="nobody wrote all of it"):
+        read_named_file(pipe)
+    os.close(writer)
+
+
+def test_what_is_too_large_or_a_folder_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(named_files, "MAX_BYTES", 4)
+    (tmp_path / "file").write_bytes(b"12345")
+    with pytest.raises(OSError, match="too large"):
+        read_named_file(tmp_path / "file")
+    with pytest.raises(IsADirectoryError):
+        read_named_file(tmp_path)
