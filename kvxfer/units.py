@@ -14,13 +14,20 @@ for _power, _prefix in enumerate("KMGT", start=1):
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
+MAX_DURATION_S = 36500 * 86400.0
+"""A century, which every clock and lock can count."""
+
 
 class ByteSize(int):
     """Number of bytes, also parsed from text such as `4GiB`, `1.5 GB` or `65536`."""
 
     @classmethod
-    def parse(cls, text: str | int) -> Self:
+    def parse(cls, text: str | int, *, name: str = "size") -> Self:
         """Parse a size.
+
+        Args:
+            text: The size.
+            name: Name of the argument that it is.
 
         Raises:
             InvalidArgumentError: The text is not a positive size with a known unit.
@@ -32,7 +39,7 @@ class ByteSize(int):
             size = cls(number * _UNITS[match[2]])
         if not 1 <= size <= INT64_MAX:
             wanted = "a positive size such as '512MiB' or '4GiB', less than 8 EiB"
-            raise InvalidArgumentError("size", text, wanted)
+            raise InvalidArgumentError(name, text, wanted)
         return size
 
 
@@ -47,16 +54,33 @@ class Duration(float):
     """Number of seconds, also parsed from text such as `30d`, `12h`, `90 s`."""
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(
+        cls,
+        text: str,
+        *,
+        name: str = "duration",
+        minimum_s: float = 0.0,
+        maximum_s: float = MAX_DURATION_S,
+    ) -> Self:
         """Parse a duration.
 
+        Args:
+            text: The duration.
+            name: Name of the argument that it is.
+            minimum_s: Lower bound of it.
+            maximum_s: Upper bound of it.
+
         Raises:
-            InvalidArgumentError: The text is not a number with a known unit.
+            InvalidArgumentError: The text is not a number with a known unit, or out of bounds.
         """
         match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-z]+)\s*", text)
         if match is None or match[2] not in _SECONDS:
-            raise InvalidArgumentError("duration", text, "a number with s, min, h or d, as '30d'")
-        return cls(float(match[1]) * _SECONDS[match[2]])
+            raise InvalidArgumentError(name, text, "a number with s, min, h or d, as '30d'")
+        duration = cls(float(match[1]) * _SECONDS[match[2]])
+        if not minimum_s <= duration <= maximum_s:
+            bounds = f"from {minimum_s:g} s to {format_duration(maximum_s)}"
+            raise InvalidArgumentError(name, text, bounds)
+        return duration
 
 
 def format_size(num_bytes: int) -> str:

@@ -92,6 +92,16 @@ def test_a_duration_is_a_number_and_a_unit(text: str, seconds: float) -> None:
     assert Duration.parse(text) == seconds
 
 
+@pytest.mark.parametrize("text", ["0s", "1.9s", "3min"])
+def test_a_duration_out_of_bounds_is_refused_by_name(text: str) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=f"pause is '{text}'; expected from 2 s to 2 min"
+    ):
+        Duration.parse(text, name="pause", minimum_s=2.0, maximum_s=120.0)
+    with pytest.raises(InvalidArgumentError, match="expected from 0 s to 36500 d"):
+        Duration.parse("36501d")
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "30", "d", "-1d", "1y", "1 d 2 h", "1e3s", "nan s", "9" * 400 + "s"],

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 NAME_WIDTH = 15
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.1, 86400.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,7 +27,9 @@ def main(argv: Sequence[str]) -> int:
         1 when something was found; 0 otherwise.
     """
     arguments = _parser().parse_args(argv)
-    timeout_s = Duration.parse(arguments.timeout)
+    timeout_s = Duration.parse(
+        arguments.timeout, name="timeout", minimum_s=MIN_TIMEOUT_S, maximum_s=MAX_TIMEOUT_S
+    )
 
     from kvxfer.doctor import Severity, compare, examine, is_comparable, read_backends
 

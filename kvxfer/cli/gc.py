@@ -33,8 +33,11 @@ def main(argv: Sequence[str]) -> int:
 
     from kvxfer.backends.file.maintenance import GarbageCollection
 
-    capacity_bytes = ByteSize.parse(arguments.capacity) if arguments.capacity else None
-    max_age_s = Duration.parse(arguments.max_age) if arguments.max_age else None
+    capacity_bytes = max_age_s = None
+    if arguments.capacity:
+        capacity_bytes = ByteSize.parse(arguments.capacity, name="capacity")
+    if arguments.max_age:
+        max_age_s = Duration.parse(arguments.max_age, name="max-age")
     with open_store(arguments.path) as store:
         collection = GarbageCollection(store, capacity_bytes=capacity_bytes, max_age_s=max_age_s)
         removed = collection.preview() if arguments.dry_run else collection.run()

@@ -31,10 +31,10 @@ def main(argv: Sequence[str]) -> int:
         decode=tuple(arguments.decode),
         listen=arguments.listen,
         overlap=arguments.overlap,
-        timeout_s=Duration.parse(arguments.timeout),
-        prefill_timeout_s=Duration.parse(arguments.prefill_timeout),
-        drain_timeout_s=Duration.parse(arguments.drain_timeout),
-        max_body_bytes=ByteSize.parse(arguments.max_body),
+        timeout_s=Duration.parse(arguments.timeout, name="timeout"),
+        prefill_timeout_s=Duration.parse(arguments.prefill_timeout, name="prefill-timeout"),
+        drain_timeout_s=Duration.parse(arguments.drain_timeout, name="drain-timeout"),
+        max_body_bytes=ByteSize.parse(arguments.max_body, name="max-body"),
     )
     asyncio.run(_route(config))
     return 0

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = make_parser().parse_args(argv)
     log_to_stderr(arguments.log_level)
     metrics = _make_metrics() if arguments.metrics else None
-    drain_timeout_s = Duration.parse(arguments.drain_timeout)
+    drain_timeout_s = Duration.parse(arguments.drain_timeout, name="drain-timeout")
     if arguments.events_replay and not arguments.events:
         raise InvalidArgumentError("events-replay", arguments.events_replay, "--events beside it")
     with contextlib.ExitStack() as opened:
@@ -96,7 +96,7 @@ def _make_holder(arguments: argparse.Namespace, observers: "Sequence[Observer]")
 
     for tier in arguments.tier:  # now, not when the first peer connects
         _require_tier(tier, arguments)
-    capacity = ByteSize.parse(arguments.capacity)
+    capacity = ByteSize.parse(arguments.capacity, name="capacity")
     namespace = load_namespace(arguments.namespace) if arguments.namespace else None
     host = {"type": "host", "capacity": capacity, "shared": bool(arguments.pool)}
     opening = functools.partial(open_backend, [host, *arguments.tier], observers=observers)
@@ -140,7 +140,7 @@ def _make_peer(
     from kvxfer.backends.nixl.config import NixlConfig
     from kvxfer.backends.nixl.standalone import StandalonePeer
 
-    lease_s = Duration.parse(arguments.lease)
+    lease_s = Duration.parse(arguments.lease, name="lease")
     config = NixlConfig(
         listen=arguments.listen,
         data_port=arguments.data_port,
@@ -157,7 +157,7 @@ def _make_peer(
         etcd_ca=arguments.etcd_ca,
         etcd_cert=arguments.etcd_cert,
         etcd_key=arguments.etcd_key,
-        timeout_s=Duration.parse(arguments.timeout),
+        timeout_s=Duration.parse(arguments.timeout, name="timeout"),
         lease_s=lease_s,
         heartbeat_s=lease_s / 4,  # which only processes that ask send
     )
@@ -180,7 +180,7 @@ def _warming(
     arguments: argparse.Namespace, namespace: "Namespace | None"
 ) -> "Callable[[Backend], Awaitable[None]] | None":
     """Make the function that brings blocks into memory before the first engine is served."""
-    timeout_s = Duration.parse(arguments.warm_timeout)
+    timeout_s = Duration.parse(arguments.warm_timeout, name="warm-timeout")
     if not arguments.warm:
         return None
     if arguments.warm < 0 or namespace is None or not arguments.tier:

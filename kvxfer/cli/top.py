@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvxfer.top import WatchedProcess
 
-MIN_INTERVAL_S = 0.1
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 86400.0
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1.0, 5.0
 TERMINATED = 143  # 128 + SIGTERM, as shells have it
 
@@ -39,9 +39,9 @@ def main(argv: Sequence[str]) -> int:
     endpoints = dict.fromkeys(Endpoint.parse("address", each) for each in arguments.address)
     if any(not endpoint.port for endpoint in endpoints):
         raise InvalidArgumentError("address", arguments.address, "ports from 1 on")
-    interval_s = Duration.parse(arguments.interval)
-    if interval_s < MIN_INTERVAL_S:
-        raise InvalidArgumentError("interval", arguments.interval, f"{MIN_INTERVAL_S} s or more")
+    interval_s = Duration.parse(
+        arguments.interval, name="interval", minimum_s=MIN_INTERVAL_S, maximum_s=MAX_INTERVAL_S
+    )
     with needing("top", "aiohttp", "prometheus_client", "rich"):
         from rich.console import Console
 

@@ -127,8 +127,8 @@ ENGINES = ("--prefill", "http://p:8000", "--decode", "http://d:8000")
         (("--prefill", "http://u:secret@p", *ENGINES[2:]), "prefill[0] is 'http://p'"),
         ((*ENGINES, "http://D:8000/"), "decode is 'http://d:8000'; expected each engine once"),
         ((*ENGINES, "--listen", "8000"), "listen is '8000'"),
-        ((*ENGINES, "--timeout", "soon"), "duration is 'soon'"),
-        ((*ENGINES, "--max-body", "-1"), "size is '-1'"),
+        ((*ENGINES, "--timeout", "soon"), "timeout is 'soon'"),
+        ((*ENGINES, "--max-body", "-1"), "max-body is '-1'"),
     ],
 )
 def test_a_bad_argument_is_one_line_and_status_2(

@@ -213,7 +213,7 @@ def test_with_a_tier_blocks_outlive_the_peer(tmp_path: Path) -> None:
     [
         (["--listen", "127.0.0.1"], "listen is '127.0.0.1'; expected a host and a port"),
         (["--listen", "10.0.0.1:7000"], "expected a loopback address; any other needs"),
-        (["--capacity", "lots"], "size is 'lots'"),
+        (["--capacity", "lots"], "capacity is 'lots'"),
         (["--tier", "tape://"], "backend is 'tape'; expected one of: az, file, gs, host"),
         (
             ["--listen", "127.0.0.1:7000", "--tier", "nixl://127.0.0.1:7000"],
@@ -228,7 +228,7 @@ def test_with_a_tier_blocks_outlive_the_peer(tmp_path: Path) -> None:
         (["--metrics", "here"], "metrics is 'here'"),
         (["--events", "here"], "endpoint is 'here'"),
         (["--events-replay", "tcp://127.0.0.1:0"], "expected --events beside it"),
-        (["--drain-timeout", "long"], "duration is 'long'"),
+        (["--drain-timeout", "long"], "drain-timeout is 'long'"),
         (["--secret-file", "/nonexistent/secret"], "/nonexistent/secret"),
         (["--namespace", "/nonexistent/file"], "'/nonexistent/file'; expected a namespace.json"),
         (["--namespace", __file__], "expected a namespace.json of a file store: Expected `object`"),

@@ -124,7 +124,7 @@ def test_a_peer_has_the_blocks_in_memory_when_it_is_ready(
         (["--lease", "3s"], "lease is '3s'; expected none with --pool"),
         (["--transport", "socket"], "transport is 'socket'; expected none with --pool"),
         (["--timeout", "1s"], "timeout is '1s'; expected none with --pool"),
-        (["--warm-timeout", "soon"], "duration is 'soon'"),
+        (["--warm-timeout", "soon"], "warm-timeout is 'soon'"),
         (["--tier", "tape://"], "backend is 'tape'"),
         (
             ["--tier", "pool:///nonexistent/../nonexistent/pool.sock"],

@@ -184,8 +184,9 @@ def test_one_picture_has_rates_and_its_status_says_whether_all_answered() -> Non
         (["here"], "address is 'here'; expected a host and a port"),
         (["http://node-1:80"], "expected a host and a port"),
         (["node-1:0"], "expected ports from 1 on"),
-        (["node-1:80", "--interval", "often"], "duration is 'often'"),
-        (["node-1:80", "--interval", "0s"], "interval is '0s'; expected 0.1 s or more"),
+        (["node-1:80", "--interval", "often"], "interval is 'often'"),
+        (["node-1:80", "--interval", "0s"], "interval is '0s'; expected from 0.1 s to 1 d"),
+        (["node-1:80", "--interval", "2d"], "interval is '2d'; expected from 0.1 s to 1 d"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -211,7 +211,11 @@ def test_what_waits_is_bounded_by_its_keys_and_records_are_of_bounded_size(
     observer.note(Added("host", keys[:4_000]))
     journal.close()
     found = records(tmp_path)
-    noted = [(each.tier, len(list(each.keys))) for each in found if isinstance(each, Noted)]
+    noted = [
+        (each.tier, len(each.keys))
+        for each in found
+        if isinstance(each, Noted) and not isinstance(each.keys, int)
+    ]
     assert noted == [*[("file", 10_000)] * 3, *[("host", 10_000)] * 2, ("host", 4_000)]
     assert [each.num_events for each in found if isinstance(each, Lost)] == [1, 1]
 
