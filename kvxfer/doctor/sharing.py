@@ -1,8 +1,8 @@
 """Sharing: whether two engines, stores or descriptions have one namespace, else what differs."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -23,6 +23,7 @@ from kvxfer.errors import (
     InvalidArgumentError,
     PeerError,
 )
+from kvxfer.integrations.vllm.common.planned_namespaces import HANDED_OVER, PlannedNamespace
 from kvxfer.kvcache.portable import CacheDescription, map_peers
 from kvxfer.storage.keys import Difference, Namespace
 from kvxfer.text import printable
@@ -49,10 +50,13 @@ _MENDS = {
     "blocks_per_chunk": "the same number of blocks per chunk for both engines",
     "parallel": "the same --tensor-parallel-size and -pp for both engines, or portable pages",
     "instruction_set": "processors of one kind for both engines",
+    "tokens_per_block": "--block-size, the same for both engines",
+    "tokens_per_chunk": "the same --block-size, and blocks_per_chunk or block_size of a connector",
+    "prefix_caching_hash_algo": "--prefix-caching-hash-algo, the same for both engines",
 }
 
 
-ALL_FIELDS = frozenset(Namespace.__struct_fields__)
+ALL_FIELDS = Namespace.__struct_fields__
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +65,34 @@ class Party:
 
     Attributes:
         name: Argument that names it.
-        namespaces: Its namespaces, and the fields of each that are known: several of a store, none
-            where nothing was stored or settled.
+        namespaces: Its namespaces, as far as they are known: several of a store or a configuration,
+            none where nothing was stored or settled.
         description: Description of the caches of an engine that lends them.
     """
 
     name: str
-    namespaces: tuple[tuple[Namespace, frozenset[str]], ...]
+    namespaces: tuple[PlannedNamespace, ...]
     description: bytes | None = None
+
+    def of(self, kinds: Collection[str]) -> "Party":
+        """Choose the namespaces of these kinds."""
+        chosen = tuple(each for each in self.namespaces if each.kind in kinds)
+        return replace(self, namespaces=chosen)
+
+    def name_of(self, chosen: PlannedNamespace) -> str:
+        """Name one of the namespaces."""
+        if chosen.kind:
+            return f"{self.name} ({chosen.kind})"
+        return (
+            self.name
+            if len(self.namespaces) == 1
+            else f"{self.name}/{chosen.namespace.fingerprint}"
+        )
+
+
+def _known(namespace: Namespace) -> PlannedNamespace:
+    """Make a namespace of which everything is known, and not what kind it is."""
+    return PlannedNamespace(kind="", namespace=namespace, fields=ALL_FIELDS)
 
 
 def is_comparable(argument: str) -> bool:
@@ -146,7 +170,7 @@ def _parse_peer(argument: str, timeout_s: float) -> tuple[NixlConfig, Endpoint]:
 
 
 def _of_peer(argument: str, probe: PeerProbe) -> Party:
-    found = () if probe.namespace is None else ((probe.namespace, ALL_FIELDS),)
+    found = () if probe.namespace is None else (_known(probe.namespace),)
     return Party(argument, found, probe.description)
 
 
@@ -162,12 +186,11 @@ def _of_path(argument: str, timeout_s: float) -> Party:
             raise InvalidArgumentError("argument", argument, wanted) from exc
         if not found:
             raise InvalidArgumentError("argument", argument, "a store with namespaces in it")
-        return Party(argument, tuple((each, ALL_FIELDS) for each in found))
+        return Party(argument, tuple(map(_known, found)))
     file = str(path / NAMESPACE_FILE if path.is_dir() else path)
     if is_configuration(file):
-        planned = plan_namespaces(file, timeout_s=timeout_s * STEPS_OF_VLLM)
-        return Party(argument, tuple((each.namespace, frozenset(each.fields)) for each in planned))
-    return Party(argument, ((load_namespace(file), ALL_FIELDS),))
+        return Party(argument, tuple(plan_namespaces(file, timeout_s=timeout_s * STEPS_OF_VLLM)))
+    return Party(argument, (_known(load_namespace(file)),))
 
 
 def _compare(ours: Party, theirs: Party) -> list[Finding]:
@@ -175,44 +198,72 @@ def _compare(ours: Party, theirs: Party) -> list[Finding]:
     for party in (ours, theirs):
         if not party.namespaces:
             return [at.ok(f"{party.name} takes the model of the first engine that connects")]
+    kinds = [each.kind for each in ours.namespaces]
+    common = [kind for kind in dict.fromkeys(kinds) if kind and theirs.of([kind]).namespaces]
+    if not common:
+        return _compare_nearest(at, ours, theirs)
+    return [
+        finding
+        for kind in common
+        for finding in _compare_nearest(at, ours.of([kind]), theirs.of([kind]))
+    ]
+
+
+def _compare_nearest(at: Examined, ours: Party, theirs: Party) -> list[Finding]:
+    """Compare those two namespaces that differ least."""
     pairs = [_Pair.of(our, their) for our in ours.namespaces for their in theirs.namespaces]
     nearest = min(pairs, key=lambda pair: len(pair.differences))
     if not nearest.differences:
         return _compare_caches(at, ours, theirs) or [at.ok(_agree(nearest))]
-    names = [
-        party.name if len(party.namespaces) == 1 else f"{party.name}/{namespace.fingerprint}"
-        for party, namespace in ((ours, nearest.ours), (theirs, nearest.theirs))
-    ]
+    names = ours.name_of(nearest.ours), theirs.name_of(nearest.theirs)
     return [_differ(each, *names) for each in nearest.differences]
 
 
 class _Pair(NamedTuple):
-    """Two namespaces, and the fields among those known of both in which they differ."""
+    """Two namespaces, the fields and keys known of both, and those in which they differ."""
 
-    ours: Namespace
-    theirs: Namespace
-    fields: frozenset[str]
+    ours: PlannedNamespace
+    theirs: PlannedNamespace
+    known: list[str]
     differences: list[Difference]
 
     @classmethod
-    def of(
-        cls, ours: tuple[Namespace, frozenset[str]], theirs: tuple[Namespace, frozenset[str]]
-    ) -> "_Pair":
-        fields = ours[1] & theirs[1]
-        found = ours[0].differences(theirs[0])
-        return cls(ours[0], theirs[0], fields, [each for each in found if _top(each) in fields])
+    def of(cls, ours: PlannedNamespace, theirs: PlannedNamespace) -> "_Pair":
+        fields = [each for each in ours.fields if _is_among(each, theirs.fields)]
+        fields += [
+            each for each in theirs.fields if each not in fields and _is_among(each, ours.fields)
+        ]
+        found = ours.namespace.differences(theirs.namespace)
+        keys = [name for name in ours.keys if name in theirs.keys]
+        pairs = [Difference(name, ours.keys[name], theirs.keys[name]) for name in keys]
+        return cls(
+            ours,
+            theirs,
+            [*fields, *keys],
+            [
+                *(each for each in found if _is_among(each.field, fields)),
+                *(each for each in pairs if each.ours != each.theirs),
+            ],
+        )
 
 
 def _agree(pair: _Pair) -> str:
-    model = printable(repr(pair.ours.model), MAX_CHARACTERS)
-    if pair.fields < ALL_FIELDS:
-        known = ", ".join(name for name in Namespace.__struct_fields__ if name in pair.fields)
-        return f"both of {model}, and equal in {known}; the rest shows when the engine runs"
-    fingerprint = pair.ours.fingerprint
-    return (
-        f"one namespace, {fingerprint} of {model}; keys are the same where PYTHONHASHSEED and "
-        "salts are"
-    )
+    ours, theirs = pair.ours, pair.theirs
+    what = f"{ours.kind}: " if ours.kind and ours.kind == theirs.kind else ""
+    model = printable(repr(ours.namespace.model), MAX_CHARACTERS)
+    said = f"{what}one namespace, {ours.namespace.fingerprint} of {model}"
+    if not set(ALL_FIELDS) <= set(pair.known):
+        said = f"{what}both of {model}, and equal in {', '.join(pair.known)}"
+    if unknown := list(dict.fromkeys(filter(None, (ours.unknown, theirs.unknown)))):
+        said += f"; not known before an engine runs: {'; '.join(unknown)}"
+    if HANDED_OVER not in (ours.kind, theirs.kind):  # which has keys of its own
+        said += "; keys are the same where PYTHONHASHSEED and salts are"
+    return said
+
+
+def _is_among(field: str, known: Collection[str]) -> bool:
+    """Whether a field, or what it is a part of, is among those that are known."""
+    return any(field == each or field.startswith((f"{each}.", f"{each}[")) for each in known)
 
 
 def _top(difference: Difference) -> str:

@@ -23,6 +23,8 @@ HANDOVER = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"revision": "abc"},
 }
+BRIDGED = ("layout", "blocks_per_chunk", "parallel", "instruction_set")
+OF_KEYS = ("tokens_per_block", "tokens_per_chunk", "prefix_caching_hash_algo")
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -102,13 +104,46 @@ def test_configurations_are_compared_in_the_fields_that_are_known(tmp_path: Path
 
     both = {**HANDOVER, "kv_connector_extra_config": {"revision": "abc", "backend": "host://"}}
     ours, tiers = engine_with("ours", both), engine_with("tiers", TIERS)
-    half = engine_with("half", HANDOVER, dtype="bfloat16")
-    wrong = engine_with("wrong", TIERS, dtype="float33")
     (finding,) = compare([ours, tiers], timeout_s=TIMEOUT_S)
     assert finding.severity is Severity.OK
-    assert "equal in model, revision, dtype, quantization, config_hash; the rest" in finding.found
+    known = ("model", "revision", "dtype", "quantization", "config_hash", *BRIDGED, *OF_KEYS)
+    assert f"tiers: both of {str(model)!r}, and equal in {', '.join(known)}; " in finding.found
+    assert "not known before an engine runs: groups (the layers and the layout" in finding.found
+    half = engine_with("half", HANDOVER, dtype="bfloat16")
     (finding,) = compare([ours, half], timeout_s=TIMEOUT_S)
     assert (finding.severity, finding.subject) == (Severity.ERROR, "dtype")
     assert "'torch.float32' in" in finding.found
+    # What is handed over is the same, and the blocks of the tiers have other keys.
+    other = engine_with("other", both, block_size=32, prefix_caching_hash_algo="sha256_cbor")
+    findings = compare([ours, other], timeout_s=TIMEOUT_S)
+    subjects = [(finding.severity, finding.subject) for finding in findings]
+    assert sorted(subjects[:-1]) == [(Severity.ERROR, name) for name in sorted(OF_KEYS)]
+    assert "hand-over: one namespace" in findings[-1].found
+    assert "32 in" in findings[0].found
     with pytest.raises(InvalidArgumentError, match=r"wrong\.json.*dtype"):
-        compare([wrong, tiers], timeout_s=TIMEOUT_S)
+        compare([engine_with("wrong", TIERS, dtype="float33"), tiers], timeout_s=TIMEOUT_S)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_secondary_tiers_are_compared_by_what_they_are_told(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    write(model / "config.json", MODEL)
+    (model / "pytorch_model.bin").write_bytes(b"weights")
+
+    def engine_with(revision: str) -> str:
+        tier = {"type": "KVXferTier", "backend": FILES, "revision": revision}
+        extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
+        transfer = {**TIERS, "kv_connector_extra_config": extra}
+        arguments = {"model": str(model), "skip_tokenizer_init": True, "max_model_len": 64}
+        content = {**arguments, "dtype": "float32", "kv_transfer_config": transfer}
+        return write(tmp_path / f"{revision}.json", content)
+
+    (finding,) = compare([engine_with("a"), engine_with("a")], timeout_s=TIMEOUT_S)
+    assert finding.severity is Severity.OK
+    assert "parallel.tp_size" in finding.found
+    assert "instruction_set (the processor)" in finding.found
+    (finding,) = compare([engine_with("a"), engine_with("b")], timeout_s=TIMEOUT_S)
+    assert (finding.severity, finding.subject) == (Severity.ERROR, "revision")

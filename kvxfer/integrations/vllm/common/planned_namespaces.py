@@ -19,22 +19,37 @@ from kvxfer.storage.keys import Namespace
 
 OF_THE_MODEL = ("model", "revision", "dtype", "quantization", "config_hash")
 """Fields that do not depend on the layout of the caches, which an engine finds when it starts."""
+BRIDGED = ("layout", "blocks_per_chunk", "parallel", "instruction_set")
+"""Fields that namespaces of portable pages leave empty; see `portable_namespace`."""
+SIZES = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+"""Parts of `parallel` that arguments tell."""
+
+HANDED_OVER, TIERS, SECONDARY = "hand-over", "tiers", "secondary tier"
+
+OF_THE_CACHES = "the layers and the layout of the caches"
 
 
 class PlannedNamespace(msgspec.Struct, frozen=True, kw_only=True):
     """Namespace of an engine that does not run.
 
     Attributes:
+        kind: `HANDED_OVER` to another engine, in `TIERS` below host memory, or in a `SECONDARY`
+            tier of vLLM.
         namespace: The namespace, as far as it is known.
-        fields: Names of the fields that are known.
+        fields: Names of the fields that are known, such as "parallel.tp_size" for a part of one.
+        keys: What else makes its keys, by name.
+        unknown: What shows only when the engine runs, in words; empty for nothing.
     """
 
+    kind: str
     namespace: Namespace
     fields: tuple[str, ...]
+    keys: dict[str, str | int | None] = {}
+    unknown: str = ""
 
 
 def plan_namespaces(arguments: Mapping[str, Any]) -> list[PlannedNamespace]:
-    """Plan the namespaces of an engine: of what it hands over, and of its tiers below host memory.
+    """Plan the namespaces of an engine: of what it hands over, and of each kind of tiers.
 
     Args:
         arguments: Arguments of vLLM's engine, with underscores; those that are not of the engine,
@@ -51,14 +66,22 @@ def plan_namespaces(arguments: Mapping[str, Any]) -> list[PlannedNamespace]:
     transfer = arguments.get("kv_transfer_config", {})
     planned = [
         PlannedNamespace(
+            kind=HANDED_OVER,
             namespace=handover_namespace(config, extra.get("revision", "")),
             fields=tuple(Namespace.__struct_fields__),
+            unknown=f"whether one can read {OF_THE_CACHES} of the other",
         )
         for name, extra in _connectors(transfer)
         if name == "KVXferConnector"
     ]
-    if any("backend" in extra for _, extra in _connectors(transfer)):
-        planned.append(PlannedNamespace(namespace=_of_tiers(config), fields=OF_THE_MODEL))
+    for _, extra in _connectors(transfer):
+        if "backend" in extra:
+            planned.append(_of_tiers(config, extra))
+        planned += [
+            _of_secondary_tier(config, extra, str(tier.get("revision", "")))
+            for tier in extra.get("secondary_tiers", [])
+            if "backend" in tier
+        ]
     if not planned:
         raise InvalidArgumentError(
             "kv_transfer_config", transfer, "KVXferConnector, or a connector with a backend"
@@ -66,17 +89,67 @@ def plan_namespaces(arguments: Mapping[str, Any]) -> list[PlannedNamespace]:
     return planned
 
 
-def _of_tiers(config: Any) -> Namespace:
-    """Make what is known of `row_namespace`. Source: vLLM's `build_offloading_config`."""
-    identity, cache_dtype = identify_model(config), config.cache_config.cache_dtype
-    dtype = config.model_config.dtype if cache_dtype == "auto" else cache_dtype
-    return Namespace(
-        model=config.model_config.model,
-        revision=identity.revision,
-        dtype=str(dtype).removeprefix("torch."),
-        quantization=identity.quantization,
-        config_hash=identity.config_hash,
+def _of_tiers(config: Any, extra: Mapping[str, Any]) -> PlannedNamespace:
+    """Plan the namespace of portable pages; see `portable_namespace`."""
+    identity = identify_model(config)
+    return PlannedNamespace(
+        kind=TIERS,
+        namespace=Namespace(
+            model=config.model_config.model,
+            revision=identity.revision,
+            dtype=_dtype(config),
+            quantization=identity.quantization,
+            config_hash=identity.config_hash,
+        ),
+        fields=(*OF_THE_MODEL, *BRIDGED),
+        keys=_keys(config, extra),
+        unknown=f"groups ({OF_THE_CACHES}; of layers whose pages are not portable also the release "
+        "of vLLM, the parallel sizes and the processor)",
     )
+
+
+def _of_secondary_tier(config: Any, extra: Mapping[str, Any], revision: str) -> PlannedNamespace:
+    """Plan what is known of `row_namespace`."""
+    parallel = config.parallel_config
+    sizes = (
+        parallel.world_size,
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.prefill_context_parallel_size,
+        parallel.decode_context_parallel_size,
+    )
+    return PlannedNamespace(
+        kind=SECONDARY,
+        namespace=Namespace(
+            model=config.model_config.model,
+            revision=revision,
+            dtype=_dtype(config),
+            parallel=dict(zip(SIZES, sizes, strict=True)),
+        ),
+        fields=(*OF_THE_MODEL, "blocks_per_chunk", *(f"parallel.{name}" for name in SIZES)),
+        keys=_keys(config, extra),
+        unknown=f"groups and layout ({OF_THE_CACHES}, with the release of vLLM), the bytes of a "
+        "block, and instruction_set (the processor)",
+    )
+
+
+def _dtype(config: Any) -> str:
+    """Name the data type of the caches. Source: vLLM's `build_offloading_config`."""
+    cache_dtype = config.cache_config.cache_dtype
+    dtype = config.model_config.dtype if cache_dtype == "auto" else cache_dtype
+    return str(dtype).removeprefix("torch.")
+
+
+def _keys(config: Any, extra: Mapping[str, Any]) -> dict[str, str | int | None]:
+    """Collect what makes vLLM's keys of chunks. Source: its `build_offloading_config`."""
+    cache = config.cache_config
+    tokens = cache.block_size * config.parallel_config.decode_context_parallel_size
+    num_blocks = int(extra.get("blocks_per_chunk") or 1)
+    return {
+        "tokens_per_block": tokens,
+        "tokens_per_chunk": int(extra.get("block_size") or tokens * num_blocks),
+        "prefix_caching_hash_algo": str(cache.prefix_caching_hash_algo),
+    }
 
 
 def _connectors(transfer: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
