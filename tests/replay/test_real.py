@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.cli.replay import MAX_DIFFERENCE
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.replay import (
     Agentic,
@@ -14,10 +15,13 @@ from kvxfer.replay import (
     MultiTurn,
     Rag,
     TierPlan,
+    Trace,
     Workload,
     make_synthetic,
+    read_trace,
     replay_on,
     replay_real,
+    simulate,
 )
 from kvxfer.replay.block_size import opaque_namespace
 from kvxfer.replay.real import BLOCK_BYTES, WrongBytesError
@@ -25,7 +29,7 @@ from kvxfer.storage.backend import Outcome
 from kvxfer.storage.eviction.policies import PolicyName
 from kvxfer.storage.keys import BlockKey
 from kvxfer.units import ByteSize
-from tests.replay.traces import trace_of
+from tests.replay.traces import FOLDER, needs_mooncake, trace_of
 
 CHATS = MultiTurn(requests=120, requests_per_s=4, system_tokens=300)
 AGENTS = Agentic(requests=60, system_tokens=1000, steps=6)
@@ -37,7 +41,22 @@ CASES: dict[str, tuple[Workload, list[tuple[Medium, float]]]] = {
     "search-file": (SEARCH, [("file", 0.4)]),
     "chats-host-file": (CHATS, [("host", 0.15), ("file", 0.6)]),
     "agents-host-file": (AGENTS, [("host", 0.15), ("file", 0.6)]),
+    "search-host-file-file": (SEARCH, [("host", 0.1), ("file", 0.2), ("file", 0.5)]),
 }
+LARGE: dict[str, Workload] = {
+    "chats": MultiTurn(requests=1000, requests_per_s=4),
+    "agents": Agentic(requests=400),
+    "search": Rag(requests=500, documents=200, document_tokens=1000),
+}
+TIERS: list[list[tuple[Medium, PolicyName, float]]] = [
+    [("host", "arc", 0.2)],
+    [("host", "lru", 0.1), ("file", "lru", 0.5)],
+    [("host", "arc", 0.1), ("file", "arc", 0.5)],
+    [("host", "lru", 0.05), ("file", "arc", 0.2), ("file", "lru", 0.4)],
+]
+tiers_of_several_policies = pytest.mark.parametrize(
+    "tiers", TIERS, ids=[" ".join(f"{each[0]}-{each[1]}" for each in tiers) for tiers in TIERS]
+)
 
 
 @pytest.mark.parametrize("policy", get_args(PolicyName))
@@ -51,8 +70,50 @@ def test_the_model_has_the_hits_of_real_backends(
     plans = [TierPlan(medium, policy, int(trace.num_unique * share)) for medium, share in shares]
     num_hits, modelled, _ = replay_real(trace, plans, tmp_path)
     assert 0 < modelled < trace.num_references - trace.num_unique  # something was evicted
-    assert abs(num_hits - modelled) <= 0.01 * modelled
+    assert abs(num_hits - modelled) <= MAX_DIFFERENCE * modelled
     assert not list(tmp_path.iterdir())
+
+
+def differing(
+    trace: Trace, tiers: list[tuple[Medium, PolicyName, float]], folder: Path
+) -> tuple[float, int]:
+    """Replay on real backends; return the share of hits that differ, and the evictions."""
+    plans = [
+        TierPlan(medium, policy, int(trace.num_unique * share)) for medium, policy, share in tiers
+    ]
+    num_evicted = sum(tier.num_evicted for tier in simulate(trace, plans).tiers)
+    num_hits, modelled, _ = replay_real(trace, plans, folder)
+    return abs(num_hits - modelled) / modelled, num_evicted
+
+
+@needs_mooncake
+@tiers_of_several_policies
+@pytest.mark.parametrize("name", ["conversation", "synthetic"])
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_model_has_the_hits_of_real_backends_for_recorded_traces(
+    name: str, tiers: list[tuple[Medium, PolicyName, float]], tmp_path: Path
+) -> None:
+    lines = (FOLDER / f"{name}.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "slice.jsonl").write_text("".join(lines[:500]))
+    trace = read_trace(tmp_path / "slice.jsonl")
+    difference, num_evicted = differing(trace, tiers, tmp_path)
+    assert difference <= MAX_DIFFERENCE
+    assert num_evicted > trace.num_unique / 10
+
+
+@tiers_of_several_policies
+@pytest.mark.parametrize("workload", LARGE)
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_model_has_the_hits_of_real_backends_for_larger_traces(
+    workload: str, tiers: list[tuple[Medium, PolicyName, float]], tmp_path: Path
+) -> None:
+    trace = make_synthetic(LARGE[workload], seed=5, tokens_per_block=128)
+    assert trace.num_references > 10_000
+    difference, num_evicted = differing(trace, tiers, tmp_path)
+    assert difference <= MAX_DIFFERENCE
+    assert num_evicted > trace.num_unique / 10
 
 
 class Flipping(HostBackend):
