@@ -180,17 +180,22 @@ def _warming(
     arguments: argparse.Namespace, namespace: "Namespace | None"
 ) -> "Callable[[Backend], Awaitable[None]] | None":
     """Make the function that brings blocks into memory before the first engine is served."""
+    from kvxfer.connect import parse_backend
+    from kvxfer.tiering.preloading import RemembersUse, preload
+
     timeout_s = Duration.parse(arguments.warm_timeout, name="warm-timeout")
     if not arguments.warm:
         return None
     if arguments.warm < 0 or namespace is None or not arguments.tier:
         wanted = "a number of blocks, with --namespace and --tier"
         raise InvalidArgumentError("warm", arguments.warm, wanted)
+    if not any(isinstance(parse_backend(tier)[0], RemembersUse) for tier in arguments.tier):
+        wanted = "a tier that tells which blocks were used last, file://, beside it"
+        raise InvalidArgumentError("warm", arguments.warm, wanted)
 
     async def warm(backend: "Backend") -> None:
         from kvxfer.backends.host import HostBackend
         from kvxfer.tiering import TieredBackend
-        from kvxfer.tiering.preloading import preload
 
         assert isinstance(backend, TieredBackend)
         host = backend.tiers[0]

@@ -85,8 +85,8 @@ def make_parser() -> CommandLine:
         type=int,
         default=0,
         metavar="N",
-        help="blocks to bring from the tiers into memory before this process is ready, those that "
-        "were used last; needs --namespace",
+        help="blocks to bring from the first file tier into memory before this process is ready, "
+        "those that were used last; needs --namespace",
     )
     parser.add_argument(
         "--transport",

@@ -208,9 +208,12 @@ class _Cache:
         num_recent = sizes[RECENT] + arrived[RECENT]
         num_frequent = sizes[FREQUENT] + arrived[FREQUENT]
         too_many = sizes[RECENT_GHOSTS] - max(0, self._num_slots - num_recent)
-        self._take(RECENT_GHOSTS, max(0, too_many), NOWHERE)
+        if too_many > 0:
+            self._take(RECENT_GHOSTS, too_many, NOWHERE)
         num_rest = 2 * self._num_slots - num_recent - num_frequent - sizes[RECENT_GHOSTS]
-        self._take(FREQUENT_GHOSTS, max(0, sizes[FREQUENT_GHOSTS] - max(0, num_rest)), NOWHERE)
+        too_many = sizes[FREQUENT_GHOSTS] - max(0, num_rest)
+        if too_many > 0:
+            self._take(FREQUENT_GHOSTS, too_many, NOWHERE)
 
     def _put(self, start: int, stop: int, place: int) -> None:
         """Put a run at the end of a list."""
