@@ -67,7 +67,7 @@ class Pages(NamespaceFormat):
     def write(self, key: BlockKey, block: Descriptors, page: NDArray[np.uint8]) -> None:
         """Copy a block into memory of just the size of its page, behind its header."""
         size, head_size = block.num_bytes, self.format(key).header_size_bytes
-        self._copy_engine.copy(block, _describe(page, head_size, block))
+        self._copy_engine.gather(block, _address(page) + head_size)
         data = page.data[head_size:]
         page.data[:head_size] = self.header(key, int(block.payload_starts[0]), size, [data])
 
@@ -94,7 +94,7 @@ class Pages(NamespaceFormat):
         skip = int(block.payload_starts[0]) - start
         if skip < 0 or skip + block.num_bytes > size:
             return PARTIAL
-        self._copy_engine.copy(_describe(plain, skip, block), block)
+        self._copy_engine.scatter(_address(plain) + skip, block)
         return DONE
 
     def has_parts(self, key: BlockKey) -> bool:
@@ -167,6 +167,6 @@ class PageMemory:
             free.append(memory)
 
 
-def _describe(memory: NDArray[np.uint8], offset: int, block: Descriptors) -> Descriptors:
-    address = np.array([memory.ctypes.data + offset], np.uint64)
-    return Descriptors.of_pieces(address, block.block_sizes, block.payload_starts, owners=(memory,))
+def _address(memory: NDArray[np.uint8]) -> int:
+    address: int = memory.__array_interface__["data"][0]
+    return address
