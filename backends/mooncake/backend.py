@@ -274,7 +274,7 @@ class MooncakeBackend(Backend):
             return _failure("load", code)
         page = run.slots[index][:code]
         try:
-            return self._pages.decode(run.keys[index], page, code, run.block(index))
+            return self._pages.decode(run.keys[index], page, run.block(index))
         except OtherIntegrityError as exc:
             return exc.outcome
         except BlockFileError as exc:

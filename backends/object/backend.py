@@ -10,9 +10,10 @@ from typing import TypeVar
 
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import BlockFileError, OtherIntegrityError
-from kvxfer.backends.object.bucket import Bucket, Counts, ObjectVersion
+from kvxfer.backends.object.bucket import Bucket, Counts
 from kvxfer.backends.object.config import AZConfig, GSConfig, ObjectConfig, S3Config
 from kvxfer.backends.object.namespace_texts import NamespaceTexts
+from kvxfer.backends.object.object_version import ObjectVersion
 from kvxfer.backends.object.pages import Pages
 from kvxfer.backends.object.presence import Presence
 from kvxfer.backends.object.request_failure import RequestFailedError
@@ -282,17 +283,15 @@ class ObjectBackend(Backend):
     async def _load(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
         since = self._presence.mark()
         try:
-            found = await self._bucket.get(name, self._pages.size(key))
+            # With a byte too many, where there is one, it is no page.
+            page = await self._bucket.read_range(name, 0, self._pages.size(key) + 1)
         except RequestFailedError as exc:
             return exc.outcome
-        if found is None:
+        if page is None:
             self._presence.note(key, there=False, since=since)
             return MISSING
-        version, page = found
         try:
-            outcome = await self._threads.run(
-                self._pages.decode, key, page, version.size_bytes, block
-            )
+            outcome = await self._threads.run(self._pages.decode, key, page, block)
         except OtherIntegrityError as exc:
             self._meet_others()
             self._presence.note(key, there=False, since=since)

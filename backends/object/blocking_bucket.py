@@ -5,8 +5,9 @@ import errno
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from kvxfer.backends.object.bucket import Bucket, ListedObject
+from kvxfer.backends.object.bucket import Bucket
 from kvxfer.backends.object.config import ObjectConfig
+from kvxfer.backends.object.object_version import ListedObject
 from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.loop_thread import LoopThread

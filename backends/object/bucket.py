@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvxfer.backends.file import CircuitBreaker
+from kvxfer.backends.object.object_version import ListedObject, ObjectVersion
 from kvxfer.backends.object.request_failure import (
     ENDS,
     RequestFailedError,
@@ -45,23 +46,6 @@ class Counts:
     requests: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ListedObject:
-    """Object in a list: its name, its size, and when it was stored, in seconds since the epoch."""
-
-    name: str
-    size_bytes: int
-    stored_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectVersion:
-    """Size of an object, and what tells it from those stored under its name before and after."""
-
-    size_bytes: int
-    version: dict[str, str]
 
 
 class Bucket:
@@ -146,7 +130,7 @@ class Bucket:
             )
         except FileNotFoundError:
             return None
-        return _version(found)
+        return ObjectVersion.of(found)
 
     async def get(self, path: str, max_bytes: int) -> tuple[ObjectVersion, Any] | None:
         """Read an object.
@@ -158,7 +142,7 @@ class Bucket:
 
         async def read() -> tuple[ObjectVersion, Any]:
             found = await self._obstore.get_async(self._store, path)
-            version = _version(found.meta)
+            version = ObjectVersion.of(found.meta)
             if version.size_bytes > max_bytes:
                 return version, b""
             return version, await found.bytes_async()
@@ -182,28 +166,35 @@ class Bucket:
             found = await self._obstore.get_async(
                 self._store, path, options={"range": (0, num_bytes)}
             )
-            return _version(found.meta), await found.bytes_async()
+            return ObjectVersion.of(found.meta), await found.bytes_async()
 
         try:
             version, data = await self._request("GET", read, timeout_s)
         except FileNotFoundError:
             return None
         except RequestFailedError as exc:
-            if not exc.answered or exc.transient or exc.denied:
+            if not exc.is_empty:
                 raise
-            found = await self.head(path, timeout_s)  # no range fits an object of no bytes
+            found = await self.head(path, timeout_s)
             return None if found is None else (found, memoryview(b""))
         self.counts.received_bytes += len(data)
         return version, memoryview(data)
 
-    async def read_range(self, path: str, start: int, stop: int) -> memoryview:
-        """Read bytes of an object; fewer where it ends before, none where there is no object."""
+    async def read_range(self, path: str, start: int, stop: int) -> memoryview | None:
+        """Read bytes of an object, fewer where it ends before; None where there is no object.
+
+        One answer, where `get` has to wait for two: its version, and its bytes.
+        """
         try:
             data = await self._request(
                 "GET",
                 lambda: self._obstore.get_range_async(self._store, path, start=start, end=stop),
             )
         except FileNotFoundError:
+            return None
+        except RequestFailedError as exc:
+            if not exc.is_empty:
+                raise
             return memoryview(b"")
         self.counts.received_bytes += len(data)
         return memoryview(data)
@@ -280,7 +271,7 @@ class Bucket:
                 raise RequestFailedError(f"LIST: {describe(exc)}", transient=False) from None
             if found:
                 last = str(found[-1]["path"])
-                yield [_listed(each) for each in found]
+                yield [ListedObject.of(each) for each in found]
             if not found or len(found) < LIST_CHUNK:
                 return
 
@@ -385,13 +376,3 @@ class Bucket:
                 turn = max(now, self._next_at)
                 await asyncio.sleep(turn - now)
                 self._next_at = turn + self._pause_s
-
-
-def _listed(meta: Any) -> ListedObject:
-    stored_at = meta["last_modified"].timestamp()
-    return ListedObject(str(meta["path"]), int(meta["size"]), stored_at)
-
-
-def _version(meta: Any) -> ObjectVersion:
-    version = {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
-    return ObjectVersion(int(meta["size"]), version)

@@ -32,8 +32,9 @@ from kvxfer.backends.file.maintenance import (
     StoredNamespace,
 )
 from kvxfer.backends.object.blocking_bucket import BlockingBucket
-from kvxfer.backends.object.bucket import Bucket, ListedObject, ObjectVersion
+from kvxfer.backends.object.bucket import Bucket
 from kvxfer.backends.object.config import ObjectConfig
+from kvxfer.backends.object.object_version import ListedObject, ObjectVersion
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 
 PIECE_BYTES = 8 << 20
@@ -168,12 +169,12 @@ class _BucketNamespace(StoredNamespace):
         return text.decode(errors="replace")
 
     def read_head(self, block: FoundBlock) -> bytes:
-        name, read = self._prefix + block.path, self._requests.bucket.read_range
+        name = self._prefix + block.path
         try:
-            head = self._requests.ask(read(name, 0, min(PAGE_BYTES, block.num_bytes)), name)
+            head = _read(self._requests, name, 0, min(PAGE_BYTES, block.num_bytes))
             size = header_size_in(bytes(head))
             if size > len(head):
-                head = self._requests.ask(read(name, 0, min(size, block.num_bytes)), name)
+                head = _read(self._requests, name, 0, min(size, block.num_bytes))
         except BackendUnavailableError:
             raise
         except (BlockFileError, OSError):
@@ -243,7 +244,7 @@ class _OpenObject(OpenBlock):
         else:
             self._version = self._head()
         if self._version.size_bytes > len(self._begin):
-            self._begin = self._requests.ask(bucket.read_range(name, 0, PIECE_BYTES), name)
+            self._begin = _read(self._requests, name, 0, PIECE_BYTES)
         read = self._begin
         return cut_header(self._version.size_bytes, lambda num_bytes: bytes(read[:num_bytes]))
 
@@ -253,8 +254,7 @@ class _OpenObject(OpenBlock):
         size, at = self._version.size_bytes, len(self._begin)
         for start in range(at, size, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, size)
-            piece = self._requests.bucket.read_range(self._name, start, stop)
-            yield memoryview(bytearray(self._requests.ask(piece, self._name)))
+            yield memoryview(bytearray(_read(self._requests, self._name, start, stop)))
         if at < size and self._head() != self._version:
             raise _gone(self._name)
 
@@ -285,6 +285,14 @@ def _entry(fingerprint: str, path: str, listed: ListedObject) -> FoundBlock | Ot
 
 def _is_abandoned(entry: FoundBlock | OtherEntry) -> bool:
     return isinstance(entry, OtherEntry) and entry.abandoned
+
+
+def _read(requests: BlockingBucket, name: str, start: int, stop: int) -> memoryview:
+    """Read bytes of an object; raise an OSError where there is none."""
+    found = requests.ask(requests.bucket.read_range(name, start, stop), name)
+    if found is None:
+        raise _gone(name)
+    return found
 
 
 def _delete(requests: BlockingBucket, names: Sequence[str]) -> None:

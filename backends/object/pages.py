@@ -71,24 +71,21 @@ class Pages(NamespaceFormat):
         data = page.data[head_size:]
         page.data[:head_size] = self.header(key, int(block.payload_starts[0]), size, [data])
 
-    def decode(self, key: BlockKey, page: Any, size_bytes: int, block: Descriptors) -> Outcome:
+    def decode(self, key: BlockKey, page: Any, block: Descriptors) -> Outcome:
         """Verify a page, and copy what a block has of it to the block's memory.
 
         Args:
             key: Key of the page.
             page: All bytes of the object, a buffer.
-            size_bytes: Bytes that the object has in the bucket.
             block: The block; its memory is written only where the outcome is `DONE`.
 
         Raises:
             OtherIntegrityError: The page was stored with another integrity.
             BlockFileError: A byte is not what was stored, or it is another page.
         """
-        size = self.data_size(key, size_bytes)
         data = np.frombuffer(page, np.uint8)
-        if len(data) != size_bytes:
-            raise BlockFileError(f"{len(data)} bytes of {size_bytes}")
-        head_size = size_bytes - size
+        size = self.data_size(key, len(data))
+        head_size = len(data) - size
         plain = np.empty(size, np.uint8) if self.is_encrypted else data[head_size:]
         start = self.check(key, bytes(data[:head_size]), data.data[head_size:], plain.data)
         skip = int(block.payload_starts[0]) - start

@@ -27,6 +27,7 @@ class RequestFailedError(KVXferError):
         denied: Whether the credentials do not allow the request.
         transient: Whether it failed for a reason that passes.
         answered: Whether the server answered.
+        is_empty: Whether it answered that the object has none of the bytes that were asked for.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class RequestFailedError(KVXferError):
         denied: bool = False,
         transient: bool,
         answered: bool = False,
+        is_empty: bool = False,
     ) -> None:
         self.outcome = Outcome(status, reason=reason)
         self.denied = denied
         self.transient = transient
         self.answered = answered
+        self.is_empty = is_empty
         super().__init__(reason)
 
 
@@ -95,4 +98,5 @@ def request_failure(what: str, exc: BaseException) -> RequestFailedError:
         denied=denied,
         transient=transient,
         answered=status is not None,
+        is_empty=status is not None and status[1] == "416",
     )

@@ -127,7 +127,7 @@ async def test_closing_ends_loads_and_stores_with_outcomes(monkeypatch: pytest.M
     backend = ObjectBackend(MemoryConfig(address="memory"), memory.namespace())
     await backend.store(keys[:2], memory.describe(0, range(2)))
     closing, is_closed = asyncio.Event(), asyncio.Event()
-    for name in ("get", "read_begin"):
+    for name in ("read_range", "read_begin"):
         honest = getattr(backend._bucket, name)
 
         async def wait(*args: Any, honest: Any = honest) -> Any:

@@ -190,17 +190,23 @@ async def test_credentials_are_in_no_reason_and_in_no_log(
         assert secret not in told
 
 
-async def test_an_object_that_is_no_page_is_not_even_read(place: Place) -> None:
-    place.client.put(place.name(KEYS[0]), bytes(1 << 20))
-    place.client.put(place.name(KEYS[1]), b"short")
+async def test_of_an_object_that_is_no_page_no_more_is_read_than_a_page_has(place: Place) -> None:
     async with place.open() as backend:
-        target = MEMORY.describe(0, [0, 1])
+        await store_generated(backend, KEYS[3:4], MEMORY.describe(0, [3]))
+        whole = place.client.get(place.name(KEYS[3])).bytes()
+        for key, data in zip(
+            KEYS, (bytes(1 << 20), b"short", b"", bytes(whole) + b"1"), strict=False
+        ):
+            place.client.put(place.name(key), data)
+        before_bytes = backend.counts.received_bytes
+        target = MEMORY.describe(0, range(4))
         before = read_payloads(target)
-        outcomes = await backend.load(KEYS[:2], target)
-        assert statuses(outcomes) == [Status.CORRUPT] * 2
+        outcomes = await backend.load(KEYS[:4], target)
+        assert statuses(outcomes) == [Status.CORRUPT] * 4
         assert read_payloads(target) == before
-        assert backend.counts.received_bytes == len(b"short")
-        await store_generated(backend, KEYS[:2], MEMORY.describe(0, [0, 1]))
+        received = backend.counts.received_bytes - before_bytes
+        assert received == 2 * (len(whole) + 1) + len(b"short")
+        await store_generated(backend, KEYS[:4], MEMORY.describe(0, range(4)))
 
 
 async def test_a_page_of_another_integrity_is_left_to_those_who_read_it(place: Place) -> None:

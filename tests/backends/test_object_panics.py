@@ -27,7 +27,7 @@ from tests.backends.object_memory import MemoryConfig, open_in_memory, plant
 MEMORY = make_memory()
 NAMESPACE = MEMORY.namespace()
 KEYS = make_keys(4)
-CALLS = ["put_async", "get_async", "head_async", "delete_async", "list"]
+CALLS = ["put_async", "get_async", "get_range_async", "head_async", "delete_async", "list"]
 
 
 class PanicException(BaseException):
@@ -67,12 +67,12 @@ async def test_one_block_that_panics_leaves_the_others_of_its_batch() -> None:
         await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
         name = backend._pages.name(KEYS[1])
 
-        async def get(store: ObjectStore, path: str) -> Any:
+        async def get(store: ObjectStore, path: str, **fields: Any) -> Any:
             if path == name:
                 raise PanicException
-            return await obstore.get_async(store, path)
+            return await obstore.get_range_async(store, path, **fields)
 
-        plant(backend._bucket, "get_async", get)
+        plant(backend._bucket, "get_range_async", get)
         outcomes = await backend.load(KEYS, MEMORY.describe(0, range(4, 8)))
         assert statuses(outcomes) == [Status.DONE, Status.FAILED, Status.DONE, Status.DONE]
 
