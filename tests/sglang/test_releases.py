@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 from sglang.srt import runtime_context
 from sglang.srt.arg_groups.arg_utils import namespace_of, record_fields
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.server_args import ServerArgs
 
 from kvxfer.errors import UnsupportedEngineError
@@ -98,6 +100,24 @@ def test_settings_of_other_groups_count_where_they_are_lossy(name: str, plain: s
 def test_kernels_and_sizes_do_not_count(name: str, plain: str) -> None:
     with published(**{name: other_than(DEFAULTS[name])}):
         assert hash_of_settings() == plain
+
+
+def test_an_adapter_that_was_trained_anew_in_its_place_counts(plain: str, tmp_path: Path) -> None:
+    """SGLang's keys have the name and the path of an adapter that it is started with."""
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+    name, path = "tuned", str(tmp_path)
+    adapter = LoRARef(LoRARef.deterministic_id(name, path), name, path)
+
+    def hash_with(*adapters: LoRARef) -> str:
+        with published(lora_paths=list(adapters)):
+            return hash_of_settings()
+
+    before = hash_with(adapter)
+    assert hash_with() == plain != before
+    assert hash_with(adapter) == before
+    weights.write_bytes(b"other")
+    assert hash_with(adapter) != before
 
 
 def test_the_lists_name_settings_that_there_are() -> None:

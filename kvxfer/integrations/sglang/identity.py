@@ -6,6 +6,7 @@ from typing import Any
 
 import xxhash
 
+from kvxfer.engine_side.weight_files import find_weights_revision
 from kvxfer.integrations.sglang.interface import (
     HiCacheStorageConfig,
     PublishedSetting,
@@ -64,6 +65,9 @@ experts in other weights (`kt`), diffusion (`dllm`). Names of kernels, which com
 for the order of additions, do not count, as in every engine."""
 
 KERNEL = "_backend"
+ADAPTERS = "lora_paths"
+"""The adapters that an engine was started with, of which SGLang's keys have name and path; those of
+one that is loaded later have a random id."""
 
 
 def page_namespace(config: HiCacheStorageConfig, revision: str, pools: Sequence[str]) -> Namespace:
@@ -78,10 +82,12 @@ def page_namespace(config: HiCacheStorageConfig, revision: str, pools: Sequence[
     Raises:
         UnsupportedEngineError: This release has its settings in another way.
     """
+    settings = published_settings(MODEL, DRAFT)
     facts: dict[str, Any] = {
         "format": FORMAT,
         "pools": list(pools),
-        "settings": _counting(published_settings(MODEL, DRAFT)),
+        "settings": _counting(settings),
+        "adapters": _adapters(settings),
     }
     for size, rank in (("pp_size", "pp_rank"), ("attn_cp_size", "attn_cp_rank")):
         if getattr(config, size) > 1:
@@ -92,6 +98,12 @@ def page_namespace(config: HiCacheStorageConfig, revision: str, pools: Sequence[
         revision=revision,
         config_hash=xxhash.xxh3_128_hexdigest(text.encode()),
     )
+
+
+def _adapters(settings: Sequence[PublishedSetting]) -> list[tuple[str, str]]:
+    """List the adapters that an engine was started with, and the revision of their files."""
+    started = next((each.value for each in settings if each.name == ADAPTERS), None) or ()
+    return sorted((str(each), find_weights_revision(each.lora_path)) for each in started)
 
 
 def _counting(settings: Sequence[PublishedSetting]) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class PoolStores:
 
     def _open(self, names: list[str], opening: Future[None]) -> None:
         """Open a store of pools; whoever waits gets its error, and later there is no store."""
-        failure: Exception | None = None
+        failure: BaseException | None = None
         found: dict[str, tuple[PageStore, int] | None] = dict.fromkeys(names)
         try:
             store = PageStore(
@@ -162,7 +162,7 @@ class PoolStores:
                 staging_bytes=self._settings.staging,
             )
             found = {name: (store, group) for group, name in enumerate(names)}
-        except Exception as exc:  # noqa: BLE001 - it is the answer
+        except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
             failure = exc
         with self._lock:
             self._stores |= found
