@@ -259,7 +259,8 @@ def _open_backend(
             opened.append(backend_type(config, namespace))
         if len(opened) > 1:
             opened = [TieredBackend(opened, namespace)]
-        return observe(opened[0], Reports(observers)) if observers else opened[0]
+        reports = Reports(observers, chunk_sizes=namespace.chunk_sizes)
+        return observe(opened[0], reports) if observers else opened[0]
     except BaseException:
         _close(opened)
         raise

@@ -32,8 +32,7 @@ class CallGuard:
             raise InvalidArgumentError("namespace.groups", (), "at least one group")
         self._what = what
         self._pid = os.getpid()
-        groups = range(len(namespace.groups)) if namespace is not None else ()
-        self.chunk_sizes = [namespace.chunk_size_bytes(g) for g in groups] if namespace else []
+        self.chunk_sizes = namespace.chunk_sizes if namespace else []
         self._limits = np.array(self.chunk_sizes, np.int64)
         self.closed = False
 

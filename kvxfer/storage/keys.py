@@ -290,6 +290,11 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise UnknownGroupError(index, len(self.groups))
         return self.groups[index].block_size_bytes * self.blocks_per_chunk
 
+    @property
+    def chunk_sizes(self) -> list[int]:
+        """Bytes stored under one key of each group."""
+        return [self.chunk_size_bytes(group) for group in range(len(self.groups))]
+
     def differences(self, theirs: "Namespace") -> list[Difference]:
         """Find every field in which another namespace differs, by name."""
         require_instance("theirs", theirs, Namespace)

@@ -19,11 +19,9 @@ from kvxfer.storage.lending import (
 )
 from kvxfer.storage.observer import (
     Asked,
-    LookedUp,
     Observable,
     Operation,
     Reports,
-    count_done_bytes,
 )
 
 
@@ -125,7 +123,7 @@ class ObservedBackend(Backend):
             return
         seconds, tier = time.perf_counter() - began, self._reports.tier
         self._reports.tell(Asked(tier, keys, found, seconds))
-        self._reports.tell(LookedUp(keys, [tier if there else "" for there in found], seconds))
+        self._reports.looked_up(keys, [tier if there else "" for there in found], began)
 
 
 class _ObservedBegun(Begun):
@@ -191,8 +189,8 @@ class _Immediate(ObservedBackend, ImmediateMover):
         began = time.perf_counter()
 
         def tell(outcomes: Sequence[Outcome]) -> None:
-            num_bytes = count_done_bytes(outcomes, blocks)
-            self._reports.moved(operation, keys, outcomes, num_bytes, began)
+            sizes = blocks.block_sizes.tolist()
+            self._reports.moved(operation, keys, outcomes, sizes, began)
 
         begun = begin(keys, blocks)
         return None if begun is None else _ObservedBegun(begun, tell, len(keys))
@@ -212,8 +210,7 @@ class _Lending(ObservedBackend, LendingBackend):
         """See `Lender.lend`; told when the blocks are ready to be read."""
         began = time.perf_counter()
         async with self._lender.lend(wanted, fenced=fenced) as lent:
-            num_bytes = 0 if lent.blocks is None else lent.blocks.num_bytes
-            self._reports.moved(Operation.LOAD, wanted.keys, lent.outcomes, num_bytes, began)
+            self._reports.moved(Operation.LOAD, wanted.keys, lent.outcomes, wanted.sizes, began)
             yield lent
 
     def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
@@ -228,17 +225,17 @@ class _Lending(ObservedBackend, LendingBackend):
     async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
         """See `Lender.make_room`; told when the blocks have arrived."""
         began = time.perf_counter()
-        waited: list[int] = []
+        waited: set[int] = set()
         room: ReservedBlocks | None = None
         try:
             async with self._lender.make_room(offered) as room:
-                waited = [index for index, each in enumerate(room.outcomes) if each is None]
+                waited = {index for index, each in enumerate(room.outcomes) if each is None}
                 yield room
         finally:
             if room is not None:
                 outcomes = [outcome or NOT_ARRIVED for outcome in room.outcomes]
-                num_bytes = sum(offered.sizes[index] for index in waited if outcomes[index].done)
-                self._reports.moved(Operation.STORE, offered.keys, outcomes, num_bytes, began)
+                sizes = [size if index in waited else 0 for index, size in enumerate(offered.sizes)]
+                self._reports.moved(Operation.STORE, offered.keys, outcomes, sizes, began)
 
 
 class _ImmediateLending(_Immediate, _Lending):

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvxfer.storage.backend import Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observer import (
     ENGINE,
@@ -37,15 +38,22 @@ NO_TIER = "none"
 SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper bounds of the buckets of durations: from a block in memory to a disk that stalls."""
 
+WORST_FIRST = (
+    *(Status.CORRUPT, Status.FAILED, Status.TIMED_OUT),
+    *(Status.CANCELLED, Status.MISSING, Status.DONE),
+)
+"""Statuses of blocks: a batch has the outcome of its worst block."""
+
 COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "store_blocks": ("Blocks passed to a tier to be stored.", ("tier", "cause", "outcome")),
-    "store_bytes": ("Bytes of blocks that a tier stored.", ("tier", "cause")),
+    "store_bytes": ("Bytes of blocks passed to a tier.", ("tier", "cause", "outcome")),
     "load_blocks": ("Blocks asked of a tier.", ("tier", "cause", "outcome")),
-    "load_bytes": ("Bytes of blocks that a tier gave.", ("tier", "cause")),
+    "load_bytes": ("Bytes of blocks asked of a tier.", ("tier", "cause", "outcome")),
     "lookup_blocks": (
         "Blocks looked up by engines, by the tier that finally gave them.",
         ("tier", "outcome"),
     ),
+    "lookup_bytes": ("Bytes of blocks looked up by engines.", ("tier", "outcome")),
     "removed_blocks": ("Blocks that are no longer in a tier.", ("tier", "reason")),
     "deadline_misses": ("Calls that missed their deadline.", ("tier", "operation")),
     "skipped_blocks": ("Blocks that a suspended tier was not called for.", ("tier", "operation")),
@@ -61,9 +69,9 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
 """Counters: their meaning and labels. Prometheus shows each with `_total` at the end."""
 
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[str]]] = {
-    "store_seconds": ("Time of a tier for a batch to store.", ("tier", "cause")),
-    "load_seconds": ("Time of a tier for a batch to load.", ("tier", "cause")),
-    "lookup_seconds": ("Time of a tier for a lookup; of all, as `engine`.", ("tier",)),
+    "store_seconds": ("Time of a tier for a batch to store.", ("tier", "cause", "outcome")),
+    "load_seconds": ("Time of a tier for a batch to load.", ("tier", "cause", "outcome")),
+    "lookup_seconds": ("Time of a tier for a lookup; of all, as `engine`.", ("tier", "outcome")),
     "batch_seconds": ("Time of a batch in the engine, its queue included.", ("operation",)),
     "queue_wait_seconds": ("Time that a batch waited for its turn.", ("operation",)),
 }
@@ -129,13 +137,15 @@ class Metrics(Observer, Collector):
         match event:
             case Moved():
                 self._note_move(event)
-            case Asked(tier=tier, seconds=seconds):
-                self._observe("lookup_seconds", seconds, tier)
-            case LookedUp(tiers=tiers, seconds=seconds):
+            case Asked(tier=tier, found=found, seconds=seconds, status=status):
+                outcome = _hit(all(found)) if status is Status.DONE else status.value
+                self._observe("lookup_seconds", seconds, tier, outcome)
+            case LookedUp(tiers=tiers, seconds=seconds, bytes_of=bytes_of):
                 for tier, number in Tally(tiers).items():
-                    labels = (tier, "hit") if tier else (NO_TIER, "miss")
+                    labels = tier or NO_TIER, _hit(bool(tier))
                     self._count("lookup_blocks", number, *labels)
-                self._observe("lookup_seconds", seconds, ENGINE)
+                    self._count("lookup_bytes", bytes_of.get(tier, 0), *labels)
+                self._observe("lookup_seconds", seconds, ENGINE, _hit(all(tiers)))
             case Removed(tier=tier, keys=keys, reason=reason):
                 self._count("removed_blocks", len(keys), tier, reason)
             case Late(tier=tier, operation=operation):
@@ -189,13 +199,19 @@ class Metrics(Observer, Collector):
     def _note_move(self, event: Moved) -> None:
         is_store = event.operation is Operation.STORE
         verb, where = "store" if is_store else "load", (event.tier, event.cause)
-        for status, number in Tally(outcome.status for outcome in event.outcomes).items():
+        numbers = Tally(outcome.status for outcome in event.outcomes)
+        for status, number in numbers.items():
             self._count(f"{verb}_blocks", number, *where, status.value)
-        self._count(f"{verb}_bytes", event.num_bytes, *where)
-        self._observe(f"{verb}_seconds", event.seconds, *where)
+            self._count(f"{verb}_bytes", event.bytes_of.get(status, 0), *where, status.value)
+        worst = next((each for each in WORST_FIRST if each in numbers), Status.DONE)
+        self._observe(f"{verb}_seconds", event.seconds, *where, worst.value)
 
     def _count(self, name: str, number: int, *labels: str) -> None:
         self._counters[name].labels(*labels).inc(number)
 
     def _observe(self, name: str, seconds: float, *labels: str) -> None:
         self._histograms[name].labels(*labels).observe(seconds)
+
+
+def _hit(found: bool) -> str:  # noqa: FBT001 - the outcome of a lookup
+    return "hit" if found else "miss"

@@ -78,11 +78,13 @@ class IsolatedTier:
         what, began = f"lookup of {len(keys)} blocks", time.perf_counter()
         call = self.backend.lookup(keys)
         found = await self._ask(Operation.LOOKUP, what, keys, self._timeouts.lookup_s, call)
-        if found is None or len(found) != len(keys):
-            return set()
+        is_answer, status = found is not None and len(found) == len(keys), Status.DONE
+        if found is None or not is_answer:
+            is_late = self._suspension.is_on(time.monotonic())
+            found, status = [False] * len(keys), Status.TIMED_OUT if is_late else Status.FAILED
         if self.reports:
             seconds = time.perf_counter() - began
-            self.reports.tell(Asked(self.reports.tier, keys, found, seconds))
+            self.reports.tell(Asked(self.reports.tier, keys, found, seconds, status))
         return {key for key, there in zip(keys, found, strict=True) if there}
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:

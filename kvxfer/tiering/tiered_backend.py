@@ -20,7 +20,7 @@ from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.lending import BlockParts, require_parts_in_blocks
 from kvxfer.storage.observed_backend import medium_of, observed
-from kvxfer.storage.observer import Cause, LookedUp, Operation, Reports
+from kvxfer.storage.observer import Cause, Operation, Reports
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagingMemory
 from kvxfer.tiering.isolated_tier import IsolatedTier
 from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
@@ -146,7 +146,7 @@ class TieredBackend(Backend):
     def observe(self, reports: Reports) -> None:
         """See `Observable.observe`; a tier is named after its medium, such as "file", "file_2"."""
         require_instance("reports", reports, Reports)
-        self._reports = reports
+        self._reports = reports.of(reports.tier, chunk_sizes=self._guard.chunk_sizes)
         media: Counter[str] = Counter()
         for tier in self._tiers:
             medium = medium_of(tier.backend)
@@ -185,7 +185,7 @@ class TieredBackend(Backend):
             found |= await self._find(lost)
         if self._reports:
             tiers = [found.get(key, "") for key in keys]
-            self._reports.tell(LookedUp(keys, tiers, time.perf_counter() - began))
+            self._reports.looked_up(keys, tiers, began)
         return [key in found for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:

@@ -100,7 +100,7 @@ def _moves(verb: str, tier: str, window: Window | None) -> Moves | None:
         return None
     return Moves(
         blocks_per_s=window.rate(f"{verb}_blocks_total", tier=tier, outcome="done"),
-        bytes_per_s=window.rate(f"{verb}_bytes_total", tier=tier),
+        bytes_per_s=window.rate(f"{verb}_bytes_total", tier=tier, outcome="done"),
         mean_s=window.mean(f"{verb}_seconds", tier=tier),
     )
 

@@ -319,10 +319,11 @@ class Fetcher:
             ours = self._description.groups[part.group].tokens_per_block
             failed = [row for row, outcome in enumerate(part.outcomes) if not outcome.done]
             num_done = len(part.keys) - len(failed)
-            num_bytes = num_done * match.block_size_bytes(part.group)
-            self._reports.moved(Operation.LOAD, part.names, part.outcomes, num_bytes, began)
+            block_bytes = match.block_size_bytes(part.group)
+            sizes = [block_bytes] * len(part.keys)
+            self._reports.moved(Operation.LOAD, part.names, part.outcomes, sizes, began)
             fetched.num_verified += num_done
-            fetched.num_bytes += num_bytes
+            fetched.num_bytes += num_done * block_bytes
             for row in failed:
                 outcome = part.outcomes[row]
                 fetched.missing[outcome.status.name.lower()] += 1

@@ -19,7 +19,7 @@ WHOLE_BLOCKS_TOKENS = 384
 NUM_SHARED = WHOLE_BLOCKS_TOKENS // 128
 MAX_TOKENS = 8
 LOADED = 'vllm:kvxfer_load_blocks{cause="promotion",outcome="done",tier="lower"}'
-LOADED_BYTES = 'vllm:kvxfer_load_bytes{cause="promotion",tier="lower"}'
+LOADED_BYTES = 'vllm:kvxfer_load_bytes{cause="promotion",outcome="done",tier="lower"}'
 SENT_BYTES = rf'SeaweedFS_s3_bucket_traffic_sent_bytes_total{{bucket="{BUCKET}"}} (\S+)'
 
 

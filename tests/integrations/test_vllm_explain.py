@@ -11,6 +11,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvxfer.backends.nixl import Endpoint
+from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
@@ -84,6 +85,29 @@ def test_blocks_come_from_each_tier_and_end_at_the_first_that_was_never_stored(
     assert answers(ask("first")) == [(0, 1, "found", "keeping")]
     report = ask("cmpl-1")
     assert answers(report) == [(0, 3, "found", "host"), (4, 5, "never stored", "")]
+
+
+def test_lookups_are_counted_by_the_tier_that_finally_gave_them_without_a_journal(
+    start: Start,
+) -> None:
+    backend, keys = KeepingBackend(), keys_of(6)
+    before = start(backend)
+    before.store(keys[:2])
+    before.settle()
+    before.manager.shutdown()
+    scheduler = start(backend)
+    request(scheduler, "first", keys[:2])
+    request(scheduler, "second", keys[:3])
+    counts = scheduler.counts()
+    numbers = {
+        (metrics.LOWER, "hit"): 2,
+        (metrics.HOST, "hit"): 2,
+        (metrics.LOWER, "miss"): 1,  # of no tier: here all but host memory is the lower one
+    }
+    for labels, number in numbers.items():
+        assert counts[metrics.Count("lookup_blocks", labels)] == number
+    of_host = counts[metrics.Count("lookup_bytes", (metrics.HOST, "hit"))]
+    assert of_host == counts[metrics.Count("lookup_bytes", (metrics.LOWER, "hit"))] > 0
 
 
 def test_a_block_that_was_evicted_before_it_was_written_back(
@@ -189,7 +213,7 @@ def test_what_another_engine_gives_and_what_it_does_not_give_any_more(
     pair.lender.prepare(StepData(offers=[Offer("r", LEASE, keys, [1, 2], is_complete=True)]))
     pair.lending.ended = [LEASE]
     assert pair.lender.take_ended().sent == {"r"}
-    pair.observer.note(Moved("nixl", Operation.LOAD, keys, [MISSING, MISSING], 0, 0.1))
+    pair.observer.note(Moved("nixl", Operation.LOAD, keys, [MISSING, MISSING], {}, 0.1))
     report = ask("late")
     assert answers(report)[1:] == [(1, 2, "removed", "")]
     assert "gone from nixl when it was to be loaded" in report["runs"][1]["text"]

@@ -5,14 +5,15 @@ import itertools
 import json
 import math
 import re
+import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from prometheus_client import start_http_server
 
 import kvxfer
 from kvxfer.backends.file import FileBackend
@@ -36,15 +37,48 @@ LIMIT_S = 40.0
 KEYS = make_keys(64)
 
 
-def expressions() -> list[str]:
+def expressions(instance: str) -> list[str]:
     """List the expressions of the panels, with values for the variables of the dashboard."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
     found = [target["expr"] for panel in panels for target in panel.get("targets", ())]
-    return [each.replace("$__rate_interval", "10s").replace("$instance", ".*") for each in found]
+    return [
+        each.replace("$__rate_interval", "10s").replace("$instance", instance) for each in found
+    ]
+
+
+def as_of_vllm(metrics: Metrics) -> bytes:
+    """Show metrics in Prometheus' text format, as vLLM's server does, and under its names."""
+    return re.sub(rb"(?m)^(# \w+ )?kvxfer_", rb"\1vllm:kvxfer_", metrics.text())
+
+
+@contextmanager
+def exporting(text: Callable[[], bytes]) -> Iterator[str]:
+    """Serve metrics; give their HOST:PORT."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(text())
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_panels_name_no_metric_that_is_not_there() -> None:
-    asked = {name for each in expressions() for name in re.findall(r"kvxfer_\w+", each)}
+    found = expressions(".*")
+    asked = {name for each in found for name in re.findall(r"kvxfer_\w+", each)}
+    assert all(f'{{__name__=~"(vllm:)?{name}"' in "".join(found) for name in asked)
     exported = set()
     for family in Metrics().registry.collect():
         suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"]}
@@ -117,22 +151,18 @@ class Run:
 
 
 @asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[tuple[str, Run]]:
-    """Serve the metrics of a run; give their HOST:PORT."""
+async def running(folder: Path) -> AsyncIterator[tuple[list[str], Run]]:
+    """Serve the metrics of a run, by their own names and by those of vLLM; give each HOST:PORT."""
     metrics = Metrics()
-    server, thread = start_http_server(0, "127.0.0.1", registry=metrics.registry)
+    as_vllm = partial(as_of_vllm, metrics)
     lends = "nixl://?listen=127.0.0.1:0&transport=socket"
-    try:
+    with exporting(metrics.text) as address, exporting(as_vllm) as vllm:
         run = Run(metrics, folder)
         async with kvxfer.exchange(lends, caches()[0], namespace=MODEL, observers=[metrics]):
             try:
-                yield f"127.0.0.1:{server.server_port}", run
+                yield [address, vllm], run
             finally:
                 await run.aclose()
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 async def without_data(prometheus: Prometheus, wanted: list[str]) -> list[str]:
@@ -146,17 +176,17 @@ async def without_data(prometheus: Prometheus, wanted: list[str]) -> list[str]:
 async def test_every_expression_gives_data_about_a_real_run(tmp_path: Path) -> None:
     for name in ("files", "prometheus"):
         (tmp_path / name).mkdir()
-    left = expressions()
     async with AsyncExitStack() as stack:
         options = "--capacity", "1MiB", "--metrics", "127.0.0.1:0", "--transport", "socket"
         peer = await asyncio.to_thread(stack.enter_context, peers.serving(*options))
         found = re.search(r"metrics at http://(\S+)/metrics", "".join(peer.said))
         assert found is not None
-        address, run = await stack.enter_async_context(running(tmp_path / "files"))
-        scraped = scraping([found[1], address], tmp_path / "prometheus")
+        addresses, run = await stack.enter_async_context(running(tmp_path / "files"))
+        scraped = scraping([found[1], *addresses], tmp_path / "prometheus")
         prometheus = await asyncio.to_thread(stack.enter_context, scraped)
         reading = NixlConfig(address=str(peer.endpoint), transport="socket")
         backend = await stack.enter_async_context(peers.connected(reading))
+        left = [each for address in addresses for each in expressions(address)]
         deadline = time.monotonic() + LIMIT_S
         for number in itertools.count(1):
             await run.go_on(number)
@@ -170,11 +200,11 @@ async def test_every_expression_gives_data_about_a_real_run(tmp_path: Path) -> N
             name: await asyncio.to_thread(prometheus.values, served.format(name))
             for name in ("store_bytes_total", "stored_blocks", "peers_connected")
         }
-        variable = {"match[]": "kvxfer_capacity_bytes"}
+        variable = {"match[]": '{__name__=~"(vllm:)?kvxfer_capacity_bytes"}'}
         path = "label/instance/values"
         instances = await asyncio.to_thread(partial(prometheus.get, path, **variable))
-    assert not left
-    assert sorted(instances) == sorted([found[1], address])
+    assert not left, len(left)
+    assert sorted(instances) == sorted([found[1], *addresses])
     assert numbers == {
         "store_bytes_total": [peers.NUM_BLOCKS * peers.BLOCK_BYTES],
         "stored_blocks": [peers.NUM_BLOCKS],

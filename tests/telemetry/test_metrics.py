@@ -8,11 +8,18 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvxfer.connect import open_backend
-from kvxfer.storage.backend import Backend
+from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observed_backend import observed
-from kvxfer.storage.observer import ENGINE, Reports
-from kvxfer.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, Metrics
+from kvxfer.storage.observer import ENGINE, Moved, Reports
+from kvxfer.telemetry.metrics import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    PREFIX,
+    WORST_FIRST,
+    Metrics,
+)
 from kvxfer.testing import (
     BlockMemory,
     FaultRates,
@@ -58,15 +65,47 @@ async def test_blocks_bytes_and_seconds_are_counted_by_tier_cause_and_outcome(
     request, promotion, back = ({"cause": c} for c in ("request", "promotion", "write_back"))
     done = {"outcome": "done"}
     assert value(metrics, "store_blocks_total", **host, **request, **done) == 1
-    assert value(metrics, "store_bytes_total", **below, **back) == 4096
-    assert value(metrics, "store_seconds_count", **below, **back) == 1
+    assert value(metrics, "store_bytes_total", **below, **back, **done) == 4096
+    assert value(metrics, "store_seconds_count", **below, **back, **done) == 1
     assert value(metrics, "load_blocks_total", **below, **promotion, **done) == 1
     assert value(metrics, "load_blocks_total", **host, **request, **done) == 2
-    assert value(metrics, "load_blocks_total", **host, **request, outcome="missing") == 1
+    missing = {"outcome": "missing"}
+    assert value(metrics, "load_blocks_total", **host, **request, **missing) == 1
+    assert value(metrics, "load_bytes_total", **host, **request, **done) == 2 * 4096
+    assert value(metrics, "load_bytes_total", **host, **request, **missing) == 4096
+    assert value(metrics, "load_seconds_count", **host, **request, **missing) == 1
+    assert value(metrics, "load_seconds_count", **host, **request, **done) == 0
     assert value(metrics, "lookup_blocks_total", **host, outcome="hit") == 1
     assert value(metrics, "lookup_blocks_total", **below, outcome="hit") == 1
     assert value(metrics, "lookup_blocks_total", tier="none", outcome="miss") == 1
-    assert value(metrics, "lookup_seconds_count", tier=ENGINE) == 1
+    assert value(metrics, "lookup_bytes_total", **host, outcome="hit") == 4096
+    assert value(metrics, "lookup_bytes_total", **below, outcome="hit") == 4096
+    assert value(metrics, "lookup_bytes_total", tier="none", outcome="miss") == 4096
+    assert value(metrics, "lookup_seconds_count", tier=ENGINE, outcome="miss") == 1
+
+
+@pytest.mark.asyncio
+async def test_one_backend_without_tiers_counts_the_bytes_of_lookups(memory: BlockMemory) -> None:
+    metrics = Metrics()
+    async with open_backend(
+        "host://?capacity=1MiB", memory.namespace(), observers=[metrics]
+    ) as backend:
+        await backend.store(KEYS[:1], memory.describe(0, [0]))
+        await backend.lookup(KEYS[:3])
+    assert value(metrics, "lookup_bytes_total", tier="host", outcome="hit") == 4096
+    assert value(metrics, "lookup_bytes_total", tier="none", outcome="miss") == 2 * 4096
+
+
+def test_the_time_of_a_batch_has_the_outcome_of_its_worst_block() -> None:
+    metrics = Metrics()
+    statuses = [Status.DONE, Status.MISSING, Status.FAILED]
+    for number in range(1, 4):
+        outcomes = [Outcome(status) for status in statuses[:number]]
+        metrics.note(Moved("file", Operation.LOAD, KEYS[:number], outcomes, {}, 0.1))
+    where = {"tier": "file", "cause": "request"}
+    for status in statuses:
+        assert value(metrics, "load_seconds_count", **where, outcome=status.value) == 1
+    assert set(WORST_FIRST) == set(Status)
 
 
 @pytest.mark.asyncio
@@ -97,6 +136,7 @@ async def test_deadlines_are_counted_by_tier_and_call(memory: BlockMemory) -> No
         await engine.store(KEYS[:1], [[0]], timeout_s=0.0)
         lower.release()
     assert value(metrics, "deadline_misses_total", tier="faulty", operation="lookup") == 1
+    assert value(metrics, "lookup_seconds_count", tier="faulty", outcome="timed_out") == 1
     assert value(metrics, "deadline_misses_total", tier=ENGINE, operation="store") == 1
     assert value(metrics, "batch_seconds_count", operation="store") == 1
     assert value(metrics, "queue_wait_seconds_count", operation="store") == 1

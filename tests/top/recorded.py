@@ -56,14 +56,24 @@ def watched() -> Metrics:
 def work(metrics: Metrics) -> None:
     """Count one lookup, one store to host memory, one promotion from files, and what follows."""
     metrics.note(LookedUp(KEYS, [*["host"] * 5, *["file"] * 2, *[""] * 3], 0.0003))
-    metrics.note(Moved("host", Operation.STORE, KEYS, DONE * 10, 10 << 20, 0.00390625))
+    metrics.note(
+        Moved("host", Operation.STORE, KEYS, DONE * 10, {Status.DONE: 10 << 20}, 0.00390625)
+    )
     metrics.note(Removed("host", KEYS[:4], Removal.EVICTED))
     promotion = [*DONE * 8, Outcome(Status.CORRUPT), Outcome(Status.TIMED_OUT)]
     metrics.note(
-        Moved("file", Operation.LOAD, KEYS, promotion, 8 << 20, 0.03125, cause=Cause.PROMOTION)
+        Moved(
+            "file",
+            Operation.LOAD,
+            KEYS,
+            promotion,
+            {Status.DONE: 8 << 20},
+            0.03125,
+            cause=Cause.PROMOTION,
+        )
     )
     failed = [Outcome(Status.FAILED)] * 10
-    metrics.note(Moved("file", Operation.STORE, KEYS, failed, 0, 0.015625, cause=Cause.WRITE_BACK))
+    metrics.note(Moved("file", Operation.STORE, KEYS, failed, {}, 0.015625, cause=Cause.WRITE_BACK))
     metrics.note(Removed("file", KEYS[:1], Removal.CORRUPT))
     metrics.note(Late("file", Operation.LOOKUP, KEYS))
     metrics.note(Late(ENGINE, Operation.LOAD, KEYS[:1]))

@@ -58,6 +58,7 @@ class LowerTier:
         backend: Backend that stores the rows; closed with the tier.
         mappings: Page mapping of each group, by which rows are portable pages; by default rows are
             stored unchanged.
+        chunk_sizes: Bytes that the backend has under a key of each of its groups, for metrics.
         timeouts: Deadlines of the backend.
         emit_events: Whether to keep events for `take_events`.
         observers: Told what happens to rows, under the keys that are used here.
@@ -77,6 +78,7 @@ class LowerTier:
         backend: Backend,
         *,
         mappings: Sequence[PageMapping] = (),
+        chunk_sizes: Sequence[int] = (),
         timeouts: LowerTierTimeouts | None = None,
         emit_events: bool = False,
         observers: Sequence[Observer] = (),
@@ -91,7 +93,8 @@ class LowerTier:
         self._events = TierEvents() if emit_events else None
         self._reports = Reports(observers, self.name)
         renamed = [RenamedKeys(observers, self._keys_of)] if len(observers) else []
-        reports = Reports([*renamed, *([self._events] if self._events else [])], self.name)
+        told = [*renamed, *([self._events] if self._events else [])]
+        reports = Reports(told, self.name, chunk_sizes=chunk_sizes)
         if renamed:
             backend = observe(backend, reports)
         elif reports and isinstance(backend, Observable):

@@ -109,7 +109,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
         self._recorder = recorder
         self._reports = Reports(observers, metrics.HOST)
-        self._answers = RequestAnswers(self._reports)
+        self._answers = RequestAnswers(self._reports, count=self._count_lookup)
         self._reports.watch(self._gauges)
 
     def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:
@@ -289,7 +289,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._counters.add(metrics.CORRUPT)
             self._counters.add(metrics.DROPPED)
         logger.warning("dropped chunk %s: %s", key.hex(), outcome)
-        self._reports.moved(Operation.LOAD, [key], [outcome], 0, time.perf_counter())
+        self._reports.moved(Operation.LOAD, [key], [outcome], [], time.perf_counter())
         if outcome.status is Status.CORRUPT:
             self._reports.removed([key], Removal.CORRUPT)
         for held in self._held.values():
@@ -298,6 +298,9 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._index.quarantine(key)
         self._index.unpin([key])
         self._emit([key], removed=True)
+
+    def _count_lookup(self, tier: str, number: int) -> None:
+        self._counters.add(metrics.looked_up(tier), number)
 
     def _note_stored(self, keys: Sequence[BlockKey]) -> None:
         self._counters.add(metrics.STORED, len(keys))
@@ -318,7 +321,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._events.append(event)
 
     def _tell_failed_stores(self, keys: Sequence[BlockKey], outcome: Outcome) -> None:
-        self._reports.moved(Operation.STORE, keys, [outcome] * len(keys), 0, time.perf_counter())
+        self._reports.moved(Operation.STORE, keys, [outcome] * len(keys), [], time.perf_counter())
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return self._index.gauges(self._pool.shape.slot_size_bytes)

@@ -17,7 +17,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
 from kvxfer.storage.backend import Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observer import Cause, Removal
-from kvxfer.telemetry.metrics import COUNTERS, GAUGES
+from kvxfer.telemetry.metrics import COUNTERS, GAUGES, NO_TIER
 
 PREFIX = "vllm:kvxfer_"
 SHOWN_COUNTERS = (
@@ -25,6 +25,8 @@ SHOWN_COUNTERS = (
     "store_bytes",
     "load_blocks",
     "load_bytes",
+    "lookup_blocks",
+    "lookup_bytes",
     "removed_blocks",
     "not_loaded_blocks",
     "not_written_back_blocks",
@@ -82,6 +84,11 @@ def loaded(tier: str, cause: Cause, status: Status) -> Count:
     return Count("load_blocks", (tier, cause.value, status.value))
 
 
+def looked_up(tier: str) -> Count:
+    """Name the count of chunks looked up, by the tier that gave them, empty for a miss."""
+    return Count("lookup_blocks", (tier or NO_TIER, "hit" if tier else "miss"))
+
+
 def removed(reason: Removal) -> Count:
     """Name the count of chunks that are no longer in host memory."""
     return Count("removed_blocks", (HOST, reason.value))
@@ -137,9 +144,8 @@ class Counters:
         for (name, labels), number in self._counts.items():
             values = (self._lower if labels[0] == LOWER else labels[0], *labels[1:])
             stats.increase_counter(PREFIX + name, number, values)
-            if values[-1] == Status.DONE.value:
-                num_bytes = number * self._chunk_bytes
-                name_of_bytes = PREFIX + name.replace("_blocks", "_bytes")
-                stats.increase_counter(name_of_bytes, num_bytes, values[:-1])
+            name_of_bytes = name.replace("_blocks", "_bytes")
+            if name_of_bytes in COUNTERS and name_of_bytes != name:
+                stats.increase_counter(PREFIX + name_of_bytes, number * self._chunk_bytes, values)
         self._counts.clear()
         return stats

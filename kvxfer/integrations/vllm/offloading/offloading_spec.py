@@ -185,6 +185,7 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
             len(namespace.groups),
             backend,
             mappings=mappings,
+            chunk_sizes=namespace.chunk_sizes,
             emit_events=self.kv_events_config.enable_kv_cache_events,
             observers=[
                 *environment_observers(namespace, engine=self._name),

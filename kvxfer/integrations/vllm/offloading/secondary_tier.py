@@ -102,6 +102,7 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
             rows,
             len(namespace.groups),
             backend,
+            chunk_sizes=namespace.chunk_sizes,
             emit_events=emit_events,
             observers=observers,
         )

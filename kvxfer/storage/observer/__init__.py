@@ -1,0 +1,53 @@
+"""Observers: whoever wants to know what happens to blocks, and what they are told."""
+
+from kvxfer.storage.observer.events import (
+    ENGINE,
+    LENT,
+    Added,
+    Asked,
+    Cause,
+    Ended,
+    Event,
+    Late,
+    LookedUp,
+    Moved,
+    NotLoaded,
+    NotWrittenBack,
+    Operation,
+    Removal,
+    Removed,
+    Requested,
+    Skipped,
+)
+from kvxfer.storage.observer.reports import (
+    AskGauges,
+    Observable,
+    Observer,
+    Reports,
+    count_bytes,
+)
+
+__all__ = [
+    "ENGINE",
+    "LENT",
+    "Added",
+    "AskGauges",
+    "Asked",
+    "Cause",
+    "Ended",
+    "Event",
+    "Late",
+    "LookedUp",
+    "Moved",
+    "NotLoaded",
+    "NotWrittenBack",
+    "Observable",
+    "Observer",
+    "Operation",
+    "Removal",
+    "Removed",
+    "Reports",
+    "Requested",
+    "Skipped",
+    "count_bytes",
+]

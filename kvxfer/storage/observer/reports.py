@@ -1,0 +1,221 @@
+"""Observer: whoever wants to know what happens to blocks - metrics, events, journals, spans."""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
+from weakref import WeakMethod
+
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.gauge import Gauge
+from kvxfer.storage.keys import BlockKey, group_of
+from kvxfer.storage.observer.events import (
+    ENGINE,
+    Added,
+    Cause,
+    Event,
+    Late,
+    LookedUp,
+    Moved,
+    NotWrittenBack,
+    Operation,
+    Removal,
+    Removed,
+    Skipped,
+)
+
+logger = logging.getLogger(__name__)
+
+
+AskGauges: TypeAlias = Callable[[], Mapping[Gauge, float]]
+"""Returns the present values; called on any thread, never blocks, and works on a closed tier."""
+
+
+class Observer(ABC):
+    """Observer of what happens to blocks. Gets whole batches, and never one call for each block.
+
+    Events of one tier's `Added` and `Removed` come in the order in which its index changed, so that
+    an index that is rebuilt from them is right. That takes locks: implementors must return at once,
+    be thread-safe, and never call the backend or the engine that they observe. What they raise is
+    logged once, and the observer gets no further event.
+    """
+
+    @abstractmethod
+    def note(self, event: Event) -> None:
+        """Note an event; its sequences must not be changed, and may be kept."""
+
+    def watch(self, tier: str, ask: AskGauges) -> None:  # noqa: B027 - events are enough for most
+        """Take a function that tells the state of a tier; there may be several of one tier.
+
+        Args:
+            tier: Name of the tier, or `ENGINE`.
+            ask: Gives the present values. Those of several functions of one tier add up.
+        """
+
+
+class Reports:
+    """Reports to all observers; of one tier, so that whoever reports need not know its name.
+
+    Without observers it is false, and every method returns at once.
+
+    Args:
+        observers: The observers.
+        tier: Name of the tier.
+        chunk_sizes: Bytes of a chunk of each group, for the bytes that are looked up.
+    """
+
+    def __init__(
+        self,
+        observers: Sequence[Observer] = (),
+        tier: str = ENGINE,
+        *,
+        chunk_sizes: Sequence[int] = (),
+    ) -> None:
+        self._observers = list(observers)  # one object, which all that `of` makes share
+        self.tier = tier
+        self._chunk_sizes = chunk_sizes
+
+    def __bool__(self) -> bool:
+        return bool(self._observers)
+
+    def of(self, tier: str, *, chunk_sizes: Sequence[int] = ()) -> "Reports":
+        """Make the reports of a tier to the same observers."""
+        reports = Reports(tier=tier, chunk_sizes=chunk_sizes or self._chunk_sizes)
+        reports._observers = self._observers
+        return reports
+
+    def tell(self, event: Event) -> None:
+        """Tell an event to every observer; one that raises is logged and left out from then on."""
+        for observer in list(self._observers):
+            try:
+                observer.note(event)
+            except Exception as exc:  # noqa: BLE001 - logged
+                self._leave_out(observer, exc)
+
+    def watch(self, ask: AskGauges) -> None:
+        """Give every observer a method that tells the state of this tier.
+
+        Args:
+            ask: Method of an object, which is not kept alive by it.
+        """
+        method = WeakMethod(ask)
+
+        def ask_if_alive() -> Mapping[Gauge, float]:
+            alive = method()
+            return {} if alive is None else alive()
+
+        for observer in list(self._observers):
+            try:
+                observer.watch(self.tier, ask_if_alive)
+            except Exception as exc:  # noqa: BLE001 - logged
+                self._leave_out(observer, exc)
+
+    def added(self, keys: Sequence[BlockKey]) -> None:
+        """Tell that blocks can be found from now on."""
+        if self and keys:
+            self.tell(Added(self.tier, keys))
+
+    def removed(self, keys: Sequence[BlockKey], reason: Removal, *, namespace: str = "") -> None:
+        """Tell that blocks are gone."""
+        if self and keys:
+            self.tell(Removed(self.tier, keys, reason, namespace))
+
+    def late(self, operation: Operation, keys: Sequence[BlockKey]) -> None:
+        """Tell that a call missed its deadline."""
+        if self and keys:
+            self.tell(Late(self.tier, operation, keys))
+
+    def skipped(self, operation: Operation, keys: Sequence[BlockKey]) -> None:
+        """Tell that a tier was not called, since it is suspended."""
+        if self and keys:
+            self.tell(Skipped(self.tier, operation, keys))
+
+    def not_written_back(self, keys: Sequence[BlockKey]) -> None:
+        """Tell that blocks are not copied to this tier."""
+        if self and keys:
+            self.tell(NotWrittenBack(self.tier, keys))
+
+    def looked_up(self, keys: Sequence[BlockKey], tiers: Sequence[str], began: float) -> None:
+        """Tell what an engine looked up, and which tier gave it; arguments as of `LookedUp`."""
+        bytes_of: dict[str, int] = defaultdict(int)
+        for key, tier in zip(keys, tiers, strict=True):
+            group = group_of(key)
+            bytes_of[tier] += self._chunk_sizes[group] if group < len(self._chunk_sizes) else 0
+        self.tell(LookedUp(keys, tiers, time.perf_counter() - began, bytes_of))
+
+    def moved(
+        self,
+        operation: Operation,
+        keys: Sequence[BlockKey],
+        outcomes: Sequence[Outcome],
+        sizes: Sequence[int],
+        began: float,
+        *,
+        cause: Cause = Cause.REQUEST,
+    ) -> None:
+        """Tell that a batch was moved, or not.
+
+        Args:
+            operation: `STORE` or `LOAD`.
+            keys: Keys of the batch.
+            outcomes: One per key.
+            sizes: Bytes of each block; none where they are not known.
+            began: When it began, on the clock of `time.perf_counter`.
+            cause: Why it was moved.
+        """
+        if self:
+            seconds, bytes_of = time.perf_counter() - began, count_bytes(outcomes, sizes)
+            self.tell(Moved(self.tier, operation, keys, outcomes, bytes_of, seconds, cause))
+
+    async def move(
+        self,
+        operation: Operation,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        call: Awaitable[Sequence[Outcome]],
+        *,
+        cause: Cause = Cause.REQUEST,
+    ) -> list[Outcome]:
+        """Await a store or a load, and tell how it ended, also when it raised or was cancelled."""
+        if not self:
+            return list(await call)
+        began, sizes = time.perf_counter(), blocks.block_sizes.tolist()
+        try:
+            outcomes = list(await call)
+        except BaseException as exc:
+            cancelled = isinstance(exc, asyncio.CancelledError)
+            ended = Outcome(Status.CANCELLED if cancelled else Status.FAILED, reason=repr(exc))
+            self.moved(operation, keys, [ended] * len(keys), sizes, began, cause=cause)
+            raise
+        if len(outcomes) == len(keys):  # else whoever called takes them all for failed
+            self.moved(operation, keys, outcomes, sizes, began, cause=cause)
+        return outcomes
+
+    def _leave_out(self, observer: Observer, exc: Exception) -> None:
+        text = "%s failed, and is told nothing from now on"
+        logger.warning(text, type(observer).__name__, exc_info=exc)
+        self._observers[:] = [each for each in self._observers if each is not observer]
+
+
+@runtime_checkable
+class Observable(Protocol):
+    """Backend that can tell what only it knows: which blocks come and go, and its state."""
+
+    def observe(self, reports: Reports) -> None:
+        """Tell these reports; before the first other call, and once."""
+
+
+def count_bytes(outcomes: Sequence[Outcome], sizes: Sequence[int]) -> Mapping[Status, int]:
+    """Add up the bytes of the blocks of each status; nothing where sizes are not known."""
+    if not sizes:
+        return {}
+    if list(outcomes).count(outcomes[0]) == len(outcomes):  # as it mostly is
+        return {outcomes[0].status: sum(sizes)}
+    bytes_of: dict[Status, int] = defaultdict(int)
+    for outcome, num_bytes in zip(outcomes, sizes, strict=True):
+        bytes_of[outcome.status] += num_bytes
+    return bytes_of
