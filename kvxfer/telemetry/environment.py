@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvxfer.telemetry.metrics import Metrics
 
 VARIABLE = "KVXFER_METRICS"
+EXPORTERS_VARIABLE = "OTEL_TRACES_EXPORTER"
+ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 MAX_PROCESSES = 64
 """Ports that processes with the same endpoint share out among them."""
@@ -28,7 +30,9 @@ _opening = threading.Lock()
 
 
 def environment_observers(namespace: Namespace, *, engine: str = "") -> list[Observer]:
-    """Make the observers that the environment asks for: by `KVXFER_JOURNAL` and `KVXFER_METRICS`.
+    """Make the observers that the environment asks for: a journal, metrics, spans.
+
+    Variables are `KVXFER_JOURNAL`, `KVXFER_METRICS`, and those of `span_observers`.
 
     `KVXFER_METRICS=host:port` shows the metrics of this process there. Of several processes, as of
     an engine's workers, each takes the next port that is free.
@@ -42,7 +46,36 @@ def environment_observers(namespace: Namespace, *, engine: str = "") -> list[Obs
         MissingExtraError: prometheus_client is not installed.
         BackendUnavailableError: No port is free, or the address is not one of this machine.
     """
-    return [*journal_observers(namespace, engine=engine), *_metrics_of_process()]
+    return [
+        *journal_observers(namespace, engine=engine),
+        *_metrics_of_process(),
+        *span_observers(),
+    ]
+
+
+def span_observers() -> list[Observer]:
+    """Make the observer for spans, where OpenTelemetry's own variables ask for spans.
+
+    `OTEL_TRACES_EXPORTER` names exporters, and `OTEL_EXPORTER_OTLP_ENDPOINT` or
+    `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` alone ask for that named `otlp`. Spans go where those of
+    the program go, if it has a tracer provider, else to these exporters. Where OpenTelemetry is
+    not installed there are none.
+
+    Source: https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/
+    """
+    names = [each.strip() for each in os.environ.get(EXPORTERS_VARIABLE, "").split(",")]
+    exporters = [each for each in names if each and each != "none"]
+    if names == [""] and any(os.environ.get(each) for each in ENDPOINT_VARIABLES):
+        exporters = ["otlp"]
+    if not exporters or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return []
+    try:
+        from kvxfer.telemetry.spans import Spans, provider_of_process
+    except ImportError as exc:
+        logger.info("no spans: OpenTelemetry is not installed: %s", exc)
+        return []
+    with _opening:
+        return [Spans(provider_of_process(tuple(exporters)))]
 
 
 def _metrics_of_process() -> list["Metrics"]:

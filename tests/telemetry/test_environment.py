@@ -1,21 +1,45 @@
 """Metrics that an environment variable shows: of each process, at a port of its own."""
 
+import asyncio
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from kvxfer.backends.nixl import NixlConfig
 from kvxfer.connect import open_backend
-from kvxfer.endpoint import free_ports
+from kvxfer.endpoint import Endpoint, free_ports
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.telemetry import environment
+from tests.cli import peers
 
 NAMESPACE = Namespace(model="model", groups=(GroupIdentity(page_sizes_bytes=(64,)),))
 TIMEOUT_S = 30.0
+
+STORING = """
+import asyncio, logging, sys
+from kvxfer.connect import open_backend
+from kvxfer.storage.keys import make_block_key
+from kvxfer.testing import BlockMemory
+logging.basicConfig(level=logging.INFO)
+memory = BlockMemory([[64]], num_blocks=2)
+
+async def main():
+    async with open_backend("host://?capacity=1MiB", memory.namespace()) as backend:
+        (outcome,) = await backend.store([make_block_key(b"a", 0)], memory.describe(0, [0]))
+        assert outcome.done
+        assert await backend.lookup([make_block_key(b"a", 0)]) == [True]
+
+asyncio.run(main())
+print("stored", "opentelemetry" in sys.modules)
+"""
 
 ENGINE = """
 import asyncio, sys
@@ -100,3 +124,99 @@ def test_that_no_port_is_free_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(BackendUnavailableError, match=f"no port from 127.0.0.1:{first} to {first}"),
     ):
         open_backend("host://?capacity=1MiB", NAMESPACE)
+
+
+def store(**variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run a process that stores a block, with these variables."""
+    paths = ":".join([variables.pop("FIRST", ""), *sys.path]).lstrip(":")
+    return subprocess.run(
+        [sys.executable, "-c", STORING],
+        env={"PYTHONPATH": paths, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def hide_opentelemetry(folder: Path) -> str:
+    """Make a folder that, in front of all others, hides OpenTelemetry; return its path."""
+    (folder / "opentelemetry.py").write_text("raise ImportError('no OpenTelemetry here')\n")
+    return str(folder)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_spans_go_to_the_exporters_that_opentelemetrys_variables_name() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    said = store(OTEL_TRACES_EXPORTER="console")
+    assert '"name": "kvxfer.store host"' in said.stdout
+    assert '"name": "kvxfer.lookup"' in said.stdout
+    unknown = store(OTEL_TRACES_EXPORTER="nowhere")
+    assert "spans do not go to 'nowhere': pip install opentelemetry-exporter-nowhere" in (
+        unknown.stderr
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_peer_makes_spans_of_what_its_tiers_store() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OTEL_TRACES_EXPORTER", "console")
+        patched.setenv("PYTHONUNBUFFERED", "1")
+        with (
+            tempfile.TemporaryFile("w+") as printed,
+            patched.context() as redirected,
+        ):
+            popen = partial(subprocess.Popen, stdout=printed)
+            redirected.setattr(peers.subprocess, "Popen", popen)  # type: ignore[attr-defined]
+            with peers.serving("--capacity", "1MiB", "--transport", "socket") as peer:
+                patched.delenv("OTEL_TRACES_EXPORTER")
+                asyncio.run(store_at(peer.endpoint))
+                assert peer.end() == 0
+            printed.seek(0)
+            assert '"name": "kvxfer.store host"' in printed.read()
+
+
+async def store_at(endpoint: Endpoint) -> None:
+    config = NixlConfig(address=str(endpoint), transport="socket")
+    async with peers.connected(config) as backend:
+        assert all(outcome.done for outcome in await peers.store(backend))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_nothing_needs_opentelemetry(tmp_path: Path) -> None:
+    first = hide_opentelemetry(tmp_path)
+    assert "stored False" in store(FIRST=first).stdout
+    asked = store(FIRST=first, OTEL_TRACES_EXPORTER="console")
+    assert "stored False" in asked.stdout
+    assert "no spans: OpenTelemetry is not installed" in asked.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "number"),
+    [
+        ({}, 0),
+        ({"OTEL_TRACES_EXPORTER": "none"}, 0),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4317"}, 0),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, 1),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1"}, 1),
+        ({"OTEL_TRACES_EXPORTER": "console"}, 1),
+        ({"OTEL_TRACES_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"}, 0),
+    ],
+    ids=repr,
+)
+def test_spans_are_off_unless_they_are_asked_for(
+    variables: dict[str, str], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans = pytest.importorskip("kvxfer.telemetry.spans")
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(spans, "provider_of_process", asked.append)
+    for name in (environment.EXPORTERS_VARIABLE, *environment.ENDPOINT_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert len(environment.span_observers()) == number
+    wanted = "console" if "OTEL_TRACES_EXPORTER" in variables else "otlp"
+    assert asked == [(wanted,)] * number
