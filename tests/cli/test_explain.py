@@ -138,7 +138,7 @@ def test_a_peer_and_an_engine_that_asks_it_write_to_one_folder(
 def test_what_the_journal_lost_and_when_it_begins_are_said(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvxfer.telemetry.journal.MAX_WAITING", 3)
+    monkeypatch.setattr("kvxfer.telemetry.journal.MAX_WAITING_KEYS", 3)
     monkeypatch.setattr("kvxfer.telemetry.journal.WRITE_S", 60.0)
 
     def note(observer: JournalObserver) -> None:
