@@ -15,6 +15,8 @@ MIN_TEXT_PIXELS = 7
 LOOK = (Path(__file__).parent / "look.js").read_text() % MIN_TEXT_PIXELS
 FAULTS = ("too_wide", "cut_off", "broken_names", "no_picture", "small_pictures")
 NUM_RESULTS = 3
+# Pages whose names are typed are the first result.
+FIRST = {"explain", "top", "events", "host pool", "retention", "kvxfer replay", "doctor"}
 # Words that a reader types, and the pages of which one is meant.
 SEARCHES = {
     "PYTHONHASHSEED": {"doctor/"},
@@ -41,6 +43,21 @@ SEARCHES = {
     "mooncake": {"mooncake/"},
     "kubernetes": {"fleets/"},
     "tenants": {"fleets/"},
+    "doctor": {"doctor/"},
+    "explain": {"explain/"},
+    "why a request missed": {"explain/"},
+    "top": {"top/"},
+    "events": {"events/"},
+    "host pool": {"host-pool/"},
+    "shared memory": {"host-pool/"},
+    "retention": {"retention/"},
+    "time to live": {"retention/"},
+    "planner": {"replay/"},
+    "compare": {"beside/"},
+    "kvxfer replay": {"replay/"},
+    "kvxfer serve": {"peers/"},
+    "kvxfer proxy": {"prefill-decode/"},
+    "kvxfer gc": {"cli/"},
 }
 # Types into the search, waits for what it says of the words, and returns the pages of the results.
 FIND = """(async () => {
@@ -164,5 +181,7 @@ def test_the_search_finds_the_page_that_is_meant(browser: Browser) -> None:
         for words, links in found.items()
     }
     assert [
-        (words, pages[words]) for words, meant in SEARCHES.items() if not meant & {*pages[words]}
+        (words, pages[words])
+        for words, meant in SEARCHES.items()
+        if not meant & {*pages[words][: 1 if words in FIRST else NUM_RESULTS]}
     ] == []
