@@ -4,8 +4,10 @@ import asyncio
 import functools
 import itertools
 import os
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,13 @@ from kvxfer.backends.object import S3Backend, S3Config
 from kvxfer.bench.object_servers import BUCKET, CREDENTIALS, REGION, ObjectServer, seaweedfs
 from kvxfer.bench.report import BenchRow, compare, time_in_turn
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = 2 * MIB
 SMALL_BYTES = tuple(size * KIB for size in (32, 256))
+SEALED_BYTES = (BLOCK_BYTES, 64 * KIB)
 AS_CLIENT = 0.9
 """Goal of the ratio to the plain client, which hashes nothing."""
 
@@ -29,14 +33,19 @@ LOADS_PER_STORE = 4
 """Rounds of loads for one of stores, which take ten times as long."""
 
 VOLUME_MIB = 1024
+MAX_OTHER_REQUESTS = 8
+"""Requests of the first store that are not those of blocks."""
+
 TIMEOUT_S = 60.0
+_places = itertools.count()
 
 
 def run(*, quick: bool, num_bytes: int = 0) -> list[BenchRow]:
     """Measure stores and loads of batches, on SeaweedFS in a process beside this one.
 
     Baselines: the plain client, obstore, with as many requests at a time; for smaller blocks, one
-    in an object, the same bytes in blocks of 2 MiB; for a part of a chunk, a range of obstore.
+    in an object, the same bytes in blocks of 2 MiB; for a part of a chunk, a range of obstore; for
+    sealed blocks, the same blocks with a checksum.
 
     Args:
         quick: Fewer rounds, less memory.
@@ -52,7 +61,11 @@ def run(*, quick: bool, num_bytes: int = 0) -> list[BenchRow]:
         measure = functools.partial(_Measured, server, runner, min(num_bytes, 16 * MIB))
         for block_bytes in SMALL_BYTES:
             rows += _against_large_blocks(measure, block_bytes, rounds)
-        return [*rows, _part_of_chunk(measure, rounds)]
+        rows.append(_part_of_chunk(measure, rounds))
+        with _secret_file() as secret_file:
+            for block_bytes in SEALED_BYTES:
+                rows += _sealed(measure, block_bytes, secret_file, rounds)
+        return rows
 
 
 class _Measured:
@@ -66,9 +79,11 @@ class _Measured:
         block_bytes: int,
         *,
         blocks_per_chunk: int = 1,
+        secret_file: str = "",
     ) -> None:
         self._runner = runner
         self._block_bytes = block_bytes
+        self._place = f"batch-{next(_places)}"  # of its own: what is there is not stored again
         self._numbers = itertools.count()
         self.num_blocks = num_bytes // block_bytes
         self._memory = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
@@ -78,7 +93,9 @@ class _Measured:
         namespace = Namespace(model="bench", groups=(group,), blocks_per_chunk=blocks_per_chunk)
         config = S3Config(
             address=BUCKET,
-            path=f"kvxfer/{block_bytes}",
+            path=self._place,
+            integrity=Integrity.SEALED if secret_file else Integrity.FAST,
+            secret_file=secret_file,
             endpoint=server.endpoint,
             region=REGION,
             timeout_s=TIMEOUT_S,
@@ -89,7 +106,11 @@ class _Measured:
     def store(self) -> None:
         """Store blocks that are not there yet."""
         self._keys = self._new_keys()
+        counts = self._backend.counts
+        requests = counts.requests
         self._move(self._backend.store, self._keys, _describe(self._memory, self._block_bytes))
+        if counts.requests - requests > self.num_blocks + MAX_OTHER_REQUESTS:
+            raise RuntimeError("some blocks were there already")
 
     def load(self) -> None:
         """Load the blocks that were stored last."""
@@ -102,7 +123,7 @@ class _Measured:
 
     def put(self) -> None:
         """Store objects with the plain client."""
-        self._names = [f"plain/{key.hex()}" for key in self._new_keys()]
+        self._names = [f"{self._place}/plain/{key.hex()}" for key in self._new_keys()]
         rows = self._memory.reshape(self.num_blocks, self._block_bytes)
         self._each(lambda i: obstore.put_async(self._client, self._names[i], rows[i].data))
 
@@ -214,6 +235,22 @@ def _part_of_chunk(measure: Callable[..., _Measured], rounds: int) -> BenchRow:
     return _to_ms(case, loaded, got)
 
 
+def _sealed(
+    measure: Callable[..., _Measured], block_bytes: int, secret_file: str, rounds: int
+) -> list[BenchRow]:
+    sealed, fast = measure(block_bytes, secret_file=secret_file), measure(block_bytes)
+    stored, stored_fast = time_in_turn([sealed.store, fast.store], rounds=rounds)
+    loaded, loaded_fast = time_in_turn([sealed.load, fast.load], rounds=rounds)
+    sealed.require_same()
+    sealed.close()
+    fast.close()
+    size = f"{sealed.num_blocks} x {block_bytes // KIB} KiB"
+    return [
+        _to_ms(f"store {size}, sealed against fast", stored, stored_fast),
+        _to_ms(f"load {size}, sealed against fast", loaded, loaded_fast),
+    ]
+
+
 _to_ms = functools.partial(compare, unit="ms", scale=1e3)
 
 
@@ -224,6 +261,16 @@ def _describe(
     addresses = memory.ctypes.data + np.arange(num_blocks, dtype=np.uint64) * np.uint64(block_bytes)
     sizes = np.full(num_blocks, part_bytes or block_bytes)
     return Descriptors.of_pieces(addresses.astype(np.uint64), sizes, owners=(memory,))
+
+
+@contextmanager
+def _secret_file() -> Iterator[str]:
+    """Make a file with a secret."""
+    with tempfile.TemporaryDirectory(prefix="kvxfer-bench-") as folder:
+        path = Path(folder, "secret")
+        path.touch(0o600)
+        path.write_bytes(os.urandom(32))
+        yield str(path)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """`kvxfer bench s3`: its rows, with small batches on its own server."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -45,8 +46,17 @@ def test_rows_are_stores_and_loads_against_the_plain_client_and_larger_blocks(
         "load 1 x 2048 KiB, against the plain client",
     ]
     assert {row.goal for row in rows} == {">= 0.9", ""}
-    assert len(rows) == 3 + 2 * 4 + 1
+    assert len(rows) == 3 + 2 * 4 + 1 + 2 * 2
+    assert sum("sealed against fast" in row.case for row in rows) == 4
     assert all(row.value > 0 < row.baseline for row in rows)
+
+
+def test_blocks_that_are_there_already_are_no_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(s3, "_places", itertools.repeat("one for all"))
+    with pytest.raises(RuntimeError, match="were there already"):
+        s3.run(quick=True, num_bytes=16 * BLOCK_BYTES)
 
 
 def commands_naming(text: str) -> list[bytes]:
