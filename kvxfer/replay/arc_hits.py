@@ -231,8 +231,11 @@ class _Cache:
         while number:
             first, stop, stamp = entries[0]
             start = max(first, stop - MAX_RUN)
-            if stamps[start:stop].count(stamp) == stop - start:
+            num_there = stamps[start:stop].count(stamp)
+            if num_there == stop - start:
                 start = max(start, stop - number)
+            elif not num_there:
+                stop = start
             else:  # some have left
                 while stop > start and stamps[stop - 1] != stamp:
                     stop -= 1
@@ -241,12 +244,12 @@ class _Cache:
                 while start > least and stamps[start - 1] == stamp:
                     start -= 1
             if start < stop:
-                number -= stop - start
-                if target == NOWHERE:
-                    self._where[start:stop] = bytes(stop - start)
-                    self._stamps[start:stop] = [0] * (stop - start)
-                else:
-                    self._put(start, stop, target)
+                length = stop - start
+                number -= length
+                self._where[start:stop] = _FILLS[target] * length
+                if target != NOWHERE:  # they keep their stamp: their old run ends before them
+                    self._lists[target].append((start, stop, stamp))
+                    self._sizes[target] += length
             if start > first:
                 entries[0] = first, start, stamp
             else:

@@ -167,8 +167,12 @@ def plan_capacities(
     """
     rows = []
     for policy in policies:
-        hits = [curve.hits(each) for each in slots] if policy == "lru" else arc_hits(trace, slots)
-        for num_slots, capacity, num_hits in zip(slots, capacities, hits, strict=True):
+        hits = {each: curve.hits(each) for each in slots}
+        if policy == "arc":  # the same as LRU where nothing is evicted
+            evicting = [each for each in hits if each < trace.num_unique]
+            hits |= zip(evicting, arc_hits(trace, evicting), strict=True)
+        for num_slots, capacity in zip(slots, capacities, strict=True):
+            num_hits = hits[num_slots]
             rows.append(
                 CapacityRow(
                     policy=policy,

@@ -136,17 +136,19 @@ def test_capacities_are_planned_for_every_policy(chats: Trace) -> None:
         curve,
         Machine(bytes_per_token=1000),
         policies=["lru", "arc"],
-        slots=[100, 1000],
-        capacities=[None, 5],
+        slots=[100, 1000, chats.num_unique],
+        capacities=[None, 5, 6],
     )
     assert [(row.policy, row.num_slots, row.capacity_bytes) for row in rows] == [
         ("lru", 100, None),
         ("lru", 1000, 5),
+        ("lru", chats.num_unique, 6),
         ("arc", 100, None),
         ("arc", 1000, 5),
+        ("arc", chats.num_unique, 6),
     ]
-    assert [row.num_hits for row in rows[:2]] == [curve.hits(100), curve.hits(1000)]
-    for row in rows[2:]:
+    assert [row.num_hits for row in rows[:3]] == [curve.hits(row.num_slots) for row in rows[:3]]
+    for row in rows[3:]:
         plan = plan_tiers("host://?capacity=1GiB&eviction=arc", 5000)[0]
         same = type(plan)("host", "arc", row.num_slots)
         assert row.num_hits == simulate(chats, [same]).num_hits
