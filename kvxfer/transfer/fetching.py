@@ -343,9 +343,9 @@ async def _load_in_place(client: Client, batch: Sequence[tuple[_Part, _Rows, Des
 
 
 def _failed(parts: Sequence[_Part]) -> list[tuple[_Part, _Rows]]:
-    """List the blocks whose read failed: a connection that ended for another reason costs none.
+    """List the blocks whose read failed, which need not be the fault of their engine.
 
-    Reads that stall at one engine end the connections to all of them, see `Exchange.settle`.
+    Reads that stall at one engine end the connections to all others, see `Exchange.settle`.
     """
     has_failed = Status.FAILED
     failed = [np.array([each.status is has_failed for each in part.outcomes]) for part in parts]
