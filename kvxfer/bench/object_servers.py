@@ -84,6 +84,7 @@ class ObjectServer:
     def freeze(self) -> None:
         """Stop it as it is: connections stay open, and nobody answers."""
         os.killpg(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def thaw(self) -> None:
         """Let it go on."""

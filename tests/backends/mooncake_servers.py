@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import signal
 import socket
 import subprocess
@@ -45,6 +46,7 @@ class Process:
     def freeze(self) -> None:
         """Stop it as it is: connections stay open, and nobody answers."""
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def thaw(self) -> None:
         """Let it go on."""
