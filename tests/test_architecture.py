@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -23,6 +24,9 @@ FLOORS = (
     {"integrations", "proxy"},
     {"cli", "bench", "doctor", "explain", "replay", "top", "testing"},
     {"public", "kvxfer"},
+)
+TOP = set(
+    [".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "backends", "constraints.txt", "docs", "examples", "kvxfer", "mkdocs.yml", "pyproject.toml", "tests"]
 )
 MAX_LINES = 400
 FACES = ("kvxfer", "kvxfer.kvcache", "kvxfer.storage", "kvxfer.tiering", "kvxfer.transfer")
@@ -103,6 +107,12 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
                 rooms[".".join(ours[:depth])][ours[depth]].add(theirs[depth])
     for graph in rooms.values():
         TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_nothing_was_left_at_the_top() -> None:
+    tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    assert {name.partition("/")[0] for name in tracked.split("\0") if name} == TOP
 
 
 def test_no_file_is_too_long_to_read() -> None:
