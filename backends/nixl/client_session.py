@@ -51,6 +51,7 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
+from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.leases import LeaseDesk
 from kvxfer.storage.lending import (
     GENERATION_BYTES,
@@ -174,8 +175,8 @@ class ClientSession:
                 logger.info("%s", exc)
             finally:
                 self._lease.cancel()
-        finally:
-            await self._release_all()
+        finally:  # a server that ends cancels again what has not ended
+            await wait_despite_cancel(self._release_all())
 
     async def serve_data(self, attach: Attach, connection: DataConnection) -> None:
         """Serve a data connection that was admitted to this session, until it ends.

@@ -136,16 +136,13 @@ class Connection:
         greeting = await greet_as_client(
             channel, node.hello, secret=node.secret, reach=reach, timeout_s=timeout_s
         )
-        memory: RemoteMemory | None = None
-        try:
+        async with contextlib.AsyncExitStack() as unless_connected:
+            unless_connected.push_async_callback(channel.aclose)
             memory = await node.link(greeting)
+            unless_connected.push_async_callback(memory.aclose)
             connection = cls(node, endpoint, channel, greeting, memory, tls)
             await connection.begin()
-        except BaseException:
-            if memory is not None:
-                await memory.aclose()
-            await channel.aclose()
-            raise
+            unless_connected.pop_all()
         return connection
 
     async def begin(self) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from kvxfer.errors import DeviceLostError
@@ -89,15 +89,16 @@ def _one_each(name: str, outcomes: list[Outcome], num_keys: int) -> list[Outcome
     return outcomes
 
 
-async def wait_despite_cancel(future: "asyncio.Future[T]") -> T:
-    """Wait for the end of a future that must not be abandoned, however often cancelled.
+async def wait_despite_cancel(work: "Coroutine[Any, Any, T] | asyncio.Future[T]") -> T:
+    """Wait for the end of what must not be abandoned, however often cancelled.
 
     Returns:
-        The future's result.
+        Its result.
 
     Raises:
-        asyncio.CancelledError: The caller was cancelled; the future has ended all the same.
+        asyncio.CancelledError: The caller was cancelled; the work has ended all the same.
     """
+    future = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:

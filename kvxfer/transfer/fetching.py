@@ -20,6 +20,7 @@ from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import CacheDescription, PeerBlocks, match_caches
 from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation, Reports
 from kvxfer.storage.threads import Threads
@@ -161,7 +162,7 @@ class Fetcher:
                 raise PeerTimeoutError(str(endpoint), "a description", self._timeout_s) from exc
             logger.debug("a fetch from %s took longer than %g s", endpoint, self._timeout_s)
         finally:
-            await self._exchange.settle()  # before our blocks are used again
+            await wait_despite_cancel(self._exchange.settle())  # before our blocks are used again
             if waits_for is not None:  # who asked for the prompt releases its ticket
                 for worker in workers:
                     self._exchange.peer(worker).reconnect.leave(waits_for)

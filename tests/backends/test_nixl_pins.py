@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from kvxfer.backends.nixl.client_session import ClientSession
+from kvxfer.backends.nixl.wire import FrameChannel
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.test_nixl_quarantine import KEYS, Pair, open_pair
 
@@ -59,3 +60,30 @@ async def test_what_was_pinned_for_a_load_that_was_cancelled_meanwhile_is_let_go
         with pytest.raises(asyncio.CancelledError):
             await load
         await until_nothing_is_pinned(served(pair))
+
+
+async def test_what_is_pinned_is_let_go_however_often_the_end_of_the_session_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = asyncio.Event()  # such as the end of a connection to an engine that was stopped
+
+    async def aclose(self: FrameChannel) -> None:
+        await slow.wait()
+        await original(self)
+
+    original = FrameChannel.aclose
+    async with open_pair(release_within_s=3600.0) as pair:
+        [outcome] = await pair.client.load(KEYS[:1], pair.memory.describe(0, [8]))
+        assert outcome.done
+        peer, server = served(pair), pair.holder.server
+        assert peer.num_pins == 1
+        assert server is not None
+        monkeypatch.setattr(FrameChannel, "aclose", aclose)
+        server.close()
+        await asyncio.sleep(0.01)
+        closing = asyncio.create_task(server.wait_closed())  # cancels the session once more
+        await asyncio.sleep(0.01)
+        assert not closing.done()
+        slow.set()
+        await closing
+        assert peer.num_pins == 0

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from kvxfer.backends.nixl.agents import (
     SocketAgent,
 )
+from kvxfer.backends.nixl.agents.socket_lines import Line, Remote
+from kvxfer.backends.nixl.wire import Regions
 from kvxfer.errors import PeerClosedError
 
 LIMIT_S = 10.0
@@ -26,6 +29,12 @@ class SlowEnd:
 
     def close(self) -> None:
         """Do as `DataConnection.close`."""
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Do as `DataConnection.watch`."""
+
+    def unwatch(self) -> None:
+        """Do as `DataConnection.unwatch`."""
 
     def serve(self, _: object) -> None:
         self.begun.set()
@@ -51,3 +60,28 @@ async def test_a_connection_that_is_cancelled_twice_leaves_no_error_behind() -> 
     gc.collect()
     await asyncio.sleep(0)
     assert not unhandled
+
+
+async def test_a_read_that_is_cancelled_while_it_ends_a_lost_connection_gives_back_the_others() -> (
+    None
+):
+    connections: list[Any] = [SlowEnd(), SlowEnd()]
+    lost, idle = [Line(each) for each in connections]
+    remote = Remote(Regions())
+    remote.add(idle)
+    assert await remote.take(LIMIT_S) is idle
+    running = asyncio.create_task(lost.run(lambda: connections[0].serve(None)))
+    await asyncio.to_thread(connections[0].begun.wait, LIMIT_S)
+    giving = asyncio.create_task(remote.give_back([lost, idle], [True, False]))
+    for _ in range(2):
+        await asyncio.sleep(0)
+        giving.cancel()
+    await asyncio.sleep(0)
+    assert not giving.done()
+    connections[0].may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await giving
+    with pytest.raises(PeerClosedError):
+        await running
+    assert await asyncio.wait_for(remote.take(LIMIT_S), LIMIT_S) is idle
+    await idle.aclose()

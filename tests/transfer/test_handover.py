@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 from unittest.mock import Mock
@@ -201,6 +202,37 @@ def test_reads_that_are_cut_short_for_those_of_another_engine_are_done_again(
     get(ours.workers[0].submit(ours.workers[0]._exchange._end_reads()))
     assert not any(get(loading).bad_blocks)
     assert ours.all_good(TOKENS, [OURS])
+
+
+def test_a_fetch_that_is_cancelled_while_a_late_read_ends_waits_for_it(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
+    (worker,) = ours.workers
+    settling, quiet = threading.Event(), threading.Event()
+
+    async def settle() -> None:
+        settling.set()
+        while not quiet.is_set():  # noqa: ASYNC110 - set by another thread
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(worker._exchange, "settle", settle)
+    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS])
+    assert settling.wait(LIMIT_S)
+    calls = list(worker._calls)
+
+    async def cancel() -> set[bool]:
+        for call in calls:
+            call.cancel()
+        await asyncio.sleep(0.01)
+        return {call.done() for call in calls}
+
+    assert get(worker.submit(cancel())) == {False}
+    quiet.set()
+    with pytest.raises(CancelledError):
+        get(loading)
 
 
 def test_revoking_fails_when_nobody_can_say_that_the_blocks_are_not_found(

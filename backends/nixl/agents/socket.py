@@ -174,12 +174,10 @@ class SocketAgent(TransferAgent):
         except asyncio.CancelledError:
             for read in reads:
                 read.cancel()  # ends the connection under the thread
-            await wait_despite_cancel(asyncio.ensure_future(asyncio.wait(reads)))
+            await wait_despite_cancel(asyncio.wait(reads))
             raise
         finally:
-            for line, read in zip(lines, reads, strict=True):
-                failed = read.cancelled() or isinstance(read.exception(), PeerError)
-                await remote.give_back(line, lost=failed)
+            await remote.give_back(lines, [_has_failed(read) for read in reads])
         for read in reads:
             if error := read.exception():
                 raise self._translate(peer, error)
@@ -213,8 +211,7 @@ class SocketAgent(TransferAgent):
             if not lines:
                 raise self._translate(peer, exc) from exc
         except BaseException:
-            for line in lines:
-                await remote.give_back(line, lost=False)
+            await remote.give_back(lines, [False] * len(lines))
             raise
         return lines
 
@@ -283,3 +280,8 @@ class _Batch:
             is_whole = not self._num_missing[index]
         if is_whole:
             self._landed(index)
+
+
+def _has_failed(read: "asyncio.Task[object]") -> bool:
+    """Whether the connection of a read that has ended is lost."""
+    return read.cancelled() or isinstance(read.exception(), PeerError)

@@ -1,7 +1,7 @@
 """Lines of a socket agent: data connections with their threads, and those to one peer."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -42,7 +42,7 @@ class Line:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             self.connection.close()
-            await wait_despite_cancel(asyncio.ensure_future(asyncio.wait([running])))
+            await wait_despite_cancel(asyncio.wait([running]))
             raise
 
     async def aclose(self) -> None:
@@ -101,12 +101,16 @@ class Remote:
         self._lines.add(line)
         self._rest(line)
 
-    async def give_back(self, line: Line, *, lost: bool) -> None:
-        """Note that a connection is idle, or lost."""
-        if lost or line not in self._lines:
-            await self.drop(line)
-        else:
-            self._rest(line)
+    async def give_back(self, lines: Sequence[Line], lost: Sequence[bool]) -> None:
+        """Note that each of these connections is idle, or lost; end those that are lost."""
+        ended = []
+        for line, is_lost in zip(lines, lost, strict=True):
+            if is_lost or line not in self._lines:
+                ended.append(line)
+            else:
+                self._rest(line)
+        if ended:
+            await wait_despite_cancel(asyncio.gather(*map(self.drop, ended)))
 
     async def drop(self, line: Line) -> None:
         """End a connection; may be called again."""

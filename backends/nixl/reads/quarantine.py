@@ -58,4 +58,4 @@ async def end_within(future: "Future[None]", timeout_s: float | None) -> None:
     waiter = asyncio.wrap_future(future)
     waiter.add_done_callback(fetch_error)
     with contextlib.suppress(asyncio.CancelledError):
-        await wait_despite_cancel(asyncio.ensure_future(asyncio.wait([waiter], timeout=timeout_s)))
+        await wait_despite_cancel(asyncio.wait([waiter], timeout=timeout_s))
