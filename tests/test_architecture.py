@@ -25,9 +25,11 @@ FLOORS = (
     {"cli", "bench", "doctor", "explain", "replay", "top", "testing"},
     {"public", "kvxfer"},
 )
-TOP = set(
-    [".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "backends", "constraints.txt", "docs", "examples", "kvxfer", "mkdocs.yml", "pyproject.toml", "tests"]
-)
+TOP = {
+    *(".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md"),
+    *("backends", "constraints.txt", "docs", "examples", "kvxfer", "mkdocs.yml", "pyproject.toml"),
+    "tests",
+}
 MAX_LINES = 400
 FACES = ("kvxfer", "kvxfer.kvcache", "kvxfer.storage", "kvxfer.tiering", "kvxfer.transfer")
 
