@@ -98,5 +98,10 @@ def provider_of_process(exporters: tuple[str, ...]) -> TracerProvider | None:
             text = "spans do not go to %r: pip install opentelemetry-exporter-%s"
             logger.warning(text, name, name)
             continue
-        provider.add_span_processor(BatchSpanProcessor(found[0].load()()))
+        try:
+            exporter = found[0].load()()
+        except Exception as exc:  # noqa: BLE001 - of settings that it alone knows
+            logger.warning("spans do not go to %r: %r", name, exc)
+            continue
+        provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider

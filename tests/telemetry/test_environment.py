@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -155,6 +156,21 @@ def test_spans_go_to_the_exporters_that_opentelemetrys_variables_name() -> None:
     assert "spans do not go to 'nowhere': pip install opentelemetry-exporter-nowhere" in (
         unknown.stderr
     )
+
+
+def test_an_exporter_that_refuses_its_settings_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from kvxfer.telemetry import spans
+
+    def make() -> None:
+        raise ValueError("OTEL_EXPORTER_OTLP_TIMEOUT is no number")
+
+    refusing = [SimpleNamespace(load=lambda: make)]
+    monkeypatch.setattr(spans.importlib.metadata, "entry_points", lambda **_: refusing)
+    assert spans.provider_of_process.__wrapped__(("otlp",)) is not None
+    assert "spans do not go to 'otlp': ValueError('OTEL_EXPORTER_OTLP_TIMEOUT" in caplog.text
 
 
 @pytest.mark.processes
