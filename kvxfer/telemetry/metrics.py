@@ -4,7 +4,8 @@ import logging
 import threading
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -102,6 +103,63 @@ GAUGES: Mapping[Gauge, str] = {
 logger = logging.getLogger(__name__)
 
 
+class Sample(NamedTuple):
+    """What an event adds to a metric.
+
+    Attributes:
+        name: One of `COUNTERS` or `HISTOGRAMS`.
+        value: Number, bytes or seconds.
+        labels: Values of its labels.
+    """
+
+    name: str
+    value: float
+    labels: tuple[str, ...]
+
+
+def samples_of(event: Event) -> Iterator[Sample]:  # noqa: C901 - a case for each kind of event
+    """Find what an event adds to metrics."""
+    match event:
+        case Moved():
+            yield from _samples_of_move(event)
+        case Asked(tier=tier, found=found, seconds=seconds, status=status):
+            outcome = _hit(all(found)) if status is Status.DONE else status.value
+            yield Sample("lookup_seconds", seconds, (tier, outcome))
+        case LookedUp(tiers=tiers, seconds=seconds, bytes_of=bytes_of):
+            for tier, number in Tally(tiers).items():
+                labels = tier or NO_TIER, _hit(bool(tier))
+                yield Sample("lookup_blocks", number, labels)
+                yield Sample("lookup_bytes", bytes_of.get(tier, 0), labels)
+            yield Sample("lookup_seconds", seconds, (ENGINE, _hit(all(tiers))))
+        case Removed(tier=tier, keys=keys, reason=reason):
+            yield Sample("removed_blocks", len(keys), (tier, reason))
+        case Late(tier=tier, operation=operation):
+            yield Sample("deadline_misses", 1, (tier, operation))
+        case Skipped(tier=tier, operation=operation, keys=keys):
+            yield Sample("skipped_blocks", len(keys), (tier, operation))
+        case NotLoaded(tier=tier, keys=keys):
+            yield Sample("not_loaded_blocks", len(keys), (tier,))
+        case NotWrittenBack(tier=tier, keys=keys):
+            yield Sample("not_written_back_blocks", len(keys), (tier,))
+        case Ended(operation=operation, seconds=seconds, waited_s=waited_s):
+            yield Sample("batch_seconds", seconds, (operation,))
+            yield Sample("queue_wait_seconds", waited_s, (operation,))
+        case Added() | Requested():  # counted as moved, and as looked up
+            pass
+
+
+def _samples_of_move(event: Moved) -> Iterator[Sample]:
+    is_store = event.operation is Operation.STORE
+    verb, where = "store" if is_store else "load", (event.tier, event.cause)
+    numbers = Tally(outcome.status for outcome in event.outcomes)
+    for status, number in numbers.items():
+        labels = *where, status.value
+        yield Sample(f"{verb}_blocks", number, labels)
+        yield Sample(f"{verb}_bytes", event.bytes_of.get(status, 0), labels)
+    worst = next((each for each in WORST_FIRST if each in numbers), Status.DONE)
+    yield Sample(f"{verb}_seconds", event.seconds, (*where, worst.value))
+
+
 class Metrics(Observer, Collector):
     """Metrics of everything that is observed, in a registry of Prometheus.
 
@@ -132,35 +190,13 @@ class Metrics(Observer, Collector):
         """Format everything in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def note(self, event: Event) -> None:  # noqa: C901 - a case for each kind of event
+    def note(self, event: Event) -> None:
         """See `Observer.note`."""
-        match event:
-            case Moved():
-                self._note_move(event)
-            case Asked(tier=tier, found=found, seconds=seconds, status=status):
-                outcome = _hit(all(found)) if status is Status.DONE else status.value
-                self._observe("lookup_seconds", seconds, tier, outcome)
-            case LookedUp(tiers=tiers, seconds=seconds, bytes_of=bytes_of):
-                for tier, number in Tally(tiers).items():
-                    labels = tier or NO_TIER, _hit(bool(tier))
-                    self._count("lookup_blocks", number, *labels)
-                    self._count("lookup_bytes", bytes_of.get(tier, 0), *labels)
-                self._observe("lookup_seconds", seconds, ENGINE, _hit(all(tiers)))
-            case Removed(tier=tier, keys=keys, reason=reason):
-                self._count("removed_blocks", len(keys), tier, reason)
-            case Late(tier=tier, operation=operation):
-                self._count("deadline_misses", 1, tier, operation)
-            case Skipped(tier=tier, operation=operation, keys=keys):
-                self._count("skipped_blocks", len(keys), tier, operation)
-            case NotLoaded(tier=tier, keys=keys):
-                self._count("not_loaded_blocks", len(keys), tier)
-            case NotWrittenBack(tier=tier, keys=keys):
-                self._count("not_written_back_blocks", len(keys), tier)
-            case Ended(operation=operation, seconds=seconds, waited_s=waited_s):
-                self._observe("batch_seconds", seconds, operation)
-                self._observe("queue_wait_seconds", waited_s, operation)
-            case Added() | Requested():  # counted as moved, and as looked up
-                pass
+        for name, value, labels in samples_of(event):
+            if name in self._counters:
+                self._counters[name].labels(*labels).inc(value)
+            else:
+                self._histograms[name].labels(*labels).observe(value)
 
     def watch(self, tier: str, ask: AskGauges) -> None:
         """See `Observer.watch`."""
@@ -175,42 +211,39 @@ class Metrics(Observer, Collector):
         """Ask for the gauges; `Collector.collect`."""
         with self._lock:
             asked = list(self._asked)
-        values: dict[Gauge, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for tier, ask in asked:
-            try:
-                found = ask()
-            except Exception:
-                logger.exception("the state of %s cannot be told", tier)
-                continue
-            if not found:  # whoever told it is gone
-                self._forget(ask)
-            for gauge, value in found.items():
-                values[gauge][tier] += value
+        values = ask_all(asked, forget=self._forget)
         for gauge, meaning in GAUGES.items():
             family = GaugeMetricFamily(PREFIX + gauge, meaning, labels=["tier"])
-            for tier, value in sorted(values[gauge].items()):
-                family.add_metric([tier], value)
+            for tier in sorted(tier for each, tier in values if each is gauge):
+                family.add_metric([tier], values[gauge, tier])
             yield family
 
     def _forget(self, ask: AskGauges) -> None:
         with self._lock:
             self._asked = [each for each in self._asked if each[1] is not ask]
 
-    def _note_move(self, event: Moved) -> None:
-        is_store = event.operation is Operation.STORE
-        verb, where = "store" if is_store else "load", (event.tier, event.cause)
-        numbers = Tally(outcome.status for outcome in event.outcomes)
-        for status, number in numbers.items():
-            self._count(f"{verb}_blocks", number, *where, status.value)
-            self._count(f"{verb}_bytes", event.bytes_of.get(status, 0), *where, status.value)
-        worst = next((each for each in WORST_FIRST if each in numbers), Status.DONE)
-        self._observe(f"{verb}_seconds", event.seconds, *where, worst.value)
 
-    def _count(self, name: str, number: int, *labels: str) -> None:
-        self._counters[name].labels(*labels).inc(number)
+def ask_all(
+    asked: Sequence[tuple[str, AskGauges]], forget: Callable[[AskGauges], None] = lambda _: None
+) -> dict[tuple[Gauge, str], float]:
+    """Ask for the state of tiers, and add up that of each tier.
 
-    def _observe(self, name: str, seconds: float, *labels: str) -> None:
-        self._histograms[name].labels(*labels).observe(seconds)
+    Args:
+        asked: Names of tiers, and what tells their state; a failure of one is logged.
+        forget: Called with what tells nothing, since whoever told it is gone.
+    """
+    values: dict[tuple[Gauge, str], float] = defaultdict(float)
+    for tier, ask in asked:
+        try:
+            found = ask()
+        except Exception:
+            logger.exception("the state of %s cannot be told", tier)
+            continue
+        if not found:
+            forget(ask)
+        for gauge, value in found.items():
+            values[gauge, tier] += value
+    return values
 
 
 def _hit(found: bool) -> str:  # noqa: FBT001 - the outcome of a lookup

@@ -33,7 +33,7 @@ def test_an_index_from_vllms_events_is_that_of_the_tiers(start: Start, tmp_path:
     engine.generate(random_prompts(1, shared_tokens=5, own_tokens=5), max_tokens=2)  # one more step
 
     found = list(BlockTree(files, on_error=refuse_partial_walk).blocks())
-    in_host = engine.metrics()["vllm:kvxfer_stored_blocks"]
+    in_host = engine.metrics()['vllm:kvxfer_stored_blocks{tier="host"}']
     with EventSubscriber.opened(f"ipc://{events}", f"ipc://{replay}") as subscriber:
         subscriber.catch_up()
     assert subscriber.kept["file"] == {each.key for each in found}

@@ -10,7 +10,10 @@ from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Ended, Late
+from kvxfer.storage.observer import Operation as ToldOperation
 from kvxfer.storage.suspension import Suspension
+from kvxfer.telemetry.metrics import HISTOGRAMS
 from kvxfer.testing import FaultRates, Operation
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
 from kvxfer.units import ByteSize
@@ -21,6 +24,7 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvxfer.integrations.vllm.offloading import metrics
+from kvxfer.integrations.vllm.offloading.interface import OffloadingConnectorStats
 from tests.integrations.two_tiers import (
     HIT,
     LIMIT_S,
@@ -36,7 +40,7 @@ from tests.integrations.two_tiers import (
     payloads_of,
     schedulers,
 )
-from tests.integrations.vllm_counts import failed_loads
+from tests.integrations.vllm_counts import failed_loads, read_series
 
 
 @pytest.fixture
@@ -482,3 +486,37 @@ def test_the_metrics_of_the_lower_tier_are_declared_and_its_chunks_are_events(
     assert counts[metrics.LOWER_LOADED] == 2
     told = [(event.removed, event.keys) for event in scheduler.manager.take_events()]
     assert sorted(key for removed, found in told for key in found if not removed) == keys
+
+
+def test_times_and_the_state_of_the_lower_tier_are_metrics_as_it_tells_them(
+    start: Start, tmp_path: Path
+) -> None:
+    config = FileConfig(path=str(tmp_path), capacity=ByteSize(64 << 20))
+    scheduler, keys = start(FileBackend(config, make_namespace())), keys_of(2)
+    scheduler.store(keys)
+    scheduler.forget()
+    first = read_series(scheduler.manager.get_stats())
+    assert first["capacity_bytes", ("file",)] == 64 << 20
+    assert scheduler.resolve(keys) == [HIT, HIT]
+    second = read_series(scheduler.manager.get_stats())
+    assert ("capacity_bytes", ("file",)) not in second  # a second has not passed
+    for series in (
+        first["store_seconds", ("file", "request", "done")],
+        first["batch_seconds", ("store",)],
+        second["load_seconds", ("file", "request", "done")],
+        second["lookup_seconds", ("file", "hit")],
+    ):
+        assert 1 <= len(series) <= len(keys)
+        assert all(0 < seconds < LIMIT_S for seconds in series)
+    assert not {name for name, _ in read_series(scheduler.manager.get_stats())} & set(HISTOGRAMS)
+
+
+def test_an_engine_that_asks_for_no_statistics_keeps_a_bounded_number_of_times() -> None:
+    told = metrics.TierMetrics()
+    for _ in range(metrics.MAX_DURATIONS + 1):
+        told.note(Late("file", ToldOperation.LOAD, keys_of(1)))
+        told.note(Ended(ToldOperation.LOAD, keys_of(1), (), 0, 1.0, 0.5))
+    series = read_series(told.report(OffloadingConnectorStats()))
+    assert series["deadline_misses", ("file", "load")] == metrics.MAX_DURATIONS + 1
+    kept = series["batch_seconds", ("load",)] + series["queue_wait_seconds", ("load",)]
+    assert len(kept) == metrics.MAX_DURATIONS

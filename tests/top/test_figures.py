@@ -132,10 +132,11 @@ def test_every_name_that_is_read_is_one_that_metrics_have() -> None:
 
 def test_every_metric_of_vllm_is_read() -> None:
     pytest.importorskip("vllm")
-    from kvxfer.integrations.vllm.offloading.metrics import DEFINITIONS, PREFIX, SHOWN_COUNTERS
+    from kvxfer.integrations.vllm.offloading.metrics import DEFINITIONS, PREFIX
 
+    ends = dict.fromkeys(COUNTERS, "_total") | dict.fromkeys(HISTOGRAMS, "_count")
     text = "".join(
-        f'{name}{"_total" * (name.removeprefix(PREFIX) in SHOWN_COUNTERS)}{{tier="host"}} 1\n'
+        f'{name}{ends.get(name.removeprefix(PREFIX), "")}{{tier="host"}} 1\n'
         for name in DEFINITIONS
     )
     scrape = parse_scrape(text, 0.0)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent
 from kvxfer.integrations.vllm.offloading.lower_tier_timeouts import LowerTierTimeouts
-from kvxfer.integrations.vllm.offloading.metrics import LOWER
+from kvxfer.integrations.vllm.offloading.metrics import LOWER, TierMetrics
 from kvxfer.integrations.vllm.offloading.row_jobs import RowJob, RowLookup, RowOutcome
 from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
@@ -25,7 +25,7 @@ from kvxfer.storage.backend import Backend, Purgeable, Status
 from kvxfer.storage.eviction.retention import Retention, retain_in
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import medium_of, unwrapped
-from kvxfer.storage.observer import Observable, Observer, Operation, Reports
+from kvxfer.storage.observer import Observer, Operation, Reports
 from kvxfer.storage.suspension import Suspension
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.renamed_keys import RenamedKeys
@@ -65,6 +65,7 @@ class LowerTier:
 
     Attributes:
         name: Name in metrics: that of the backend's medium, `metrics.LOWER` for several tiers.
+        metrics: Metrics of the backend that the scheduler does not count itself.
         results: Results of `lookup`; those that were not asked are looked up by the next `flush`.
 
     Raises:
@@ -91,14 +92,11 @@ class LowerTier:
         )
         self.name = LOWER if isinstance(backend, TieredBackend) else medium_of(backend)
         self._events = TierEvents() if emit_events else None
-        self._reports = Reports(observers, self.name)
+        self.metrics = TierMetrics()
+        self._reports = Reports([self.metrics, *observers], self.name)
         renamed = [RenamedKeys(observers, self._keys_of)] if len(observers) else []
-        told = [*renamed, *([self._events] if self._events else [])]
-        reports = Reports(told, self.name, chunk_sizes=chunk_sizes)
-        if renamed:
-            backend = observe(backend, reports)
-        elif reports and isinstance(backend, Observable):
-            backend.observe(reports)
+        told = [self.metrics, *renamed, *([self._events] if self._events else [])]
+        backend = observe(backend, Reports(told, self.name, chunk_sizes=chunk_sizes))
         self._timeouts = timeouts or LowerTierTimeouts()
         limit_s = self._timeouts.lookup_s
         self._lookup_s = inf if limit_s is None else limit_s
@@ -107,7 +105,7 @@ class LowerTier:
             backend,
             mappings=mappings,
             timeout_s=self._timeouts.store_s,
-            observers=renamed,
+            observers=[self.metrics, *renamed],
         )
         try:
             self._engine.submit_call(backend.start()).result()

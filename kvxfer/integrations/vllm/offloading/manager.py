@@ -237,7 +237,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._held.clear()
         self._storing.clear()
 
-    def get_stats(self) -> OffloadingConnectorStats | None:
+    def get_stats(self) -> OffloadingConnectorStats:
         """Return the metrics since the last call."""
         idle = self._index.num_free_slots + self._index.num_evictable
         gauges: dict[str, float] = {metrics.PINNED: self._index.num_slots - idle}

@@ -4,34 +4,47 @@ They are those of `kvxfer.telemetry.metrics`, with the same labels. Their names 
 because vLLM exports no others.
 """
 
-from collections import Counter
-from collections.abc import Mapping
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingConnectorStats,
     OffloadingCounterMetadata,
     OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
 )
 from kvxfer.storage.backend import Status
-from kvxfer.storage.gauge import Gauge
-from kvxfer.storage.observer import Cause, Removal
-from kvxfer.telemetry.metrics import COUNTERS, GAUGES, NO_TIER
+from kvxfer.storage.observer import AskGauges, Cause, Event, Observer, Removal
+from kvxfer.telemetry.metrics import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    NO_TIER,
+    SECONDS,
+    Sample,
+    ask_all,
+    samples_of,
+)
 
 PREFIX = "vllm:kvxfer_"
-SHOWN_COUNTERS = (
-    "store_blocks",
-    "store_bytes",
-    "load_blocks",
-    "load_bytes",
-    "lookup_blocks",
-    "lookup_bytes",
-    "removed_blocks",
-    "not_loaded_blocks",
-    "not_written_back_blocks",
+COUNTED_HERE = frozenset(
+    {
+        *("store_blocks", "store_bytes", "load_blocks", "load_bytes"),
+        *("lookup_blocks", "lookup_bytes", "not_loaded_blocks", "not_written_back_blocks"),
+    }
 )
-SHOWN_GAUGES = ("stored_blocks", "used_bytes", "capacity_bytes")
+"""Counters of chunks as the scheduler sees them, in every tier."""
+
+MAX_DURATIONS = 10_000
+"""Durations that are kept for the next report: an engine without statistics asks for none."""
+
+ASK_AGAIN_S = 1.0
+"""Seconds between two looks at the state of the tiers below host memory."""
+
 PINNED = "blocks_in_use"
 IGNORED = "ignored_parameters"
 HOST = "host"
@@ -43,13 +56,17 @@ DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
         PREFIX + name: OffloadingCounterMetadata(
             documentation=COUNTERS[name][0], labelnames=tuple(COUNTERS[name][1])
         )
-        for name in SHOWN_COUNTERS
+        for name in COUNTERS
     },
     **{
-        PREFIX + name: OffloadingGaugeMetadata(
-            documentation=GAUGES[Gauge(name)], labelnames=("tier",)
+        PREFIX + name: OffloadingHistogramMetadata(
+            documentation=meaning, labelnames=tuple(labels), buckets=SECONDS
         )
-        for name in SHOWN_GAUGES
+        for name, (meaning, labels) in HISTOGRAMS.items()
+    },
+    **{
+        PREFIX + gauge: OffloadingGaugeMetadata(documentation=meaning, labelnames=("tier",))
+        for gauge, meaning in GAUGES.items()
     },
     PREFIX + IGNORED: OffloadingCounterMetadata(
         documentation="Parameters of requests that are ignored, since their values are wrong.",
@@ -66,7 +83,7 @@ class Count(NamedTuple):
     """Counter of chunks, or of parameters, with its labels.
 
     Attributes:
-        name: One of `SHOWN_COUNTERS`, or `IGNORED`.
+        name: One of `COUNTERS`, or `IGNORED`.
         labels: Values of its labels; the first is the tier, of chunks.
     """
 
@@ -148,4 +165,55 @@ class Counters:
             if name_of_bytes in COUNTERS and name_of_bytes != name:
                 stats.increase_counter(PREFIX + name_of_bytes, number * self._chunk_bytes, values)
         self._counts.clear()
+        return stats
+
+
+class TierMetrics(Observer):
+    """Metrics of the tiers below host memory since the last report.
+
+    Thread-safe: tiers tell on the threads that they run on, and the scheduler reports.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._seconds: deque[Sample] = deque(maxlen=MAX_DURATIONS)
+        self._asked: list[tuple[str, AskGauges]] = []
+        self._ask_at = 0.0
+        self._lock = threading.Lock()
+
+    def note(self, event: Event) -> None:
+        """See `Observer.note`."""
+        with self._lock:
+            for sample in samples_of(event):
+                if sample.name in HISTOGRAMS:
+                    self._seconds.append(sample)
+                else:
+                    self._counts[sample.name, sample.labels] += int(sample.value)
+
+    def watch(self, tier: str, ask: AskGauges) -> None:
+        """See `Observer.watch`."""
+        self._asked.append((tier, ask))
+
+    def report(
+        self, stats: OffloadingConnectorStats, *, but: Collection[str] = ()
+    ) -> OffloadingConnectorStats:
+        """Add what was noted to statistics in vLLM's form, and forget it.
+
+        Args:
+            stats: The statistics, also returned.
+            but: Counters that are left out.
+        """
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+            seconds = list(self._seconds)
+            self._seconds.clear()
+        for (name, labels), number in counts.items():
+            if name not in but:
+                stats.increase_counter(PREFIX + name, number, labels)
+        for name, value, labels in seconds:
+            stats.observe_histogram(PREFIX + name, value, labels)
+        if time.monotonic() >= self._ask_at:
+            self._ask_at = time.monotonic() + ASK_AGAIN_S
+            for (gauge, tier), value in ask_all(self._asked).items():
+                stats.set_gauge(PREFIX + gauge, value, (tier,))
         return stats

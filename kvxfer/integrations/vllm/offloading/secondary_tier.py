@@ -13,12 +13,15 @@ from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import ModelIdentity
 from kvxfer.integrations.vllm.common.release import VLLMPlug
+from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.identity import row_namespace
 from kvxfer.integrations.vllm.offloading.interface import (
     JobResult,
     LookupResult,
     Medium,
+    OffloadingConnectorStats,
     OffloadingEvent,
+    OffloadingMetricMetadata,
     OffloadingSpec,
     ReqContext,
     RequestOffloadingContext,
@@ -109,6 +112,18 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
         self._answers = RequestAnswers(Reports(observers, self._tier.name))
         self._jobs: dict[JobId, _Job] = {}
         self._empty: list[_Job] = []
+
+    @classmethod
+    def build_metric_definitions(
+        cls,
+        extra_config: Mapping[str, Any],  # noqa: ARG003 - vLLM's signature
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """Define the metrics that the tier reports."""
+        return dict(metrics.DEFINITIONS)
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        """Return the metrics since the last call."""
+        return self._tier.metrics.report(OffloadingConnectorStats())
 
     def lookup(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
         """Look up a chunk in the backend; `RETRY` while the lookup has not ended."""

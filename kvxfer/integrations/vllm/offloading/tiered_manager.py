@@ -137,11 +137,11 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._tier.flush(self._make_room())
         self._yield()
 
-    def get_stats(self) -> OffloadingConnectorStats | None:
+    def get_stats(self) -> OffloadingConnectorStats:
         """Return the metrics since the last call; vLLM asks when a step has ended."""
         if self._prefill is not None:
             self._prefill.end_step()
-        return super().get_stats()
+        return self._tier.metrics.report(super().get_stats(), but=metrics.COUNTED_HERE)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return the events of all tiers since the last call."""
