@@ -106,7 +106,7 @@ def remove_abandoned(path: Path) -> None:
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
-            path.unlink()
+            path.unlink(missing_ok=True)
             return
         except BlockingIOError:
             pass  # its queue is full

@@ -49,7 +49,7 @@ class HiCacheFiles(WrappedStorage):
         """See `WrappedStorage.remove`. SGLang can only clear all of it."""
         for key in keys:
             for path in self.folder.glob(f"{key.hex()}*"):
-                path.unlink()
+                path.unlink(missing_ok=True)  # another task may have removed it
 
     def _get_one(self, key: BlockKey, chunk: torch.Tensor) -> bool:
         try:
