@@ -168,7 +168,7 @@ def test_an_exporter_that_refuses_its_settings_is_a_warning(
         raise ValueError("OTEL_EXPORTER_OTLP_TIMEOUT is no number")
 
     refusing = [SimpleNamespace(load=lambda: make)]
-    monkeypatch.setattr(spans.importlib.metadata, "entry_points", lambda **_: refusing)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: refusing)
     assert spans.provider_of_process.__wrapped__(("otlp",)) is not None
     assert "spans do not go to 'otlp': ValueError('OTEL_EXPORTER_OTLP_TIMEOUT" in caplog.text
 
