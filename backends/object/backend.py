@@ -291,7 +291,12 @@ class ObjectBackend(Backend):
             self._presence.note(key, there=False, since=since)
             return MISSING
         try:
-            outcome = await self._threads.run(self._pages.decode, key, page, block)
+            if len(page) > self._pages.max_inline_bytes:
+                outcome = await self._threads.run(self._pages.decode, key, page, block)
+            elif self._guard.closed:
+                return CLOSED
+            else:
+                outcome = self._pages.decode(key, page, block)
         except OtherIntegrityError as exc:
             self._meet_others()
             self._presence.note(key, there=False, since=since)

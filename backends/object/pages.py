@@ -17,6 +17,13 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, PARTIAL, Outcome
 from kvxfer.storage.keys import BlockKey, Namespace
 
+MAX_INLINE_BYTES = (2 << 20) + (64 << 10)
+"""Bytes of a page, with its header, that is verified and copied on the event loop: some 0.2 ms for
+2 MiB, no more than the way to a thread and back costs while all cores are busy."""
+
+SEALED_COSTS = 8
+"""Times that opening a sealed page takes of verifying another one and copying it."""
+
 
 class Pages(NamespaceFormat):
     """Pages of one namespace in a store of objects; thread-safe.
@@ -93,6 +100,11 @@ class Pages(NamespaceFormat):
             return PARTIAL
         self._copy_engine.scatter(_address(plain) + skip, block)
         return DONE
+
+    @property
+    def max_inline_bytes(self) -> int:
+        """Bytes of the largest page that is decoded sooner than a thread could begin to."""
+        return MAX_INLINE_BYTES // SEALED_COSTS if self.is_encrypted else MAX_INLINE_BYTES
 
     def has_parts(self, key: BlockKey) -> bool:
         """Whether an object may hold a part of its chunk."""
