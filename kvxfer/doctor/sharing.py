@@ -280,19 +280,20 @@ def _differ(difference: Difference, our_name: str, their_name: str) -> Finding:
 
 def _compare_caches(at: Examined, ours: Party, theirs: Party) -> list[Finding]:
     """Compare the caches of two engines that lend them: one has to be read as the other."""
-    if ours.description is None or theirs.description is None:
-        return []
+    described = []
+    for party in (ours, theirs):
+        if party.description is None:
+            return []
+        try:
+            described.append(CacheDescription.decode(party.description))
+        except InvalidArgumentError as exc:
+            found = f"the caches of {party.name} are not understood: "
+            return [_of_another_release(at, found + printable(exc, MAX_CHARACTERS))]
+        except CacheMismatchError as exc:
+            found = f"{exc.field}: {_show(exc.theirs)} in {party.name}, and no field of this kvxfer"
+            return [_of_another_release(at, found)]
     try:
-        mine, other = map(CacheDescription.decode, (ours.description, theirs.description))
-        _require_mapping(mine, other)
-    except InvalidArgumentError as exc:
-        return [
-            at.error(
-                f"the caches of one of them are not understood: {printable(exc, MAX_CHARACTERS)}",
-                why="It is an engine of another release, or none: prompts are computed twice.",
-                mend="pip install -U kvxfer  # the same release for both engines",
-            )
-        ]
+        _require_mapping(*described)
     except CacheMismatchError as exc:
         where = "" if exc.group is None else f" of group {exc.group}"
         found = f"{exc.field}{where}: {_show(exc.ours)} in {ours.name}, {_show(exc.theirs)} in "
@@ -305,6 +306,14 @@ def _compare_caches(at: Examined, ours: Party, theirs: Party) -> list[Finding]:
             )
         ]
     return []
+
+
+def _of_another_release(at: Examined, found: str) -> Finding:
+    return at.error(
+        found,
+        why="It is an engine of another release, or none: prompts are computed twice.",
+        mend="pip install -U kvxfer  # the same release for both engines, and for this command",
+    )
 
 
 def _require_mapping(ours: CacheDescription, theirs: CacheDescription) -> None:

@@ -147,11 +147,22 @@ def test_engines_that_hand_prompts_over_are_compared_by_their_caches_as_well(len
 def test_an_engine_that_describes_its_caches_in_another_way_is_named(
     lending: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = lending(4)
+    first, encode = lending(4), CacheDescription.encode
     monkeypatch.setattr(CacheDescription, "encode", lambda _: b"of a later release")
-    finding = one(first, lending(4))
+    later = lending(4)
+    finding = one(first, later)
     assert finding.severity is Severity.ERROR
-    assert "not understood" in finding.found
+    assert f"the caches of {later} are not understood" in finding.found
+
+    def with_a_field(self: CacheDescription) -> bytes:
+        return msgspec.msgpack.encode({**msgspec.msgpack.decode(encode(self)), "rotation": "half"})
+
+    monkeypatch.setattr(CacheDescription, "encode", with_a_field)
+    later = lending(4)
+    for engines in ((first, later), (later, first)):
+        finding = one(*engines)
+        assert finding.severity is Severity.ERROR
+        assert finding.found == f"rotation: 'half' in {later}, and no field of this kvxfer"
 
 
 def test_a_path_that_hangs_is_a_finding_within_its_deadline(tmp_path: Path) -> None:
