@@ -72,7 +72,7 @@ SGLANG_LAYOUTS = (
     ),
     EngineLayout(
         engine="SGLang",
-        releases="proposed in September 2026",
+        releases="as proposed in September 2026",
         name="Host pool, page_unified",
         shape="block layer kv token head dim",
         memory="block layer kv token head dim",
