@@ -146,14 +146,15 @@ def _bar(
             part = place.get("kv", place.get("state", 0))
             colour = COLOUR_LATENT if content == "latents" else COLOURS[part]
             opacity = 0.6 if place.get("layer") else 1
-        shapes.append(
-            f'<rect x="{left}" y="4" width="{CELL - 1}" height="{BAR}" '
-            f'fill="{colour}" fill-opacity="{opacity}"/>'
-        )
+        cell = f'<rect x="{left}" y="4" width="{CELL - 1}" height="{BAR}" '
+        if mine[index] and opacity < 1:  # pale also on a dark page, for its black digits
+            shapes.append(f'{cell}fill="white"/>')
+        shapes.append(f'{cell}fill="{colour}" fill-opacity="{opacity}"/>')
         if mine[index] and "token" in place:
             token = place.get("kernel", 0) * sizes["token"] + place["token"]
+            ink = "white" if opacity == 1 else "black"
             shapes.append(
-                f'<text x="{left + CELL // 2}" y="{BAR - 2}" font-size="10" fill="white" '
+                f'<text x="{left + CELL // 2}" y="{BAR - 2}" font-size="10" fill="{ink}" '
                 f'font-family="sans-serif" text-anchor="middle">{token}</text>'
             )
     edges = np.flatnonzero(np.diff(np.concatenate(([False], mine, [False])).astype(int)))
