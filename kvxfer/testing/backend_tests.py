@@ -17,7 +17,9 @@ class BackendTests(StoreLoadTests, VisibilityTests, ContentionTests, MediumTests
     `make_backend`.
 
     Examples:
+        ```python
         class TestMyBackend(BackendTests):
             async def make_backend(self, namespace: Namespace) -> Backend:
                 return MyBackend(MyConfig(), namespace)
+        ```
     """
