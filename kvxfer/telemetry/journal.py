@@ -179,12 +179,13 @@ class Journal:
         data: list[bytes] = []
         num_bytes = self._num_bytes
         try:
-            for record in records:
+            for index, record in enumerate(records):
                 if self._file is None or num_bytes > self._max_part_bytes:
                     if self._file is not None:
                         self._append(self._file, b"".join(data))
                     data.clear()
-                    self._open_part()
+                    noted = (each.at_s for each in records[index:] if isinstance(each, Noted))
+                    self._open_part(next(noted, time.time()))
                     num_bytes = self._num_bytes
                 data.append(self._frame(record))
                 num_bytes += len(data[-1])
@@ -220,12 +221,12 @@ class Journal:
         data = encode_record(record)
         return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
-    def _open_part(self) -> None:
+    def _open_part(self, began_s: float) -> None:
         """Begin a file, and remove the oldest of this process, and of processes that ended."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._part == 0:
             remove_ended(self._folder, num_kept=MAX_PROCESSES)
-        began = Began(VERSION, time.time(), self._process, self._part)
+        began = Began(VERSION, began_s, self._process, self._part)
         with self._lock:
             sources = list(self._sources.values())
         self._recent = recent_keys()

@@ -67,6 +67,20 @@ def test_records_come_back_as_they_were_noted(tmp_path: Path) -> None:
     assert [*map(tuple, request.runs)] == [("host", 2), ("", 1), (None, 1)]
 
 
+def test_a_journal_begins_with_what_it_noted_first(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path), max_bytes=4 << 10)
+    observer, before = journal.observer(), time.time()
+    for number in range(3):
+        observer.note(Added("host", make_keys(50)[number:]))
+        time.sleep(0.01)
+    journal.close()
+    files = list_files(tmp_path)
+    assert len(files) > 1, "of one file alone this proves less"
+    for file in files:
+        noted = [each.at_s for each in file.records() if isinstance(each, Noted)]
+        assert before <= file.began.at_s == noted[0]
+
+
 def test_keys_of_the_record_before_are_not_written_again(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path))
     observer, keys = journal.observer(), make_keys(1000)
