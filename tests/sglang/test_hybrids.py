@@ -105,6 +105,8 @@ def test_a_prefix_can_be_restored_where_every_pool_allows_it(tmp_path: Path) -> 
         assert find(last_state) == (4, {KV: 4, MAMBA: 4}, [2, 4])
         assert find(last_two, last_state) == (2, {KV: 4, SWA: 2, MAMBA: 4}, [2])
         assert find(transfer(SWA, KEYS, none)) == (2, {KV: 4, SWA: 2}, [1, 2])
+        another_form = transfer(PoolName.INDEXER, KEYS, none, "block_groups")  # from 0.5.23 on
+        assert find(another_form) == (4, {KV: 4}, [1, 2, 3, 4])
         unknown = transfer(PoolName.INDEXER, KEYS, none)
         assert find(unknown) == (0, {KV: 4}, [])
         assert storage.batch_get_v2([unknown]) == {PoolName.INDEXER: [False] * 4}

@@ -30,6 +30,10 @@ from kvxfer.transfer.job import Direction
 KV = str(PoolName.KV)
 """Name of the pool that calls without a name mean."""
 
+BLOCK_GROUPS = "block_groups"
+"""Policy, from SGLang 0.5.23 on, of a second form of the pages: it never limits the hit, and no pool
+of SGLang's has it yet."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -127,6 +131,8 @@ class KVXferStorage(Plug, HiCacheStorage):
         restorable = set(range(1, num_pages + 1))
         hits: dict[Any, int] = {PoolName.KV: num_pages} if num_pages else {}
         for transfer in transfers:
+            if transfer.hit_policy == BLOCK_GROUPS:
+                continue
             there = found[str(transfer.name)][:num_pages]
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 fitting = set(range(1, _leading(there) + 1))
