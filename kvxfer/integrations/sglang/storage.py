@@ -31,8 +31,8 @@ KV = str(PoolName.KV)
 """Name of the pool that calls without a name mean."""
 
 BLOCK_GROUPS = "block_groups"
-"""Policy, from SGLang 0.5.23 on, of a second form of the pages: it never limits the hit, and no pool
-of SGLang's has it yet."""
+"""Policy, from SGLang 0.5.23 on, of a second form of the pages: it never limits the hit. No pool of
+SGLang's has it yet."""
 
 logger = logging.getLogger(__name__)
 
