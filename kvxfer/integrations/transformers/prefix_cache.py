@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Self
@@ -95,6 +96,7 @@ class PrefixCache:
         self._layers = find_layers(model)
         self._weights = Weights(model)
         self._config_hash = hash_config(model.config)
+        self._change = ""  # of weights and configuration, as of the last call
         if engine_keys:
             keys = _vllm_keys(engine_keys)
             self._vllm = find_vllm_pages(
@@ -150,13 +152,21 @@ class PrefixCache:
         self._guard.check()
         tokens = prompts.read_tokens("input_ids", input_ids)
         prompts.require_text(tokens, attention_mask, self._model)
-        past = DynamicCache()
-        with self._turn(timeout_s) as deadline:
-            change = self._find_change()
-            keys = self._keys(tokens, len(tokens) - 1, change)
+        with self._turn(timeout_s) as deadline, ThreadPoolExecutor(1) as thread:
+            finding = thread.submit(self._find_change)
+            past = self._find_prefix(tokens, deadline)
+            if (change := finding.result()) != self._change:  # those pages are of other weights
+                self._change = change
+                past = self._find_prefix(tokens, deadline)
             self._loaded[past] = _Loaded(tokens, change)
-            if deadline is not None:
-                self._fill(past, keys, deadline)
+        return past
+
+    def _find_prefix(self, tokens: Sequence[int], deadline: Deadline | None) -> Past:
+        """Make a cache with the stored prefix of a prompt, of the weights of the last call."""
+        past = DynamicCache()
+        if deadline is not None:
+            keys = self._keys(tokens, len(tokens) - 1, self._change)
+            self._fill(past, keys, deadline)
         return past
 
     def store(self, output: Any, past: Past, *, timeout_s: float | None = None) -> int:
@@ -191,7 +201,7 @@ class PrefixCache:
             wanted = "the prompt that past was loaded for, and what follows"
             raise InvalidArgumentError("output", "tokens that begin otherwise", wanted)
         with self._turn(timeout_s) as deadline:
-            change = self._find_change()
+            change = self._change = self._find_change()
             if deadline is None or (loaded is not None and loaded.change != change):
                 return 0
             keys = self._keys(tokens, num_tokens, change)
@@ -284,8 +294,10 @@ class PrefixCache:
                 break
         if arrived:
             stop = arrived * self.tokens_per_page
-            for at, (layer_keys, layer_values) in enumerate(room):
-                past.update(layer_keys[:, :, :stop], layer_values[:, :, :stop], at)
+            for at, (keys_of_layer, values_of_layer) in enumerate(room):
+                past.update(keys_of_layer[:, :, :0], values_of_layer[:, :, :0], at)
+                layer = past.layers[at]  # its own `update` would copy them once more
+                layer.keys, layer.values = keys_of_layer[:, :, :stop], values_of_layer[:, :, :stop]
 
     def _keep(self, past: Past, keys: Sequence[BlockKey], deadline: Deadline) -> int:
         """Store the pages that are not there; return how many."""
