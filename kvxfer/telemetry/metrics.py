@@ -132,25 +132,25 @@ def samples_of(event: Event) -> Iterator[Sample]:  # noqa: C901 - a case for eac
                 yield Sample("lookup_bytes", bytes_of.get(tier, 0), labels)
             yield Sample("lookup_seconds", seconds, (ENGINE, _hit(all(tiers))))
         case Removed(tier=tier, keys=keys, reason=reason):
-            yield Sample("removed_blocks", len(keys), (tier, reason))
+            yield Sample("removed_blocks", len(keys), (tier, reason.value))
         case Late(tier=tier, operation=operation):
-            yield Sample("deadline_misses", 1, (tier, operation))
+            yield Sample("deadline_misses", 1, (tier, operation.value))
         case Skipped(tier=tier, operation=operation, keys=keys):
-            yield Sample("skipped_blocks", len(keys), (tier, operation))
+            yield Sample("skipped_blocks", len(keys), (tier, operation.value))
         case NotLoaded(tier=tier, keys=keys):
             yield Sample("not_loaded_blocks", len(keys), (tier,))
         case NotWrittenBack(tier=tier, keys=keys):
             yield Sample("not_written_back_blocks", len(keys), (tier,))
         case Ended(operation=operation, seconds=seconds, waited_s=waited_s):
-            yield Sample("batch_seconds", seconds, (operation,))
-            yield Sample("queue_wait_seconds", waited_s, (operation,))
+            yield Sample("batch_seconds", seconds, (operation.value,))
+            yield Sample("queue_wait_seconds", waited_s, (operation.value,))
         case Added() | Requested():  # counted as moved, and as looked up
             pass
 
 
 def _samples_of_move(event: Moved) -> Iterator[Sample]:
     is_store = event.operation is Operation.STORE
-    verb, where = "store" if is_store else "load", (event.tier, event.cause)
+    verb, where = "store" if is_store else "load", (event.tier, event.cause.value)
     numbers = Tally(outcome.status for outcome in event.outcomes)
     for status, number in numbers.items():
         labels = *where, status.value

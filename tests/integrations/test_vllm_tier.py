@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
     TieringOffloadingManager,
 )
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
 from kvxfer.integrations.vllm.offloading import interface
@@ -157,6 +158,29 @@ def test_a_tier_that_is_gone_is_a_miss(
     tiers.store(keys_of(NUM_CHUNKS, first=10))
     assert tiers.resolve(keys) == [MISS, MISS]
     assert tiers.resolve(keys_of(1, first=10)) == [HIT]
+
+
+def test_vllm_shows_what_the_tier_tells(tiers: Tiers) -> None:
+    keys = keys_of(NUM_CHUNKS)
+    tiers.store(keys)
+    tiers.store(keys_of(NUM_CHUNKS, first=10))
+    assert tiers.resolve(keys) == [HIT] * NUM_CHUNKS
+    stats = tiers.manager.get_stats()
+    tier = {"type": "KVXferTier", "module_path": "kvxfer.integrations.vllm"}
+    defined = TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": [tier]})
+    for name, values in stats.data["data"].items():
+        assert all(len(labels) == len(defined[name].labelnames) for labels in values), (
+            "or vLLM ends"
+        )
+    summary = stats.reduce()
+    moved = "('faulty', 'request', 'done')"
+    assert summary[f"vllm:kvxfer_store_blocks:{moved}"] == 2 * NUM_CHUNKS
+    assert summary[f"vllm:kvxfer_load_blocks:{moved}"] == NUM_CHUNKS
+    assert summary[f"vllm:kvxfer_load_bytes:{moved}"] == NUM_CHUNKS * ROW_BYTES
+    assert 1 <= summary[f"vllm:kvxfer_load_seconds:{moved}_count"] <= NUM_CHUNKS
+    assert 0 < summary[f"vllm:kvxfer_load_seconds:{moved}_sum"] < LIMIT_S
+    again = tiers.manager.get_stats()
+    assert again is None or not [name for name in again.reduce() if "kvxfer_load" in name]
 
 
 def test_draining_waits_until_nothing_moves(tiers: Tiers, faulty: FaultyBackend) -> None:
