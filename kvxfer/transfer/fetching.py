@@ -162,10 +162,12 @@ class Fetcher:
                 raise PeerTimeoutError(str(endpoint), "a description", self._timeout_s) from exc
             logger.debug("a fetch from %s took longer than %g s", endpoint, self._timeout_s)
         finally:
-            await wait_despite_cancel(self._exchange.settle())  # before our blocks are used again
-            if waits_for is not None:  # who asked for the prompt releases its ticket
-                for worker in workers:
-                    self._exchange.peer(worker).reconnect.leave(waits_for)
+            try:
+                await wait_despite_cancel(self._exchange.settle())  # before blocks are used again
+            finally:
+                if waits_for is not None:  # who asked for the prompt releases its ticket
+                    for worker in workers:
+                        self._exchange.peer(worker).reconnect.leave(waits_for)
         return self._summarise(match, wanted, parts, began)
 
     def _match(self, description: bytes) -> _Match:

@@ -219,8 +219,10 @@ def test_a_fetch_that_is_cancelled_while_a_late_read_ends_waits_for_it(
             await asyncio.sleep(0.001)
 
     monkeypatch.setattr(worker._exchange, "settle", settle)
-    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS])
+    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
     assert settling.wait(LIMIT_S)
+    (client,) = worker._exchange.clients.values()
+    assert client.reconnect.holds_tickets
     calls = list(worker._calls)
 
     async def cancel() -> set[bool]:
@@ -233,6 +235,7 @@ def test_a_fetch_that_is_cancelled_while_a_late_read_ends_waits_for_it(
     quiet.set()
     with pytest.raises(CancelledError):
         get(loading)
+    assert not client.reconnect.holds_tickets
 
 
 def test_revoking_fails_when_nobody_can_say_that_the_blocks_are_not_found(
