@@ -186,6 +186,24 @@ def test_a_release_with_another_interface(tmp_path: Path, monkeypatch: pytest.Mo
         open_cache(shared_model(), tmp_path)
 
 
+def test_a_release_whose_caches_count_their_tokens_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CountingCache(transformers.DynamicCache):  # type: ignore[name-defined,misc]
+        num_tokens = 0
+
+        def update(self, keys: Any, values: Any, at: int, *more: Any) -> Any:
+            self.num_tokens += keys.shape[2]
+            return super().update(keys, values, at, *more)
+
+        def get_seq_length(self, *_: Any) -> int:
+            return self.num_tokens
+
+    monkeypatch.setattr(interface, "DynamicCache", CountingCache)
+    with pytest.raises(UnsupportedEngineError, match="does not go on from the keys and values"):
+        open_cache(shared_model(), tmp_path)
+
+
 def test_a_missing_package_is_named_with_its_extra() -> None:
     code = (
         "import sys; sys.modules['transformers'] = None\n"

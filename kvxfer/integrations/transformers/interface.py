@@ -3,6 +3,7 @@
 import inspect
 from typing import Any, TypeAlias
 
+import torch
 import transformers
 
 from kvxfer.errors import UnsupportedEngineError
@@ -31,11 +32,25 @@ def require_interface() -> None:
         UnsupportedEngineError: This release has another interface.
     """
     missing = [name for name in ("layers", "update", "get_seq_length") if not _has(name)]
-    if missing:
-        detail = f"DynamicCache has no {' and no '.join(missing)}"
-        raise UnsupportedEngineError(
-            "transformers", str(transformers.__version__), SUPPORTED, detail
-        )
+    detail = f"DynamicCache has no {' and no '.join(missing)}"
+    if not missing and not _keeps_what_it_is_given():
+        detail = "DynamicCache does not go on from the keys and values that its layers were given"
+    elif not missing:
+        return
+    raise UnsupportedEngineError("transformers", str(transformers.__version__), SUPPORTED, detail)
+
+
+def give_layer(past: Past, at: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a layer of an empty cache its keys and values; `update` alone would copy them.
+
+    Args:
+        past: The cache; layers are given in their order.
+        at: Number of the layer.
+        keys: `(1, num_kv_heads, num_tokens, head_dim)`; the cache keeps this tensor.
+        values: The same, `head_dim_v` wide.
+    """
+    past.update(keys[:, :, :0], values[:, :, :0], at)
+    past.layers[at].keys, past.layers[at].values = keys, values
 
 
 def planned_layers(config: Any) -> list[Any]:
@@ -54,10 +69,21 @@ def _has(name: str) -> bool:
     return takes_config and hasattr(empty, name)
 
 
+def _keeps_what_it_is_given() -> bool:
+    """Whether a cache goes on from what `give_layer` gave it."""
+    past, tokens = DynamicCache(), torch.arange(2.0).reshape(1, 1, 2, 1)
+    give_layer(past, 0, tokens, tokens)
+    num_tokens = past.get_seq_length()
+    twice = torch.cat([tokens, tokens], dim=2)
+    grown = past.update(tokens, tokens, 0)
+    return num_tokens == 2 and all(torch.equal(each, twice) for each in grown)
+
+
 __all__ = [
     "WHOLE_LAYERS",
     "DynamicCache",
     "Past",
+    "give_layer",
     "is_whole",
     "planned_layers",
     "require_interface",

@@ -16,7 +16,12 @@ from kvxfer.engine_side.vllm_pages import VLLMPages, find_vllm_pages
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.transformers import prompts
 from kvxfer.integrations.transformers.identity import hash_config, model_namespace
-from kvxfer.integrations.transformers.interface import DynamicCache, Past, require_interface
+from kvxfer.integrations.transformers.interface import (
+    DynamicCache,
+    Past,
+    give_layer,
+    require_interface,
+)
 from kvxfer.integrations.transformers.model_layers import count_tokens, find_layers
 from kvxfer.integrations.transformers.page_mover import Deadline, PageMover
 from kvxfer.integrations.transformers.page_pool import PagePool
@@ -294,10 +299,8 @@ class PrefixCache:
                 break
         if arrived:
             stop = arrived * self.tokens_per_page
-            for at, (keys_of_layer, values_of_layer) in enumerate(room):
-                past.update(keys_of_layer[:, :, :0], values_of_layer[:, :, :0], at)
-                layer = past.layers[at]  # its own `update` would copy them once more
-                layer.keys, layer.values = keys_of_layer[:, :, :stop], values_of_layer[:, :, :stop]
+            for at, (layer_keys, layer_values) in enumerate(room):
+                give_layer(past, at, layer_keys[:, :, :stop], layer_values[:, :, :stop])
 
     def _keep(self, past: Past, keys: Sequence[BlockKey], deadline: Deadline) -> int:
         """Store the pages that are not there; return how many."""
