@@ -1,5 +1,6 @@
 """Weights of a model on a device: what their sums notice, and that they cost no copy."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,27 @@ def test_weights_that_moved_hit_and_rows_that_are_exchanged_miss(tmp_path: Path)
         assert num_loaded(cache, prompt) == 0
         weight.data[[0, 1]] = weight.data[[1, 0]]
         assert num_loaded(cache, prompt) == 32
+
+
+def test_pages_of_earlier_weights_are_not_taken_for_new_ones_that_another_thread_has_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        assert num_loaded(cache, prompt) == 32
+        model.model.layers[0].mlp.gate_proj.weight.data[0] += 1
+        load_pages, tokens = cache._fill, []
+
+        def load_pages_and_be_overtaken(*arguments: Any) -> None:
+            load_pages(*arguments)
+            monkeypatch.setattr(cache, "_fill", load_pages)
+            other = threading.Thread(  # it waits for no turn, and hashes the weights, too
+                target=lambda: tokens.append(cache.load(prompt, timeout_s=0.001).get_seq_length())
+            )
+            other.start()
+            other.join()
+
+        monkeypatch.setattr(cache, "_fill", load_pages_and_be_overtaken)
+        assert num_loaded(cache, prompt) == 0
+        assert tokens == [0]

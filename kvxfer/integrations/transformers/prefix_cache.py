@@ -158,19 +158,19 @@ class PrefixCache:
         tokens = prompts.read_tokens("input_ids", input_ids)
         prompts.require_text(tokens, attention_mask, self._model)
         with self._turn(timeout_s) as deadline, ThreadPoolExecutor(1) as thread:
-            finding = thread.submit(self._find_change)
-            past = self._find_prefix(tokens, deadline)
-            if (change := finding.result()) != self._change:  # those pages are of other weights
-                self._change = change
-                past = self._find_prefix(tokens, deadline)
+            finding, expected = thread.submit(self._find_change), self._change
+            past = self._find_prefix(tokens, expected, deadline)
+            change = self._change = finding.result()
+            if change != expected:  # those pages are of other weights
+                past = self._find_prefix(tokens, change, deadline)
             self._loaded[past] = _Loaded(tokens, change)
         return past
 
-    def _find_prefix(self, tokens: Sequence[int], deadline: Deadline | None) -> Past:
-        """Make a cache with the stored prefix of a prompt, of the weights of the last call."""
+    def _find_prefix(self, tokens: Sequence[int], change: str, deadline: Deadline | None) -> Past:
+        """Make a cache with the prefix of a prompt that is stored for these weights."""
         past = DynamicCache()
         if deadline is not None:
-            keys = self._keys(tokens, len(tokens) - 1, self._change)
+            keys = self._keys(tokens, len(tokens) - 1, change)
             self._fill(past, keys, deadline)
         return past
 
