@@ -280,12 +280,12 @@ def _differ(difference: Difference, our_name: str, their_name: str) -> Finding:
 
 def _compare_caches(at: Examined, ours: Party, theirs: Party) -> list[Finding]:
     """Compare the caches of two engines that lend them: one has to be read as the other."""
+    if ours.description is None or theirs.description is None:
+        return []
     described = []
-    for party in (ours, theirs):
-        if party.description is None:
-            return []
+    for party, encoded in ((ours, ours.description), (theirs, theirs.description)):
         try:
-            described.append(CacheDescription.decode(party.description))
+            described.append(CacheDescription.decode(encoded))
         except InvalidArgumentError as exc:
             found = f"the caches of {party.name} are not understood: "
             return [_of_another_release(at, found + printable(exc, MAX_CHARACTERS))]
