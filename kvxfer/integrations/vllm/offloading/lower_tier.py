@@ -65,7 +65,7 @@ class LowerTier:
 
     Attributes:
         name: Name in metrics: that of the backend's medium, `metrics.LOWER` for several tiers.
-        metrics: Metrics of the backend that the scheduler does not count itself.
+        metrics: Metrics that the backend tells, since they were last reported.
         results: Results of `lookup`; those that were not asked are looked up by the next `flush`.
 
     Raises:
