@@ -86,7 +86,7 @@ class Fragments:
     def join(
         cls, runs: "Sequence[Fragments]", local_bounds: Words, remote_bounds: Words
     ) -> "list[Fragments]":
-        """Join fragments of each run that touch on both sides, in the order of local addresses.
+        """Join fragments of each run that touch on both sides, in the order of remote addresses.
 
         Args:
             runs: Runs of fragments.
@@ -97,8 +97,8 @@ class Fragments:
         if len(whole) < 2:
             return list(runs)
         of_run = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
-        if np.any((whole.local[1:] < whole.local[:-1]) & (of_run[1:] == of_run[:-1])):
-            whole = whole.take(np.lexsort((whole.local, of_run)))
+        if np.any((whole.remote[1:] < whole.remote[:-1]) & (of_run[1:] == of_run[:-1])):
+            whole = whole.take(np.lexsort((whole.remote, of_run)))
         local, remote, lengths = whole.local, whole.remote, whole.lengths
         touching = touch(local, lengths) & touch(remote, lengths) & (of_run[1:] == of_run[:-1])
         if touching.any():

@@ -16,7 +16,7 @@ class NixlLimits:
             slot and its metadata.
     """
 
-    piece_bytes: int = 32 << 20
+    piece_bytes: int = 64 << 20
     piece_fragments: int = 4096
     max_kept: int = 1024
     max_unanswered: int = 512

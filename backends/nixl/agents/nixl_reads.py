@@ -48,6 +48,7 @@ class PiecewiseRead:
 
     Attributes:
         landed: Called when all pieces have arrived, before `done` ends.
+        in_flight: Pieces that were taken out of `pieces` and have not ended.
     """
 
     peer: str
@@ -128,6 +129,7 @@ class Reads:
                 continue
             self._turns.append(reading)
             if reading.in_flight < MAX_PIECES_OF_A_READ:
+                reading.in_flight += 1
                 self._post_piece(reading, reading.pieces.popleft())
                 return True
         return False
@@ -141,19 +143,19 @@ class Reads:
                 describe(agent, piece.remote_device, fragments.remote, fragments.lengths),
                 reading.peer,
             )
+            self.end_finished()  # who waits for them goes on during the copy, not before it
             self._judge(handle, reading, piece, agent.transfer(handle))
         except self._errors as exc:
-            reading.stop(self._translate(reading.peer, piece, exc))
+            self._fail(reading, piece, exc)
 
     def poll(self) -> bool:
         """Check the pieces in flight; lets NIXL make progress, also as the target of peers."""
         flights, self._flights = self._flights, []
         for handle, reading, piece in flights:
-            reading.in_flight -= 1
             try:
                 self._judge(handle, reading, piece, self._agent.check_xfer_state(handle))
             except self._errors as exc:
-                reading.stop(self._translate(reading.peer, piece, exc))
+                self._fail(reading, piece, exc)
         with contextlib.suppress(*self._errors):  # of a lost peer: its reads report it
             self._agent.get_new_notifs()
         return len(self._flights) < len(flights)
@@ -161,8 +163,8 @@ class Reads:
     def _judge(self, handle: Any, reading: PiecewiseRead, piece: ReadPiece, state: str) -> None:
         if state == "PROC":
             self._flights.append((handle, reading, piece))
-            reading.in_flight += 1
             return
+        reading.in_flight -= 1
         handle.release()
         if state != "DONE":
             reading.stop(TransferFailedError(reading.peer, "NIXL says that it failed"))
@@ -185,6 +187,10 @@ class Reads:
         """End all reads, because the agent was closed."""
         for reading in self._readings:
             reading.done.set_exception(TransferFailedError(reading.peer, "the agent was closed"))
+
+    def _fail(self, reading: PiecewiseRead, piece: ReadPiece, exc: Exception) -> None:
+        reading.in_flight -= 1
+        reading.stop(self._translate(reading.peer, piece, exc))
 
     def _translate(self, peer: str, piece: ReadPiece, exc: Exception) -> TransferFailedError:
         lost = isinstance(exc, self._nixl.nixlRemoteDisconnectError)
