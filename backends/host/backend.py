@@ -22,6 +22,7 @@ from kvxfer.storage.backend import (
     ImmediateMover,
     Outcome,
     Status,
+    positions_done,
 )
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction.retention import Retention
@@ -211,7 +212,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             self.drop_corrupt(found, slots, given)
             for index, outcome in zip(there, given, strict=True):
                 outcomes[index] = outcome
-            lent = [row for row, outcome in enumerate(given) if outcome.done]
+            lent = positions_done(given)
             chosen = [slots[row] for row in lent]
             ends = np.array([(starts[row], stops[row]) for row in lent], np.int64).reshape(-1, 2)
             blocks = self._pool.describe(chosen, ends[:, 0], ends[:, 1])

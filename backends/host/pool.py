@@ -17,7 +17,7 @@ from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from kvxfer.storage.backend import DONE, MISSING, PARTIAL, Outcome, Status
+from kvxfer.storage.backend import DONE, MISSING, PARTIAL, Outcome, Status, positions_done
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import Generations
@@ -168,7 +168,7 @@ class HostPool:
             self._verify_part(slot, key, part, checksum=not verified, span=(start, stop))
             for slot, key, start, stop in parts
         ]
-        done = [index for index, outcome in enumerate(outcomes) if outcome.done]
+        done = positions_done(outcomes)
         if not done:
             return outcomes, Copy()
         if len(done) < len(outcomes):

@@ -70,6 +70,13 @@ _RANKS = {
 }
 
 
+def positions_done(outcomes: Sequence[Outcome]) -> list[int]:
+    """Find the positions of the blocks that are done: mostly all, which is found without a loop."""
+    if outcomes and outcomes[0] is DONE and outcomes.count(DONE) == len(outcomes):
+        return list(range(len(outcomes)))
+    return [index for index, outcome in enumerate(outcomes) if outcome.done]
+
+
 def pick_outcome(one: Outcome, other: Outcome, *, memory_safe: bool) -> Outcome:
     """Return the more informative of two outcomes, with `memory_safe`; `one` if they rank alike.
 

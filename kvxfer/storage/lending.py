@@ -14,7 +14,7 @@ from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.backend import Backend, Outcome, Status, positions_done
 from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.keys import BlockKey, Namespace, groups_of
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
@@ -214,7 +214,7 @@ class StagedLender(Lender):
         async with self._hold(wanted, fitting) as staged:
             keys = wanted.keys[:fitting]
             outcomes[:fitting] = await staged.move(self._backend.load, keys, staged.blocks)
-            there = [index for index, outcome in enumerate(outcomes) if outcome.done]
+            there = positions_done(outcomes)
             if not there:
                 yield LentBlocks(outcomes, None, [])
             else:

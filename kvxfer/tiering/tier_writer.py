@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.backend import Outcome, Status, positions_done
 from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.eviction.retention import copy_retentions
 from kvxfer.storage.gauge import Gauge
@@ -139,7 +139,7 @@ class TierWriter:
         async with self._target.hold(self._staging, sizes, starts) as staged:
             load = source.copying(Operation.LOAD, Cause.WRITE_BACK)
             loaded = await staged.move(load, keys, staged.blocks)
-            there = [index for index, outcome in enumerate(loaded) if outcome.done]
+            there = positions_done(loaded)
             gone = [key for key, each in zip(keys, loaded, strict=True) if _is_gone(each)]
             self._target.reports.not_written_back(gone)
             if not there:

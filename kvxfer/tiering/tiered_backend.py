@@ -12,7 +12,15 @@ from kvxfer.checks import require_instance, require_instances, require_positive
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import MISSING, PARTIAL, Backend, Outcome, Status, pick_outcome
+from kvxfer.storage.backend import (
+    MISSING,
+    PARTIAL,
+    Backend,
+    Outcome,
+    Status,
+    pick_outcome,
+    positions_done,
+)
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import Move
 from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
@@ -335,7 +343,7 @@ class TieredBackend(Backend):
         async with tier.hold(self._staging, sizes, [0] * len(keys)) as staged:
             load = tier.copying(Operation.LOAD, Cause.PROMOTION)
             loaded = await staged.move(load, keys, staged.blocks)
-            intact = [index for index, outcome in enumerate(loaded) if outcome.done]
+            intact = positions_done(loaded)
             verified = [keys[index] for index in intact]
             if intact:  # verified, also if the first tier has no room for them
                 blocks = staged.blocks.take(intact)

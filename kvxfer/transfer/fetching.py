@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress, islice
+from itertools import chain, compress, islice
 from typing import TypeAlias, TypedDict
 
 import numpy as np
@@ -19,7 +19,7 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import CacheDescription, PeerBlocks, match_caches
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.backend import Outcome, Status, positions_done
 from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation, Reports
@@ -59,14 +59,21 @@ class _Part:
     outcomes: list[Outcome]
     names: Sequence[BlockKey]
 
-    def note(self, rows: Iterable[int], outcomes: Iterable[Outcome]) -> None:
+    def note(self, rows: "_Rows", outcomes: Iterable[Outcome]) -> None:
         """Note what has become of some of the blocks."""
-        for row, outcome in zip(rows, outcomes, strict=True):
+        if len(rows) == len(self.outcomes):
+            self.outcomes[:] = outcomes
+            return
+        for row, outcome in zip(rows.tolist(), outcomes, strict=True):
             self.outcomes[row] = outcome
+
+    def keys_of(self, rows: "_Rows") -> list[BlockKey]:
+        """List the keys of some of the blocks, which are all in most cases."""
+        return self.keys if len(rows) == len(self.keys) else [self.keys[row] for row in rows]
 
 
 _Rows: TypeAlias = NDArray[np.int64]
-"""Positions of blocks in a part."""
+"""Positions of blocks in a part, ascending."""
 
 
 class _Pages(TypedDict):
@@ -214,9 +221,9 @@ class Fetcher:
         ours = self._description.groups[group].tokens_per_block
         firsts = np.maximum(indices * theirs, wanted.first_token)
         stops = np.minimum((indices + 1) * theirs, wanted.num_tokens)
-        ids = wanted.block_ids[group]
-        is_used = [block != self._null_block for block in ids]
-        num_used = np.cumsum([0, *is_used])
+        ids = np.array(wanted.block_ids[group], np.int64)
+        is_used = ids != (-1 if self._null_block is None else self._null_block)
+        num_used = np.concatenate(([0], np.cumsum(is_used)))
         begins, ends = np.minimum((firsts // ours, -(-stops // ours)), len(ids))
         has_targets: NDArray[np.bool_] = (firsts < stops) & (num_used[ends] > num_used[begins])
         return has_targets
@@ -251,7 +258,7 @@ class Fetcher:
         may_come = True
         for part, rows in blocks:
             client = self._exchange.peer(workers[part.rank])
-            held = await client.hold(ticket, [part.keys[row] for row in rows])
+            held = await client.hold(ticket, part.keys_of(rows))
             there.append(np.array(held.there, bool))
             may_come &= held.is_known and not held.is_complete
         return there, may_come
@@ -298,9 +305,8 @@ class Fetcher:
         """Read whole blocks into staging memory, and copy what is wanted of those that are good."""
         sizes = [match.block_size_bytes(part.group)] * len(rows)
         async with self._exchange.staging.hold(sizes, [0] * len(sizes)) as staged:
-            keys = [part.keys[row] for row in rows]
-            loaded = await staged.move(client.load, keys, staged.blocks)
-            good = [at for at, outcome in enumerate(loaded) if outcome.done]
+            loaded = await staged.move(client.load, part.keys_of(rows), staged.blocks)
+            good = positions_done(loaded)
             if good:
                 blocks = match.groups[part.group]
                 source, destination = blocks.describe(
@@ -320,15 +326,15 @@ class Fetcher:
         fetched = Fetched([])
         for part in parts:
             ours = self._description.groups[part.group].tokens_per_block
-            failed = [row for row, outcome in enumerate(part.outcomes) if not outcome.done]
-            num_done = len(part.keys) - len(failed)
+            num_done = len(positions_done(part.outcomes))
             block_bytes = match.block_size_bytes(part.group)
             sizes = [block_bytes] * len(part.keys)
             self._reports.moved(Operation.LOAD, part.names, part.outcomes, sizes, began)
             fetched.num_verified += num_done
             fetched.num_bytes += num_done * block_bytes
-            for row in failed:
-                outcome = part.outcomes[row]
+            for row, outcome in enumerate(part.outcomes) if num_done < len(part.keys) else ():
+                if outcome.done:
+                    continue
                 fetched.missing[outcome.status.name.lower()] += 1
                 fetched.reason = outcome.reason or outcome.status.name.lower()
                 targets = match.targets(part, row, wanted, ours)
@@ -338,11 +344,11 @@ class Fetcher:
 
 
 async def _load_in_place(client: Client, batch: Sequence[tuple[_Part, _Rows, Descriptors]]) -> None:
-    keys = [part.keys[row] for part, rows, _ in batch for row in rows]
+    keys = [*chain.from_iterable(part.keys_of(rows) for part, rows, _ in batch)]
     places = Descriptors.concatenate([places for *_, places in batch])
     outcomes = iter(await client.load(keys, places))
     for part, rows, _ in batch:
-        part.note(rows.tolist(), islice(outcomes, len(rows)))
+        part.note(rows, islice(outcomes, len(rows)))
 
 
 def _failed(parts: Sequence[_Part]) -> list[tuple[_Part, _Rows]]:
@@ -351,8 +357,11 @@ def _failed(parts: Sequence[_Part]) -> list[tuple[_Part, _Rows]]:
     Reads that stall at one engine end the connections to all others, see `Exchange.settle`.
     """
     has_failed = Status.FAILED
-    failed = [np.array([each.status is has_failed for each in part.outcomes]) for part in parts]
-    return _choose([(part, np.arange(len(part.keys))) for part in parts], failed)
+    open_parts = [part for part in parts if len(positions_done(part.outcomes)) < len(part.keys)]
+    failed = [
+        np.array([each.status is has_failed for each in part.outcomes]) for part in open_parts
+    ]
+    return _choose([(part, np.arange(len(part.keys))) for part in open_parts], failed)
 
 
 def _choose(

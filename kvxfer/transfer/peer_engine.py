@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
@@ -89,4 +90,4 @@ def _digest(encoded: bytes) -> bytes:
 
 
 def _of_worker(digest: bytes, keys: Sequence[BlockKey]) -> list[BlockKey]:
-    return [BlockKey(digest + key) for key in keys]
+    return cast("list[BlockKey]", list(map(digest.__add__, keys)))  # there are many

@@ -14,7 +14,7 @@ from kvxfer.errors import ClosedError, DeviceError, DeviceLostError, InvalidArgu
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import DONE, Backend, BlockMover, Outcome, Status
+from kvxfer.storage.backend import DONE, Backend, BlockMover, Outcome, Status, positions_done
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.keys import BlockKey
@@ -179,7 +179,7 @@ class StagedBackend(Backend):
         try:
             async with self._hold(blocks, Direction.LOAD) as staged:
                 outcomes = _safe(await staged.move(self.inner.load, keys, staged.blocks))
-                arrived = [index for index, outcome in enumerate(outcomes) if outcome.done]
+                arrived = positions_done(outcomes)
                 if arrived:
                     copied = await self._copy(staged.blocks.take(arrived), blocks.take(arrived))
                     for index in arrived:

@@ -21,7 +21,7 @@ from kvxfer.kvcache.canonical import (
 )
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.storage.backend import Outcome, Purgeable, Status
+from kvxfer.storage.backend import Outcome, Purgeable, Status, positions_done
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observed_backend import unwrapped
 from kvxfer.storage.portable_backend import PortableBackend
@@ -258,7 +258,7 @@ class PageStore:
         outcomes = [unsafe] * len(job.rows)
         try:
             outcomes = job.outcomes.result(_left_s(deadline) + GRACE_S)
-            arrived = [index for index, outcome in enumerate(outcomes) if outcome.done]
+            arrived = positions_done(outcomes)
             if arrived and direction is Direction.LOAD:
                 self._copy_engine.copy(
                     self._rows.describe(group, [job.rows[index] for index in arrived]),

@@ -216,8 +216,8 @@ class PeerBlocks:
             raise BlockIdError(self.group, int(ids[outside.argmax()]), self._num_blocks)
         null = self.caches.null_block_id
         used = np.ones(len(ids), bool) if null is None else ids != null
-        if (twice := find_repeated(ids[used].tolist())) is not None:
-            raise DuplicateError(name, twice)
+        if len(np.unique(ids[used])) < np.count_nonzero(used):
+            raise DuplicateError(name, find_repeated(ids[used].tolist()))
         return used
 
     def _require_source(self, rank: int) -> int:
