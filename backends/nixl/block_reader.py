@@ -12,7 +12,7 @@ from kvxfer.backends.nixl.wire import (
 )
 from kvxfer.errors import ProtocolError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import DONE, Outcome, Status
+from kvxfer.storage.backend import DONE, Outcome, Status, positions_done
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import Fences
 from kvxfer.storage.staging_memory import StagingMemory
@@ -132,11 +132,6 @@ def read_endings(
         DONE if ending.status is done else Outcome(ending.status, reason=ending.reason)
         for ending in endings
     ]
-
-
-def positions_done(outcomes: Sequence[Outcome]) -> list[int]:
-    """Find the positions of the blocks that are done."""
-    return [index for index, outcome in enumerate(outcomes) if outcome.done]
 
 
 def _changed(key: BlockKey, proofs: Proofs) -> Outcome:

@@ -6,13 +6,14 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from kvxfer.backends.nixl.block_reader import BlockReader, positions_done, read_endings
+from kvxfer.backends.nixl.block_reader import BlockReader, read_endings
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.reads import MAX_GENERATIONS, BlockHasher, Quarantine
 from kvxfer.backends.nixl.reconnect import Reconnect
 from kvxfer.backends.nixl.wire import (
     MAX_TICKETS,
+    PLACES_VERSION,
     TICKETS_VERSION,
     Delete,
     Deleted,
@@ -30,10 +31,10 @@ from kvxfer.backends.nixl.wire import (
     Released,
     require_tickets,
 )
-from kvxfer.errors import InvalidArgumentError, KVXferError, PeerLostError, ProtocolError
+from kvxfer.errors import KVXferError, PeerLostError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.backend import Outcome, Status, positions_done
 from kvxfer.storage.calls import wait_despite_cancel, wait_for_mark
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.leases import Held
@@ -45,6 +46,9 @@ STAGED_BYTES = 16 << 20
 PIECE_BYTES = 64 << 20
 """Bytes of a piece of any other one. A holder that lends by way of staging memory must have room
 for them, with blocks padded to multiples of 4096 bytes: see `standalone.LENDING_BYTES`."""
+
+PLACED_BYTES = 128 << 20
+"""Bytes of a piece whose places are known: its holder lends in place, and needs no room for it."""
 
 PIECES_AT_A_PEER = 3
 """Most pieces at a peer at one time: one is moved, the next is asked for, the last is hashed."""
@@ -64,8 +68,8 @@ logger = logging.getLogger(__name__)
 class Client:
     """Client of one holder: moves batches of blocks piece by piece; failures are outcomes.
 
-    Loaded blocks are read out of the holder's memory, at the places that the last lookup found, or,
-    if they have moved since, pinned by the holder. Stored blocks are read by the holder out of our
+    Loaded blocks are read out of the holder's memory, where the last question found them, or, if
+    they have moved since, pinned by the holder. Stored blocks are read by the holder out of our
     memory. Hashing one piece overlaps with moving the next.
 
     Args:
@@ -134,11 +138,7 @@ class Client:
                 ),
                 Found,
             )
-        connection.require_number(len(found.there), len(keys))
-        try:
-            connection.places.note(keys, found)
-        except InvalidArgumentError as exc:
-            raise ProtocolError(str(self.reconnect.endpoint), str(exc)) from exc
+        connection.note_places(keys, found)
         return found.there
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -186,13 +186,23 @@ class Client:
         require_tickets([ticket])
         async with self._connected() as connection:
             connection.require_version(TICKETS_VERSION)
+            is_new = connection.version >= PLACES_VERSION
             connection.tickets.add(ticket)
             answer = await connection.request(
-                lambda number: Hold(request_id=number, ticket=ticket, keys=list(keys)), HeldTicket
+                lambda number: Hold(
+                    request_id=number,
+                    ticket=ticket,
+                    keys=list(keys),
+                    places=is_new,
+                    fenced=is_new and self._reader.is_fenced,
+                ),
+                HeldTicket,
             )
         if not answer.is_known:
             connection.tickets.discard(ticket)
         connection.require_number(len(answer.there), len(keys))
+        if answer.found is not None:
+            connection.note_places(keys, answer.found)
         return Held(answer.is_known, answer.is_complete, answer.there)
 
     async def release(self, tickets: Sequence[str]) -> None:
@@ -243,7 +253,9 @@ class Client:
         """
         if blocks.device != HOST:
             return True
-        return self._memory.contains(blocks) and not _is_in_crumbs(blocks)
+        many = len(blocks) > blocks.num_blocks * MANY_PIECES
+        is_in_crumbs = many and blocks.num_bytes < len(blocks) * SMALL_FRAGMENT_BYTES
+        return self._memory.contains(blocks) and not is_in_crumbs
 
     async def _move(
         self, direct: MoveAtPeer, staged: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors
@@ -252,7 +264,9 @@ class Client:
         is_direct = self._is_direct(blocks)
         move = direct if is_direct else staged
         is_small = blocks.num_bytes < blocks.num_blocks * SMALL_FRAGMENT_BYTES
-        piece_bytes = PIECE_BYTES if is_direct and not is_small else STAGED_BYTES
+        piece_bytes = PLACED_BYTES if self.reconnect.knows_place(keys[0]) else PIECE_BYTES
+        if is_small or not is_direct:
+            piece_bytes = STAGED_BYTES
         longest = MAX_GENERATIONS if self._reader.is_fenced else None
         bounds = list(blocks.cut(piece_bytes, longest_run=longest))
         if len(bounds) == 1:  # saves switching to a task and back
@@ -380,18 +394,13 @@ class Client:
     def _count(self, outcomes: Sequence[Outcome], blocks: Descriptors) -> int:
         """Count the blocks that are not done; return the bytes of those that are."""
         done = positions_done(outcomes)
-        if len(done) < len(outcomes):
-            statuses = [outcome.status for outcome in outcomes]
-            self.statistics.num_corrupt += statuses.count(Status.CORRUPT)
-            self.statistics.num_timed_out += statuses.count(Status.TIMED_OUT)
-            self.statistics.num_failed += statuses.count(Status.FAILED)
+        if len(done) == len(outcomes):
+            return blocks.num_bytes
+        statuses = [outcome.status for outcome in outcomes]
+        self.statistics.num_corrupt += statuses.count(Status.CORRUPT)
+        self.statistics.num_timed_out += statuses.count(Status.TIMED_OUT)
+        self.statistics.num_failed += statuses.count(Status.FAILED)
         return blocks.take(done).num_bytes
-
-
-def _is_in_crumbs(blocks: Descriptors) -> bool:
-    """Whether transferring gathered blocks and copying them is less work than single fragments."""
-    many = len(blocks) > blocks.num_blocks * MANY_PIECES
-    return many and blocks.num_bytes < len(blocks) * SMALL_FRAGMENT_BYTES
 
 
 async def _release(connection: Connection, tickets: Sequence[str]) -> None:

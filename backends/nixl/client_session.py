@@ -13,6 +13,7 @@ import msgspec
 
 from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.places import find_places, locate_fences
 from kvxfer.backends.nixl.reads import BlockHasher, RemoteMemory
 from kvxfer.backends.nixl.ticket_session import TicketSession
 from kvxfer.backends.nixl.wire import (
@@ -25,7 +26,6 @@ from kvxfer.backends.nixl.wire import (
     Ending,
     Extents,
     Failed,
-    Fencing,
     Found,
     FrameChannel,
     Greeting,
@@ -49,14 +49,11 @@ from kvxfer.errors import (
     PeerTimeoutError,
     TransferFailedError,
 )
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
 from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.leases import LeaseDesk
 from kvxfer.storage.lending import (
-    GENERATION_BYTES,
     BlockParts,
-    Fences,
     Lender,
     ReservedBlocks,
 )
@@ -131,7 +128,7 @@ class ClientSession:
         self._node = node
         self._channel = channel
         self._greeting = greeting
-        self._tickets = TicketSession(store.desk, greeting.version)
+        self._tickets = TicketSession(store.desk, greeting.version, self._find_places)
         self._theirs: RemoteMemory | None = None
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._pins: dict[int, AsyncExitStack] = {}
@@ -284,20 +281,14 @@ class ClientSession:
         return Deleted(request_id=request.request_id, deleted=deleted)
 
     async def _lookup(self, request: Lookup) -> Found:
-        sight = None
-        if request.places:
-            sight = self.store.lender.peek(request.keys, fenced=request.fenced)
-        if sight is None or sight.blocks is None:
-            there = await self.store.backend.lookup(request.keys)
-            return Found(request_id=request.request_id, there=there)
-        return Found(
-            request_id=request.request_id,
-            there=[outcome.done for outcome in sight.outcomes],
-            starts=sight.blocks.payload_starts.tolist(),
-            checksums=sight.checksums,
-            extents=self._node.memory.locate(sight.blocks),
-            fences=self._locate_fences(sight.fences),
-        )
+        found = self._find_places(request) if request.places else None
+        if found is not None:
+            return found
+        there = await self.store.backend.lookup(request.keys)
+        return Found(request_id=request.request_id, there=there)
+
+    def _find_places(self, request: Lookup | Hold) -> Found | None:
+        return find_places(self.store.lender, self._node.memory, request)
 
     async def _pin(self, request: Pin) -> Pinned:
         async with AsyncExitStack() as stack:
@@ -312,15 +303,8 @@ class ClientSession:
             endings=_endings(loan.outcomes),
             checksums=loan.checksums,
             extents=extents,
-            fences=None if loan.blocks is None else self._locate_fences(loan.fences),
+            fences=None if loan.blocks is None else locate_fences(self._node.memory, loan.fences),
         )
-
-    def _locate_fences(self, fences: Fences | None) -> Fencing | None:
-        if fences is None:
-            return None
-        words = Descriptors.of_pieces(fences.addresses, [GENERATION_BYTES] * len(fences.addresses))
-        generations = fences.generations.astype("<u8", copy=False).tobytes()
-        return Fencing(extents=self._node.memory.locate(words), generations=generations)
 
     async def _pull(self, request: Pull) -> Pulled:
         """Read blocks, and keep them until the peer has confirmed them."""

@@ -5,15 +5,13 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Self, TypeVar
 
 import msgspec
 
-from kvxfer.backends.nixl.agents import (
-    MAX_LINES,
-)
+from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.places import Places
 from kvxfer.backends.nixl.reads import RemoteMemory
@@ -23,6 +21,7 @@ from kvxfer.backends.nixl.wire import (
     Cancel,
     DataConnection,
     Failed,
+    Found,
     FrameChannel,
     Greeting,
     Hello,
@@ -39,6 +38,7 @@ from kvxfer.backends.nixl.wire import (
 )
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
+    InvalidArgumentError,
     KVXferError,
     PeerClosedError,
     PeerError,
@@ -47,6 +47,7 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.storage.calls import fetch_error
+from kvxfer.storage.keys import BlockKey
 
 AnswerT = TypeVar("AnswerT", bound=Message)
 MakeRequest = Callable[[int], NumberedRequest]
@@ -77,6 +78,7 @@ class Connection:
         endpoint: As given.
         memory: As given.
         places: Places of blocks in it that lookups found.
+        version: Version of the protocol that both speak.
         tickets: Tickets that the holder may hold for this connection.
         description: What a reader must know of the holder's blocks; None until it was asked.
     """
@@ -99,7 +101,7 @@ class Connection:
         self._timeout_s = node.config.handshake_timeout_s
         self._channel = channel
         self._session = greeting.session
-        self._version = greeting.version
+        self.version = greeting.version
         self._data_endpoint = Endpoint(channel.peer.host, greeting.reach.data_port)
         self._tls = tls
         self._numbers = count(1)
@@ -174,9 +176,21 @@ class Connection:
         Raises:
             PeerError: The holder and this process speak an earlier version.
         """
-        if self._version < oldest:
-            detail = f"version {self._version} of the protocol is spoken; this needs {oldest}"
+        if self.version < oldest:
+            detail = f"version {self.version} of the protocol is spoken; this needs {oldest}"
             raise PeerError(str(self.endpoint), detail)
+
+    def note_places(self, keys: Sequence[BlockKey], found: Found) -> None:
+        """Remember the places of blocks that were asked for.
+
+        Raises:
+            ProtocolError: There is not an answer for each key, or a place is none.
+        """
+        self.require_number(len(found.there), len(keys))
+        try:
+            self.places.note(keys, found)
+        except InvalidArgumentError as exc:
+            raise ProtocolError(str(self.endpoint), str(exc)) from exc
 
     def require_number(self, given: int, wanted: int) -> None:
         """Check how many parts an answer of the holder has.

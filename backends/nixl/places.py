@@ -9,7 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.nixl.wire import (
+    Fencing,
     Found,
+    Hold,
+    Lookup,
     Pinned,
     Regions,
 )
@@ -17,10 +20,13 @@ from kvxfer.checks import require_integers
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.lending import GENERATION_BYTES, Fences
+from kvxfer.storage.lending import GENERATION_BYTES, Fences, Lender
 
 Proofs: TypeAlias = list[int] | Fences
 """What proves that the bytes of blocks arrived: XXH3-64 of each of them, or their generations."""
+
+MAX_FRAGMENTS = 1 << 16
+"""Most fragments whose places are told before blocks are pinned: a frame has room for more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,15 +44,17 @@ class _FoundPlaces:
     proofs: Proofs
 
     def take(self, rows: list[int]) -> "_FoundPlaces":
-        """Take the places of some blocks."""
-        if rows == list(range(self.blocks.num_blocks)):
-            return self
+        """Take the places of some blocks; without a copy if they are consecutive, as most are."""
+        run = slice(rows[0], rows[0] + len(rows))
+        is_run = rows == list(range(run.start, run.stop))
+        at = run if is_run else rows
+        blocks = self.blocks.select(run.start, run.stop) if is_run else self.blocks.take(rows)
         proofs = self.proofs
         if isinstance(proofs, Fences):
-            chosen: Proofs = Fences(proofs.addresses[rows], proofs.generations[rows])
+            chosen: Proofs = Fences(proofs.addresses[at], proofs.generations[at])
         else:
             chosen = [proofs[row] for row in rows]
-        return _FoundPlaces(self.blocks.take(rows), self.starts[rows], chosen)
+        return _FoundPlaces(blocks, self.starts[at], chosen)
 
     @classmethod
     def concatenate(cls, parts: "Sequence[_FoundPlaces]") -> "_FoundPlaces | None":
@@ -68,7 +76,7 @@ class _FoundPlaces:
 
 
 class Places:
-    """Places that lookups found, so that a load can read there without another request.
+    """Places that a peer has told, so that a load can read there without another request.
 
     A found block is not pinned, so the bytes read at its place must have its checksum, or its
     generation must still be the same. Each place is used once: a loaded block is rarely loaded
@@ -87,8 +95,11 @@ class Places:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._rows
+
     def note(self, keys: Sequence[BlockKey], found: Found) -> None:
-        """Remember the places that a lookup of `keys` found, instead of earlier ones.
+        """Remember the places that were found of `keys`, instead of earlier ones.
 
         The oldest places are forgotten beyond `max_places`.
 
@@ -141,6 +152,39 @@ class Places:
         if not np.array_equal(places.blocks.block_sizes, blocks.block_sizes):
             return None
         return places.blocks, places.proofs
+
+
+def find_places(lender: Lender, memory: Regions, request: Lookup | Hold) -> Found | None:
+    """Find the places of the blocks of a request, as they are told to a peer.
+
+    Args:
+        lender: Lender of the blocks.
+        memory: Our registered memory.
+        request: The request.
+
+    Returns:
+        None where blocks have no places, or too many for an answer.
+    """
+    sight = lender.peek(request.keys, fenced=request.fenced)
+    if sight is None or sight.blocks is None or len(sight.blocks) > MAX_FRAGMENTS:
+        return None
+    return Found(
+        request_id=request.request_id,
+        there=[outcome.done for outcome in sight.outcomes],
+        starts=sight.blocks.payload_starts.tolist(),
+        checksums=sight.checksums,
+        extents=memory.locate(sight.blocks),
+        fences=locate_fences(memory, sight.fences),
+    )
+
+
+def locate_fences(memory: Regions, fences: Fences | None) -> Fencing | None:
+    """Tell a peer generations of blocks, and where they are in our registered memory."""
+    if fences is None:
+        return None
+    words = Descriptors.of_pieces(fences.addresses, [GENERATION_BYTES] * len(fences.addresses))
+    generations = fences.generations.astype("<u8", copy=False).tobytes()
+    return Fencing(extents=memory.locate(words), generations=generations)
 
 
 def read_proofs(remote: Regions, answer: Found | Pinned, num_blocks: int) -> Proofs:

@@ -12,6 +12,7 @@ from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import ClosedError, KVXferError, PeerClosedError
 from kvxfer.storage.calls import fetch_error
+from kvxfer.storage.keys import BlockKey
 
 FIRST_RETRY_S = 0.1
 """Pause after the first attempt to connect that failed; each later one is twice as long."""
@@ -90,6 +91,10 @@ class Reconnect:
     def is_connected(self) -> bool:
         """Whether the connection is open at this moment."""
         return self._connection is not None and self._connection.is_open
+
+    def knows_place(self, key: BlockKey) -> bool:
+        """Whether the present connection knows where a block is."""
+        return self._connection is not None and key in self._connection.places
 
     @property
     def holds_tickets(self) -> bool:

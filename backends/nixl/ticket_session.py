@@ -1,12 +1,15 @@
 """Ticket session: a holder's answers to one peer's requests about tickets."""
 
 import logging
+from collections.abc import Callable
 
 from kvxfer.backends.nixl.wire import (
     TICKETS_VERSION,
     Describe,
     Described,
+    Found,
     HeldTicket,
+    Hold,
     Release,
     Released,
     TicketRequest,
@@ -23,11 +26,15 @@ class TicketSession:
     Args:
         desk: Desk that is asked; None where there are no tickets.
         version: Version of the protocol that the peer and this process speak.
+        find: Finds the places of the keys of a request; None where they have none.
     """
 
-    def __init__(self, desk: LeaseDesk | None, version: int) -> None:
+    def __init__(
+        self, desk: LeaseDesk | None, version: int, find: Callable[[Hold], Found | None]
+    ) -> None:
         self._desk = desk
         self._version = version
+        self._find = find
         self._ended = False
 
     async def answer(self, request: TicketRequest) -> Described | HeldTicket | Released:
@@ -59,6 +66,7 @@ class TicketSession:
             is_known=held.is_known,
             is_complete=held.is_complete,
             there=held.there,
+            found=self._find(request) if request.places and any(held.there) else None,
         )
 
     def end(self) -> None:

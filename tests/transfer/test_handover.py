@@ -195,6 +195,7 @@ def test_reads_that_are_cut_short_for_those_of_another_engine_are_done_again(
         async with lend(*args, **how) as lent:
             yield lent
 
+    monkeypatch.setattr(CacheLender, "peek", Mock(return_value=None))  # so that blocks are pinned
     monkeypatch.setattr(CacheLender, "lend", lend_late)
     found = ours.ask(theirs.endpoint, TICKET, TOKENS)
     [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS])

@@ -14,7 +14,7 @@ from kvxfer.endpoint import MAX_PORT
 from kvxfer.storage.keys import Namespace
 from kvxfer.text import printable
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Newest version of the messages that this release speaks."""
 
 OLDEST_VERSION = 4

@@ -14,6 +14,9 @@ from kvxfer.storage.keys import BlockKey
 TICKETS_VERSION = 5
 """First version of the protocol with `Describe`, `Hold` and `Release`."""
 
+PLACES_VERSION = 6
+"""First version in which a `Hold` may ask for places."""
+
 MAX_DESCRIPTION_BYTES = 1 << 20
 """Largest description of a holder's blocks."""
 
@@ -204,35 +207,42 @@ class Described(Message, frozen=True):
     description: Annotated[bytes, msgspec.Meta(max_length=MAX_DESCRIPTION_BYTES)]
 
 
-class Hold(NumberedRequest, frozen=True):
+class Hold(NumberedRequest, frozen=True, omit_defaults=True):
     """Ask to keep the blocks of a ticket as long as the connection lasts; answered by `HeldTicket`.
 
     Attributes:
         ticket: The ticket; see `require_tickets`.
         keys: Blocks to look for, each once; may be empty.
+        places: As in `Lookup`. This and the next one only from `PLACES_VERSION` on: an earlier one
+            refuses them.
+        fenced: As in `Lookup`.
     """
 
     ticket: Ticket
     keys: list[BlockKey]
+    places: bool = False
+    fenced: bool = False
 
     def __post_init__(self) -> None:
         """Check the ticket, when it is sent and when it arrives."""
         require_tickets([self.ticket])
 
 
-class HeldTicket(Message, frozen=True):
+class HeldTicket(Message, frozen=True, omit_defaults=True):
     """Answer `Hold`; see `leases.Held`.
 
     Attributes:
         is_known: Whether the ticket is known and its lease not over.
         is_complete: Whether all blocks of the ticket were offered.
         there: For each key whether its block can be read now.
+        found: Answer to a `Lookup` of the keys, where places were asked for and blocks have some.
     """
 
     request_id: int
     is_known: bool
     is_complete: bool
     there: list[bool]
+    found: Found | None = None
 
 
 class Release(NumberedRequest, frozen=True):

@@ -77,12 +77,13 @@ class Decode:
             await asyncio.to_thread(handover.start)
             tokens = num_tokens or NUM_BYTES // theirs.bytes_per_token
             prompt = _Prompt(self, handover, Endpoint(HOST, port), theirs, tokens)
-            await prompt.offer(self.block_ids(ours).tolist())
+            await prompt.offer()
+            block_ids = self.block_ids(ours).tolist()
 
             async def fetch() -> float:
                 if not hashes_early:
-                    await prompt.offer(self.block_ids(ours).tolist())
-                return await prompt.fetch()
+                    await prompt.offer()
+                return await prompt.fetch(block_ids)
 
             yield fetch
         finally:
@@ -117,14 +118,9 @@ class _Prompt:
         self._theirs = theirs
         self._keys = PromptKeys(np.arange(num_tokens))
         self._ticket = ""
-        self._wanted: Wanted | None = None
 
-    async def offer(self, block_ids: list[int]) -> None:
-        """Have the prompt offered under a new ticket, and ask for it.
-
-        Args:
-            block_ids: Our blocks that it is to be fetched into.
-        """
+    async def offer(self) -> None:
+        """Have the prompt offered under a new ticket."""
         if self._ticket:
             await self._call(self._handover.release(self._endpoint, self._ticket))
         self._ticket = uuid.uuid4().hex
@@ -132,24 +128,31 @@ class _Prompt:
         keys = self._keys.block_keys(0, self._theirs.tokens_per_block, num_tokens)
         ids = list(range(len(keys)))
         await self._decode.ask("offer", self._endpoint.port, self._ticket, keys, ids)
+
+    async def fetch(self, block_ids: list[int]) -> float:
+        """Ask for it, and fetch it; return the seconds that the fetch took.
+
+        Args:
+            block_ids: Our blocks that it is fetched into.
+        """
+        wanted = await self._ask(block_ids)
+        began = time.perf_counter()
+        fetched = await self._call(self._handover.fetch(self._endpoint, wanted))
+        seconds = time.perf_counter() - began
+        num_bytes = self._keys.num_tokens * self._theirs.bytes_per_token
+        if fetched.missing or fetched.num_bytes != num_bytes:
+            raise RuntimeError(f"not all has arrived: {fetched}")
+        return seconds
+
+    async def _ask(self, block_ids: list[int]) -> Wanted:
+        num_tokens = self._keys.num_tokens
         asking = self._handover.ask(self._endpoint, self._ticket, self._keys, waits=True)
         found = await self._call(asking)
         if not (found.is_complete and found.num_tokens == num_tokens):
             raise RuntimeError(f"the prompt was not found: {found}")
         size = found.our_tokens_per_block[0]
         blocks = block_ids[: -(-num_tokens // size)]
-        self._wanted = found.wanted(self._keys, 0, num_tokens, [blocks])
-
-    async def fetch(self) -> float:
-        """Fetch it; return the seconds that it took."""
-        assert self._wanted is not None
-        began = time.perf_counter()
-        fetched = await self._call(self._handover.fetch(self._endpoint, self._wanted))
-        seconds = time.perf_counter() - began
-        num_bytes = self._keys.num_tokens * self._theirs.bytes_per_token
-        if fetched.missing or fetched.num_bytes != num_bytes:
-            raise RuntimeError(f"not all has arrived: {fetched}")
-        return seconds
+        return found.wanted(self._keys, 0, num_tokens, [blocks])
 
     async def _call(self, call: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(self._handover.submit(call))
