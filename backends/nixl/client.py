@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from kvxfer.backends.nixl.block_reader import BlockReader, read_endings
@@ -11,25 +11,16 @@ from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.reads import MAX_GENERATIONS, BlockHasher, Quarantine
 from kvxfer.backends.nixl.reconnect import Reconnect
+from kvxfer.backends.nixl.ticket_client import TicketClient
 from kvxfer.backends.nixl.wire import (
-    MAX_TICKETS,
-    PLACES_VERSION,
-    TICKETS_VERSION,
     Delete,
     Deleted,
-    Describe,
-    Described,
     Found,
-    HeldTicket,
-    Hold,
     Lookup,
     Publish,
     Pull,
     Pulled,
     Regions,
-    Release,
-    Released,
-    require_tickets,
 )
 from kvxfer.errors import KVXferError, PeerLostError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -37,7 +28,6 @@ from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.backend import Outcome, Status, positions_done
 from kvxfer.storage.calls import wait_despite_cancel, wait_for_mark
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.leases import Held
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 
 STAGED_BYTES = 16 << 20
@@ -65,7 +55,7 @@ MoveAtPeer = Callable[[Connection, Sequence[BlockKey], Descriptors], Awaitable[l
 logger = logging.getLogger(__name__)
 
 
-class Client:
+class Client(TicketClient):
     """Client of one holder: moves batches of blocks piece by piece; failures are outcomes.
 
     Loaded blocks are read out of the holder's memory, where the last question found them, or, if
@@ -98,28 +88,14 @@ class Client:
         timeout_s: float,
         generations: StagingMemory | None = None,
     ) -> None:
-        self.reconnect = reconnect
+        super().__init__(reconnect, timeout_s=timeout_s, is_fenced=generations is not None)
         self.statistics = PeerStatistics()
         self._memory = memory
         self._hasher = hasher
         self._staging = staging
         self._quarantine = quarantine
-        self._timeout_s = timeout_s
         self._reader = BlockReader(hasher, quarantine, generations)
         self._in_flight = asyncio.Semaphore(PIECES_AT_A_PEER)
-        self._num_calls = 0
-        self._retired = False
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no call is under way, and no ticket held."""
-        return not (self._num_calls or self.reconnect.holds_tickets)
-
-    def retire(self) -> None:
-        """Close the connection for good as soon as no call is under way."""
-        self._retired = True
-        with self._call():  # the last one, unless others are under way
-            pass
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Ask the holder which keys it has, and where.
@@ -138,7 +114,7 @@ class Client:
                 ),
                 Found,
             )
-        connection.note_places(keys, found)
+        self._note_places(connection, keys, found)
         return found.there
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -153,67 +129,6 @@ class Client:
         connection.require_number(len(answer.deleted), len(keys))
         return answer.deleted
 
-    async def describe(self) -> bytes:
-        """Ask what a reader must know of the holder's blocks; errors as `hold`.
-
-        It is asked once for each connection: another incarnation has another one.
-        """
-        async with self._connected() as connection:
-            connection.require_version(TICKETS_VERSION)
-            if connection.description is None:
-                answer = await connection.request(
-                    lambda number: Describe(request_id=number), Described
-                )
-                connection.description = answer.description
-            return connection.description
-
-    async def hold(self, ticket: str, keys: Sequence[BlockKey]) -> Held:
-        """Ask the holder to keep the blocks of a ticket, until it is released.
-
-        They are kept as long as the connection lasts: hold the ticket again on another one. After
-        an error or a cancellation they may be kept, too.
-
-        Args:
-            ticket: The ticket, 1 to `MAX_TICKET_CHARACTERS` printable characters.
-            keys: Blocks to look for, each once; may be empty.
-
-        Raises:
-            InvalidArgumentError: The ticket cannot be one.
-            KVXferError: The holder cannot be reached, gives no tickets, or speaks an earlier
-                version of the protocol, which has none.
-            TimeoutError: It did not answer in time.
-        """
-        require_tickets([ticket])
-        async with self._connected() as connection:
-            connection.require_version(TICKETS_VERSION)
-            is_new = connection.version >= PLACES_VERSION
-            connection.tickets.add(ticket)
-            answer = await connection.request(
-                lambda number: Hold(
-                    request_id=number,
-                    ticket=ticket,
-                    keys=list(keys),
-                    places=is_new,
-                    fenced=is_new and self._reader.is_fenced,
-                ),
-                HeldTicket,
-            )
-        if not answer.is_known:
-            connection.tickets.discard(ticket)
-        connection.require_number(len(answer.there), len(keys))
-        if answer.found is not None:
-            connection.note_places(keys, answer.found)
-        return Held(answer.is_known, answer.is_complete, answer.there)
-
-    async def release(self, tickets: Sequence[str]) -> None:
-        """Ask the holder to end the leases of tickets; errors as `hold`."""
-        require_tickets(tickets)
-        async with self._connected() as connection:
-            connection.require_version(TICKETS_VERSION)
-            connection.tickets.difference_update(tickets)
-            for start in range(0, len(tickets), MAX_TICKETS):
-                await _release(connection, tickets[start : start + MAX_TICKETS])
-
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; blocks that miss the deadline are `TIMED_OUT`."""
         with self._call():
@@ -227,23 +142,6 @@ class Client:
             outcomes = await self._move(self._store_direct, self._store_staged, keys, blocks)
         self.statistics.num_stored_bytes += self._count(outcomes, blocks)
         return outcomes
-
-    @contextlib.asynccontextmanager
-    async def _connected(self) -> AsyncIterator[Connection]:
-        """Connect for a request, and bound the time of both."""
-        with self._call():
-            async with asyncio.timeout(self._timeout_s):
-                yield await self.reconnect.open()
-
-    @contextlib.contextmanager
-    def _call(self) -> Iterator[None]:
-        self._num_calls += 1
-        try:
-            yield
-        finally:
-            self._num_calls -= 1
-            if self._retired and not self._num_calls:
-                self.reconnect.close()
 
     def _is_direct(self, blocks: Descriptors) -> bool:
         """Whether blocks are moved from or to their own memory, without staging memory.
@@ -401,9 +299,3 @@ class Client:
         self.statistics.num_timed_out += statuses.count(Status.TIMED_OUT)
         self.statistics.num_failed += statuses.count(Status.FAILED)
         return blocks.take(done).num_bytes
-
-
-async def _release(connection: Connection, tickets: Sequence[str]) -> None:
-    await connection.request(
-        lambda number: Release(request_id=number, tickets=list(tickets)), Released
-    )

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from typing import Self, TypeVar
 
@@ -21,7 +21,6 @@ from kvxfer.backends.nixl.wire import (
     Cancel,
     DataConnection,
     Failed,
-    Found,
     FrameChannel,
     Greeting,
     Hello,
@@ -38,7 +37,6 @@ from kvxfer.backends.nixl.wire import (
 )
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
-    InvalidArgumentError,
     KVXferError,
     PeerClosedError,
     PeerError,
@@ -77,9 +75,10 @@ class Connection:
     Attributes:
         endpoint: As given.
         memory: As given.
-        places: Places of blocks in it that lookups found.
+        places: Places of blocks in it that the holder told.
         version: Version of the protocol that both speak.
-        tickets: Tickets that the holder may hold for this connection.
+        tickets: Tickets that the holder may hold for this connection, and the blocks that it was
+            first asked for with each.
         description: What a reader must know of the holder's blocks; None until it was asked.
     """
 
@@ -95,7 +94,7 @@ class Connection:
         self.endpoint = endpoint
         self.memory = memory
         self.places = Places(memory.regions)
-        self.tickets: set[str] = set()
+        self.tickets: dict[str, list[BlockKey]] = {}
         self.description: bytes | None = None
         self._node = node
         self._timeout_s = node.config.handshake_timeout_s
@@ -180,17 +179,9 @@ class Connection:
             detail = f"version {self.version} of the protocol is spoken; this needs {oldest}"
             raise PeerError(str(self.endpoint), detail)
 
-    def note_places(self, keys: Sequence[BlockKey], found: Found) -> None:
-        """Remember the places of blocks that were asked for.
-
-        Raises:
-            ProtocolError: There is not an answer for each key, or a place is none.
-        """
-        self.require_number(len(found.there), len(keys))
-        try:
-            self.places.note(keys, found)
-        except InvalidArgumentError as exc:
-            raise ProtocolError(str(self.endpoint), str(exc)) from exc
+    def leave(self, ticket: str) -> None:
+        """Forget a ticket that is released, and places that were told with it."""
+        self.places.forget(self.tickets.pop(ticket, []))
 
     def require_number(self, given: int, wanted: int) -> None:
         """Check how many parts an answer of the holder has.

@@ -105,7 +105,7 @@ class Reconnect:
     def leave(self, ticket: str) -> None:
         """Forget that the present connection holds a ticket, which others release."""
         if self._connection is not None:
-            self._connection.tickets.discard(ticket)
+            self._connection.leave(ticket)
 
     @property
     def is_closed(self) -> bool:

@@ -3,14 +3,16 @@
 import json
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from kvxfer.bench.nixl import raw
 from kvxfer.bench.nixl.cases import MODELS
 from kvxfer.bench.nixl.far import FarProcess
 from kvxfer.bench.nixl.near import Near
-from kvxfer.bench.nixl.raw import TOTAL_BYTES, PlainClient, PlainServer, allocate
+from kvxfer.bench.nixl.raw import TOTAL_BYTES, PlainClient, PlainServer, RawAgent, allocate
 from kvxfer.kvcache.fragment_pairs import pair_fragments
 
 BLOCK_BYTES = 2 << 20
@@ -40,6 +42,18 @@ def test_fragments_of_both_sides_are_all_of_them_and_hardly_any_touch_on_both(ne
     assert (np.sort(theirs) == everything).all()
     touching = (np.diff(ours) == 1) & (np.diff(theirs) == 1)
     assert touching.sum() < len(everything) // 16
+
+
+def test_a_transfer_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw, "LIMIT_S", 0.05)
+    agent = RawAgent.__new__(RawAgent)
+    agent.agent = Mock()
+    agent.agent.transfer.return_value = agent.agent.check_xfer_state.return_value = "PROC"
+    agent._lists = {4096: (None, None)}
+    nothing = np.zeros(0, np.int32)
+    with pytest.raises(RuntimeError, match="READ in state PROC"):
+        agent.move("READ", 4096, nothing, nothing)
+    agent.agent.check_xfer_state.assert_called()
 
 
 def test_a_plain_connection_moves_blocks_in_the_given_order() -> None:

@@ -172,3 +172,25 @@ def test_too_many_places_for_an_answer_are_not_told(
     assert not any(fetched.bad_blocks)
     assert ours.all_good(TOKENS, [OURS])
     lend.assert_called_once()
+
+
+def test_places_are_forgotten_with_their_ticket(
+    stack: ExitStack, integrity: IntegrityGrade
+) -> None:
+    """An engine that asks for prompts and reads none of them must not keep more and more."""
+    theirs, ours = (open_engine(stack, integrity=integrity) for _ in range(2))
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    wait_until_hashed(theirs, len(THEIRS))
+    ours.ask(theirs.endpoint, TICKET, TOKENS)
+    (client,) = ours.workers[0]._exchange.clients.values()
+    connection = client.reconnect._connection
+    assert connection is not None
+    assert len(connection.places) == len(THEIRS)
+    ours.ask(theirs.endpoint, TICKET, TOKENS)
+    assert len(connection.places) == len(THEIRS)
+    ours.release(theirs.endpoint, TICKET)
+    assert (len(connection.places), connection.tickets) == (0, {})
+    theirs.lend("another-ticket-00", TOKENS, [THEIRS])
+    wait_until_hashed(theirs, len(THEIRS))
+    assert ours.ask(theirs.endpoint, "one-that-is-not-known", TOKENS).num_tokens == len(TOKENS)
+    assert (len(connection.places), connection.tickets) == (0, {})

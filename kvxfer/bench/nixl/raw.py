@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -14,6 +15,9 @@ from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 
 TOTAL_BYTES = 64 << 20
 """Bytes of a batch, and of the memory on either side, unless the caller says otherwise."""
+
+LIMIT_S = 60.0
+"""Time that NIXL may take to move a batch: a transfer to a peer that does not answer never ends."""
 
 SEND, RECEIVE, TAKEN = b"s", b"r", b"t"
 
@@ -80,11 +84,15 @@ class RawAgent:
             fragment_bytes: Fragment size of the prepared lists.
             ours: Indices of fragments on this side.
             theirs: Indices of their counterparts at the peer.
+
+        Raises:
+            RuntimeError: It failed, or has not ended within `LIMIT_S`.
         """
         local, remote = self._lists[fragment_bytes]
         handle = self.agent.make_prepped_xfer(operation, local, ours, remote, theirs)
+        stop = time.monotonic() + LIMIT_S
         state = self.agent.transfer(handle)
-        while state == "PROC":
+        while state == "PROC" and time.monotonic() < stop:
             state = self.agent.check_xfer_state(handle)
         handle.release()
         if state != "DONE":
