@@ -219,9 +219,8 @@ class HostBackend(LendingBackend, ImmediateMover):
             with self._lock:
                 self._index.touch([found[row] for row in lent])
             fences = self._pool.generations.fences(chosen) if fenced else None
-            yield LentBlocks(
-                outcomes, blocks if lent else None, [] if fenced else checksums, fences
-            )
+            told = [] if fenced else checksums
+            yield LentBlocks(outcomes, blocks if lent else None, told, fences)
         finally:
             self.unpin(found)
 

@@ -346,11 +346,10 @@ class TieredBackend(Backend):
             intact = positions_done(loaded)
             verified = [keys[index] for index in intact]
             if intact:  # verified, also if the first tier has no room for them
-                blocks = staged.blocks.take(intact)
                 store = self._first.copying(Operation.STORE, Cause.PROMOTION)
-                await staged.move(store, verified, blocks)
-        in_part = {key for key, each in zip(keys, loaded, strict=True) if each == PARTIAL}
-        return in_part.union(verified)
+                await staged.move(store, verified, staged.blocks.take(intact))
+        in_part = (key for key, each in zip(keys, loaded, strict=True) if each == PARTIAL)
+        return {*verified, *in_part}
 
     async def _store_where_found(
         self, batch: _Batch, left: Sequence[int], there: set[BlockKey]
@@ -379,11 +378,10 @@ class TieredBackend(Backend):
         for tier in self._tiers:
             await batch.move(tier.store, left)
             stored = {}
-            for index in left:
-                if batch.outcomes[index].done:
-                    key = batch.keys[index]
-                    is_new = key not in there
-                    stored[key] = StoredBlock(tier.index, starts[index], sizes[index], is_new)
+            for index in (each for each in left if batch.outcomes[each].done):
+                key = batch.keys[index]
+                is_new = key not in there
+                stored[key] = StoredBlock(tier.index, starts[index], sizes[index], is_new)
             for writer in self._writers[tier.index :]:
                 writer.add(stored)
             left = batch.still_open(left)

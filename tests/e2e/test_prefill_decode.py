@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.prefill_decode.plan import SHAPES, run
-from tests.e2e.prefill_decode.routers import TOY_PROXY
+from tests.e2e.prefill_decode.routers import SIDECAR, TOY_PROXY
 
 pytestmark = pytest.mark.e2e
 
@@ -32,8 +32,9 @@ MORE = partial(pytest.param, marks=[pytest.mark.exhaustive, pytest.mark.timeout(
 async def test_a_hand_over_gives_the_tokens_of_one_engine_whatever_happens(
     shape: str, scenarios: Sequence[str], tmp_path: Path
 ) -> None:
-    if "toy-proxy" in scenarios and not TOY_PROXY.exists():
-        pytest.skip(f"there is no {TOY_PROXY}, from vLLM's sources")
+    for name, program in (("toy-proxy", TOY_PROXY), ("sidecar", SIDECAR)):
+        if name in scenarios and not program.exists():
+            pytest.skip(f"there is no {program}, from the sources of its project")
     results = [result async for result in run("kvxfer", {shape: scenarios}, tmp_path)]
 
     assert [one.scenario for one in results] == list(scenarios)

@@ -267,6 +267,7 @@ class Engine:
         cache_salt: str | None = None,
         limit_s: float = ANSWER_LIMIT_S,
         url: str = "",
+        headers: Mapping[str, str] | None = None,
     ) -> Answer:
         """Complete a prompt greedily; a cancelled call closes the connection, as a client does.
 
@@ -277,6 +278,7 @@ class Engine:
             cache_salt: Of the engines' caches.
             limit_s: Longest wait for the answer.
             url: Address of a router to ask in place of the engine.
+            headers: Headers for the router.
 
         Raises:
             Failure: No answer in time, or one that is none.
@@ -298,7 +300,9 @@ class Engine:
         try:
             async with (
                 aiohttp.ClientSession(timeout=limit) as client,
-                client.post(f"{url or self.url}/v1/completions", json=body) as response,
+                client.post(
+                    f"{url or self.url}/v1/completions", json=body, headers=headers
+                ) as response,
             ):
                 text = await response.text()
                 status = response.status

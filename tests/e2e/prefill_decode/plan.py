@@ -63,6 +63,7 @@ SHAPES: Mapping[str, tuple[Shape, Sequence[str]]] = {
         ),
     ),
     "toy-proxy": (Shape(), ("toy-proxy",)),
+    "sidecar": (Shape(), ("sidecar",)),
     "tcp": (
         _alike(_TCP),
         (

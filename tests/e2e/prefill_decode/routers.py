@@ -24,6 +24,8 @@ from tests.e2e.prefill_decode.scenarios import (
 
 TOY_PROXY = audit.REPOSITORY / "build" / "toy_proxy_server.py"
 """vLLM's, which its wheel does not have: tests/v1/kv_connector/nixl_integration/ of its sources."""
+SIDECAR = audit.REPOSITORY / "build" / "llm-d-routing-sidecar"
+"""llm-d's, which is built from its sources, in Go: github.com/llm-d/llm-d-routing-sidecar."""
 KVXFER = [sys.executable, "-c", "import sys; from kvxfer.cli import main; sys.exit(main())"]
 ROUTER_LIMIT_S = 60.0
 
@@ -49,6 +51,14 @@ def _toy(deployment: Deployment, port: int) -> list[str]:
 
     engines = [*legs("prefiller", deployment.prefills), *legs("decoder", deployment.decodes)]
     return [sys.executable, str(TOY_PROXY), "--port", str(port), *engines]
+
+
+def _sidecar(deployment: Deployment, port: int) -> list[str]:
+    if not SIDECAR.exists():
+        raise Failure(f"there is no {SIDECAR}")
+    decode = str(deployment.decodes[0].port)
+    options = ["--secure-proxy=false", "--connector", "nixlv2", "--vllm-port", decode]
+    return [str(SIDECAR), "--port", str(port), *options]
 
 
 def _vllm_router(deployment: Deployment, port: int) -> list[str]:
@@ -87,6 +97,12 @@ async def toy_proxy(deployment: Deployment) -> str:
         return await _through(deployment, url)
 
 
+async def sidecar(deployment: Deployment) -> str:
+    """Sidecar of llm-d, beside the decode engine."""
+    with _running(deployment, _sidecar, "sidecar") as url:
+        return await _through(deployment, url)
+
+
 async def vllm_router(deployment: Deployment) -> str:
     """Router of the vLLM project, of its wheel `vllm-router`."""
     with _running(deployment, _vllm_router, "vllm-router") as url:
@@ -98,7 +114,11 @@ def _overlapping(deployment: Deployment, port: int) -> list[str]:
 
 
 async def _complete(deployment: Deployment, url: str, prompt: list[int]) -> Answer:
-    return await deployment.decodes[0].complete(prompt, max_tokens=MAX_TOKENS, url=url)
+    # llm-d's scheduler chooses the prefill engine, and tells it to the sidecar.
+    chosen = {"x-prefiller-host-port": f"{HOST}:{deployment.prefills[0].port}"}
+    return await deployment.decodes[0].complete(
+        prompt, max_tokens=MAX_TOKENS, url=url, headers=chosen
+    )
 
 
 async def _through(deployment: Deployment, url: str) -> str:
@@ -155,6 +175,7 @@ def _running(deployment: Deployment, command: Command, name: str) -> Iterator[st
 ROUTER_SCENARIOS: dict[str, Callable[[Deployment], Awaitable[str]]] = {
     "proxy": proxy,
     "proxy-overlap": proxy_overlap,
+    "sidecar": sidecar,
     "toy-proxy": toy_proxy,
     "vllm-router": vllm_router,
 }
