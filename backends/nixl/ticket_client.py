@@ -102,7 +102,7 @@ class TicketClient:
         connection.require_number(len(answer.there), len(keys))
         if not answer.is_known:
             connection.leave(ticket)
-        elif answer.found is not None:
+        elif answer.found is not None and ticket in connection.tickets:  # not released meanwhile
             self._note_places(connection, keys, answer.found)
         return Held(answer.is_known, answer.is_complete, answer.there)
 

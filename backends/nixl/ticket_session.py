@@ -61,12 +61,13 @@ class TicketSession:
         if len(set(request.keys)) < len(request.keys):
             raise InvalidArgumentError("keys", f"{len(request.keys)} keys", "each key once")
         held = self._desk.hold(request.ticket, request.keys, self)
+        wants_places = request.places and held.is_known and any(held.there)
         return HeldTicket(
             request_id=number,
             is_known=held.is_known,
             is_complete=held.is_complete,
             there=held.there,
-            found=self._find(request) if request.places and any(held.there) else None,
+            found=self._find(request) if wants_places else None,
         )
 
     def end(self) -> None:

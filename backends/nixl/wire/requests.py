@@ -235,7 +235,8 @@ class HeldTicket(Message, frozen=True, omit_defaults=True):
         is_known: Whether the ticket is known and its lease not over.
         is_complete: Whether all blocks of the ticket were offered.
         there: For each key whether its block can be read now.
-        found: Answer to a `Lookup` of the keys, where places were asked for and blocks have some.
+        found: Answer to a `Lookup` of the keys, where places were asked for, the ticket is known,
+            and blocks have places.
     """
 
     request_id: int
