@@ -101,7 +101,6 @@ async def open_raw(
     raw = RawContender(agent, order, block_bytes)
     try:
         await asyncio.to_thread(raw.connect)
-        await asyncio.to_thread(far.ask, "stop_raw_progress")
         yield raw
     finally:
         await asyncio.to_thread(far.ask, "close_raw")

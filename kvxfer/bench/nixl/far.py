@@ -23,7 +23,9 @@ from kvxfer.storage.keys import Namespace
 from kvxfer.units import ByteSize
 
 HOLDER_BYTES = 256 << 20
-PROGRESS_PERIOD_S = 1e-3
+PROGRESS_PERIOD_S = 20e-3
+"""Seconds between the calls by which NIXL makes progress: without any, a READ of the other side did
+not end any more after some 20 s, the time between two keep-alive messages of UCX."""
 
 
 class FarProcess:
@@ -105,16 +107,12 @@ class Far:
             self._progress = asyncio.create_task(self._make_progress(self._raw))
         return self._raw.reach
 
-    async def stop_raw_progress(self) -> None:
-        """Stop the agent's progress: only agents that are connected reach it from now on."""
+    async def close_raw(self) -> None:
+        """Close the NIXL agent."""
         if self._progress is not None:
             self._progress.cancel()
             await asyncio.wait([self._progress])
             self._progress = None
-
-    async def close_raw(self) -> None:
-        """Close the NIXL agent."""
-        await self.stop_raw_progress()
         self._raw = None
 
     async def connect_raw(self, reach: tuple[bytes, int], fragment_bytes: int) -> None:

@@ -40,7 +40,7 @@ class RawAgent:
         name: Name of the agent.
         memory: Memory that it may move, as large as the peer's; kept alive.
         own_progress: Whether NIXL runs a thread that makes progress. Where the kernel copies
-            between processes, the passive side needs one only while connecting.
+            between processes, the passive side needs it for connecting, and now and then.
     """
 
     def __init__(self, name: str, memory: NDArray[np.uint8], *, own_progress: bool) -> None:
