@@ -61,9 +61,6 @@ class _Part:
 
     def note(self, rows: "_Rows", outcomes: Iterable[Outcome]) -> None:
         """Note what has become of some of the blocks."""
-        if len(rows) == len(self.outcomes):
-            self.outcomes[:] = outcomes
-            return
         for row, outcome in zip(rows.tolist(), outcomes, strict=True):
             self.outcomes[row] = outcome
 
@@ -326,15 +323,15 @@ class Fetcher:
         fetched = Fetched([])
         for part in parts:
             ours = self._description.groups[part.group].tokens_per_block
-            num_done = len(positions_done(part.outcomes))
+            failed = [row for row, outcome in enumerate(part.outcomes) if not outcome.done]
+            num_done = len(part.keys) - len(failed)
             block_bytes = match.block_size_bytes(part.group)
             sizes = [block_bytes] * len(part.keys)
             self._reports.moved(Operation.LOAD, part.names, part.outcomes, sizes, began)
             fetched.num_verified += num_done
             fetched.num_bytes += num_done * block_bytes
-            for row, outcome in enumerate(part.outcomes) if num_done < len(part.keys) else ():
-                if outcome.done:
-                    continue
+            for row in failed:
+                outcome = part.outcomes[row]
                 fetched.missing[outcome.status.name.lower()] += 1
                 fetched.reason = outcome.reason or outcome.status.name.lower()
                 targets = match.targets(part, row, wanted, ours)
