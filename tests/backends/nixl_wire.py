@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import msgspec
+import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from kvxfer import KVXferError, Namespace, make_block_key
-from kvxfer.backends.nixl import NixlConfig
+from kvxfer.backends.nixl import LocalNode, NixlConfig
 from kvxfer.backends.nixl.wire import (
     HEADER_BYTES,
     OLDEST_VERSION,
@@ -308,3 +309,16 @@ def _name(text: str) -> x509.Name:
 
 def _write(path: Path, certificate: x509.Certificate) -> None:
     path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+
+def speak_version(version: int, monkeypatch: pytest.MonkeyPatch) -> list[LocalNode]:
+    """Make a list of nodes that say to their peers that they speak an earlier version."""
+    old: list[LocalNode] = []
+    honest = LocalNode.__dict__["hello"].fget
+
+    def say(node: LocalNode) -> Hello:
+        said: Hello = honest(node)
+        return msgspec.structs.replace(said, version=version) if node in old else said
+
+    monkeypatch.setattr(LocalNode, "hello", property(say))
+    return old

@@ -23,7 +23,6 @@ from kvxfer.backends.nixl.wire import (
     Failed,
     Found,
     Greeting,
-    Hello,
     Hold,
     Lookup,
     Ping,
@@ -43,6 +42,7 @@ from kvxfer.units import ByteSize
 from tests.backends.nixl_holders import HolderProcess
 from tests.backends.nixl_proven import endpoint_of, lending, proven
 from tests.backends.nixl_traffic import Relay
+from tests.backends.nixl_wire import speak_version
 from tests.backends.recording_desk import RecordingDesk
 from tests.backends.test_nixl_own import EngineCache
 
@@ -411,15 +411,7 @@ async def test_a_closed_exchange_refuses_calls() -> None:
 @pytest.fixture
 def of_version_4(monkeypatch: pytest.MonkeyPatch) -> list[LocalNode]:
     """List of the nodes that say to their peers that they speak version 4."""
-    old: list[LocalNode] = []
-    honest = LocalNode.__dict__["hello"].fget
-
-    def say(node: LocalNode) -> Hello:
-        said: Hello = honest(node)
-        return msgspec.structs.replace(said, version=4) if node in old else said
-
-    monkeypatch.setattr(LocalNode, "hello", property(say))
-    return old
+    return speak_version(4, monkeypatch)
 
 
 @pytest.mark.parametrize("old_side", ["holder", "reader", "both"])

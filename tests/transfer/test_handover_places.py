@@ -6,12 +6,11 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import Mock
 
-import msgspec
 import pytest
 
-from kvxfer.backends.nixl import IntegrityGrade, LocalNode, places
-from kvxfer.backends.nixl.wire import Hello
+from kvxfer.backends.nixl import IntegrityGrade, places
 from kvxfer.storage.leases import CacheLender
+from tests.backends.nixl_wire import speak_version
 from tests.transfer.handover_engines import HND, LIMIT_S, Engine, prompt
 
 TICKET = "0123456789abcdef"
@@ -138,14 +137,7 @@ def test_with_version_5_of_the_protocol_blocks_are_pinned(
     monkeypatch: pytest.MonkeyPatch,
     old_side: str,
 ) -> None:
-    old: list[LocalNode] = []
-    honest = LocalNode.__dict__["hello"].fget
-
-    def say(node: LocalNode) -> Hello:
-        said: Hello = honest(node)
-        return msgspec.structs.replace(said, version=5) if node in old else said
-
-    monkeypatch.setattr(LocalNode, "hello", property(say))
+    old = speak_version(5, monkeypatch)
     theirs, ours = (open_engine(stack, integrity=integrity) for _ in range(2))
     sides = {"theirs": theirs, "ours": ours}
     old += [
