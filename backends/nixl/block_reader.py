@@ -1,4 +1,4 @@
-"""Reader of blocks at a holder: at the places that a lookup found, or pinned by the holder."""
+"""Reader of blocks at a holder: at the places that it told before, or pinned by it."""
 
 from collections.abc import Sequence
 
@@ -65,7 +65,7 @@ class BlockReader:
         theirs: Descriptors,
         proofs: Proofs,
     ) -> list[Outcome]:
-        """Read blocks where a lookup found them; read those that have moved since once more."""
+        """Read blocks where they were found; read those that have moved since once more."""
         intact = await self._read(connection, theirs, blocks, proofs)
         outcomes = [DONE] * len(keys)
         if moved := [index for index in range(len(keys)) if index not in intact]:

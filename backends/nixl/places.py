@@ -1,4 +1,4 @@
-"""Places of blocks in the memory of a peer, and what proves that they were read as they are."""
+"""Places of blocks that peers tell each other, and what proves that they were read as they are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ MAX_FRAGMENTS = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FoundPlaces:
-    """Places of the blocks that one lookup found.
+    """Places of the blocks that one answer told.
 
     Attributes:
         blocks: Their bytes in the peer's memory.
@@ -58,7 +58,7 @@ class _FoundPlaces:
 
     @classmethod
     def concatenate(cls, parts: "Sequence[_FoundPlaces]") -> "_FoundPlaces | None":
-        """Concatenate what several lookups found; None if their proofs are of different kinds."""
+        """Concatenate what several answers told; None if their proofs are of different kinds."""
         if len(parts) == 1:
             return parts[0]
         fences = [part.proofs for part in parts if isinstance(part.proofs, Fences)]
@@ -142,7 +142,7 @@ class Places:
         taken = [place for key in keys if (place := self._rows.pop(key, None))]
         if len(taken) < len(keys):
             return None
-        if all(found is taken[0][0] for found, _ in taken):  # by one lookup: the usual case
+        if all(found is taken[0][0] for found, _ in taken):  # in one answer: the usual case
             runs = [taken]
         else:
             runs = [list(run) for _, run in groupby(taken, key=lambda place: id(place[0]))]

@@ -218,7 +218,7 @@ class Handover:
         self._loop.run_blocking(revoke(), REVOKE_S)
 
     def give_up(self, tickets: Sequence[str]) -> None:
-        """End tickets soon, also open ones; `take_ended` returns them when nobody reads them.
+        """End tickets soon, also open ones; `take_ended` returns them when nothing is pinned.
 
         Raises:
             ClosedError: The hand-over was closed.
@@ -228,7 +228,7 @@ class Handover:
             self._loop.call_soon(self._give_up, ticket)
 
     def take_ended(self) -> list[str]:
-        """Take the tickets that have ended since the last call: nobody reads their blocks."""
+        """Take the tickets that have ended since the last call: no block is pinned."""
         taken = []
         while self._ended:
             taken.append(self._ended.popleft())
@@ -325,7 +325,7 @@ class Handover:
         self._watch_soon()
 
     def _give_up(self, ticket: str) -> None:
-        """End a ticket, known or not; it has ended when nobody reads its blocks."""
+        """End a ticket, known or not; it has ended when no block is pinned."""
         if self._lender is None:
             self._ended.append(ticket)
             return

@@ -52,7 +52,7 @@ class CacheLender(LendingBackend, LeaseDesk):
 
     The engine offers blocks under tickets. Readers find them by their keys alone; a ticket says how
     long they stay. When it is over, its blocks are found no more and their generations change;
-    when in addition nobody reads them, it has ended, and the engine may overwrite them. See
+    when in addition none is pinned, it has ended, and the engine may overwrite them. See
     `LeaseBook`. Blocks are lent whole and as the engine lays them out, in the payload order of
     `BlockDescriber`. Nobody writes to them.
 
@@ -161,7 +161,7 @@ class CacheLender(LendingBackend, LeaseDesk):
         self._withdraw(self.book.revoke(ticket))
 
     def take_ended(self) -> list[str]:
-        """Take the tickets whose blocks nobody reads any more, each once; also when closed."""
+        """Take the tickets that are over and have no pinned block, each once; also when closed."""
         self._expire()
         return self.book.take_ended()
 

@@ -22,7 +22,7 @@ class Ended:
     """Requests whose transfers ended since the last look.
 
     Attributes:
-        sent: Requests whose lease is over and whose blocks nobody reads any more.
+        sent: Requests whose lease is over and whose blocks nobody has pinned.
         received: Requests whose load has ended, well or not.
         bad_blocks: Our blocks that were not loaded, for each of those that were not loaded wholly
             and each group.
