@@ -257,7 +257,8 @@ async def test_a_call_that_the_server_cancels_is_an_error_and_no_cancellation(
     config = NixlConfig(discover=f"etcd://127.0.0.1:{port}/kvxfer").etcd
     assert config is not None
     try:
-        with pytest.raises(EtcdError, match="cancelled"):
+        # gRPC's second words: the call was over before gRPC had sent its headers
+        with pytest.raises(EtcdError, match=r"^(cancelled|internal: Internal error from Core)"):
             await run_there(ask(config), LIMIT_S)
     finally:
         server.stop(None)
