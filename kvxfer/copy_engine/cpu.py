@@ -4,7 +4,7 @@ import ctypes
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -32,6 +32,8 @@ from kvxfer.kvcache.fragments import Addresses, cut_evenly, join, touch
 SMALL_PIECE_BYTES = 4 << 10
 FEW_PAIRS = 64
 """Pairs up to which one `memcpy` each takes less time than planning rows or shares."""
+MOST_LENGTHS = 3
+"""Most lengths of small pieces that are copied apart: those of keys and those of values, say."""
 ALONE_BYTES = 4 << 20
 """Bytes up to which the calling thread copies few pairs alone: to wake another takes 0.1 ms."""
 MOST_FAULTS = 8
@@ -267,11 +269,25 @@ def _sides(pairs: FragmentPairs) -> tuple[Pieces, Pieces]:
 
 def _copy_small(source: Descriptors, destination: Descriptors) -> None:
     sides = [Pieces(side.addresses, side.lengths) for side in (source, destination)]
-    rows = plan_rows(*sides)
-    if rows:
-        rows.run(0, rows.num_rows)
-    else:
-        _copy_each(*_sides(pair_fragments(source, destination)))
+    are_paired = np.array_equal(source.lengths, destination.lengths)
+    for part in _by_length(*sides) if are_paired else [sides]:
+        rows = plan_rows(*part)
+        if rows:
+            rows.run(0, rows.num_rows)
+        else:
+            _copy_each(*(part if are_paired else _sides(pair_fragments(source, destination))))
+
+
+def _by_length(source: Pieces, destination: Pieces) -> Iterator[tuple[Pieces, Pieces]]:
+    """Part pairs of pieces by their length: rows are as long as the shortest piece among them."""
+    pairs = FragmentPairs(source.addresses, destination.addresses, source.lengths)
+    for _ in range(MOST_LENGTHS - 1):
+        is_first = pairs.lengths == pairs.lengths[0]
+        if is_first.all():
+            break
+        yield _sides(pairs.take(is_first))
+        pairs = pairs.take(~is_first)
+    yield _sides(pairs)
 
 
 def _copy_each(source: Pieces, destination: Pieces) -> None:

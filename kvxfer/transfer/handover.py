@@ -77,8 +77,8 @@ class Handover:
         self._config = config
         self._description = description
         self._guard = CallGuard("hand-over")
-        self._copy_engine = CPUCopyEngine()
         self._threads = Threads("kvxfer-handover", 2)
+        self._copy_engine = CPUCopyEngine(num_threads=1)  # of each of them
         self._lender: CacheLender | None = None
         if caches is not None and config.listen:
             self._lender = CacheLender(

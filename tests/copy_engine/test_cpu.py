@@ -486,6 +486,35 @@ def test_an_engine_uses_the_cores_of_its_process_unless_it_is_told_otherwise() -
         engine.close()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        ([128, 1024], [128, 1024]),
+        ([64, 1024, 192], [64, 1024, 192]),
+        ([64, 1024, 192, 320], [64, 1024, 64]),  # the last two together
+    ],
+)
+def test_small_pieces_of_several_lengths_move_as_rows_of_each(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], rows: list[int]
+) -> None:
+    planned: list[int] = []
+
+    def noting_plan(source: Pieces, destination: Pieces) -> RowCopy | None:
+        plan = plan_rows(source, destination)
+        planned.append(plan.row_bytes if plan else 0)
+        return plan
+
+    monkeypatch.setattr(cpu, "plan_rows", noting_plan)
+    mixed = lengths * 400
+    copy = Copy(
+        lay_out(mixed, seed=1, gap=64), lay_out(mixed, seed=2, shuffled=True, gap=64), mixed
+    )
+    engine = CPUCopyEngine(num_threads=1)
+    copy.check(lambda: engine.copy(*copy.describe()))
+    engine.close()
+    assert planned == rows
+
+
 def test_the_caller_copies_a_few_short_fragments_alone() -> None:
     before = threading.active_count()
     engine = CPUCopyEngine(num_threads=NUM_THREADS)
