@@ -139,6 +139,24 @@ async def test_no_burst_of_questions_about_tickets_is_refused() -> None:
         assert list(holder.desk.tickets) == ["ours"]
 
 
+async def test_a_ticket_that_is_left_while_it_is_asked_for_keeps_no_places() -> None:
+    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
+        client = exchange.peer(holder.endpoint)
+        await client.hold("ours", KEYS)
+        connection = client.reconnect._connection
+        assert connection is not None
+        assert len(connection.places) == len(KEYS)
+        client.reconnect.leave("ours")
+        assert len(connection.places) == 0
+        asking = asyncio.create_task(client.hold("ours", KEYS))
+        async with asyncio.timeout(LIMIT_S):
+            while "ours" not in connection.tickets:  # noqa: ASYNC110 - it sets no event
+                await asyncio.sleep(0)
+        client.reconnect.leave("ours")
+        assert (await asking).is_known
+        assert (len(connection.places), connection.tickets) == (0, {})
+
+
 async def test_a_peer_has_its_lease_from_the_moment_at_which_it_may_speak(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
