@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
@@ -10,7 +11,7 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from kvxfer.backends.nixl import Endpoint, Exchange, NixlConfig
-from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.copy_engine.cpu import MAX_THREADS, CPUCopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
 from kvxfer.kvcache.memory_region import HOST
@@ -34,6 +35,9 @@ LOOK_S = 0.01
 
 MAX_CLIENTS = 256
 """Most engines that connections are kept to: tickets, which come from outside, name them."""
+
+NUM_THREADS = 2
+"""Threads that copy and hash blocks, each on its share of the cores."""
 
 CLOSE_S = 30.0
 
@@ -77,8 +81,9 @@ class Handover:
         self._config = config
         self._description = description
         self._guard = CallGuard("hand-over")
-        self._threads = Threads("kvxfer-handover", 2)
-        self._copy_engine = CPUCopyEngine(num_threads=1)  # of each of them
+        self._threads = Threads("kvxfer-handover", NUM_THREADS)
+        num_cores = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._copy_engine = CPUCopyEngine(num_threads=max(1, num_cores // NUM_THREADS))
         self._lender: CacheLender | None = None
         if caches is not None and config.listen:
             self._lender = CacheLender(
