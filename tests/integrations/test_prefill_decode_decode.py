@@ -14,6 +14,7 @@ from kvxfer.errors import CacheMismatchError, PeerTimeoutError
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
+from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, StepData
 from tests.integrations.pd_fakes import (
@@ -41,6 +42,7 @@ class Side:
             self.handover,  # type: ignore[arg-type] # it has the same methods
             Settings.parse({}),
             groups=groups,
+            prompts=Prompts(groups.num_last_tokens),
             counters=self.counters,
             clock=lambda: self.now,
         )

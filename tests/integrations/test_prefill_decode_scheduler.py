@@ -12,6 +12,7 @@ pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
 
 from kvxfer.errors import PeerTimeoutError
 from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS
+from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.transfer.prompt_pages import Fetched
 from tests.examples import examples
 from tests.integrations.pd_engine import Engine, engine_config, full, sliding
@@ -55,7 +56,7 @@ def test_blocks_of_a_finished_prompt_are_kept_until_they_are_sent(engine: Engine
     engine.step()
     params = engine.ended["p"]
     assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", 7100)
-    assert params["remote_num_tokens"] == 10
+    assert params["remote_num_tokens"] == 10 - is_several(engine)
     free = engine.num_free
     engine.step()
     announced, (lease, keys, ids, is_complete) = engine.moving.offers
@@ -67,6 +68,25 @@ def test_blocks_of_a_finished_prompt_are_kept_until_they_are_sent(engine: Engine
     engine.moving.ended.append(lease)
     engine.step()
     engine.require_over()
+
+
+@pytest.mark.parametrize("window", [1, 2, 6, 8])
+@pytest.mark.parametrize("tokens", range(9, 18))
+def test_the_window_of_the_last_token_is_lent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, window: int, tokens: int
+) -> None:
+    engine = Engine(monkeypatch, engine_config(folder, listen=LISTEN), full(), sliding(window))
+    prompt = Prompts(1).keys_for_decode(engine.add("d", None, tokens=tokens))
+    assert prompt is not None
+    engine.add("p", PREFILL, tokens=tokens)
+    while "p" not in engine.ended:
+        engine.step()
+    engine.step()
+    lent = {key for _, keys, _, _ in engine.moving.offers for key in keys}
+    last = tokens - 1
+    needed = prompt.block_keys(0, BLOCK, last)
+    needed += prompt.block_keys(1, BLOCK, last, first_token=max(last - window + 1, 0))
+    assert lent.issuperset(needed)
 
 
 def test_a_request_that_is_not_handed_over_keeps_nothing(engine: Engine) -> None:
@@ -233,7 +253,8 @@ def load(engine: Engine, *, tokens: int = 10, **fields: Any) -> Any:
     """Bring a request to its load; return what is wanted, and its end."""
     engine.add("d", ticket_params(**fields), tokens=tokens)
     assert engine.step() == {}
-    engine.asking.asked[LEASE].set_result(make_found(tokens, num_groups=1 + is_several(engine)))
+    num_there = tokens - is_several(engine)  # P leaves out the last one
+    engine.asking.asked[LEASE].set_result(make_found(num_there, num_groups=1 + is_several(engine)))
     assert engine.step() == {}
     [(wanted, _, end)] = engine.moving.fetches
     return wanted, end
@@ -267,7 +288,9 @@ def test_a_prompt_of_whole_blocks_is_loaded_too(engine: Engine) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5])
 def test_the_shortest_prompts_are_answered(engine: Engine, tokens: int) -> None:
     engine.add("d", ticket_params(), tokens=tokens)
-    engine.asking.asked[LEASE].set_result(make_found(tokens, num_groups=1 + is_several(engine)))
+    if num_there := tokens - is_several(engine):  # else it is not asked for
+        found = make_found(num_there, num_groups=1 + is_several(engine))
+        engine.asking.asked[LEASE].set_result(found)
     for _ in range(4):
         engine.step()
         for _, _, end in engine.moving.fetches:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
 
-from kvxfer.integrations.vllm.prefill_decode.prompts import leave_out_last
+from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.storage.keys import group_of
 from kvxfer.storage.prompt_keys import PromptKeys
 from tests.integrations.pd_engine import Engine, engine_config, full, recurrent
@@ -90,7 +90,7 @@ def test_p_lends_nothing_where_it_computes_the_last_token_itself(
 def test_the_callers_list_of_tokens_is_left_alone() -> None:
     request = make_new()
     tokens = request.prompt_token_ids
-    leave_out_last(request, 1)
+    Prompts(1).leave_out_last(request)
     assert request.prompt_token_ids == request._all_token_ids == list(range(9))
     assert request.num_prompt_tokens == 9
     assert tokens == list(range(10))
@@ -117,7 +117,7 @@ def test_the_callers_list_of_tokens_is_left_alone() -> None:
 def test_a_request_that_needs_its_last_token_is_left_as_it_is(fields: dict[str, Any]) -> None:
     request = make_new(**fields)
     before = list(request.prompt_token_ids)
-    leave_out_last(request, 1)
+    Prompts(1).leave_out_last(request)
     assert request.prompt_token_ids == request._all_token_ids == before
     assert request.num_prompt_tokens == len(before)
 

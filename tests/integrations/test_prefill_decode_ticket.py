@@ -12,7 +12,8 @@ pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.prefill_decode.prompts import prompt_keys
+from kvxfer.integrations.vllm.prefill_decode.groups import Groups
+from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.ticket import (
     lease_of_router,
@@ -286,7 +287,7 @@ def keys_of(**fields: Any) -> list[Any]:
     request = make_request({})
     for name, value in fields.items():
         setattr(request, name, value)
-    keys = prompt_keys(request)
+    keys = Prompts().keys(request)
     assert keys is not None
     return list(keys.block_keys(0, 4, 10))
 
@@ -336,8 +337,31 @@ def test_no_salt_and_no_images_are_the_same_however_they_are_said() -> None:
 def test_a_prompt_that_is_not_one_of_tokens_has_no_keys(prompt: Any) -> None:
     request = make_request({})
     request.prompt_token_ids = prompt
-    assert prompt_keys(request) is None
+    assert Prompts().keys(request) is None
+
+
+def test_a_prompt_whose_images_vllm_only_counts_has_no_keys() -> None:
+    request = make_request({}, mm_features=[image("renderer0-mm-1-image-0")])
+    assert Prompts().keys(request) is not None
+    assert Prompts(knows_images=False).keys(request) is None
+    assert Prompts(knows_images=False).keys(make_request({})) is not None
+
+
+@pytest.mark.parametrize(
+    ("has_prefix_caching", "cache_gb", "knows_images"),
+    [(True, 0, True), (False, 4, True), (False, 0, False), (False, None, False)],
+)
+def test_vllm_knows_images_by_their_content_where_it_caches_them(
+    *, has_prefix_caching: bool, cache_gb: int | None, knows_images: bool
+) -> None:
+    images = None if cache_gb is None else SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=images),
+        cache_config=SimpleNamespace(enable_prefix_caching=has_prefix_caching),
+    )
+    groups = Groups((4,), (None,), (False,))
+    assert Prompts.of(config, groups) == Prompts(knows_images=knows_images)
 
 
 def test_a_prompt_of_embeddings_has_no_keys() -> None:
-    assert prompt_keys(make_request({}, prompt_embeds=object())) is None
+    assert Prompts().keys(make_request({}, prompt_embeds=object())) is None

@@ -15,6 +15,7 @@ from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
+from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.step_data import Offer, StepData
 from kvxfer.integrations.vllm.prefill_decode.worker import PrefillDecodeWorker
@@ -178,6 +179,7 @@ class Pair:
             self.handover,  # type: ignore[arg-type] # it has the same methods
             Settings.parse({}),
             groups=Groups((BLOCK,), (None,), (False,)),
+            prompts=Prompts(),
             counters=Counters(),
             reports=Reports(ours, "nixl"),
         )

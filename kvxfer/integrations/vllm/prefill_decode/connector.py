@@ -33,6 +33,7 @@ from kvxfer.integrations.vllm.prefill_decode.metrics import (
     PrefillDecodeStats,
 )
 from kvxfer.integrations.vllm.prefill_decode.prefill import PrefillScheduler
+from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.step_data import StepData
 from kvxfer.integrations.vllm.prefill_decode.ticket import wants_prefill
@@ -126,6 +127,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             rule = "what KVXferConnector's workers say, so this one first of a MultiConnector's"
             raise InvalidArgumentError("metadata[0, 0]", facts, rule)
         groups = Groups.of(self._kv_cache_config, self._num_token_shares)
+        prompts = Prompts.of(self._vllm_config, groups)
         self._handover = Handover(
             self._settings.asking, self._namespace, CacheDescription.decode(facts.description)
         )
@@ -134,6 +136,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
                 self._handover,
                 self._settings,
                 groups=groups,
+                prompts=prompts,
                 counters=self._counters,
                 reports=Reports(self._journals, PEERS),
             )
@@ -141,6 +144,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             host = self._settings.advertise or listen.host
             self._prefill = PrefillScheduler(
                 groups=groups,
+                prompts=prompts,
                 endpoint=Endpoint(host, facts.port),
                 engine_id=self._vllm_config.kv_transfer_config.engine_id,
                 tp_size=self._vllm_config.parallel_config.tensor_parallel_size,

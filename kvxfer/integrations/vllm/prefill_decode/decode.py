@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters, Reason
-from kvxfer.integrations.vllm.prefill_decode.prompts import prompt_keys
+from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, StepData
 from kvxfer.integrations.vllm.prefill_decode.ticket import Ticket, read_ticket, wants_decode
@@ -62,6 +62,7 @@ class DecodeScheduler:
         handover: Asks P's workers, on a thread of its own.
         settings: Settings of the connector.
         groups: The groups whose blocks are loaded.
+        prompts: Makes their keys.
         counters: Counters to add to.
         clock: Seconds.
         reports: Told of each request that is asked about, once.
@@ -73,6 +74,7 @@ class DecodeScheduler:
         settings: Settings,
         *,
         groups: Groups,
+        prompts: Prompts,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
         reports: Reports = Reports(),  # noqa: B008 - without observers it does nothing
@@ -80,6 +82,7 @@ class DecodeScheduler:
         self._handover = handover
         self._settings = settings
         self._groups = groups
+        self._prompts = prompts
         self._tokens_per_hit = math.lcm(*groups.tokens_per_block)
         self._counters = counters
         self._clock = clock
@@ -189,7 +192,7 @@ class DecodeScheduler:
 
     def _usable(self, request: Any, found: Found) -> int:
         """Tokens from the beginning of the prompt that can be loaded."""
-        if found.num_tokens >= request.num_prompt_tokens - self._groups.num_last_tokens:
+        if found.num_tokens >= request.num_prompt_tokens - self._prompts.num_last_tokens:
             return int(request.num_prompt_tokens) - 1
         return found.num_tokens - found.num_tokens % self._tokens_per_hit
 
@@ -198,7 +201,7 @@ class DecodeScheduler:
         if isinstance(ticket, InvalidArgumentError):
             self._refuse(request, Reason.INVALID, str(ticket))
             return None
-        keys = prompt_keys(request, num_left_out=self._groups.num_last_tokens)
+        keys = self._prompts.keys_for_decode(request)
         if keys is None:
             self._submit(self._handover.release(ticket.endpoint, ticket.lease))
             self._refuse(request, Reason.NO_TOKENS, "the prompt has no tokens that can be loaded")
@@ -250,7 +253,7 @@ class DecodeScheduler:
         """Tell that no block of a request comes from P, and why."""
         if not self._reports:
             return
-        prompt = prompt_keys(request, num_left_out=self._groups.num_last_tokens)
+        prompt = self._prompts.keys_for_decode(request)
         keys: list[BlockKey] = []
         for group, size in enumerate(self._groups.tokens_per_block):
             if prompt is not None and self._groups.windows[group] is None:

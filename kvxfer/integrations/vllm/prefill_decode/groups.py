@@ -4,11 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer.integrations.vllm.prefill_decode.interface import (
-    ANNOUNCES_REQUESTS,
-    HAS_TRANSFER_RESULTS,
-    transfer_groups,
-)
+from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS, transfer_groups
 
 STATES = "MambaSpec"
 """Kind of groups that keep states of recurrent layers: Mamba, linear attention."""
@@ -27,8 +23,8 @@ class Groups:
 
     Attributes:
         tokens_per_block: Tokens of a block of each group, over all workers.
-        windows: Tokens that each group needs at the end of a prompt; None for all. Such a group
-            also keeps every block of a request until it is finished.
+        windows: Tokens before the last one of a prompt that each group needs to compute that one;
+            None for all. Such a group also keeps every block of a request until it is finished.
         has_states: Whether a block of each group is a state: that of the last of its tokens that
             are computed.
     """
@@ -49,11 +45,13 @@ class Groups:
 
     @property
     def num_last_tokens(self) -> int:
-        """Tokens at the end of a prompt that P leaves to D: one where there are states.
+        """Tokens at the end of a prompt that P leaves to D: one where a group does not keep all.
 
-        D computes the last token of a prompt, and needs the states from before it.
+        D computes the last token of a prompt, and needs the states from before it, and the first
+        token of its window. When P has computed it, its states are those after it, and vLLM has
+        freed the blocks that no later token needs.
         """
-        return int(any(self.has_states))
+        return int(any(window is not None for window in self.windows))
 
 
 def why_not(kv_cache_config: Any) -> str:
@@ -70,9 +68,6 @@ def why_not(kv_cache_config: Any) -> str:
             return f"the layers of group {index} have several windows"
         if any(getattr(spec, "num_speculative_blocks", 0) for spec in layers):
             return f"group {index} keeps states of tokens that are speculated on"
-        if has_states(group.kv_cache_spec) and not ANNOUNCES_REQUESTS:
-            whose = f"group {index} keeps states"
-            return f"{whose}, and this vLLM announces no request before it is computed"
     if len(transfer_groups(kv_cache_config)) < len(groups):
         return "vLLM wants some of its groups not to be handed over"
     return ""
@@ -100,12 +95,12 @@ def _layers(spec: Any) -> Sequence[Any]:
 
 
 def _window(spec: Any) -> int | None:
-    """Return the window of a group that does not keep the blocks before it; one of states."""
+    """Return `Groups.windows` of a group."""
     first = _layers(spec)[0]
     if has_states(spec):
         return 1
     window = first.sliding_window if type(first).__name__.startswith("SlidingWindow") else None
-    return None if window is None else int(window)
+    return None if window is None else int(window) - 1
 
 
 def has_states(spec: Any) -> bool:

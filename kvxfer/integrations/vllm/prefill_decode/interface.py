@@ -28,9 +28,6 @@ except ImportError as exc:
 HAS_TRANSFER_RESULTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """Whether a load of several groups can be reported as failed: from 0.30 on."""
 
-ANNOUNCES_REQUESTS = hasattr(KVConnectorBase_V1, "on_new_request")
-"""Whether a connector hears of a request before it is scheduled."""
-
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
     """Make a release's report of requests whose transfers ended; from 0.30 on."""
@@ -46,7 +43,6 @@ def transfer_groups(kv_cache_config: Any) -> tuple[int, ...]:
 
 
 __all__ = [
-    "ANNOUNCES_REQUESTS",
     "HAS_TRANSFER_RESULTS",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",

@@ -8,7 +8,7 @@ from typing import Any
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.interface import RequestStatus
-from kvxfer.integrations.vllm.prefill_decode.prompts import leave_out_last, prompt_keys
+from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.step_data import Offer, StepData
 from kvxfer.integrations.vllm.prefill_decode.ticket import (
     lease_of_router,
@@ -57,6 +57,7 @@ class PrefillScheduler:
 
     Args:
         groups: The groups whose blocks are lent.
+        prompts: Makes their keys.
         endpoint: Endpoint of the worker of rank 0, as others reach it.
         engine_id: vLLM's id of this engine.
         tp_size: Workers.
@@ -66,11 +67,13 @@ class PrefillScheduler:
         self,
         *,
         groups: Groups,
+        prompts: Prompts,
         endpoint: Endpoint,
         engine_id: str,
         tp_size: int,
     ) -> None:
         self._groups = groups
+        self._prompts = prompts
         self._endpoint = endpoint
         self._engine_id = engine_id
         self._tp_size = tp_size
@@ -89,14 +92,14 @@ class PrefillScheduler:
     def on_new_request(self, request: Any) -> None:
         """Prepare a request that is to be handed over."""
         if wants_prefill(request.kv_transfer_params):
-            leave_out_last(request, self._groups.num_last_tokens)
+            self._prompts.leave_out_last(request)
 
     def on_alloc(self, request: Any) -> None:
         """Note a request that is about to be computed; called again after a preemption."""
         params = request.kv_transfer_params
         if request.request_id in self._early or not wants_prefill(params):
             return
-        if (keys := prompt_keys(request)) is not None:
+        if (keys := self._prompts.keys(request)) is not None:
             lease = self._name(lease_of_router(params))
             blocks: list[list[int]] = [[] for _ in self._groups.windows]
             early = _Early(request, request.num_preemptions, lease, keys, blocks)
@@ -141,7 +144,7 @@ class PrefillScheduler:
         """
         early = self._early.pop(request.request_id, None)
         ends = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        keys = early.keys if early else prompt_keys(request)
+        keys = early.keys if early else self._prompts.keys(request)
         num_further = request.num_computed_tokens - request.num_prompt_tokens
         is_whole = num_further >= 0 and not (num_further and any(self._groups.has_states))
         if request.status not in ends or keys is None or not is_whole:
