@@ -10,6 +10,7 @@ from itertools import chain, compress, islice
 from typing import TypeAlias, TypedDict
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kvxfer.backends.nixl import Client, Endpoint, Exchange
@@ -24,7 +25,7 @@ from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation, Reports
 from kvxfer.storage.threads import Threads
-from kvxfer.transfer.peer_engine import MAX_MATCHES, PeerEngine
+from kvxfer.transfer.peer_engine import MAX_MATCHES, PeerEngine, PeerMatch
 from kvxfer.transfer.prompt_pages import Fetched, Wanted
 
 LOOK_S = 0.005
@@ -78,32 +79,6 @@ class _Pages(TypedDict):
     stop_page: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """Another engine, as our caches see it.
-
-    Attributes:
-        engine: The engine.
-        groups: How its blocks become ours, for each group.
-    """
-
-    engine: PeerEngine
-    groups: tuple[PeerBlocks, ...]
-
-    def block_size_bytes(self, group: int) -> int:
-        """Bytes of a block of one of its workers."""
-        return self.engine.description.groups[group].payload_size_bytes
-
-    def targets(self, part: _Part, row: int, wanted: Wanted, tokens_per_block: int) -> list[int]:
-        """List those of our blocks that have tokens of a block; the null block is not left out."""
-        size = self.engine.tokens_per_block[part.group]
-        index = int(part.indices[row])
-        first = max(index * size, wanted.first_token)
-        stop = min((index + 1) * size, wanted.num_tokens)
-        ids = wanted.block_ids[part.group]
-        return ids[first // tokens_per_block : -(-stop // tokens_per_block)] if first < stop else []
-
-
 class Fetcher:
     """Fetcher of blocks of other engines into our caches.
 
@@ -147,15 +122,16 @@ class Fetcher:
         """See `Handover.fetch`."""
         stop = asyncio.get_running_loop().time() + self._timeout_s
         parts: list[_Part] = []
-        match: _Match | None = None
+        match: PeerMatch | None = None
         workers: list[Endpoint] = []
         began = time.perf_counter()
         try:
             async with asyncio.timeout_at(stop):
                 match = self._matching(await self._exchange.peer(endpoint).describe())
-                _require_same_blocks(match, wanted)
+                match.require_same_blocks(wanted)
                 workers = match.engine.workers(endpoint)
                 parts = self._parts(match, wanted)
+                await self._clear_tails(match, wanted)
                 async for ready in self._ready(workers, parts, waits_for):
                     await self._load(workers, match, wanted, ready)
                 await self._load(workers, match, wanted, _failed(parts))
@@ -174,13 +150,15 @@ class Fetcher:
                         self._exchange.peer(worker).reconnect.leave(waits_for)
         return self._summarise(match, wanted, parts, began)
 
-    def _match(self, description: bytes) -> _Match:
+    def _match(self, description: bytes) -> PeerMatch:
         engine = PeerEngine(description)
-        match = _Match(engine, match_caches(self._caches, self._description, [engine.description]))
+        match = PeerMatch(
+            engine, match_caches(self._caches, self._description, [engine.description])
+        )
         self._require_room(match)
         return match
 
-    def _require_room(self, match: _Match) -> None:
+    def _require_room(self, match: PeerMatch) -> None:
         """Check that blocks which are not read in place fit into staging memory."""
         room = self._exchange.staging.buffer_bytes
         for group, blocks in enumerate(match.groups):
@@ -189,7 +167,7 @@ class Fetcher:
                 ours = f"at most {room}, by staging memory"
                 raise CacheMismatchError(group, "payload_size_bytes", ours, size)
 
-    def _parts(self, match: _Match, wanted: Wanted) -> list[_Part]:
+    def _parts(self, match: PeerMatch, wanted: Wanted) -> list[_Part]:
         """List what is to be read: blocks with tokens of blocks of ours that are wanted."""
         parts = []
         for group, keys in enumerate(wanted.keys):
@@ -211,7 +189,7 @@ class Fetcher:
         return parts
 
     def _have_targets(
-        self, match: _Match, wanted: Wanted, group: int, indices: NDArray[np.int64]
+        self, match: PeerMatch, wanted: Wanted, group: int, indices: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
         """Find out which blocks, by their indices in the prompt, have `_targets`; all at once."""
         theirs = match.engine.tokens_per_block[group]
@@ -224,6 +202,29 @@ class Fetcher:
         begins, ends = np.minimum((firsts // ours, -(-stops // ours)), len(ids))
         has_targets: NDArray[np.bool_] = (firsts < stops) & (num_used[ends] > num_used[begins])
         return has_targets
+
+    async def _clear_tails(self, match: PeerMatch, wanted: Wanted) -> None:
+        """Zero each last block of ours that their blocks do not fill.
+
+        Kernels read the rest of a block and weigh it with zero, so that it must not be NaN: its
+        former owner may have left any bytes there, and vLLM zeroes no block that is loaded.
+        """
+        tails = []
+        for group, ids in enumerate(wanted.block_ids):
+            ours = self._description.groups[group].tokens_per_block
+            page = match.groups[group].tokens_per_page
+            filled = -(-wanted.num_tokens // page) * page
+            last = filled // ours
+            is_ours = last < len(ids) and ids[last] != self._null_block
+            if filled % ours and last * ours >= wanted.first_token and is_ours:
+                tails.append(self._describer.describe(group, [ids[last]]))
+        if not tails:
+            return
+        blocks = Descriptors.concatenate(tails)
+        zeros = torch.zeros(int(blocks.block_sizes.max()), dtype=torch.uint8)
+        places = np.full(blocks.num_blocks, zeros.data_ptr(), np.uint64)
+        source = Descriptors.of_pieces(places, blocks.block_sizes, owners=(zeros,))
+        await self._threads.run(self._copy_engine.copy, source, blocks)
 
     async def _ready(
         self, workers: Sequence[Endpoint], parts: Sequence[_Part], waits_for: str | None
@@ -263,7 +264,7 @@ class Fetcher:
     async def _load(
         self,
         workers: Sequence[Endpoint],
-        match: _Match,
+        match: PeerMatch,
         wanted: Wanted,
         blocks: Sequence[tuple[_Part, _Rows]],
     ) -> None:
@@ -286,7 +287,7 @@ class Fetcher:
                 tasks.create_task(_load_in_place(self._exchange.peer(workers[rank]), batch))
 
     def _in_place(
-        self, match: _Match, wanted: Wanted, part: _Part, rows: _Rows
+        self, match: PeerMatch, wanted: Wanted, part: _Part, rows: _Rows
     ) -> tuple[_Rows, Descriptors]:
         """Find the blocks that can be read without staging memory, and where to."""
         blocks, indices = match.groups[part.group], part.indices[rows]
@@ -297,7 +298,7 @@ class Fetcher:
         return rows[chosen], places
 
     async def _load_staged(
-        self, client: Client, match: _Match, wanted: Wanted, part: _Part, rows: _Rows
+        self, client: Client, match: PeerMatch, wanted: Wanted, part: _Part, rows: _Rows
     ) -> None:
         """Read whole blocks into staging memory, and copy what is wanted of those that are good."""
         sizes = [match.block_size_bytes(part.group)] * len(rows)
@@ -317,7 +318,7 @@ class Fetcher:
         part.note(rows, loaded)
 
     def _summarise(
-        self, match: _Match, wanted: Wanted, parts: Sequence[_Part], began: float
+        self, match: PeerMatch, wanted: Wanted, parts: Sequence[_Part], began: float
     ) -> Fetched:
         bad: list[dict[int, None]] = [{} for _ in wanted.block_ids]
         fetched = Fetched([])
@@ -334,7 +335,7 @@ class Fetcher:
                 outcome = part.outcomes[row]
                 fetched.missing[outcome.status.name.lower()] += 1
                 fetched.reason = outcome.reason or outcome.status.name.lower()
-                targets = match.targets(part, row, wanted, ours)
+                targets = match.targets(part.group, int(part.indices[row]), wanted, ours)
                 bad[part.group].update((b, None) for b in targets if b != self._null_block)
         fetched.bad_blocks = [list(each) for each in bad]
         return fetched
@@ -375,18 +376,3 @@ def _pages(wanted: Wanted, blocks: PeerBlocks) -> _Pages:
         "first_page": wanted.first_token // page,
         "stop_page": -(-wanted.num_tokens // page),
     }
-
-
-def _require_same_blocks(match: _Match, wanted: Wanted) -> None:
-    """Check that blocks are those of the engine that was asked; it may have been started anew.
-
-    Raises:
-        CacheMismatchError: They are not.
-        BlockIdError: We do not have a block.
-        DuplicateError: A block of ours is wanted twice.
-    """
-    sizes = match.engine.tokens_per_block
-    if sizes != wanted.tokens_per_block:
-        raise CacheMismatchError(None, "tokens_per_block", wanted.tokens_per_block, sizes)
-    for blocks, ids in zip(match.groups, wanted.block_ids, strict=True):
-        blocks.check_ids(ids)

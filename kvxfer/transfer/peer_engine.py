@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import msgspec
@@ -9,8 +10,9 @@ import msgspec
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.endpoint import MAX_PORT
 from kvxfer.errors import CacheMismatchError, InvalidArgumentError
-from kvxfer.kvcache.portable import CacheDescription
+from kvxfer.kvcache.portable import CacheDescription, PeerBlocks
 from kvxfer.storage.keys import BlockKey
+from kvxfer.transfer.prompt_pages import Wanted
 
 MAX_WORKERS = 128
 """Most workers of another engine: each is connected to, because the first one says so."""
@@ -73,6 +75,45 @@ class PeerEngine:
             shard = {**self._words["shard"], "rank": self.description.at_rank(rank).shard.rank}
             self._digests[rank] = _digest(msgspec.msgpack.encode({**self._words, "shard": shard}))
         return _of_worker(self._digests[rank], keys)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMatch:
+    """Another engine, as our caches see it.
+
+    Attributes:
+        engine: The engine.
+        groups: How its blocks become ours, for each group.
+    """
+
+    engine: PeerEngine
+    groups: tuple[PeerBlocks, ...]
+
+    def block_size_bytes(self, group: int) -> int:
+        """Bytes of a block of one of its workers."""
+        return self.engine.description.groups[group].payload_size_bytes
+
+    def targets(self, group: int, index: int, wanted: Wanted, tokens_per_block: int) -> list[int]:
+        """List those of our blocks that have tokens of a block; the null block is not left out."""
+        size = self.engine.tokens_per_block[group]
+        first = max(index * size, wanted.first_token)
+        stop = min((index + 1) * size, wanted.num_tokens)
+        ids = wanted.block_ids[group]
+        return ids[first // tokens_per_block : -(-stop // tokens_per_block)] if first < stop else []
+
+    def require_same_blocks(self, wanted: Wanted) -> None:
+        """Check that blocks are those of the engine that was asked; it may have been started anew.
+
+        Raises:
+            CacheMismatchError: They are not.
+            BlockIdError: We do not have a block.
+            DuplicateError: A block of ours is wanted twice.
+        """
+        sizes = self.engine.tokens_per_block
+        if sizes != wanted.tokens_per_block:
+            raise CacheMismatchError(None, "tokens_per_block", wanted.tokens_per_block, sizes)
+        for blocks, ids in zip(self.groups, wanted.block_ids, strict=True):
+            blocks.check_ids(ids)
 
 
 def worker_keys(description: CacheDescription, keys: Sequence[BlockKey]) -> list[BlockKey]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, asynccontextmanager
+from itertools import chain
 from typing import Any
 from unittest.mock import Mock
 
@@ -142,6 +143,33 @@ def test_only_the_tokens_that_are_wanted_are_read(their_size: int, stack: ExitSt
     assert fetched.num_verified == 8 // their_size
     assert ours.good(TOKENS, wanted)[0][0][2:4] == [True, True]
     assert ours.is_untouched([OURS[2:4]])
+
+
+@pytest.mark.usefixtures("in_place_bytes")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_prompt_leaves_of_our_last_block_is_theirs_or_zero(
+    shape: str, stack: ExitStack
+) -> None:
+    theirs, ours = (open_engine(stack, **each) for each in SHAPES[shape])
+    blocks, wanted = ids(theirs, THEIRS), ids(ours, OURS)
+    for views in theirs.views:
+        for view in chain.from_iterable(views):
+            view[blocks[0][-1]] = 0  # what is behind the prompt in their last block
+    theirs.lend(TICKET, TOKENS, blocks)
+    ours.fetch(theirs.endpoint, TICKET, TOKENS, wanted)
+    num_left = -len(TOKENS) % ours.tokens_per_block
+    for views in ours.views:
+        for view in chain.from_iterable(views):
+            assert not view[wanted[0][-1], :, ours.tokens_per_block - num_left :].any()
+
+
+def test_a_last_block_that_begins_before_what_is_wanted_is_not_cleared(stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack, tokens_per_block=8)
+    theirs.lend(TICKET, TOKENS, ids(theirs, THEIRS))
+    wanted = ids(ours, OURS)
+    ours.compute(TOKENS, wanted)
+    ours.fetch(theirs.endpoint, TICKET, TOKENS, wanted, first_token=20)
+    assert ours.all_good(TOKENS, wanted)
 
 
 def test_a_window_needs_only_the_end_of_a_prompt(stack: ExitStack) -> None:
