@@ -80,9 +80,14 @@ def _is_port(text: str) -> bool:
 def _is_host(text: str, *, bracketed: bool) -> bool:
     if bracketed:
         try:
-            return ipaddress.ip_address(text).version == 6
+            address = ipaddress.IPv6Address(text)
         except ValueError:
             return False
+        return address.scope_id is None or _is_name(address.scope_id)  # which may be any text
+    return _is_name(text)
+
+
+def _is_name(text: str) -> bool:
     return bool(text) and all(
         part.isascii() and part.replace("-", "").isalnum() for part in text.split(".")
     )

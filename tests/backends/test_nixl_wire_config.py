@@ -32,6 +32,7 @@ def _no_secret_around(monkeypatch: pytest.MonkeyPatch) -> None:
         ("10.0.0.1:65535", "10.0.0.1", 65535),
         ("[::1]:0", "::1", 0),
         ("[fe80::1]:7000", "fe80::1", 7000),
+        ("[fe80::1%eth0.4]:7000", "fe80::1%eth0.4", 7000),
     ],
 )
 def test_an_endpoint_is_written_as_it_was_read(text: str, host: str, port: int) -> None:
@@ -61,6 +62,9 @@ def test_an_endpoint_is_written_as_it_was_read(text: str, host: str, port: int) 
         "[::1:7000",
         "[node-1]:7000",
         "[10.0.0.1]:7000",
+        "[::1%]:7000",
+        "[::1%eth0\nforged line]:7000",
+        "[::1%eth\N{LATIN SMALL LETTER E WITH ACUTE}]:7000",
         "a..b:7000",
     ],
 )

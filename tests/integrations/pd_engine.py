@@ -167,14 +167,23 @@ class Engine:
         self.moving: FakeHandover = self.worker._handover  # type: ignore[assignment] # it was patched
         self.ended: dict[str, Any] = {}
 
-    def add(self, name: str, params: Any, *, tokens: int = 10, max_tokens: int = 1) -> Request:
-        """Add a request with a prompt of its own length."""
+    def add(
+        self,
+        name: str,
+        params: Any,
+        *,
+        tokens: int = 10,
+        max_tokens: int = 1,
+        resumable: bool = False,
+    ) -> Request:
+        """Add a request with a prompt of its own length, or the next part of a resumable one."""
         request = Request(
             request_id=name,
             prompt_token_ids=list(range(tokens)),
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             pooling_params=None,
             block_hasher=self._hasher,
+            resumable=resumable,
         )
         request.kv_transfer_params = params  # as it is: the newest releases check some of it
         self.scheduler.add_request(request)

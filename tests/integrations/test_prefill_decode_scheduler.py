@@ -97,6 +97,20 @@ def test_a_request_that_is_not_handed_over_keeps_nothing(engine: Engine) -> None
 
 
 @pytest.mark.parametrize("params", [PREFILL, OVERLAP])
+def test_a_prompt_that_goes_on_is_not_lent(engine: Engine, params: dict[str, Any]) -> None:
+    engine.add("p", params, resumable=True)
+    engine.step()
+    engine.add("p", params, tokens=3)  # the end of the session
+    while "p" not in engine.ended:
+        engine.step()
+    assert engine.ended == {"p": None}
+    engine.step()
+    engine.moving.ended += {lease for lease, *_ in engine.moving.offers}
+    engine.step()
+    engine.require_over()
+
+
+@pytest.mark.parametrize("params", [PREFILL, OVERLAP])
 def test_a_prompt_that_is_aborted_in_the_middle_lends_nothing_more(
     engine: Engine, params: dict[str, Any]
 ) -> None:

@@ -103,6 +103,7 @@ def test_the_callers_list_of_tokens_is_left_alone() -> None:
         {"tokens": 1},
         {"prompt_embeds": object()},
         {"skip_reading_prefix_cache": True},
+        {"resumable": True},
         {
             "mm_features": [
                 SimpleNamespace(

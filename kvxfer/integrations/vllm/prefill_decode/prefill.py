@@ -147,7 +147,9 @@ class PrefillScheduler:
         keys = early.keys if early else self._prompts.keys(request)
         num_further = request.num_computed_tokens - request.num_prompt_tokens
         is_whole = num_further >= 0 and not (num_further and any(self._groups.has_states))
-        if request.status not in ends or keys is None or not is_whole:
+        # A session of vLLM's has a prompt that grows: its blocks have other keys from then on.
+        is_same = keys is not None and keys.num_tokens == request.num_prompt_tokens
+        if request.status not in ends or keys is None or not (is_whole and is_same):
             return self._give_up(request.request_id, early), None
         lease = early.lease if early else make_lease()
         offered = self._pair(keys, block_ids, request.num_prompt_tokens)

@@ -90,6 +90,7 @@ class Prompts:
             or request.max_tokens != 1
             or self.keys(request) is None
             or getattr(request, "skip_reading_prefix_cache", False)
+            or getattr(request, "resumable", False)  # its prompt goes on
             or any(each.mm_position.offset + each.mm_position.length > num_left for each in images)
         ):
             return
