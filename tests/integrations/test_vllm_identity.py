@@ -18,7 +18,11 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from kvxfer.endpoint import free_ports
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
-from kvxfer.integrations.vllm.common.model_identity import ModelIdentity, identify_model
+from kvxfer.integrations.vllm.common.model_identity import (
+    ModelIdentity,
+    handover_namespace,
+    identify_model,
+)
 from kvxfer.integrations.vllm.common.worker_pages import GroupPages, WorkerPages
 from kvxfer.integrations.vllm.offloading.identity import (
     WorkerIdentity,
@@ -139,6 +143,16 @@ def test_another_model_has_another_identity(vllm_config: Any, change: Change) ->
     before = identify_model(vllm_config)
     change(vllm_config)
     assert identify_model(vllm_config) != before
+
+
+def test_guesses_without_a_draft_model_change_nothing(vllm_config: Any) -> None:
+    model = vllm_config.model_config
+    (Path(model.model) / "config.json").write_text("{}")
+    before = identify_model(vllm_config), handover_namespace(vllm_config, "r")
+    vllm_config.speculative_config = SimpleNamespace(
+        method="ngram", draft_model_config=model, target_model_config=model
+    )
+    assert (identify_model(vllm_config), handover_namespace(vllm_config, "r")) == before
 
 
 def test_a_revision_says_that_its_configuration_was_overridden(vllm_config: Any) -> None:
