@@ -25,6 +25,10 @@ MAX_REASON = 200
 _HEALTHY_ERRORS = {HTTPStatus.NOT_IMPLEMENTED}
 
 
+class _RequestFailedError(EngineFailedError):
+    """Engine that is well, and failed at this request."""
+
+
 class EngineTimeoutError(KVXferError, TimeoutError):
     """Engine that did not answer in time."""
 
@@ -92,7 +96,8 @@ class EnginePoolClient:
             deadline_s: Time of the event loop when all of it has to have ended.
 
         Raises:
-            EngineFailedError: It cannot be reached, or answered that it failed; it is ejected.
+            EngineFailedError: It cannot be reached, or answered that it failed. It is ejected,
+                unless its health is good: some requests fail at every engine.
             EngineTimeoutError: The deadline passed; it is ejected if it had not begun to answer.
         """
         outcome, has_answered = "cancelled", False
@@ -105,14 +110,17 @@ class EnginePoolClient:
                             method, url, headers=headers, data=body, allow_redirects=False
                         )
                     ) as answer:
-                        _check_status(answer.status)
+                        if answer.status >= 500 and answer.status not in _HEALTHY_ERRORS:
+                            await self._probe(engine)
+                            raise _RequestFailedError(f"answered with status {answer.status}")
                         engine.succeeded()
                         has_answered = True
                         yield answer
                         outcome = "done" if answer.status < 400 else "refused"
         except EngineFailedError as exc:
             outcome = "failed"
-            self._failed(engine, exc.reason)
+            if not isinstance(exc, _RequestFailedError):
+                self._failed(engine, exc.reason)
             raise
         except TimeoutError as exc:
             outcome = "timed_out"
@@ -149,11 +157,6 @@ class EnginePoolClient:
         ) as answer:
             if answer.status != HTTPStatus.OK:
                 raise EngineFailedError(f"its health has status {answer.status}")
-
-
-def _check_status(status: int) -> None:
-    if status >= 500 and status not in _HEALTHY_ERRORS:
-        raise EngineFailedError(f"answered with status {status}")
 
 
 async def _reach(call: Callable[[], Awaitable[T]]) -> T:

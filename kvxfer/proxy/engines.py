@@ -38,7 +38,8 @@ class Engine:
     Attributes:
         url: As given.
         num_requests: Requests under way.
-        lender: Address at which it lends its blocks; None while that is not known.
+        lenders: Addresses at which it lends its blocks, as its answers have named them since it was
+            ejected last; several where it has replicas.
         ejected: Event that is set while the engine is ejected.
         retry_at_s: Time of the event loop when it may be probed; of use while it is ejected.
     """
@@ -46,10 +47,15 @@ class Engine:
     def __init__(self, url: str) -> None:
         self.url = url
         self.num_requests = 0
-        self.lender: Lender | None = None
+        self.lenders: set[Lender] = set()
         self.ejected = asyncio.Event()
         self.retry_at_s = 0.0
         self._num_failures = 0
+
+    @property
+    def lender(self) -> Lender | None:
+        """Address at which it lends the blocks of any prompt; None where that is not known."""
+        return next(iter(self.lenders)) if len(self.lenders) == 1 else None
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
@@ -70,7 +76,7 @@ class Engine:
         back_off_s = min(FIRST_BACK_OFF_S * 2.0 ** min(self._num_failures, 32), MAX_BACK_OFF_S)
         self._num_failures += 1
         self.retry_at_s = now_s + back_off_s
-        self.lender = None
+        self.lenders.clear()
         if not self.ejected.is_set():
             logger.warning("ejected %s for %.1f s: %s", self.url, back_off_s, reason)
         self.ejected.set()

@@ -1,5 +1,7 @@
 """Bodies of the two legs of a request: what the prefill engine gets, and what the decode engine."""
 
+import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
@@ -10,6 +12,8 @@ from kvxfer.endpoint import MAX_PORT
 from kvxfer.errors import InvalidArgumentError
 
 PARAMS = "kv_transfer_params"
+EXTRA = "vllm_xargs"
+"""Field of a request from which vLLM takes them, too."""
 
 # What a router asks of a prefill engine; the answer has the values for the decode engine.
 # Source: vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py, and the proxy of
@@ -23,6 +27,7 @@ _LENDING: Mapping[str, Any] = {
     "remote_port": None,
 }
 _ONE_TOKEN: Mapping[str, Any] = {"max_tokens": 1, "stream": False}
+_LIST_OF_PROMPTS = re.compile(rb'\s*\[\s*["\[]')
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "best_of")
 
 
@@ -108,16 +113,24 @@ class Completion:
             found = f"{len(body)} bytes"
             raise InvalidArgumentError("body", found, f"a JSON object: {exc}") from exc
         fields.pop(PARAMS, None)
+        if EXTRA in fields:
+            with contextlib.suppress(msgspec.ValidationError):  # no object: the engine refuses it
+                extra = msgspec.json.decode(fields[EXTRA], type=dict[str, msgspec.Raw])
+                extra.pop(PARAMS, None)
+                fields[EXTRA] = _raw(extra)
         return cls(fields)
 
     @property
     def has_several_prompts(self) -> bool:
         """Whether it is a batch of prompts; an answer has the parameters of the first one only."""
         prompt = self.fields.get("prompt")
-        if prompt is None or not bytes(prompt).lstrip().startswith(b"["):
+        if prompt is None or not _LIST_OF_PROMPTS.match(prompt):
             return False
-        prompts = msgspec.json.decode(prompt, type=list[msgspec.Raw])
-        return len(prompts) > 1 and bytes(prompts[0]).lstrip()[:1] in {b"[", b'"'}
+        try:  # the one element is not looked into, and a second one ends it
+            msgspec.json.decode(prompt, type=tuple[msgspec.Raw])
+        except msgspec.ValidationError:
+            return True
+        return False
 
     def prefill_body(self, ticket: str | None = None) -> bytes:
         """Make the body of the prefill leg: one token, no stream, and the blocks are to be lent.

@@ -286,7 +286,8 @@ class Proxy:
         params = params_of_answer(content)
         if params is None:
             raise NoParamsError("no_params")
-        engine.lender = Lender.of(params)
+        if (lender := Lender.of(params)) is not None and len(engine.lenders) < 2:
+            engine.lenders.add(lender)
         self.metrics.prefill_seconds.observe(loop.time() - started_s)
         return params
 

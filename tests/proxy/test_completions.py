@@ -125,6 +125,16 @@ async def test_a_batch_of_prompts_is_decoded_alone_as_params_are_for_one(prompt:
         assert not it.prefill[0].asked
 
 
+async def test_params_of_a_client_are_dropped_wherever_vllm_takes_them_from() -> None:
+    async with routed() as it:
+        for extra in ({"kv_transfer_params": {"do_remote_prefill": True}, "x": 1}, {"x": 1}, [1]):
+            fields = {"vllm_xargs": extra, "kv_transfer_params": {"do_remote_prefill": True}}
+            await it.post({**BODY, "prompt": ["one", "two"], **fields})
+        bodies = [asked.body for asked in it.decode[0].asked]
+    assert [body["vllm_xargs"] for body in bodies] == [{"x": 1}, {"x": 1}, [1]]
+    assert not any("kv_transfer_params" in body for body in bodies)
+
+
 @pytest.mark.parametrize("prompt", [["one"], [1, 2, 3], [[1, 2]], []])
 async def test_one_prompt_in_a_list_is_no_batch(prompt: Any) -> None:
     async with routed() as it:
@@ -138,7 +148,7 @@ async def test_the_next_decode_engine_is_asked_when_one_fails(*, is_gone: bool) 
         failing, other = it.decode
         if is_gone:
             await failing.__aexit__()
-        failing.status = 503
+        failing.status = failing.health = 503
         for _ in range(3):
             assert await it.post() == (200, {"by": other.url})
         assert {asked.params["remote_port"] for asked in other.asked} == {7100}
@@ -149,7 +159,7 @@ async def test_the_next_decode_engine_is_asked_when_one_fails(*, is_gone: bool) 
 async def test_an_error_in_the_form_of_openai_when_all_decode_engines_fail() -> None:
     async with routed(num_decode=2) as it:
         for engine in it.decode:
-            engine.status = 500
+            engine.status = engine.health = 500
         for _ in range(2):  # also when all are ejected
             status, answer = await it.post()
             assert status == 502
@@ -158,9 +168,19 @@ async def test_an_error_in_the_form_of_openai_when_all_decode_engines_fail() -> 
             assert answer == {"error": {"message": message, **kind}}
         assert (await it.get("/health"))[0] == 503
         for engine in it.decode:
-            engine.status = 200
+            engine.status = engine.health = 200
         assert (await it.post())[0] == 200  # ejected or not
         assert (await it.get("/health"))[0] == 200
+
+
+async def test_a_request_that_fails_at_engines_that_are_well_ejects_none() -> None:
+    async with routed(num_decode=2) as it:
+        for engine in it.decode:
+            engine.status = 500
+        assert (await it.post())[0] == 502
+        assert [len(engine.asked) for engine in it.decode] == [1, 1]
+        assert (await it.get("/health"))[0] == 200
+        assert not [name for name in await it.samples() if name.startswith("ejections_total")]
 
 
 async def test_a_task_that_the_model_does_not_have_ejects_no_engine() -> None:

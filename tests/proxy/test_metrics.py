@@ -11,7 +11,7 @@ from tests.proxy.fake_engines import BODY, routed
 async def test_requests_legs_and_durations_are_counted() -> None:
     async with routed(num_decode=2) as it:
         failing, other = it.decode
-        failing.status = 500
+        failing.status = failing.health = 500
         for _ in range(2):
             await it.post()
         await it.post(b"nonsense")

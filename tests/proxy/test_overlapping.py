@@ -65,13 +65,25 @@ async def test_the_lender_of_one_engine_is_not_taken_for_that_of_another() -> No
             )
 
 
+async def test_one_leg_comes_after_the_other_where_an_engine_lends_at_several_places() -> None:
+    async with routed(overlap=True) as it:
+        for port in (7100, 7200, 7100, 7200):  # as replicas behind one server do
+            it.prefill[0].params = {**PARAMS, "remote_port": port}
+            await it.post()
+        params = [asked.params for asked in it.decode[0].asked]
+    assert [each["remote_port"] for each in params] == [7100, 7100, 7100, 7200]
+    assert [each.get("transfer_mode") for each in params] == [None, "overlap", None, None]
+
+
 async def test_a_prefill_leg_that_fails_is_no_error_and_its_lender_is_asked_anew() -> None:
     async with routed(overlap=True) as it:
         await it.post()
-        it.prefill[0].status = 500
+        it.prefill[0].status = it.prefill[0].health = 500
         assert (await it.post())[0] == 200
-        it.prefill[0].status = 200
-        await it.until(f'engine_ejected{{engine="{it.prefill[0].url}",leg="prefill"}}', 0)
+        ejected = f'engine_ejected{{engine="{it.prefill[0].url}",leg="prefill"}}'
+        await it.until(ejected, 1)
+        it.prefill[0].status = it.prefill[0].health = 200
+        await it.until(ejected, 0)
         moved = {**PARAMS, "remote_port": 7200}
         it.prefill[0].params = moved
         assert (await it.post())[0] == 200
