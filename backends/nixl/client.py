@@ -187,10 +187,7 @@ class Client(TicketClient):
                 return await self._begin_piece(move, keys, blocks)
         except TimeoutError:
             reason = f"{self.reconnect.endpoint} took longer than {self._timeout_s:g} s"
-            return [
-                Outcome(Status.TIMED_OUT, memory_safe=is_safe, reason=reason)
-                for is_safe in self._quarantine.is_safe(blocks)
-            ]
+            return self._end(Status.TIMED_OUT, blocks, reason)
 
     async def _begin_piece(
         self, move: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors
@@ -198,10 +195,21 @@ class Client(TicketClient):
         try:
             await wait_for_mark(blocks.after)
             return await move(await self.reconnect.open(), keys, blocks)
+        except PeerLostError as exc:
+            self.reconnect.disconnect()  # reconnecting finds out how to reach it now
+            return self._end(Status.FAILED, blocks, str(exc))
         except KVXferError as exc:
-            if isinstance(exc, PeerLostError):  # reconnecting finds out how to reach it now
-                self.reconnect.disconnect()
-            return [Outcome(Status.FAILED, reason=str(exc))] * len(keys)
+            return self._end(Status.FAILED, blocks, str(exc))
+        except TimeoutError:
+            raise
+        except Exception as exc:  # a piece that raised would cut the reads of the others short
+            logger.exception("%s: a transfer failed", self.reconnect.endpoint)
+            return self._end(Status.FAILED, blocks, repr(exc))
+
+    def _end(self, status: Status, blocks: Descriptors, reason: str) -> list[Outcome]:
+        """Make the outcomes of blocks whose memory late reads may still change."""
+        is_safe = self._quarantine.is_safe(blocks)
+        return [Outcome(status, memory_safe=each, reason=reason) for each in is_safe]
 
     async def _load_staged(
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors

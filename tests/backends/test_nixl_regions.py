@@ -62,6 +62,19 @@ def test_extents_of_several_devices_in_one_request_are_refused(regions: Regions)
         regions.resolve(extents(2, 0))
 
 
+def test_extents_whose_sum_wraps_are_refused() -> None:
+    whole = Regions([(BYTES, (1 << 63) - BYTES)])
+    half = 1 << 62
+    wrapping = Extents(
+        regions=np.zeros(4, "<u4").tobytes(),
+        offsets=np.zeros(4, "<u8").tobytes(),
+        lengths=np.array([half, half, half, half + 4096], "<u8").tobytes(),
+        block_offsets=np.array([0, 4], "<i8").tobytes(),
+    )
+    with pytest.raises(InvalidArgumentError, match="fewer bytes in all"):
+        whole.resolve(wrapping)
+
+
 def test_blocks_are_registered_on_the_device_that_they_name_only(regions: Regions) -> None:
     for start, device in zip(STARTS, DEVICES, strict=True):
         for named in DEVICES:

@@ -162,6 +162,8 @@ class Regions:
             part = (int(offsets[index]), int(lengths[index]))
             wanted = f"a part of the {sizes[index]} bytes of region {regions[index]}"
             raise InvalidArgumentError(f"offset and length of extent {index}", part, wanted)
+        if int(lengths.max()) * len(lengths) > MAX_ADDRESS:  # their sum could wrap
+            raise InvalidArgumentError("longest extent", int(lengths.max()), "fewer bytes in all")
         devices = np.unique(self._device_of_each[regions]) if len(self.devices) > 1 else [0]
         if len(devices) > 1:
             names = ", ".join(str(self.devices[index]) for index in devices)
