@@ -1,6 +1,7 @@
 """Transfer agents, the real one and the fake one: they move bytes between processes."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -28,12 +29,14 @@ from kvxfer.backends.nixl.agents import (
     TransferAgent,
 )
 from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
+from kvxfer.backends.nixl.agents.nixl_reads import Reads
 from kvxfer.backends.nixl.wire import (
     AgentMetadata,
     DataConnection,
 )
 from kvxfer.errors import (
     BackendUnavailableError,
+    ClosedError,
     DeviceUnavailableError,
     InvalidArgumentError,
     PeerLostError,
@@ -473,3 +476,31 @@ def test_without_rdma_nothing_listens_on_the_network() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["0100007F"]  # 127.0.0.1, in the byte order of /proc/net/tcp
+
+
+async def test_an_agent_whose_thread_has_failed_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = np.zeros(1 << 13, np.uint8)
+    async with contextlib.AsyncExitStack() as stack:
+        reading, read = NixlAgent(), NixlAgent()
+        for agent in (reading, read):
+            stack.push_async_callback(agent.aclose)
+        half = memory.nbytes // 2
+        start = memory.ctypes.data
+        reading.register([MemoryRegion(start, half, memory)])
+        read.register([MemoryRegion(start + half, half, memory)])
+        peer = await reading.add_peer(read.metadata)
+
+        def fail(*_: object) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr(Reads, "_post_piece", fail)
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        places = (np.array([word], np.uint64) for word in (start, start + half, half))
+        fragments = Fragments.of(*places)
+        flight = reading.begin(peer, [fragments], lambda _: None)
+        with pytest.raises(TransferFailedError, match="the agent was closed"):
+            await flight.wait()
+        with pytest.raises(ClosedError):
+            reading.begin(peer, [fragments], lambda _: None)
+        with pytest.raises(ClosedError):
+            _ = reading.metadata

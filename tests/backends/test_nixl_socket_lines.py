@@ -13,7 +13,7 @@ from kvxfer.backends.nixl.agents import (
 )
 from kvxfer.backends.nixl.agents.socket_lines import Line, Remote
 from kvxfer.backends.nixl.wire import Regions
-from kvxfer.errors import PeerClosedError
+from kvxfer.errors import PeerClosedError, PeerError
 
 LIMIT_S = 10.0
 
@@ -22,6 +22,7 @@ class SlowEnd:
     """Data connection whose thread notices its end late."""
 
     def __init__(self) -> None:
+        self.is_closed = False
         self.begun, self.may_end = threading.Event(), threading.Event()
 
     def begin(self, timeout_s: float) -> None:
@@ -29,6 +30,7 @@ class SlowEnd:
 
     def close(self) -> None:
         """Do as `DataConnection.close`."""
+        self.is_closed = True
 
     def watch(self, ended: Callable[[], None]) -> None:
         """Do as `DataConnection.watch`."""
@@ -85,3 +87,21 @@ async def test_a_read_that_is_cancelled_while_it_ends_a_lost_connection_gives_ba
         await running
     assert await asyncio.wait_for(remote.take(LIMIT_S), LIMIT_S) is idle
     await idle.aclose()
+
+
+async def test_a_connection_that_opens_too_late_is_closed_and_not_read_through() -> None:
+    connection: Any = SlowEnd()
+    may_connect = asyncio.Event()
+
+    async def connect() -> Any:
+        await may_connect.wait()
+        return connection
+
+    remote = Remote(Regions(), connect)
+    taking = asyncio.create_task(remote.take(LIMIT_S))
+    await asyncio.sleep(0)
+    await remote.aclose()
+    may_connect.set()
+    with pytest.raises(PeerError, match="it was removed"):
+        await taking
+    assert connection.is_closed

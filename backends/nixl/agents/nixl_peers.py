@@ -133,7 +133,9 @@ class NixlPeers:
                 self.regions[peer.name] = regions
                 remote.added.set_result(peer.name)
                 return
-            if error and kept and not remote.removed:  # its connection may be one that broke
+            if (
+                error and kept and not (remote.removed or self._closed)
+            ):  # its connection may be one that broke
                 try:
                     self._connections.close(peer.name)
                     self._connections.open(peer)
@@ -191,11 +193,11 @@ class NixlPeers:
 
     def release(self) -> None:
         """Let go of the agent, which is destroyed when nobody refers to it."""
+        self._closed = True
         del self._connections
 
     def close(self) -> None:
         """End all removals, because the agent was closed."""
-        self._closed = True
         for remote in self._remotes.values():
             if remote.removed:
                 remote.removed.set_result(None)

@@ -164,8 +164,8 @@ class Reads:
         if state == "PROC":
             self._flights.append((handle, reading, piece))
             return
-        reading.in_flight -= 1
         handle.release()
+        reading.in_flight -= 1
         if state != "DONE":
             reading.stop(TransferFailedError(reading.peer, "NIXL says that it failed"))
 

@@ -233,6 +233,8 @@ class NixlThread:
                 if posted:  # and there may be more to post
                     pause_s = 0.0
         finally:
+            with self._lock:  # whatever has ended it, nobody obeys what is ordered from now on
+                self._stopping = True
             attempt(self._stopped, self._close)
             self._stopped.set_result(None)
 

@@ -147,5 +147,8 @@ class Remote:
         finally:
             self._num_connecting -= 1
             self._changed.set()
+        if self._closed:
+            connection.close()
+            return
         connection.begin(timeout_s)
         self.add(Line(connection))
