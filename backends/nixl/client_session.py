@@ -260,7 +260,12 @@ class ClientSession:
             logger.exception("%s of %s failed", type(request).__name__, self._channel.peer)
             answer = Failed(request_id=request.request_id, reason=repr(exc))
         with contextlib.suppress(PeerError, ClosedError):  # `serve` gets it, too
-            await self._channel.send(answer)
+            try:
+                await self._channel.send(answer)
+            except InvalidArgumentError as exc:  # it is too large for a message
+                if pin := self._pins.pop(request.request_id, None):
+                    await pin.aclose()
+                await self._channel.send(Failed(request_id=request.request_id, reason=str(exc)))
 
     def _answer(self, request: Request) -> Coroutine[Any, Any, Answer]:
         if isinstance(request, Lookup):

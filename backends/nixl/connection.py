@@ -78,7 +78,7 @@ class Connection:
         places: Places of blocks in it that the holder told.
         version: Version of the protocol that both speak.
         tickets: Tickets that the holder may hold for this connection, and the blocks that it was
-            first asked for with each.
+            asked for with each.
         description: What a reader must know of the holder's blocks; None until it was asked.
     """
 
@@ -94,7 +94,7 @@ class Connection:
         self.endpoint = endpoint
         self.memory = memory
         self.places = Places(memory.regions)
-        self.tickets: dict[str, list[BlockKey]] = {}
+        self.tickets: dict[str, set[BlockKey]] = {}
         self.description: bytes | None = None
         self._node = node
         self._timeout_s = node.config.handshake_timeout_s
@@ -135,7 +135,7 @@ class Connection:
         timeout_s = node.config.handshake_timeout_s
         channel = await open_channel(endpoint, tls, timeout_s)
         greeting = await greet_as_client(
-            channel, node.hello, secret=node.secret, reach=reach, timeout_s=timeout_s
+            channel, node.hello_to(endpoint), secret=node.secret, reach=reach, timeout_s=timeout_s
         )
         async with contextlib.AsyncExitStack() as unless_connected:
             unless_connected.push_async_callback(channel.aclose)
@@ -181,7 +181,7 @@ class Connection:
 
     def leave(self, ticket: str) -> None:
         """Forget a ticket that is released, and places that were told with it."""
-        self.places.forget(self.tickets.pop(ticket, []))
+        self.places.forget(self.tickets.pop(ticket, set()))
 
     def require_number(self, given: int, wanted: int) -> None:
         """Check how many parts an answer of the holder has.
@@ -214,6 +214,8 @@ class Connection:
             await self._channel.drain()
             return self._expect(answer_type, await answer)
         except asyncio.CancelledError:
+            if not answer.cancelled() and answer.done() and not answer.exception():
+                self._decline(answer.result())  # it came in the same turn of the loop
             with contextlib.suppress(KVXferError):
                 self._channel.send_soon(Cancel(request_id=number))
             raise
@@ -339,8 +341,7 @@ class Connection:
                 self._heard = time.monotonic()
                 waiting = self._waiting.pop(answer.request_id, None)
                 if waiting is None or waiting.done():
-                    if isinstance(answer, Pinned | Pulled):  # the caller was cancelled
-                        self.release(answer.request_id)
+                    self._decline(answer)
                     continue
                 if isinstance(answer, Failed):
                     waiting.set_exception(TransferFailedError(str(self.endpoint), answer.reason))
@@ -348,6 +349,11 @@ class Connection:
                     waiting.set_result(answer)
         except KVXferError as exc:
             self._end(exc)
+
+    def _decline(self, answer: Answer) -> None:
+        """Let go of what was pinned for a caller that was cancelled."""
+        if isinstance(answer, Pinned | Pulled):
+            self.release(answer.request_id)
 
     async def _send_heartbeats(self) -> None:
         config = self._node.config

@@ -184,6 +184,7 @@ class Exchange:
         async with self._starting:
             if not self._started:
                 await self._node.open()
+                self._guard.check()
                 if self._server is not None:
                     await self._server.start()
                 self._started = True

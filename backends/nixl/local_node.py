@@ -1,9 +1,12 @@
 """Local node: this process as a peer, with its identity, secret, agents and registered memory."""
 
 import asyncio
+import hashlib
 import logging
 import uuid
 from collections.abc import Callable, Sequence
+
+import msgspec
 
 from kvxfer.backends.nixl.agents import (
     SocketAgent,
@@ -22,6 +25,7 @@ from kvxfer.backends.nixl.wire import (
     Reach,
     Regions,
 )
+from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     BackendUnavailableError,
     DeviceUnavailableError,
@@ -94,6 +98,16 @@ class LocalNode:
             pid=self._pid,
             pid_namespace=self._pid_namespace,
         )
+
+    def hello_to(self, endpoint: Endpoint) -> Hello:
+        """Make the greeting for the peer at an endpoint.
+
+        A peer ends the session of an incarnation that comes again. So it is another one for each
+        endpoint: tickets, which come from outside, may name a peer in several ways.
+        """
+        name = str(endpoint).encode()
+        incarnation = hashlib.blake2b(name, key=self._incarnation, digest_size=16).digest()
+        return msgspec.structs.replace(self.hello, incarnation=incarnation)
 
     def add_memory(self, regions: Sequence[MemoryRegion]) -> None:
         """Let peers read memory, unless they may already; before the first handshake.
@@ -176,9 +190,9 @@ class LocalNode:
 
     async def aclose(self) -> None:
         """Close the agents; may be called again."""
+        await self._threads.aclose()  # an agent may be opened on them
         await self.restart()
         await self.sockets.aclose()
-        await self._threads.aclose()
 
     async def _link_by_nixl(self, greeting: Greeting, regions: Regions) -> RemoteMemory | None:
         agent, metadata = self._agent, greeting.reach.metadata

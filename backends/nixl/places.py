@@ -1,6 +1,6 @@
 """Places of blocks that peers tell each other, and what proves that they were read as they are."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import TypeAlias
@@ -122,7 +122,7 @@ class Places:
         while len(self._rows) > self._max_places:
             del self._rows[next(iter(self._rows))]
 
-    def forget(self, keys: Sequence[BlockKey]) -> None:
+    def forget(self, keys: Iterable[BlockKey]) -> None:
         """Forget the places of some blocks; unknown ones are ignored."""
         for key in keys:
             self._rows.pop(key, None)

@@ -117,6 +117,7 @@ class Reconnect:
 
         Raises:
             OwnEndpointError: This process itself listens there.
+            ClosedError: The connection was closed for good, perhaps meanwhile.
             KVXferError: The peer cannot be reached, or refuses; retried only after a pause.
         """
         if self._connection is not None and self._connection.is_open:
@@ -129,7 +130,13 @@ class Reconnect:
                 raise PeerClosedError(str(self.endpoint), f"not retried yet after: {self._failure}")
             self._opening = asyncio.create_task(self._open())
             self._opening.add_done_callback(fetch_error)
-        return await asyncio.shield(self._opening)
+        opening, task = self._opening, asyncio.current_task()
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError as exc:
+            if opening.cancelled() and task is not None and not task.cancelling():
+                raise ClosedError(f"connection to {self.endpoint}") from exc
+            raise
 
     def disconnect(self) -> None:
         """Begin to end the connection; the next call makes a new one."""

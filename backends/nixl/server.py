@@ -24,6 +24,7 @@ from kvxfer.backends.nixl.wire import (
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     BackendUnavailableError,
+    ClosedError,
     KVXferError,
     NamespaceMismatchError,
     PeerClosedError,
@@ -72,7 +73,7 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
         self._unproven: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
         self._sessions: dict[bytes, tuple[ClientSession, asyncio.Task[None]]] = {}
-        self._draining = False
+        self._draining = self._closed = False
         self._refusals = RefusalLog()
 
     @property
@@ -107,6 +108,7 @@ class Server:
         Raises:
             BackendUnavailableError: The address, or the port for data, is in use, or the address is
                 not one of this machine.
+            ClosedError: It was closed.
         """
         at = self._endpoint
         host, port = at.host, at.port
@@ -116,6 +118,8 @@ class Server:
             found = await asyncio.get_running_loop().getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
+            if self._closed:
+                raise ClosedError(f"server at {at}")
             family, *_, address = found[0]
             control = socket.create_server(address, family=family)
             self._port = control.getsockname()[1]
@@ -157,6 +161,7 @@ class Server:
 
     def close(self) -> None:
         """Begin to end every connection; may be called again."""
+        self._closed = True
         for accepting in self._accepting:
             accepting.cancel()
         # Not at once: a task that never began would leave its connection open.

@@ -88,7 +88,7 @@ class TicketClient:
         async with self._connected() as connection:
             connection.require_version(TICKETS_VERSION)
             is_new = connection.version >= PLACES_VERSION
-            connection.tickets.setdefault(ticket, list(keys))
+            connection.tickets.setdefault(ticket, set()).update(keys)
             answer = await connection.request(
                 lambda number: Hold(
                     request_id=number,

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -532,3 +534,70 @@ async def test_tickets_of_a_process_that_ends_or_stalls_are_dropped(
             assert not desk.held
     finally:
         await asyncio.to_thread(process.end)
+
+
+# One peer under several names, and ends at awkward moments.
+
+
+async def test_another_spelling_of_an_address_leaves_the_connection_in_use_alone() -> None:
+    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
+        await exchange.peer(holder.endpoint).hold("ours", KEYS)
+        other = exchange.peer(Endpoint("127.1", holder.endpoint.port))
+        await other.hold("forged-ticket-0000", KEYS[:1])
+        assert exchange.peer(holder.endpoint).reconnect.is_connected
+        assert holder.desk.dropped == []
+
+
+async def test_places_of_a_ticket_that_was_asked_for_group_by_group_are_forgotten_with_it() -> None:
+    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
+        client = exchange.peer(holder.endpoint)
+        for keys in (KEYS[:2], KEYS[2:]):
+            await client.hold("ours", keys)
+        connection = await client.reconnect.open()
+        assert len(connection.places) == len(KEYS)
+        client.reconnect.leave("ours")
+        assert len(connection.places) == 0
+
+
+async def test_a_call_that_is_connecting_when_the_exchange_closes_is_told_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        exchange = reader(transport="socket")
+        client = exchange.peer(Endpoint("127.0.0.1", silent.getsockname()[1]))
+        describing = asyncio.create_task(client.describe())
+        await asyncio.sleep(0.05)
+        await exchange.aclose()
+        with pytest.raises(ClosedError):
+            await asyncio.wait_for(describing, LIMIT_S)
+
+
+async def test_an_exchange_that_closes_while_it_starts_does_not_listen() -> None:
+    is_opening, may_open = threading.Event(), threading.Event()
+    agents: list[FakeNixlAgent] = []
+
+    def make_agent() -> FakeNixlAgent:
+        is_opening.set()
+        may_open.wait(LIMIT_S)
+        agents.append(FakeNixlAgent())
+        return agents[-1]
+
+    memory = BlockMemory([[4096]], num_blocks=4)
+    async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), memory.namespace()) as own:
+        exchange = Exchange(
+            NixlConfig(listen="127.0.0.1:0"),
+            GROUPLESS,
+            own=own,
+            largest_block_bytes=4096,
+            make_agent=make_agent,
+        )
+        starting = asyncio.create_task(exchange.start())
+        await asyncio.to_thread(is_opening.wait, LIMIT_S)
+        closing = asyncio.create_task(exchange.aclose())
+        await asyncio.sleep(0)
+        may_open.set()
+        await asyncio.wait_for(closing, LIMIT_S)
+        with pytest.raises(ClosedError):
+            await starting
+        assert exchange.server is not None
+        assert exchange.server.endpoint.port == 0
+        with pytest.raises(ClosedError):
+            agents[0].register([])

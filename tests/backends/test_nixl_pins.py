@@ -1,11 +1,15 @@
 """Pins: how long a holder keeps blocks in place for a peer that reads them."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from kvxfer.backends.nixl.client_session import ClientSession
-from kvxfer.backends.nixl.wire import FrameChannel
+from kvxfer.backends.nixl.wire import FrameChannel, Message, Pinned
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.backend import Status
+from kvxfer.testing.conformance.suite import make_keys, statuses
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.test_nixl_quarantine import KEYS, Pair, open_pair
 
@@ -86,4 +90,54 @@ async def test_what_is_pinned_is_let_go_however_often_the_end_of_the_session_is_
         assert not closing.done()
         slow.set()
         await closing
+        assert peer.num_pins == 0
+
+
+class Racing(dict[int, "asyncio.Future[Any]"]):
+    """Requests that wait for an answer; the task is cancelled when the next one arrives."""
+
+    task: "asyncio.Task[Any] | None" = None
+
+    def pop(self, *args: Any) -> Any:
+        found = super().pop(*args)
+        if self.task is not None and found is not None:
+            task, self.task = self.task, None
+            asyncio.get_running_loop().call_soon(task.cancel)  # before the answer wakes it up
+        return found
+
+
+@pytest.mark.parametrize("stores", [False, True])
+async def test_what_was_pinned_is_let_go_when_the_cancellation_meets_the_answer(
+    *, stores: bool
+) -> None:
+    async with open_pair() as pair:
+        [client] = pair.client._exchange.clients.values()
+        connection = await client.reconnect.open()
+        connection._waiting = racing = Racing(connection._waiting)
+        target = pair.memory.describe(0, [8])
+        new = make_keys(1, first=50)
+        moving = pair.client.store(new, target) if stores else pair.client.load(KEYS[:1], target)
+        racing.task = asyncio.create_task(moving)
+        with pytest.raises(asyncio.CancelledError):
+            await racing.task
+        await until_nothing_is_pinned(served(pair))
+        assert statuses(await pair.client.store(new, target)) == [Status.DONE]
+
+
+async def test_an_answer_too_large_for_a_message_is_a_failure_and_pins_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_pair() as pair:
+        peer = served(pair)
+        honest = peer._channel.send
+
+        async def send(message: Message) -> None:
+            if isinstance(message, Pinned):
+                raise InvalidArgumentError("size of a message", 17 << 20, "at most 16 MiB")
+            await honest(message)
+
+        monkeypatch.setattr(peer._channel, "send", send)
+        [outcome] = await pair.client.load(KEYS[:1], pair.memory.describe(0, [8]))
+        assert outcome.status is Status.FAILED
+        assert "size of a message" in outcome.reason
         assert peer.num_pins == 0

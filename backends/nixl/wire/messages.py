@@ -39,7 +39,8 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
     Attributes:
         version: `PROTOCOL_VERSION`, the newest version that the sender speaks.
         oldest_version: Oldest version that it speaks.
-        incarnation: 16 random bytes of this process; a restarted peer is another peer.
+        incarnation: 16 random bytes of this process, and in a client of the endpoint that it has
+            connected to; a restarted peer is another peer.
         nonce: 32 random bytes of this connection, made by the sender.
         namespace: Namespace of the blocks, layout and parallel topology included; None from a peer
             that takes any.
