@@ -23,6 +23,9 @@ export PYTHONHASHSEED := 0
 # minute for each process of an engine.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Tests that have processes, packages or targets of their own.
+APART := --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
+
 .PHONY: setup demo demo-pd test sglang azurite storages core e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:
 
@@ -39,7 +42,7 @@ demo-pd: $(SMOLLM2) ; @$(BIN)/python -m tests.e2e.demo_pd $(if $(DTYPE),--dtype 
 # processes of their own.
 test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED)
-	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang --ignore=tests/e2e
+	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal -m "not e2e and not slow and not exhaustive and not compat" $(APART) --ignore=tests/e2e
 	$(BIN)/pytest tests/cuda
 	$(MAKE) sglang
 
@@ -55,7 +58,7 @@ storages: $(SGLANG)/.installed ; PYTHONPATH=$(SGLANG) $(BIN)/python -m examples.
 e2e exhaustive: export OMP_NUM_THREADS := 1
 e2e exhaustive: export VLLM_CPU_OMP_THREADS_BIND := nobind
 e2e: $(MODELS) $(SGLANG)/.installed
-	$(BIN)/pytest -n logical --maxprocesses=2 --dist=loadfile -m "(e2e or slow) and not exhaustive" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
+	$(BIN)/pytest -n logical --maxprocesses=2 --dist=loadfile --durations=20 -m "(e2e or slow) and not exhaustive" $(APART)
 	PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "e2e and not exhaustive" tests/sglang
 
 # Every engine, hand-over of pages and fault of which the other runs take samples, and ten times as
@@ -63,8 +66,8 @@ e2e: $(MODELS) $(SGLANG)/.installed
 # and what has deadlines of seconds fails beside them.
 exhaustive: export KVXFER_EXAMPLES := 10
 exhaustive: $(MODELS) $(SGLANG)/.installed
-	$(BIN)/pytest -n logical --maxprocesses=2 --dist=worksteal -m "(exhaustive or property) and not e2e" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
-	$(BIN)/pytest -m "exhaustive and e2e" --ignore=tests/sglang
+	$(BIN)/pytest -n logical --maxprocesses=2 --dist=worksteal -m "(exhaustive or property) and not e2e" $(APART)
+	$(BIN)/pytest --durations=20 -m "exhaustive and e2e" --ignore=tests/sglang
 	PYTHONPATH=$(SGLANG) $(BIN)/pytest -m exhaustive tests/sglang
 
 # Fifty rounds of everything that can happen to a peer, some ten minutes.
@@ -78,14 +81,14 @@ chaos: $(INSTALLED)
 
 # Downloads the other releases of vLLM, SGLang and transformers that the adapters support, some 4 GB on
 # disk.
-compat: $(MODELS) ; $(BIN)/pytest -m compat --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
+compat: $(MODELS) ; $(BIN)/pytest -m compat $(APART)
 
 # The core with another Python, without engines: vLLM has no wheel for it. `make core PYTHON_VERSION=3.12`.
 PYTHON_VERSION ?= 3.13
 CORE := build/python-$(PYTHON_VERSION)
 CORE_PYTHON = $(shell command -v $$HOME/.pyenv/versions/$(PYTHON_VERSION)*/bin/python python$(PYTHON_VERSION) | head -n 1)
 core: $(CORE)/.installed
-	$(CORE)/bin/python -m pytest -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang --ignore=tests/e2e --ignore=tests/chaos
+	$(CORE)/bin/python -m pytest -m "not e2e and not slow and not exhaustive and not compat" $(APART) --ignore=tests/e2e
 
 # The pinned versions, without those that are pinned for one Python: builds of torch and of its kernels.
 $(CORE)/.installed: constraints.txt pyproject.toml

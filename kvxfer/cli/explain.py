@@ -1,6 +1,5 @@
 """Command `kvxfer explain`: why a request missed, block by block."""
 
-import os
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,24 +14,24 @@ from kvxfer.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from kvxfer.explain import Report, Run
 
-VARIABLE = "KVXFER_JOURNAL"  # that of `kvxfer.telemetry.journal`, which imports torch
 WIDTH = 80
 
 
 def main(argv: Sequence[str]) -> int:
     """Explain a request, or blocks by their keys; return 0."""
     arguments = _parser().parse_args(argv)
-    folder = arguments.journal or os.environ.get(VARIABLE, "")
-    if not folder:
-        expected = f"the folder of the journal, or {VARIABLE}=FOLDER"
-        raise InvalidArgumentError("journal", folder, expected)
     names = [each for each in arguments.what if "://" not in each]
     urls = [each for each in arguments.what if "://" in each]
     if not names:
         raise InvalidArgumentError("arguments", arguments.what, "a request, or keys of blocks")
 
     from kvxfer.explain import explain
+    from kvxfer.telemetry.journal import VARIABLE, journal_folder
 
+    folder = arguments.journal or journal_folder()
+    if not folder:
+        expected = f"the folder of the journal, or {VARIABLE}=FOLDER"
+        raise InvalidArgumentError("journal", folder, expected)
     reports = explain(names, Path(folder), urls)
     if arguments.json:
         print(msgspec.json.encode(reports).decode())
@@ -45,7 +44,7 @@ def _parser() -> CommandLine:
     parser = CommandLine(
         prog="kvxfer explain",
         description="Say of every block of a request, or of every key, where it came from, or why "
-        f"it was missed: from the journal that engines with {VARIABLE}=FOLDER write.",
+        "it was missed: from the journal that engines with KVXFER_JOURNAL=FOLDER write.",
         epilog=exit_statuses("when it is done"),
     )
     parser.add_argument(
@@ -59,7 +58,7 @@ def _parser() -> CommandLine:
         "--journal",
         default="",
         metavar="FOLDER",
-        help=f"folder of the journal; default: {VARIABLE}",
+        help="folder of the journal; default: KVXFER_JOURNAL",
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     return parser

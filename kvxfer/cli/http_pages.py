@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from types import TracebackType
 from typing import Self
 
 from kvxfer.endpoint import Endpoint
@@ -67,12 +66,7 @@ class HTTPPages:
         self.endpoint = Endpoint(host, self._server.sockets[0].getsockname()[1])
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

@@ -6,7 +6,6 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from http import HTTPStatus
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -99,12 +98,7 @@ class Proxy:
         logger.info("listening at http://%s (prefill: %d, decode: %d)", self.endpoint, *engines)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

@@ -7,7 +7,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, NamedTuple, Self, TypeAlias, get_args
 
 import msgspec
@@ -171,12 +170,7 @@ class EventPublisher(Observer):
         """Return the publisher, which is closed on exit."""
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
 

@@ -311,8 +311,13 @@ def flush_journal() -> None:
         journal.flush()
 
 
+def journal_folder() -> str:
+    """Return the folder that `KVXFER_JOURNAL` names; empty without one."""
+    return os.environ.get(VARIABLE, "")
+
+
 def _journal_of_process() -> Journal | None:
-    folder, pid = os.environ.get(VARIABLE), os.getpid()
+    folder, pid = journal_folder(), os.getpid()
     if folder and (folder, pid) not in _OPENED:
         with _OPENING:
             if (folder, pid) not in _OPENED:

@@ -9,10 +9,9 @@ from typing import get_args
 import pytest
 
 from kvxfer.backends.nixl import Transport
-from kvxfer.cli import _COMMANDS, explain, main
+from kvxfer.cli import _COMMANDS, main
 from kvxfer.cli.serve_options import TRANSPORTS
 from kvxfer.connect import connect
-from kvxfer.telemetry import journal
 
 pytestmark = pytest.mark.processes
 
@@ -90,10 +89,6 @@ def test_the_front_door_is_a_function() -> None:
 
 def test_the_transports_that_can_be_named_are_those_that_there_are() -> None:
     assert get_args(Transport) == TRANSPORTS
-
-
-def test_the_variable_of_the_journal_is_the_one_that_the_journal_reads() -> None:
-    assert explain.VARIABLE == journal.VARIABLE
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -115,7 +115,7 @@ def read_or_refuse(encoded: bytes) -> None:
         return
     for blocks, group in zip(matched, theirs.groups, strict=True):
         for rank in blocks.sources:
-            index = blocks.their_blocks(0, 1)[0]
+            index = 0
             source, destination = blocks.describe(rank, [index], [1 << 20], [1, 2])
             ends = source.addresses + source.lengths
             assert not len(source) or source.addresses.min() >= 1 << 20

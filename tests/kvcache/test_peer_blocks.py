@@ -252,11 +252,6 @@ def test_pages_are_the_largest_equal_parts_of_both_blocks(
 ) -> None:
     blocks = matched(mine, theirs)
     assert (blocks.tokens_per_page, blocks.is_direct) == (tokens, False)
-    assert blocks.their_blocks(0, theirs) == range(1)
-    assert blocks.their_blocks(theirs - 1, 2) == range(2)
-    assert blocks.their_blocks(5 * theirs, 1) == range(5, 6)
-    assert not blocks.their_blocks(7 * theirs, 0)
-    assert not blocks.their_blocks(7, 0)
 
 
 def matched(mine: int, theirs: int, **options: Any) -> PeerBlocks:

@@ -6,7 +6,6 @@ import os
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from kvxfer.backends.file.folders.names import (
@@ -245,12 +244,7 @@ class NamespaceFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _describe(self, folder_fd: int) -> None:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Self
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
@@ -51,12 +50,7 @@ class FarProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._commands.close()
         self._process.join()
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from types import TracebackType
 from typing import IO, Any, Self, TypeVar
 
 import msgspec
@@ -192,12 +191,7 @@ class EngineProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

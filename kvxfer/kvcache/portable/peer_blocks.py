@@ -51,7 +51,6 @@ class PeerBlocks:
     ) -> None:
         refs = caches.group_data_refs[group]
         self.caches, self.group, self._mapping = caches, group, mapping
-        self._tokens_per_block = theirs.tokens_per_block
         self._their_block_bytes = theirs.payload_size_bytes
         tensors = [caches.tensors[ref.tensor_idx].tensor for ref in refs]
         starts = list(accumulate((ref.page_size_bytes for ref in refs[:-1]), initial=0))
@@ -76,18 +75,6 @@ class PeerBlocks:
     def tokens_per_page(self) -> int:
         """Tokens of a page, the smallest part of a block that is copied."""
         return self._mapping.tokens_per_page
-
-    def their_blocks(self, first_token: int, num_tokens: int) -> range:
-        """Find the indices in the prompt of their blocks that contain these tokens.
-
-        Raises:
-            InvalidArgumentError: A number is negative.
-        """
-        first_token = require_integer("first_token", first_token, maximum=MAX_INDEX)
-        num_tokens = require_integer("num_tokens", num_tokens, maximum=MAX_INDEX)
-        first = first_token // self._tokens_per_block
-        stop = -(-(first_token + num_tokens) // self._tokens_per_block)
-        return range(first, stop if num_tokens else first)
 
     def describe(
         self,
