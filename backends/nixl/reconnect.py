@@ -11,7 +11,7 @@ from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import ClosedError, KVXferError, PeerClosedError
-from kvxfer.storage.calls import fetch_error
+from kvxfer.storage.calls import fetch_error, is_cancelled_alone
 from kvxfer.storage.keys import BlockKey
 
 FIRST_RETRY_S = 0.1
@@ -130,11 +130,11 @@ class Reconnect:
                 raise PeerClosedError(str(self.endpoint), f"not retried yet after: {self._failure}")
             self._opening = asyncio.create_task(self._open())
             self._opening.add_done_callback(fetch_error)
-        opening, task = self._opening, asyncio.current_task()
+        opening = self._opening
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError as exc:
-            if opening.cancelled() and task is not None and not task.cancelling():
+            if is_cancelled_alone(opening):
                 raise ClosedError(f"connection to {self.endpoint}") from exc
             raise
 

@@ -89,6 +89,12 @@ def _one_each(name: str, outcomes: list[Outcome], num_keys: int) -> list[Outcome
     return outcomes
 
 
+def is_cancelled_alone(waited_for: "asyncio.Future[Any]") -> bool:
+    """Whether what the current task waited for was cancelled, and the task itself was not."""
+    task = asyncio.current_task()
+    return waited_for.cancelled() and task is not None and not task.cancelling()
+
+
 async def wait_despite_cancel(work: "Coroutine[Any, Any, T] | asyncio.Future[T]") -> T:
     """Wait for the end of what must not be abandoned, however often cancelled.
 

@@ -82,7 +82,8 @@ class Found:
                 else prompt.block_keys(group, theirs, stop, first_token=first)
             )
             firsts.append(first // theirs)
-            kept.append([0] * begin + list(block_ids[group][begin:]))
+            skipped = ids[:begin] if null_block_id is None else [null_block_id] * begin
+            kept.append([*skipped, *ids[begin:]])
         return Wanted(
             keys=keys,
             first_blocks=firsts,

@@ -222,6 +222,10 @@ class Handover:
 
         self._loop.run_blocking(revoke(), REVOKE_S)
 
+    async def withdraw(self, ticket: str) -> None:
+        """End a ticket, known or not, at once: nobody finds its blocks any more."""
+        self._give_up(ticket)
+
     def give_up(self, tickets: Sequence[str]) -> None:
         """End tickets soon, also open ones; `take_ended` returns them when nothing is pinned.
 

@@ -1,6 +1,7 @@
 """Prompt exchange: hand-over of prompts between engines, by their tokens and blocks."""
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Coroutine, Sequence
 from typing import Any, Self, TypeVar
@@ -16,10 +17,10 @@ from kvxfer.checks import (
     require_sequence,
     require_text,
 )
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import WorkerShard, describe_caches
-from kvxfer.storage.calls import wait_despite_cancel
+from kvxfer.storage.calls import is_cancelled_alone, wait_despite_cancel
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import require_ticket
 from kvxfer.storage.observer import Observer, Reports
@@ -89,6 +90,7 @@ class PromptExchange:
         self._sizes = [group.tokens_per_block for group in description.groups]
         self._windows = [getattr(spec, "sliding_window", None) for spec in caches.group_specs]
         self._handover = Handover(config.at_rank(shard.rank), namespace, description, caches)
+        self._lent: set[str] = set()  # leases whose end is to be told
         self._handover.observe(Reports(observers, "nixl"))
 
     async def __aenter__(self) -> Self:
@@ -161,7 +163,16 @@ class PromptExchange:
             keys += [named[at] for at in kept if at < len(named)]
             blocks += [ids[group][at] for at in kept if at < len(named)]
         is_complete = stop == prompt.num_tokens
-        await self._run(self._handover.lend(lease, keys, blocks, is_complete=is_complete))
+        self._lent.add(lease)
+        try:
+            await self._run(self._handover.lend(lease, keys, blocks, is_complete=is_complete))
+        except BaseException as exc:
+            if is_new:
+                self._lent.discard(lease)
+            if is_new and isinstance(exc, asyncio.CancelledError):
+                with contextlib.suppress(ClosedError):  # the caller uses its blocks again
+                    await self._run(self._handover.withdraw(lease))
+            raise
         return self._ticket(lease)
 
     async def ask(self, ticket: str, tokens: ArrayLike, *, scope: bytes = b"") -> int:
@@ -231,22 +242,35 @@ class PromptExchange:
         await self._run(self._handover.release(*self._read(ticket)))
 
     def give_up(self, ticket: str) -> None:
-        """End a ticket of ours, also one whose prompt is not computed; `take_ended` has it soon."""
-        self._handover.give_up([self._read(ticket)[1]])
+        """End a ticket of ours, also one whose prompt is not computed; `take_ended` has it soon.
+
+        Nothing happens to a ticket that `take_ended` has returned.
+        """
+        lease = self._read(ticket)[1]
+        if lease in self._lent:
+            self._handover.give_up([lease])
 
     def take_ended(self) -> list[str]:
         """Take the tickets of ours that have ended since the last call: their blocks are free."""
-        return [self._ticket(lease) for lease in self._handover.take_ended()]
+        ended = [lease for lease in self._handover.take_ended() if lease in self._lent]
+        self._lent.difference_update(ended)
+        return [self._ticket(lease) for lease in ended]
 
     def _ticket(self, lease: str) -> str:
         return f"{Endpoint(self._host, self._handover.port - self._rank)}/{lease}"
 
     async def _run(self, call: Coroutine[Any, Any, T]) -> T:
-        return await wait_despite_cancel(asyncio.wrap_future(self._handover.submit(call)))
+        running = asyncio.wrap_future(self._handover.submit(call))
+        try:
+            return await wait_despite_cancel(running)
+        except asyncio.CancelledError as exc:
+            if is_cancelled_alone(running):
+                raise ClosedError("exchange") from exc
+            raise
 
     def _read(self, ticket: str) -> tuple[Endpoint, str]:
         """Read a ticket: the endpoint of the first worker, and the name of the lease."""
-        text, _, lease = require_ticket("ticket", ticket).rpartition("/")
+        text, _, lease = require_text("ticket", ticket).rpartition("/")
         try:
             endpoint = Endpoint.parse("ticket", text)
         except InvalidArgumentError as exc:

@@ -1,6 +1,7 @@
 """Exchanges of prompts: engines offer and fetch by tokens and blocks, on their own event loop."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,12 @@ import pytest
 import torch
 
 import kvxfer
-from kvxfer.errors import CacheMismatchError, InvalidArgumentError, NamespaceMismatchError
+from kvxfer.errors import (
+    CacheMismatchError,
+    ClosedError,
+    InvalidArgumentError,
+    NamespaceMismatchError,
+)
 from kvxfer.kvcache import CanonicalKVCaches, SlidingWindowSpec
 from kvxfer.transfer import PromptExchange
 
@@ -44,9 +50,11 @@ def compute(memory: torch.Tensor) -> None:
     memory.copy_(torch.arange(memory.numel(), dtype=torch.int32).view(memory.shape))
 
 
-def opened(made: CanonicalKVCaches, *, lends: bool = True, **options: Any) -> PromptExchange:
+def opened(
+    made: CanonicalKVCaches, *, lends: bool = True, query: str = "", **options: Any
+) -> PromptExchange:
     listen = "listen=127.0.0.1:0&" if lends else ""
-    url = f"nixl://?{listen}transport=socket&timeout_s=5"
+    url = f"nixl://?{listen}transport=socket&timeout_s=5{query}"
     return kvxfer.exchange(url, made, **{"namespace": MODEL} | options)
 
 
@@ -211,3 +219,80 @@ def test_what_cannot_be_an_exchange_is_refused(
         options = {"shard": kvxfer.WorkerShard(**options["shard"])}
     with pytest.raises(InvalidArgumentError, match=named):
         kvxfer.exchange(url, caches()[0], **{"namespace": MODEL} | options)
+
+
+@pytest.mark.parametrize("integrity", ["full", "fenced"])
+@pytest.mark.parametrize("computed", [8, len(TOKENS)])
+async def test_an_offer_that_is_cancelled_lends_nothing(integrity: str, computed: int) -> None:
+    (lent, theirs), (read, _) = caches(), caches()
+    compute(theirs)
+    blocks = [[3, 1, 4, 15, 9, 2]]
+    async with (
+        opened(lent, query=f"&integrity={integrity}") as lender,
+        opened(read, lends=False, query=f"&integrity={integrity}") as reader,
+    ):
+        offering = asyncio.create_task(lender.offer(TOKENS, blocks, num_computed_tokens=computed))
+        await asyncio.sleep(0)
+        offering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await offering
+        theirs[blocks[0]] = 7  # they are the caller's again
+        other = await lender.offer([5, 6, 7, 8], [[10]])
+        fetched = await reader.fetch(other, TOKENS, [[1, 2, 3, 4, 5, 6]])
+        assert fetched.num_verified == 0
+        await reader.release(other)
+        await wait_until_ended(lender, other)
+
+
+async def test_a_ticket_ends_once_however_often_it_is_given_up() -> None:
+    lent, _ = caches()
+    async with opened(lent) as lender:
+        ticket = await lender.offer(TOKENS, [[1, 2, 3, 4, 5, 6]])
+        for _ in range(3):
+            lender.give_up(ticket)
+        await wait_until_ended(lender, ticket)
+        lender.give_up(ticket)
+        last = await lender.offer(TOKENS, [[1, 2, 3, 4, 5, 6]])
+        lender.give_up(last)
+        await wait_until_ended(lender, last)
+
+
+@pytest.mark.parametrize("first_token", [0, 4, 8, 12])
+async def test_the_beginning_of_a_prompt_may_be_in_any_blocks(first_token: int) -> None:
+    (lent, theirs), (made, ours) = caches(), caches()
+    read = kvxfer.CanonicalKVCaches(
+        made.tensors, made.group_data_refs, group_specs=made.group_specs
+    )
+    compute(theirs)
+    async with opened(lent) as lender, opened(read, lends=False) as reader:
+        ticket = await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]])
+        fetched = await reader.fetch(ticket, TOKENS, [[7, 8, 5, 4, 0, 6]], first_token=first_token)
+        assert not any(fetched.bad_blocks)
+    skipped = first_token // 4
+    read_blocks = [7, 8, 5, 4, 0, 6][skipped:]
+    assert torch.equal(ours[read_blocks], theirs[[3, 1, 4, 15, 9, 2][skipped:]])
+    assert (ours[[7, 8, 5, 4, 0, 6][:skipped]] == -1).all()
+
+
+async def test_a_fetch_is_told_that_its_exchange_was_closed() -> None:
+    (lent, _), (read, _) = caches(), caches()
+    async with opened(lent) as lender, opened(read, lends=False) as reader:
+        ticket = await lender.offer(TOKENS, [[1, 2, 3, 4, 5, 6]], num_computed_tokens=8)
+        fetching = asyncio.create_task(reader.fetch(ticket, TOKENS, [[1, 2, 3, 4, 5, 6]]))
+        while not reader._handover._calls:  # noqa: ASYNC110 - the calls of another thread
+            await asyncio.sleep(0.001)
+        await reader.aclose()
+        with pytest.raises(ClosedError):
+            await fetching
+
+
+async def test_tickets_of_a_host_with_a_long_name_are_tickets(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    lent, _ = caches()
+    host = f"prefill-0.{'p' * 60}.serving-namespace.svc.cluster.local"
+    async with opened(lent, query=f"&secret_file={secret}", advertise=host) as lender:
+        ticket = await lender.offer(TOKENS, [[1, 2, 3, 4, 5, 6]], num_computed_tokens=8)
+        lender.give_up(ticket)
+        await wait_until_ended(lender, ticket)
