@@ -96,6 +96,7 @@ class Client(TicketClient):
         self._quarantine = quarantine
         self._reader = BlockReader(hasher, quarantine, generations)
         self._in_flight = asyncio.Semaphore(PIECES_AT_A_PEER)
+        self._share = asyncio.Semaphore(max(staging.num_buffers - 1, 1))
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Ask the holder which keys it has, and where.
@@ -165,25 +166,32 @@ class Client(TicketClient):
         piece_bytes = PLACED_BYTES if self.reconnect.knows_place(keys[0]) else PIECE_BYTES
         if is_small or not is_direct:
             piece_bytes = STAGED_BYTES
+        # Whoever waits for staging memory, here or as our caller, has it before a slot.
+        slot = self._in_flight if is_direct else contextlib.nullcontext()
         longest = MAX_GENERATIONS if self._reader.is_fenced else None
         bounds = list(blocks.cut(piece_bytes, longest_run=longest))
         if len(bounds) == 1:  # saves switching to a task and back
-            return await self._move_piece(move, keys, blocks, stop)
+            return await self._move_piece(move, keys, blocks, stop, slot)
         async with asyncio.TaskGroup() as tasks:
             pieces = [
                 tasks.create_task(
-                    self._move_piece(move, keys[start:end], blocks.select(start, end), stop)
+                    self._move_piece(move, keys[start:end], blocks.select(start, end), stop, slot)
                 )
                 for start, end in bounds
             ]
         return [outcome for piece in pieces for outcome in piece.result()]
 
     async def _move_piece(
-        self, move: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors, stop: float
+        self,
+        move: MoveAtPeer,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        stop: float,
+        slot: AbstractAsyncContextManager[None],
     ) -> list[Outcome]:
         """Move one piece; memory that a read may still change after the deadline is not safe."""
         try:
-            async with asyncio.timeout_at(stop), self._in_flight:
+            async with asyncio.timeout_at(stop), slot:
                 return await self._begin_piece(move, keys, blocks)
         except TimeoutError:
             reason = f"{self.reconnect.endpoint} took longer than {self._timeout_s:g} s"
@@ -218,7 +226,8 @@ class Client(TicketClient):
         for start, stop in self._staging.cut(blocks.block_sizes.tolist()):
             wanted = blocks.select(start, stop)
             async with self._hold(wanted) as staged:
-                loaded = await self._load_direct(connection, keys[start:stop], staged.blocks)
+                async with self._in_flight:
+                    loaded = await self._load_direct(connection, keys[start:stop], staged.blocks)
                 if done := positions_done(loaded):
                     await self._hasher.copy(staged.blocks.take(done), wanted.take(done))
             outcomes += loaded
@@ -246,7 +255,10 @@ class Client(TicketClient):
             offered = blocks.select(start, stop)
             async with self._hold(offered) as staged:
                 await self._hasher.copy(offered, staged.blocks)
-                outcomes += await self._store_direct(connection, keys[start:stop], staged.blocks)
+                async with self._in_flight:
+                    outcomes += await self._store_direct(
+                        connection, keys[start:stop], staged.blocks
+                    )
         return outcomes
 
     async def _store_direct(
@@ -294,8 +306,17 @@ class Client(TicketClient):
             raise
         return read_endings(connection, keys, published.endings)
 
+    def hold_staging(
+        self, sizes: Sequence[int], starts: Sequence[int]
+    ) -> AbstractAsyncContextManager[StagedBlocks]:
+        """Hold staging memory for blocks of this peer: never all, or one that stalls stops others.
+
+        Args and raises: as `StagingMemory.hold`.
+        """
+        return self._staging.hold(sizes, starts, share=self._share)
+
     def _hold(self, blocks: Descriptors) -> AbstractAsyncContextManager[StagedBlocks]:
-        return self._staging.hold(blocks.block_sizes.tolist(), blocks.payload_starts.tolist())
+        return self.hold_staging(blocks.block_sizes.tolist(), blocks.payload_starts.tolist())
 
     def _count(self, outcomes: Sequence[Outcome], blocks: Descriptors) -> int:
         """Count the blocks that are not done; return the bytes of those that are."""

@@ -19,6 +19,7 @@ from kvxfer.errors import CacheMismatchError, KVXferError, PeerTimeoutError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import HOST
 from kvxfer.kvcache.portable import CacheDescription, PeerBlocks, match_caches
 from kvxfer.storage.backend import Outcome, Status, positions_done
 from kvxfer.storage.calls import wait_despite_cancel
@@ -156,6 +157,7 @@ class Fetcher:
             engine, match_caches(self._caches, self._description, [engine.description])
         )
         self._require_room(match)
+        self._require_reach(match)
         return match
 
     def _require_room(self, match: PeerMatch) -> None:
@@ -166,6 +168,19 @@ class Fetcher:
             if not blocks.is_direct and size > room:
                 ours = f"at most {room}, by staging memory"
                 raise CacheMismatchError(group, "payload_size_bytes", ours, size)
+
+    def _require_reach(self, match: PeerMatch) -> None:
+        """Check that blocks of ours which no processor writes to are read to their places whole."""
+        if self._caches.tensors[0].tensor.device == HOST:
+            return
+        for group, blocks in enumerate(match.groups):
+            ours = self._description.groups[group].tokens_per_block
+            theirs = match.engine.tokens_per_block[group]
+            least = min(blocks.fragment_bytes(rank) for rank in blocks.sources)
+            if not blocks.is_direct and (theirs != ours or least < IN_PLACE_BYTES):
+                wanted = f"blocks of {ours} tokens in pieces of {IN_PLACE_BYTES} bytes, for a GPU"
+                found = f"blocks of {theirs} tokens in pieces of {least:.0f} bytes"
+                raise CacheMismatchError(group, "blocks", wanted, found)
 
     def _parts(self, match: PeerMatch, wanted: Wanted) -> list[_Part]:
         """List what is to be read: blocks with tokens of blocks of ours that are wanted."""
@@ -302,7 +317,7 @@ class Fetcher:
     ) -> None:
         """Read whole blocks into staging memory, and copy what is wanted of those that are good."""
         sizes = [match.block_size_bytes(part.group)] * len(rows)
-        async with self._exchange.staging.hold(sizes, [0] * len(sizes)) as staged:
+        async with client.hold_staging(sizes, [0] * len(sizes)) as staged:
             loaded = await staged.move(client.load, part.keys_of(rows), staged.blocks)
             good = positions_done(loaded)
             if good:

@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, asynccontextmanager
 from itertools import chain
@@ -12,8 +12,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
-from kvxfer.backends.nixl import Endpoint
+from kvxfer.backends.nixl import Endpoint, NixlConfig
+from kvxfer.endpoint import free_ports
 from kvxfer.errors import (
     BlockIdError,
     CacheMismatchError,
@@ -26,14 +28,24 @@ from kvxfer.errors import (
     PeerError,
     PeerTimeoutError,
 )
-from kvxfer.kvcache.portable import CacheDescription
+from kvxfer.kvcache import (
+    CanonicalKVCaches,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    WorkerShard,
+    canonicalize,
+)
+from kvxfer.kvcache.portable import CacheDescription, describe_caches
 from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.lending import LentBlocks
 from kvxfer.storage.observer import Moved, Operation, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer import fetching
 from kvxfer.transfer.asking import SETTLE_S
+from kvxfer.transfer.handover import Handover
 from tests.recorder import Recorder
 from tests.transfer.handover_engines import HND, LIMIT_S, NHD, NULL, Engine, get, prompt
 
@@ -591,3 +603,68 @@ def test_closing_ends_calls_under_way_and_refuses_others(stack: ExitStack) -> No
         ours.offer(TICKET, TOKENS, [OURS])
     with pytest.raises(ClosedError):
         worker.give_up([TICKET])
+
+
+def test_a_gpu_is_not_promised_blocks_that_a_processor_would_have_to_copy(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = open_engine(stack, tokens_per_block=8), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, ids(theirs, THEIRS))
+    monkeypatch.setattr(fetching, "HOST", torch.device("cuda"))  # as if our caches were on one
+    with pytest.raises(CacheMismatchError, match="pieces of 8192 bytes, for a GPU"):
+        ours.fetch(theirs.endpoint, TICKET, TOKENS, ids(ours, OURS))
+    assert ours.is_untouched([[]])
+
+
+def test_many_fetches_of_crumbs_and_of_other_shapes_do_not_wait_for_each_other(
+    stack: ExitStack,
+) -> None:
+    layers, num_blocks, num_prompts = 20, 600, 8
+    names = tuple(f"layers.{index}" for index in range(layers + 2))
+    lent, read = (
+        caches_of_two_groups(names, num_blocks, tokens_per_block) for tokens_per_block in (8, 16)
+    )
+    model = Namespace(model="m")
+    port = free_ports()
+    lender, reader = (
+        stack.enter_context(
+            Handover(
+                NixlConfig(listen=listen, transport="socket", timeout_s=5.0, lease_s=60.0),
+                model,
+                *each,
+            )
+        )
+        for each, listen in ((lent, f"127.0.0.1:{port}"), (read, ""))
+    )
+    endpoint = Endpoint("127.0.0.1", port)
+    wanted = []
+    for index in range(num_prompts):
+        keys = PromptKeys(prompt(256, index))
+        small = range(1 + 64 * index, 65 + 64 * index)
+        large = range(1 + 32 * index, 33 + 32 * index)
+        blocks = [*small, *large]
+        named = [*keys.block_keys(0, 4, 256), *keys.block_keys(1, 8, 256)]
+        get(lender.submit(lender.lend(f"ticket-{index:016}", named, blocks)))
+        found = get(reader.submit(reader.ask(endpoint, f"ticket-{index:016}", keys)))
+        ours = [list(small), list(range(1 + 16 * index, 17 + 16 * index))]
+        wanted.append(found.wanted(keys, 0, 256, ours))
+    fetches = [reader.submit(reader.fetch(endpoint, each)) for each in wanted]
+    assert [get(each).missing for each in fetches] == [{}] * num_prompts
+
+
+def caches_of_two_groups(
+    names: Sequence[str], num_blocks: int, tokens_per_block: int
+) -> tuple[CacheDescription, CanonicalKVCaches]:
+    """Make caches of many layers in small pieces, and of two more with blocks of another size."""
+    groups: list[KVCacheGroup] = []
+    caches: dict[str, torch.Tensor] = {}
+    for layers, tokens in ((names[:-2], 4), (names[-2:], tokens_per_block)):
+        spec = FullAttentionSpec(
+            tokens_per_block=tokens, num_kv_heads=1, head_dim=8, dtype=torch.float16
+        )
+        groups.append(KVCacheGroup(spec, tuple(layers)))
+        shape = (num_blocks, 2, tokens, 1, 8)
+        caches |= {name: torch.zeros(shape, dtype=torch.float16) for name in layers}
+    plan = KVCacheConfig(num_blocks, tuple(groups), null_block_id=0)
+    made = canonicalize(caches, plan, layouts=dict.fromkeys(caches, NHD))
+    return describe_caches(made, WorkerShard(num_kv_heads=1)), made

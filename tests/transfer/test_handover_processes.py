@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import msgspec
 import pytest
@@ -152,3 +153,27 @@ def test_blocks_that_do_not_fit_into_staging_memory_are_refused_by_both_sizes(
     their_bytes = 2 * 2 * 128 * 4 * 3 * 4
     with pytest.raises(CacheMismatchError, match=f"payload_size_bytes.*at most.*{their_bytes}"):
         get(loading)
+
+
+def test_a_lender_that_stands_still_leaves_staging_memory_to_others() -> None:
+    fields: dict[str, Any] = {"staging": 16 << 10, "lease_s": 60.0, "heartbeat_s": 20.0}
+    stopped, healthy = (EngineProcess(8, **fields) for _ in range(2))
+    ours = Engine(4, lends=False, timeout_s=3.0, **fields)
+    try:
+        prompts = prompt(64, 1), prompt(28, 2)
+        for lender, tokens in zip((stopped, healthy), prompts, strict=True):
+            lender.tell("lend", TICKET, tokens, [list(range(1, 9))])
+        found = [
+            ours.ask(lender.endpoint, TICKET, tokens)
+            for lender, tokens in zip((stopped, healthy), prompts, strict=True)
+        ]
+        stopped.signal(signal.SIGSTOP)
+        [late] = ours.begin_fetch(stopped.endpoint, found[0], prompts[0], [list(range(1, 17))])
+        [soon] = ours.begin_fetch(healthy.endpoint, found[1], prompts[1], [list(range(17, 24))])
+        assert not any(get(soon).bad_blocks)
+        assert not late.done()
+        assert get(late).missing == {"timed_out": 8}
+    finally:
+        ours.close()
+        for lender in (stopped, healthy):
+            lender.end()
