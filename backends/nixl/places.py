@@ -111,6 +111,8 @@ class Places:
         if found.extents is None:
             return
         blocks = self._remote.resolve(found.extents)
+        if len(blocks) > MAX_FRAGMENTS:
+            raise InvalidArgumentError("fragments", len(blocks), f"at most {MAX_FRAGMENTS}")
         there = [key for key, is_there in zip(keys, found.there, strict=True) if is_there]
         counts = (blocks.num_blocks, len(found.starts))
         if counts != (len(there),) * 2:

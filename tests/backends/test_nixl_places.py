@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.host import HostBackend
-from kvxfer.backends.nixl.places import Places
+from kvxfer.backends.nixl.places import MAX_FRAGMENTS, Places
 from kvxfer.backends.nixl.wire import (
     Extents,
     Found,
@@ -229,6 +229,7 @@ def test_the_oldest_places_are_forgotten() -> None:
         (found([(True, 0)], starts=[]), r"\(1, 0\)"),
         (found([(True, 0)], checksums=[1, 2]), "checksums is 2"),
         (found([(True, 0)], there=[False]), "0 blocks"),
+        (found([(True, 0)] * (MAX_FRAGMENTS + 1)), "fragments is 65537"),
     ],
 )
 def test_an_answer_that_cannot_be_is_refused_and_changes_nothing(answer: Found, shown: str) -> None:
