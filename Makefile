@@ -42,7 +42,7 @@ demo-pd: $(SMOLLM2) ; @$(BIN)/python -m tests.e2e.demo_pd $(if $(DTYPE),--dtype 
 # processes of their own.
 test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED)
-	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal -m "not e2e and not slow and not exhaustive and not compat" $(APART) --ignore=tests/e2e
+	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal --durations=20 -m "not e2e and not slow and not exhaustive and not compat" $(APART) --ignore=tests/e2e
 	$(BIN)/pytest tests/cuda
 	$(MAKE) sglang
 
