@@ -39,7 +39,7 @@ from tests.backends.writer_process import shared_memory
 BLOCK_BYTES = 16 << 10
 NUM_KEYS = 120
 REPOSITORY = Path(__file__).parents[2]
-SLOW = [pytest.mark.slow, pytest.mark.timeout(180)]
+LONG = [pytest.mark.exhaustive, pytest.mark.timeout(180)]
 
 
 pytestmark = pytest.mark.processes
@@ -109,7 +109,7 @@ def watch_capacity(root: Path, capacity: int, duration_s: float) -> int:
     return num_full
 
 
-@pytest.mark.parametrize("duration_s", [5, pytest.param(60, marks=SLOW)])
+@pytest.mark.parametrize("duration_s", [5, pytest.param(60, marks=LONG)])
 async def test_two_processes_in_one_small_folder_never_err_and_keep_its_capacity(
     tmp_path: Path, duration_s: int
 ) -> None:

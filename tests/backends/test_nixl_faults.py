@@ -116,7 +116,9 @@ async def test_a_holder_that_stops_and_goes_on_writes_nothing_late(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("way", range(3))
+@pytest.mark.parametrize(
+    "way", [0, *(pytest.param(way, marks=pytest.mark.exhaustive) for way in (1, 2))]
+)
 async def test_a_holder_that_stops_for_twenty_seconds_comes_back(
     way: int, new_process: NewProcess
 ) -> None:

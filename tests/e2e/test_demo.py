@@ -29,7 +29,9 @@ def test_it_ends_with_what_to_try_next(dtype: str, capsys: pytest.CaptureFixture
     assert "What to try next" in shown
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
+)
 def test_it_fails_where_a_byte_of_a_page_was_altered(
     dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def write(path: Path, arguments: dict[str, Any]) -> str:
     return str(path)
 
 
+@pytest.mark.exhaustive
 def test_a_configuration_has_the_namespaces_of_the_engine_that_it_starts(tmp_path: Path) -> None:
     address, store = free_address(), tmp_path / "store"
     backend = ["host://?capacity=64MiB", f"file://{store}?capacity=64MiB&min_free=1MiB"]

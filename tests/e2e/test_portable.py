@@ -70,6 +70,7 @@ def test_another_tensor_parallel_size_hits_what_was_stored(
     assert shapes["layers.0.v"] == (2, BLOCK_TOKENS, 64)
 
 
+@pytest.mark.exhaustive
 def test_groups_of_several_windows_are_mapped_one_by_one(tmp_path: Path) -> None:
     prompts = random_prompts(2, shared_tokens=600, own_tokens=205)
     with run(tmp_path, "first", 2, "gemma3", blocks_per_chunk=2) as engine:
@@ -81,6 +82,7 @@ def test_groups_of_several_windows_are_mapped_one_by_one(tmp_path: Path) -> None
     assert [one.cached_tokens for one in returned] == [768] * 2
 
 
+@pytest.mark.exhaustive
 def test_heads_that_several_workers_keep_are_stored_once(tmp_path: Path) -> None:
     prompts = random_prompts(2, shared_tokens=4 * BLOCK_TOKENS, own_tokens=BLOCK_TOKENS // 2)
     with run(tmp_path, "first", 2, "one-kv-head") as engine:
@@ -128,6 +130,7 @@ def test_states_come_back_to_an_equal_engine(tmp_path: Path) -> None:
     assert all(one.cached_tokens > 0 for one in returned)
 
 
+@pytest.mark.exhaustive
 def test_latents_are_kept_once_and_hit_by_another_tensor_parallel_size(tmp_path: Path) -> None:
     prompts = random_prompts(
         2, shared_tokens=SHARED_BLOCKS * BLOCK_TOKENS, own_tokens=BLOCK_TOKENS // 2

@@ -104,7 +104,7 @@ def test_the_model_has_the_hits_of_real_backends_for_recorded_traces(
 
 @tiers_of_several_policies
 @pytest.mark.parametrize("workload", LARGE)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_the_model_has_the_hits_of_real_backends_for_larger_traces(
     workload: str, tiers: list[tuple[Medium, PolicyName, float]], tmp_path: Path
