@@ -163,15 +163,19 @@ class PromptExchange:
             keys += [named[at] for at in kept if at < len(named)]
             blocks += [ids[group][at] for at in kept if at < len(named)]
         is_complete = stop == prompt.num_tokens
+        was_lent = lease in self._lent
         self._lent.add(lease)
         try:
             await self._run(self._handover.lend(lease, keys, blocks, is_complete=is_complete))
-        except BaseException as exc:
+        except asyncio.CancelledError:  # it is lent; of a new ticket the caller never learns
             if is_new:
                 self._lent.discard(lease)
-            if is_new and isinstance(exc, asyncio.CancelledError):
-                with contextlib.suppress(ClosedError):  # the caller uses its blocks again
+                with contextlib.suppress(ClosedError):
                     await self._run(self._handover.withdraw(lease))
+            raise
+        except Exception:  # nothing is lent
+            if not was_lent:
+                self._lent.discard(lease)
             raise
         return self._ticket(lease)
 

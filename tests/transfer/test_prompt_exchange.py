@@ -10,6 +10,7 @@ import torch
 
 import kvxfer
 from kvxfer.errors import (
+    BlockIdError,
     CacheMismatchError,
     ClosedError,
     InvalidArgumentError,
@@ -255,6 +256,18 @@ async def test_a_ticket_ends_once_however_often_it_is_given_up() -> None:
         last = await lender.offer(TOKENS, [[1, 2, 3, 4, 5, 6]])
         lender.give_up(last)
         await wait_until_ended(lender, last)
+
+
+async def test_a_ticket_under_which_nothing_was_lent_has_no_end() -> None:
+    lent, _ = caches()
+    async with opened(lent) as lender:
+        real = await lender.offer(TOKENS, [[1, 2, 3, 4, 5, 6]])
+        never = f"{real.rpartition('/')[0]}/{'0' * 32}"
+        with pytest.raises(BlockIdError):
+            await lender.offer(TOKENS, [[1, 2, 3, 4, 5, NUM_BLOCKS]], ticket=never)
+        lender.give_up(never)
+        lender.give_up(real)
+        await wait_until_ended(lender, real)
 
 
 @pytest.mark.parametrize("first_token", [0, 4, 8, 12])
