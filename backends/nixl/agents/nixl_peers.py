@@ -133,9 +133,8 @@ class NixlPeers:
                 self.regions[peer.name] = regions
                 remote.added.set_result(peer.name)
                 return
-            if (
-                error and kept and not (remote.removed or self._closed)
-            ):  # its connection may be one that broke
+            is_wanted = not (remote.removed or self._closed)
+            if error and kept and is_wanted:  # its connection may be one that broke
                 try:
                     self._connections.close(peer.name)
                     self._connections.open(peer)

@@ -95,7 +95,7 @@ def _layers(spec: Any) -> Sequence[Any]:
 
 
 def _window(spec: Any) -> int | None:
-    """Return `Groups.windows` of a group."""
+    """Return `Groups.windows` of a group; 1 where it keeps states."""
     first = _layers(spec)[0]
     if has_states(spec):
         return 1

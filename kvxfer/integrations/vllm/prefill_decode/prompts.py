@@ -16,8 +16,8 @@ class Prompts:
 
     Attributes:
         num_last_tokens: Tokens at the end of a prompt that P leaves to D.
-        knows_images: Whether vLLM names images by their content. Where it has no cache to find them
-            in it counts them instead, and the first one of each engine has the same name.
+        knows_images: Whether vLLM names images by their content. Without a cache to find them in it
+            counts them instead, and the first one of each engine has the same name.
     """
 
     num_last_tokens: int = 0
@@ -30,8 +30,9 @@ class Prompts:
         Source: `_process_mm_uuids` of vllm/renderers/base.py.
         """
         images = getattr(vllm_config.model_config, "multimodal_config", None)
-        has_cache = bool(getattr(images, "mm_processor_cache_gb", 0))
-        return cls(groups.num_last_tokens, has_cache or _has_prefix_caching(vllm_config))
+        has_cache = getattr(images, "mm_processor_cache_gb", 0)
+        has_cache = has_cache or vllm_config.cache_config.enable_prefix_caching
+        return cls(groups.num_last_tokens, bool(has_cache))
 
     def keys(self, request: Any, *, num_left_out: int = 0) -> PromptKeys | None:
         """Make the keys of a request's prompt.
@@ -97,10 +98,6 @@ class Prompts:
         request.prompt_token_ids = request.prompt_token_ids[:num_left]  # vLLM's client has it too
         del request._all_token_ids[num_left:]  # noqa: SLF001 - see above
         request.num_prompt_tokens = num_left
-
-
-def _has_prefix_caching(vllm_config: Any) -> bool:
-    return bool(vllm_config.cache_config.enable_prefix_caching)
 
 
 def _encode(text: str) -> bytes:
