@@ -33,6 +33,7 @@ from tests.integrations.two_tiers import (
     PENDING,
     RETRY,
     KeepingBackend,
+    SlowlyPurgedBackend,
     Start,
     broken,
     keys_of,
@@ -394,6 +395,22 @@ def test_after_a_reset_nothing_of_before_is_found_and_what_is_stored_then_is(
     assert scheduler.bytes_of(keys[0]) == payloads_of(keys[0], version=1)
 
 
+def test_what_is_stored_after_a_reset_is_not_deleted_with_what_was_there(start: Start) -> None:
+    backend, keys = SlowlyPurgedBackend(), keys_of(2)
+    scheduler = start(backend)
+    scheduler.store(keys)
+    scheduler.settle()
+    scheduler.manager.reset_cache()
+    scheduler.store(keys, version=1)
+    for _ in range(100):
+        scheduler.step()
+    backend.may_end.set()
+    scheduler.until(lambda: len(backend) == 2)
+    scheduler.forget()
+    assert scheduler.resolve(keys) == [HIT] * 2
+    assert scheduler.bytes_of(keys[0]) == payloads_of(keys[0], version=1)
+
+
 def test_what_was_stored_after_a_reset_is_not_taken_for_that_of_the_next_engine(
     start: Start,
 ) -> None:
@@ -402,6 +419,7 @@ def test_what_was_stored_after_a_reset_is_not_taken_for_that_of_the_next_engine(
     before = start(backend)
     before.manager.reset_cache()
     before.store(keys, version=1)
+    before.settle()
     before.manager.shutdown()
     assert len(backend) == 2
     assert start(backend).resolve(keys) == [MISS]

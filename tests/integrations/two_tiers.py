@@ -1,5 +1,7 @@
 """Scheduler's side of two tiers, driven as by vLLM, and lower tiers that misbehave."""
 
+import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,6 +70,18 @@ class KeepingBackend(DictBackend):
         return len(self._blocks)
 
 
+class SlowlyPurgedBackend(KeepingBackend):
+    """Backend that deletes what is there at the end of a purge, when the purge `may_end`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+
+    async def purge(self) -> None:
+        await asyncio.to_thread(self.may_end.wait, LIMIT_S)
+        await super().purge()
+
+
 @dataclass
 class Scheduler:
     """Manager of two tiers with a fresh host pool, driven as by vLLM."""
@@ -120,6 +134,8 @@ class Scheduler:
 
     def settle(self) -> None:
         """Step until every chunk is in the lower tier, and may be evicted."""
+        self.until(lambda: all(purge.done() for purge in self.manager._tier._purges))
+        self.step()
         self.until(lambda: self.index.num_evictable == len(self.index))
 
     def forget(self) -> None:

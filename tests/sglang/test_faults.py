@@ -12,7 +12,7 @@ import torch
 
 from kvxfer.connect import open_backend
 from kvxfer.integrations.sglang import KVXferStorage, page_store
-from kvxfer.storage.backend import Backend
+from kvxfer.storage.backend import Backend, Purgeable
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing import FaultRates, FaultyBackend, Operation
 from tests.sglang.pools import attention_pool, fill, logical_page
@@ -29,13 +29,21 @@ STORES = frozenset({Operation.STORE})
 LOOKUPS = frozenset({Operation.LOOKUP})
 
 
+class FaultyPurgeable(FaultyBackend):
+    """Backend that injects faults, and deletes all blocks without one."""
+
+    async def purge(self) -> None:
+        assert isinstance(self.inner, Purgeable)
+        await self.inner.purge()
+
+
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyBackend]]:
     """Put a backend that injects faults, none at first, in front of each that is opened."""
     made: list[FaultyBackend] = []
 
     def open_faulty(backend: Any, namespace: Namespace) -> Backend:
-        made.append(FaultyBackend(open_backend(backend, namespace), seed=1, rates=FaultRates()))
+        made.append(FaultyPurgeable(open_backend(backend, namespace), seed=1, rates=FaultRates()))
         return made[-1]
 
     monkeypatch.setattr(page_store, "open_backend", open_faulty)
@@ -302,6 +310,31 @@ def test_what_was_stored_before_a_clear_is_not_found_after_it(backend: str, tmp_
         assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
         assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
         assert storage.batch_exists(KEYS) == 4
+
+
+@pytest.mark.parametrize("ends", ["within the deadline", "later"])
+def test_a_store_that_is_late_is_not_found_after_a_clear_either(
+    faulty: list[FaultyBackend], tmp_path: Path, ends: str
+) -> None:
+    """What is cleared may be pages of weights that have been changed since."""
+    keys = keys_of(4, "late")
+    with filled(tmp_path, **HASTY, pause_s=0) as (pool, storage):
+        faulty[-1].rates = FaultRates(late=1.0, operations=STORES)
+        assert storage.batch_set_v1(keys, rows_of(pool)) == [False] * 4
+        faulty[-1].rates = FaultRates()
+        if ends == "later":
+            storage.clear()
+            faulty[-1].release()
+        else:
+            threading.Timer(0.05, faulty[-1].release).start()
+            storage.clear()
+        deadline = time.monotonic() + SOON_S
+        while faulty[-1]._late_moves:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert storage.batch_exists(keys) == 0
+        assert storage.batch_set_v1(keys, rows_of(pool)) == [True] * 4
+        assert storage.batch_exists(keys) == 4
 
 
 def test_statistics_count_pages_since_the_last_time(tmp_path: Path) -> None:

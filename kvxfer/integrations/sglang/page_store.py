@@ -9,11 +9,13 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from kvxfer.connect import BackendChoice, open_backend
 from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -120,6 +122,8 @@ class PageStore:
         }
         self._num_groups = len(sizes)
         self._salt = b""
+        self._num_purges = 0
+        self._beginning = threading.Lock()  # held by a store until its job is one to drain
         complete = portable_namespace(namespace, mappings)
         with ExitStack() as undo:
             self._copy_engine = CPUCopyEngine()
@@ -170,13 +174,16 @@ class PageStore:
     def purge(self, deadline: float) -> None:
         """Forget every page: none that was stored before will be found by this engine again.
 
-        Where the backend can delete all pages of its namespace it does. Else pages are stored under
-        salted keys from here on, known only to this process.
+        Where the backend can delete all pages of its namespace it does, once the stores that have
+        begun are over. Where it cannot, or not in time, pages are stored under salted keys from
+        here on, known only to this process.
         """
         medium = unwrapped(self._medium)
+        with self._beginning:
+            self._num_purges += 1
         try:
             if isinstance(medium, Purgeable):
-                self._engine.submit_call(medium.purge()).result(_left_s(deadline))
+                self._engine.submit_call(self._purge(medium)).result(_left_s(deadline))
                 return
         except Exception as exc:  # noqa: BLE001 - the serving engine goes on
             logger.warning("pages cannot be deleted: %r", exc)
@@ -186,6 +193,10 @@ class PageStore:
         """Close the backend; ends in time even if that hangs."""
         self._engine.close()
         self._copy_engine.close()
+
+    async def _purge(self, medium: Purgeable) -> None:
+        await self._engine.drain()  # a store that is late would put its pages there afterwards
+        await medium.purge()
 
     def _move(
         self,
@@ -198,6 +209,7 @@ class PageStore:
         """Move pages in jobs of half of the rows, one after the other."""
         done = [False] * len(keys)
         pool, start, in_flight = self._rows_of[direction], 0, deque[RowJob]()
+        begin = partial(self._begin, direction, group, num_purges=self._num_purges)
         while start < len(keys) or in_flight:
             left = 0 if self._is_suspended() else len(keys) - start
             if left and len(in_flight) < JOBS_IN_FLIGHT:
@@ -205,7 +217,7 @@ class PageStore:
                 rows = pool.take(min(left, max(1, pool.num_rows // JOBS_IN_FLIGHT)), wait_s)
                 if rows:
                     some = slice(start, start + len(rows))
-                    begun = self._begin(direction, group, keys[some], pages[some], rows, deadline)
+                    begun = begin(keys[some], pages[some], rows, deadline)
                     in_flight.append(RowJob(start, rows, begun))
                     start += len(rows)
                     continue
@@ -226,23 +238,42 @@ class PageStore:
         pages: Sequence[int],
         rows: Sequence[int],
         deadline: float,
+        *,
+        num_purges: int,
     ) -> Future[list[Outcome]]:
-        """Begin a job, after the pages of a store were copied; errors are those of its future."""
-        names = [self._name(key) for key in keys]
+        """Begin a job, after the pages of a store were copied; errors are those of its future.
+
+        Args:
+            direction: Whether pages are loaded or stored.
+            group: Group of the pages.
+            keys: Their keys.
+            pages: Their indices in the pool.
+            rows: Rows of this store that they pass through.
+            deadline: When the job ends.
+            num_purges: Purges when the call began: nothing that is older than a purge is stored.
+        """
+        names, limit_s = [self._name(key) for key in keys], _left_s(deadline)
         try:
             of_groups: list[Sequence[int]] = [()] * self._num_groups
             of_groups[group] = rows
-            move = self._engine.load
-            if direction is Direction.STORE:
-                move = self._engine.store
+            if direction is Direction.LOAD:
+                load = self._engine.load(names, of_groups, timeout_s=limit_s)
+                return self._engine.submit_call(load)
+            with self._beginning:
+                self._require_no_purge_since(num_purges)
                 self._copy_engine.copy(
                     self._pools[group].describe(0, pages), self._rows.describe(group, rows)
                 )
-            return self._engine.submit_call(move(names, of_groups, timeout_s=_left_s(deadline)))
+                store = self._engine.store(names, of_groups, timeout_s=limit_s)
+                return self._engine.submit_call(store)
         except Exception as exc:  # noqa: BLE001 - a page that failed is the answer
             failed = Future[list[Outcome]]()
             failed.set_exception(exc)
             return failed
+
+    def _require_no_purge_since(self, num_purges: int) -> None:
+        if self._num_purges != num_purges:
+            raise BackendUnavailableError("all pages were deleted meanwhile")
 
     def _end(
         self,

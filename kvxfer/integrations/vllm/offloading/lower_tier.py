@@ -118,6 +118,7 @@ class LowerTier:
         self._jobs: dict[JobId, RowJob] = {}
         self._late: list[RowOutcome] = []
         self._missing: list[BlockKey] = []
+        self._purges: list[Future[Any]] = []
         self._row_size_bytes = int(row_size_bytes)
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._salt = b""
@@ -128,16 +129,17 @@ class LowerTier:
 
         Keys are looked up in batches, by `flush`; a result stays until the request is released.
         """
-        if self.is_suspended and not self.results.is_found(key):
+        if self._suspension.is_on(time.monotonic()) and not self.results.is_found(key):
             if not self.results.is_answered(key):
                 self._reports.skipped(Operation.LOOKUP, [key])
             return False
         return self.results.get(key, req_id)
 
     @property
-    def is_suspended(self) -> bool:
-        """Whether the backend is not asked, since it missed a deadline."""
-        return self._suspension.is_on(time.monotonic())
+    def takes_stores(self) -> bool:
+        """Whether rows may be stored now: not while it is suspended, nor while a reset deletes."""
+        is_suspended = self._suspension.is_on(time.monotonic())
+        return not is_suspended and all(purge.done() for purge in self._purges)
 
     @property
     def is_asked(self) -> bool:
@@ -251,7 +253,8 @@ class LowerTier:
         A reset can mean that the weights were changed in memory. From here on rows are stored
         under salted keys, known only to this process: so old rows are not found, not even those
         that a hanging backend stores later, and the next engine does not take new rows for rows of
-        the weights on disk. Purging the backend as well only makes room.
+        the weights on disk. Purging the backend as well only makes room; until it ends, which may
+        be later, nothing is stored that it might delete, too.
 
         Returns:
             Rows whose memory is still in use; `poll` reports them later, as void.
@@ -270,7 +273,9 @@ class LowerTier:
         self.poll()
         backend = unwrapped(self._engine.backend)
         if isinstance(backend, Purgeable):
-            self._engine.submit_call(backend.purge()).add_done_callback(_log_failure)
+            purge = self._engine.submit_call(backend.purge())
+            purge.add_done_callback(_log_failure)
+            self._purges = [purge, *(each for each in self._purges if not each.done())]
         unfinished = [row for job in self._jobs.values() for row in job.rows]
         return unfinished + [each.row for each in self._late]
 

@@ -228,7 +228,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
 
     def _copy_down(self) -> None:
         """Begin to write back chunks that wait, up to the bound on chunks in flight."""
-        if self._tier.is_suspended:
+        if not self._tier.takes_stores:
             return
         room = self._max_going_down - self._write_back.num_taken - len(self._copied)
         if chosen := list(self._write_back.take(time.monotonic(), room)):
