@@ -199,6 +199,25 @@ def test_leases_of_a_preempted_prompt_end_before_its_blocks_are_written(engine: 
     engine.require_over()
 
 
+def test_a_reset_of_the_connector_ends_leases_and_the_next_one_succeeds(engine: Engine) -> None:
+    for name in ("a", "b"):
+        engine.add(name, PREFILL, tokens=10)
+    while len(engine.ended) < 2:
+        engine.step()
+    leases = [engine.ended[name]["remote_request_id"] for name in ("a", "b")]
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.connector._prefill.num_leases == 2, "readers may be at their blocks"
+    engine.step()
+    assert engine.moving.given_up == leases
+    engine.moving.ended += leases
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.require_over()
+    engine.step()
+    assert engine.moving.given_up == leases
+
+
 def test_a_preempted_prompt_that_is_aborted_keeps_nothing(engine: Engine) -> None:
     engine.add("p", OVERLAP, tokens=40)
     engine.step()
@@ -493,7 +512,8 @@ def act(engine: Engine, event: str, number: int, name: str) -> None:
         engine.abort(names[number % len(names)])
     elif event == "reset":
         with suppress(RuntimeError):  # vLLM's answer as long as blocks are lent or loaded
-            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+            engine.scheduler.reset_prefix_cache(reset_running_requests=number > 2)
+            engine.scheduler.reset_connector_cache()
 
 
 def end_load(handover: FakeHandover, number: int, *, fails: bool) -> None:

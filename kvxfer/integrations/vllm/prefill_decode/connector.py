@@ -214,6 +214,15 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             return False, None
         return self._prefill.finish(request, block_ids)
 
+    def reset_cache(self) -> bool | None:
+        """End the leases of finished requests; vLLM frees their blocks when nobody reads them.
+
+        vLLM resets its own cache first, and cannot while blocks are lent: the next reset can.
+        """
+        if self._prefill is not None:
+            self._prefill.reset()
+        return True
+
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002 - vLLM's
         """See vLLM's `KVConnectorBase_V1`."""
         return transfer_groups(self._kv_cache_config)

@@ -168,6 +168,10 @@ class PrefillScheduler:
         for request_id in request_ids:
             self._leases.pop(request_id, None)
 
+    def reset(self) -> None:
+        """End the leases of finished requests: their pages may be of weights of before."""
+        self._given_up = list(dict.fromkeys([*self._given_up, *self._leases.values()]))
+
     def _give_up(self, request_id: str, early: _Early | None) -> bool:
         """End the lease of a request that was not finished; return whether its blocks are kept."""
         if early is None:

@@ -198,6 +198,7 @@ class TieredConnector(KVXferConnector):
 
     def reset_cache(self) -> bool | None:
         """See vLLM's `KVConnectorBase_V1`."""
+        super().reset_cache()
         done: bool | None = self._tiers.reset_cache()
         return done
 
