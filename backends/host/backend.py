@@ -271,9 +271,8 @@ class HostBackend(LendingBackend, ImmediateMover):
             room.outcomes[index] = DONE if row in room.arrived else NOT_ARRIVED
 
     async def aclose(self) -> None:
-        """See `Backend.aclose`."""
-        if self._guard.close():
-            await self._threads.aclose()
+        """See `Backend.aclose`; the pool stays mapped while a copy uses it that does not end."""
+        if self._guard.close() and not await self._threads.aclose():
             self._pool.close()
 
     def pin(self, keys: Sequence[BlockKey], *, is_use: bool = True) -> tuple[list[int], list[int]]:

@@ -7,13 +7,19 @@ import logging
 import mmap
 import os
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.host.available_memory import require_memory
-from kvxfer.errors import CapacityError, ClosedError, InvalidArgumentError
+from kvxfer.errors import (
+    BackendUnavailableError,
+    CapacityError,
+    ClosedError,
+    InvalidArgumentError,
+)
 from kvxfer.kvcache.memory_region import MemoryRegion
 
 logger = logging.getLogger(__name__)
@@ -21,6 +27,9 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared-memory file system
 PREFIX = "kvxfer-"
 HEADER_BYTES = 4096  # a page, so that what follows is aligned to pages
+CREATION_TIMEOUT_S = 600.0
+"""Time that a process waits for another one to create a segment: a TiB takes minutes."""
+CREATION_PAUSE_S = 0.01
 # Source: Linux, include/uapi/asm-generic/mman-common.h.
 MADV_POPULATE_WRITE = 23
 
@@ -109,22 +118,31 @@ class SharedSegment:
             self._release()
 
     def _open(self, header: bytes, num_bytes: int) -> int:
-        """Open and lock the file; waits while another process creates it."""
-        while True:
+        """Open and lock the file; waits while another process creates it.
+
+        Raises:
+            BackendUnavailableError: The other process takes too long, or was stopped.
+        """
+        ends_at = time.monotonic() + CREATION_TIMEOUT_S
+        while time.monotonic() < ends_at:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
-                if _locked_exclusively(fd) and _is_at(fd, self._path):
+                if _locked(fd, fcntl.LOCK_EX) and _is_at(fd, self._path):
                     _create(fd, self._path, header, num_bytes)
-                fcntl.flock(fd, fcntl.LOCK_SH)
                 # Between the two locks (flock(2): converting is not atomic) the file may have
-                # been taken for abandoned; from here on it cannot be.
-                if _is_at(fd, self._path):
+                # been taken for abandoned; from the second one on it cannot be. One without a
+                # header is of a process that was killed while it created it.
+                locked = _locked(fd, fcntl.LOCK_SH)
+                if locked and _is_at(fd, self._path) and any(os.pread(fd, HEADER_BYTES, 0)):
                     self._require_same(fd, header, num_bytes)
                     return fd
             except BaseException:
                 os.close(fd)
                 raise
             os.close(fd)
+            time.sleep(CREATION_PAUSE_S)
+        text = f"another process has been creating it for {CREATION_TIMEOUT_S:g} s"
+        raise BackendUnavailableError(f"{self._path}: {text}")
 
     def _require_same(self, fd: int, header: bytes, num_bytes: int) -> None:
         found_header, found_bytes = os.pread(fd, HEADER_BYTES, 0), os.fstat(fd).st_size
@@ -136,7 +154,7 @@ class SharedSegment:
             )
 
     def _release(self) -> None:
-        if _locked_exclusively(self._fd) and _is_at(self._fd, self._path):
+        if _locked(self._fd, fcntl.LOCK_EX) and _is_at(self._fd, self._path):
             self._path.unlink()
         os.close(self._fd)
 
@@ -150,9 +168,9 @@ def _text(header: bytes) -> str:
     return header.rstrip(b"\0").decode(errors="replace")
 
 
-def _locked_exclusively(fd: int) -> bool:
+def _locked(fd: int, kind: int) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -197,7 +215,7 @@ def _remove_abandoned() -> None:
         except OSError:
             continue  # gone, or another user's
         try:
-            if _locked_exclusively(fd) and _is_at(fd, path):
+            if _locked(fd, fcntl.LOCK_EX) and _is_at(fd, path):
                 path.unlink()
                 logger.info("removed abandoned shared memory %s", path)
         finally:

@@ -89,9 +89,8 @@ class SlotMover(ImmediateMover):
         return Begun(*self._pool.begin_read(slots, names, blocks, part=self._part, verified=True))
 
     async def aclose(self) -> None:
-        """See `BlockMover.aclose`."""
-        if self._guard.close():
-            await self._threads.aclose()
+        """See `BlockMover.aclose`; the pool stays mapped while a copy uses it that does not end."""
+        if self._guard.close() and not await self._threads.aclose():
             self._pool.close()
 
     def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:

@@ -159,7 +159,7 @@ class PoolBackend(Backend):
         self._guard.check_batch(keys, blocks)
         outcomes: list[Outcome | None] = [None] * len(keys)
         ends_at = time.monotonic() + self._config.timeout_s
-        left = list(range(len(keys)))
+        left, pause_s = list(range(len(keys))), BUSY_PAUSE_S
         while True:
             chosen = [keys[index] for index in left]
             given = await self._threads.run(self._store, chosen, blocks.take(left))
@@ -168,7 +168,8 @@ class PoolBackend(Backend):
             left = [index for index in left if outcomes[index] is None]
             if not left or time.monotonic() > ends_at:
                 return [outcome or _BUSY for outcome in outcomes]
-            await asyncio.sleep(BUSY_PAUSE_S)
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
             self._guard.check()
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:

@@ -134,7 +134,9 @@ class PoolSession:
             welcome: The first answer.
             memory: Descriptor of the pool's memory, which goes with it.
         """
-        said_bye = False
+        said_bye, loop = False, asyncio.get_running_loop()
+        if self._process >= 0:  # a child that it forked would keep its end open
+            loop.add_reader(self._process, self._end_connection)
         try:
             socket.send_fds(self._connection, [encode(welcome)], [memory])
             while not said_bye:
@@ -158,7 +160,15 @@ class PoolSession:
                 said_bye = True
                 raise
         finally:
+            if self._process >= 0:
+                loop.remove_reader(self._process)
             await self._release(at_once=said_bye)
+
+    def _end_connection(self) -> None:
+        """End a connection whose engine has ended, whoever inherited its end."""
+        asyncio.get_running_loop().remove_reader(self._process)
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     async def _hear_end(self) -> None:
         """End our side of the connection, and wait for the engine's end of it."""
@@ -235,8 +245,10 @@ class PoolSession:
             BlockParts(request.keys, request.starts, request.sizes), self._chunk_sizes
         )
         host = self._store.host
-        busy = [row for row, key in enumerate(request.keys) if host.is_storing(key)]
-        rows = [row for row in range(len(request.keys)) if row not in set(busy)]
+        busy: list[int] = []
+        rows: list[int] = []
+        for row, key in enumerate(request.keys):
+            (busy if host.is_storing(key) else rows).append(row)
         refused: dict[int, str] = {}
         given: list[int] = []
         slots: list[int] = []

@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 
 Task = Callable[[], None]
 
@@ -28,11 +29,13 @@ class SharedTasks:
         """Do the tasks on this thread and up to `num_helpers` of the pool.
 
         Returns when each has ended. An error of one is raised when none runs any more; those that
-        had not begun are not done.
+        had not begun are not done. Where no thread can be started, this one does all of them: a
+        helper may be queued in the pool nevertheless, and must find nothing left.
         """
-        for _ in range(min(num_helpers, len(self._left) - 1)):
-            pool.submit(self._help)
         try:
+            with suppress(RuntimeError):
+                for _ in range(min(num_helpers, len(self._left) - 1)):
+                    pool.submit(self._help)
             while task := self._take(helps=False):
                 task()
         finally:
@@ -47,8 +50,9 @@ class SharedTasks:
             try:
                 task()
             except BaseException as exc:  # noqa: BLE001 - raised by `run`
-                self._errors.append(exc)
-                self._left.clear()
+                with self._changed:
+                    self._errors.append(exc)
+                    self._left.clear()
             finally:
                 with self._changed:
                     self._num_running -= 1

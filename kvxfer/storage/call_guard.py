@@ -4,11 +4,25 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.errors import ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import require_batch
 from kvxfer.storage.keys import BlockKey, Namespace, groups_of
+
+
+def outside_of(
+    limits: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Tell which parts are empty or not within their block; no sum wraps.
+
+    Args:
+        limits: Bytes of each block.
+        starts: First byte of each part within its block.
+        sizes: Bytes of each part.
+    """
+    return (starts < 0) | (sizes < 1) | (sizes > limits) | (starts > limits - sizes)
 
 
 class CallGuard:
@@ -65,13 +79,13 @@ class CallGuard:
             key = keys[int(groups.argmax())]
             raise InvalidArgumentError("key", key, f"a group below {len(self.chunk_sizes)}")
         for each in blocks:
-            stops = each.payload_starts + each.block_sizes
-            over = stops > self._limits[groups]
-            if over.any():
-                at = int(over.argmax())
-                limit = f"at most {self.chunk_sizes[groups[at]]}, as its namespace says"
-                what = f"bytes of a block of group {groups[at]}"
-                raise InvalidArgumentError(what, int(stops[at]), limit)
+            outside = outside_of(self._limits[groups], each.payload_starts, each.block_sizes)
+            if outside.any():
+                at = int(outside.argmax())
+                start, size = int(each.payload_starts[at]), int(each.block_sizes[at])
+                what = f"start and size of a block of group {groups[at]}"
+                limit = f"within its chunk of {self.chunk_sizes[groups[at]]} bytes"
+                raise InvalidArgumentError(what, (start, size), limit)
 
     def close(self) -> bool:
         """Refuse every later call; return whether the backend was open until now.

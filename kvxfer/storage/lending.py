@@ -15,6 +15,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Backend, Outcome, Status, positions_done
+from kvxfer.storage.call_guard import outside_of
 from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.keys import BlockKey, Namespace, groups_of
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
@@ -272,7 +273,7 @@ def require_parts_in_blocks(wanted: BlockParts, chunk_sizes: Sequence[int]) -> N
         require_integers("starts", wanted.starts),
         require_integers("sizes", wanted.sizes),
     )
-    outside = (starts < 0) | (sizes < 1) | (sizes > limits) | (starts > limits - sizes)
+    outside = outside_of(limits, starts, sizes)
     if outside.any():
         index = int(outside.argmax())
         what, part = f"start and size of keys[{index}]", (int(starts[index]), int(sizes[index]))

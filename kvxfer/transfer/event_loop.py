@@ -1,11 +1,13 @@
 """Event loop of a transfer engine: the one that all its work runs on."""
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import wait as wait_for_futures
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvxfer.errors import ClosedError, EventLoopError
@@ -33,6 +35,7 @@ class EngineLoop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: LoopThread | None = None
+        self._given: dict[Future[Any], Coroutine[Any, Any, Any]] = {}  # and not done
 
     def require_other_thread(self, verb: str) -> None:
         """Check that the caller does not run on this loop, so that it may block.
@@ -71,10 +74,16 @@ class EngineLoop:
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin a coroutine on this loop and return at once; errors as `run`."""
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._open())
+            loop = self._open()
+            future = asyncio.run_coroutine_threadsafe(work, loop)
         except BaseException:
             work.close()
             raise
+        self._given[future] = work
+        future.add_done_callback(lambda done: self._given.pop(done, None))
+        if loop.is_closed():
+            self._end_given()
+        return future
 
     def call_soon(self, func: Callable[..., object], *args: object) -> None:
         """Call a function on this loop and return at once; errors as `run`."""
@@ -111,9 +120,20 @@ class EngineLoop:
         return future.result()
 
     def stop(self) -> None:
-        """Stop the loop's own thread, if it has one; may be called again."""
+        """Stop the loop's own thread, if it has one; may be called again.
+
+        Work that has not ended never will, nor do its deadlines: who waits for it gets an error.
+        """
         if self._thread is not None:
             self._thread.stop()
+            self._end_given()
+
+    def _end_given(self) -> None:
+        for future, work in list(self._given.items()):
+            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()
+            with suppress(InvalidStateError):
+                future.set_exception(ClosedError(self._what))
 
     def _open(self) -> asyncio.AbstractEventLoop:
         with self._lock:

@@ -80,6 +80,7 @@ class Job:
     in_backend: list[bool] = field(init=False)
     outcomes: list[Outcome | None] = field(init=False)
     waited_s: float = 0.0
+    _num_done: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.in_backend = [False] * len(self.keys)
@@ -87,8 +88,12 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether every block has an outcome."""
-        return None not in self.outcomes
+        """Whether every block has an outcome; looks at each once, however often it is asked."""
+        done = self._num_done
+        while done < len(self.outcomes) and self.outcomes[done] is not None:
+            done += 1
+        self._num_done = done
+        return done == len(self.outcomes)
 
     def cut(self, max_bytes: int) -> list[Piece]:
         """Cut the job into runs of blocks of at most `max_bytes` each, or of one block."""

@@ -1,6 +1,7 @@
 """Submitted jobs of the polled interface: added from any thread, moved on the engine's loop."""
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import inf
 
+from kvxfer.errors import ClosedError
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.calls import MARK_PAUSE_S
 from kvxfer.transfer.event_loop import EngineLoop
@@ -40,6 +42,8 @@ class Submissions:
     def __init__(self, loop: EngineLoop, mover: JobMover) -> None:
         self._loop = loop
         self._mover = mover
+        self._adding = threading.Lock()
+        self._is_closed = False
         self._submitted: dict[JobId, _Submission] = {}  # moved on the loop
         self._begun: set[JobId] = set()  # begun on the thread that submitted them, not ended
         self._finished: deque[FinishedJob] = deque()
@@ -52,12 +56,15 @@ class Submissions:
                 self._take_ended()
                 return job.job_id
             self._begun.discard(job.job_id)
-        submission = self._submitted[job.job_id] = _Submission(job)
-        try:
-            self._loop.call_soon(self._start, submission)
-        except BaseException:
-            del self._submitted[job.job_id]
-            raise
+        with self._adding:
+            if self._is_closed:
+                raise ClosedError("transfer engine")
+            submission = self._submitted[job.job_id] = _Submission(job)
+            try:
+                self._loop.call_soon(self._start, submission)
+            except BaseException:
+                del self._submitted[job.job_id]
+                raise
         return job.job_id
 
     def take_finished(self) -> list[FinishedJob]:
@@ -93,9 +100,16 @@ class Submissions:
             self._loop.call_soon(submission.cancel)
 
     def cancel_all(self) -> None:
-        """Cancel every job; to be called on the engine's loop."""
+        """Cancel every job and take no more; to be called on the engine's loop, which stops then.
+
+        Jobs that it has not started yet end here: it may stop before it would.
+        """
+        with self._adding:
+            self._is_closed = True
         for submission in list(self._submitted.values()):
             submission.cancel()
+            if submission.task is None and not submission.ended.done():
+                self._end(submission)
         for job_id in list(self._begun):
             self._mover.begun.cancel(job_id)
 
@@ -116,6 +130,8 @@ class Submissions:
             self._begun.discard(job.job_id)
 
     def _start(self, submission: _Submission) -> None:
+        if submission.ended.done():
+            return
         task = submission.task = asyncio.create_task(self._mover.move(submission.job))
         task.add_done_callback(lambda _: self._end(submission))
         if submission.cancelled:

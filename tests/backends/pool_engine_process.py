@@ -4,9 +4,11 @@ python -m tests.backends.pool_engine_process SOCKET store|reserve|pin|traffic [S
 """
 
 import asyncio
+import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 
 from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig
@@ -21,6 +23,8 @@ OTHER_KEYS = [make_block_key(b"other block %04d" % number, 0) for number in rang
 MOST_AT_ONCE = 6
 TURNS_OF_A_LINE = 20
 PAUSE_S = 0.01
+CHILD_S = 60.0
+"""Longer than a test waits."""
 
 
 def say(what: str) -> None:
@@ -57,8 +61,12 @@ def reserve(path: str) -> None:
 
 
 def pin(path: str) -> None:
+    """Pin every block, and leave a child behind that has inherited the connection."""
     attached = attach(path)
     assert len(attached.ask(Pin(keys=peers.KEYS, within_s=1.0), Pinned).rows) == len(peers.KEYS)
+    if os.fork() == 0:
+        time.sleep(CHILD_S)
+        os._exit(0)
     say("done")
     signal.pause()
 

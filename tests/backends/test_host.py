@@ -1,12 +1,15 @@
 """The host backend keeps every promise of `Backend`, bounded or not, with either policy."""
 
 import logging
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from kvxfer.backends.host import HostBackend, HostConfig, Integrity, PoolShape
+from kvxfer.backends.host import HostBackend, HostConfig, Integrity, PoolShape, SlotMover
 from kvxfer.errors import CapacityError, InvalidArgumentError
+from kvxfer.storage import threads as threads_module
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
@@ -117,6 +120,38 @@ async def test_a_block_larger_than_its_namespace_says_is_refused_and_nothing_is_
         with pytest.raises(InvalidArgumentError, match="1024"):
             await backend.store([key], larger.describe(0, [1]))
         assert await backend.lookup([key]) == [False]
+
+
+@pytest.mark.parametrize("start", [-512, -1, 2**63 - 1, -(2**63)])
+async def test_a_block_that_begins_outside_its_chunk_is_refused_and_nothing_is_touched(
+    start: int,
+) -> None:
+    memory = BlockMemory([[512]], num_blocks=8)
+    async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), memory.namespace()) as backend:
+        key, payload = await store_one(memory, backend)
+        outside = replace(memory.describe(0, [1]), payload_starts=np.array([start]))
+        other = make_block_key(b"other", 0)
+        for move in (backend.store, backend.load):
+            with pytest.raises(InvalidArgumentError, match=rf"start and size .* \({start}, 512\)"):
+                await move([other], outside)
+        blocks = memory.describe(0, [5])
+        assert [outcome.done for outcome in await backend.load([key], blocks)] == [True]
+        assert read_payloads(blocks) == [payload]
+
+
+@pytest.mark.parametrize("kind", ["backend", "mover"])
+async def test_the_pool_stays_mapped_while_a_call_does_not_end(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(threads_module, "CLOSE_TIMEOUT_S", 0.05)
+    namespace, may_end = BlockMemory([[512]], num_blocks=8).namespace(), threading.Event()
+    backend = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
+    mover = SlotMover(backend.pool, part=0) if kind == "mover" else backend
+    mover._threads.start(may_end.wait, 10)
+    await mover.aclose()
+    assert not backend.pool.slots.any()
+    may_end.set()
+    backend.pool.close()
 
 
 async def test_a_key_of_an_unknown_group_is_refused() -> None:

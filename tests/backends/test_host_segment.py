@@ -1,13 +1,16 @@
 """Shared memory is seen by every process, owned by one, and left behind by none."""
 
 import contextlib
+import fcntl
 import mmap
 import os
 import secrets
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from resource import RUSAGE_THREAD, getrusage
 
@@ -15,7 +18,12 @@ import pytest
 
 from kvxfer.backends.host import segment as segment_module
 from kvxfer.backends.host.segment import SHARED_MEMORY, SharedSegment
-from kvxfer.errors import CapacityError, ClosedError, InvalidArgumentError
+from kvxfer.errors import (
+    BackendUnavailableError,
+    CapacityError,
+    ClosedError,
+    InvalidArgumentError,
+)
 
 SIZE = 1 << 16
 
@@ -123,6 +131,47 @@ def test_only_one_process_can_claim_a_segment(name: str) -> None:
     owner.close()
     other.claim()
     other.close()
+
+
+CREATING = """
+import pathlib, sys, time
+from kvxfer.backends.host import segment
+segment.SHARED_MEMORY = pathlib.Path(sys.argv[3])
+def reserve(fd, num_bytes):
+    print("creating", flush=True)
+    time.sleep(60)
+segment._reserve = reserve
+segment.SharedSegment(sys.argv[1], b"header", int(sys.argv[2]))
+"""
+
+
+def test_a_process_that_stops_while_it_creates_is_waited_for_until_a_deadline_or_its_death(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_module, "CREATION_TIMEOUT_S", 0.2)
+    with subprocess.Popen(
+        [sys.executable, "-c", CREATING, name, str(SIZE), str(segment_module.SHARED_MEMORY)],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "creating\n"
+            with pytest.raises(BackendUnavailableError, match=f"{path_of(name)}: another process"):
+                SharedSegment(name, b"header", SIZE)
+        finally:
+            child.kill()
+    SharedSegment(name, b"header", SIZE).close()
+
+
+def test_a_segment_that_a_killed_process_left_without_header_is_created_anew(name: str) -> None:
+    path_of(name).write_bytes(bytes(SIZE))
+    with path_of(name).open("rb") as other, ThreadPoolExecutor(1) as threads:
+        fcntl.flock(other, fcntl.LOCK_SH)  # another one that waited for it
+        opening = threads.submit(SharedSegment, name, b"header", SIZE)
+        time.sleep(0.1)
+        fcntl.flock(other, fcntl.LOCK_UN)
+        opening.result(10).close()
 
 
 def test_a_closed_segment_says_so_and_can_be_closed_again(name: str) -> None:

@@ -41,6 +41,27 @@ def test_a_thread_that_comes_late_is_not_waited_for() -> None:
     assert len(threads) == 4
 
 
+class StarvedPool(ThreadPoolExecutor):
+    """Pool that queues what it is given, and cannot start the thread for it, as `EAGAIN` says."""
+
+    starved = True
+
+    def _adjust_thread_count(self) -> None:
+        if self.starved:
+            raise RuntimeError("can't start new thread")
+        super()._adjust_thread_count()  # type: ignore[misc] # it is not public
+
+
+def test_tasks_are_done_alone_where_no_thread_starts_and_not_once_more_later() -> None:
+    done: list[int] = []
+    with StarvedPool(3) as pool:
+        SharedTasks([partial(done.append, nth) for nth in range(8)]).run(pool, 3)
+        assert sorted(done) == list(range(8))
+        pool.starved = False
+        pool.submit(int).result(TIMEOUT_S)
+    assert sorted(done) == list(range(8))
+
+
 @pytest.mark.parametrize("failing", ["caller", "helper"])
 def test_an_error_is_raised_when_no_task_runs_any_more(
     pool: ThreadPoolExecutor, failing: str

@@ -24,7 +24,7 @@ from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.transfer.engine import TransferEngine
-from kvxfer.transfer.job import FinishedJob, JobId
+from kvxfer.transfer.job import Direction, FinishedJob, JobId
 
 PAGE_BYTES = 1024
 
@@ -446,6 +446,27 @@ async def test_closing_ends_what_waits_and_waits_for_what_moves(
         assert finished.job_id == job
         assert statuses(finished.outcomes) == {Status.CANCELLED}
         assert len(gated.calls) == 1
+
+
+def test_a_job_that_is_added_while_the_engine_closes_is_cancelled_and_reported(
+    memory: BlockMemory, gated: GatedBackend
+) -> None:
+    engine = TransferEngine(memory.caches, gated)
+    job = engine._job(Direction.STORE, keys_of(1), [[1]], None, None)
+    may_go_on = threading.Event()
+    engine._loop.call_soon(may_go_on.wait, 5)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    closing.join(0.1)
+    engine._submissions.add(job)
+    may_go_on.set()
+    assert engine.wait([job.job_id], timeout_s=5)
+    closing.join()
+    (finished,) = engine.get_finished()
+    assert statuses(finished.outcomes) == {Status.CANCELLED}
+    with pytest.raises(ClosedError):
+        engine._submissions.add(job)
+    assert engine.get_finished() == []
 
 
 def test_an_engine_outlives_the_event_loop_it_was_first_used_on(memory: BlockMemory) -> None:

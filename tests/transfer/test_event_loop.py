@@ -1,0 +1,35 @@
+"""Event loop of an engine: whoever waits for it gets an end, also when it stops first."""
+
+import asyncio
+import threading
+
+import pytest
+
+from kvxfer.errors import ClosedError
+from kvxfer.transfer.event_loop import EngineLoop
+
+LIMIT_S = 10.0
+
+
+async def test_work_that_a_stopped_loop_leaves_behind_is_an_error_on_every_other_loop() -> None:
+    loop = EngineLoop("the engine")
+    running = asyncio.create_task(loop.run(asyncio.sleep(60)))
+    await loop.run(asyncio.sleep(0))
+    await asyncio.to_thread(loop.stop)
+    with pytest.raises(ClosedError, match="the engine"):
+        await asyncio.wait_for(running, LIMIT_S)
+
+
+def test_work_that_is_submitted_while_the_loop_stops_is_an_error() -> None:
+    loop, may_go_on = EngineLoop("the engine"), threading.Event()
+    loop.call_soon(may_go_on.wait, LIMIT_S)
+    stopping = threading.Thread(target=loop.stop)
+    stopping.start()
+    stopping.join(0.1)
+    futures = [loop.submit(asyncio.sleep(60)) for _ in range(10)]
+    may_go_on.set()
+    for future in futures:
+        with pytest.raises(ClosedError, match="the engine"):
+            future.result(LIMIT_S)
+    with pytest.raises(ClosedError, match="the engine"):
+        loop.submit(asyncio.sleep(0))
