@@ -206,17 +206,17 @@ def parse_backend(backend: BackendChoice) -> tuple[BackendType, msgspec.Struct]:
     if "address" in parameters and "address" not in names:
         form = f"{name}:///PATH" if "path" in names else f"{name}://"
         wanted = f"a {name} backend, which has no address, as in {form}"
-        raise InvalidArgumentError("backend", _shown(backend), wanted)
+        raise InvalidArgumentError("backend", shown(backend), wanted)
     for parameter, value in parameters.items():
         if isinstance(value, str) and "\0" in value:  # no file, address or name has one
-            raise InvalidArgumentError("backend", _shown(backend), f"no NUL in its {parameter}")
+            raise InvalidArgumentError("backend", shown(backend), f"no NUL in its {parameter}")
     try:
         config = msgspec.convert(
             parameters, backend_type.config_type, strict=False, dec_hook=decode_size
         )
     except msgspec.ValidationError as exc:
         wanted = f"a {name} backend: {exc}{_allowed_values(backend_type.config_type, str(exc))}"
-        raise InvalidArgumentError("backend", _shown(backend), wanted) from exc
+        raise InvalidArgumentError("backend", shown(backend), wanted) from exc
     return backend_type, config
 
 
@@ -298,15 +298,15 @@ def _split_url(url: str) -> tuple[str, dict[str, Any]]:
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise InvalidArgumentError("backend", _shown(url), form) from None
+        raise InvalidArgumentError("backend", shown(url), form) from None
     if not parts.scheme:
-        raise InvalidArgumentError("backend", _shown(url), form)
+        raise InvalidArgumentError("backend", shown(url), form)
     if parts.fragment:
-        raise InvalidArgumentError("backend", _shown(url), "no fragment after '#'")
+        raise InvalidArgumentError("backend", shown(url), "no fragment after '#'")
     try:
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError:
-        raise InvalidArgumentError("backend", _shown(url), "parameters as name=value") from None
+        raise InvalidArgumentError("backend", shown(url), "parameters as name=value") from None
     query += [
         (name, text)
         for name, text in (("address", parts.netloc), ("path", unquote(parts.path)))
@@ -314,7 +314,7 @@ def _split_url(url: str) -> tuple[str, dict[str, Any]]:
     ]
     parameters: dict[str, Any] = dict(query)
     if len(parameters) < len(query):
-        raise InvalidArgumentError("backend", _shown(url), "each parameter once")
+        raise InvalidArgumentError("backend", shown(url), "each parameter once")
     return parts.scheme, parameters
 
 
@@ -323,10 +323,10 @@ def _split(backend: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     try:
         parameters = dict(backend)
     except (TypeError, ValueError) as exc:
-        raise InvalidArgumentError("backend", _shown(backend), form) from exc
+        raise InvalidArgumentError("backend", shown(backend), form) from exc
     name = parameters.pop("type", None)
     if not isinstance(name, str):
-        raise InvalidArgumentError("backend", _shown(backend), form)
+        raise InvalidArgumentError("backend", shown(backend), form)
     return name, parameters
 
 
@@ -340,7 +340,7 @@ def _refuse_credentials(backend: BackendChoice, name: str, parameters: Mapping[s
     given += ["a user"] if "@" in str(parameters.get("address", "")) else []
     if given:
         wanted = f"no {given[0]}: a {name} backend takes credentials from the environment only"
-        raise InvalidArgumentError("backend", _shown(backend), wanted)
+        raise InvalidArgumentError("backend", shown(backend), wanted)
 
 
 def _is_credential(parameter: object) -> bool:
@@ -348,22 +348,25 @@ def _is_credential(parameter: object) -> bool:
     return CREDENTIAL.search(name) is not None and not name.endswith("_file")
 
 
-def _shown(backend: Any) -> Any:
-    """Show a backend in an error: without the values of parameters that may be credentials."""
-    if isinstance(backend, Mapping):
+def shown(given: Any) -> Any:
+    """Show a backend, or what contains some, in an error: without what may be a credential."""
+    if isinstance(given, Mapping):
         return {
-            name: HIDDEN if _is_credential(name) or "@" in str(value) else value
-            for name, value in backend.items()
+            name: HIDDEN if _is_credential(name) else shown(each) for name, each in given.items()
         }
-    if not isinstance(backend, str):
-        return backend
-    head, mark, query = backend.partition("?")
-    shown = []
+    if isinstance(given, (list, tuple)):
+        return [shown(each) for each in given]
+    if not isinstance(given, str):
+        return given
+    if "://" not in given:
+        return HIDDEN if "@" in given else given
+    head, mark, query = given.partition("?")
+    parts = []
     for parameter in re.split("([&#])", query):
         name, equals, value = parameter.partition("=")
         hidden = _is_credential(unquote(name)) or "@" in unquote(value)
-        shown.append(f"{name}={HIDDEN}" if equals and hidden else parameter)
-    return re.sub("//.*@", f"//{HIDDEN}@", head) + mark + "".join(shown)
+        parts.append(f"{name}={HIDDEN}" if equals and hidden else parameter)
+    return re.sub("//.*@", f"//{HIDDEN}@", head) + mark + "".join(parts)
 
 
 def _find_backend(name: str) -> BackendType:

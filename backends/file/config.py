@@ -91,7 +91,7 @@ def require_root(config: FileConfig) -> Path:
     except ValueError as exc:
         wanted = f"a valid path; {exc}"
         raise InvalidArgumentError("path", config.path, wanted) from exc
-    return Path(config.path)
+    return Path(config.path).absolute()
 
 
 def require_room(config: FileConfig, namespace: Namespace) -> int:

@@ -3,6 +3,7 @@
 import heapq
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -77,7 +78,7 @@ class FileIndex:
         self._policy = policy
         self._lock = threading.Lock()
         self._entries: dict[FileId, _Entry] = {}
-        self._quarantined: dict[FileId, int] = {}
+        self._quarantined = OrderedDict[FileId, int]()  # a dict finds its first only slowly
         self._walk_result: tuple[list[FileId], list[FileId]] = ([], [])
         self._changes: _WalkChanges | None = None
         self._walked = False
@@ -185,8 +186,7 @@ class FileIndex:
         with self._lock:
             quarantined = bool(self._quarantined)
             if quarantined:
-                file = next(iter(self._quarantined))
-                num_bytes = self._quarantined.pop(file)
+                file, num_bytes = self._quarantined.popitem(last=False)
             elif len(self._policy):
                 file = self._policy.evict()
                 num_bytes = self._entries.pop(file).num_bytes
@@ -234,10 +234,10 @@ class FileIndex:
         with self._lock:
             changes, self._changes = self._changes or _WalkChanges(), None
             total, present = 0, set(changes.stored)
-            self._quarantined = {
-                file: self._quarantined[file]
+            self._quarantined = OrderedDict(
+                (file, self._quarantined[file])
                 for file in changes.quarantined & self._quarantined.keys()
-            }
+            )
             learned: list[tuple[FileId, FoundBlock]] = []
             for block in in_order:
                 if block.misplaced:  # foreign: takes room, and is not ours to remove

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from kvxfer.backends.file.file_index import FileId, FileIndex, Victim, file_ids, key_in
 from kvxfer.backends.file.folders.block_tree import BlockTree
@@ -18,6 +19,9 @@ from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Removal, Reports
+
+KEYS_PER_LOCK = 256
+"""Files that are removed at one time, while all other processes wait."""
 
 MIN_FREE_FILES = 32
 """Files that stay free where their number is limited: for claims, folders, and other programs."""
@@ -231,6 +235,11 @@ class Space:
         Raises:
             OSError: A file cannot be removed; those after it are left.
         """
+        starts = range(0, len(keys), KEYS_PER_LOCK)
+        some = (self._remove(keys[start : start + KEYS_PER_LOCK], reason) for start in starts)
+        return list(chain.from_iterable(some))
+
+    def _remove(self, keys: Sequence[BlockKey], reason: Removal) -> list[bool]:
         removed = [False] * len(keys)
         with self._ledger.locked():
             sizes = self._folder.sizes(keys)
@@ -338,13 +347,14 @@ class Space:
             folder = self._folder
             if victim.fingerprint != folder.fingerprint:
                 folder = opened.enter_context(self._tree.folder(victim.fingerprint))
-            is_removed = _remove(folder, victim)
+            removed_bytes = _remove(folder, victim)
+            is_removed = removed_bytes is not None
             if self._reports and not victim.quarantined:
                 reason = victim.reason if is_removed else Removal.VANISHED
                 self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)
-            if not is_removed:  # another process did, and has counted it
+            if removed_bytes is None:  # another process did, and has counted it
                 return 0
-            self._ledger.remove(victim.num_bytes)
+            self._ledger.remove(removed_bytes)
             return 1 + (with_folder and folder.remove_if_empty(victim.key))
 
     def _rescan(self) -> bool:
@@ -368,7 +378,9 @@ class Space:
         return file_ids(self._folder.fingerprint, keys)
 
 
-def _remove(folder: NamespaceFolder, victim: Victim) -> bool:
+def _remove(folder: NamespaceFolder, victim: Victim) -> int | None:
+    """Remove a victim; return its bytes, which another process may have changed meanwhile."""
     if victim.quarantined:
-        return folder.remove_quarantined(victim.key)
-    return folder.remove(victim.key)
+        return victim.num_bytes if folder.remove_quarantined(victim.key) else None
+    (size,) = folder.sizes([victim.key])
+    return padded(size) if size is not None and folder.remove(victim.key) else None

@@ -1,5 +1,6 @@
 """Write-back queue of a tier: which blocks are copied to it now, which later, and which never."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -56,7 +57,8 @@ class WriteBackQueue(Generic[T]):
     ) -> None:
         self.max_blocks = max_blocks
         self.first_pause_s = first_pause_s
-        self._waiting: dict[BlockKey, _Entry[T]] = {}  # oldest first
+        # Oldest first; a dict finds its first only slowly when many were taken.
+        self._waiting = OrderedDict[BlockKey, _Entry[T]]()
         self._taken: dict[BlockKey, _Entry[T]] = {}
         self._num_failures = 0  # of the tier, in a row
         self._retry_at = -inf

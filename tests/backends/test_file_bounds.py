@@ -5,7 +5,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -393,6 +393,9 @@ class Stubborn(NamespaceFolder):
     """Folder from which nothing can be removed, until that is allowed."""
 
     allowed = False
+
+    def sizes(self, keys: Sequence[BlockKey]) -> list[int | None]:
+        return [FILE_BYTES] * len(keys)
 
     def remove(self, key: BlockKey) -> bool:
         if not self.allowed:

@@ -5,6 +5,7 @@ import os
 import random
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from kvxfer.backends.file import read_count
 from kvxfer.backends.file.folders import Ledger
+from kvxfer.backends.file.folders import ledger as ledger_module
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
@@ -29,6 +31,20 @@ from tests.backends.file_store import (
 Damage = Callable[[Path], None]
 NUM_STORED = 30
 MOST = (1 << 64) - 1
+
+
+def test_a_ledger_that_somebody_keeps_locked_is_an_error_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "LOCK_TIMEOUT_S", 0.1)
+    with closing(Ledger(tmp_path)) as ours, closing(Ledger(tmp_path)) as theirs:
+        late = pytest.raises(TimeoutError, match="another process has had")
+        with theirs.locked(), late, ours.locked():
+            pass
+        late = pytest.raises(TimeoutError, match="another thread has had")
+        with ours.locked(), ThreadPoolExecutor(1) as threads, late:
+            threads.submit(ours.recount_blocks, []).result()
+        ours.recount_blocks([])
 
 
 def write(data: bytes) -> Damage:

@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvxfer.backends.file import BlockTree, FileBackend, Space
 from kvxfer.backends.file.folders import Ledger, NamespaceFolder
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
 from kvxfer.storage.eviction.policies import LRU
+from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.testing import BlockMemory
 from tests.backends.file_store import (
     bytes_on_disk,
@@ -231,6 +234,39 @@ async def test_files_of_others_are_found_and_evicted_when_ours_are_gone(tmp_path
         assert all(outcome.done for outcome in outcomes)
         assert await theirs.lookup(keys) == [False] * 4 + [True] * 4
         assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
+
+
+@pytest.mark.parametrize("first", ["whole", "part"])
+async def test_an_evicted_file_counts_as_what_it_is_although_others_replaced_it(
+    tmp_path: Path, first: str
+) -> None:
+    """Another process may have stored a part of a chunk anew, or the whole of it."""
+    memory = np.zeros(4 * 4096, np.uint8)
+    namespace = Namespace(
+        model="m", groups=(GroupIdentity(page_sizes_bytes=(4096,)),), blocks_per_chunk=4
+    )
+    part, whole = (
+        Descriptors.of_pieces(
+            np.array([memory.ctypes.data], np.uint64), np.array([size], np.uint64), owners=(memory,)
+        )
+        for size in (4096, memory.nbytes)
+    )
+    sizes = {"whole": (whole, part), "part": (part, whole)}[first]
+    capacity = 6 * (memory.nbytes + 4096)
+    async with (
+        open_store(tmp_path, namespace, capacity=capacity) as ours,
+        open_store(tmp_path, namespace, capacity=capacity) as theirs,
+    ):
+        await ours.wait_indexed()
+        await theirs.wait_indexed()
+        keys = hashed_keys(30)
+        for key in keys[:4]:
+            await ours.store([key], sizes[0])
+            await theirs.delete([key])
+            await theirs.store([key], sizes[1])
+        for key in keys[4:]:
+            await ours.store([key], whole)
+            assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) <= capacity
 
 
 async def test_what_others_put_in_quarantine_is_counted_and_goes_first(tmp_path: Path) -> None:

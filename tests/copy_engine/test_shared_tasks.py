@@ -49,7 +49,7 @@ class StarvedPool(ThreadPoolExecutor):
     def _adjust_thread_count(self) -> None:
         if self.starved:
             raise RuntimeError("can't start new thread")
-        super()._adjust_thread_count()  # type: ignore[misc] # it is not public
+        super()._adjust_thread_count()
 
 
 def test_tasks_are_done_alone_where_no_thread_starts_and_not_once_more_later() -> None:

@@ -63,9 +63,11 @@ class Memory:
         assert self._used <= len(self.buffer)
         return make_object(self.buffer[start : self._used], dtype=dtype)
 
-    def fill(self, num_bytes: int, seed: int) -> TensorMemoryObj:
+    def fill(
+        self, num_bytes: int, seed: int, *, dtype: torch.dtype = torch.uint8
+    ) -> TensorMemoryObj:
         """Allocate an object of random bytes."""
-        made = self.allocate(num_bytes)
+        made = self.allocate(num_bytes, dtype=dtype)
         random = torch.Generator().manual_seed(seed)
         made.raw_data.random_(0, 256, generator=random)
         return made

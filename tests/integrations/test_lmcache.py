@@ -12,6 +12,7 @@ pytest.importorskip("lmcache.v1.distributed.l2_adapters", reason="needs LMCache"
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.lmcache.object_keys import object_id_of, object_key_of
+from kvxfer.integrations.lmcache.settings import AdapterSettings
 from tests.integrations.lmcache_driver import (
     Driver,
     Memory,
@@ -93,6 +94,43 @@ def test_objects_smaller_than_a_piece_are_found_again_below_the_first_tier(
     assert driver.load(keys, loaded) == [True, True]
     assert bytes_of(loaded) == bytes_of(stored)
     driver.adapter.close()
+
+
+def test_pieces_of_an_object_of_another_type_are_not_taken_for_its_own(
+    driver: Driver, memory: Memory, tmp_path: Path
+) -> None:
+    """As when a piece was evicted, and a server of another type stores an object of that key."""
+    key, num_bytes = make_key(1), 200_000
+    driver.store([key], [memory.fill(num_bytes, 1, dtype=torch.float16)])
+    first = min(tmp_path.rglob("*.safetensors"), key=lambda path: path.name)
+    first.unlink()
+    other = Driver.open(plugin(params_of(tmp_path)), memory)
+    stored = memory.fill(num_bytes, 2, dtype=torch.bfloat16)
+    assert other.lookup([key]) == [False]
+    for expected in (False, True):  # what is not of the object is deleted, and stored anew
+        other.store([key], [stored])
+        loaded = memory.allocate(num_bytes, dtype=torch.bfloat16)
+        assert other.load([key], [loaded]) == [expected]
+    assert bytes_of([loaded]) == bytes_of([stored])
+    other.adapter.close()
+
+
+@pytest.mark.parametrize("backend", ["nested", "url"])
+def test_no_error_tells_a_credential(backend: str, memory: Memory) -> None:
+    url = "s3://bucket/prefix?secret_access_key=TOPSECRET"
+    mapping = {"type": "s3", "address": "bucket", "secret_access_key": "TOPSECRET"}
+    params = {"revision": "1", "backend": [url if backend == "url" else mapping], "timeout": 1}
+    with pytest.raises(InvalidArgumentError) as caught:
+        AdapterSettings.parse(params)
+    assert "timeout" in str(caught.value)
+    assert "TOPSECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seconds", [1e300, float("inf"), float("nan"), 0.0])
+def test_a_time_that_nobody_can_wait_is_refused_by_name(seconds: float) -> None:
+    params = {"revision": "1", "backend": "host://?capacity=1MiB", "timeout_s": seconds}
+    with pytest.raises(InvalidArgumentError, match="timeout_s"):
+        AdapterSettings.parse(params)
 
 
 def test_every_field_of_a_key_counts(driver: Driver, memory: Memory) -> None:

@@ -219,6 +219,20 @@ def test_requests_that_wait_for_one_chunk_all_hold_it(start: Start) -> None:
         assert scheduler.index.num_evictable == left
 
 
+def test_a_chunk_that_was_found_and_not_taken_is_asked_for_again_by_the_next_request(
+    start: Start,
+) -> None:
+    """As of hybrid models: a request settles on less than was found, and forgets the rest."""
+    backend, keys = KeepingBackend(), keys_of(2)
+    scheduler = start(backend)
+    scheduler.store(keys)
+    scheduler.forget()
+    scheduler.manager._found.update(dict.fromkeys(keys))  # by one that has forgotten the answer
+    assert scheduler.lookup(keys, "second") == [RETRY] * 2
+    scheduler.step("second")
+    assert scheduler.resolve(keys, "second") == [HIT] * 2
+
+
 def test_a_reset_while_chunks_are_looked_up_frees_their_slots(start: Start) -> None:
     backend, keys = broken(Operation.LOOKUP, stuck=1.0), keys_of(2)
     recording = backend.inner = RecordingBackend()

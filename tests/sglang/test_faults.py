@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 
 from kvxfer.connect import open_backend
 from kvxfer.integrations.sglang import KVXferStorage, page_store
@@ -335,6 +336,24 @@ def test_a_store_that_is_late_is_not_found_after_a_clear_either(
         assert storage.batch_exists(keys) == 0
         assert storage.batch_set_v1(keys, rows_of(pool)) == [True] * 4
         assert storage.batch_exists(keys) == 4
+
+
+def test_pages_of_other_weights_are_not_found_after_a_live_update(tmp_path: Path) -> None:
+    """SGLang notes another version, flushes its own cache, and does not clear ours."""
+    pool, context = attention_pool("page_first_direct"), runtime_context.get_context()
+    fill(pool)
+    url = extra_config(file_url(tmp_path))
+    with context.override_server_args(weight_version="100"), opened(pool, url) as storage:
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+        context.override("scheduler.weight_version", weight_version="200")
+        assert storage.batch_exists(KEYS) == 0
+        assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
+        others = keys_of(4, "of 200")
+        assert storage.batch_set_v1(others, rows_of(pool)) == [True] * 4
+        assert storage.batch_exists(others) == 4
+    with context.override_server_args(weight_version="100"), opened(pool, url) as storage:
+        assert storage.batch_exists(others) == 0
+        assert storage.batch_exists(KEYS) == 4
 
 
 def test_statistics_count_pages_since_the_last_time(tmp_path: Path) -> None:

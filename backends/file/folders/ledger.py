@@ -8,6 +8,7 @@ import os
 import stat
 import struct
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -24,6 +25,12 @@ from kvxfer.backends.file.io.file_io import FILE_MODE
 
 MAX_CLAIMED = 64
 """Most files that a thread claims at one time: their names fit into its list in the claim."""
+
+LOCK_TIMEOUT_S = 30.0
+"""Time that the ledger is waited for: whoever has it holds it for milliseconds, unless its process
+was stopped or its host is gone."""
+
+LOCK_PAUSE_S = 0.001
 
 MAX_COUNT = (1 << 64) - 1
 
@@ -81,11 +88,13 @@ class Ledger:
         """Lock the count against all other threads, processes and hosts; blocks.
 
         Raises:
-            OSError: The count cannot be read or written; nothing was changed.
+            OSError: The count cannot be read or written, or somebody has locked it for
+                `LOCK_TIMEOUT_S`; nothing was changed.
         """
-        with self._lock:
+        ends_at = time.monotonic() + LOCK_TIMEOUT_S
+        with self._locked_here(ends_at):
             self._reopen_if_removed()
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            self._lock_file(ends_at)
             try:
                 record = strip_checksum(os.pread(self._fd, _RECORD.size + DIGEST_BYTES, 0))
                 self.known = len(record) == _RECORD.size and record.startswith(_MAGIC)
@@ -101,6 +110,27 @@ class Ledger:
                         os.pwrite(self._fd, add_checksum(changed), 0)
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    @contextlib.contextmanager
+    def _locked_here(self, ends_at: float) -> Iterator[None]:
+        if not self._lock.acquire(timeout=max(0.0, ends_at - time.monotonic())):
+            raise _late("another thread")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _lock_file(self, ends_at: float) -> None:
+        """Lock the file: a process that was stopped may never unlock it, or a dead host."""
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= ends_at:
+                    raise _late("another process") from None
+                time.sleep(LOCK_PAUSE_S)
+            else:
+                return
 
     def reserve(self, num_bytes: int) -> None:
         """Count bytes that are about to be written; only inside `locked`."""
@@ -244,3 +274,8 @@ def _open_ledger(path: Path) -> int:
 
 def _bounded(count: int) -> int:
     return max(0, min(count, MAX_COUNT))
+
+
+def _late(who: str) -> TimeoutError:
+    text = f"{who} has had {LEDGER_NAME} locked for {LOCK_TIMEOUT_S:g} s"
+    return TimeoutError(errno.ETIMEDOUT, text)

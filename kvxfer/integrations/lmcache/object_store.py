@@ -34,9 +34,9 @@ from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.job import Direction
 
 HEADER = struct.Struct(">8sQ16s")
-"""What precedes an object's bytes: form, bytes of the object, digest of its shapes and types."""
+"""What precedes the bytes of a piece: form, bytes of the object, digest of its shapes and types."""
 
-FORM = b"KVXLMC01"
+FORM = b"KVXLMC02"
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +63,15 @@ class StoredObject:
 
     @property
     def header(self) -> bytes:
-        """What precedes its bytes, so that no object of other bytes is taken for it."""
+        """What precedes the bytes of each piece, so that none of another object is taken for it."""
         return HEADER.pack(FORM, self.num_bytes, xxhash.xxh3_128_digest(self.layout.encode()))
 
     def cut(self, piece_bytes: int) -> Iterator["Piece"]:
-        """Cut header and object into pieces."""
-        object_id = object_id_of(self.key)
-        for index, start in enumerate(range(-HEADER.size, self.num_bytes, piece_bytes)):
-            head = self.header if not index else b""
-            first, last = max(0, start), min(self.num_bytes, start + piece_bytes)
-            address, num_bytes = self.address + first, last - first
+        """Cut the object into pieces of `piece_bytes`, each with the header."""
+        object_id, head = object_id_of(self.key), self.header
+        step = piece_bytes - len(head)
+        for index, first in enumerate(range(0, max(1, self.num_bytes), step)):
+            address, num_bytes = self.address + first, min(step, self.num_bytes - first)
             yield Piece(self, piece_key(object_id, index), index, head, address, num_bytes)
 
 

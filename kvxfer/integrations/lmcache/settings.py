@@ -5,9 +5,10 @@ from typing import Any
 
 import msgspec
 
+from kvxfer.connect import shown
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import GroupIdentity, Namespace
-from kvxfer.units import ByteSize, decode_size
+from kvxfer.units import MAX_DURATION_S, ByteSize, decode_size
 
 LAYOUT = "LMCache objects in pieces, form 1"
 
@@ -50,13 +51,14 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         try:
             settings = msgspec.convert(params, cls, strict=False, dec_hook=decode_size)
         except msgspec.ValidationError as exc:
-            raise InvalidArgumentError("adapter_params", params, str(exc)) from exc
+            raise InvalidArgumentError("adapter_params", shown(params), str(exc)) from exc
         if not settings.revision:
             rule = "a name for the weights: their commit, quantization, overrides"
             raise InvalidArgumentError("revision", settings.revision, rule)
         for name in ("timeout_s", "pause_s", "close_timeout_s"):
-            if not getattr(settings, name) > 0:
-                raise InvalidArgumentError(name, getattr(settings, name), "more than 0 seconds")
+            if not 0 < getattr(settings, name) <= MAX_DURATION_S:
+                rule = f"more than 0 seconds, at most {MAX_DURATION_S:.0f}"
+                raise InvalidArgumentError(name, getattr(settings, name), rule)
         if settings.piece % UNIT_BYTES:
             raise InvalidArgumentError("piece", settings.piece, f"a multiple of {UNIT_BYTES} bytes")
         if settings.staging < 4 * settings.piece:

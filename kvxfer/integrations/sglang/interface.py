@@ -90,6 +90,16 @@ def published_settings(*required: str) -> list[PublishedSetting]:
     ]
 
 
+def weight_version() -> Any:
+    """Read the setting that a live update of the weights changes; None outside of an engine."""
+    context = runtime_context.get_context()
+    try:
+        place = namespace_of(type(context.server_args)).get("weight_version")
+    except ValueError:
+        return None
+    return None if place is None else _published(context, "weight_version", place)
+
+
 def _published(context: Any, name: str, place: str) -> Any:
     """Read one setting, whose group may be in another one: `exec.moe`."""
     group, *rooms = place.split(".")

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvxfer.integrations.sglang.host_pools import HostPages, read_pool
 from kvxfer.integrations.sglang.identity import page_namespace
-from kvxfer.integrations.sglang.interface import HiCacheStorageConfig
+from kvxfer.integrations.sglang.interface import HiCacheStorageConfig, weight_version
 from kvxfer.integrations.sglang.page_store import PageStore
 from kvxfer.integrations.sglang.settings import StorageSettings
 from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
@@ -35,6 +35,8 @@ class PoolStores:
         self._pools: dict[str, HostPages] = {}
         self._mappings: dict[str, PageMapping] = {}
         self._stores: dict[str, tuple[PageStore, int] | None] = {}
+        self._retired: list[PageStore] = []
+        self._version = weight_version()
         self._lock = threading.Lock()  # held for a few lines, never while something is opened
         self._opening: Future[None] | None = None
         self._is_late = False
@@ -85,6 +87,7 @@ class PoolStores:
             deadline: Time of `time.monotonic`.
         """
         while True:
+            self._retire()
             with self._lock:
                 if self._closed or name in self._stores:
                     return None if self._closed else self._stores[name]
@@ -151,6 +154,10 @@ class PoolStores:
         """Open a store of pools; whoever waits gets its error, and later there is no store."""
         failure: BaseException | None = None
         found: dict[str, tuple[PageStore, int] | None] = dict.fromkeys(names)
+        with self._lock:
+            retired, self._retired = self._retired, []
+        for each in retired:
+            _close(each)
         try:
             store = PageStore(
                 [self._pools[name].caches for name in names],
@@ -175,10 +182,22 @@ class PoolStores:
         else:
             opening.set_exception(failure)
 
+    def _retire(self) -> None:
+        """Take the stores out of use once the engine has other weights, as after a live update.
+
+        The next opening closes them first, and opens others in the namespace of these weights.
+        """
+        version = weight_version()
+        with self._lock:
+            if version != self._version and self._opening is None and not self._closed:
+                self._retired += dict.fromkeys(each[0] for each in self._stores.values() if each)
+                self._stores.clear()
+                self._version = version
+
     def _open_stores(self) -> Iterable[PageStore]:
         with self._lock:
             found = [each[0] for each in self._stores.values() if each is not None]
-        return dict.fromkeys(found)
+        return dict.fromkeys([*found, *self._retired])
 
 
 def _close(store: PageStore) -> None:

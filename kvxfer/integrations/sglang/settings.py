@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 
 from kvxfer.backends.host import HostBackend
-from kvxfer.checks import require_number, require_text
-from kvxfer.connect import BackendChoice, parse_backend
+from kvxfer.checks import require_text
+from kvxfer.connect import BackendChoice, parse_backend, shown
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.tiering.timeouts import TierTimeouts
-from kvxfer.units import ByteSize, decode_size
+from kvxfer.units import MAX_DURATION_S, ByteSize, decode_size
 
 SGLANG_FIELDS = frozenset({
     "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size",
@@ -64,10 +64,14 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> StorageSettings:
         settings = msgspec.convert(ours, StorageSettings, dec_hook=decode_size)
     except msgspec.ValidationError as exc:
         names = ", ".join(field.name for field in msgspec.structs.fields(StorageSettings))
-        raise InvalidArgumentError("extra_config", ours, f"{exc}; settings: {names}") from exc
+        raise InvalidArgumentError(
+            "extra_config", shown(ours), f"{exc}; settings: {names}"
+        ) from exc
     require_text("revision", settings.revision)
     for name in ("timeout_s", "pause_s"):
-        require_number(name, getattr(settings, name))
+        if not 0 <= getattr(settings, name) <= MAX_DURATION_S:
+            rule = f"seconds, from 0 to {MAX_DURATION_S:.0f}"
+            raise InvalidArgumentError(name, getattr(settings, name), rule)
     if not settings.timeout_s:
         raise InvalidArgumentError("timeout_s", settings.timeout_s, "more than 0")
     for choice in settings.choices:

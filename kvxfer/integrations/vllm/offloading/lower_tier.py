@@ -117,6 +117,7 @@ class LowerTier:
         self._lookups: list[RowLookup] = []
         self._jobs: dict[JobId, RowJob] = {}
         self._late: list[RowOutcome] = []
+        self._late_keys: set[BlockKey] = set()
         self._missing: list[BlockKey] = []
         self._purges: list[Future[Any]] = []
         self._row_size_bytes = int(row_size_bytes)
@@ -208,10 +209,7 @@ class LowerTier:
 
     def is_late(self, key: BlockKey) -> bool:
         """Whether a load of this key was abandoned while its memory is still in use."""
-        return any(
-            each.key == key and each.direction is Direction.LOAD and not each.void
-            for each in self._late
-        )
+        return key in self._late_keys
 
     def poll(self) -> list[RowOutcome]:
         """Record lookup results; return the rows that were moved since the last call."""
@@ -230,6 +228,8 @@ class LowerTier:
         late, self._late = self._late, []
         for each in late:
             (self._late if self._engine.may_touch(each.job_id) else moved).append(each)
+        loads = (each for each in self._late if each.direction is Direction.LOAD)
+        self._late_keys = {each.key for each in loads if not each.void}
         return moved
 
     def drain(self, *, timeout_s: float | None = None) -> bool:

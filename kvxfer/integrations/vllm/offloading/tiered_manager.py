@@ -210,7 +210,9 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         chunks that were evicted for it are gone, but a missing chunk is computed and stored soon,
         and would evict them then. Chunks beyond this bound get slots when they were found.
         """
-        found, unknown = list(self._found), self._tier.results.unasked
+        # A request that did not take what was found forgets the answer: the next one asks anew.
+        found = list(self._found)
+        unknown = [key for key in self._tier.results.unasked if key not in self._found]
         if not found and not unknown:
             return {}
         self._found.clear()
