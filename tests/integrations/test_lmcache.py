@@ -251,6 +251,22 @@ def test_a_lookup_that_nobody_unlocks_holds_nothing_for_good(
     assert driver.lookup([make_key(1)]) == [False]
 
 
+def test_a_lookup_after_one_that_nobody_unlocked_is_one_lookup(
+    driver: Driver, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [make_key(number) for number in range(3)]
+    driver.store(keys, [memory.fill(100, number) for number in range(3)])
+    with monkeypatch.context() as patch:
+        patch.setattr("kvxfer.integrations.lmcache.adapter.PIN_S", 0.0)
+        assert driver.lookup(keys) == [True] * 3
+    time.sleep(0.01)
+    assert driver.lookup(keys[:1]) == [True]
+    assert list(driver.adapter._pins) == keys[:1]
+    driver.adapter.submit_unlock(keys[:1])
+    driver.adapter.delete(keys[:1])
+    assert driver.lookup(keys[:1]) == [False]
+
+
 def test_objects_are_listed_page_by_page(driver: Driver, memory: Memory) -> None:
     keys = [make_key(number) for number in range(5)] + [make_key(9, model_name="other")]
     driver.store(keys, [memory.fill(100 + number, number) for number in range(len(keys))])

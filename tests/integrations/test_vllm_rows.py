@@ -17,9 +17,11 @@ from kvxfer.errors import NamespaceMismatchError
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
 from kvxfer.integrations.vllm.common.worker_pages import (
     CPU_AXES,
+    GroupLayers,
     GroupPages,
     WorkerPages,
     as_bytes,
+    describe_pages,
     unpack,
 )
 from kvxfer.integrations.vllm.offloading.interface import group_ids
@@ -28,6 +30,7 @@ from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.portable_namespace import portable_namespace
+from kvxfer.testing import BlockMemory
 from tests.integrations.test_vllm import make_config
 
 has_kernel = pytest.mark.skipif(
@@ -281,3 +284,20 @@ def test_workers_that_keep_the_same_heads_share_a_part() -> None:
     (alone,) = map_rows([worker_pages(HEADS)], row_config(1), row_shape(1), "there")
     assert mapping.page == alone.page
     assert page_of(fill_row(HEADS, 1), mapping) == page_of(fill_row(1, 1), alone)
+
+
+@pytest.mark.parametrize("tp_size", [4, 8])
+def test_layers_with_other_numbers_of_heads_are_bytes_of_each_worker(tp_size: int) -> None:
+    """With 4 heads in some layers and 8 in others, eight workers have one of each."""
+    told = {"num_key_value_heads": 4, "swa_num_key_value_heads": 8, "num_hidden_layers": 2}
+    vllm_config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(
+            get_total_num_kv_heads=lambda: 4, hf_text_config=SimpleNamespace(to_dict=lambda: told)
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    caches = BlockMemory([[64]], num_blocks=2).caches
+    pages = describe_pages(caches, [GroupLayers(["layers.0"], TOKENS)], vllm_config)
+    assert ("layers have [4, 8] KV heads" in pages.groups[0].reason) is (tp_size == 8)
+    assert num_copies(pages, row_config(tp_size)) == 1

@@ -5,6 +5,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -71,7 +72,8 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         self._memory = l1_memory_desc
         self._task_ids = itertools.count()
         self._submission = threading.Lock()
-        self._pins: dict[ObjectKey, tuple[int, float]] = {}
+        # How often, and until when; in that order.
+        self._pins = OrderedDict[ObjectKey, tuple[int, float]]()
         self._pins_lock = threading.Lock()
         self._closed = False
         self._ready = False
@@ -282,16 +284,22 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         return bool(first <= each.address and each.address + each.num_bytes <= stop)
 
     def _pin(self, keys: Sequence[ObjectKey]) -> None:
-        until = time.monotonic() + PIN_S
         with self._pins_lock:
+            self._drop_expired_pins()
+            until = time.monotonic() + PIN_S
             for key in keys:
                 self._pins[key] = self._pins.get(key, (0, 0.0))[0] + 1, until
+                self._pins.move_to_end(key)
 
     def _is_pinned(self, key: ObjectKey) -> bool:
         with self._pins_lock:
-            if key in self._pins and self._pins[key][1] < time.monotonic():
-                del self._pins[key]
+            self._drop_expired_pins()
             return key in self._pins
+
+    def _drop_expired_pins(self) -> None:
+        now = time.monotonic()
+        while self._pins and next(iter(self._pins.values()))[1] < now:
+            self._pins.popitem(last=False)
 
     def _wake(self) -> None:
         """Deliver what tiers told, and delete what is left of objects, on the event loop."""

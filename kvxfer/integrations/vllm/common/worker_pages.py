@@ -26,6 +26,9 @@ from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import is_state
 from kvxfer.kvcache.spec import AttentionSpec
 
+HEADS = "key_value_heads"
+"""End of the names of the settings of a model that say how many KV heads its layers have."""
+
 CPU_AXES: dict[str, tuple[str, ...]] = {"k": ("head", "dim", "token")}
 """Portable order of the axes of keys, which the CPU attention stores transposed: in the usual order
 no two elements of a key would be neighbours on both sides. See `cpu_packing` for the evidence."""
@@ -101,6 +104,26 @@ def describe_pages(
     )
 
 
+def _require_one_number_of_heads(vllm_config: Any) -> None:
+    """Check that no two workers have other heads in one layer, and the same ones in another.
+
+    vLLM tells one number of KV heads for a model. Where layers have several, such as those with a
+    sliding window in MiMo-V2, and there are more workers than the smallest, each has one head of
+    every layer: how many workers have the same one is not known.
+
+    Raises:
+        PageMappingError: There are such layers, and so many workers.
+    """
+    config = getattr(vllm_config.model_config, "hf_text_config", None)
+    told = config.to_dict() if config is not None else {}
+    numbers = {
+        each for name, each in told.items() if name.endswith(HEADS) and isinstance(each, int)
+    }
+    if len(numbers) > 1 and vllm_config.parallel_config.tensor_parallel_size > min(numbers):
+        rule = f"at most {min(numbers)} workers, since layers have {sorted(numbers)} KV heads"
+        raise PageMappingError("head", "several numbers", rule)
+
+
 def _describe_group(
     refs: Sequence[CanonicalKVCacheRef],
     group: GroupLayers,
@@ -114,6 +137,7 @@ def _describe_group(
     layer = _Layer([])
     boxes: list[PageBox] = []
     try:
+        _require_one_number_of_heads(vllm_config)
         if len(refs) not in (1, len(group.layer_names)):
             expected = f"one for each of {len(group.layer_names)} layers, or for all"
             raise PageMappingError("layer", f"{len(refs)} pieces", expected)  # noqa: TRY301
