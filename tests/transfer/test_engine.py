@@ -461,7 +461,9 @@ def test_a_job_that_is_added_while_the_engine_closes_is_cancelled_and_reported(
     engine._submissions.add(job)
     may_go_on.set()
     assert engine.wait([job.job_id], timeout_s=5)
-    closing.join()
+    engine._loop.call_soon(gated.gate.set)
+    closing.join(5)
+    assert not closing.is_alive()
     (finished,) = engine.get_finished()
     assert statuses(finished.outcomes) == {Status.CANCELLED}
     with pytest.raises(ClosedError):
