@@ -348,9 +348,8 @@ class Space:
             if victim.fingerprint != folder.fingerprint:
                 folder = opened.enter_context(self._tree.folder(victim.fingerprint))
             removed_bytes = _remove(folder, victim)
-            is_removed = removed_bytes is not None
             if self._reports and not victim.quarantined:
-                reason = victim.reason if is_removed else Removal.VANISHED
+                reason = Removal.VANISHED if removed_bytes is None else victim.reason
                 self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)
             if removed_bytes is None:  # another process did, and has counted it
                 return 0

@@ -50,7 +50,8 @@ SHARE_BELOW = 0.6
 """Share of the time for an answer in which the holder may ask its lower tiers."""
 
 BUSY_PAUSE_S = 0.005
-"""Pause before asking again for blocks that another engine is storing."""
+LONGEST_BUSY_PAUSE_S = 0.1
+"""Pauses before asking again for blocks that another engine is storing; each doubles the last."""
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class PoolBackend(Backend):
             if not left or time.monotonic() > ends_at:
                 return [outcome or _BUSY for outcome in outcomes]
             await asyncio.sleep(pause_s)
-            pause_s *= 2
+            pause_s = min(2 * pause_s, LONGEST_BUSY_PAUSE_S)
             self._guard.check()
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:

@@ -121,7 +121,7 @@ class Ledger:
             self._lock.release()
 
     def _lock_file(self, ends_at: float) -> None:
-        """Lock the file: a process that was stopped may never unlock it, or a dead host."""
+        """Lock the file by a deadline: a stopped process, or a dead host, may never unlock it."""
         while True:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
