@@ -30,7 +30,34 @@ TOP = {
     *("backends", "constraints.txt", "docs", "examples", "kvxfer", "mkdocs.yml", "pyproject.toml"),
     "tests",
 }
-MAX_LINES = 400
+# Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
+# is joined with what the house already has, or the commit says why the room has to grow.
+BUDGETS = {
+    "kvxfer": 1_600,
+    "backends/file": 6_600,
+    "backends/host": 1_650,
+    "backends/mooncake": 750,
+    "backends/nixl": 9_800,
+    "backends/object": 2_000,
+    "backends/pool": 1_400,
+    "kvxfer/bench": 6_050,
+    "kvxfer/cli": 1_950,
+    "kvxfer/copy_engine": 2_250,
+    "kvxfer/doctor": 1_700,
+    "kvxfer/engine_side": 1_650,
+    "kvxfer/explain": 950,
+    "kvxfer/integrations": 10_450,
+    "kvxfer/kvcache": 5_950,
+    "kvxfer/proxy": 1_200,
+    "kvxfer/replay": 3_950,
+    "kvxfer/storage": 4_900,
+    "kvxfer/telemetry": 1_900,
+    "kvxfer/testing": 2_050,
+    "kvxfer/tiering": 1_200,
+    "kvxfer/top": 700,
+    "kvxfer/transfer": 3_600,
+}
+MAX_FUNCTION_LINES = 70
 FACES = ("kvxfer", "kvxfer.kvcache", "kvxfer.storage", "kvxfer.tiering", "kvxfer.transfer")
 
 
@@ -117,9 +144,24 @@ def test_nothing_was_left_at_the_top() -> None:
     assert {name.partition("/")[0] for name in tracked.split("\0") if name} == TOP
 
 
-def test_no_file_is_too_long_to_read() -> None:
-    lengths = {path: len(path.read_text().splitlines()) for path in FILES}
-    assert not {path for path, length in lengths.items() if length > MAX_LINES}
+def test_rooms_keep_to_their_budgets_of_lines() -> None:
+    lines: dict[str, int] = defaultdict(int)
+    for path in FILES:
+        *folders, _ = path.relative_to(ROOT).parts
+        lines["/".join(folders[:2])] += len(path.read_text().splitlines())
+    lines.pop("backends")  # an empty __init__.py
+    assert lines.keys() == BUDGETS.keys()
+    assert {room: count for room, count in lines.items() if count > BUDGETS[room]} == {}
+
+
+def test_no_function_is_too_long_to_read() -> None:
+    lengths = {
+        f"{name}.{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {name: count for name, count in lengths.items() if count > MAX_FUNCTION_LINES} == {}
 
 
 @pytest.mark.parametrize("face", FACES)

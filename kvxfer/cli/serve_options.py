@@ -32,36 +32,7 @@ def make_parser() -> CommandLine:
         "any more, a second signal at once.",
         epilog=exit_statuses("when a signal ended it"),
     )
-    at = parser.add_mutually_exclusive_group(required=True)
-    at.add_argument(
-        "--listen",
-        default="",
-        metavar="HOST:PORT",
-        help="address that peers connect to; port 0 chooses a free port",
-    )
-    at.add_argument(
-        "--pool",
-        default="",
-        metavar="PATH",
-        help="socket that engines of this user and machine attach to; their blocks are in shared "
-        "memory of this process, and outlive them",
-    )
-    parser.add_argument(
-        "--data-port",
-        type=int,
-        default=0,
-        metavar="PORT",
-        help="second port that peers connect to, for blocks that NIXL does not move; 0, the "
-        "default, chooses a free port",
-    )
-    parser.add_argument(
-        "--max-connections",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="most connections of peers: one of each where NIXL moves the blocks, up to five "
-        "through sockets; default 1024",
-    )
+    _add_addresses(parser)
     parser.add_argument(
         "--capacity", required=True, metavar="SIZE", help="host memory for blocks, such as 8GiB"
     )
@@ -123,6 +94,39 @@ def require_for_pool(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value != getattr(defaults, name):
             raise InvalidArgumentError(name.replace("_", "-"), value, "none with --pool")
+
+
+def _add_addresses(parser: CommandLine) -> None:
+    at = parser.add_mutually_exclusive_group(required=True)
+    at.add_argument(
+        "--listen",
+        default="",
+        metavar="HOST:PORT",
+        help="address that peers connect to; port 0 chooses a free port",
+    )
+    at.add_argument(
+        "--pool",
+        default="",
+        metavar="PATH",
+        help="socket that engines of this user and machine attach to; their blocks are in shared "
+        "memory of this process, and outlive them",
+    )
+    parser.add_argument(
+        "--data-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="second port that peers connect to, for blocks that NIXL does not move; 0, the "
+        "default, chooses a free port",
+    )
+    parser.add_argument(
+        "--max-connections",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="most connections of peers: one of each where NIXL moves the blocks, up to five "
+        "through sockets; default 1024",
+    )
 
 
 def _add_events(parser: CommandLine) -> None:

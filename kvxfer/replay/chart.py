@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,6 +10,9 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay.lru_curve import LRUCurve
 from kvxfer.replay.report import Report
 from kvxfer.units import format_size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = {"lru": "#2a6f97", "arc": "#c8553d"}
 COLOUR_CEILING, COLOUR_LIST = "#555555", "#588157"
@@ -98,18 +101,7 @@ def draw(report: Report, curve: LRUCurve, path: Path) -> None:
             linestyle="none",
             label=f"{name}, {row.tiers[0].policy}",
         )
-    axes.set_xscale("log")
-    axes.set_xlim(left=unit * max(1, slots[-1] / 3000))
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("capacity" if per_token else "capacity in blocks")
-    if per_token:
-        low, high = axes.get_xlim()
-        sizes = [4**power for power in range(40) if low <= 4**power <= high]
-        axes.set_xticks(sizes, [format_size(size).replace(".0", "") for size in sizes])
-        axes.minorticks_off()
-    axes.set_ylabel("hits, % of blocks")
-    axes.legend(frameon=False, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
+    _set_axes(axes, left=unit * max(1, slots[-1] / 3000), in_bytes=bool(per_token))
     figure.tight_layout()
     try:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -117,3 +109,18 @@ def draw(report: Report, curve: LRUCurve, path: Path) -> None:
         raise InvalidArgumentError("chart", str(path), f"a picture's name; {exc}") from exc
     finally:
         plt.close(figure)
+
+
+def _set_axes(axes: "Axes", *, left: float, in_bytes: bool) -> None:
+    axes.set_xscale("log")
+    axes.set_xlim(left=left)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("capacity" if in_bytes else "capacity in blocks")
+    if in_bytes:
+        low, high = axes.get_xlim()
+        sizes = [4**power for power in range(40) if low <= 4**power <= high]
+        axes.set_xticks(sizes, [format_size(size).replace(".0", "") for size in sizes])
+        axes.minorticks_off()
+    axes.set_ylabel("hits, % of blocks")
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
