@@ -43,7 +43,7 @@ BUDGETS = {
     "kvxfer/bench": 6_050,
     "kvxfer/cli": 1_950,
     "kvxfer/copy_engine": 2_250,
-    "kvxfer/doctor": 1_700,
+    "kvxfer/doctor": 1_800,
     "kvxfer/engine_side": 1_650,
     "kvxfer/explain": 950,
     "kvxfer/integrations": 10_450,

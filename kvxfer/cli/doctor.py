@@ -31,16 +31,29 @@ def main(argv: Sequence[str]) -> int:
         arguments.timeout, name="timeout", minimum_s=MIN_TIMEOUT_S, maximum_s=MAX_TIMEOUT_S
     )
 
-    from kvxfer.doctor import Severity, compare, examine, is_comparable, read_backends
+    from kvxfer.doctor import (
+        Severity,
+        compare,
+        examine,
+        is_comparable,
+        read_backends,
+        read_hash_name,
+    )
+    from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
 
     names: list[str] = arguments.url
     if len(names) == 2 and all(map(is_comparable, names)):
         findings = compare(names, timeout_s=timeout_s)
     else:
         backends: list[BackendChoice] = []
+        hash_name: str = DEFAULT_HASH
         for name in names:
-            backends += [name] if "://" in name else read_backends(name)
-        findings = examine(backends, timeout_s=timeout_s)
+            if "://" in name:
+                backends.append(name)
+            else:
+                backends += read_backends(name)
+                hash_name = read_hash_name(name)
+        findings = examine(backends, timeout_s=timeout_s, hash_name=hash_name)
     if arguments.json:
         print(msgspec.json.encode(findings).decode())
     else:

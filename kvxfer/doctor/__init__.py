@@ -1,6 +1,6 @@
 """Examination of a machine and its stores and peers, and comparison of two engines."""
 
-from kvxfer.doctor.configuration import read_backends
+from kvxfer.doctor.configuration import read_backends, read_hash_name
 from kvxfer.doctor.examination import PlannedCheck, examine, run_checks, sort_findings
 from kvxfer.doctor.finding import Check, Examined, Finding, Severity
 from kvxfer.doctor.memory import check_huge_pages, check_memory, check_shared_memory
@@ -52,6 +52,7 @@ __all__ = [
     "examine",
     "is_comparable",
     "read_backends",
+    "read_hash_name",
     "run_checks",
     "sort_findings",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvxfer.connect import BackendChoice
+from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.planned_namespaces import PlannedNamespace
 from kvxfer.named_files import read_named_file
@@ -67,6 +68,15 @@ def read_backends(path: str) -> list[BackendChoice]:
     if not found:
         raise InvalidArgumentError("argument", path, "a configuration with a backend in it")
     return found
+
+
+def read_hash_name(path: str) -> str:
+    """Read the `--prefix-caching-hash-algo` of a configuration, or vLLM's default.
+
+    Raises:
+        InvalidArgumentError: It cannot be read.
+    """
+    return str(read_configuration(path).get("prefix_caching_hash_algo", DEFAULT_HASH))
 
 
 def plan_namespaces(path: str, *, timeout_s: float) -> list[PlannedNamespace]:

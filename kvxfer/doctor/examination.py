@@ -21,6 +21,7 @@ from kvxfer.doctor.discovery import check_discovery
 from kvxfer.doctor.finding import Check, Examined, Finding, Severity
 from kvxfer.doctor.mooncake import check_mooncake
 from kvxfer.doctor.pools import check_pool
+from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
 from kvxfer.storage.threads import DaemonThreads
 from kvxfer.text import printable
 
@@ -55,12 +56,15 @@ class PlannedCheck:
     num_steps: int = 1
 
 
-def examine(backends: Sequence[BackendChoice], *, timeout_s: float) -> list[Finding]:
+def examine(
+    backends: Sequence[BackendChoice], *, timeout_s: float, hash_name: str = DEFAULT_HASH
+) -> list[Finding]:
     """Examine this machine, and the backends of an engine on it.
 
     Args:
         backends: URLs or mappings, as for `kvxfer.connect`; may be none.
         timeout_s: Time for each check.
+        hash_name: The engine's `--prefix-caching-hash-algo`, if it is one of vLLM.
 
     Returns:
         All findings, the worst first.
@@ -71,7 +75,7 @@ def examine(backends: Sequence[BackendChoice], *, timeout_s: float) -> list[Find
     configs = [parse_backend(each)[1] for each in backends]
     host_bytes = sum(each.capacity for each in configs if isinstance(each, HostConfig))
     held_bytes = sum(each.capacity or 0 for each in configs if isinstance(each, NixlConfig))
-    planned = _plan_machine(host_bytes, held_bytes)
+    planned = _plan_machine(host_bytes, held_bytes, hash_name)
     for config in configs:
         planned += _plan_backend(config, timeout_s)
     return run_checks(planned, timeout_s=timeout_s)
@@ -103,10 +107,12 @@ def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
-def _plan_machine(host_bytes: int, held_bytes: int) -> list[PlannedCheck]:
+def _plan_machine(host_bytes: int, held_bytes: int, hash_name: str) -> list[PlannedCheck]:
     needed_bytes = host_bytes + held_bytes
     return [
-        PlannedCheck(Check.HASH_SEED, "environment", process.check_hash_seed),
+        PlannedCheck(
+            Check.HASH_SEED, "environment", partial(process.check_hash_seed, hash_name=hash_name)
+        ),
         PlannedCheck(Check.OPEN_FILES, "limits", process.check_open_files),
         PlannedCheck(
             Check.LOCKED_MEMORY, "limits", partial(process.check_locked_memory, needed_bytes)

@@ -46,7 +46,7 @@ def check_packages(find_version: FindVersion = importlib.metadata.version) -> It
             make = at.warning if name in _OPTIONAL else at.error
             yield make("is not installed", why=why, mend=mend)
             continue
-        if _is_within(version, wanted):
+        if is_within(version, wanted):
             yield at.ok(f"{version}{_vector_units(name)}")
         else:
             yield at.error(f"{version}, expected {wanted}", why=why, mend=mend)
@@ -59,7 +59,7 @@ def check_vllm(find_version: Callable[[], str] = installed_version) -> Finding:
     _, wanted = _split(next(each for each in _requirements("vllm")))
     if not version[:1].isdigit():
         return at.ok("not installed here")
-    if _is_within(version, wanted):
+    if is_within(version, wanted):
         return at.ok(version)
     return at.error(
         f"{version}, expected {wanted}",
@@ -137,7 +137,8 @@ def _split(requirement: str) -> tuple[str, str]:
     return name, ",".join(sorted(wanted.strip().split(","), reverse=True))
 
 
-def _is_within(version: str, wanted: str) -> bool:
+def is_within(version: str, wanted: str) -> bool:
+    """Whether a release is within bounds such as `>=0.26,<0.34`."""
     found = _numbers(version)
     for bound in filter(None, wanted.split(",")):
         text = bound.lstrip("<>=")

@@ -2,13 +2,21 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvxfer.backends.host.control_groups import find_limits, read_or_empty
 from kvxfer.backends.nixl import has_active_port
 from kvxfer.copy_engine.cpu import MAX_THREADS
 from kvxfer.doctor.finding import Check, Examined, Finding
+from kvxfer.doctor.packages import is_within
+from kvxfer.engine_side.vllm_keys import (
+    DEFAULT_HASH,
+    DEFAULT_SEED_SINCE,
+    HASHES_WITH_DEFAULT_SEED,
+    SEED_VARIABLE,
+)
+from kvxfer.integrations.vllm.common.release import installed_version
 from kvxfer.units import format_size
 
 ROOT = Path("/")
@@ -25,15 +33,42 @@ _MISSED = (
     "finds a block of another one, or its own after a restart: no hits, and no error."
 )
 
+_SET = f"export {SEED_VARIABLE}=0  # in all engines"
 
-def check_hash_seed(environ: Mapping[str, str] = os.environ) -> Finding:
-    """Check that PYTHONHASHSEED is set to a number."""
+
+def check_hash_seed(
+    environ: Mapping[str, str] = os.environ,
+    *,
+    find_version: Callable[[], str] = installed_version,
+    hash_name: str = DEFAULT_HASH,
+) -> Finding:
+    """Check that vLLM makes the same keys in every engine, by its release and its hash.
+
+    Args:
+        environ: Environment of the engine.
+        find_version: Finds the release of vLLM that is installed.
+        hash_name: The engine's `--prefix-caching-hash-algo`.
+    """
     at = Examined(Check.HASH_SEED, "environment")
-    seed = environ.get("PYTHONHASHSEED", "")
-    if seed.isdigit():
-        return at.ok(f"PYTHONHASHSEED={seed}, which has to be the same in all engines")
-    found = f"PYTHONHASHSEED is {seed!r}" if seed else "PYTHONHASHSEED is not set"
-    return at.error(found, why=_MISSED, mend="export PYTHONHASHSEED=0")
+    seed, version = environ.get(SEED_VARIABLE), find_version()
+    has_default = is_within(version, f">={DEFAULT_SEED_SINCE}")
+    has_default &= hash_name in HASHES_WITH_DEFAULT_SEED
+    others = f"; where {SEED_VARIABLE} is not set, vLLM {version} has other keys"
+    if seed is not None and seed.isdigit():
+        found = f"{SEED_VARIABLE}={seed}, which has to be the same in all engines"
+        return at.ok(found + others * has_default)
+    if seed is not None:
+        mend = f"unset {SEED_VARIABLE}  # in all engines" if has_default else _SET
+        why = "vLLM takes the text as the seed of its keys, and not as Python means it: engines "
+        why += "with another text, or none, find no block of this one. No hits, and no error."
+        return at.error(f"{SEED_VARIABLE} is {seed!r}", why=why, mend=mend)
+    if not version[:1].isdigit():
+        return at.ok(f"{SEED_VARIABLE} is not set, and vLLM is not installed here")
+    if has_default:
+        found = f"{SEED_VARIABLE} is not set, and has to be in no engine: with {hash_name}, vLLM "
+        return at.ok(f"{found}{version} has one seed for all")
+    found = f"{SEED_VARIABLE} is not set: with {hash_name}, every process of vLLM {version} "
+    return at.error(f"{found}has a random seed", why=_MISSED, mend=_SET)
 
 
 def check_open_files(root: Path = ROOT) -> Finding:

@@ -257,7 +257,7 @@ def _agree(pair: _Pair) -> str:
     if unknown := list(dict.fromkeys(filter(None, (ours.unknown, theirs.unknown)))):
         said += f"; not known before an engine runs: {'; '.join(unknown)}"
     if HANDED_OVER not in (ours.kind, theirs.kind):  # which has keys of its own
-        said += "; keys are the same where PYTHONHASHSEED and salts are"
+        said += "; keys are the same where seeds of hashes (PYTHONHASHSEED) and salts are"
     return said
 
 

@@ -5,7 +5,7 @@ import os
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 import xxhash
 from numpy.typing import ArrayLike
@@ -17,11 +17,17 @@ from kvxfer.storage.keys import BlockKey, make_block_key
 HashName = Literal["sha256", "xxhash"]
 SEED_VARIABLE = "PYTHONHASHSEED"
 DEFAULT_SEED = "vllm-none-hash"
-"""Seed of SHA-256 without a `PYTHONHASHSEED`, from the releases on that have one.
+"""Seed of SHA-256 without a `PYTHONHASHSEED`, from `DEFAULT_SEED_SINCE` on.
 
 Source: `vllm/v1/core/kv_cache_utils.py`, `DEFAULT_NONE_HASH_SEED`, `init_none_hash` and
 `hash_block_tokens`; `vllm/utils/hashing.py`.
 """
+DEFAULT_SEED_SINCE = "0.29"
+"""First release of vLLM with it; without the variable, every seed of earlier ones is random."""
+DEFAULT_HASH: Final = "sha256"
+"""Default of vLLM's `--prefix-caching-hash-algo` in every release that is supported."""
+HASHES_WITH_DEFAULT_SEED = ("sha256", "sha256_cbor")
+"""Values of `--prefix-caching-hash-algo` that have the seed; that of all others is random."""
 PICKLE_PROTOCOL = 5
 """The highest protocol of Python 3.8 to 3.14, which vLLM hashes."""
 
@@ -38,7 +44,8 @@ class VLLMKeys:
     Attributes:
         hash: vLLM's `--prefix-caching-hash-algo`.
         seed: `PYTHONHASHSEED` of vLLM's processes; by default that of this process, or the seed
-            that vLLM uses without one from 0.29 on; before, its hashes are random then.
+            that vLLM uses without one from 0.29 on; before, its hashes are random then. As in
+            vLLM, an empty variable is a seed, too.
         tokens_per_block: vLLM's `--block-size`, if chunks have several blocks; by default that of
             a chunk.
 
@@ -47,7 +54,7 @@ class VLLMKeys:
             `xxhash` has no seed, with which vLLM's hashes are random.
     """
 
-    hash: HashName = "sha256"
+    hash: HashName = DEFAULT_HASH
     seed: str = ""
     tokens_per_block: int | None = None
 
@@ -55,11 +62,11 @@ class VLLMKeys:
         if require_text("hash", self.hash) not in get_args(HashName):
             known = " or ".join(map(repr, get_args(HashName)))
             raise InvalidArgumentError("hash", self.hash, known)
-        seed = require_text("seed", self.seed) or os.environ.get(SEED_VARIABLE, "")
-        if not seed and self.hash != "sha256":
+        seed = require_text("seed", self.seed) or os.environ.get(SEED_VARIABLE)
+        if seed is None and self.hash not in HASHES_WITH_DEFAULT_SEED:
             wanted = f"the {SEED_VARIABLE} of vLLM, whose hashes are random without"
-            raise InvalidArgumentError("seed", seed, wanted)
-        object.__setattr__(self, "seed", seed or DEFAULT_SEED)
+            raise InvalidArgumentError("seed", self.seed, wanted)
+        object.__setattr__(self, "seed", DEFAULT_SEED if seed is None else seed)
         if self.tokens_per_block is not None:
             tokens = require_positive("tokens_per_block", self.tokens_per_block)
             object.__setattr__(self, "tokens_per_block", tokens)

@@ -88,11 +88,26 @@ def test_a_good_machine_is_good_also_in_a_fresh_environment_and_in_a_container(
 
 
 def test_faults_of_the_environment_are_named_and_nothing_else() -> None:
-    status, findings = run(PYTHONHASHSEED=None, num_files=256)
+    status, findings = run(PYTHONHASHSEED="random", num_files=256)
     assert (status, set(bad(findings))) == (1, {"hash-seed", "open-files"})
     assert "256" in bad(findings)["open-files"]["found"]
     status, findings = run(PYTHONHASHSEED="random")
     assert (status, set(bad(findings))) == (1, {"hash-seed"})
+
+
+def test_a_seed_is_wanted_where_the_hash_of_the_engine_has_none(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="needs vLLM")
+    transfer = {"kv_connector_extra_config": {"backend": "host://?capacity=1MiB"}}
+    path = tmp_path / "engine.json"
+    arguments = {"kv-transfer-config": transfer, "prefix-caching-hash-algo": "xxhash"}
+    path.write_text(json.dumps(arguments))
+    status, findings = run(str(path), PYTHONHASHSEED=None)
+    assert (status, "with xxhash" in bad(findings)["hash-seed"]["found"]) == (1, True)
+
+
+def test_no_seed_is_wanted_where_vllm_has_one() -> None:
+    pytest.importorskip("vllm", reason="needs vLLM")
+    assert "hash-seed" not in bad(run(PYTHONHASHSEED=None)[1])
 
 
 def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
@@ -123,7 +138,7 @@ def test_too_little_memory_is_named() -> None:
 def test_a_person_reads_the_worst_first_within_80_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED")
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
     path = tmp_path / "a-folder-with-a-long-name" / "store"
     path.mkdir(parents=True)
     assert main(["doctor", f"file://{path}?capacity=900TiB&engine=posix"]) == 1
@@ -134,7 +149,7 @@ def test_a_person_reads_the_worst_first_within_80_columns(
     assert heads[0] == ["error", "hash-seed"]
     assert ["warning", "store-space"] in heads
     told = "\n".join(lines)
-    for text in ("found  PYTHONHASHSEED is not set", "mend   export PYTHONHASHSEED=0", "why    "):
+    for text in ("found  PYTHONHASHSEED is 'random'", "mend   unset PYTHONHASHSEED", "why    "):
         assert f"    {text}" in told
     wide = [line for line in lines if len(line) > WIDTH and not line.startswith("    mend")]
     assert [line for line in wide if str(path) not in line] == []

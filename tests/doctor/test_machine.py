@@ -47,22 +47,78 @@ def is_complete(finding: Finding) -> bool:
     return bool(finding.found) and explained == (finding.severity is not Severity.OK)
 
 
+UNSET: dict[str, str] = {}
+TEXT = {"PYTHONHASHSEED": "random"}
+EMPTY = {"PYTHONHASHSEED": ""}
+SET = "export PYTHONHASHSEED=0  # in all engines"
+UNSET_IT = "unset PYTHONHASHSEED  # in all engines"
+
+
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    ("environ", "version", "hash_name", "expected", "mend"),
     [
-        ({}, "is not set"),
-        ({"PYTHONHASHSEED": ""}, "is not set"),
-        ({"PYTHONHASHSEED": "random"}, "is 'random'"),
+        (UNSET, "0.26.0", "sha256", "is not set", SET),
+        (UNSET, "0.28.0", "sha256_cbor", "is not set", SET),
+        (UNSET, "0.28.0", "xxhash", "is not set", SET),
+        (UNSET, "0.29.0", "xxhash", "with xxhash, every process of vLLM 0.29.0", SET),
+        (UNSET, "0.33.0", "xxhash_cbor", "has a random seed", SET),
+        (EMPTY, "0.28.0", "sha256", "is ''", SET),
+        (TEXT, "0.28.0", "sha256", "is 'random'", SET),
+        (TEXT, "0.32.0", "xxhash", "is 'random'", SET),
+        (TEXT, "0.32.0", "sha256", "is 'random'", UNSET_IT),
+        (EMPTY, "0.32.0", "sha256", "is ''", UNSET_IT),
     ],
 )
 def test_a_seed_that_is_not_the_same_everywhere_is_named(
-    environ: dict[str, str], expected: str
+    environ: dict[str, str], version: str, hash_name: str, expected: str, mend: str
 ) -> None:
-    finding = check_hash_seed(environ)
+    finding = check_hash_seed(environ, find_version=lambda: version, hash_name=hash_name)
     assert (finding.check, finding.severity) == (Check.HASH_SEED, Severity.ERROR)
+    assert is_complete(finding)
     assert expected in finding.found
-    assert finding.mend == "export PYTHONHASHSEED=0"
-    assert check_hash_seed({"PYTHONHASHSEED": "42"}).severity is Severity.OK
+    assert finding.mend == mend
+
+
+@pytest.mark.parametrize(
+    ("environ", "version", "hash_name", "expected"),
+    [
+        (UNSET, "0.29.0", "sha256", "has to be in no engine: with sha256, vLLM 0.29.0"),
+        (UNSET, "0.33.1", "sha256_cbor", "one seed for all"),
+        (UNSET, "(not installed)", "sha256", "vLLM is not installed here"),
+        ({"PYTHONHASHSEED": "42"}, "0.28.0", "sha256", "=42, which has to be the same in all"),
+        ({"PYTHONHASHSEED": "42"}, "0.32.0", "xxhash", "=42, which has to be the same in all"),
+        ({"PYTHONHASHSEED": "0"}, "0.32.0", "sha256", "is not set, vLLM 0.32.0 has other keys"),
+    ],
+)
+def test_a_seed_that_can_be_the_same_everywhere_is_sound(
+    environ: dict[str, str], version: str, hash_name: str, expected: str
+) -> None:
+    finding = check_hash_seed(environ, find_version=lambda: version, hash_name=hash_name)
+    assert finding.severity is Severity.OK
+    assert is_complete(finding)
+    assert expected in finding.found
+
+
+@pytest.mark.parametrize("hash_name", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
+@pytest.mark.parametrize("environ", [UNSET, EMPTY, TEXT, {"PYTHONHASHSEED": "7"}])
+def test_the_installed_vllm_has_the_seeds_that_the_check_says(
+    hash_name: str, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv_cache_utils = pytest.importorskip("vllm.v1.core.kv_cache_utils", reason="needs vLLM")
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", None, raising=False)
+    monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", None, raising=False)
+    seeds = set()
+    for _ in range(2):
+        kv_cache_utils.init_none_hash(get_hash_fn_by_name(hash_name))
+        seeds.add(kv_cache_utils.NONE_HASH)
+    finding = check_hash_seed(environ, hash_name=hash_name)
+    is_random = len(seeds) == 2
+    assert is_random == ("random seed" in finding.found)
 
 
 def limits(files: str, locked: str) -> dict[str, str]:

@@ -186,7 +186,7 @@ def test_pages_of_another_size_or_model_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hash_name", ["sha256", "xxhash"])
-@pytest.mark.parametrize("seed", ["0", "another", None])
+@pytest.mark.parametrize("seed", ["0", "another", "", None])
 def test_keys_are_those_of_vllm(
     hash_name: Any, seed: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
