@@ -43,6 +43,10 @@ PLACED_BYTES = 128 << 20
 PIECES_AT_A_PEER = 3
 """Most pieces at a peer at one time: one is moved, the next is asked for, the last is hashed."""
 
+ASKED_AT_A_PEER = 32
+"""Most lookups and deletions at a peer at one time, half of what it answers: others wait for their
+turn. See `client_session.MAX_REQUESTS`."""
+
 SMALL_FRAGMENT_BYTES = 4 << 10
 """Bytes below which fragments cost more each than for their bytes."""
 
@@ -96,6 +100,7 @@ class Client(TicketClient):
         self._quarantine = quarantine
         self._reader = BlockReader(hasher, quarantine, generations)
         self._in_flight = asyncio.Semaphore(PIECES_AT_A_PEER)
+        self._asked = asyncio.Semaphore(ASKED_AT_A_PEER)
         self._share = asyncio.Semaphore(max(staging.num_buffers - 1, 1))
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -105,7 +110,7 @@ class Client(TicketClient):
             KVXferError: It cannot be reached, or did not answer in time.
             TimeoutError: It did not answer in time.
         """
-        async with self._connected() as connection:
+        async with self._connected(self._asked) as connection:
             found = await connection.request(
                 lambda number: Lookup(
                     request_id=number,
@@ -120,7 +125,7 @@ class Client(TicketClient):
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Ask the holder to delete keys; return which it did; errors as `lookup`."""
-        async with self._connected() as connection:
+        async with self._connected(self._asked) as connection:
             try:
                 answer = await connection.request(
                     lambda number: Delete(request_id=number, keys=list(keys)), Deleted

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.reconnect import Reconnect
@@ -117,10 +118,12 @@ class TicketClient:
                 await _release(connection, tickets[start : start + MAX_TICKETS])
 
     @contextlib.asynccontextmanager
-    async def _connected(self) -> AsyncIterator[Connection]:
-        """Connect for a request, and bound the time of both."""
+    async def _connected(
+        self, turn: AbstractAsyncContextManager[object] | None = None
+    ) -> AsyncIterator[Connection]:
+        """Connect for a request, and bound the time of both and of the wait for a turn before."""
         with self._call():
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s), turn or contextlib.nullcontext():
                 yield await self.reconnect.open()
 
     @contextlib.contextmanager

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
@@ -20,14 +20,16 @@ from kvxfer.backends.nixl.wire import (
 )
 from kvxfer.endpoint import free_ports
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
-from kvxfer.storage.keys import Namespace, make_block_key
-from kvxfer.testing import BlockMemory
-from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.testing import BlockMemory, DictBackend
+from kvxfer.testing.conformance.suite import make_keys, store_generated
 from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.units import ByteSize
 from tests.tiering.opened_tiers import Recorder
 
 LIMIT_S = 10.0
+NUM_AT_ONCE = 300
 CAPACITY = ByteSize(1 << 20)
 CONFIG = NixlConfig(listen="127.0.0.1:0", capacity=CAPACITY, transport="socket")
 MEMORY = BlockMemory([[4096]], num_blocks=1)
@@ -205,3 +207,43 @@ async def test_by_a_name_with_two_addresses_blocks_arrive_through_either(
 def test_a_peer_without_an_address_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="listen"):
         StandalonePeer(NixlConfig(address="127.0.0.1:1"), open_host)
+
+
+class Unhurried(DictBackend):
+    """Backend whose answers take several turns of the event loop, as those of a disk do."""
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        await turns(16)
+        return await super().lookup(keys)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        await turns(16)
+        return await super().delete(keys)
+
+
+async def turns(num: int) -> None:
+    for _ in range(num):
+        await asyncio.sleep(0)
+
+
+async def test_any_number_of_lookups_and_deletions_at_once_wait_for_their_turn() -> None:
+    def opened(namespace: Namespace) -> Backend:
+        return Unhurried(None, namespace)
+
+    memory = BlockMemory([[4096]], num_blocks=NUM_AT_ONCE)
+    keys = make_keys(NUM_AT_ONCE)
+    async with contextlib.aclosing(StandalonePeer(CONFIG, opened)) as peer:
+        await peer.start()
+        config = NixlConfig(address=str(peer.endpoint), transport="socket")
+        async with NixlBackend(config, memory.namespace()) as backend:
+            await store_generated(backend, keys, memory.describe(0, range(NUM_AT_ONCE)))
+            for _ in range(3):
+                given_up = [asyncio.create_task(backend.lookup([key])) for key in keys]
+                await turns(8)
+                for each in given_up:  # the holder may be busy with them for some turns more
+                    each.cancel()
+            found = await asyncio.gather(*(backend.lookup([key]) for key in keys))
+            assert found == [[True]] * NUM_AT_ONCE
+            deleted = await asyncio.gather(*(backend.delete([key]) for key in keys))
+            assert deleted == [[True]] * NUM_AT_ONCE
+            assert await backend.lookup(keys) == [False] * NUM_AT_ONCE
