@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any, Protocol, TypeAlias, get_args
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
 from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.object import ObjectConfig
 from kvxfer.checks import require_instance, require_instances, require_positive
+from kvxfer.endpoint import split_url
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import PageMapping, WorkerShard
@@ -25,6 +26,7 @@ from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.telemetry.environment import environment_observers
+from kvxfer.text import find_control
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.polled_engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S
@@ -208,8 +210,9 @@ def parse_backend(backend: BackendChoice) -> tuple[BackendType, msgspec.Struct]:
         wanted = f"a {name} backend, which has no address, as in {form}"
         raise InvalidArgumentError("backend", shown(backend), wanted)
     for parameter, value in parameters.items():
-        if isinstance(value, str) and "\0" in value:  # no file, address or name has one
-            raise InvalidArgumentError("backend", shown(backend), f"no NUL in its {parameter}")
+        if isinstance(value, str) and (control := find_control(value)):
+            wanted = f"no {control} in its {parameter}"
+            raise InvalidArgumentError("backend", shown(backend), wanted)
     try:
         config = msgspec.convert(
             parameters, backend_type.config_type, strict=False, dec_hook=decode_size
@@ -296,9 +299,10 @@ def _close(backends: Sequence[Backend]) -> None:
 def _split_url(url: str) -> tuple[str, dict[str, Any]]:
     form = "a URL such as 'host://?capacity=4GiB'"
     try:
-        parts = urlsplit(url)
+        parts = split_url(url)
     except ValueError:
-        raise InvalidArgumentError("backend", shown(url), form) from None
+        wanted = f"{form}, without control characters or spaces around it"
+        raise InvalidArgumentError("backend", shown(url), wanted) from None
     if not parts.scheme:
         raise InvalidArgumentError("backend", shown(url), form)
     if parts.fragment:

@@ -8,8 +8,10 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+from urllib.parse import SplitResult, urlsplit
 
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.text import find_control
 
 MAX_PORT = (1 << 16) - 1
 
@@ -58,6 +60,17 @@ class Endpoint:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def split_url(url: str) -> SplitResult:
+    """Split a URL as it stands: `urlsplit` leaves out line ends, tabs, and what is in front.
+
+    Raises:
+        ValueError: It is no URL, has control characters in it, or begins or ends with a space.
+    """
+    if url != url.strip() or find_control(url):
+        raise ValueError("no control characters, and no spaces around it")
+    return urlsplit(url)
 
 
 def free_ports(number: int = 1) -> int:

@@ -1,5 +1,7 @@
 """Text of others, made fit for logs, terminals and errors."""
 
+import unicodedata
+
 
 def printable(value: object, max_characters: int | None = None) -> str:
     """Escape control characters, which a terminal would obey, and leave out what is too long.
@@ -12,3 +14,9 @@ def printable(value: object, max_characters: int | None = None) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def find_control(text: str) -> str:
+    """Find the first control character, such as a NUL or a line end, by its name; empty if none."""
+    found = next((each for each in text if unicodedata.category(each) == "Cc"), "")
+    return "NUL" if found == "\0" else found and repr(found)

@@ -177,6 +177,10 @@ VALID_SPECS = {
     "KVCacheSpec.merge": Valid({"specs": [SPEC]}, lambda: KVCacheSpec),
     "KVCacheSpec.merge_alike": Valid({"specs": [LATENT]}, lambda: LATENT),
     "KVCacheConfig": Valid({"num_blocks": NUM_BLOCKS, "groups": (GROUP,)}),
+    "KVCacheConfig.uniform": Valid(
+        {"num_blocks": NUM_BLOCKS, "layer_names": ["a"], **ATTENTION, "null_block_id": 0},
+        lambda: kvxfer.KVCacheConfig,
+    ),
     "KVCacheGroup": Valid({"spec": SPEC, "layer_names": ("a",)}),
 }
 

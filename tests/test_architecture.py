@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    {"checks", "endpoint", "errors", "extras", "named_files", "text", "units"},
+    {"checks", "configuration", "endpoint", "errors", "extras", "named_files", "text", "units"},
     {"kvcache"},
     {"copy_engine"},
     {"storage"},
@@ -33,7 +33,7 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 1_600,
+    "kvxfer": 1_660,
     "backends/file": 6_600,
     "backends/host": 1_650,
     "backends/mooncake": 750,
@@ -47,7 +47,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_650,
     "kvxfer/explain": 950,
     "kvxfer/integrations": 10_450,
-    "kvxfer/kvcache": 5_950,
+    "kvxfer/kvcache": 6_020,
     "kvxfer/proxy": 1_200,
     "kvxfer/replay": 3_950,
     "kvxfer/storage": 4_900,

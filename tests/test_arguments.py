@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import functools
+import importlib.metadata
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -15,9 +16,16 @@ import pytest
 import torch
 
 import kvxfer
+from kvxfer.backends.host import HostConfig
+from kvxfer.backends.nixl import NixlConfig
+from kvxfer.backends.object import S3Config
 from kvxfer.checks import require_timeout
+from kvxfer.configuration import Configuration
+from kvxfer.connect import ENTRY_POINT_GROUP
 from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.proxy.config import ProxyConfig
 from kvxfer.transfer import PolledEngine, PromptExchange
+from kvxfer.units import ByteSize
 from tests.public_calls import VALID_CALLS, public_callables
 
 PLAIN_VALUES: tuple[Any, ...] = (
@@ -187,3 +195,66 @@ def test_no_other_timeout_is_one(wrong: Any) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         require_timeout("timeout_s", wrong)
     assert str(caught.value).startswith(f"timeout_s is {wrong!r};")
+
+
+VALID_CONFIGS: dict[str, dict[str, Any]] = {
+    **{name: {"address": "bucket"} for name in ("az", "gs", "s3")},
+    "file": {"path": "/var/cache/kv", "capacity": 1 << 20},
+    "host": {"capacity": 1 << 20},
+    "mooncake": {"address": "127.0.0.1:50051"},
+    "nixl": {"address": "127.0.0.1:7000"},
+    "pool": {"path": "/run/pool.sock"},
+}
+
+
+@pytest.mark.parametrize("name", VALID_CONFIGS)
+def test_a_configuration_made_in_python_takes_no_other_type_than_the_declared_one(
+    name: str,
+) -> None:
+    [entry_point] = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
+    config_type = entry_point.load().config_type
+    assert issubclass(config_type, Configuration)
+    valid = VALID_CONFIGS[name]
+    config_type(**valid)
+    for field in msgspec.structs.fields(config_type):
+        wrong: list[Any] = [object(), float("nan"), b"5", ["a"], {}, "mru", 1.5e300, -1.5]
+        wrong += [True] if field.type is not bool and field.type != (bool | None) else ["no", 1]
+        wrong += [None] if type(None) not in getattr(field.type, "__args__", ()) else []
+        for value in wrong:
+            if (field.type is str and value == "mru") or (field.type is float and value == 1.5e300):
+                continue
+            with pytest.raises(InvalidArgumentError) as caught:
+                config_type(**valid | {field.name: value})
+            assert caught.value.argument == field.name
+            assert repr(value) in str(caught.value)
+
+
+def test_a_backend_has_a_valid_configuration_here() -> None:
+    found = {each.name for each in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    assert found == VALID_CONFIGS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("integrity", "fast"), ("capacity", "1MiB"), ("capacity", 1.5e6), ("methods", 5)],
+)
+def test_text_is_no_member_of_an_enumeration_no_size_and_no_table(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=name):
+        HostConfig(**VALID_CONFIGS["host"] | {name: value})
+
+
+def test_numbers_and_texts_of_numpy_make_the_same_configuration() -> None:
+    ours = {"capacity": np.int64(1 << 20), "priority_share": np.float32(0.5), "shared": np.False_}
+    made = HostConfig(**ours, eviction=np.str_("lru"))  # type: ignore[arg-type]
+    assert made == HostConfig(capacity=ByteSize(1 << 20))
+    assert [type(getattr(made, name)) for name in ours] == [ByteSize, float, bool]
+
+
+@pytest.mark.parametrize("control", ["\n", "\t", "\0"])
+def test_no_address_of_a_server_loses_a_control_character(control: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="discover"):
+        NixlConfig(discover=f"etcd://127.0.0.1:2379/kv{control}xfer")
+    with pytest.raises(InvalidArgumentError, match="endpoint"):
+        S3Config(address="bucket", endpoint=f"http://127.0.0.1{control}:8333")
+    with pytest.raises(InvalidArgumentError, match="prefill"):
+        ProxyConfig(prefill=(f"http://127.0.0.1{control}:80",), decode=("http://127.0.0.1:81",))

@@ -5,12 +5,11 @@ import math
 import os
 from pathlib import Path
 
-import msgspec
-
 from kvxfer.backends.file.block_writer import Durability
 from kvxfer.backends.file.format.group_format import GroupFormat
 from kvxfer.backends.file.format.header import padded
 from kvxfer.backends.file.io.selection import Direct, EngineName
+from kvxfer.configuration import Configuration
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.eviction.policies import PolicyName
 from kvxfer.storage.eviction.retention import (
@@ -24,7 +23,7 @@ from kvxfer.storage.threads import CLOSE_TIMEOUT_S
 from kvxfer.units import ByteSize
 
 
-class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FileConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `file://`.
 
     Attributes:
@@ -70,6 +69,7 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     close_timeout_s: float = CLOSE_TIMEOUT_S
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("read_threads", "write_threads"):
             if getattr(self, name) < 1:
                 raise InvalidArgumentError(name, getattr(self, name), "at least 1")

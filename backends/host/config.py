@@ -1,7 +1,6 @@
 """Configuration of the host memory backend."""
 
-import msgspec
-
+from kvxfer.configuration import Configuration
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
@@ -16,7 +15,7 @@ from kvxfer.storage.integrity import Integrity
 from kvxfer.units import ByteSize
 
 
-class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HostConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `host://`.
 
     Attributes:
@@ -41,6 +40,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shared: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.integrity.require_keyless()
         require_limits(self.priority_share, self.priority_half_life_s)
         self._parse_methods()

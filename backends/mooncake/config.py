@@ -3,9 +3,8 @@
 import socket
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
-from kvxfer.checks import require_number, require_positive, require_text
+from kvxfer.checks import require_number, require_positive
+from kvxfer.configuration import Configuration
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.extras import needing
@@ -26,7 +25,7 @@ NONSENSE = bytes(64)
 _TIMES = ("timeout_s", "lookup_timeout_s", "retry_after_s")
 
 
-class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MooncakeConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `mooncake://host:port`.
 
     Attributes:
@@ -67,11 +66,10 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         """Check what can be checked without a connection."""
+        super().__post_init__()
         self.integrity.require_keyless()
         if not self.master.port:
             raise InvalidArgumentError("address", self.address, "the port of the master")
-        for name in ("metadata", "host", "devices"):
-            require_text(name, getattr(self, name))
         if "@" in self.metadata or not self.metadata:
             wanted = f"a URL without credentials, or {HANDSHAKE}"
             raise InvalidArgumentError("metadata", self.metadata.rpartition("@")[2], wanted)

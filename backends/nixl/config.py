@@ -2,15 +2,14 @@
 
 import os
 import ssl
-from collections.abc import Iterator
-from numbers import Real
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
 from kvxfer.backends.nixl.discovery import Discovery, EtcdConfig, EtcdDiscovery
 from kvxfer.backends.nixl.wire import HANDSHAKE_TIMEOUT_S
-from kvxfer.checks import require_integer, require_positive, require_text
+from kvxfer.checks import require_integer, require_positive
+from kvxfer.configuration import Configuration
 from kvxfer.endpoint import MAX_PORT, Endpoint
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.integrity import read_secret
@@ -37,7 +36,7 @@ Transport = Literal["auto", "nixl", "socket"]
 IntegrityGrade = Literal["full", "fenced"]
 
 
-class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `nixl://host:port,host:port`.
 
     Attributes:
@@ -129,8 +128,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         """Check what can be checked without reading a file."""
-        for name, value in self._convert():
-            msgspec.structs.force_setattr(self, name, value)
+        super().__post_init__()
+        self._require_bounds()
         peers, listen = self.peers, self.listen_endpoint
         if len(set(peers)) < len(peers):
             raise InvalidArgumentError("address", self.address, "each peer once")
@@ -256,35 +255,14 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidArgumentError(argument, source, wanted)
         return secret
 
-    def _convert(self) -> Iterator[tuple[str, object]]:
-        """Convert every value to its type: msgspec checks those of a URL, but not of a call."""
-        for name in ("address", "discover", "advertise", "listen", "secret_file", *ETCD_FILES):
-            yield name, require_text(name, getattr(self, name))
-        for name in ("tls_cert", "tls_key", "tls_ca"):
-            yield name, require_text(name, getattr(self, name))
-        for name, allowed in (
-            ("transport", get_args(Transport)),
-            ("integrity", get_args(IntegrityGrade)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise InvalidArgumentError(
-                    name, getattr(self, name), f"one of: {', '.join(allowed)}"
-                )
-        if self.capacity is not None:
-            yield "capacity", ByteSize(require_positive("capacity", self.capacity))
-        yield "quarantine", ByteSize(require_integer("quarantine", self.quarantine))
-        for name in ("hash_run", "staging"):
-            yield name, ByteSize(require_positive(name, getattr(self, name)))
-        for name in ("max_connections", "max_unauthenticated"):
-            yield name, require_positive(name, getattr(self, name))
-        yield "replicas", require_integer("replicas", self.replicas)
-        yield "data_port", require_integer("data_port", self.data_port, maximum=MAX_PORT)
+    def _require_bounds(self) -> None:
+        for name in ("capacity", "hash_run", "staging", "max_connections", "max_unauthenticated"):
+            if getattr(self, name) is not None:
+                require_positive(name, getattr(self, name))
+        require_integer("data_port", self.data_port, maximum=MAX_PORT)
         for name in SECONDS:
-            value = getattr(self, name)
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if not is_number or not 0 < value < float("inf"):
-                raise InvalidArgumentError(name, value, "seconds, more than 0")
-            yield name, float(value)
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
 
     def require_proof(self, argument: str, endpoint: Endpoint) -> None:
         """Check that an address may be used: not beyond this machine where nobody proves anything.

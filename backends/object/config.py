@@ -4,11 +4,10 @@ import os
 from abc import abstractmethod
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
-from urllib.parse import urlsplit
-
-import msgspec
 
 from kvxfer.checks import require_number, require_positive
+from kvxfer.configuration import Configuration
+from kvxfer.endpoint import split_url
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import needing
 from kvxfer.storage.integrity import Integrity
@@ -22,7 +21,7 @@ ACCOUNT_VARIABLES = "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME"
 _TIMES = ("timeout_s", "lookup_timeout_s", "list_timeout_s", "found_ttl_s", "missing_ttl_s")
 
 
-class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `s3://bucket/prefix`, `gs://bucket/prefix` and `az://container/prefix`.
 
     Credentials come from the environment only, as the clouds' own tools take them.
@@ -70,6 +69,7 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         """Check what can be checked without a request."""
+        super().__post_init__()
         if self.integrity is Integrity.KEYED:
             raise InvalidArgumentError("integrity", "keyed", "'off', 'fast' or 'sealed'")
         if not self.address or set(self.address) & set("@/\\ \0"):
@@ -77,9 +77,9 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if any(not character.isprintable() for character in self.path):
             raise InvalidArgumentError("path", self.path, "a prefix of printable characters")
         try:
-            parts = urlsplit(self.endpoint)
+            parts = split_url(self.endpoint)
         except ValueError:
-            parts = urlsplit("")
+            parts = split_url("")
         if self.endpoint and (parts.scheme not in ("http", "https") or "@" in parts.netloc):
             wanted = "a URL such as http://127.0.0.1:8333, without credentials"
             raise InvalidArgumentError("endpoint", _hidden(self.endpoint), wanted)

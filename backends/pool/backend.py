@@ -23,7 +23,8 @@ from kvxfer.backends.pool.messages import (
     Reserved,
     Unpin,
 )
-from kvxfer.checks import require_number, require_text
+from kvxfer.checks import require_number
+from kvxfer.configuration import Configuration
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
@@ -56,7 +57,7 @@ LONGEST_BUSY_PAUSE_S = 0.1
 logger = logging.getLogger(__name__)
 
 
-class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PoolConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `pool:///run/kvxfer/pool.sock`.
 
     Attributes:
@@ -74,7 +75,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         """Check what can be checked without the socket."""
-        path = require_text("path", self.path)
+        super().__post_init__()
+        path = self.path
         if not path.startswith("/"):
             raise InvalidArgumentError("path", path, "a socket, as in pool:///run/kvxfer/pool.sock")
         timeout_s = require_number("timeout_s", self.timeout_s, "seconds, more than 0")

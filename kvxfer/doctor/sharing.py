@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import msgspec
 
@@ -16,7 +16,7 @@ from kvxfer.doctor.configuration import is_configuration, plan_namespaces
 from kvxfer.doctor.examination import STEPS_OF_A_PEER, PlannedCheck, run_checks
 from kvxfer.doctor.finding import Check, Examined, Finding
 from kvxfer.doctor.peers import refuse_peer
-from kvxfer.endpoint import Endpoint
+from kvxfer.endpoint import Endpoint, split_url
 from kvxfer.errors import (
     BackendUnavailableError,
     CacheMismatchError,
@@ -101,7 +101,7 @@ def is_comparable(argument: str) -> bool:
     That is a peer, a `file://` URL without parameters, or a path.
     """
     try:
-        parts = urlsplit(argument)
+        parts = split_url(argument)
     except ValueError:
         return False
     if parts.scheme == "nixl":
@@ -176,7 +176,7 @@ def _of_peer(argument: str, probe: PeerProbe) -> Party:
 
 def _of_path(argument: str, timeout_s: float) -> Party:
     """Read the namespaces of a store, of a folder in it, of one file, or of a configuration."""
-    parts = urlsplit(argument)
+    parts = split_url(argument)
     path = Path(unquote(parts.path) if parts.scheme == "file" else argument)
     if path.is_dir() and not (path / NAMESPACE_FILE).exists():
         try:

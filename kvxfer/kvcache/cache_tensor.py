@@ -60,12 +60,14 @@ class CacheTensorForm:
         layouts: Axis strings that engines are known to use, see `KVLayout`.
         parts: Name and width of each part, in the order of the K/V axis: `k`, `v`, `latent`,
             `state0`. The width counts elements along the innermost axis.
+        encoding: Encoding of the elements, see `PageBox`.
     """
 
     dtype: torch.dtype
     axis_sizes: Mapping[str, int]
     layouts: tuple[str, ...]
     parts: tuple[tuple[str, int], ...]
+    encoding: str = ""
 
     @classmethod
     def of_state(cls, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Self:

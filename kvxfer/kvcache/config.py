@@ -1,6 +1,10 @@
 """KV-cache configs: the number of blocks, the groups of layers, and tensors that layers share."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
+
+import torch
 
 from kvxfer.checks import (
     find_repeated,
@@ -13,7 +17,8 @@ from kvxfer.checks import (
     set_counts,
 )
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.spec import KVCacheSpec
+from kvxfer.kvcache.quantization import KVQuantization
+from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,49 @@ class KVCacheConfig:
         if sizes and len(sizes) != len(self.shared_tensors):
             expected = f"one size for each of {len(self.shared_tensors)} shared tensors"
             raise InvalidArgumentError("shared_tensor_sizes_bytes", sizes, expected)
+
+    @classmethod
+    def uniform(
+        cls,
+        num_blocks: int,
+        layer_names: Sequence[str] | Mapping[str, object],
+        *,
+        tokens_per_block: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        head_dim_v: int | None = None,
+        quantization: KVQuantization = KVQuantization.NONE,
+        null_block_id: int | None = None,
+    ) -> Self:
+        """Plan the cache of a model whose layers all have the same full attention: one group.
+
+        Args:
+            num_blocks: Blocks in the block pool, the null block included.
+            layer_names: The layers, in the order in which their pages make up a block; or the
+                mapping of their tensors, which `canonicalize` gets.
+            tokens_per_block: Tokens of a block.
+            num_kv_heads: See `AttentionSpec`, as for the arguments up to `quantization`.
+            head_dim: Width of a key.
+            dtype: Type of the cached elements.
+            head_dim_v: Width of a value; `head_dim` unless given.
+            quantization: How the elements are scaled.
+            null_block_id: Id of the null block; None if the engine has none.
+
+        Raises:
+            InvalidArgumentError: A number or a layer is invalid; the error names it.
+        """
+        spec = FullAttentionSpec(
+            tokens_per_block=tokens_per_block,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            head_dim_v=head_dim_v,
+            quantization=quantization,
+        )
+        names = [*layer_names] if isinstance(layer_names, Mapping) else layer_names
+        group = KVCacheGroup(spec, require_texts("layer_names", names))
+        return cls(num_blocks, (group,), null_block_id=null_block_id)
 
     @property
     def layer_names(self) -> tuple[str, ...]:

@@ -20,6 +20,11 @@ class KVQuantization(Enum):
     value; both at the end of a latent."""
 
     @property
+    def encoding(self) -> str:
+        """Name of the scaling in the encoding of stored bytes; empty without one."""
+        return "" if self is KVQuantization.NONE else f"scaled {self.value}"
+
+    @property
     def scale_bytes_per_token_head(self) -> int:
         """Bytes of the scales of one token and head in the cache."""
         return 2 * SCALE_SIZE_BYTES if self is KVQuantization.PER_TOKEN_HEAD else 0

@@ -148,6 +148,7 @@ class AttentionSpec(KVCacheSpec):
             axis_sizes=self._axis_sizes,
             layouts=self.LAYOUTS,
             parts=self._parts,
+            encoding=self.quantization.encoding,
         )
         return (form,)
 
@@ -164,6 +165,7 @@ class AttentionSpec(KVCacheSpec):
                 },
                 layouts=SEPARATE_LAYOUTS,
                 parts=((part, width),),
+                encoding=self.quantization.encoding,
             )
             for part, width in self._parts
         )

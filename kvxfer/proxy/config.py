@@ -6,7 +6,7 @@ import msgspec
 from yarl import URL
 
 from kvxfer.checks import find_repeated, require_integer, require_number, require_texts
-from kvxfer.endpoint import Endpoint
+from kvxfer.endpoint import Endpoint, split_url
 from kvxfer.errors import DuplicateError, InvalidArgumentError
 
 
@@ -68,6 +68,7 @@ def _origin(argument: str, text: str) -> str:
     """Read the address of a server; one with a name and password, a path or a query is refused."""
     expected = "the address of an engine's server alone, such as 'http://node-1:8000'"
     try:
+        split_url(text)  # which refuses the line ends that yarl leaves out
         url = URL(text)
         origin = str(url.origin())
     except ValueError as exc:

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import xxhash
 
+from kvxfer.configuration import Configuration
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
@@ -14,7 +14,7 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing.payloads import read_payloads, write_payloads
 
 
-class DictConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DictConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of a `DictBackend`.
 
     Attributes:

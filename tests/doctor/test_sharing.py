@@ -195,6 +195,7 @@ def test_a_path_that_hangs_is_a_finding_within_its_deadline(tmp_path: Path) -> N
         ("namespace.json", True),
         ("host://?capacity=1GiB", False),
         ("nixl://[", False),
+        ("file:///var/cache\n/kv", False),
     ],
 )
 def test_what_has_a_namespace_and_is_no_tier_is_comparable(argument: str, expected: bool) -> None:  # noqa: FBT001 - a parameter of the test

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from kvxfer import (
 )
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.kvcache import KVQuantization
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.storage.backend import Outcome
@@ -150,6 +151,23 @@ def test_namespaces_say_of_every_tensor_how_it_is_ordered() -> None:
         for heads in (("s1", None, "s1"), ("s1", None, None))
     )
     assert first.fingerprint != second.fingerprint
+
+
+@pytest.mark.parametrize("opaque", ["", "engine 1"])
+def test_namespaces_say_how_elements_are_scaled(opaque: str) -> None:
+    kv_cache = torch.zeros(3, 2, 16, 4, 32, dtype=torch.float8_e4m3fn)
+    tokens = 24 if opaque else 16  # of pages: no blocks of 16 tokens make up 24
+    spec: dict[str, Any] = {"num_kv_heads": 4, "head_dim": 32, "dtype": kv_cache.dtype}
+    fingerprints = set()
+    for scaling in (KVQuantization.NONE, KVQuantization.PER_TENSOR):
+        config = KVCacheConfig.uniform(3, ["a"], tokens_per_block=16, **spec, quantization=scaling)
+        caches = canonicalize({"a": kv_cache}, config)
+        mappings = map_caches(
+            caches, WorkerShard(num_kv_heads=4), tokens_per_page=tokens, opaque=opaque
+        )
+        assert (mappings[0].page.shards[0][0].axes == ("byte",)) is bool(opaque)
+        fingerprints.add(portable_namespace(NAMESPACE, mappings).fingerprint)
+    assert len(fingerprints) == 2
 
 
 def test_a_worker_that_holds_a_part_of_a_shard_is_refused() -> None:

@@ -6,9 +6,8 @@ import re
 import ssl
 from dataclasses import dataclass
 from typing import Self
-from urllib.parse import urlsplit
 
-from kvxfer.endpoint import Endpoint
+from kvxfer.endpoint import Endpoint, split_url
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.named_files import read_named_file
 from kvxfer.storage.integrity import read_secret
@@ -71,7 +70,7 @@ class EtcdConfig:
                 a password in the URL is not told.
         """
         try:
-            parts = urlsplit(url)
+            parts = split_url(url)
         except ValueError:
             raise InvalidArgumentError("discover", _hidden(url), _FORM) from None
         strange = parts.query or parts.fragment or "@" in url or parts.scheme != SCHEME

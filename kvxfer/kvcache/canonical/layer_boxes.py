@@ -92,6 +92,7 @@ def layer_boxes(
                 digits=tuple(digits),
                 offset_bytes=offset,
                 first=(("head", outer["head"]),) if "head" in outer else (),
+                encoding=form.encoding,
             )
         )
     return boxes

@@ -84,6 +84,8 @@ def map_caches(
             if not opaque:
                 raise
             encoding = f"{opaque}, worker {shard.rank} of {shard.num_workers} ({exc})"
+            forms = caches.group_specs[group].cache_tensors if caches.group_specs else ()
+            encoding += "".join(sorted({f", {form.encoding}" for form in forms if form.encoding}))
             boxes = opaque_boxes(refs, encoding)
             page = portable_page(boxes, shard, num_tokens=1)
             mappings.append(_map(refs, boxes, page, shard, 1))

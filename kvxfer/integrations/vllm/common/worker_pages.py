@@ -295,7 +295,7 @@ def as_bytes(box: PageBox, packing: str) -> PageBox:
         box,
         dtype=torch.uint8,
         digits=(*outer, Digit("byte", num_bytes, 1)),
-        encoding=f"{token.size} tokens of {box.dtype} {packing}",
+        encoding=" ".join((f"{token.size} tokens of {box.dtype} {packing}", box.encoding)).strip(),
     )
 
 

@@ -1,0 +1,88 @@
+"""Configurations: structs whose fields have the declared types, however a configuration is made."""
+
+import enum
+import math
+from collections.abc import Callable
+from functools import cache
+from numbers import Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from kvxfer.checks import INT64_MAX, require_flag, require_instance, require_integer, require_text
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.units import ByteSize
+
+
+class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the configurations of backends, which checks the type of each field.
+
+    msgspec checks what it decodes, such as the parameters of a URL, but nothing that Python passes.
+    Numbers of any type become those of the declared one; text is no number, and no member of an
+    enumeration. A subclass that has a `__post_init__` of its own calls this one first.
+
+    Raises:
+        InvalidArgumentError: A field is of another type; the error names it and its value.
+    """
+
+    def __post_init__(self) -> None:
+        """Convert every field to its declared type, or refuse it by name."""
+        for name, kind in _types_of(type(self)):
+            msgspec.structs.force_setattr(self, name, _convert(name, getattr(self, name), kind))
+
+
+@cache
+def _types_of(config_type: type[Configuration]) -> list[tuple[str, Any]]:
+    return [(field.name, field.type) for field in msgspec.structs.fields(config_type)]
+
+
+def _convert(name: str, value: Any, kind: Any) -> Any:
+    """Convert the value of a field to its declared type.
+
+    Raises:
+        InvalidArgumentError: The value is of another type.
+    """
+    if get_origin(kind) in {Union, UnionType}:
+        if value is None and NoneType in get_args(kind):
+            return None
+        (kind,) = [each for each in get_args(kind) if each is not NoneType]
+    if get_origin(kind) is Literal:
+        return _one_of(name, value, get_args(kind))
+    if kind in _CONVERTERS:
+        return _CONVERTERS[kind](name, value)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return _one_of(name, value, tuple(kind))
+    require_instance(name, value, get_origin(kind) or kind)
+    return value
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> object:
+    found = [each for each in allowed if isinstance(value, type(each)) and each == value]
+    if not found:
+        raise InvalidArgumentError(name, value, f"one of {', '.join(map(str, allowed))}")
+    return found[0]
+
+
+def _number(name: str, value: object) -> float:
+    number: Any = value if isinstance(value, Real) else math.nan
+    if isinstance(value, bool) or math.isnan(number):
+        raise InvalidArgumentError(name, value, "0 or more, a number")
+    return float(number)
+
+
+def _whole(name: str, value: object) -> int:
+    return require_integer(name, value, minimum=-INT64_MAX, expected="a whole number")
+
+
+def _size(name: str, value: object) -> ByteSize:
+    return ByteSize(require_integer(name, value, expected="bytes, a whole number, 0 or more"))
+
+
+_CONVERTERS: dict[Any, Callable[[str, object], object]] = {
+    bool: require_flag,
+    str: require_text,
+    float: _number,
+    int: _whole,
+    ByteSize: _size,
+}
