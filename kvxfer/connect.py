@@ -1,13 +1,11 @@
 """Entry point `connect`: opens backends named by URLs or mappings, and an engine on top of them."""
 
 import asyncio
-import enum
 import importlib.metadata
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
-from typing import Any, Protocol, TypeAlias, get_args
+from typing import Any, Protocol, TypeAlias
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
@@ -19,6 +17,7 @@ from kvxfer.endpoint import split_url
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import PageMapping, WorkerShard
+from kvxfer.settings import convert_settings, is_credential, shown
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.observer import Observer, Reports
@@ -26,21 +25,14 @@ from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.telemetry.environment import environment_observers
-from kvxfer.text import find_control
+from kvxfer.text import did_you_mean, find_control
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.polled_engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S
 from kvxfer.transfer.prompt_exchange import PromptExchange
 from kvxfer.transfer.staged_backend import stage
-from kvxfer.units import decode_size
 
 ENTRY_POINT_GROUP = "kvxfer.backends"
-
-HIDDEN = "..."
-CREDENTIAL = re.compile(
-    "secret|token|passw|credential|signature|(access|account|api|private|sas|shared)_?key|key_?id|^sas"
-)
-"""Names of parameters whose values no error tells, unless they are those of files."""
 
 BackendChoice: TypeAlias = str | Mapping[str, Any]
 """A backend and its parameters, as a URL or as a mapping with a `type`."""
@@ -213,13 +205,13 @@ def parse_backend(backend: BackendChoice) -> tuple[BackendType, msgspec.Struct]:
         if isinstance(value, str) and (control := find_control(value)):
             wanted = f"no {control} in its {parameter}"
             raise InvalidArgumentError("backend", shown(backend), wanted)
-    try:
-        config = msgspec.convert(
-            parameters, backend_type.config_type, strict=False, dec_hook=decode_size
-        )
-    except msgspec.ValidationError as exc:
-        wanted = f"a {name} backend: {exc}{_allowed_values(backend_type.config_type, str(exc))}"
-        raise InvalidArgumentError("backend", shown(backend), wanted) from exc
+    config = convert_settings(
+        "backend",
+        parameters,
+        backend_type.config_type,
+        what=f"a {name} backend",
+        shown_as=backend,
+    )
     return backend_type, config
 
 
@@ -340,55 +332,18 @@ def _refuse_credentials(backend: BackendChoice, name: str, parameters: Mapping[s
     Raises:
         InvalidArgumentError: There is such a parameter; the error does not tell its value.
     """
-    given = [repr(each) for each in parameters if _is_credential(each)]
+    given = [repr(each) for each in parameters if is_credential(each)]
     given += ["a user"] if "@" in str(parameters.get("address", "")) else []
     if given:
         wanted = f"no {given[0]}: a {name} backend takes credentials from the environment only"
         raise InvalidArgumentError("backend", shown(backend), wanted)
 
 
-def _is_credential(parameter: object) -> bool:
-    name = str(parameter).lower()
-    return CREDENTIAL.search(name) is not None and not name.endswith("_file")
-
-
-def shown(given: Any) -> Any:
-    """Show a backend, or what contains some, in an error: without what may be a credential."""
-    if isinstance(given, Mapping):
-        return {
-            name: HIDDEN if _is_credential(name) else shown(each) for name, each in given.items()
-        }
-    if isinstance(given, (list, tuple)):
-        return [shown(each) for each in given]
-    if not isinstance(given, str):
-        return given
-    if "://" not in given:
-        return HIDDEN if "@" in given else given
-    head, mark, query = given.partition("?")
-    parts = []
-    for parameter in re.split("([&#])", query):
-        name, equals, value = parameter.partition("=")
-        hidden = _is_credential(unquote(name)) or "@" in unquote(value)
-        parts.append(f"{name}={HIDDEN}" if equals and hidden else parameter)
-    return re.sub("//.*@", f"//{HIDDEN}@", head) + mark + "".join(parts)
-
-
 def _find_backend(name: str) -> BackendType:
     found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     if name not in found.names:
         known = ", ".join(sorted(found.names)) or "none is installed"
-        raise InvalidArgumentError("backend", name, f"one of: {known}")
+        wanted = f"one of: {known}{did_you_mean(name, found.names)}"
+        raise InvalidArgumentError("backend", name, wanted)
     backend_type: BackendType = found[name].load()
     return backend_type
-
-
-def _allowed_values(config_type: type[msgspec.Struct], error: str) -> str:
-    """List the values of the parameter that an error of msgspec names; empty if it takes any."""
-    types = {
-        f"at `$.{each.encode_name}`": each.type for each in msgspec.structs.fields(config_type)
-    }
-    kind: Any = next((kind for place, kind in types.items() if error.endswith(place)), None)
-    is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
-    values = [each.value for each in kind] if is_enum else get_args(kind)
-    allowed = ", ".join(repr(value) for value in values if isinstance(value, str))
-    return f"; expected one of {allowed}" if allowed else ""

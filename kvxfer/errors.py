@@ -2,13 +2,23 @@
 
 from collections.abc import Sequence
 
+MAX_SHOWN_CHARACTERS = 200
+"""Characters of a value in the error about it: a tensor, a prompt or a list of keys has more."""
 
-def _shown(value: object) -> str:
+
+def code_of(value: object) -> str:
     """Format a value as code; only its type where `repr` fails, as for a number of 5000 digits."""
     try:
         return repr(value)
     except Exception:  # noqa: BLE001 - whatever `__repr__` does, the argument is to be named
         return f"<{type(value).__name__}>"
+
+
+def _brief(code: str) -> str:
+    """Cut what is too long to be read in an error, and say so."""
+    if len(code) <= MAX_SHOWN_CHARACTERS:
+        return code
+    return f"{code[:MAX_SHOWN_CHARACTERS]}... ({len(code)} characters)"
 
 
 class KVXferError(Exception):
@@ -28,7 +38,7 @@ class InvalidArgumentError(KVXferError, ValueError):
         self.argument = argument
         self.value = value
         self.expected = expected
-        super().__init__(f"{argument} is {_shown(value)}; expected {expected}")
+        super().__init__(f"{argument} is {_brief(code_of(value))}; expected {expected}")
 
 
 class BlockIdError(InvalidArgumentError, LookupError):
@@ -141,7 +151,7 @@ class CacheMismatchError(LayoutError):
         self.theirs = theirs
         where = "" if group is None else f" of group {group}"
         super().__init__(
-            f"caches differ in {field}{where}: ours is {_shown(ours)}, theirs is {_shown(theirs)}"
+            f"caches differ in {field}{where}: ours is {code_of(ours)}, theirs is {code_of(theirs)}"
         )
 
 

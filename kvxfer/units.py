@@ -10,7 +10,9 @@ _NUMBER = r"\d{1,20}(?:\.\d{1,20})?"
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
     _UNITS[f"{_prefix}B"] = 1000**_power
-    _UNITS[f"{_prefix}iB"] = 1024**_power
+    # A letter alone is binary, as Docker, systemd, Java and GNU's tools read it.
+    for _name in (f"{_prefix}iB", f"{_prefix}i", _prefix, _prefix.lower()):
+        _UNITS[_name] = 1024**_power
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
@@ -19,7 +21,7 @@ MAX_DURATION_S = 36500 * 86400.0
 
 
 class ByteSize(int):
-    """Number of bytes, also parsed from text such as `4GiB`, `1.5 GB` or `65536`."""
+    """Number of bytes, also parsed from text such as `4GiB`, `4G`, `1.5 GB` or `65536`."""
 
     @classmethod
     def parse(cls, text: str | int, *, name: str = "size") -> Self:

@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    {"checks", "configuration", "endpoint", "errors", "extras", "named_files", "text", "units"},
+    {
+        *("checks", "configuration", "endpoint", "errors", "extras", "listener", "named_files"),
+        *("settings", "text", "units"),
+    },
     {"kvcache"},
     {"copy_engine"},
     {"storage"},
@@ -33,7 +36,7 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 1_660,
+    "kvxfer": 1_740,
     "backends/file": 6_600,
     "backends/host": 1_650,
     "backends/mooncake": 750,

@@ -258,3 +258,14 @@ def test_no_address_of_a_server_loses_a_control_character(control: str) -> None:
         S3Config(address="bucket", endpoint=f"http://127.0.0.1{control}:8333")
     with pytest.raises(InvalidArgumentError, match="prefill"):
         ProxyConfig(prefill=(f"http://127.0.0.1{control}:80",), decode=("http://127.0.0.1:81",))
+
+
+def test_of_a_long_value_only_its_beginning_is_shown() -> None:
+    kv_caches = {f"layers.{index}": torch.zeros(64, 2, 16, 8, 32) for index in range(80)}
+    with pytest.raises(InvalidArgumentError) as caught:
+        kvxfer.connect("host://?capacity=4MiB", kv_caches, namespace=NAMESPACE)  # type: ignore[arg-type]
+    said = str(caught.value)
+    assert said.startswith("caches is {'layers.0': tensor([[")
+    assert said.endswith(" characters); expected a CanonicalKVCaches")
+    assert len(said) < 300
+    assert caught.value.value is kv_caches

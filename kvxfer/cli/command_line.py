@@ -1,10 +1,11 @@
 """Command line: the parser of every command, and what its help says about exit statuses."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from kvxfer.text import printable
+from kvxfer.text import did_you_mean, printable
 
 FAILED = 2
 """Exit status of a command that failed, or was given what it cannot use."""
@@ -24,7 +25,16 @@ class CommandLine(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the process with status 2 and one line that names what cannot be used."""
-        self.exit(FAILED, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
+        said = printable(f"{message}{self._nearest(message)}")
+        self.exit(FAILED, f"{self.prog}: {said}; see {self.prog} --help\n")
+
+    def _nearest(self, message: str) -> str:
+        """Suggest the option, the command or the value that was meant; empty without one."""
+        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            return did_you_mean(choice[1], re.findall(r"[^', ]+", choice[2]))
+        if option := re.search(r"unrecognized arguments: .*?(--[^ =]+)", message):
+            return did_you_mean(option[1], re.findall(r"--[a-z-]+", self.format_help()))
+        return ""
 
 
 def exit_statuses(done: str, bad: str = "") -> str:

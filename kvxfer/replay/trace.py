@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import KVXferError
+from kvxfer.settings import problem_of
 from kvxfer.telemetry.trace_recorder import TraceLine
 
 MAX_LINE_BYTES = 256 << 20
@@ -241,14 +242,10 @@ def _check(trace: Trace, ids: NDArray[np.int64], numbers: NDArray[np.int64]) -> 
 
 def _problem(text: bytes, error: msgspec.MsgspecError) -> str:
     """Name the field and its value that made a line invalid."""
-    said = str(error)
-    problem, _, place = said.partition(" - at `$")
-    if not place:
-        return said if said.startswith("JSON") else said[:1].lower() + said[1:]
+    if not isinstance(error, msgspec.ValidationError):
+        return str(error).replace("Input", "input")
     try:
         value: Any = msgspec.json.decode(text)
     except (ValueError, RecursionError):  # it is broken behind that place, too
-        return f"{place.rstrip('`').lstrip('.')}: {problem[:1].lower()}{problem[1:]}"
-    for step in place.rstrip("`").replace("[", ".[").split(".")[1:]:
-        value = value[int(step[1:-1])] if step.startswith("[") else value[step]
-    return f"{place.rstrip('`').lstrip('.')} is {value!r}; {problem[:1].lower()}{problem[1:]}"
+        value = None
+    return problem_of(error, value, TraceLine)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.settings import convert_settings
 
 
 class MultiTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,10 +157,4 @@ def parse_workload(kind: str, settings: Mapping[str, str]) -> Workload:
     """
     if kind not in WORKLOADS:
         raise InvalidArgumentError("synthetic", kind, f"one of {', '.join(WORKLOADS)}")
-    try:
-        return msgspec.convert(dict(settings), WORKLOADS[kind], strict=False)
-    except msgspec.ValidationError as exc:
-        if isinstance(exc.__cause__, InvalidArgumentError):
-            raise exc.__cause__ from exc
-        wanted = f"sizes of {kind}: {', '.join(WORKLOADS[kind].__struct_fields__)}; {exc}"
-        raise InvalidArgumentError("set", dict(settings), wanted) from exc
+    return convert_settings("set", settings, WORKLOADS[kind], what=f"sizes of {kind}")

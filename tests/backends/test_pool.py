@@ -251,7 +251,7 @@ def test_memory_that_somebody_could_cut_is_not_mapped() -> None:
     [
         ("pool://", "expected a socket, as in pool:///run/kvxfer/pool.sock"),
         ("pool:///run/pool.sock?timeout_s=0", "timeout_s is 0.0"),
-        ("pool:///run/pool.sock?capacity=1GiB", "unknown field `capacity`"),
+        ("pool:///run/pool.sock?capacity=1GiB", "there is no 'capacity'"),
     ],
 )
 def test_a_url_of_no_use_says_why(url: str, complaint: str) -> None:

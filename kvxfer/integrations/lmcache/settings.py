@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from kvxfer.connect import shown
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.settings import convert_settings
 from kvxfer.storage.keys import GroupIdentity, Namespace
-from kvxfer.units import MAX_DURATION_S, ByteSize, decode_size
+from kvxfer.units import MAX_DURATION_S, ByteSize
 
 LAYOUT = "LMCache objects in pieces, form 1"
 
@@ -48,10 +48,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Raises:
             InvalidArgumentError: A parameter is missing, unknown or of no use.
         """
-        try:
-            settings = msgspec.convert(params, cls, strict=False, dec_hook=decode_size)
-        except msgspec.ValidationError as exc:
-            raise InvalidArgumentError("adapter_params", shown(params), str(exc)) from exc
+        settings = convert_settings("adapter_params", params, cls, what="settings of the adapter")
         if not settings.revision:
             rule = "a name for the weights: their commit, quantization, overrides"
             raise InvalidArgumentError("revision", settings.revision, rule)

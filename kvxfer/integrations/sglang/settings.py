@@ -7,11 +7,12 @@ import msgspec
 
 from kvxfer.backends.host import HostBackend
 from kvxfer.checks import require_text
-from kvxfer.connect import BackendChoice, parse_backend, shown
+from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.settings import convert_settings
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.tiering.timeouts import TierTimeouts
-from kvxfer.units import MAX_DURATION_S, ByteSize, decode_size
+from kvxfer.units import MAX_DURATION_S, ByteSize
 
 SGLANG_FIELDS = frozenset({
     "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size",
@@ -60,13 +61,9 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> StorageSettings:
         rule = "1: through SGLang's older interface every page would be copied once more"
         raise InvalidArgumentError("interface_v1", given.get("interface_v1"), rule)
     ours = {name: value for name, value in given.items() if name not in SGLANG_FIELDS}
-    try:
-        settings = msgspec.convert(ours, StorageSettings, dec_hook=decode_size)
-    except msgspec.ValidationError as exc:
-        names = ", ".join(field.name for field in msgspec.structs.fields(StorageSettings))
-        raise InvalidArgumentError(
-            "extra_config", shown(ours), f"{exc}; settings: {names}"
-        ) from exc
+    settings = convert_settings(
+        "extra_config", ours, StorageSettings, what="settings of the storage", strict=True
+    )
     require_text("revision", settings.revision)
     for name in ("timeout_s", "pause_s"):
         if not 0 <= getattr(settings, name) <= MAX_DURATION_S:

@@ -8,7 +8,8 @@ from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.nixl.discovery import LEASE_S
 from kvxfer.checks import require_integer, require_number
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.units import ByteSize, decode_size
+from kvxfer.settings import convert_settings
+from kvxfer.units import ByteSize
 
 Routing = Literal["spread", "prefix"]
 
@@ -71,8 +72,4 @@ def parse_fleet(text: str) -> Fleet:
         InvalidArgumentError: There is no such size, or it is out of range.
     """
     settings = {name: value for name, _, value in (part.partition("=") for part in text.split(","))}
-    try:
-        return msgspec.convert(settings, Fleet, strict=False, dec_hook=decode_size)
-    except msgspec.ValidationError as exc:
-        names = ", ".join(Fleet.__struct_fields__)
-        raise InvalidArgumentError("fleet", text, f"{exc}; some of {names}") from exc
+    return convert_settings("fleet", settings, Fleet, what="sizes of a fleet", shown_as=text)

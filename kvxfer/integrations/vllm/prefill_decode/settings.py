@@ -10,7 +10,7 @@ from kvxfer.backends.nixl import Endpoint, NixlConfig
 from kvxfer.checks import require_number, require_text, require_texts
 from kvxfer.endpoint import MAX_PORT
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.units import decode_size
+from kvxfer.settings import convert_settings
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,11 +68,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         ours = {name: extra[name] for name in cls.__struct_fields__[1:] if name in extra}
         theirs = {name: value for name, value in extra.items() if name not in ours}
-        try:
-            exchange = msgspec.convert(theirs, NixlConfig, strict=False, dec_hook=decode_size)
-            return msgspec.convert(ours | {"exchange": exchange}, cls, strict=False)
-        except msgspec.ValidationError as exc:
-            raise InvalidArgumentError("kv_connector_extra_config", dict(extra), str(exc)) from exc
+        argument, what = "kv_connector_extra_config", "settings of the connector"
+        names = cls.__struct_fields__[1:]
+        ours["exchange"] = convert_settings(
+            argument, theirs, NixlConfig, what=what, shown_as=extra, beside=names
+        )
+        return convert_settings(argument, ours, cls, what=what, shown_as=extra)
 
     def of_replica(self, index: int, num_workers: int) -> "Settings":
         """Make the settings of a data-parallel replica, whose workers listen after those before it.

@@ -1,0 +1,149 @@
+"""Settings that people write: a mapping becomes a struct, or an error names what is wrong."""
+
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, get_args
+from urllib.parse import unquote
+
+import msgspec
+
+from kvxfer.errors import InvalidArgumentError, code_of
+from kvxfer.text import did_you_mean
+from kvxfer.units import decode_size
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+HIDDEN = "..."
+CREDENTIAL = re.compile(
+    "secret|token|passw|credential|signature|(access|account|api|private|sas|shared)_?key|key_?id|^sas"
+)
+"""Names of parameters whose values no error tells, unless they are those of files."""
+
+_WORDS: Mapping[str, str] = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "nothing",
+}
+"""Types of msgspec's errors, in words."""
+
+
+def convert_settings(
+    argument: str,
+    given: Mapping[str, Any],
+    kind: type[S],
+    *,
+    what: str,
+    shown_as: Any = None,
+    beside: Iterable[str] = (),
+    strict: bool = False,
+) -> S:
+    """Convert a mapping to a struct.
+
+    Args:
+        argument: Name of the argument that it is.
+        given: The settings.
+        kind: Struct that has them as fields.
+        what: Description of the settings, for the error.
+        shown_as: The argument as it was given; by default the mapping.
+        beside: Names of settings that the caller has taken out.
+        strict: Whether texts are no numbers.
+
+    Raises:
+        InvalidArgumentError: A setting is missing, unknown or of no use; the error names it, and
+            tells no credential.
+    """
+    try:
+        return msgspec.convert(given, kind, strict=strict, dec_hook=decode_size)
+    except msgspec.ValidationError as exc:
+        whole = shown(given if shown_as is None else shown_as)
+        problem = problem_of(exc, shown(given), kind, beside=beside)
+        raise InvalidArgumentError(argument, whole, f"{what}: {problem}") from exc
+
+
+def problem_of(
+    error: msgspec.ValidationError,
+    given: Any,
+    kind: type[msgspec.Struct],
+    *,
+    beside: Iterable[str] = (),
+) -> str:
+    """Say in words what an error of msgspec is about.
+
+    Args:
+        error: The error.
+        given: Value that was to be converted; None where it is not known.
+        kind: Type that it was to become.
+        beside: Names that would be fields, too.
+    """
+    said, _, place = str(error).partition(" - at `")
+    name = place.rstrip("`").removeprefix("$").removeprefix(".")
+    fields = {each.encode_name: each.type for each in msgspec.structs.fields(kind)}
+    if unknown := re.fullmatch("Object contains unknown field `(.*)`", said, re.DOTALL):
+        names = [*beside, *fields]
+        near = did_you_mean(unknown[1], names) or f", only {', '.join(names)}"
+        return f"there is no {unknown[1]!r}{near}"
+    if missing := re.fullmatch("Object missing required field `(.*)`", said):
+        return f"{missing[1]} is missing"
+    if isinstance(error.__cause__, InvalidArgumentError):
+        cause = error.__cause__  # of a size, which does not know its name, or of the struct
+        return (
+            f"{name} is {code_of(cause.value)}; expected {cause.expected}" if name else str(cause)
+        )
+    if said.startswith("Invalid enum value"):
+        said = "Expected " + (_allowed_values(fields.get(name)) or "another value")
+    said = re.sub("`([a-z]+)`", lambda found: _WORDS.get(found[1], found[1]), _of_types(said))
+    said = said[:1].lower() + said[1:]
+    if not name or given is None:
+        return f"{name}: {said}" if name else said
+    if name.startswith("key"):
+        return "a name is not text"
+    return f"{name} is {code_of(_value_at(given, name))}; {said.partition(', got ')[0]}"
+
+
+def shown(given: Any) -> Any:
+    """Show settings, or what contains some, in an error: without what may be a credential."""
+    if isinstance(given, Mapping):
+        return {
+            name: HIDDEN if is_credential(name) else shown(each) for name, each in given.items()
+        }
+    if isinstance(given, (list, tuple)):
+        return [shown(each) for each in given]
+    if not isinstance(given, str):
+        return given
+    if "://" not in given:
+        return HIDDEN if "@" in given else given
+    head, mark, query = given.partition("?")
+    parts = []
+    for parameter in re.split("([&#])", query):
+        name, equals, value = parameter.partition("=")
+        hidden = is_credential(unquote(name)) or "@" in unquote(value)
+        parts.append(f"{name}={HIDDEN}" if equals and hidden else parameter)
+    return re.sub("//.*@", f"//{HIDDEN}@", head) + mark + "".join(parts)
+
+
+def is_credential(setting: object) -> bool:
+    """Whether the value of a setting may be a credential, by its name."""
+    name = str(setting).lower()
+    return CREDENTIAL.search(name) is not None and not name.endswith("_file")
+
+
+def _of_types(said: str) -> str:
+    """Split types that msgspec names at once: `int | null` becomes `int` or `null`."""
+    return re.sub("`[^`]*`", lambda found: found[0].replace(" | ", "` or `"), said)
+
+
+def _allowed_values(kind: Any) -> str:
+    is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
+    values = [each.value for each in kind] if is_enum else get_args(kind)
+    return f"one of {', '.join(map(repr, values))}" if values else ""
+
+
+def _value_at(given: Any, place: str) -> Any:
+    for step in place.replace("[", ".[").removeprefix(".").split("."):
+        given = given[int(step[1:-1])] if step.startswith("[") else given[step]
+    return given
