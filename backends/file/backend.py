@@ -205,8 +205,9 @@ class FileBackend(Backend):
 
         Ends within `close_timeout_s`; files that such calls use stay open.
         """
-        if not self._guard.close():
-            return
+        await self._guard.aclose(self._release)
+
+    async def _release(self) -> None:
         timeout_s = self._close_timeout_s
         pools = self._readers, self._writers, self._lookups, self._removers, self._scans
         num_left = sum(await asyncio.gather(*(each.aclose(timeout_s) for each in pools)))

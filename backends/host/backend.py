@@ -272,7 +272,10 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     async def aclose(self) -> None:
         """See `Backend.aclose`; the pool stays mapped while a copy uses it that does not end."""
-        if self._guard.close() and not await self._threads.aclose():
+        await self._guard.aclose(self._release)
+
+    async def _release(self) -> None:
+        if not await self._threads.aclose():
             self._pool.close()
 
     def pin(self, keys: Sequence[BlockKey], *, is_use: bool = True) -> tuple[list[int], list[int]]:

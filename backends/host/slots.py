@@ -90,7 +90,10 @@ class SlotMover(ImmediateMover):
 
     async def aclose(self) -> None:
         """See `BlockMover.aclose`; the pool stays mapped while a copy uses it that does not end."""
-        if self._guard.close() and not await self._threads.aclose():
+        await self._guard.aclose(self._release)
+
+    async def _release(self) -> None:
+        if not await self._threads.aclose():
             self._pool.close()
 
     def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:

@@ -144,8 +144,9 @@ class MooncakeBackend(Backend):
 
     async def aclose(self) -> None:
         """See `Backend.aclose`; blocks stay in the memory of other processes."""
-        if not self._guard.close():
-            return
+        await self._guard.aclose(self._release)
+
+    async def _release(self) -> None:
         self._staging.withdraw()
         left = await self._threads.aclose(self._config.close_timeout_s)
         if not await self._client.aclose(self._config.close_timeout_s) and not left:

@@ -232,8 +232,9 @@ class NixlBackend(Backend):
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
-        if not self._guard.close():
-            return
+        await self._guard.aclose(self._release)
+
+    async def _release(self) -> None:
         async with contextlib.AsyncExitStack() as closing:
             if self._opened is not None:
                 closing.push_async_callback(self._opened.aclose)

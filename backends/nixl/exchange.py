@@ -259,8 +259,9 @@ class Exchange:
 
     async def aclose(self) -> None:
         """End every connection and read; may be called again."""
-        if not self._guard.close():
-            return
+        await self._guard.aclose(self._release)
+
+    async def _release(self) -> None:
         clients = [*self.clients.values(), *self._former_clients]
         if self._server is not None:
             self._server.close()

@@ -143,8 +143,9 @@ class ObjectBackend(Backend):
 
     async def aclose(self) -> None:
         """See `Backend.aclose`; blocks stay in the bucket."""
-        if not self._guard.close():
-            return
+        await self._guard.aclose(self._release)
+
+    async def _release(self) -> None:
         if self._listing is not None:
             self._listing.cancel()
             await asyncio.wait([self._listing])

@@ -1,16 +1,13 @@
 """Texts beside the pages of a namespace in a bucket: its description, the kinds of its pages."""
 
-import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 from kvxfer.backends.file.folders.integrity_record import RECORDS, key_ids_in, with_key
 from kvxfer.backends.file.folders.namespace_folder import MAX_TEXT_BYTES
 from kvxfer.backends.object.bucket import Bucket
 from kvxfer.backends.object.pages import Pages
 from kvxfer.backends.object.request_failure import RequestFailedError
-from kvxfer.storage.calls import fetch_error
+from kvxfer.storage.calls import Once
 from kvxfer.storage.integrity import Integrity
 
 NOTE_ATTEMPTS = 5
@@ -41,8 +38,7 @@ class NamespaceTexts:
         self._bucket = bucket
         self._pages = pages
         self._place = place
-        self._writing = _Once(self._write)
-        self._reading = _Once(self._read)
+        self._writing, self._reading = Once(), Once()
         self._met_others = False
         self.overwrites = False
         self.has_others = True
@@ -59,7 +55,7 @@ class NamespaceTexts:
         Raises:
             RequestFailedError: A request failed; the next call tries again.
         """
-        await self._writing.run()
+        await self._writing.run(self._write)
 
     async def read(self) -> None:
         """Find out which kinds of pages there may be, once.
@@ -67,12 +63,12 @@ class NamespaceTexts:
         Raises:
             RequestFailedError: A request failed; the next call tries again.
         """
-        await self._reading.run()
+        await self._reading.run(self._read)
 
     async def aclose(self, timeout_s: float) -> None:
         """Wait for what is under way."""
-        await self._writing.aclose(timeout_s)
-        await self._reading.aclose(timeout_s)
+        await self._writing.wait(timeout_s)
+        await self._reading.wait(timeout_s)
 
     async def _write(self) -> None:
         name, text = self._pages.description_name, memoryview(self._pages.description)
@@ -120,25 +116,3 @@ class NamespaceTexts:
             for key_id in key_ids_in(record.decode(errors="replace")):
                 has_others |= not digester.cipher.knows(self._pages.fingerprint, key_id)
         self.has_others = has_others or self._met_others
-
-
-class _Once:
-    """Attempt that all callers share, and that is made again after it failed."""
-
-    def __init__(self, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._attempt = attempt
-        self._task: asyncio.Task[None] | None = None
-
-    async def run(self) -> None:
-        if self._task is None or (self._task.done() and not _is_done(self._task)):
-            self._task = asyncio.create_task(self._attempt())
-            self._task.add_done_callback(fetch_error)
-        await asyncio.shield(self._task)
-
-    async def aclose(self, timeout_s: float) -> None:
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=timeout_s)
-
-
-def _is_done(task: asyncio.Task[None]) -> bool:
-    return not task.cancelled() and task.exception() is None

@@ -187,8 +187,9 @@ class PoolBackend(Backend):
 
     async def aclose(self) -> None:
         """See `Backend.aclose`; blocks stay in the pool."""
-        if not self._guard.close():
-            return
+        await self._guard.aclose(self._release)
+
+    async def _release(self) -> None:
         if await self._threads.aclose():
             return  # a thread still uses the memory, which ends with the process
         with self._lock:

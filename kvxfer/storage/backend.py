@@ -134,7 +134,10 @@ class BlockMover(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Release every resource; may be called again. Later calls raise `ClosedError`."""
+        """Release every resource. Later calls raise `ClosedError`.
+
+        May be called again, and completes a call that was cancelled.
+        """
 
     async def __aenter__(self) -> Self:
         return self

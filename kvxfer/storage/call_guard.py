@@ -1,7 +1,8 @@
 """Entry checks of a backend: is it open, in its own process, and is the batch valid."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from kvxfer.errors import ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import require_batch
+from kvxfer.storage.calls import Once
 from kvxfer.storage.keys import BlockKey, Namespace, groups_of
 
 
@@ -49,6 +51,7 @@ class CallGuard:
         self.chunk_sizes = namespace.chunk_sizes if namespace else []
         self._limits = np.array(self.chunk_sizes, np.int64)
         self.closed = False
+        self._releasing = Once()
 
     def check(self) -> None:
         """Check a call without a batch.
@@ -87,15 +90,35 @@ class CallGuard:
                 limit = f"within its chunk of {self.chunk_sizes[groups[at]]} bytes"
                 raise InvalidArgumentError(what, (start, size), limit)
 
-    def close(self) -> bool:
-        """Refuse every later call; return whether the backend was open until now.
+    @property
+    def released(self) -> bool:
+        """Whether `aclose` has released everything."""
+        return self._releasing.is_done
+
+    def close(self) -> None:
+        """Refuse every later call; may be called again.
 
         Raises:
             ForkedError: See `require_same_process`.
         """
         self.require_same_process()
-        was_open, self.closed = not self.closed, True
-        return was_open
+        self.closed = True
+
+    async def aclose(self, release: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Refuse every later call, and release what the backend has; may be called again.
+
+        The release goes on when its caller is cancelled: every call waits for its end.
+
+        Args:
+            release: Releases the resources; called again by a later call if it failed, or was
+                cancelled with its event loop.
+
+        Raises:
+            ForkedError: See `require_same_process`.
+            Exception: Those of `release`.
+        """
+        self.close()
+        await self._releasing.run(release)
 
     def require_same_process(self) -> None:
         """Check that this process opened the backend.

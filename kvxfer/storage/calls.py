@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from kvxfer.errors import DeviceLostError
+from kvxfer.errors import BackendUnavailableError, DeviceLostError
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.storage.backend import Begun, Outcome, Status
 from kvxfer.storage.keys import BlockKey
@@ -89,10 +89,15 @@ def _one_each(name: str, outcomes: list[Outcome], num_keys: int) -> list[Outcome
     return outcomes
 
 
+def is_caller_cancelled() -> bool:
+    """Whether the current task is being cancelled: a `CancelledError` may be the caller's."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def is_cancelled_alone(waited_for: "asyncio.Future[Any]") -> bool:
     """Whether what the current task waited for was cancelled, and the task itself was not."""
-    task = asyncio.current_task()
-    return waited_for.cancelled() and task is not None and not task.cancelling()
+    return waited_for.cancelled() and not is_caller_cancelled()
 
 
 async def wait_despite_cancel(work: "Coroutine[Any, Any, T] | asyncio.Future[T]") -> T:
@@ -129,6 +134,48 @@ def fetch_error(future: "asyncio.Future[Any]") -> None:
     """Fetch the error of a future that may have no waiter left, else asyncio reports it."""
     if not future.cancelled():
         future.exception()
+
+
+class Once:
+    """Attempt that all callers share, and that is made again after it failed or was cancelled.
+
+    A caller that is cancelled leaves the attempt to go on; the next one waits for the same end.
+    """
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether an attempt ended without an error."""
+        task = self._task
+        if task is None or not task.done() or task.cancelled():
+            return False
+        return task.exception() is None
+
+    async def run(self, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Make the attempt, or wait for the one that is under way on this event loop.
+
+        Raises:
+            BackendUnavailableError: Something in the attempt was cancelled, and the caller was not.
+            Exception: Those of the attempt.
+        """
+        task, loop = self._task, asyncio.get_running_loop()
+        if not self.is_done and (task is None or task.done() or task.get_loop() is not loop):
+            self._task = task = loop.create_task(attempt())
+            task.add_done_callback(fetch_error)
+        assert task is not None
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as exc:
+            if is_cancelled_alone(task):
+                raise BackendUnavailableError("cancelled before its end") from exc
+            raise
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait for the end of an attempt that is under way."""
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=timeout_s)
 
 
 class Calls:

@@ -148,6 +148,7 @@ class TieredBackend(Backend):
         self._writers = [
             TierWriter(self._tiers, tier, self._staging, self._locks) for tier in self._lower
         ]
+        self._settling: asyncio.Task[None] | None = None
         self._reports = Reports()
         self.attach([self._staging.region])
 
@@ -287,22 +288,32 @@ class TieredBackend(Backend):
         Ends within `TierTimeouts.close_s` for what moves, for each tier and for staging buffers.
         Blocks that were not written back are logged.
         """
-        if not self._guard.close():
-            return
+        try:
+            await self._guard.aclose(self._release)
+        except asyncio.CancelledError:
+            if self._settling is not None:
+                self._settling.cancel()
+            await self._guard.aclose(self._release)
+            raise
+
+    async def _release(self) -> None:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._close_staging)  # last, after all tiers are closed
             for tier in reversed(self._tiers):
                 stack.push_async_callback(tier.aclose)
-            try:
-                async with asyncio.timeout(self._close_s):
-                    await self._locks.wait_for_all()
-                    for writer in self._writers:
-                        await writer.settle()
-            except TimeoutError:
+            for writer in self._writers:
+                stack.push_async_callback(writer.cancel)
+            self._settling = asyncio.create_task(self._settle())
+            await asyncio.wait([self._settling], timeout=self._close_s)
+            if not self._settling.done():
+                self._settling.cancel()
                 logger.warning("blocks still move between tiers after %g s", self._close_s)
-            finally:
-                for writer in self._writers:
-                    await writer.cancel()
+
+    async def _settle(self) -> None:
+        """Wait until no block moves between tiers, but for a tier that failed."""
+        await self._locks.wait_for_all()
+        for writer in self._writers:
+            await writer.settle()
 
     async def _close_staging(self) -> None:
         """Wait for buffers in use; the memory of one used for longer stays with its user."""

@@ -106,10 +106,11 @@ class TransferEngine(PolledEngine[Backend]):
 
         Ends within `close_timeout_s`; transfers that are abandoned then are logged.
         """
-        if not self._guard.close():
-            return
-        await self._loop.run(self._shut_down())
-        await asyncio.to_thread(self._loop.stop)
+        self._guard.close()
+        if not self._guard.released:
+            await self._loop.run(self._guard.aclose(self._shut_down))
+        if not self._loop.is_stopped:
+            await asyncio.to_thread(self._loop.stop)
 
     async def __aenter__(self) -> Self:
         self._guard.require_same_process()

@@ -119,6 +119,11 @@ class EngineLoop:
             raise EventLoopError(self._what, f"its event loop stood still for {timeout_s:g} s")
         return future.result()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the loop has no thread of its own, or that has ended."""
+        return self._thread is None or self._loop is None or self._loop.is_closed()
+
     def stop(self) -> None:
         """Stop the loop's own thread, if it has one; may be called again.
 

@@ -298,9 +298,9 @@ class Handover:
 
     def close(self) -> None:
         """End every ticket and call, and wait until nothing touches our caches; blocks."""
-        if not self._guard.close():
-            return
-        self._loop.run_blocking(self._shut_down())
+        self._guard.close()
+        if not self._guard.released:
+            self._loop.run_blocking(self._guard.aclose(self._shut_down))
         self._loop.stop()
 
     def __enter__(self) -> Self:

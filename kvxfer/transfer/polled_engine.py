@@ -251,9 +251,9 @@ class PolledEngine(Generic[MoverT]):
         """
         self._guard.require_same_process()
         self._loop.require_other_thread("close")
-        if not self._guard.close():
-            return
-        self._loop.run_blocking(self._shut_down())
+        self._guard.close()
+        if not self._guard.released:
+            self._loop.run_blocking(self._guard.aclose(self._shut_down))
         self._loop.stop()
 
     def _job(

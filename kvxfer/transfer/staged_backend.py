@@ -145,8 +145,9 @@ class StagedBackend(Backend):
 
     async def aclose(self) -> None:
         """See `Backend.aclose`. Closes the backend, and then the copy engine."""
-        if not self._guard.close():
-            return
+        await self._guard.aclose(self._release)
+
+    async def _release(self) -> None:
         self._staging.withdraw()
         async with AsyncExitStack() as stack:
             stack.push_async_callback(asyncio.to_thread, self._copy_engine.close)

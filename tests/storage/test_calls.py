@@ -1,13 +1,16 @@
 """Calls of a backend: whatever it does wrong is the outcome of each block."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from kvxfer.errors import BackendUnavailableError, ClosedError
 from kvxfer.storage.backend import DONE, Begun, Status
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import begin_call, call_backend, poll_begun
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.testing.conformance.suite import cancel, make_keys, yield_to_loop
 
 KEYS = make_keys(2)
 BLOCKS = BlockMemory([[64]], num_blocks=2).describe(0, [0, 1])
@@ -62,3 +65,67 @@ async def test_nothing_is_no_outcome_but_of_a_call_that_would_have_to_wait() -> 
 
     assert {each.status for each in await call_backend(store, KEYS, BLOCKS)} == {Status.FAILED}
     assert begin_call(lambda *_: None, KEYS, BLOCKS) is None
+
+
+# Closing
+
+
+class Closing:
+    """Backend whose closing takes as long as the test says."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.may_end = asyncio.Event()
+        self.num_begun = self.num_ended = 0
+        self._guard = CallGuard("backend")
+        self._errors = list(errors)
+
+    async def aclose(self) -> None:
+        await self._guard.aclose(self._release)
+
+    async def _release(self) -> None:
+        self.num_begun += 1
+        await self.may_end.wait()
+        if self._errors:
+            raise self._errors.pop()
+        self.num_ended += 1
+
+
+async def test_what_a_cancelled_close_began_is_waited_for_by_the_next() -> None:
+    backend = Closing()
+    first = asyncio.ensure_future(backend.aclose())
+    await yield_to_loop(2)
+    await cancel(first)
+    with pytest.raises(ClosedError):
+        backend._guard.check()
+    second = asyncio.ensure_future(backend.aclose())
+    await yield_to_loop(5)
+    assert not second.done()
+    backend.may_end.set()
+    await second
+    await backend.aclose()
+    assert (backend.num_begun, backend.num_ended) == (1, 1)
+    assert backend._guard.released
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), asyncio.CancelledError()], ids=repr)
+async def test_a_close_that_failed_is_made_again(error: BaseException) -> None:
+    backend = Closing(error)
+    backend.may_end.set()
+    with pytest.raises((OSError, BackendUnavailableError)):
+        await backend.aclose()
+    assert not backend._guard.released
+    await backend.aclose()
+    assert (backend.num_begun, backend.num_ended) == (2, 1)
+
+
+def test_a_close_whose_event_loop_ended_is_made_again() -> None:
+    async def close(backend: Closing) -> None:
+        closing = asyncio.ensure_future(backend.aclose())
+        await yield_to_loop(2)
+        closing.cancel()
+
+    backend = Closing()
+    asyncio.run(close(backend))
+    backend.may_end.set()
+    asyncio.run(backend.aclose())
+    assert (backend.num_begun, backend.num_ended) == (2, 1)

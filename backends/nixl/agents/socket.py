@@ -185,10 +185,13 @@ class SocketAgent(TransferAgent):
     async def aclose(self) -> None:
         """See `TransferAgent.aclose`."""
         self._closed = True
+        await wait_despite_cancel(self._end_lines())
+        self._memory.clear()
+
+    async def _end_lines(self) -> None:
         remotes, self._remotes = self._remotes, {}
         await asyncio.gather(*(remote.aclose() for remote in remotes.values()))
         await asyncio.gather(*(line.aclose() for line in self._serving))
-        self._memory.clear()
 
     def _require_open(self) -> None:
         if self._closed:

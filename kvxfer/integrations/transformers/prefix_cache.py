@@ -238,9 +238,9 @@ class PrefixCache:
 
         Waits for the call of another thread, no longer than the deadline.
         """
-        if self._guard.close():
-            with self._turn(None):
-                self._engine.close()
+        self._guard.close()
+        with self._turn(None):
+            self._engine.close()
 
     def __enter__(self) -> Self:
         self._guard.check()

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -115,7 +115,7 @@ async def yield_to_loop(turns: int) -> None:
         await asyncio.sleep(0)
 
 
-async def cancel(transfer: "asyncio.Future[list[Outcome]]") -> None:
+async def cancel(transfer: "asyncio.Future[Any]") -> None:
     """Cancel a transfer, which may have ended already, and wait for it."""
     transfer.cancel()
     try:
