@@ -12,7 +12,7 @@ import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 from kvxfer.connect import open_backend
-from kvxfer.errors import BackendUnavailableError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.integrations.sglang import KVXferStorage, page_store
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
@@ -139,6 +139,27 @@ def test_a_backend_that_cannot_be_opened_is_asked_once_and_no_call_raises(door: 
         opened(attention_pool("page_first"), extra_config(HOST)),
     ):
         pass
+
+
+def test_an_opening_that_failed_is_tried_again_after_the_pause_and_nobody_waits_for_it(
+    door: Door,
+) -> None:
+    door.open()
+    door.errors = [BackendUnavailableError("it is not there yet")]
+    with not_opened_yet(pause_s=0.2) as (pool, storage):
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [False] * 4
+        until_stored(storage, pool)
+        assert storage.batch_exists(KEYS) == 4
+        assert door.num_waiting == 2
+
+
+def test_an_opening_that_cannot_succeed_is_not_tried_again(door: Door) -> None:
+    door.open()
+    door.errors = [InvalidArgumentError("capacity", 0, "more")]
+    with not_opened_yet(pause_s=0) as (pool, storage):
+        for _ in range(3):
+            assert storage.batch_set_v1(KEYS, rows_of(pool)) == [False] * 4
+        assert door.num_waiting == 1
 
 
 def test_a_clear_while_a_late_pool_is_opened_clears_what_there_is(door: Door) -> None:

@@ -8,12 +8,16 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from kvxfer.errors import InvalidArgumentError, UnsupportedEngineError
 from kvxfer.integrations.sglang.host_pools import HostPages, read_pool
 from kvxfer.integrations.sglang.identity import page_namespace
 from kvxfer.integrations.sglang.interface import HiCacheStorageConfig, weight_version
 from kvxfer.integrations.sglang.page_store import PageStore
 from kvxfer.integrations.sglang.settings import StorageSettings
 from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
+
+LASTING = (InvalidArgumentError, UnsupportedEngineError)
+"""Errors of an opening that another attempt would end in, too."""
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +26,8 @@ class PoolStores:
     """Stores of the host pools of one engine, by SGLang's names of the pools.
 
     All pools that are known when the backend is opened share one store. It is opened on a thread of
-    its own, so whoever needs it waits no longer than its deadline. Thread-safe.
+    its own, so whoever needs it waits no longer than its deadline. An opening that failed is tried
+    again after a pause, unless its error lasts. Thread-safe.
 
     Args:
         config: What SGLang knows of the engine.
@@ -40,6 +45,8 @@ class PoolStores:
         self._lock = threading.Lock()  # held for a few lines, never while something is opened
         self._opening: Future[None] | None = None
         self._is_late = False
+        self._failed: set[str] = set()  # pools whose opening is tried again, at the time below
+        self._try_again_at = 0.0
         self._closed = False
 
     def register(self, name: str, pool: Any) -> None:
@@ -96,6 +103,8 @@ class PoolStores:
                     logger.error(text, name)
                     self._stores[name] = None
                     return None
+                if name in self._failed and time.monotonic() < self._try_again_at:
+                    return None
                 wait_s = 0.0 if self._is_late else max(0.0, deadline - time.monotonic())
             if (opening := self._begin_opening()) and not self._wait(opening, name, wait_s):
                 return None
@@ -139,21 +148,27 @@ class PoolStores:
             return self._opening
 
     def _wait(self, opening: Future[None], name: str, wait_s: float) -> bool:
-        """Wait until a store was opened or could not be; return whether that is so."""
+        """Wait until a store was opened or could not be; return whether to look for it again."""
         try:
             opening.result(wait_s)
         except Exception as exc:
             if not opening.done():
+                text = "nothing of %s is stored or found: its store is still opening"
+                logger.log(logging.DEBUG if self._is_late else logging.WARNING, text, name)
                 self._is_late = True
-                logger.warning("nothing of %s is stored or found: its store is still opening", name)
                 return False
             logger.exception("nothing is stored of the pool %s", name, exc_info=exc)
+            return name not in self._failed
         return True
 
     def _open(self, names: list[str], opening: Future[None]) -> None:
-        """Open a store of pools; whoever waits gets its error, and later there is no store."""
+        """Open a store of pools; whoever waits gets its error, and there is no store after it.
+
+        After an error that lasts there never is one. After any other one nobody waits for the next
+        attempt: it is the backend that lets them wait.
+        """
         failure: BaseException | None = None
-        found: dict[str, tuple[PageStore, int] | None] = dict.fromkeys(names)
+        found: dict[str, tuple[PageStore, int] | None] = {}
         with self._lock:
             retired, self._retired = self._retired, []
         for each in retired:
@@ -172,8 +187,12 @@ class PoolStores:
         except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
             failure = exc
         with self._lock:
+            if isinstance(failure, LASTING):
+                found = dict.fromkeys(names)
             self._stores |= found
-            self._opening, self._is_late = None, False
+            self._failed = set(names) - found.keys()
+            self._try_again_at = time.monotonic() + self._settings.pause_s
+            self._opening, self._is_late = None, bool(self._failed)
             closed = self._closed
         if closed and failure is None:
             _close(store)
