@@ -186,8 +186,13 @@ def open_backend(
     return _open_backend(backend, namespace, [*observers, *environment_observers(namespace)])
 
 
-def parse_backend(backend: BackendChoice) -> tuple[BackendType, msgspec.Struct]:
+def parse_backend(backend: BackendChoice, replica: int = 0) -> tuple[BackendType, msgspec.Struct]:
     """Find the backend that a URL or mapping names, and check its parameters.
+
+    Args:
+        backend: The URL or mapping.
+        replica: Index of this process among those that get the same one: each that listens does so
+            at a port of its own, after the first one's.
 
     Raises:
         InvalidArgumentError: An unknown backend, an unknown or wrong parameter.
@@ -212,6 +217,8 @@ def parse_backend(backend: BackendChoice) -> tuple[BackendType, msgspec.Struct]:
         what=f"a {name} backend",
         shown_as=backend,
     )
+    if isinstance(config, NixlConfig):
+        config = config.at_rank(replica)
     return backend_type, config
 
 

@@ -204,11 +204,14 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         """Make the configuration of a worker, which listens at the rank-th port after `listen`.
 
         Raises:
-            InvalidArgumentError: There is no such port.
+            InvalidArgumentError: There is no such port, or an earlier worker has it for data.
         """
         listen = self.listen_endpoint
-        if listen is None or not listen.port:
+        if listen is None or not listen.port or not rank:
             return self
+        if self.data_port and abs(self.data_port - listen.port) <= rank:
+            wanted = f"more than {rank} ports from listen={self.listen}, since as many follow it"
+            raise InvalidArgumentError("data_port", self.data_port, wanted)
         at = str(Endpoint(listen.host, listen.port + rank))
         data_port = self.data_port and self.data_port + rank
         advertise = self.advertise

@@ -148,6 +148,13 @@ def test_workers_advertise_their_own_ports(advertise: str, reached: Endpoint) ->
     assert config.at_rank(2).advertised(Endpoint("::", 7002)) == reached
 
 
+def test_a_port_for_data_that_a_worker_would_listen_at_is_named() -> None:
+    config = NixlConfig(listen="127.0.0.1:7000", capacity=MIB, data_port=7002)
+    assert config.at_rank(1).data_port == 7003
+    with pytest.raises(InvalidArgumentError, match="data_port is 7002"):
+        config.at_rank(2)
+
+
 def test_a_directory_of_ones_own_is_not_taken_beside_discovery() -> None:
     namespace = BlockMemory([[4096]], num_blocks=1).namespace()
     with pytest.raises(InvalidArgumentError, match="directory"):

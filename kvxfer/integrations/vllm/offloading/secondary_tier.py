@@ -97,7 +97,8 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
             if not revision:
                 rule = "a name for this model: its commit, quantization, overrides"
                 raise InvalidArgumentError("revision", revision, rule)
-            backend_type, backend_config = parse_backend(backend)
+            replica = config.parallel.data_parallel_index
+            backend_type, backend_config = parse_backend(backend, replica)
             backend = backend_type(backend_config, namespace)
         emit_events = offloading_spec.kv_events_config.enable_kv_cache_events
         observers = environment_observers(namespace)
