@@ -2,7 +2,7 @@
 
 import enum
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvxfer.errors import BlockStateError, DuplicateError, InvalidArgumentError
@@ -308,6 +308,14 @@ class BlockIndex:
         for key in keys:
             self.quarantine(key)
         return keys
+
+    def keep_out(self, slots: Collection[int]) -> None:
+        """Keep free slots out of use, e.g. since an earlier transfer may still touch them."""
+        self._free_slots = [slot for slot in self._free_slots if slot not in slots]
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        """Put slots that were kept out into use again; each once."""
+        self._free_slots.extend(slots)
 
     def clear(self) -> None:
         """Remove every block, plan and pin; all slots are free and a new generation begins.

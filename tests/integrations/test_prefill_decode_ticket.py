@@ -178,6 +178,8 @@ def test_settings_are_those_of_the_exchange_and_ours() -> None:
         ({"advertise": 1}, "advertise"),
         ({"revision": 1}, "revision"),
         ({"transport": "pigeon"}, "transport"),
+        ({"purge_on_reset": True}, "purge_on_reset"),
+        ({"backend": "host://", "purge_on_reset": "maybe"}, "purge_on_reset"),
     ],
 )
 def test_a_setting_of_no_use_is_named(extra: dict[str, Any], named: str) -> None:

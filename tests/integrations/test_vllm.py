@@ -279,7 +279,9 @@ def test_every_metric_that_is_reported_was_declared(scheduler: Scheduler) -> Non
     assert counts[metrics.LOADED] == counts[metrics.PINNED] == 1
 
 
-def make_config(*, rank: int = 0, world_size: int = 1, **extra: object) -> OffloadingConfig:
+def make_config(
+    *, rank: int = 0, world_size: int = 1, replica: int = 0, **extra: object
+) -> OffloadingConfig:
     groups = [("a", 0), ("b", SECOND_GROUP_ID)]
     return OffloadingConfig(
         groups=tuple(
@@ -302,7 +304,7 @@ def make_config(*, rank: int = 0, world_size: int = 1, **extra: object) -> Offlo
             pp_size=1,
             pcp_size=1,
             dcp_size=1,
-            data_parallel_index=0,
+            data_parallel_index=replica,
             data_parallel_size=1,
             data_parallel_rank_local=None,
             is_parallelism_agnostic=False,

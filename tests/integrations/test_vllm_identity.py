@@ -1,7 +1,9 @@
 """Namespaces of vLLM engines: files are shared only where equal tokens have equal values."""
 
+import contextlib
 import copy
 import os
+import socket
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -263,6 +265,36 @@ def test_an_engine_with_tiers_below_is_built_from_urls(
     assert isinstance(manager, TieredOffloadingManager)
     manager.shutdown()
     worker.shutdown()
+
+
+def test_replicas_of_an_engine_with_a_peer_below_listen_one_after_the_other(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offloading_spec, "get_current_vllm_config_or_none", lambda: vllm_config)
+    port = free_ports(2)
+    below = f"nixl://?listen=127.0.0.1:{port}&capacity=1MiB&transport=socket"
+    with contextlib.ExitStack() as stack:
+        for replica in range(2):
+            config = make_config(replica=replica, backend=["host://?capacity=1MiB", below])
+            memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
+            worker = KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
+            stack.callback(worker.shutdown)
+            stack.callback(KVXferOffloadingSpec(config).get_manager().shutdown)
+            socket.create_connection(("127.0.0.1", port + replica), 10).close()
+
+
+@pytest.mark.parametrize(
+    ("backend", "value"),
+    [
+        ("host://?capacity=1MiB", True),
+        (["host://?capacity=1MiB", "nixl://127.0.0.1:7000"], True),
+        (["host://?capacity=1MiB", "file:///x?capacity=1GiB"], "yes"),
+        (["host://?capacity=1MiB", "file:///x?capacity=1GiB"], 1),
+    ],
+)
+def test_a_wish_to_purge_that_cannot_be_met_is_named(backend: object, value: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="purge_on_reset"):
+        KVXferOffloadingSpec(make_config(backend=backend, purge_on_reset=value))
 
 
 def test_tiers_below_show_every_metric_by_their_own_names(

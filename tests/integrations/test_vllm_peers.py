@@ -1,6 +1,7 @@
 """Peers below vLLM: the lower tier listens from the start, and finds their blocks."""
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Coroutine, Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer
 from kvxfer.connect import open_backend
+from kvxfer.endpoint import free_ports
 from kvxfer.errors import BackendUnavailableError, ClosedError, UnsupportedEngineError
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.loop_thread import LoopThread
@@ -57,6 +59,13 @@ def peer() -> Iterator[PeerThread]:
     peer.stop()
 
 
+def require_tiering() -> None:
+    try:
+        interface.require_tiering()
+    except UnsupportedEngineError as exc:
+        pytest.skip(str(exc))
+
+
 def make_rows() -> np.ndarray:
     return np.zeros((NUM_CHUNKS, ROW_BYTES), np.uint8)
 
@@ -86,11 +95,26 @@ def test_an_engine_whose_lower_tier_cannot_listen_does_not_start(peer: PeerThrea
         asyncio.run(backend.lookup(keys_of(1)))
 
 
+def test_replicas_of_an_engine_listen_one_after_the_other() -> None:
+    require_tiering()
+    port, keys = free_ports(2), keys_of(2)
+    with contextlib.ExitStack() as stack:
+
+        def start(url: str, replica: int = 0) -> Tiers:
+            tiers = Tiers(f"kvxfer-test-{time.time_ns()}", url, replica=replica)
+            stack.callback(tiers.manager.shutdown)
+            return tiers
+
+        for replica, key in enumerate(keys):
+            url = f"nixl://?listen=127.0.0.1:{port}&capacity=1MiB&transport=socket"
+            start(url, replica).store([key])
+        for at, key in enumerate(keys):
+            found = start(f"nixl://127.0.0.1:{port + at}?transport=socket").resolve(keys)
+            assert found == [HIT if each == key else MISS for each in keys]
+
+
 def test_chunks_that_the_cpu_tier_evicted_come_back_from_a_peer(peer: PeerThread) -> None:
-    try:
-        interface.require_tiering()
-    except UnsupportedEngineError as exc:
-        pytest.skip(str(exc))
+    require_tiering()
     url = f"nixl://{peer.peer.endpoint}?transport=socket"
     tiers = Tiers(f"kvxfer-test-{time.time_ns()}", url)
     try:

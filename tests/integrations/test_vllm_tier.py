@@ -45,10 +45,12 @@ NAMESPACE = Namespace(model="model", groups=(GroupIdentity(page_sizes_bytes=(ROW
 class Tiers:
     """vLLM's manager over its CPU tier and a `KVXferTier`, driven in place of a scheduler."""
 
-    def __init__(self, name: str, backend: Backend | str, *, emit_events: bool = False) -> None:
+    def __init__(
+        self, name: str, backend: Backend | str, *, emit_events: bool = False, replica: int = 0
+    ) -> None:
         region = SharedOffloadRegion(name, NUM_CHUNKS, None, ROW_BYTES, ROW_BYTES)
         self.primary = CPUPrimaryTierOffloadingManager(NUM_CHUNKS, region)
-        config = make_config(backend="host://?capacity=1MiB")
+        config = make_config(backend="host://?capacity=1MiB", replica=replica)
         self.spec = KVXferOffloadingSpec(replace(config, enable_kv_cache_events=emit_events))
         tier = SecondaryTierFactory.create_secondary_tier(
             {

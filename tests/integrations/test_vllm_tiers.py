@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
@@ -36,6 +37,7 @@ from tests.integrations.two_tiers import (
     SlowlyPurgedBackend,
     Start,
     broken,
+    fill_slot,
     keys_of,
     make_namespace,
     payloads_of,
@@ -151,6 +153,73 @@ def test_bytes_that_changed_on_their_way_down_are_not_kept_below(start: Start) -
     assert isinstance(backend.inner, KeepingBackend)
     scheduler.until(lambda: key not in backend.inner)  # type: ignore[operator]
     assert scheduler.counts()[metrics.LOWER_STORES_FAILED] == 1
+
+
+def test_a_chunk_that_changed_in_host_memory_never_gets_below_and_is_not_tried_again(
+    start: Start,
+) -> None:
+    backend = KeepingBackend()
+    scheduler, (key, other) = start(backend), keys_of(2)
+    scheduler.manager.prepare_store([key], ReqContext("storing"))
+    for part, payload in enumerate(payloads_of(key)):
+        fill_slot(scheduler, key, part, payload)
+    scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1
+    scheduler.manager.complete_store({key}, ReqContext("storing"))
+    scheduler.until(lambda: scheduler.index.num_evictable == 1)
+    assert key not in backend
+    assert scheduler.counts()[metrics.LOWER_STORES_FAILED] == 1
+    scheduler.store([other])
+    scheduler.settle()
+    assert list(backend._blocks) == [other], "the tier counts as failing"
+    assert scheduler.resolve([key]) == [MISS]
+
+
+@pytest.mark.parametrize("answer", ["an error", "false"])
+def test_a_delete_that_is_refused_is_tried_again_and_until_then_the_chunk_is_a_miss(
+    start: Start, answer: str
+) -> None:
+    class RefusingBackend(KeepingBackend):
+        num_refused = 0
+        refuses = True
+
+        async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+            if not self.refuses:
+                return await super().delete(keys)
+            self.num_refused += 1
+            if answer == "an error":
+                raise BackendUnavailableError("busy")
+            return [False] * len(keys)
+
+    backend = broken(Operation.STORE, hang=1.0)
+    inner = backend.inner = RefusingBackend()
+    scheduler, (key,) = start(backend), keys_of(1)
+    scheduler.manager._tier._deletions.first_pause_s = 0.0
+    scheduler.store([key])
+    scheduler.until(lambda: backend.waiting)
+    scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1  # while it is written
+    assert scheduler.lookup([key]) == [MISS], "it is taken from where it is not proven"
+    backend.release()
+    scheduler.until(lambda: inner.num_refused > MAX_ATTEMPTS)
+    assert key in inner
+    assert scheduler.lookup([key], "another") == [MISS]
+    assert scheduler.store([key], version=1) == [key]
+    inner.refuses = False
+    scheduler.until(lambda: key not in scheduler.manager._write_back and key in inner)
+    scheduler.forget()
+    assert scheduler.resolve([key], "later") == [HIT]
+    assert scheduler.bytes_of(key) == payloads_of(key, version=1)
+
+
+def test_what_could_not_be_deleted_is_told_at_the_end(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler, (key,) = start(broken(Operation.DELETE, error=1.0)), keys_of(1)
+    scheduler.store([key])
+    scheduler.settle()
+    scheduler.manager._tier.delete([key])
+    scheduler.manager.shutdown()
+    assert "1 rows cannot be deleted yet" in caplog.text
+    assert "1 rows stay that changed before they were stored there" in caplog.text
 
 
 def test_a_prompt_larger_than_host_memory_is_promoted_up_to_where_it_fits(start: Start) -> None:
@@ -377,16 +446,25 @@ def test_a_promotion_that_hangs_is_a_miss_and_its_slot_stays_out_of_use_until_it
         assert scheduler.bytes_of(other) == payloads_of(other)
 
 
+@pytest.mark.parametrize("purges", [False, True])
 def test_after_a_reset_nothing_of_before_is_found_and_what_is_stored_then_is(
     start: Start,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    purges: bool,
 ) -> None:
     backend, keys = KeepingBackend(), keys_of(2)
-    scheduler = start(backend)
+    scheduler = start(backend, purge_on_reset=purges)
     scheduler.store(keys)
     scheduler.settle()
     scheduler.manager.reset_cache()
+    assert "vLLM has reset its cache, as for new weights: 2 chunks in host" in caplog.text
+    assert f"blocks of before {'are deleted' if purges else 'stay, for others'}" in caplog.text
     assert scheduler.resolve(keys) == [MISS]
-    scheduler.until(lambda: len(backend) == 0)
+    if purges:
+        scheduler.until(lambda: len(backend) == 0)
+    else:
+        assert start(backend).resolve(keys) == [HIT] * 2, "what others share is gone"
 
     scheduler.manager.on_request_finished(ReqContext("request"))
     scheduler.store(keys, version=1)
@@ -397,7 +475,7 @@ def test_after_a_reset_nothing_of_before_is_found_and_what_is_stored_then_is(
 
 def test_what_is_stored_after_a_reset_is_not_deleted_with_what_was_there(start: Start) -> None:
     backend, keys = SlowlyPurgedBackend(), keys_of(2)
-    scheduler = start(backend)
+    scheduler = start(backend, purge_on_reset=True)
     scheduler.store(keys)
     scheduler.settle()
     scheduler.manager.reset_cache()
@@ -450,7 +528,28 @@ def test_a_reset_keeps_slots_out_that_the_lower_tier_may_still_touch(
     assert scheduler.resolve([key]) == [MISS]
 
 
-def test_files_are_found_by_the_next_engine_until_a_reset(start: Start, tmp_path: Path) -> None:
+def test_resets_while_slots_are_kept_out_tell_of_chunks_only(start: Start) -> None:
+    backend, (key,) = broken(Operation.LOAD, stuck=1.0), keys_of(1)
+    scheduler = start(backend)
+    scheduler.store([key])
+    scheduler.forget()
+    scheduler.until(lambda: scheduler.lookup([key]) == [PENDING])
+    scheduler.step()
+    scheduler.until(lambda: backend.waiting)
+    others = keys_of(NUM_SLOTS - 1, first=10)
+    for _ in range(3):
+        scheduler.manager.reset_cache()
+        assert scheduler.index.num_free_slots == NUM_SLOTS - 1
+        assert scheduler.store(others) == others
+    told = {told for event in scheduler.manager.take_events() for told in event.keys}
+    assert told <= {key, *others}
+    backend.release()
+    scheduler.until(lambda: scheduler.index.num_free_slots == 1)
+
+
+def test_files_are_found_by_the_next_engine_until_a_reset_purges_them(
+    start: Start, tmp_path: Path
+) -> None:
     def open_files() -> FileBackend:
         config = FileConfig(path=str(tmp_path), capacity=ByteSize(64 << 20))
         return FileBackend(config, make_namespace())
@@ -460,7 +559,7 @@ def test_files_are_found_by_the_next_engine_until_a_reset(start: Start, tmp_path
     before.store(keys)
     before.manager.shutdown()
 
-    after = start(open_files())
+    after = start(open_files(), purge_on_reset=True)
     assert after.resolve(keys) == [HIT] * 3
     assert [after.bytes_of(key) for key in keys] == [payloads_of(key) for key in keys]
     after.manager.on_request_finished(ReqContext("request"))

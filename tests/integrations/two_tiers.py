@@ -99,10 +99,9 @@ class Scheduler:
         if output is None:
             return []
         for key, slot in zip(output.keys_to_store, output.store_spec.slots, strict=True):
-            for part in range(NUM_PARTS):
-                blocks = MEMORY.describe(0, [1])
-                write_payloads(blocks, [payload_of(key, part, version)])
-                self.pool.write([slot], [key], blocks, part=part)
+            assert slot == self.index.slot_of(key)
+            for part, payload in enumerate(payloads_of(key, version)):
+                fill_slot(self, key, part, payload)
         self.manager.complete_store(set(output.keys_to_store), context)
         accepted: list[BlockKey] = output.keys_to_store
         return accepted
@@ -166,6 +165,7 @@ def schedulers() -> Iterator[Start]:
         *,
         num_slots: int = NUM_SLOTS,
         prefill: PrefillSpeed | None = None,
+        purge_on_reset: bool = False,
         **timeouts: float,
     ) -> Scheduler:
         shape = PoolShape(num_slots=num_slots, num_parts=NUM_PARTS, part_size_bytes=PART_BYTES)
@@ -177,6 +177,7 @@ def schedulers() -> Iterator[Start]:
             2,
             backend,
             timeouts=LowerTierTimeouts(**{"reset_s": 0.1, **timeouts}),
+            purge_on_reset=purge_on_reset,
             emit_events=True,
             observers=[
                 *journal_observers(make_namespace(), engine="engine"),
@@ -194,6 +195,13 @@ def schedulers() -> Iterator[Start]:
         if isinstance(backend, FaultyBackend):
             backend.release()
         scheduler.manager.shutdown()
+
+
+def fill_slot(scheduler: Scheduler, key: BlockKey, part: int, payload: bytes) -> None:
+    """Write a part of a chunk to its slot, as a worker does."""
+    blocks = MEMORY.describe(0, [1])
+    write_payloads(blocks, [payload])
+    scheduler.pool.write([scheduler.index.slot_of(key)], [key], blocks, part=part)
 
 
 def keys_of(count: int, *, first: int = 0, group: int = 0) -> list[BlockKey]:

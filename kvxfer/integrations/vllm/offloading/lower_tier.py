@@ -4,7 +4,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from math import inf
@@ -20,17 +20,20 @@ from kvxfer.integrations.vllm.offloading.metrics import LOWER, TierMetrics
 from kvxfer.integrations.vllm.offloading.row_jobs import RowJob, RowLookup, RowOutcome
 from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.storage.backend import Backend, Purgeable, Status
+from kvxfer.storage.backend import DONE, Backend, Outcome, Purgeable, Status, positions_done
 from kvxfer.storage.eviction.retention import Retention, retain_in
 from kvxfer.storage.keys import BlockKey, group_of
-from kvxfer.storage.observed_backend import medium_of, unwrapped
+from kvxfer.storage.observed_backend import ObservedBackend, medium_of
 from kvxfer.storage.observer import Observer, Operation, Reports
 from kvxfer.storage.suspension import Suspension
+from kvxfer.storage.threads import Threads
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.tiering.lookup_results import LookupResults
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
+from kvxfer.tiering.write_back_queue import WriteBackQueue
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
 
@@ -40,6 +43,11 @@ SALT_BYTES = 16
 JOB_BYTES = 16 << 20
 """Bytes of rows that are loaded in one job: the first have landed, and are hashed, while others are
 still read, and the threads of a backend get about equal shares."""
+
+Verify = Callable[[int, BlockKey], Outcome]
+"""Checks that a row holds the bytes of a key, unchanged."""
+
+_ENDED = Outcome(Status.CANCELLED, reason="its store has ended")
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +68,7 @@ class LowerTier:
             stored unchanged.
         chunk_sizes: Bytes that the backend has under a key of each of its groups, for metrics.
         timeouts: Deadlines of the backend.
+        purge_on_reset: Whether `reset` deletes everything in the backend, that of others, too.
         emit_events: Whether to keep events for `take_events`.
         observers: Told what happens to rows, under the keys that are used here.
 
@@ -81,6 +90,7 @@ class LowerTier:
         mappings: Sequence[PageMapping] = (),
         chunk_sizes: Sequence[int] = (),
         timeouts: LowerTierTimeouts | None = None,
+        purge_on_reset: bool = False,
         emit_events: bool = False,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -96,7 +106,11 @@ class LowerTier:
         self._reports = Reports([self.metrics, *observers], self.name)
         renamed = [RenamedKeys(observers, self._keys_of)] if len(observers) else []
         told = [self.metrics, *renamed, *([self._events] if self._events else [])]
+        self._purgeable = backend if purge_on_reset and isinstance(backend, Purgeable) else None
         backend = observe(backend, Reports(told, self.name, chunk_sizes=chunk_sizes))
+        self._storing: dict[BlockKey, tuple[int, BlockKey]] = {}  # row and key of a backend's key
+        self._verify: Verify | None = None
+        backend = _CheckedStores(backend, self._check_rows)
         self._timeouts = timeouts or LowerTierTimeouts()
         limit_s = self._timeouts.lookup_s
         self._lookup_s = inf if limit_s is None else limit_s
@@ -120,16 +134,25 @@ class LowerTier:
         self._late_keys: set[BlockKey] = set()
         self._missing: list[BlockKey] = []
         self._purges: list[Future[Any]] = []
+        self._unwanted: dict[BlockKey, None] = {}  # keys of the backend that are to be deleted
+        self._deletions: WriteBackQueue[None] = WriteBackQueue()
+        self._deleting: tuple[list[BlockKey], Future[list[BlockKey]]] | None = None
         self._row_size_bytes = int(row_size_bytes)
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._salt = b""
         self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
+
+    def verify_by(self, verify: Verify) -> None:
+        """Verify each row before it is stored from now on; one that has changed is not stored."""
+        self._verify = verify
 
     def lookup(self, key: BlockKey, req_id: str) -> bool | None:
         """Whether the backend has a key; None while its lookup has not ended.
 
         Keys are looked up in batches, by `flush`; a result stays until the request is released.
         """
+        if self._name(key) in self._unwanted:
+            return False
         if self._suspension.is_on(time.monotonic()) and not self.results.is_found(key):
             if not self.results.is_answered(key):
                 self._reports.skipped(Operation.LOOKUP, [key])
@@ -203,9 +226,15 @@ class LowerTier:
             logger.exception("the wish for %d rows cannot be noted", len(keys))
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Begin to delete keys."""
-        call = self._engine.backend.delete([self._name(key) for key in keys])
-        self._engine.submit_call(call).add_done_callback(_log_failure)
+        """Begin to delete keys, which are misses from now on; tried again until they are gone."""
+        names = dict.fromkeys(self._name(key) for key in keys)
+        self._unwanted |= names
+        self._deletions.add(names)
+        self._delete_unwanted()
+
+    def is_unwanted(self, key: BlockKey) -> bool:
+        """Whether a key is still to be deleted, and so must not be stored yet."""
+        return self._name(key) in self._unwanted
 
     def is_late(self, key: BlockKey) -> bool:
         """Whether a load of this key was abandoned while its memory is still in use."""
@@ -215,9 +244,12 @@ class LowerTier:
         """Record lookup results; return the rows that were moved since the last call."""
         ended = self._engine.get_finished()  # first: loads of a lookup end after its answer
         self._take_answers()
+        self._delete_unwanted()
         moved: list[RowOutcome] = []
         for finished in ended:
             job = self._jobs.pop(finished.job_id)
+            for name in job.names:
+                self._storing.pop(name, None)
             for key, row, outcome in zip(job.keys, job.rows, finished.outcomes, strict=True):
                 each = RowOutcome(finished.job_id, job.direction, key, row, outcome, void=job.void)
                 (moved if outcome.memory_safe else self._late).append(each)
@@ -253,8 +285,9 @@ class LowerTier:
         A reset can mean that the weights were changed in memory. From here on rows are stored
         under salted keys, known only to this process: so old rows are not found, not even those
         that a hanging backend stores later, and the next engine does not take new rows for rows of
-        the weights on disk. Purging the backend as well only makes room; until it ends, which may
-        be later, nothing is stored that it might delete, too.
+        the weights on disk. So the blocks in the backend may stay, for others and for the engine
+        that comes next. Purging it as well, where that was asked for, only makes room; until it
+        ends, which may be later, nothing is stored that it might delete, too.
 
         Returns:
             Rows whose memory is still in use; `poll` reports them later, as void.
@@ -271,9 +304,13 @@ class LowerTier:
             self._events.reset(self._salt)
         self.drain(timeout_s=self._timeouts.reset_s)
         self.poll()
-        backend = unwrapped(self._engine.backend)
-        if isinstance(backend, Purgeable):
-            purge = self._engine.submit_call(backend.purge())
+        rest = "are deleted" if self._purgeable else "stay, for others, and are not found here"
+        text = (
+            "the lower tier, %s: blocks of before %s; those stored from now on are found here only"
+        )
+        logger.warning(text, self.name, rest)
+        if self._purgeable is not None:
+            purge = self._engine.submit_call(self._purgeable.purge())
             purge.add_done_callback(_log_failure)
             self._purges = [purge, *(each for each in self._purges if not each.done())]
         unfinished = [row for job in self._jobs.values() for row in job.rows]
@@ -294,6 +331,7 @@ class LowerTier:
             else:
                 self._engine.cancel(job_id)
         self._engine.wait(stores, timeout_s=self._timeouts.close_s)
+        self._end_deletions(deadline)
         closing = threading.Thread(target=self._close_engine, name="kvxfer-close", daemon=True)
         closing.start()
         closing.join(max(1.0, deadline - time.monotonic()))
@@ -348,12 +386,62 @@ class LowerTier:
         for key, row in zip(job.keys, job.rows, strict=True):
             of_groups[group_of(key)].append(row)
         names = [self._name(key) for key in job.keys]
+        if direction is Direction.STORE:
+            job.names = names
+            self._storing |= zip(names, zip(job.rows, job.keys, strict=True), strict=True)
         if direction is Direction.LOAD:
             job_id = self._engine.submit_load(names, of_groups, timeout_s=self._timeouts.move_s)
         else:
             job_id = self._engine.submit_store(names, of_groups)
         jobs[job_id] = job
         return job_id
+
+    def _check_rows(self, names: Sequence[BlockKey]) -> list[Outcome]:
+        """Verify rows that are being stored; called on a thread."""
+        if self._verify is None:
+            return [DONE] * len(names)
+        rows = [self._storing.get(name) for name in names]
+        return [_ENDED if row is None else self._verify(*row) for row in rows]
+
+    def _delete_unwanted(self) -> None:
+        """Take the answer of a deletion, and begin the next one when it is time."""
+        if self._deleting is not None and self._deleting[1].done():
+            (names, call), self._deleting = self._deleting, None
+            error = call.exception()
+            if error is not None and not self._deletions.is_failing:
+                logger.warning("%d rows cannot be deleted yet: %r", len(names), error)
+            left = set(names if error is not None else call.result())
+            gone = [name for name in names if name not in left]
+            self._deletions.end(time.monotonic(), stored=gone, failed=left)
+            for name in gone:
+                self._unwanted.pop(name, None)
+        if self._deleting is None and self._unwanted:
+            taken = list(self._deletions.take(time.monotonic(), len(self._deletions)))
+            if taken:
+                self._deleting = taken, self._engine.submit_call(self._delete(taken))
+
+    async def _delete(self, names: Sequence[BlockKey]) -> list[BlockKey]:
+        """Delete keys of the backend; return those that it still has."""
+        backend = self._engine.backend
+        deleted = await backend.delete(names)
+        unsure = [name for name, is_gone in zip(names, deleted, strict=True) if not is_gone]
+        there = await backend.lookup(unsure) if unsure else []
+        return [name for name, stays in zip(unsure, there, strict=True) if stays]
+
+    def _end_deletions(self, deadline: float) -> None:
+        """Try for the last time to delete what is not wanted."""
+        if self._deleting is not None:
+            wait([self._deleting[1]], max(0.0, deadline - time.monotonic()))
+            self._delete_unwanted()
+        if self._unwanted and self._deleting is None:
+            last = self._engine.submit_call(self._delete(list(self._unwanted)))
+            wait([last], max(0.0, deadline - time.monotonic()))
+            if last.done() and not last.exception() and not last.result():
+                self._unwanted.clear()
+        if self._unwanted:
+            text = "the lower tier: %d rows stay that changed before they were stored there"
+            logger.warning(text, len(self._unwanted))
+            self._unwanted.clear()
 
     def _name(self, key: BlockKey) -> BlockKey:
         """Make the backend's key: the salt of this process, and the key."""
@@ -398,3 +486,40 @@ class LowerTier:
 def _log_failure(call: Future[Any]) -> None:
     if not call.cancelled() and (error := call.exception()):
         logger.warning("rows cannot be deleted: %r", error)
+
+
+class _CheckedStores(ObservedBackend):
+    """Backend that gets only rows whose bytes are intact: it would prove those of any others, too.
+
+    Args:
+        inner: The backend; closed with this one.
+        check: Verifies the rows of keys; called on a thread.
+    """
+
+    def __init__(
+        self, inner: Backend, check: Callable[[Sequence[BlockKey]], list[Outcome]]
+    ) -> None:
+        super().__init__(inner, Reports())
+        self._check = check
+        self._threads = Threads("kvxfer-verify", 1)
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`; a row that has changed is `CORRUPT`."""
+        checked = await self._threads.run(self._check, keys)
+        sound = positions_done(checked)
+        names = [keys[index] for index in sound]
+        stored = iter(await self.inner.store(names, blocks.take(sound)) if sound else ())
+        return [next(stored) if each.done else each for each in checked]
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.lookup`."""
+        return await self.inner.lookup(keys)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`."""
+        return await self.inner.load(keys, blocks)
+
+    async def aclose(self) -> None:
+        """See `Backend.aclose`."""
+        await self.inner.aclose()
+        await self._threads.aclose()

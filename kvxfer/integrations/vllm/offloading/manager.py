@@ -230,6 +230,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
     def reset_cache(self) -> None:
         """Forget every chunk; vLLM no longer reports transfers begun before."""
+        text = "vLLM has reset its cache, as for new weights: %d chunks in host memory are dropped"
+        logger.warning(text, len(self._index))
         self._emit(self._index.keys(), removed=True)
         self._reports.removed(self._index.keys(), Removal.CLEARED)
         self._index.clear()

@@ -50,6 +50,7 @@ from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
 from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
+from kvxfer.storage.backend import Purgeable
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.observer import Observer
@@ -70,11 +71,12 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
     Configured by `kv_connector_extra_config`: `backend` is the URL (or mapping) of the host
     pool, e.g. `host://?capacity=4GiB`, shared by all workers of the engine on this machine; or a
     list of it and of the tiers below, e.g. `["host://?capacity=4GiB",
-    "file:///var/cache/kv?capacity=200GiB"]`.
+    "file:///var/cache/kv?capacity=200GiB"]`. With `purge_on_reset` a reset of vLLM's cache also
+    deletes what is below, that of other engines, too.
 
     Raises:
         InvalidArgumentError: `backend` is missing or wrong, or there is a tier below and the
-            model cannot be identified.
+            model cannot be identified; or `purge_on_reset`, and no tier below can be purged.
     """
 
     @classmethod
@@ -88,7 +90,10 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
     def __init__(self, config: OffloadingConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         self.replicated_layout = workers_keep_the_same(config)  # vLLM: then only rank 0 stores
-        self._pool_config, self._lower = _parse_tiers(config.extra_config.get("backend"))
+        self._pool_config, self._lower = _parse_tiers(
+            config.extra_config.get("backend"), config.parallel.data_parallel_index
+        )
+        self._purges = _parse_purge(config.extra_config, [kind for kind, _ in self._lower])
         parse_load_or_compute(config.extra_config)  # in every process, before it waits for others
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
@@ -186,6 +191,7 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
             backend,
             mappings=mappings,
             chunk_sizes=namespace.chunk_sizes,
+            purge_on_reset=self._purges,
             emit_events=self.kv_events_config.enable_kv_cache_events,
             observers=[
                 *environment_observers(namespace, engine=self._name),
@@ -277,12 +283,24 @@ def parse_load_or_compute(extra_config: Mapping[str, Any]) -> LoadOrCompute | No
     return LoadOrCompute(ratio, prefill_tokens_per_s=stated)
 
 
-def _parse_tiers(backend: Any) -> tuple[HostConfig, list[tuple[BackendType, msgspec.Struct]]]:
-    """Parse the host pool's configuration, and those of the tiers below it."""
+def _parse_purge(extra_config: Mapping[str, Any], lower: Sequence[BackendType]) -> bool:
+    purges = extra_config.get("purge_on_reset", False)
+    if not isinstance(purges, bool):
+        raise InvalidArgumentError("purge_on_reset", purges, "true or false")
+    if purges and not any(issubclass(kind, Purgeable) for kind in lower):  # type: ignore[arg-type]
+        rule = "false without a tier below that can be purged, such as file://"
+        raise InvalidArgumentError("purge_on_reset", purges, rule)
+    return purges
+
+
+def _parse_tiers(
+    backend: Any, replica: int
+) -> tuple[HostConfig, list[tuple[BackendType, msgspec.Struct]]]:
+    """Parse the configurations of a replica's host pool, and of the tiers below it."""
     tiers = backend if isinstance(backend, Sequence) and not isinstance(backend, str) else [backend]
     if not tiers or not all(isinstance(tier, (str, Mapping)) for tier in tiers):
         raise InvalidArgumentError("backend", backend, "a URL such as 'host://?capacity=4GiB'")
-    (backend_type, config), *lower = [parse_backend(tier) for tier in tiers]
+    (backend_type, config), *lower = [parse_backend(tier, replica) for tier in tiers]
     if backend_type is not HostBackend or not isinstance(config, HostConfig):
         raise InvalidArgumentError("backend", backend, "a host:// pool in front")
     return config, lower

@@ -1,6 +1,6 @@
 """Jobs that move rows of host memory from and to a lower tier, and lookups that begin them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -15,12 +15,14 @@ class RowJob:
 
     Attributes:
         void: Whether the tier was reset meanwhile.
+        names: Keys of the backend, of a store.
     """
 
     direction: Direction
     keys: list[BlockKey]
     rows: list[int]
     void: bool = False
+    names: Sequence[BlockKey] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from kvxfer.integrations.vllm.offloading.manager import NO_ROOM, KVXferOffloadin
 from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
 from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
 from kvxfer.integrations.vllm.offloading.row_jobs import RowOutcome
-from kvxfer.storage.backend import DONE, Outcome
+from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.index import BlockIndex, StorePlan
-from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Cause, NotLoaded, Observer
 from kvxfer.tiering.write_back_queue import WriteBackQueue
 from kvxfer.transfer.job import Direction
@@ -46,7 +46,9 @@ logger = logging.getLogger(__name__)
 class TieredOffloadingManager(KVXferOffloadingManager):
     """Offloading manager that also writes chunks of the host pool back to a lower tier.
 
-    A chunk is written back when every worker has stored it, pinned meanwhile. Chunks beyond the
+    A chunk is written back when every worker has stored it, pinned meanwhile. It is verified
+    before, so that the tier proves no bytes that have changed, and again when it has arrived: until
+    then this engine does not take it from there. Chunks beyond the
     bound on those, and chunks that the lower tier fails to store, wait for their turn, as long as
     they are in host memory; see `WriteBackQueue`. A chunk that is looked up and not in host memory
     is given a slot and looked up below (`RETRY`), loaded if it is there (`HIT_PENDING`), and then
@@ -86,6 +88,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         )
         self._lower_reports = self._reports.of(tier.name)
         self._tier = tier
+        tier.verify_by(pool.verify)
         self._prefill = prefill
         self._going_up: set[BlockKey] = set()
         self._found: dict[BlockKey, None] = {}  # known to be below, and without a slot
@@ -93,7 +96,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._copied: deque[RowOutcome] = deque()
         self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
         self._write_back: WriteBackQueue[None] = WriteBackQueue(max_blocks=index.num_slots)
-        self._kept_out: dict[int, BlockKey] = {}
+        self._unproven: set[BlockKey] = set()  # maybe below, and not verified since
         self._polled = False
         self._step_ended_s = 0.0
 
@@ -106,7 +109,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             result = super().lookup(key, req_context)
             if result is not LookupResult.MISS:
                 return result
-        if not may_load_from_storage(req_context):
+        if key in self._unproven or not may_load_from_storage(req_context):
             return LookupResult.MISS
         found = self._tier.lookup(key, req_context.req_id)
         if found is None:
@@ -148,7 +151,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         return [*super().take_events(), *self._tier.take_events()]
 
     def reset_cache(self) -> None:
-        """Forget every chunk in both tiers; slots that are still in use are kept out.
+        """Find no chunk of either tier any more; slots that are still in use are kept out.
 
         A worker may still write to slots that are free now, until vLLM calls `on_reset_flushed`
         (0.33). No chunk is loaded from below into them before that: keys of the lower tier have
@@ -160,9 +163,10 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._found.clear()
         self._loaded.clear()
         self._copied.clear()
+        self._unproven.clear()
         self._write_back.clear()
         self._polled = False
-        self._keep_out(set(in_use))
+        self._index.keep_out(set(in_use))
 
     def shutdown(self) -> None:
         """Write all chunks back to the lower tier, as far as time allows, and close the pool."""
@@ -232,8 +236,13 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         """Begin to write back chunks that wait, up to the bound on chunks in flight."""
         if not self._tier.takes_stores:
             return
+        now = time.monotonic()
         room = self._max_going_down - self._write_back.num_taken - len(self._copied)
-        if chosen := list(self._write_back.take(time.monotonic(), room)):
+        taken = self._write_back.take(now, room)
+        if waiting := [key for key in taken if self._tier.is_unwanted(key)]:
+            self._write_back.give_back(now, waiting)  # what is below is to be deleted first
+        if chosen := [key for key in taken if key not in waiting]:
+            self._unproven.update(chosen)
             self._tier.submit_store(chosen, self._index.pin(chosen))
 
     def _take_moved(self) -> None:
@@ -245,16 +254,19 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         failed: list[RowOutcome] = []
         for moved in self._tier.poll():
             if moved.void:
-                self._index.finish_store([self._kept_out.pop(moved.row)], stored=False)
+                self._index.give_back([moved.row])
             elif moved.direction is Direction.STORE:
                 copied.append(moved)
             else:
                 (self._loaded if moved.outcome.done else failed).append(moved)
         self._copied += copied
+        changed = {moved.key for moved in copied if moved.outcome.status is Status.CORRUPT}
+        stored = {moved.key for moved in copied if moved.outcome.done}
+        self._write_back.skip(changed)  # no other attempt makes them intact
         self._write_back.end(
             time.monotonic(),
-            stored=[moved.key for moved in copied if moved.outcome.done],
-            failed=[moved.key for moved in copied if not moved.outcome.done],
+            stored=stored,
+            failed=[moved.key for moved in copied if moved.key not in stored | changed],
         )
         if failed:
             self._drop_failed(failed)
@@ -273,7 +285,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
     def _end_stores(self) -> None:
         """Unpin chunks that were written back, and verify that the copies are of intact bytes.
 
-        A bit that flipped in host memory before it was read would be stored with a matching
+        A bit that flipped in host memory while it was read would be stored with a matching
         checksum. Requests come first: this uses the bytes of the step that they left over.
         """
         while self._copied and self._bytes_to_verify > 0:
@@ -287,6 +299,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
                 elif (retention := self._index.retentions([moved.key])[0]) != NORMAL:
                     self._tier.retain([moved.key], retention)
             self._counters.add(metrics.LOWER_STORED if sound else metrics.LOWER_STORES_FAILED)
+            self._unproven.discard(moved.key)
             self._index.unpin([moved.key])
 
     def _note_stored(self, keys: Sequence[BlockKey]) -> None:
@@ -332,17 +345,3 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         """Release the chunks that a request holds or waits for; running loads go on."""
         super()._release(req_id)
         self._tier.results.release(req_id)
-
-    def _keep_out(self, slots: Collection[int]) -> None:
-        """Occupy slots of the empty index that a transfer may still write to or read from."""
-        if not slots:
-            self._kept_out = {}
-            return
-        num_slots = self._index.num_slots
-        names = [make_block_key(b"kept out %d" % index, 0) for index in range(num_slots)]
-        plan = self._index.begin_store(names)
-        self._kept_out = {
-            slot: key for key, slot in zip(plan.keys, plan.slots, strict=True) if slot in slots
-        }
-        kept = set(self._kept_out.values())
-        self._index.finish_store([key for key in plan.keys if key not in kept], stored=False)

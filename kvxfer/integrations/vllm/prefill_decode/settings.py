@@ -12,6 +12,9 @@ from kvxfer.endpoint import MAX_PORT
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.settings import convert_settings
 
+TIERS = ("backend", "max_load_ratio", "prefill_tokens_per_s", "purge_on_reset")
+"""Settings of the engine's own tiers, which `KVXferOffloadingSpec` gets."""
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of `KVXferConnector`; all other names are those of `NixlConfig`.
@@ -29,6 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             head of a prompt may come from there, and the rest from P. None by default.
         max_load_ratio: As for `KVXferOffloadingSpec`.
         prefill_tokens_per_s: As for `KVXferOffloadingSpec`.
+        purge_on_reset: As for `KVXferOffloadingSpec`.
     """
 
     exchange: NixlConfig
@@ -40,6 +44,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     backend: Any = None
     max_load_ratio: float | None = None
     prefill_tokens_per_s: float | None = None
+    purge_on_reset: bool | None = None
 
     def __post_init__(self) -> None:
         """Check each setting."""
@@ -51,7 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             _require_rule(f"allow[{index}]", rule)
         if self.on_failure not in ("recompute", "fail"):
             raise InvalidArgumentError("on_failure", self.on_failure, "'recompute' or 'fail'")
-        for name in ("max_load_ratio", "prefill_tokens_per_s"):
+        for name in TIERS[1:]:
             if getattr(self, name) is not None and not self.backend:
                 raise InvalidArgumentError(name, getattr(self, name), "tiers: `backend`")
         listen = self.exchange.listen_endpoint

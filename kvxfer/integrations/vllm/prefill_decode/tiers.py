@@ -20,6 +20,7 @@ from kvxfer.integrations.vllm.prefill_decode.metrics import (
     PrefillDecodeMetrics,
     PrefillDecodeStats,
 )
+from kvxfer.integrations.vllm.prefill_decode.settings import TIERS
 from kvxfer.integrations.vllm.prefill_decode.step_data import StepData
 from kvxfer.integrations.vllm.prefill_decode.worker import Ended
 
@@ -359,7 +360,7 @@ def _tiers_config(vllm_config: Any) -> Any:
             "spec_module_path": "kvxfer.integrations.vllm",
             **{
                 name: transfer.kv_connector_extra_config[name]
-                for name in ("backend", "max_load_ratio", "prefill_tokens_per_s")
+                for name in TIERS
                 if name in transfer.kv_connector_extra_config
             },
         },
