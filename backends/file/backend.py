@@ -5,11 +5,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from kvxfer.backends.file.block_files import BlockFiles
+from kvxfer.backends.file.block_files import BlockFiles, failure
 from kvxfer.backends.file.block_reader import BlockReader
 from kvxfer.backends.file.block_writer import BUSY, BlockWriter
 from kvxfer.backends.file.circuit_breaker import CircuitBreaker
@@ -34,6 +36,7 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.calls import fetch_error
 from kvxfer.storage.eviction.retaining_policy import open_policy
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
@@ -119,11 +122,12 @@ class FileBackend(Backend):
         self._lookups = Threads("kvxfer-file-lookup", 1)
         self._removers = Threads("kvxfer-file-remove", 1)
         self._stores = KeyLocks()
+        self._deletes = KeyLocks()
         self._writing_since: list[float] = []
         self._num_corrupt = 0
         self._close_timeout_s = config.close_timeout_s
-        self._scans = Threads("kvxfer-file-scan", 1)
-        self._scans.start(self._scan_store, namespace)
+        self._scans = self._space.walks
+        self._scans.start(self._end_first_walk, self._space.begin_scan(), namespace)
 
     def observe(self, reports: Reports) -> None:
         """See `Observable.observe`."""
@@ -136,14 +140,20 @@ class FileBackend(Backend):
         return self._num_corrupt
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.lookup`; asks the file system."""
+        """See `Backend.lookup`; asks the file system.
+
+        Raises:
+            BackendUnavailableError: The file system cannot tell: the process has no descriptors
+                left, for example.
+        """
         self._check(keys)
-        return await self._lookups.ask(self._files.have_files, keys)
+        return await self._ask(self._lookups, self._files.have_files, keys)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
         self._check(keys, blocks)
         async with self._stores.acquire(keys):
+            await self._deletes.wait([*keys, _EVERY_KEY])
             self._guard.check()  # the backend may have been closed meanwhile
             return await self._store(keys, blocks)
 
@@ -164,13 +174,13 @@ class FileBackend(Backend):
         return self._space.retentions(keys)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`.
+        """See `Backend.delete`. One that is cancelled goes on; stores of its keys wait for it.
 
         Raises:
             BackendUnavailableError: The file system refuses to remove files.
         """
         self._check(keys)
-        return await self._ask(self._space.remove, keys)
+        return await self._remove(keys, self._space.remove, keys)
 
     async def purge(self) -> int:
         """Remove every block of this namespace, whichever process stored it; return how many.
@@ -179,7 +189,7 @@ class FileBackend(Backend):
             BackendUnavailableError: The file system refuses to remove files.
         """
         self._guard.check()
-        return await self._ask(self._purge)
+        return await self._remove([_EVERY_KEY], self._purge)
 
     async def flush(self) -> None:
         """See `Backend.flush`: returns when every written byte has reached the disk.
@@ -188,7 +198,7 @@ class FileBackend(Backend):
             BackendUnavailableError: A write to the disk has failed.
         """
         self._guard.check()
-        await self._ask(self._folder.sync_file_system)
+        await self._ask(self._removers, self._folder.sync_file_system)
 
     async def wait_indexed(self) -> None:
         """Wait for the walk through the folders that began when the backend was opened."""
@@ -203,7 +213,7 @@ class FileBackend(Backend):
     async def aclose(self) -> None:
         """See `Backend.aclose`. Calls stuck in the file system are left behind.
 
-        Ends within `close_timeout_s`; files that such calls use stay open.
+        Ends within `close_timeout_s`; files that such calls use are closed when these end.
         """
         await self._guard.aclose(self._release)
 
@@ -211,16 +221,38 @@ class FileBackend(Backend):
         timeout_s = self._close_timeout_s
         pools = self._readers, self._writers, self._lookups, self._removers, self._scans
         num_left = sum(await asyncio.gather(*(each.aclose(timeout_s) for each in pools)))
-        if not num_left:
-            self._files.close()
-            self._ledger.close()
+        if num_left:
+            release: Callable[[], None] = self._close_files
+            for each in pools:  # each waits for its end, and then has the next one wait
+                release = partial(each.when_ended, release)
+            release()
+        else:
+            self._close_files()
 
-    async def _ask(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def _close_files(self) -> None:
+        self._files.close()
+        self._ledger.close()
+
+    async def _ask(
+        self, threads: Threads, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """Call a function that touches no memory of the caller on a thread."""
         try:
-            return await self._removers.ask(func, *args, **kwargs)
+            return await threads.ask(func, *args, **kwargs)
         except OSError as exc:
             raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
+
+    async def _remove(
+        self, keys: Sequence[BlockKey], func: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Remove blocks on a thread; stores of these keys wait, though the call is cancelled."""
+        await self._deletes.wait(keys)
+        held = contextlib.ExitStack()
+        held.enter_context(self._deletes.hold(keys))
+        removing = asyncio.ensure_future(self._ask(self._removers, func, *args, **kwargs))
+        removing.add_done_callback(lambda _: held.close())
+        removing.add_done_callback(fetch_error)
+        return await asyncio.shield(removing)
 
     def _open(
         self,
@@ -309,11 +341,19 @@ class FileBackend(Backend):
         num_threads: int,
         move: Callable[[int, int], list[T]],
         blocks: Descriptors,
-    ) -> list[T]:
+    ) -> list[T | Outcome]:
         """Move a batch on threads, a share each; return one result per block."""
+
+        def move_share(start: int, stop: int) -> Sequence[T | Outcome]:
+            try:
+                return move(start, stop)
+            except Exception as exc:
+                logger.exception("%s: %d blocks failed", self._root, stop - start)
+                return [failure(exc)] * (stop - start)
+
         cuts = self._files.shares(blocks, num_threads)
         async with asyncio.TaskGroup() as tasks:
-            shares = [tasks.create_task(threads.run(move, *cut)) for cut in cuts]
+            shares = [tasks.create_task(threads.run(move_share, *cut)) for cut in cuts]
         return [each for share in shares for each in share.result()]
 
     async def _await_others(
@@ -325,7 +365,9 @@ class FileBackend(Backend):
         """
         busy = [index for index, outcome in enumerate(outcomes) if outcome is BUSY]
         for _ in range(BUSY_ATTEMPTS):
-            there = await self.lookup([keys[index] for index in busy])
+            there = [False] * len(busy)
+            with contextlib.suppress(BackendUnavailableError):
+                there = await self.lookup([keys[index] for index in busy])
             found = [index for index, is_there in zip(busy, there, strict=True) if is_there]
             if found:
                 written = await self._write([keys[index] for index in found], blocks.take(found))
@@ -366,10 +408,10 @@ class FileBackend(Backend):
         keys = [each.key for each in found if not each.quarantined]
         return sum(self._space.remove(keys, reason=Removal.CLEARED))
 
-    def _scan_store(self, namespace: Namespace) -> None:
-        """Scan the store, log its other namespaces, and collect temporary files of dead writers."""
+    def _end_first_walk(self, walk: Future[None], namespace: Namespace) -> None:
+        """Log how the first walk ended, and the other namespaces of the store."""
         try:
-            self._space.scan()
+            walk.result()
             log_other_namespaces(self._tree, namespace)
         except OSError as exc:
             logger.warning("%s: cannot be scanned: %s", self._root, exc)
@@ -395,6 +437,10 @@ class FileBackend(Backend):
             wanted = f"whole blocks of {block[at]} bytes, up to {chunk[at]} in all"
             extent = int(starts[at]), int(starts[at] + sizes[at])
             raise InvalidArgumentError(f"block of {keys[at]!r}", extent, wanted)
+
+
+_EVERY_KEY = BlockKey(b"")
+"""Name that a purge locks, for whose end all stores wait."""
 
 
 def _scan_has_ended() -> None:

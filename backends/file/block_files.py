@@ -15,7 +15,7 @@ from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import PAGE_BYTES, padded
 from kvxfer.backends.file.format.namespace_format import NamespaceFormat
-from kvxfer.backends.file.io.file_io import IOV_MAX, FileIO, IOVector
+from kvxfer.backends.file.io.file_io import IOV_MAX, FileIO, IOVector, require_known
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors, view_blocks
 from kvxfer.kvcache.fragments import cut_evenly, cut_runs
@@ -110,8 +110,12 @@ class BlockFiles(NamespaceFormat):
         self._scratches = threading.local()
 
     def have_files(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each key has a file that this process can read; blocks."""
-        sizes = self.folder.sizes(keys)
+        """Whether each key has a file that this process can read; blocks.
+
+        Raises:
+            OSError: That cannot be told of one.
+        """
+        sizes = require_known(self.folder.sizes(keys))
         unreadable = self.record.unreadable(keys, sizes)
         return [size is not None and i not in unreadable for i, size in enumerate(sizes)]
 
@@ -168,10 +172,11 @@ class SystemFailure(Outcome):
     errno: int = 0
 
 
-def failure(exc: OSError) -> SystemFailure:
-    """Translate an error of the operating system about one file."""
-    reason = f"{type(exc).__name__}: {exc.strerror or exc}"
-    return SystemFailure(Status.FAILED, reason=reason, errno=exc.errno or 0)
+def failure(exc: Exception) -> SystemFailure:
+    """Translate an error about one file, most often one of the operating system."""
+    errno, text = (exc.errno, exc.strerror) if isinstance(exc, OSError) else (None, None)
+    reason = f"{type(exc).__name__}: {text or exc}"
+    return SystemFailure(Status.FAILED, reason=reason, errno=errno or 0)
 
 
 def data_views(blocks: Descriptors, scratch: Scratch, *, zero_copy: bool) -> list[list[memoryview]]:

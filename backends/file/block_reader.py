@@ -16,7 +16,7 @@ from kvxfer.backends.file.block_files import (
 )
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
 from kvxfer.backends.file.format.header import PAGE_BYTES, BlockFileError, OtherIntegrityError
-from kvxfer.backends.file.io.file_io import READ_FLAGS, NamedFile, Result
+from kvxfer.backends.file.io.file_io import READ_FLAGS, NamedFile, Result, is_absent
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, PARTIAL, Outcome, Status
@@ -131,10 +131,8 @@ class BlockReader:
         files = self._files
         try:
             fd = files.folder.open_block(key, files.flags)
-        except FileNotFoundError:
-            return MISSING
         except OSError as exc:
-            return failure(exc)
+            return MISSING if is_absent(exc) else failure(exc)
         try:
             size = self._data_size(key, fd)
             scratch = files.scratch([key], size)

@@ -1,5 +1,6 @@
 """Writer of block files, each whole under its name or not there at all."""
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Literal
@@ -31,7 +32,8 @@ BUSY = Outcome(Status.FAILED, reason="another process is storing this block")
 class BlockWriter:
     """Writer of shares of batches; blocks; thread-safe.
 
-    A failure is not raised: it is the outcome of its block, and leaves no file.
+    A failure is not raised: it is the outcome of its block, and leaves no file where that can be
+    removed.
 
     Args:
         files: The files of the namespace.
@@ -44,6 +46,7 @@ class BlockWriter:
         self._ledger = ledger
         self._durable = durability == "fsync"
         self._numbers = itertools.count()
+        self._unsynced: set[BlockKey] = set()
 
     def write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Write block i of `blocks` to the file of `keys[i]`.
@@ -56,9 +59,21 @@ class BlockWriter:
             some = keys[start:stop]
             try:
                 outcomes += self._write_round(some, blocks.select(start, stop), zero_copy=zero_copy)
-            except OSError as exc:
+            except Exception as exc:  # noqa: BLE001 - the outcome of these blocks
+                self._unsynced.update(some)  # those that have their names already
                 outcomes += [failure(exc)] * len(some)
         return outcomes
+
+    def sync_again(self, keys: Sequence[BlockKey]) -> dict[BlockKey, Outcome]:
+        """Sync the folders of files that have their names since a failure; return what fails."""
+        owed = self._unsynced.intersection(keys)
+        try:
+            if owed and self._durable:
+                self._files.folder.sync(list(owed))
+        except OSError as exc:
+            return dict.fromkeys(owed, failure(exc))
+        self._unsynced -= owed
+        return {}
 
     def _write_round(
         self, keys: Sequence[BlockKey], blocks: Descriptors, *, zero_copy: bool
@@ -136,11 +151,17 @@ class BlockWriter:
 
     def _sync(self, keys: Sequence[BlockKey], results: list[Result]) -> None:
         named = [index for index, result in enumerate(results) if not isinstance(result, OSError)]
+        some = [keys[index] for index in named]
         try:
-            self._files.folder.sync([keys[index] for index in named])
+            self._files.folder.sync(some)
         except OSError as exc:
+            self._unsynced.update(some)
             for index in named:
                 results[index] = exc
+                with contextlib.suppress(OSError):  # else it stays, and is counted
+                    self._files.folder.remove(keys[index])
+        else:
+            self._unsynced.difference_update(some)
 
 
 def _outcome(result: Result) -> Outcome:

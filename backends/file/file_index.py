@@ -4,7 +4,7 @@ import heapq
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.backends.file.folders.block_tree import FoundBlock
@@ -16,6 +16,9 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Removal
 
 FINGERPRINT_BYTES = FINGERPRINT_DIGITS // 2
+
+FILES_PER_STEP = 500
+"""Files that a walk tells the index of at one time, while all others wait for it."""
 
 NOTE_USE_S = 3600.0
 """Seconds by which a file's time of last use on the disk, which other processes see, may be
@@ -56,13 +59,26 @@ class _Entry:
 
 @dataclass(slots=True)
 class _WalkChanges:
-    """Changes that this process made to files during a walk through the tree."""
+    """Changes that this process made to files during a walk, and what the walk has found."""
 
+    found: dict[FileId, FoundBlock] = field(default_factory=dict)
+    found_in_quarantine: dict[FileId, int] = field(default_factory=dict)
+    num_bytes_found: int = 0
     stored: set[FileId] = field(default_factory=set)
     removed: set[FileId] = field(default_factory=set)
     quarantined: set[FileId] = field(default_factory=set)
     evicted_from_quarantine: set[FileId] = field(default_factory=set)
     num_bytes_reserved: int = 0
+
+    def find(self, block: FoundBlock) -> None:
+        """Note a file that the walk has found; a misplaced one is foreign, and only takes room."""
+        (file,) = file_ids(block.fingerprint, [block.key])
+        if block.quarantined:
+            self.found_in_quarantine[file] = block.num_bytes_on_disk
+            return
+        self.num_bytes_found += block.num_bytes_on_disk
+        if not block.misplaced:
+            self.found[file] = block
 
 
 class FileIndex:
@@ -223,42 +239,59 @@ class FileIndex:
             held = {file for file, entry in self._entries.items() if entry.held}
             self._changes = _WalkChanges(stored=held)
 
-    def end_walk(self, found: Sequence[FoundBlock]) -> tuple[int, int]:
-        """Add the files that a walk through the tree found, and drop those that it did not find.
+    def learn_walk(self, found: Iterable[FoundBlock]) -> Iterator[bool]:
+        """Drop the files that a walk did not find and add those that it found, some at a time.
+
+        Others use the index meanwhile: no step takes longer than some milliseconds.
+
+        Yields:
+            True after each step.
+        """
+        with self._lock:
+            changes = self._changes = self._changes or _WalkChanges()
+            known = [file for file, entry in self._entries.items() if not entry.held]
+            is_first, self._walked = not self._walked, True
+            self._walk_result = [], []
+        for block in sorted(found, key=lambda block: block.used):
+            changes.find(block)
+        vanished = [f for f in known if f not in changes.found and f not in changes.stored]
+        yield from self._in_steps(self._vanish, vanished)
+        yield from self._in_steps(self._appear, list(changes.found))
+        if is_first:  # what was stored before the end of the first walk is more recently used
+            with self._lock:
+                newer = dict.fromkeys([*known, *changes.stored])
+            yield from self._in_steps(self._renew, list(newer))
+
+    def end_walk(self, found: Iterable[FoundBlock] | None = None) -> tuple[int, int]:
+        """End a walk that the index has learned, or learns here.
 
         Returns:
             Bytes of all files, those included that are being written; and of these the bytes that
             this process reserved since the walk began. Never too few, whatever happened meanwhile.
         """
-        in_order = sorted(found, key=lambda block: block.used)
+        if found is not None:
+            for _ in self.learn_walk(found):
+                pass
         with self._lock:
             changes, self._changes = self._changes or _WalkChanges(), None
-            total, present = 0, set(changes.stored)
+            total = changes.num_bytes_found
             self._quarantined = OrderedDict(
                 (file, self._quarantined[file])
                 for file in changes.quarantined & self._quarantined.keys()
             )
-            learned: list[tuple[FileId, FoundBlock]] = []
-            for block in in_order:
-                if block.misplaced:  # foreign: takes room, and is not ours to remove
-                    total += block.num_bytes_on_disk
-                    continue
-                (file,) = file_ids(block.fingerprint, [block.key])
-                if block.quarantined:
-                    if file not in changes.evicted_from_quarantine:
-                        self._quarantined.setdefault(file, block.num_bytes_on_disk)
-                    continue
-                entry = self._entries.get(file)
-                ours = file in changes.stored and entry is not None and not entry.held
-                gone = entry is None and file in (changes.removed | changes.quarantined)
-                if not ours and not gone:
-                    total += block.num_bytes_on_disk
-                    present.add(file)
-                    learned.append((file, block))
-            for file in changes.stored & self._entries.keys():
-                total += self._entries[file].num_bytes
+            for file, num_bytes in changes.found_in_quarantine.items():
+                if file not in changes.evicted_from_quarantine:
+                    self._quarantined.setdefault(file, num_bytes)
             total += sum(self._quarantined.values())
-            self._learn(learned, present)
+            gone = changes.removed | changes.quarantined
+            for file in changes.stored | gone:
+                entry, block = self._entries.get(file), changes.found.get(file)
+                is_counted = file in gone if entry is None else False
+                if entry is not None and file in changes.stored:
+                    total += entry.num_bytes
+                    is_counted = not entry.held
+                if block is not None and is_counted:
+                    total -= block.num_bytes_on_disk
         return total, changes.num_bytes_reserved
 
     def take_changes(self) -> tuple[list[FileId], list[FileId]]:
@@ -272,20 +305,33 @@ class FileIndex:
         with self._lock:
             self._changes = None
 
-    def _learn(self, found: Sequence[tuple[FileId, FoundBlock]], present: set[FileId]) -> None:
-        vanished = [f for f, each in self._entries.items() if f not in present and not each.held]
-        for file in vanished:
+    def _in_steps(self, act: Callable[[FileId], object], files: Sequence[FileId]) -> Iterator[bool]:
+        for start in range(0, len(files), FILES_PER_STEP):
+            with self._lock:
+                for file in files[start : start + FILES_PER_STEP]:
+                    act(file)
+            yield True
+
+    def _vanish(self, file: FileId) -> None:
+        entry = self._entries.get(file)
+        if entry and not entry.held and self._changes and file not in self._changes.stored:
             self._drop(file)
-        self._walk_result = [f for f, _ in found if f not in self._entries], vanished
-        newer = [] if self._walked else [f for f, entry in self._entries.items() if not entry.held]
-        self._walked = True
-        for file, block in found:
-            if file not in self._entries:
-                num_bytes = block.num_bytes_on_disk
-                self._entries[file] = _Entry(num_bytes, block.used, held=False)
-                self._policy.admit(file)
-                self._policy.release(file)
-        for file in newer:  # stored before the first walk, so more recently used
+            self._walk_result[1].append(file)
+
+    def _appear(self, file: FileId) -> None:
+        changes = self._changes
+        assert changes is not None
+        if file in self._entries or file in changes.removed or file in changes.quarantined:
+            return
+        block = changes.found[file]
+        self._entries[file] = _Entry(block.num_bytes_on_disk, block.used, held=False)
+        self._policy.admit(file)
+        self._policy.release(file)
+        self._walk_result[0].append(file)
+
+    def _renew(self, file: FileId) -> None:
+        entry = self._entries.get(file)
+        if entry and not entry.held:
             retention = self._policy.retention(file)
             self._policy.remove(file)
             self._policy.admit(file)

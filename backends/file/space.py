@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from itertools import chain
 
 from kvxfer.backends.file.file_index import FileId, FileIndex, Victim, file_ids, key_in
@@ -14,11 +15,13 @@ from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.header import padded
+from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, require_known
 from kvxfer.storage.eviction.policies import EvictionPolicy
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Removal, Reports
+from kvxfer.storage.threads import Threads
 
 KEYS_PER_LOCK = 256
 """Files that are removed at one time, while all other processes wait."""
@@ -28,6 +31,9 @@ MIN_FREE_FILES = 32
 
 SHORT_SCAN_S = 0.05
 """Seconds of a walk that is repeated without a pause, whenever it may help."""
+
+WALK_WAIT_S = 1.0
+"""Seconds that a store without room waits for a walk, of which most take less."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +55,9 @@ class Space:
         min_free_bytes: Bytes that stay free on the file system.
         rescan_factor: Pause before a new walk through the tree, as a multiple of the time of the
             last one.
+
+    Attributes:
+        walks: Thread of the walks that `begin_scan` begins, to be closed.
     """
 
     def __init__(
@@ -69,8 +78,10 @@ class Space:
         self._capacity_bytes = capacity_bytes
         self._min_free_bytes = min_free_bytes
         self._rescan_factor = rescan_factor
+        self.walks = Threads("kvxfer-file-scan", 1)
+        self._walk: Future[None] | None = None
+        self._walk_lock = threading.Lock()
         self._scanning = threading.Lock()
-        self._scanned = threading.Event()
         self._next_scan = 0.0
         self._must_rescan = False
         self._reports = Reports()
@@ -81,6 +92,18 @@ class Space:
         self._reports = reports
         reports.watch(self._gauges)
         self._tell_walk()  # the first one may have ended
+
+    @property
+    def is_walking(self) -> bool:
+        """Whether a walk is under way, which may find more to evict."""
+        return self._walk is not None and not self._walk.done()
+
+    def begin_scan(self) -> Future[None]:
+        """Begin `scan` on a thread, unless it is under way there."""
+        with self._walk_lock:
+            if self._walk is None or self._walk.done():
+                self._walk = self.walks.start(self.scan)
+            return self._walk
 
     def scan(self) -> None:
         """Walk through the tree: collect files of dead writers, find blocks, and recount.
@@ -99,7 +122,6 @@ class Space:
                 now = time.monotonic()
                 took = now - began
                 self._next_scan = now if took < SHORT_SCAN_S else now + self._rescan_factor * took
-                self._scanned.set()
 
     def reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], *, spare: Sequence[BlockKey] = ()
@@ -233,46 +255,61 @@ class Space:
         """Remove the files of keys; return for each whether it was there.
 
         Raises:
-            OSError: A file cannot be removed; those after it are left.
+            OSError: A file cannot be removed; all others are.
         """
         starts = range(0, len(keys), KEYS_PER_LOCK)
         some = (self._remove(keys[start : start + KEYS_PER_LOCK], reason) for start in starts)
-        return list(chain.from_iterable(some))
+        removed = list(chain.from_iterable(some))
+        for each in removed:
+            if isinstance(each, OSError):
+                raise each
+        return [each is True for each in removed]
 
-    def _remove(self, keys: Sequence[BlockKey], reason: Removal) -> list[bool]:
-        removed = [False] * len(keys)
+    def _remove(self, keys: Sequence[BlockKey], reason: Removal) -> list[bool | OSError]:
+        """Remove files; return for each whether it was there, or why it cannot be removed."""
+        removed: list[bool | OSError] = [False] * len(keys)
         with self._ledger.locked():
             sizes = self._folder.sizes(keys)
-            files = self._files(keys)
-            try:
-                for index, (key, file, size) in enumerate(zip(keys, files, sizes, strict=True)):
-                    if size is not None and self._folder.remove(key):
-                        removed[index] = True
-                        self._ledger.remove(padded(size))
-                        self._index.remove(file)
-            finally:
-                gone = [key for key, is_gone in zip(keys, removed, strict=True) if is_gone]
-                self._reports.removed(gone, reason)
+            for index, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+                try:
+                    if isinstance(size, OSError):
+                        raise size
+                    removed[index] = size is not None and self._folder.remove(key)
+                except OSError as exc:
+                    removed[index] = exc
+                if removed[index] is True and isinstance(size, int):
+                    self._ledger.remove(padded(size))
+                    self._index.remove(*self._files([key]))
+            gone = [key for key, is_gone in zip(keys, removed, strict=True) if is_gone is True]
+            self._reports.removed(gone, reason)
         return removed
 
     def _scan(self) -> None:
         num_removed = self._tree.collect()
         if num_removed:
             logger.info("%s: removed %d files of dead writers", self._tree.root, num_removed)
+        num_skipped = self._tree.num_skipped
         with self._ledger.locked():
             added_before = self._ledger.added
             reserved_by_others = self._ledger.reserved_by_others()
             self._index.begin_walk()
         try:
-            found = list(self._tree.blocks())
-        except OSError:
+            learning = self._index.learn_walk(list(self._tree.blocks()))
+            is_learning = True
+            while is_learning:
+                with self._ledger.locked():  # for some files at a time: others wait for it, too
+                    is_learning = next(learning, False)
+                    self._tell_walk()
+        except BaseException:
             self._index.abandon_walk()
             raise
         with self._ledger.locked():
-            total, reserved = self._index.end_walk(found)
-            self._tell_walk()
+            total, reserved = self._index.end_walk()
             added_by_others = self._ledger.added - added_before - reserved
-            self._ledger.recount(total + reserved_by_others + added_by_others)
+            total += reserved_by_others + added_by_others
+            if self._ledger.known and self._tree.num_skipped != num_skipped:
+                total = max(total, self._ledger.used)  # nobody knows what was skipped
+            self._ledger.recount(total)
 
     def _reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], spare: Sequence[BlockKey]
@@ -347,7 +384,13 @@ class Space:
             folder = self._folder
             if victim.fingerprint != folder.fingerprint:
                 folder = opened.enter_context(self._tree.folder(victim.fingerprint))
-            removed_bytes = _remove(folder, victim)
+            try:
+                removed_bytes = _remove(folder, victim)
+            except OSError as exc:
+                if exc.errno not in DAMAGE_ERRORS:
+                    raise
+                logger.warning("cannot evict block %s: %s", victim.key.hex(), exc.strerror)
+                return 0
             if self._reports and not victim.quarantined:
                 reason = Removal.VANISHED if removed_bytes is None else victim.reason
                 self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)
@@ -357,14 +400,19 @@ class Space:
             return 1 + (with_folder and folder.remove_if_empty(victim.key))
 
     def _rescan(self) -> bool:
-        """Look for unknown files by a walk; return whether a walk was made."""
-        if not self._scanned.is_set():
-            self._scanned.wait()
-            return True
-        if self._ledger.known and time.monotonic() < self._next_scan:
+        """Look for unknown files by a walk; return whether one has ended within `WALK_WAIT_S`.
+
+        Raises:
+            OSError: The walk has failed.
+        """
+        is_due = not self._ledger.known or time.monotonic() >= self._next_scan
+        if not (is_due or self.is_walking):
             return False
-        self.scan()
-        return True
+        walk = self.begin_scan()
+        if walk in wait([walk], WALK_WAIT_S).done:
+            walk.result()
+            return True
+        return False
 
     def _free(self) -> tuple[float, float]:
         """Count the bytes and files that there is room for, less bytes reserved and not written."""
@@ -381,5 +429,5 @@ def _remove(folder: NamespaceFolder, victim: Victim) -> int | None:
     """Remove a victim; return its bytes, which another process may have changed meanwhile."""
     if victim.quarantined:
         return victim.num_bytes if folder.remove_quarantined(victim.key) else None
-    (size,) = folder.sizes([victim.key])
+    (size,) = require_known(folder.sizes([victim.key]))
     return padded(size) if size is not None and folder.remove(victim.key) else None

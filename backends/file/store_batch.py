@@ -8,16 +8,19 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvxfer.backends.file.block_files import BlockFiles, SystemFailure, failure
-from kvxfer.backends.file.block_writer import BlockWriter
+from kvxfer.backends.file.block_writer import BUSY, BlockWriter
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
 from kvxfer.backends.file.format.verification import read_extent
-from kvxfer.backends.file.io.file_io import FULL_ERRORS, MEDIUM_ERRORS
+from kvxfer.backends.file.io.file_io import FULL_ERRORS, MEDIUM_ERRORS, Size, is_absent
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
 NO_ROOM = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON}, and nothing that can be evicted")
+NOT_WALKED = Outcome(
+    Status.FAILED, reason=f"{NO_ROOM_REASON} before the walk through the folders has ended"
+)
 PART = Outcome(Status.FAILED, reason="a part of a chunk: files of this group hold whole chunks")
 
 
@@ -80,11 +83,14 @@ class StoreBatch:
     def covered(self) -> list[bool]:
         """Whether the file of each key is there with all bytes of its block; changes nothing."""
         there, sizes = [], self._files.folder.sizes(self._keys)
-        unreadable = self._files.record.unreadable(self._keys, sizes)
+        try:
+            unreadable = self._files.record.unreadable(self._keys, sizes)
+        except OSError:
+            return [False] * len(sizes)
         for index, size in enumerate(sizes):
             covers = False
             with contextlib.suppress(OSError):
-                if size is not None and index not in unreadable:
+                if index not in unreadable:
                     covers = self._covers(index, size)
             there.append(covers)
         return there
@@ -123,6 +129,7 @@ class StoreBatch:
             self._outcomes[:] = [OTHER_SECRET] * len(self._keys)
             return
         found, absent = self._files.folder.sizes(self._keys), dict[int, int]()
+        unsynced = self._writer.sync_again(self._keys)
         unreadable = self._files.record.unreadable(self._keys, found)
         for index, num_bytes in enumerate(self._blocks.block_sizes.tolist()):
             expected, size = self._files.format(self._keys[index]), found[index]
@@ -133,8 +140,10 @@ class StoreBatch:
                 self._outcomes[index] = None if size == expected.file_size_bytes else PART
                 continue
             try:
-                if size is None or not self._covers(index, size, discard=True):
+                if not self._covers(index, size, discard=True):
                     absent[index] = expected.header_size_bytes + num_bytes
+                else:
+                    self._outcomes[index] = unsynced.get(self._keys[index])
             except OSError as exc:
                 self._outcomes[index] = failure(exc)
         spare = [key for index, key in enumerate(self._keys) if index not in absent]
@@ -143,28 +152,35 @@ class StoreBatch:
             return
         indices = list(absent)
         keys = [self._keys[index] for index in indices]
-        refusal = NO_ROOM
+        refusal: Outcome
         try:
             fitting = self._space.reserve(keys, list(absent.values()), spare=spare)
+            refusal = NOT_WALKED if self._space.is_walking else NO_ROOM
         except OSError as exc:
             fitting, refusal = 0, failure(exc)
         self._reserved.update(indices[:fitting])
         for index in indices[fitting:]:
             self._outcomes[index] = refusal
 
-    def _covers(self, index: int, file_size_bytes: int, *, discard: bool = False) -> bool:
+    def _covers(self, index: int, file_size_bytes: Size, *, discard: bool = False) -> bool:
         """Whether a file has all bytes of a block; with `discard`, one that has not is removed.
 
         Raises:
             OSError: It cannot be read, or not be removed.
         """
+        if isinstance(file_size_bytes, OSError):
+            raise file_size_bytes
+        if file_size_bytes is None:
+            return False
         key, start = self._keys[index], int(self._blocks.payload_starts[index])
         if file_size_bytes == self._files.format(key).file_size_bytes:
             return True
         try:
             fd = self._files.folder.open_block(key)
-        except FileNotFoundError:
-            return False
+        except OSError as exc:
+            if is_absent(exc):
+                return False
+            raise
         try:
             first, last = read_extent(fd)
             covers = first <= start and start + int(self._blocks.block_sizes[index]) <= last
@@ -177,9 +193,15 @@ class StoreBatch:
     def _settle(self, indices: Sequence[int]) -> None:
         with self._lock:
             self._reserved.difference_update(indices)
+        keys = [self._keys[index] for index in indices]
         outcomes = [self._outcomes[index] for index in indices]
         stored = [outcome is not None and outcome.done for outcome in outcomes]
-        self._space.settle([self._keys[index] for index in indices], stored=stored)
+        failed = [i for i, outcome in enumerate(outcomes) if not stored[i] and outcome is not BUSY]
+        # A failure may leave a file, which takes room: that of a folder that cannot be synced.
+        sizes = self._files.folder.sizes([keys[i] for i in failed]) if failed else []
+        for index, size in zip(failed, sizes, strict=True):
+            stored[index] = size is not None
+        self._space.settle(keys, stored=stored)
 
 
 def medium_failure(outcomes: Iterable[Outcome | None]) -> str | None:

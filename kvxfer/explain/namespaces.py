@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvxfer.backends.file import BlockTree, FileConfig, read_namespaces, refuse_partial_walk
 from kvxfer.backends.file.folders.block_tree import require_store
+from kvxfer.backends.file.io.file_io import require_known
 from kvxfer.connect import parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.explain.answer import Answer, Cause, Explained
@@ -59,7 +60,7 @@ class FileStore:
     def has(self, namespace: Namespace, key: BlockKey) -> bool:
         """Whether the file of a block is there."""
         with self.tree.folder(namespace.fingerprint) as folder:
-            return folder.sizes([key])[0] is not None
+            return require_known(folder.sizes([key])) != [None]
 
     def has_in_quarantine(self, namespace: Namespace, key: BlockKey) -> bool:
         """Whether a corrupt file of a block was kept."""

@@ -40,9 +40,11 @@ class Threads:
         self._running: set[asyncio.Future[Any]] = set()
         self._started: list[Future[Any]] = []
 
-    def start(self, func: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Run `func` on a thread and let nobody wait for it but `aclose`; needs no event loop."""
-        self._started.append(self._executor.submit(func, *args, **kwargs))
+    def start(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run `func` on a thread, for which `aclose` waits, too; needs no event loop."""
+        started = self._executor.submit(func, *args, **kwargs)
+        self._started = [*(each for each in self._started if not each.done()), started]
+        return started
 
     async def run(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `func` on a thread; when cancelled, wait for the thread before raising.
@@ -87,6 +89,10 @@ class Threads:
         self._executor.shutdown()
         return len(left)
 
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Make a call once no thread runs any more, after `aclose`: on the last one, or now."""
+        self._executor.when_ended(call)
+
     def _begin(
         self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> "asyncio.Future[T]":
@@ -117,7 +123,9 @@ class DaemonThreads(Executor):
         self._lock = threading.Lock()
         self._num_started = 0
         self._num_busy = 0  # calls that run or wait
+        self._num_alive = 0
         self._closed = False
+        self._when_ended: list[Callable[[], object]] = []
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """See `Executor.submit`."""
@@ -130,6 +138,7 @@ class DaemonThreads(Executor):
                 name = f"{self._name}-{self._num_started}"
                 threading.Thread(target=self._work, name=name, daemon=True).start()
                 self._num_started += 1
+                self._num_alive += 1
         self._calls.put(partial(_run, future, fn, args, kwargs))
         return future
 
@@ -141,12 +150,29 @@ class DaemonThreads(Executor):
                 self._calls.put(None)
             self._num_started = 0
 
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Make a call once no thread runs any more after `shutdown`: on the last one, or now."""
+        with self._lock:
+            self._when_ended.append(call)
+        self._tell_end()
+
     def _work(self) -> None:
         while call := self._calls.get():
             call()
             del call  # or its arguments would stay alive until the next call
             with self._lock:
                 self._num_busy -= 1
+        with self._lock:
+            self._num_alive -= 1
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        calls: list[Callable[[], object]] = []
+        with self._lock:
+            if self._closed and not self._num_alive:
+                calls, self._when_ended = self._when_ended, calls
+        for call in calls:
+            call()
 
 
 def _run(future: Future[T], fn: Callable[..., T], args: Any, kwargs: Any) -> None:

@@ -274,14 +274,19 @@ def unlock_as_if_dead(path: Path) -> None:
 
 def fail_to_open(monkeypatch: pytest.MonkeyPatch, pattern: str, error: OSError) -> None:
     """Let files and folders fail to be opened whose names match; as root no mode refuses them."""
-    really_open = os.open
+    fail_to(monkeypatch, "open", pattern, error)
 
-    def refuse(path: str | bytes | Path, *args: Any, **kwargs: Any) -> int:
-        if fnmatch.fnmatch(Path(os.fsdecode(path)).name, pattern):
+
+def fail_to(monkeypatch: pytest.MonkeyPatch, call: str, pattern: str, error: OSError) -> None:
+    """Let a function of `os` fail for files and folders whose names match."""
+    really = getattr(os, call)
+
+    def refuse(path: str | bytes | int | Path, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(path, int) and fnmatch.fnmatch(Path(os.fsdecode(path)).name, pattern):
             raise error
-        return really_open(path, *args, **kwargs)
+        return really(path, *args, **kwargs)
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, call, refuse)
 
 
 async def store(

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kvxfer.backends.file.folders import Ledger, NamespaceFolder
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.eviction.policies import ARC, LRU, POLICIES, PolicyName
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.units import ByteSize
@@ -394,7 +396,7 @@ class Stubborn(NamespaceFolder):
 
     allowed = False
 
-    def sizes(self, keys: Sequence[BlockKey]) -> list[int | None]:
+    def sizes(self, keys: Sequence[BlockKey]) -> Sequence[int]:
         return [FILE_BYTES] * len(keys)
 
     def remove(self, key: BlockKey) -> bool:
@@ -416,6 +418,66 @@ def test_an_eviction_that_fails_leaves_no_reservation(tmp_path: Path, eviction: 
         assert another.reserved_by_others() == 0
     space.scan()
     assert space.reserve(keys[2:5], [FILE_BYTES] * 3) == 3
+
+
+def test_a_walk_is_learned_in_steps_between_which_others_use_the_index() -> None:
+    file_index, keys = FileIndex(LRU(5000)), hashed_keys(5000)
+    files = file_ids(NAMESPACE, keys)
+    file_index.admit(files[:1], [FILE_BYTES])
+    file_index.settle(files[:1], stored=[True])
+    file_index.begin_walk()
+    walk = [FoundBlock(NAMESPACE, k.hex()[:2], k, FILE_BYTES, float(i)) for i, k in enumerate(keys)]
+    num_known, evicted = [1], set[BlockKey]()
+    for _ in file_index.learn_walk(walk):
+        num_known.append(int(file_index.gauges()[Gauge.STORED_BLOCKS]))
+        victim = file_index.choose_victim()
+        assert victim is not None
+        evicted.add(victim.key)
+    assert max(b - a for a, b in pairwise(num_known)) <= 500
+    total, reserved = file_index.end_walk()
+    assert (total, reserved) == ((len(keys) - len(evicted)) * FILE_BYTES, 0)
+    while (victim := file_index.choose_victim()) is not None:
+        assert victim.key not in evicted
+        evicted.add(victim.key)
+    assert evicted == set(keys)
+
+
+def claims_in(root: Path) -> list[Path]:
+    return list(root.glob("*.claim"))
+
+
+async def test_a_store_without_room_does_not_wait_for_a_long_walk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, keys, opened = one_page_memory(), hashed_keys(4), threading.Event()
+    fields = {"capacity": 2 * FILE_BYTES, "close_timeout_s": 0.01}
+    async with open_store(tmp_path, memory.namespace(), **fields) as backend:
+        await store(backend, keys[:2], memory.describe(0, [0, 1]))
+    really_walk, really_close = BlockTree.blocks, Ledger.close
+    closed = threading.Event()
+
+    def walk(tree: BlockTree, fingerprint: str = "") -> Iterator[FoundBlock]:
+        assert opened.wait(PAUSE_LIMIT_S)
+        yield from really_walk(tree, fingerprint)
+
+    def close(ledger: Ledger) -> None:
+        really_close(ledger)
+        closed.set()
+
+    monkeypatch.setattr(BlockTree, "blocks", walk)
+    monkeypatch.setattr(Ledger, "close", close)
+    try:
+        async with open_store(tmp_path, memory.namespace(), **fields) as backend:
+            for key in keys[2:]:
+                (outcome,) = await store(backend, [key], memory.describe(0, [2]))
+                assert outcome.reason == "no room before the walk through the folders has ended"
+            assert await backend.lookup(keys) == [True, True, False, False]
+        assert not closed.is_set(), "a walk uses it"
+        assert "stopped" not in caplog.text, "no failure of the disk"
+    finally:
+        opened.set()
+    assert await asyncio.to_thread(closed.wait, PAUSE_LIMIT_S)
+    assert await asyncio.to_thread(claims_in, tmp_path) == []
 
 
 @pytest.mark.parametrize("policy", [LRU, ARC])

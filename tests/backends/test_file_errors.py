@@ -1,15 +1,21 @@
 """Errors of a real file system: each is an outcome, and the backend goes on afterwards."""
 
 import asyncio
+import errno
 import logging
 import os
+import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvxfer.backends.file import Space
 from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Outcome, Status
@@ -21,6 +27,7 @@ from tests.backends.file_store import (
     OtherEngine,
     bytes_on_disk,
     counted_bytes,
+    fail_to,
     flip_bit,
     hashed_keys,
     load_verified,
@@ -265,6 +272,157 @@ async def test_an_input_output_error_is_an_outcome_and_the_file_stays(tmp_path: 
         disk.engine = PosixFileIO()
         loaded = await load_verified(backend, keys, memory.describe(0, range(4, 8)))
         assert loaded == [DONE, DONE, MISSING, MISSING]
+
+
+@pytest.mark.parametrize("removable", [True, False], ids=["removed", "left"])
+async def test_what_a_failed_sync_leaves_is_counted_and_synced_before_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, removable: bool
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(4)
+    blocks, really_sync = memory.describe(0, range(4)), os.fsync
+
+    def fail(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(5, os.strerror(5))
+        really_sync(fd)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, os.strerror(30))
+
+    async with open_store(tmp_path, memory.namespace(), durability="fsync") as backend:
+        await backend.wait_indexed()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", fail)
+            if not removable:
+                patched.setattr(os, "unlink", refuse)
+            for _ in range(2):
+                assert statuses(await store(backend, keys, blocks)) == [FAILED] * 4
+                assert await backend.lookup(keys) == [not removable] * 4
+                assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
+        assert statuses(await store(backend, keys, blocks)) == [DONE] * 4
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
+
+
+class Exhausted(PosixFileIO):
+    """I/O engine without memory from its second call on, for the bytes or for what is behind."""
+
+    def __init__(self, *, late: bool) -> None:
+        self._late = late
+        self._num_calls = 0
+
+    def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
+        raise MemoryError
+
+    def write_named(self, *arguments: Any, **options: Any) -> list[Result]:
+        self._num_calls += 1
+        results = [] if self._num_calls > 1 and not self._late else self._write(arguments, options)
+        if self._num_calls > 1:
+            raise MemoryError
+        return results
+
+    def _write(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> list[Result]:
+        return super().write_named(*arguments, **options)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after the files have their names"])
+async def test_any_error_of_a_round_is_the_outcome_of_its_blocks(
+    tmp_path: Path, *, late: bool
+) -> None:
+    memory, keys = one_page_memory(128), hashed_keys(100)
+    fields = {"file_io": Exhausted(late=late), "write_threads": 1}
+    async with open_store(tmp_path, memory.namespace(), **fields) as backend:
+        await backend.wait_indexed()
+        outcomes = await store(backend, keys, memory.describe(0, range(100)))
+        assert statuses(outcomes) == [DONE] * 64 + [FAILED] * 36
+        assert "MemoryError" in outcomes[-1].reason
+        assert await backend.lookup(keys) == [True] * 64 + [late] * 36
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) > 0
+        assert statuses(await backend.load(keys[:2], memory.describe(0, [0, 1]))) == [FAILED] * 2
+
+
+ERRORS = [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EIO, errno.ESTALE]
+
+
+@pytest.mark.parametrize("number", ERRORS, ids=[errno.errorcode[each] for each in ERRORS])
+@pytest.mark.parametrize("call", ["open", "stat"])
+async def test_what_cannot_be_told_of_a_block_is_not_said_to_be_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(4)
+    blocks, target = memory.describe(0, range(4)), memory.describe(0, range(4, 8))
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await store(backend, keys, blocks)
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await backend.wait_indexed()
+        with monkeypatch.context() as patched:
+            pattern = keys[3].hex()[: 2 if call == "open" else None] + "*"
+            fail_to(patched, call, pattern, OSError(number, os.strerror(number)))
+            with pytest.raises(BackendUnavailableError, match=os.strerror(number)):
+                await backend.lookup(keys)
+            with pytest.raises(BackendUnavailableError, match=os.strerror(number)):
+                await backend.delete(keys[2:])
+            stored = statuses(await store(backend, keys[2:], blocks.take([2, 3])))
+            assert stored == [DONE, FAILED]
+            if call == "open":
+                loaded = await load_verified(backend, keys, target)
+                assert loaded == [DONE] * 3 + [FAILED]
+        assert await backend.lookup(keys) == [True] * 4
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN])
+async def test_a_damaged_file_ends_neither_walks_nor_evictions_nor_a_purge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(6)
+    fields = {"capacity": 4 * 8192, "rescan_factor": 0}
+    async with open_store(tmp_path, memory.namespace(), **fields) as backend:
+        await store(backend, keys[:3], memory.describe(0, range(3)))
+    (tmp_path / "usage.ledger").unlink()
+    async with open_store(tmp_path, memory.namespace(), **fields) as backend:
+        await backend.wait_indexed()
+        with monkeypatch.context() as patched:
+            error = OSError(number, os.strerror(number), keys[0].hex())
+            fail_to(patched, "stat", f"{keys[0].hex()}*", error)
+            stored = await store(backend, keys[3:], memory.describe(0, range(3)))
+            assert statuses(stored) == [DONE] * 3
+            await asyncio.to_thread(backend._space.scan)
+            assert f"{keys[0].hex()} is skipped: {os.strerror(number)}" in caplog.text
+            assert statuses(await store(backend, keys[1:2], memory.describe(0, [1]))) == [DONE]
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
+        with monkeypatch.context() as patched:
+            fail_to(patched, "stat", f"{keys[0].hex()}*", error)
+            assert await backend.purge() == 3
+        assert await backend.lookup(keys) == [True] + [False] * 5
+
+
+async def test_a_cancelled_delete_removes_nothing_that_is_stored_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(2)
+    entered, opened, really_remove = threading.Event(), threading.Event(), Space.remove
+
+    def remove(space: Space, *arguments: Any, **options: Any) -> list[bool]:
+        entered.set()
+        assert opened.wait(10)
+        return really_remove(space, *arguments, **options)
+
+    monkeypatch.setattr(Space, "remove", remove)
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        for call in (backend.purge, partial(backend.delete, keys)):
+            await store(backend, keys, memory.describe(0, [0, 1]))
+            removing = asyncio.ensure_future(call())
+            assert await asyncio.to_thread(entered.wait, 10)
+            removing.cancel()
+            await asyncio.wait([removing])
+            assert removing.cancelled()
+            storing = asyncio.ensure_future(store(backend, keys, memory.describe(0, [0, 1])))
+            assert await load_verified(backend, keys, memory.describe(0, [2, 3])) == [DONE] * 2
+            opened.set()
+            assert statuses(await storing) == [DONE] * 2
+            assert await backend.lookup(keys) == [True] * 2
+            entered.clear()
+            opened.clear()
 
 
 async def test_a_file_cut_off_while_it_is_read_is_corrupt(tmp_path: Path) -> None:

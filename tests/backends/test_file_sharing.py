@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -196,6 +197,33 @@ def test_a_file_is_claimed_by_one_living_process_at_a_time(tmp_path: Path) -> No
             assert taken_from(theirs, "c") == ""
         with ours.claimed([b"c"]):  # it lives, and has seen that its file was removed
             assert taken_from(theirs, "c") == "c"
+
+
+FORKED = """
+import os, signal, sys
+from pathlib import Path
+from kvxfer.backends.file.folders import Ledger
+
+ledger = Ledger(Path(sys.argv[1]))
+with ledger.claimed([b"file"]), ledger.locked():
+    if not (child := os.fork()):
+        os.close(1)
+        signal.pause()
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_forked_child_keeps_no_lock_of_an_engine_that_was_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKED, str(tmp_path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, check=False)
+    child = int(done.stdout)
+    try:
+        os.kill(child, 0)  # it lives
+        with closing(Ledger(tmp_path)) as ledger, ledger.claimed([b"file"]) as taken:
+            assert taken == set()
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_what_another_process_reserved_outlives_a_recount(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from kvxfer.backends.file import Integrity
 from kvxfer.cli import main
-from tests.backends.file_store import fail_to_open
+from tests.backends.file_store import fail_to, fail_to_open
 from tests.cli.stores import DATA_BYTES, FILE_BYTES, NUM_BLOCKS, Store, break_seal
 from tests.cli.stores import flip as flip_bit
 
@@ -287,6 +287,28 @@ def test_a_folder_that_cannot_be_opened_is_bad(
     fail_to_open(monkeypatch, "03", PermissionError(13, "Permission denied", "03"))
     assert main(["fsck", str(store.root)]) == 1
     assert "bad: 03: cannot be opened: Permission denied" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["ls"], ["fsck"], ["fsck", "--repair"], ["gc", "--capacity", "20KiB"], ["gc", "--dry-run"]],
+    ids=" ".join,
+)
+def test_a_damaged_inode_ends_no_command(
+    store: Store,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+) -> None:
+    store.fill()
+    name = f"{store.keys[3].hex()}.safetensors"
+    for call in ("stat", "unlink"):
+        fail_to(monkeypatch, call, name, OSError(5, "Input/output error", name))
+    assert main([command[0], str(store.root), *command[1:]]) == (command[0] == "fsck")
+    printed = capsys.readouterr()
+    if command[0] == "fsck":
+        assert f"bad: {name}: cannot be opened: Input/output error" in printed.out
+        assert f"{NUM_BLOCKS - 1} good, 1 bad" in printed.out
 
 
 def test_a_folder_that_holds_no_store_is_misuse_and_stays_as_it_is(

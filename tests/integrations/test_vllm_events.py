@@ -129,7 +129,7 @@ def test_files_of_an_earlier_engine_are_told(start: Start, router: Router, tmp_p
     earlier.settle()
     backend = FileBackend(config(tmp_path), make_namespace())
     scheduler = start(backend)
-    scheduler.until(lambda: not backend._space._must_rescan and backend._space._scanned.is_set())
+    scheduler.until(lambda: not backend._space._must_rescan and not backend._space.is_walking)
     router.take(scheduler.manager.take_events())
     assert router.kept == {"STORAGE": set(keys)}
 

@@ -118,8 +118,12 @@ async def test_closing_leaves_behind_what_does_not_end_and_says_so(
     await gate.until_entered()
     assert await threads.aclose(timeout_s=0.01) == 1
     assert "test: 1 calls still run after 0.01 s" in caplog.text
+    ended = threading.Event()
+    threads.when_ended(ended.set)
+    assert not ended.is_set()
     gate.opened.set()
     assert await call == "through"
+    assert await asyncio.to_thread(ended.wait, TIMEOUT_S)
 
 
 async def test_nothing_runs_after_closing() -> None:

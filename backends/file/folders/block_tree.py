@@ -1,11 +1,10 @@
 """Tree of a store: a walk through all files below its root."""
 
-import contextlib
 import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +22,9 @@ from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.folders.open_folders import open_folder
 from kvxfer.backends.file.folders.process_claim import is_alive
 from kvxfer.backends.file.format.header import padded
+from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, is_absent
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import BlockKey
-
-_NOT_A_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +75,16 @@ class BlockTree:
 
     Args:
         root: Root of the store, which must be there.
-        on_error: Called with the errors of folders that cannot be opened, which are skipped.
+        on_error: Called with the errors of files and folders that cannot be read, which are
+            skipped.
+
+    Attributes:
+        num_skipped: Files and folders that were skipped, of which nobody knows the bytes.
     """
 
     def __init__(self, root: Path, *, on_error: Callable[[OSError], object] | None = None) -> None:
         self.root = root
+        self.num_skipped = 0
         self._on_error = on_error or _pass_over
 
     def fingerprints(self) -> list[str]:
@@ -105,9 +108,9 @@ class BlockTree:
             fingerprint: The one namespace to walk through; all by default.
         """
         for namespace, folder, fd in self._folders(fingerprint):
-            for name in sorted(os.listdir(fd)):
+            for name in sorted(self._names(fd)):
                 key = key_in_name(name)
-                found = _stat_file(name, fd) if key else None
+                found = self._stat_file(name, fd) if key else None
                 if found:
                     yield FoundBlock(namespace, folder, key, found.st_size, found.st_mtime)
 
@@ -115,9 +118,11 @@ class BlockTree:
         """Remove temporary files whose writers are dead; return how many."""
         num_removed = 0
         for path, fd in self.abandoned():
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 os.unlink(os.path.basename(path), dir_fd=fd)
                 num_removed += 1
+            except OSError as exc:
+                self._skip(exc)
         return num_removed
 
     def abandoned(self) -> Iterator[tuple[str, int]]:
@@ -128,14 +133,14 @@ class BlockTree:
             owner = owner_of(name)
             if owner and owner not in living:
                 living[owner] = is_alive(self.root, owner)
-            if owner and not living[owner] and _stat_file(name, fd):
+            if owner and not living[owner] and self._stat_file(name, fd):
                 yield path, fd
 
     def others(self) -> Iterator[str]:
         """Walk through the paths below the root of all `entries` that are not block files."""
         for path, fd in self.entries():
             _, *folder, name = path.split("/")
-            if not (folder and key_in_name(name) and _stat_file(name, fd)):
+            if not (folder and key_in_name(name) and self._stat_file(name, fd)):
                 yield path
 
     def entries(self) -> Iterator[tuple[str, int]]:
@@ -145,7 +150,7 @@ class BlockTree:
             Path below the root, and descriptor of the folder, which is valid until the next.
         """
         for fingerprint, folder, fd in self._folders(with_own=True):
-            for name in os.listdir(fd):
+            for name in self._names(fd):
                 yield "/".join(filter(None, (fingerprint, folder, name))), fd
 
     def _folders(self, only: str = "", *, with_own: bool = False) -> Iterator[tuple[str, str, int]]:
@@ -158,29 +163,50 @@ class BlockTree:
         root = open_folder(self.root)
         try:
             is_wanted = only.__eq__ if only else is_fingerprint
-            for fingerprint, parent in self._children(root, is_wanted):
+            for fingerprint, parent in self._children(root, filter(is_wanted, os.listdir(root))):
                 if with_own:
                     yield fingerprint, "", parent
-                for name, fd in self._children(parent, is_block_folder):
+                inner = filter(is_block_folder, self._names(parent))
+                for name, fd in self._children(parent, inner):
                     yield fingerprint, name, fd
         finally:
             os.close(root)
 
-    def _children(
-        self, parent_fd: int, is_wanted: Callable[[str], bool]
-    ) -> Iterator[tuple[str, int]]:
-        """Walk through the names and descriptors of the folders in a folder."""
-        for name in sorted(filter(is_wanted, os.listdir(parent_fd))):
+    def _children(self, parent_fd: int, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+        """Walk through the names and descriptors of those that are folders in a folder."""
+        for name in sorted(names):
             try:
                 fd = open_folder(name, parent_fd)
             except OSError as exc:
-                if exc.errno not in _NOT_A_FOLDER:
-                    self._on_error(exc)
+                self._skip(exc)
                 continue
             try:
                 yield name, fd
             finally:
                 os.close(fd)
+
+    def _names(self, folder_fd: int) -> list[str]:
+        """List the names in a folder below the root; none when it cannot be read."""
+        try:
+            return os.listdir(folder_fd)
+        except OSError as exc:
+            self._skip(exc)
+            return []
+
+    def _stat_file(self, name: str, folder_fd: int) -> os.stat_result | None:
+        """Get the status of a regular file; None when there is none, or it cannot be read."""
+        try:
+            found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+        except OSError as exc:
+            self._skip(exc)
+            return None
+        return found if stat.S_ISREG(found.st_mode) else None
+
+    def _skip(self, exc: OSError) -> None:
+        """Go on behind a file or folder that is gone; tell of one that cannot be read."""
+        if not is_absent(exc):
+            self._on_error(exc)
+            self.num_skipped += 1
 
 
 def require_store(tree: BlockTree) -> None:
@@ -192,9 +218,18 @@ def require_store(tree: BlockTree) -> None:
     """
     has_block = any(True for _ in tree.blocks())  # first: reports a root that cannot be read
     namespaces = (tree.root / name / NAMESPACE_FILE for name in tree.fingerprints())
-    if not has_block and not any(path.is_file() for path in (tree.root / LEDGER_NAME, *namespaces)):
+    if not has_block and not any(map(_is_file, (tree.root / LEDGER_NAME, *namespaces))):
         wanted = f"the root of a store, the folder with {LEDGER_NAME}"
         raise InvalidArgumentError("path", str(tree.root), wanted)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as exc:
+        if is_absent(exc):
+            return False
+        raise
 
 
 def warn_of_other_writers(root: Path) -> None:
@@ -219,22 +254,15 @@ def warn_of_other_writers(root: Path) -> None:
 
 
 def refuse_partial_walk(exc: OSError) -> None:
-    """End a walk whose count would be too low; folders without permission are just not counted.
+    """End a walk whose count would be too low; what is damaged or not ours is just not counted.
 
     Raises:
-        OSError: What is wrong with the folder.
+        OSError: What is wrong with a file or folder.
     """
-    if exc.errno not in {errno.EACCES, errno.EPERM}:
+    if exc.errno in DAMAGE_ERRORS:
+        logger.warning("%s is skipped: %s", exc.filename or "a folder", exc.strerror)
+    elif exc.errno not in {errno.EACCES, errno.EPERM}:
         raise exc
-
-
-def _stat_file(name: str, folder_fd: int) -> os.stat_result | None:
-    """Get the status of a regular file; None when there is none."""
-    try:
-        found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    return found if stat.S_ISREG(found.st_mode) else None
 
 
 def _pass_over(exc: OSError) -> None:

@@ -1,5 +1,6 @@
 """Record of the kinds of integrity in a namespace's folder, with proof of the secret."""
 
+import contextlib
 import itertools
 import logging
 import os
@@ -21,6 +22,7 @@ from kvxfer.backends.file.format.header import (
 )
 from kvxfer.backends.file.format.page_cipher import KEY_ID_BYTES, key_id_in
 from kvxfer.backends.file.format.verification import read_header, require_readable
+from kvxfer.backends.file.io.file_io import Size, is_absent
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.integrity import Integrity
@@ -115,19 +117,20 @@ class IntegrityRecord:
         elif not self._has(kind):
             self._folder.put_text(RECORDS[kind], f"{kind.value}\n")
 
-    def unreadable(
-        self, keys: Sequence[BlockKey], sizes: Sequence[int | None]
-    ) -> dict[int, Outcome]:
+    def unreadable(self, keys: Sequence[BlockKey], sizes: Sequence[Size]) -> dict[int, Outcome]:
         """Find the blocks that are there and that this process cannot read.
 
         Args:
             keys: Keys of the blocks.
-            sizes: Bytes of their files, None where there is none.
+            sizes: Bytes of their files.
 
         Returns:
             The outcome of each, by its index in `keys`.
+
+        Raises:
+            OSError: The records or a header cannot be read.
         """
-        there = [index for index, size in enumerate(sizes) if size is not None]
+        there = [index for index, size in enumerate(sizes) if isinstance(size, int)]
         if not there:
             return {}
         if self._has_other_secret():
@@ -135,7 +138,7 @@ class IntegrityRecord:
         found: dict[int, Outcome] = {}
         if self._other_kinds() or self._has_other_keys():
             for index in there:
-                header = _header_in(read_head(self._folder, keys[index]))
+                header = _header_in(_read_head(self._folder, keys[index]))
                 try:
                     if header:
                         require_readable(header, self._digester)
@@ -215,14 +218,27 @@ def require_secret(
 
 
 def read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> bytes:
-    """Read the header of a block file; empty when there is none."""
+    """Read the header of a block file; empty when there is none, or it cannot be read."""
+    with contextlib.suppress(OSError):
+        return _read_head(folder, key, found_in)
+    return b""
+
+
+def _read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> bytes:
+    """Read the header of a block file; empty when there is none.
+
+    Raises:
+        OSError: It cannot be read.
+    """
     try:
         fd = folder.open_found(key, found_in or key.hex()[:2])
-    except OSError:
-        return b""
+    except OSError as exc:
+        if is_absent(exc):
+            return b""
+        raise
     try:
         return read_header(fd)[0]
-    except (BlockFileError, OSError):
+    except BlockFileError:
         return b""
     finally:
         os.close(fd)
@@ -236,7 +252,7 @@ def has_keyed(folder: TextFolder, heads: Iterable[bytes]) -> bool:
 
 def kinds_in(folder: TextFolder) -> list[Integrity]:
     """List the kinds of blocks that there may be in a folder, by its records."""
-    return [kind for kind in RECORDS if _read_record(folder, kind) is not None]
+    return [kind for kind in RECORDS if _may_have_record(folder, kind)]
 
 
 def with_key(record: str | None, key_id: str) -> str:
@@ -285,5 +301,14 @@ def _proof_in(record: str | None) -> str:
 def _read_record(folder: TextFolder, kind: Integrity) -> str | None:
     try:
         return folder.read_text(RECORDS[kind])
+    except OSError as exc:
+        if is_absent(exc):
+            return None
+        raise
+
+
+def _may_have_record(folder: TextFolder, kind: Integrity) -> bool:
+    try:
+        return _read_record(folder, kind) is not None
     except OSError:
-        return None
+        return True

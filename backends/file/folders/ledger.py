@@ -19,9 +19,11 @@ from kvxfer.backends.file.folders.process_claim import (
     OtherClaims,
     ProcessClaim,
     add_checksum,
+    close_locked,
+    open_locked,
     strip_checksum,
 )
-from kvxfer.backends.file.io.file_io import FILE_MODE
+from kvxfer.backends.file.io.file_io import is_absent
 
 MAX_CLAIMED = 64
 """Most files that a thread claims at one time: their names fit into its list in the claim."""
@@ -211,8 +213,7 @@ class Ledger:
     def close(self) -> None:
         """Close the files; may be called again."""
         self._claim.close()
-        if self._fd >= 0:
-            os.close(self._fd)
+        close_locked(self._fd)
         self._fd = -1
 
     def _open(self) -> tuple[int, ProcessClaim]:
@@ -220,7 +221,7 @@ class Ledger:
         try:
             return fd, ProcessClaim(self._root, self.reserved)
         except OSError:
-            os.close(fd)
+            close_locked(fd)
             raise
 
     def _reopen_if_removed(self) -> None:
@@ -244,8 +245,10 @@ def read_count(root: Path) -> int | None:
     try:
         with (root / LEDGER_NAME).open("rb") as file:
             record = strip_checksum(file.read(_RECORD.size + DIGEST_BYTES))
-    except FileNotFoundError:
-        return None
+    except OSError as exc:
+        if is_absent(exc):
+            return None
+        raise
     if len(record) != _RECORD.size or not record.startswith(_MAGIC):
         return None
     used: int = _RECORD.unpack(record)[1]
@@ -259,7 +262,7 @@ def _open_ledger(path: Path) -> int:
         OSError: It cannot be opened, or it is not ours to write to.
     """
     try:
-        fd = os.open(path, _FLAGS, FILE_MODE)
+        fd = open_locked(path, _FLAGS)
     except OSError as exc:
         if exc.errno not in _NO_FILE:
             raise
@@ -267,7 +270,7 @@ def _open_ledger(path: Path) -> int:
         found = os.fstat(fd)
         if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
             return fd
-        os.close(fd)
+        close_locked(fd)
     wanted = f"{LEDGER_NAME} must be a regular file of one name: move away what is there"
     raise OSError(errno.EINVAL, wanted, str(path))
 

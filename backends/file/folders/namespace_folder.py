@@ -22,7 +22,11 @@ from kvxfer.backends.file.io.file_io import (
     READ_FLAGS,
     NamedFile,
     NewFile,
+    Size,
+    is_absent,
     regular_size,
+    require_known,
+    size_in,
 )
 from kvxfer.backends.file.io.posix import sync_file_system
 from kvxfer.storage.keys import BlockKey
@@ -53,22 +57,22 @@ class NamespaceFolder:
         self._texts: dict[str, str] = {}
         self._folders = OpenFolders(root, fingerprint, on_made=self._describe)
 
-    def sizes(self, keys: Sequence[BlockKey]) -> list[int | None]:
+    def sizes(self, keys: Sequence[BlockKey]) -> Sequence[Size]:
         """Get the bytes of each key's file; None where it is missing or a link."""
         names, since = [file_name(key) for key in keys], self._folders.num_renewed
         fds = {name: self._known_folder(name) for name in {name[:2] for name in names}}
-        sizes = [_size_in(fds[name[:2]], name) for name in names]
-        missing = [index for index, size in enumerate(sizes) if size is None]
+        sizes = [size_in(fds[name[:2]], name) for name in names]
+        missing = [index for index, size in enumerate(sizes) if not isinstance(size, int)]
         if missing and self._folders.have_changed({names[i][:2] for i in missing}, since):
             for index in missing:
                 sizes[index] = self._size(names[index])
         return sizes
 
     def locate(self, key: BlockKey) -> NamedFile | None:
-        """Get the place of a key's file, for opening it; None when its folder is missing."""
+        """Get the place of a key's file, for opening it; None when its folder cannot be opened."""
         name = file_name(key)
         fd = self._known_folder(name[:2])
-        return None if fd is None else NamedFile(fd, name.encode())
+        return NamedFile(fd, name.encode()) if isinstance(fd, int) else None
 
     def open_block(self, key: BlockKey, flags: int = 0) -> int:
         """Open the file of a key for reading.
@@ -156,8 +160,12 @@ class NamespaceFolder:
         return self._if_named(name, name[:2], fd, lambda folder: os.unlink(name, dir_fd=folder))
 
     def quarantined_size(self, key: BlockKey) -> int | None:
-        """Get the bytes of a key's file in quarantine; None when there is none."""
-        return self._size(file_name(key), QUARANTINE)
+        """Get the bytes of a key's file in quarantine; None when there is none.
+
+        Raises:
+            OSError: That cannot be told.
+        """
+        return require_known([self._size(file_name(key), QUARANTINE)])[0]
 
     def remove_found(self, key: BlockKey, found_in: str) -> bool:
         """Remove a key's file from the folder it was found in; return whether it was there."""
@@ -193,8 +201,12 @@ class NamespaceFolder:
             return file.read(MAX_TEXT_BYTES).decode(errors="replace")
 
     def has_text(self, name: str) -> bool:
-        """Whether the folder has a text file; False when the folder cannot be opened."""
-        return _size_in(self._known_folder(OWN), name) is not None
+        """Whether the folder has a text file.
+
+        Raises:
+            OSError: That cannot be told.
+        """
+        return require_known([size_in(self._known_folder(OWN), name)]) != [None]
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small text file of the folder, whole or not at all.
@@ -251,17 +263,17 @@ class NamespaceFolder:
         for text in self._texts.items():
             _write_text(*text, folder_fd)
 
-    def _known_folder(self, name: str) -> int | None:
+    def _known_folder(self, name: str) -> int | OSError | None:
         try:
             return self._folders.descriptor(name)
-        except OSError:
-            return None
+        except OSError as exc:
+            return None if is_absent(exc) else exc
 
-    def _size(self, name: str, folder: str = "") -> int | None:
+    def _size(self, name: str, folder: str = "") -> Size:
         try:
             return self._folders.within(folder or name[:2], lambda fd: regular_size(fd, name))
-        except OSError:
-            return None
+        except OSError as exc:
+            return None if is_absent(exc) else exc
 
     def _if_named(self, name: str, folder: str, fd: int, act: Callable[[int], None]) -> bool:
         """Act if the open file still has the name: another may have been published."""
@@ -285,16 +297,13 @@ class NamespaceFolder:
     def _unlink(self, name: str, folder: str) -> bool:
         try:
             self._folders.within(folder, lambda fd: os.unlink(name, dir_fd=fd))
-        except (FileNotFoundError, IsADirectoryError):  # such a folder is foreign
+        except IsADirectoryError:  # such a folder is foreign
             return False
+        except OSError as exc:
+            if is_absent(exc):
+                return False
+            raise
         return True
-
-
-def _size_in(folder_fd: int | None, name: str) -> int | None:
-    try:
-        return None if folder_fd is None else regular_size(folder_fd, name)
-    except OSError:
-        return None
 
 
 def _write_text(name: str, text: str, folder_fd: int) -> None:

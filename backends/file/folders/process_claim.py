@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import logging
 import os
 import secrets
@@ -15,9 +16,18 @@ import msgspec
 import xxhash
 
 from kvxfer.backends.file.folders.names import CLAIM_SUFFIX, OWNER_BYTES, claim_path, is_owner
-from kvxfer.backends.file.io.file_io import CREATE_FLAGS, FILE_MODE, READ_FLAGS
+from kvxfer.backends.file.io.file_io import (
+    CREATE_FLAGS,
+    DAMAGE_ERRORS,
+    FILE_MODE,
+    READ_FLAGS,
+    is_absent,
+)
 
 DIGEST_BYTES = 8
+
+CLAIM_ERRORS = DAMAGE_ERRORS | {errno.EACCES, errno.EPERM}
+"""Errors of one claim that cannot be read: that must not end the stores of all others."""
 
 _MAGIC = b"kvxclm02"
 _HEAD = struct.Struct("<8sQ")
@@ -27,6 +37,7 @@ _LIST_BYTES = 16 << 10  # room for the longest names of the most files that a th
 _MAX_BYTES = _HEAD_BYTES + 256 * _LIST_BYTES  # more lists than a process has threads
 _READ_ATTEMPTS = 4  # its owner writes 24 bytes at a time: two in a row are rarely torn
 _decoder = msgspec.msgpack.Decoder(list[bytes])
+_locked: set[int] = set()
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +63,12 @@ class ProcessClaim:
         self._root = root
         while True:
             self.owner = secrets.token_hex(OWNER_BYTES)
-            self._fd = os.open(claim_path(root, self.owner), CREATE_FLAGS, FILE_MODE)
+            self._fd = open_locked(claim_path(root, self.owner), CREATE_FLAGS)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             # Until it was locked it looked like that of a dead process, and may have been removed.
             if self.is_there:
                 break
-            os.close(self._fd)
+            close_locked(self._fd)
         try:
             self.reserve(reserved)
         except OSError:
@@ -86,11 +97,42 @@ class ProcessClaim:
 
     def close(self) -> None:
         """Remove and close the file; may be called again."""
-        if self._fd >= 0:
+        if self._fd in _locked:
             with contextlib.suppress(OSError):  # another process removes it: its lock is gone
                 os.unlink(claim_path(self._root, self.owner))
-            os.close(self._fd)
+            close_locked(self._fd)
         self._fd = -1
+
+
+def open_locked(path: Path, flags: int) -> int:
+    """Open a file that will be locked, until `close_locked`.
+
+    A forked child has no descriptor of it: there the lock would outlive this process.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    _watch_forks()
+    fd = os.open(path, flags, FILE_MODE)
+    _locked.add(fd)
+    return fd
+
+
+def close_locked(fd: int) -> None:
+    """Close a file of `open_locked`; may be called again, and in a forked child."""
+    if fd in _locked:
+        _locked.remove(fd)
+        os.close(fd)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for fd in tuple(_locked):
+        close_locked(fd)
 
 
 class OtherClaims:
@@ -120,10 +162,15 @@ class OtherClaims:
         for name in os.listdir(self._root):
             owner = name.removesuffix(CLAIM_SUFFIX)
             if owner not in (name, ours) and is_owner(owner):
-                with contextlib.suppress(OSError):
+                try:
                     data = _read_claim(self._root, owner, remove=True)
-                    if data:
-                        yield owner, data
+                except OSError as exc:
+                    if exc.errno not in CLAIM_ERRORS:
+                        raise
+                    self._complain(owner)
+                    continue
+                if data:
+                    yield owner, data
 
     def _reserved(self, owner: str, data: bytes) -> int:
         head = strip_checksum(data[:_HEAD_BYTES])
@@ -185,7 +232,7 @@ def _read_claim(root: Path, owner: str, *, remove: bool = False) -> bytes:
     try:
         fd = os.open(path, READ_FLAGS)
     except OSError as exc:
-        if exc.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+        if is_absent(exc) or exc.errno == errno.ENXIO:  # a socket
             return b""
         raise
     try:

@@ -44,6 +44,9 @@ MEDIUM_ERRORS = FULL_ERRORS | frozenset(
 )
 """Errors of a whole disk, file system or server; all other errors concern one file."""
 
+DAMAGE_ERRORS = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
+"""Errors of a damaged file or folder, beside which others may be whole."""
+
 IOVector = NDArray[np.uint64]
 """Pieces of memory in the order of the file's bytes, uint64 `(n, 2)`: address and length.
 
@@ -53,6 +56,9 @@ Source: https://man7.org/linux/man-pages/man2/preadv.2.html
 
 Result = int | OSError
 """Bytes that were moved, or the error."""
+
+Size = int | OSError | None
+"""Bytes of a file; None where it is absent, the error where that cannot be told."""
 
 
 class NamedFile(NamedTuple):
@@ -193,15 +199,25 @@ class FileIO(ABC):
 
 
 def _create(file: NewFile, flags: int) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        if regular_size(file.folder_fd, file.name) is not None:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    size = size_in(file.folder_fd, file.name)
+    if isinstance(size, OSError):
+        raise size
+    if size is not None:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     return os.open(file.temporary, CREATE_FLAGS | flags, FILE_MODE, dir_fd=file.folder_fd)
 
 
 def _give_name(file: NewFile) -> None:
     folder = file.folder_fd
     os.rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def is_absent(exc: OSError) -> bool:
+    """Whether an error says that no file or folder of ours has a name.
+
+    Any other error, as that of a process without descriptors, says nothing about what is there.
+    """
+    return exc.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def regular_size(folder_fd: int, name: str | bytes) -> int | None:
@@ -212,6 +228,26 @@ def regular_size(folder_fd: int, name: str | bytes) -> int | None:
     """
     found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def size_in(folder: Size, name: str | bytes) -> Size:
+    """Get the bytes of a file in a folder, given by its descriptor or by why there is none."""
+    try:
+        return regular_size(folder, name) if isinstance(folder, int) else folder
+    except OSError as exc:
+        return None if is_absent(exc) else exc
+
+
+def require_known(sizes: Sequence[Size]) -> list[int | None]:
+    """Check that it could be told of each file whether it is there.
+
+    Raises:
+        OSError: Why it could not be told of one.
+    """
+    for size in sizes:
+        if isinstance(size, OSError):
+            raise size
+    return [None if isinstance(size, OSError) else size for size in sizes]
 
 
 def discard(file: NewFile) -> None:

@@ -1,6 +1,7 @@
 """Store in a folder, as its maintenance sees it."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.names import is_block_folder
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.verification import read_data, read_header
-from kvxfer.backends.file.io.file_io import READ_FLAGS
+from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, READ_FLAGS
 from kvxfer.backends.file.maintenance.block_store import (
     DESCRIPTIONS,
     BlockStore,
@@ -27,6 +28,8 @@ from kvxfer.backends.file.maintenance.block_store import (
 
 NUM_THREADS = 8
 """Files that are read at one time: as many as engines read by default."""
+
+logger = logging.getLogger(__name__)
 
 
 class FolderStore(BlockStore):
@@ -119,12 +122,21 @@ class _Folder(StoredNamespace):
             os.close(fd)
 
     def remove(self, blocks: Sequence[FoundBlock]) -> list[bool]:
-        return [self._folder.remove_found(block.key, block.folder) for block in blocks]
+        return list(map(self._remove, blocks))
 
     def remove_empty(self) -> bool:
         with contextlib.suppress(OSError):
             return self._folder.remove_empty(DESCRIPTIONS)
         return False
+
+    def _remove(self, block: FoundBlock) -> bool:
+        try:
+            return self._folder.remove_found(block.key, block.folder)
+        except OSError as exc:
+            if exc.errno not in DAMAGE_ERRORS:
+                raise
+            logger.warning("%s cannot be removed: %s", block.path, exc.strerror)
+            return False
 
 
 class _OpenFile(OpenBlock):
