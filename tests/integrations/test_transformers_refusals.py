@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,6 +87,14 @@ def test_no_token_ids(ids: Any, tmp_path: Path) -> None:
         ("past_key_values", transformers.DynamicCache()),
         ("inputs_embeds", torch.zeros(1, 2, 64)),
         ("pixel_values", torch.zeros(1, 3, 8, 8)),
+        ("images", [torch.zeros(3, 8, 8)]),
+        ("images", np.zeros((1, 3, 8, 8), np.float32)),
+        ("adapter_names", ["de"]),
+        ("position_ids", None),
+        ("custom_generate", str),
+        ("token_healing", True),
+        ("penalty_alpha", 0.5),
+        ("cache_implementation", "static"),
     ],
 )
 def test_arguments_of_generate(name: str, value: Any, tmp_path: Path) -> None:
@@ -93,7 +102,7 @@ def test_arguments_of_generate(name: str, value: Any, tmp_path: Path) -> None:
     with open_cache(model, tmp_path) as cache:
         with pytest.raises(InvalidArgumentError, match=f"^{name} is "):
             cache.generate(prompt, **{name: value})
-        if name.startswith("num_"):
+        if name in {"num_beams", "num_return_sequences"}:
             config = transformers.GenerationConfig(**{name: value}, do_sample=True)
             with pytest.raises(InvalidArgumentError, match=f"^{name} is 2"):
                 cache.generate(prompt, generation_config=config)
@@ -105,6 +114,52 @@ def test_tokens_that_stand_for_an_image(tmp_path: Path) -> None:
     cache = open_cache(model, tmp_path)
     with cache, pytest.raises(InvalidArgumentError, match="image_token_id 7 at 2"):
         cache.load(torch.tensor([[3, 4, 7, 5]]))
+
+
+def test_tokens_of_inputs_that_a_part_of_the_configuration_names(tmp_path: Path) -> None:
+    """As those of Phi-4-multimodal, in its configurations of images and of sounds."""
+    model = make_model(*FAMILIES["llama"])
+    model.config.vision_config = {"image_token_id": 7, "bos_token_id": 3}
+    model.config.parts = [{"sound": {"speech_token_ids": [8, 9]}}]
+    model.config.codec_eos_token_id = 5  # of another vocabulary
+    with open_cache(model, tmp_path) as cache:
+        with pytest.raises(InvalidArgumentError, match=r"vision_config\.image_token_id 7 at 2"):
+            cache.load(torch.tensor([[3, 4, 7, 5]]))
+        with pytest.raises(InvalidArgumentError, match=r"sound\.speech_token_ids 9 at 1"):
+            cache.load(torch.tensor([[3, 9, 5]]))
+        assert num_loaded(cache, torch.tensor([[3, 4, 5]])) == 0
+
+
+def test_what_generate_itself_takes_is_allowed(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(40)
+    processors = transformers.LogitsProcessorList([transformers.MinLengthLogitsProcessor(50, 2)])
+    with open_cache(model, tmp_path) as cache:
+        for _ in range(2):
+            output = cache.generate(
+                prompt,
+                generation_config=transformers.GenerationConfig(max_new_tokens=8),
+                attention_mask=torch.ones_like(prompt),
+                logits_processor=processors,
+                stopping_criteria=transformers.StoppingCriteriaList(),
+                do_sample=False,
+                cache_implementation=None,
+                use_cache=True,
+            )
+            assert output.shape[1] == 48
+        assert num_loaded(cache, prompt) == 32
+
+
+def test_a_cache_of_another_kind_in_the_settings_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = shared_model(), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        monkeypatch.setattr(model.generation_config, "cache_implementation", "static")
+        for call in (cache.load, cache.generate):
+            with pytest.raises(InvalidArgumentError, match=r"^cache_implementation is 'st"):
+                call(prompt)
+        monkeypatch.setattr(model.generation_config, "cache_implementation", "hybrid")
+        assert cache.generate(prompt, max_new_tokens=2).shape[1] == 42  # as checkpoints have it
 
 
 def test_caches_that_do_not_have_every_token_of_one_sequence(tmp_path: Path) -> None:

@@ -112,6 +112,27 @@ def kvxfer_cache(model: Any, files: Path) -> PrefixCache:
     return PrefixCache(model, files_url(files), engine_keys="vllm")
 
 
+def test_modules_that_are_not_those_of_the_files_are_refused(tmp_path: Path) -> None:
+    model, prompt = saved_model(tmp_path / "model"), prompt_of(70)
+    store_as_vllm(model, prompt, tmp_path / "files")
+    attention = model.model.layers[1].self_attn
+    attention.scaling *= 2
+    refused = pytest.raises(InvalidArgumentError, match=r"another model\.layers\.1\.self_attn")
+    with refused:
+        open_shared(model, tmp_path / "files")
+    attention.scaling /= 2
+    model.train()
+    with pytest.raises(InvalidArgumentError, match="with another training"):
+        open_shared(model, tmp_path / "files")
+    model.eval()
+    handle = model.model.norm.register_forward_hook(lambda *_: None)
+    with open_shared(model, tmp_path / "files") as cache:
+        assert num_loaded(cache, prompt) == 0
+        assert fill(cache, model, prompt_of(70, seed=1)) == 0
+        handle.remove()
+        assert num_loaded(cache, prompt) == 64
+
+
 def test_weights_that_are_not_those_of_the_files_are_refused(tmp_path: Path) -> None:
     model, prompt = saved_model(tmp_path / "model"), prompt_of(70)
     store_as_vllm(model, prompt, tmp_path / "files")

@@ -3,16 +3,17 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
-from kvxfer.integrations.transformers import weights
-from kvxfer.integrations.transformers.weights import sum_in_place
-from tests.integrations.tiny_transformers import (
+from kvxfer.integrations.transformers import weights  # noqa: E402
+from kvxfer.integrations.transformers.weights import sum_in_place  # noqa: E402
+from tests.integrations.tiny_transformers import (  # noqa: E402
     FAMILIES,
     fill,
     make_model,
@@ -136,3 +137,136 @@ def test_pages_of_earlier_weights_are_not_taken_for_new_ones_that_another_thread
         monkeypatch.setattr(cache, "_fill", load_pages_and_be_overtaken)
         assert num_loaded(cache, prompt) == 0
         assert tokens == [0]
+
+
+def scale_attention(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling *= 4
+
+
+def blunt_a_norm(model: Any) -> None:
+    model.model.layers[0].input_layernorm.variance_epsilon = 10.0
+
+
+def keep_a_vector(model: Any) -> None:
+    model.model.layers[1].steering = torch.ones(4)
+
+
+def keep_a_vector_in_a_list(model: Any) -> None:
+    model.model.layers[1].steering = [{"vectors": (torch.ones(4),)}]
+
+
+def keep_an_object(model: Any) -> None:
+    model.model.layers[1].steering = SimpleNamespace(strength=0.5)
+
+
+def hook_a_layer(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda _, __, output: output * 1.5)
+
+
+def hook_inputs(model: Any) -> None:
+    model.model.layers[0].register_forward_pre_hook(lambda _, inputs: inputs)
+
+
+def replace_forward(model: Any) -> None:
+    layer = model.model.layers[0].mlp
+    layer.forward = lambda hidden: hidden
+
+
+def replace_attention(model: Any) -> None:
+    known = transformers.AttentionInterface()["sdpa"]
+
+    def other_attention(*inputs: Any, **settings: Any) -> Any:
+        return known(*inputs, **settings)
+
+    transformers.AttentionInterface.register("other_attention", other_attention)
+    model.config._attn_implementation = "other_attention"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        scale_attention,
+        blunt_a_norm,
+        keep_a_vector,
+        keep_a_vector_in_a_list,
+        keep_an_object,
+        hook_a_layer,
+        hook_inputs,
+        replace_forward,
+        replace_attention,
+    ],
+)
+def test_changes_besides_weights_are_noticed_in_this_cache_and_in_one_opened_later(
+    change: Callable[[Any], None], tmp_path: Path
+) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        before = cache.load(prompt)
+        assert before.get_seq_length() == 32
+        change(model)
+        assert num_loaded(cache, prompt) == 0
+        assert cache.store(prompt, before) == 0
+    with open_cache(model, tmp_path) as cache:
+        assert num_loaded(cache, prompt) == 0
+    with open_cache(make_model(*FAMILIES["llama"]), tmp_path) as cache:
+        assert num_loaded(cache, prompt) == 32
+
+
+def test_equal_attributes_have_equal_pages(tmp_path: Path) -> None:
+    prompt = prompt_of(40)
+    for expected in (0, 32):
+        model = make_model(*FAMILIES["llama"])
+        for change in (scale_attention, keep_a_vector_in_a_list, keep_an_object):
+            change(model)
+        with open_cache(model, tmp_path) as cache:
+            assert num_loaded(cache, prompt) == expected
+            fill(cache, model, prompt)
+
+
+def test_a_hook_is_named_once_and_pages_are_found_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        handle = model.model.norm.register_forward_hook(lambda *_: None)
+        assert fill(cache, model, prompt_of(40, seed=1)) == 0
+        assert caplog.text.count("<lambda>' of model.norm may change keys and values") == 1
+        handle.remove()
+        assert num_loaded(cache, prompt) == 32
+        assert num_loaded(cache, prompt_of(40, seed=1)) == 0
+        model.generate(prompt, max_new_tokens=2, output_hidden_states=True)  # by hooks of its own
+        assert num_loaded(cache, prompt) == 32
+
+
+def test_autocast_neither_finds_nor_stores(tmp_path: Path) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert num_loaded(cache, prompt) == 0
+            assert fill(cache, model, prompt_of(40, seed=1)) == 0
+            with open_cache(model, tmp_path) as opened_within:
+                assert num_loaded(opened_within, prompt) == 0
+        assert num_loaded(cache, prompt) == 32
+        assert num_loaded(cache, prompt_of(40, seed=1)) == 0
+
+
+def test_a_cache_of_ones_own_is_not_stored_once_the_weights_have_changed(tmp_path: Path) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        own = transformers.DynamicCache()
+        model(prompt, past_key_values=own)
+        model.model.layers[0].mlp.gate_proj.weight.data[0] += 1
+        assert cache.store(prompt, own) == 0
+        model.model.layers[0].mlp.gate_proj.weight.data[0] -= 1
+        assert cache.store(prompt, own) == 0
+    with open_cache(model, tmp_path) as cache:
+        assert cache.store(prompt, own) == 32
+
+
+def test_a_compiled_model_has_the_same_digest() -> None:
+    model = make_model(*FAMILIES["llama"])
+    compiled = torch.compile(model, backend="eager")
+    assert weights.Weights(compiled).digest == weights.Weights(model).digest

@@ -11,8 +11,10 @@ from kvxfer.errors import UnsupportedEngineError
 SUPPORTED = "5.16 to 5.23"
 
 try:
-    from transformers import DynamicCache
+    from transformers import DynamicCache, GenerationConfig
+    from transformers import PreTrainedConfig as Config
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 except ImportError as exc:
     release = str(transformers.__version__)
     raise UnsupportedEngineError("transformers", release, SUPPORTED, str(exc)) from exc
@@ -23,6 +25,12 @@ Past: TypeAlias = Any
 WHOLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Layers whose keys and values a `DynamicCache()` without a configuration keeps whole: the masks of
 the model see to the window."""
+
+
+GENERATION_FIELDS = frozenset(
+    name for name in vars(GenerationConfig()) if name[0] != "_" and name != "transformers_version"
+)
+"""Settings of `generate()` that this release knows."""
 
 
 def require_interface() -> None:
@@ -58,6 +66,11 @@ def planned_layers(config: Any) -> list[Any]:
     return list(DynamicCache(config=config).layers)
 
 
+def attention_function(name: str) -> Any:
+    """Return the function of an `attn_implementation`; None for one that each model has."""
+    return ALL_ATTENTION_FUNCTIONS.get(name)
+
+
 def is_whole(layer: Any) -> bool:
     """Whether a layer of a cache is a plain one, which keeps every token."""
     return type(layer) is DynamicLayer
@@ -80,9 +93,12 @@ def _keeps_what_it_is_given() -> bool:
 
 
 __all__ = [
+    "GENERATION_FIELDS",
     "WHOLE_LAYERS",
+    "Config",
     "DynamicCache",
     "Past",
+    "attention_function",
     "give_layer",
     "is_whole",
     "planned_layers",

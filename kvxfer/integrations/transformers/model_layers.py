@@ -1,5 +1,6 @@
 """Layers of a model: the shapes of their keys and values, and the models that are refused."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,17 @@ CHANGING_ROPES = ("dynamic", "longrope")
 """Rotary embeddings that turn a token by the length of the whole sequence, which is not known yet.
 
 Source: `transformers/modeling_rope_utils.py`, `dynamic_rope_update`.
+"""
+
+
+WINDOW_MASKS = (
+    "create_masks_for_generate",
+    "create_sliding_window_causal_mask",
+    "sliding_window_causal_mask_function",
+)
+"""Functions of masks that see to a window; the modules of a model import one of them.
+
+Source: `transformers/masking_utils.py`.
 """
 
 
@@ -43,7 +55,7 @@ def find_layers(model: Any) -> tuple[LayerShape, ...]:
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
         raise InvalidArgumentError("model", type(model).__name__, "a model with generate()")
-    for reason, expected in _obstacles(config):
+    for reason, expected in _obstacles(model, config):
         raise InvalidArgumentError("model", f"{type(model).__name__}, {reason}", expected)
     for name, tensor in model.named_parameters():
         if tensor.is_meta:
@@ -51,11 +63,14 @@ def find_layers(model: Any) -> tuple[LayerShape, ...]:
             raise InvalidArgumentError("model", f"{name} on meta", wanted)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     past = DynamicCache()
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.autocast(token.device.type, enabled=False):
         model(input_ids=token, past_key_values=past, use_cache=True)
     if not past.layers:
         wanted = "a model that keeps its keys and values in past_key_values"
         raise InvalidArgumentError("model", type(model).__name__, wanted)
+    if (num_tokens := past.get_seq_length()) != 1:
+        found = f"{type(model).__name__}, {num_tokens} tokens in the cache for one of the prompt"
+        raise InvalidArgumentError("model", found, "keys and values of the prompt's tokens alone")
     return tuple(
         _shape_of(layer, f"{type(model).__name__}, layer {at}", "model")
         for at, layer in enumerate(past.layers)
@@ -94,6 +109,9 @@ def _shape_of(layer: Any, name: str, argument: str) -> LayerShape:
     keys, values = layer.keys, layer.values
     if not isinstance(keys, torch.Tensor) or keys.ndim != 4 or values.ndim != 4:
         raise InvalidArgumentError(argument, f"{name}: no keys", "keys and values of every token")
+    if keys.dtype != values.dtype:
+        found = f"{name}: keys in {keys.dtype}, values in {values.dtype}"
+        raise InvalidArgumentError(argument, found, "one data type, as without autocast")
     if keys.shape[0] != 1:
         found = f"{name}: {keys.shape[0]} sequences"
         raise InvalidArgumentError(argument, found, "one sequence, without beams")
@@ -106,8 +124,8 @@ def _shape_of(layer: Any, name: str, argument: str) -> LayerShape:
     )
 
 
-def _obstacles(config: Any) -> Iterator[tuple[str, str]]:
-    """List what a configuration has that keeps a prefix from being stored, and what is expected."""
+def _obstacles(model: Any, config: Any) -> Iterator[tuple[str, str]]:
+    """List what a model has that keeps a prefix from being stored, and what is expected."""
     if getattr(config, "is_encoder_decoder", False):
         yield "an encoder and a decoder", "a decoder alone"
         return
@@ -118,12 +136,22 @@ def _obstacles(config: Any) -> Iterator[tuple[str, str]]:
         if any(each in kind for each in CHANGING_ROPES):
             yield f"rotary embedding {kind!r}", "positions that do not depend on later tokens"
     wanted = "full or sliding-window attention in every layer"
-    for at, layer in enumerate(planned_layers(config)):
+    layers = planned_layers(config)
+    for at, layer in enumerate(layers):
         if type(layer) not in WHOLE_LAYERS:
             yield f"layer {at}: {type(layer).__name__}", wanted
     kinds = getattr(text, "layer_types", None) or ()
     if "chunked_attention" in kinds:
         yield f"layer {kinds.index('chunked_attention')}: chunked attention", wanted
+    windows = [at for at, layer in enumerate(layers) if not is_whole(layer)]
+    if windows and not _masks_windows(model):
+        yield f"layer {windows[0]}: a window that only its cache sees to", wanted
+
+
+def _masks_windows(model: Any) -> bool:
+    """Whether the masks of a model see to its windows, so that a cache may keep every token."""
+    names = {type(module).__module__ for module in model.modules()}
+    return any(hasattr(sys.modules.get(name), mask) for name in names for mask in WINDOW_MASKS)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

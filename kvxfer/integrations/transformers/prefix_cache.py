@@ -9,6 +9,8 @@ from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
+import torch
+
 from kvxfer.checks import require_positive, require_text, require_timeout
 from kvxfer.connect import BackendChoice, connect
 from kvxfer.engine_side.vllm_keys import VLLMKeys
@@ -23,6 +25,7 @@ from kvxfer.integrations.transformers.interface import (
     require_interface,
 )
 from kvxfer.integrations.transformers.model_layers import count_tokens, find_layers
+from kvxfer.integrations.transformers.module_state import require_unchanged
 from kvxfer.integrations.transformers.page_mover import Deadline, PageMover
 from kvxfer.integrations.transformers.page_pool import PagePool
 from kvxfer.integrations.transformers.weights import Weights
@@ -43,7 +46,7 @@ class _Loaded(NamedTuple):
     """Prompt that a cache was loaded for, and how the weights had changed by then."""
 
     tokens: list[int]
-    change: str
+    change: str | None
 
 
 class PrefixCache:
@@ -101,12 +104,14 @@ class PrefixCache:
         self._layers = find_layers(model)
         self._weights = Weights(model)
         self._config_hash = hash_config(model.config)
-        self._change = ""  # of weights and configuration, as of the last call
+        self._change: str | None = ""  # of weights and configuration, as of the last call
+        self._has_changed = False  # at any call
         if engine_keys:
             keys = _vllm_keys(engine_keys)
             self._vllm = find_vllm_pages(
                 model, backend, keys, revision=revision, fingerprint=fingerprint
             )
+            require_unchanged(model)
             if tokens_per_page not in {None, self._vllm.tokens_per_page}:
                 wanted = f"{self._vllm.tokens_per_page}, as the engine's pages have"
                 raise InvalidArgumentError("tokens_per_page", tokens_per_page, wanted)
@@ -157,16 +162,21 @@ class PrefixCache:
         self._guard.check()
         tokens = prompts.read_tokens("input_ids", input_ids)
         prompts.require_text(tokens, attention_mask, self._model)
+        is_rounded = self._is_rounded()  # which each thread decides for itself
         with self._turn(timeout_s) as deadline, ThreadPoolExecutor(1) as thread:
             finding, expected = thread.submit(self._find_change), self._change
-            past = self._find_prefix(tokens, expected, deadline)
-            change = self._change = finding.result()
-            if change != expected:  # those pages are of other weights
+            past = self._find_prefix(tokens, None if is_rounded else expected, deadline)
+            change = self._note(finding.result())
+            if is_rounded:
+                change = None
+            elif change != expected:  # those pages are of other weights
                 past = self._find_prefix(tokens, change, deadline)
             self._loaded[past] = _Loaded(tokens, change)
         return past
 
-    def _find_prefix(self, tokens: Sequence[int], change: str, deadline: Deadline | None) -> Past:
+    def _find_prefix(
+        self, tokens: Sequence[int], change: str | None, deadline: Deadline | None
+    ) -> Past:
         """Make a cache with the prefix of a prompt that is stored for these weights."""
         past = DynamicCache()
         if deadline is not None:
@@ -195,6 +205,8 @@ class PrefixCache:
         """
         self._guard.check()
         tokens = prompts.read_tokens("output", getattr(output, "sequences", output))
+        if self._is_rounded():
+            return 0
         num_tokens = count_tokens(past, self._layers)
         if num_tokens > len(tokens):
             wanted = f"at least the {num_tokens} tokens of past"
@@ -206,8 +218,9 @@ class PrefixCache:
             wanted = "the prompt that past was loaded for, and what follows"
             raise InvalidArgumentError("output", "tokens that begin otherwise", wanted)
         with self._turn(timeout_s) as deadline:
-            change = self._change = self._find_change()
-            if deadline is None or (loaded is not None and loaded.change != change):
+            change = self._note(self._find_change())
+            is_other = self._has_changed if loaded is None else loaded.change != change
+            if deadline is None or is_other:
                 return 0
             keys = self._keys(tokens, num_tokens, change)
             return self._keep(past, keys, deadline) * self.tokens_per_page
@@ -264,13 +277,32 @@ class PrefixCache:
         finally:
             self._lock.release()
 
-    def _find_change(self) -> str:
-        """Say what weights and configuration are now; empty if they are those of the start."""
-        config = hash_config(self._model.config)
-        return self._weights.find_change() + ("" if config == self._config_hash else config)
+    def _find_change(self) -> str | None:
+        """Say what weights and configuration are now; empty if they are those of the start.
 
-    def _keys(self, tokens: Sequence[int], num_tokens: int, change: str) -> list[BlockKey]:
-        """Make the keys of the whole pages of the first tokens."""
+        None while the model has a part of which that cannot be said; see `Weights.find_change`.
+        """
+        config = hash_config(self._model.config)
+        change = self._weights.find_change()
+        return None if change is None else change + ("" if config == self._config_hash else config)
+
+    def _note(self, change: str | None) -> str | None:
+        """Note what weights and configuration are at this call."""
+        self._change = change
+        self._has_changed |= change != ""
+        return change
+
+    def _is_rounded(self) -> bool:
+        """Whether the caller's thread computes in another data type than the model's, by autocast.
+
+        Its keys and values have no name of their own, so that they are neither found nor stored.
+        """
+        return torch.is_autocast_enabled(torch.device(self._model.device).type)
+
+    def _keys(self, tokens: Sequence[int], num_tokens: int, change: str | None) -> list[BlockKey]:
+        """Make the keys of the whole pages of the first tokens; none where nothing names them."""
+        if change is None:
+            return []
         whole = max(0, num_tokens - num_tokens % self.tokens_per_page)
         if self._vllm is None:
             made = PromptKeys(tokens, scope=change.encode())

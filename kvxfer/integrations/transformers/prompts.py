@@ -1,15 +1,23 @@
 """Prompts: token ids of one sequence, and the inputs that are refused."""
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.transformers.interface import GENERATION_FIELDS
 
-INPUT_TOKENS = tuple(
-    f"{kind}_token_{number}" for kind in ("image", "video", "audio") for number in ("id", "index")
-)
-"""Fields of a configuration with the token that stands for an input that is no text."""
+TOKEN_FIELDS = re.compile(r"(.+)_token_(?:ids?|index|idx)")
+"""Names of fields of a configuration that name tokens, and for what they stand."""
+TEXT_TOKENS = frozenset({
+    "assistant", "bos", "cls", "decoder_start", "eod", "eos", "forced_bos", "forced_eos", "im_end",
+    "im_start", "mask", "pad", "sep", "system", "unk", "user",
+})  # fmt: skip
+"""What tokens of a text stand for. Every other one stands for an input that is no text."""
+OF_SOUNDS = ("codebook_", "codec_", "t2u_", "tts_")
+"""Tokens of another vocabulary, whose numbers are those of words in a prompt."""
 BEAMS = ("num_beams", "num_return_sequences")
 WHOLE_PROMPT: dict[str, object] = {
     "use_cache": True,
@@ -21,6 +29,32 @@ WHOLE_PROMPT: dict[str, object] = {
 """Settings of `generate()`, and the value of each with which it computes only what a cache lacks.
 With another value it computes the whole prompt behind the cache, and goes on with other tokens.
 Source: transformers/generation/utils.py, `_prefill`, `_assisted_decoding`."""
+OWN_CACHE = "cache_implementation"
+REPLACED = "hybrid"
+"""Value of `OWN_CACHE` that old checkpoints have, and with which `generate()` makes no cache."""
+HARMLESS = frozenset({
+    # What `generate()` itself takes, besides its settings.
+    "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
+    "synced_gpus", "streamer", "tokenizer", "attention_mask",
+    # How tokens are chosen, and when it ends.
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings",
+    "early_stopping", "length_penalty", "exponential_decay_length_penalty",
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff",
+    "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty", "diversity_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens",
+    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias",
+    "renormalize_logits", "remove_invalid_values", "guidance_scale", "watermarking_config",
+    "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id",
+    # What it returns.
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "return_dict_in_generate",
+    # Of caches that it does not make, and of assistants that it does not have.
+    "max_cache_len", "cache_config", "compile_config", "disable_compile", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
+    "target_lookbehind", "assistant_ensemble_weight", "max_matching_ngram_size",
+})  # fmt: skip
+"""Arguments of `generate()` with which equal tokens have equal keys and values. `generate()` hands
+those that it does not know to the model, which may compute anything of them."""
 
 
 def read_tokens(name: str, ids: Any) -> list[int]:
@@ -54,43 +88,67 @@ def require_text(tokens: list[int], mask: Any, model: Any) -> None:
         found = f"padding (token {padding}) at {tokens.index(padding)}"
         wanted = "a prompt without padding; or pass an attention_mask of ones"
         raise InvalidArgumentError("input_ids", found, wanted)
-    for name in INPUT_TOKENS:
-        token = getattr(model.config, name, None)
-        if token is not None and token in tokens:
+    present = set(tokens)
+    for name, token in _input_tokens(model.config.to_dict()):
+        if token in present:
             found = f"{name} {token} at {tokens.index(token)}"
             raise InvalidArgumentError("input_ids", found, "text: its tokens do not say what it is")
+
+
+def _input_tokens(config: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    """List the tokens that stand for inputs besides text, at any depth of a configuration."""
+    if isinstance(config, (list, tuple)):
+        for each in config:
+            yield from _input_tokens(each, path)
+    elif isinstance(config, dict):
+        for name, value in config.items():
+            found = TOKEN_FIELDS.fullmatch(str(name))
+            if found is None:
+                yield from _input_tokens(value, f"{path}{name}.")
+            elif found[1] not in TEXT_TOKENS and not found[1].startswith(OF_SOUNDS):
+                several = value if isinstance(value, (list, tuple)) else (value,)
+                yield from ((f"{path}{name}", token) for token in several if type(token) is int)
 
 
 def require_prefix_used(settings: dict[str, Any], model: Any) -> None:
     """Check that `generate()` computes only what its cache lacks, by its arguments and the model's.
 
     Raises:
-        InvalidArgumentError: A setting has it compute the whole prompt behind the cache.
+        InvalidArgumentError: A setting has it compute the whole prompt behind the cache, make a
+            cache of its own, or is not known to be harmless.
     """
     for name, harmless in WHOLE_PROMPT.items():
         value = _setting(name, settings, model)
         if value is not None and value != harmless:
-            found = value if isinstance(value, (bool, int)) else type(value).__name__
             wanted = f"{harmless}: it computes the whole prompt behind the prefix"
-            raise InvalidArgumentError(name, found, wanted)
+            raise InvalidArgumentError(name, _say(value), wanted)
+    if (value := _setting(OWN_CACHE, settings, model)) not in {None, REPLACED}:
+        wanted = "None: generate() goes on from the cache that it is given"
+        raise InvalidArgumentError(OWN_CACHE, _say(value), wanted)
+    for name in GENERATION_FIELDS - HARMLESS - WHOLE_PROMPT.keys() - {OWN_CACHE, *BEAMS}:
+        if _setting(name, settings, model) not in (None, False):
+            wanted = "none: it is not known whether keys and values stay those of the tokens"
+            raise InvalidArgumentError(name, _say(_setting(name, settings, model)), wanted)
 
 
 def require_one_sequence(settings: dict[str, Any], model: Any) -> None:
     """Check arguments of `generate()`: one sequence of tokens, without beams, of text alone.
 
     Raises:
-        InvalidArgumentError: There are beams, several sequences, or inputs besides tokens, or as
-            `require_prefix_used`.
+        InvalidArgumentError: There are beams, several sequences, or inputs besides tokens, which
+            `generate()` would hand to the model; or as `require_prefix_used`.
     """
     require_prefix_used(settings, model)
     for name in BEAMS:
         number = _setting(name, settings, model) or 1
         if number != 1:
             raise InvalidArgumentError(name, number, "1: beams and several sequences are not kept")
-    for name, value in settings.items():
-        is_input = isinstance(value, torch.Tensor) and name != "attention_mask"
-        if is_input or name == "past_key_values":
-            raise InvalidArgumentError(name, type(value).__name__, "no input besides input_ids")
+    for name in settings.keys() - GENERATION_FIELDS - HARMLESS - WHOLE_PROMPT.keys():
+        raise InvalidArgumentError(name, _say(settings[name]), "no input besides input_ids")
+
+
+def _say(value: object) -> object:
+    return value if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def _setting(name: str, settings: dict[str, Any], model: Any) -> Any:

@@ -1,5 +1,7 @@
 """Weights of a model in memory: their digest, and whether they changed since."""
 
+import json
+import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,26 +12,24 @@ import torch
 import xxhash
 
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.transformers.module_state import read_state
 
 MAX_THREADS = 8
-ADAPTER_STATE = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-"""Attributes of a module with adapters that choose among its parameters.
-
-Source: https://github.com/huggingface/peft, `BaseTunerLayer` in `src/peft/tuners/tuners_utils.py`.
-"""
-
 MIXING = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)
 """Odd multipliers that make factors of places.
 
 Source: SplitMix64, https://doi.org/10.1145/2714064.2660195, without the bit of the sign.
 """
 
+logger = logging.getLogger(__name__)
+
 
 class Weights:
     """Weights of a model: parameters, buffers, and the modules that they are in.
 
-    The digest is that of the bytes, so weights that were fine-tuned, merged or replaced have
-    another one, and so have a model with an adapter and one in training, whose dropout is random.
+    The digest is that of the bytes and of the modules' attributes, so weights that were fine-tuned,
+    merged or replaced have another one, and so have a model with an adapter or another `scaling`,
+    and one in training, whose dropout is random.
     Hashing takes about as long as a decoded token on a CPU. Weights of a GPU are hashed once, and
     later only their rows and columns are summed up there, which any training changes.
 
@@ -44,24 +44,36 @@ class Weights:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self._model = getattr(model, "_orig_mod", model)  # compiled, it computes the same
         self._threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._obstacle = ""
         self.digest = self._hash(_read)
         self._mark = self._hash(_sum_up)
 
-    def find_change(self) -> str:
+    def find_change(self) -> str | None:
         """Return the digest of the weights as they are now; empty if they are those of the start.
+
+        Returns:
+            None while the model has a part that cannot be hashed, such as a hook; the log names it.
 
         Raises:
             InvalidArgumentError: A tensor has no bytes that can be read.
         """
-        return "" if self._hash(_sum_up) == self._mark else self._hash(_read)
+        mark = self._hash(_sum_up)
+        if self._obstacle:
+            return None
+        return "" if mark == self._mark else self._hash(_read)
 
     def _hash(self, take: Any) -> str:
+        state = read_state(self._model, take)
+        if state.obstacle and state.obstacle != self._obstacle:
+            text = "prefixes are neither found nor stored: %s may change keys and values"
+            logger.warning(text, state.obstacle)
+        self._obstacle = state.obstacle
         named = list(_tensors(self._model))
         with ThreadPoolExecutor(self._threads) as executor:
             parts = executor.map(lambda each: take(*each), named)
-            whole = xxhash.xxh3_128(repr(list(_modules(self._model))).encode())
+            whole = xxhash.xxh3_128(json.dumps(state.facts, sort_keys=True).encode())
             for (name, tensor), part in zip(named, parts, strict=True):
                 whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
                 whole.update(part)
@@ -72,19 +84,6 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """List parameters and buffers, each tensor once."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, tensor.detach()
-
-
-def _modules(model: Any) -> Iterator[tuple[Any, ...]]:
-    """List the name and type of every module, and what chooses among its parameters."""
-    for name, module in model.named_modules():
-        state = ""
-        if not callable(getattr(module, ADAPTER_STATE[0], _no_state)):
-            state = repr([getattr(module, each, None) for each in ADAPTER_STATE])
-        yield name, type(module).__qualname__, module.training, state
-
-
-def _no_state() -> None:
-    """Stand in for the state of a module without adapters; a whole model has a method."""
 
 
 def _read(name: str, tensor: torch.Tensor) -> bytes:

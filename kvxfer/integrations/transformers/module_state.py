@@ -1,0 +1,227 @@
+"""State of modules: what decides on keys and values besides parameters, buffers and configuration.
+
+Attributes are a part of the digest of a model, whatever their names. What has no value that can be
+hashed, such as a hook, is an obstacle: as long as it is there, nothing is found and nothing stored.
+"""
+
+import copy
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.modules import module as torch_modules
+
+from kvxfer.engine_side.weight_files import config_facts, hash_text
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.transformers.interface import Config, attention_function
+
+HARMLESS = frozenset({
+    # Of every module: weights, which are hashed apart; hooks, which are looked at apart; training.
+    *vars(torch.nn.Module()).keys() - {"training"}, "_compiled_call_impl",
+    # How weights come to the model, how they are divided among devices, and what it is called.
+    "name_or_path", "loss_type", "loss_function", "hf_device_map", "all_tied_weights_keys",
+    "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_no_split_modules",
+    "_skip_keys_device_placement", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
+    "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected",
+    "_keys_to_ignore_on_save", "_is_hf_initialized", "is_loaded_in_4bit", "is_loaded_in_8bit",
+    "_use_kernels", "use_kernels", "kernel_config",
+    # What is noted while it runs, and what is checked at each call of `generate()`.
+    "generation_config", "warnings_issued", "_output_capturing_hooks_installed",
+    # How gradients are computed.
+    "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
+})  # fmt: skip
+"""Attributes of modules that change no key and no value of a model in `eval()`."""
+HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+"""Modules whose hooks note outputs, or ask for gradients."""
+PACKAGES = frozenset({"accelerate", "builtins", "peft", "torch", "transformers"})
+"""Packages whose functions are what their names say."""
+MAX_DEPTH = 12
+"""Objects within objects that are looked into."""
+
+
+class Unknown(Exception):  # noqa: N818 - found, not failed
+    """Part of a model that has no value that can be hashed."""
+
+
+@dataclass(slots=True)
+class ModuleState:
+    """State of a model's modules.
+
+    Attributes:
+        facts: Type, and every attribute that counts, of each module by its name.
+        obstacle: The first part that cannot be hashed, in words; empty where there is none.
+    """
+
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    obstacle: str = ""
+
+
+def read_state(model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]) -> ModuleState:
+    """Read the state of a model's modules as it is now.
+
+    Args:
+        model: A `torch.nn.Module`.
+        hash_tensor: Hashes a tensor that is no parameter and no buffer.
+    """
+    state = ModuleState(obstacle=_global_hooks())
+    encoder = _Encoder(model, hash_tensor)
+    for name, module in model.named_modules():
+        kind = type(module)
+        facts = state.facts[name] = {"type": [kind.__module__, kind.__qualname__]}
+        try:
+            facts["code"] = list(_code_of(kind.forward))
+            facts |= encoder.attributes(module)
+            _require_no_hooks(module)
+        except Unknown as exc:
+            state.obstacle = state.obstacle or f"{exc} of {name or 'the model'}"
+    return state
+
+
+def require_unchanged(model: Any) -> None:
+    """Check that the modules are those that the configuration alone makes, so that files name them.
+
+    Raises:
+        InvalidArgumentError: A module or an attribute of one is another.
+    """
+    with torch.device("meta"):
+        fresh = type(model)(copy.deepcopy(model.config)).eval()
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    ours, theirs = (read_state(each, _shape_of).facts for each in (model, fresh))
+    for name in sorted(ours.keys() | theirs.keys()):
+        mine, plain = ours.get(name, {}), theirs.get(name, {})
+        for attribute in sorted(mine.keys() | plain.keys()):
+            is_read = attribute in plain or not plain or hasattr(kinds[name], attribute)
+            if is_read and mine.get(attribute) != plain.get(attribute):
+                found = f"with another {name}.{attribute}".replace(" .", " ")
+                wanted = f"a {type(model).__name__} as its configuration makes it, in eval()"
+                raise InvalidArgumentError("model", found, wanted)
+
+
+class _Encoder:
+    """Encoder of attributes as JSON types, the same in every process.
+
+    Args:
+        model: The model; its modules are named, and not looked into.
+        hash_tensor: Hashes a tensor.
+    """
+
+    def __init__(self, model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._hash_tensor = hash_tensor
+        self._configs: dict[int, str] = {}
+
+    def attributes(self, module: Any) -> dict[str, Any]:
+        """Encode the attributes of a module that count."""
+        found = {}
+        for name, value in vars(module).items():
+            if name not in HARMLESS:
+                try:
+                    found[name] = self._encode(value, 0)
+                except Unknown as exc:
+                    raise Unknown(f"attribute {name!r} ({exc})") from exc
+        return found
+
+    def _encode(self, value: Any, depth: int) -> Any:
+        if value is None or type(value) in {bool, int, float, str}:
+            return repr(value) if type(value) is float else value
+        if depth > MAX_DEPTH:
+            raise Unknown("objects within objects")
+        if isinstance(value, torch.device):
+            return "device"  # where the weights are is no property of them
+        if isinstance(value, (bytes, complex, enum.Enum, np.generic, torch.dtype, range)):
+            return repr(value)
+        if isinstance(value, (list, tuple)):
+            return [self._encode(each, depth + 1) for each in value]
+        if isinstance(value, (set, frozenset)):
+            return sorted(repr(self._encode(each, depth + 1)) for each in value)
+        if isinstance(value, Mapping):
+            pairs = ((self._encode(name, depth + 1), value[name]) for name in value)
+            return sorted([repr(name), self._encode(each, depth + 1)] for name, each in pairs)
+        return self._encode_object(value, depth)
+
+    def _encode_object(self, value: Any, depth: int) -> Any:
+        if isinstance(value, Config):
+            return self._encode_config(value)
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            value = torch.from_numpy(np.ascontiguousarray(value))
+        if isinstance(value, torch.Tensor):
+            named = f"{value.dtype} {tuple(value.shape)}"
+            return [named, self._hash_tensor("attribute", value.detach()).hex()]
+        if id(value) in self._names:
+            return ["module", self._names[id(value)]]
+        value = getattr(value, "_torchdynamo_orig_callable", value)  # compiled
+        if isinstance(value, functools.partial):
+            return ["partial", *(self._encode(e, depth + 1) for e in value.__reduce__()[2][:3])]
+        if isinstance(value, types.MethodType):
+            own = getattr(type(value.__self__), value.__name__, None) is value.__func__
+            function = value.__name__ if own else self._encode_function(value.__func__, depth)
+            return ["method", function, self._encode(value.__self__, depth + 1)]
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            return self._encode_function(value, depth)
+        if not hasattr(value, "__dict__"):
+            raise Unknown(f"a {type(value).__name__}")
+        kind = type(value)
+        return [kind.__module__, kind.__qualname__, self._encode(vars(value), depth + 1)]
+
+    def _encode_function(self, function: Any, depth: int) -> Any:
+        module = str(function.__module__ or "builtins")
+        if module.partition(".")[0] not in PACKAGES:
+            raise Unknown(f"the function {function.__qualname__} of {module}")
+        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        return [module, function.__qualname__, self._encode(cells, depth + 1)]
+
+    def _encode_config(self, config: Any) -> str:
+        """Hash a configuration; modules have one and the same, mostly."""
+        if id(config) not in self._configs:
+            attention = getattr(config, "_attn_implementation", None)
+            found = attention_function(attention) if attention else None
+            if found is not None and not str(found.__module__).startswith("transformers."):
+                raise Unknown(f"attention {attention!r}, a function of {found.__module__}")
+            self._configs[id(config)] = hash_text(repr(sorted(config_facts(config).items())))
+        return self._configs[id(config)]
+
+
+def _require_no_hooks(module: Any) -> None:
+    """Check that nothing alters what a module gets or returns: what a hook does is not known."""
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        for hook in getattr(module, name).values():
+            if getattr(hook, "__module__", None) not in HARMLESS_HOOKS:
+                raise Unknown(f"hook {getattr(hook, '__qualname__', type(hook).__name__)!r}")
+
+
+def _global_hooks() -> str:
+    names = ("_global_forward_hooks", "_global_forward_pre_hooks")
+    return "a hook of all modules" if any(getattr(torch_modules, n) for n in names) else ""
+
+
+def _code_of(function: Any) -> Iterator[Any]:
+    """Name a function and those that it wraps; of one that is in no known package its code, too."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        code = getattr(function, "__code__", None)
+        if code is None:
+            raise Unknown(f"the function {function!r:.60}")
+        module = str(function.__globals__.get("__name__"))
+        known = module.partition(".")[0] in PACKAGES
+        yield [module, code.co_qualname, "" if known else hash_text(repr(list(_read_code(code))))]
+        if not known and set(code.co_freevars) - {"__class__"}:
+            raise Unknown(f"the function {code.co_qualname} of {module}")
+        function = getattr(function, "__wrapped__", None)
+
+
+def _read_code(code: types.CodeType) -> Iterator[Any]:
+    """Read what a function does, without where it stands."""
+    yield code.co_code
+    yield code.co_names
+    for each in code.co_consts:
+        yield list(_read_code(each)) if isinstance(each, types.CodeType) else repr(each)
+
+
+def _shape_of(_: str, tensor: torch.Tensor) -> bytes:
+    """Stand in for the hash of a tensor that has no memory."""
+    return str(tuple(tensor.shape)).encode()
