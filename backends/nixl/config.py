@@ -1,7 +1,11 @@
 """Configuration of the NIXL backend, and the TLS contexts that it describes."""
 
+import asyncio
+import logging
 import os
 import ssl
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -12,7 +16,9 @@ from kvxfer.checks import require_integer, require_positive
 from kvxfer.configuration import Configuration
 from kvxfer.endpoint import MAX_PORT, Endpoint
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.calls import fetch_error
 from kvxfer.storage.integrity import read_secret
+from kvxfer.storage.threads import DaemonThreads
 from kvxfer.units import ByteSize
 
 SECRET_VARIABLE = "KVXFER_SECRET"  # noqa: S105 - the name of it
@@ -31,6 +37,11 @@ SECONDS = (
 ETCD_FILES = ("etcd_user_file", "etcd_ca", "etcd_cert", "etcd_key")
 
 ANY_HOSTS = ("0.0.0.0", "::")  # noqa: S104 - nobody can connect to them
+
+RENEW_S = 1.0
+"""Time that a connection waits for the files of TLS: a disk that hangs costs that, not the peer."""
+
+logger = logging.getLogger(__name__)
 
 Transport = Literal["auto", "nixl", "socket"]
 IntegrityGrade = Literal["full", "fenced"]
@@ -301,6 +312,80 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             raise InvalidArgumentError(
                 "advertise" if self.advertise else "listen", str(listen), wanted
             )
+
+
+class TLSContexts:
+    """TLS contexts of a process, made anew for the next connection when their files were replaced.
+
+    Where the new files cannot be read, or are not of a kind, as between the renewal of a key and
+    that of its certificate, the contexts of before are used, with a warning.
+
+    Args:
+        config: Configuration with the files, or without TLS.
+
+    Raises:
+        InvalidArgumentError: As `client_context`.
+    """
+
+    def __init__(self, config: NixlConfig) -> None:
+        self._config = config
+        self._renews = config.uses_tls
+        self._state = self._look()
+        self._contexts = client_context(config), server_context(config)
+        self._refused: object = None  # state of the files of which the log says that they are bad
+        self._threads = DaemonThreads("kvxfer-tls-files", 1)
+        self._reading: Future[None] | None = None
+
+    async def client(self) -> ssl.SSLContext | None:
+        """Get the context for a connection to a peer; None without TLS."""
+        await self._renew()
+        return self._contexts[0]
+
+    async def server(self) -> ssl.SSLContext | None:
+        """Get the context for a connection of a peer; None without TLS."""
+        await self._renew()
+        return self._contexts[1]
+
+    def close(self) -> None:
+        """Read no more files."""
+        self._renews = False
+        self._threads.shutdown()
+
+    async def _renew(self) -> None:
+        if not self._renews:
+            return
+        if self._reading is None or self._reading.done():
+            self._reading = self._threads.submit(self._read)
+        reading = asyncio.wrap_future(self._reading)
+        reading.add_done_callback(fetch_error)
+        await asyncio.wait([reading], timeout=RENEW_S)
+
+    def _read(self) -> None:
+        state = self._look()  # before they are read: what changes meanwhile is read again
+        if state == self._state:
+            return
+        config = self._config
+        try:
+            self._contexts = client_context(config), server_context(config)
+        except InvalidArgumentError as exc:
+            if state != self._refused:
+                logger.warning("the files of TLS were replaced, and cannot be used: %s", exc)
+            self._refused = state
+            return
+        self._state = state
+        logger.info("the files of TLS were replaced: the next connection shows the new certificate")
+
+    def _look(self) -> list[tuple[int, ...] | None]:
+        """Find out which files there are, without reading them."""
+        config, found = self._config, list[tuple[int, ...] | None]()
+        for path in (config.tls_cert, config.tls_key, config.tls_ca) if config.uses_tls else ():
+            try:
+                at = Path(path).stat()
+            except (OSError, ValueError):
+                found.append(None)
+            else:
+                found.append((at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns))
+        return found
 
 
 def client_context(config: NixlConfig) -> ssl.SSLContext | None:

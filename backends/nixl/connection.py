@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import ssl
 import time
 from collections.abc import Callable
 from itertools import count
@@ -70,7 +69,6 @@ class Connection:
         channel: The connection, after the handshake.
         greeting: Result of the handshake.
         memory: Its memory.
-        tls: TLS context for data connections, None without TLS.
 
     Attributes:
         endpoint: As given.
@@ -89,7 +87,6 @@ class Connection:
         channel: FrameChannel,
         greeting: Greeting,
         memory: RemoteMemory,
-        tls: ssl.SSLContext | None,
     ) -> None:
         self.endpoint = endpoint
         self.memory = memory
@@ -102,7 +99,6 @@ class Connection:
         self._session = greeting.session
         self.version = greeting.version
         self._data_endpoint = Endpoint(channel.peer.host, greeting.reach.data_port)
-        self._tls = tls
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._spent: list[int] = []  # pins to release that the holder was not told of yet
@@ -117,7 +113,7 @@ class Connection:
             node.sockets.use(memory.peer, self._connect_data)
 
     @classmethod
-    async def open(cls, node: LocalNode, endpoint: Endpoint, tls: ssl.SSLContext | None) -> Self:
+    async def open(cls, node: LocalNode, endpoint: Endpoint) -> Self:
         """Connect to a holder and shake hands.
 
         Raises:
@@ -133,7 +129,7 @@ class Connection:
 
         ours = await node.reach()
         timeout_s = node.config.handshake_timeout_s
-        channel = await open_channel(endpoint, tls, timeout_s)
+        channel = await open_channel(node, endpoint)
         greeting = await greet_as_client(
             channel, node.hello_to(endpoint), secret=node.secret, reach=reach, timeout_s=timeout_s
         )
@@ -141,7 +137,7 @@ class Connection:
             unless_connected.push_async_callback(channel.aclose)
             memory = await node.link(greeting)
             unless_connected.push_async_callback(memory.aclose)
-            connection = cls(node, endpoint, channel, greeting, memory, tls)
+            connection = cls(node, endpoint, channel, greeting, memory)
             await connection.begin()
             unless_connected.pop_all()
         return connection
@@ -267,7 +263,8 @@ class Connection:
                 if self._error is not None:
                     raise self._error
                 endpoint, host = self._data_endpoint, self.endpoint.host
-                data = await DataConnection.connect(endpoint, host, self._tls)
+                tls = await self._node.tls.client()
+                data = await DataConnection.connect(endpoint, host, tls)
                 try:
                     await data.say(self._session.attach(reads=reads))
                     data.secure(self._session.frame_keys(self._session.last_serial))
@@ -376,18 +373,20 @@ class Connection:
         self._waiting.clear()
 
 
-async def open_channel(
-    endpoint: Endpoint, tls: ssl.SSLContext | None, timeout_s: float
-) -> FrameChannel:
+async def open_channel(node: LocalNode, endpoint: Endpoint) -> FrameChannel:
     """Connect to a holder, before the handshake.
 
     Raises:
         PeerError: It cannot be reached.
     """
+    timeout_s = node.config.handshake_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(
-                endpoint.host, endpoint.port, ssl=tls, limit=STREAM_BUFFER_BYTES
+                endpoint.host,
+                endpoint.port,
+                ssl=await node.tls.client(),
+                limit=STREAM_BUFFER_BYTES,
             )
     except TimeoutError as exc:
         raise PeerTimeoutError(str(endpoint), "connecting", timeout_s) from exc

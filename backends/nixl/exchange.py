@@ -11,7 +11,7 @@ from kvxfer.backends.nixl.agents import (
 )
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.client_session import BlockStore
-from kvxfer.backends.nixl.config import NixlConfig, client_context
+from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.reads import BlockHasher, Quarantine, generations_memory
@@ -90,7 +90,6 @@ class Exchange:
         self._config = config
         self._own = own
         self._desk = desk
-        self._tls = client_context(config)
         self._node = LocalNode(config, namespace, make_agent=make_agent)
         self._hasher = BlockHasher()
         self._quarantine = Quarantine()
@@ -290,7 +289,7 @@ class Exchange:
 
     def _open_client(self, endpoint: Endpoint) -> Client:
         return Client(
-            Reconnect(self._node, endpoint, self._tls),
+            Reconnect(self._node, endpoint),
             memory=self._node.memory,
             hasher=self._hasher,
             staging=self.staging,

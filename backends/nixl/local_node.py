@@ -13,7 +13,7 @@ from kvxfer.backends.nixl.agents import (
     TransferAgent,
 )
 from kvxfer.backends.nixl.agents.carrier import choose_carrier, identify_host
-from kvxfer.backends.nixl.config import NixlConfig
+from kvxfer.backends.nixl.config import NixlConfig, TLSContexts
 from kvxfer.backends.nixl.reads import RemoteMemory
 from kvxfer.backends.nixl.wire import (
     MAX_TEXT_CHARACTERS,
@@ -57,6 +57,7 @@ class LocalNode:
     Attributes:
         config: As given.
         secret: Secret of all peers, None without one.
+        tls: TLS contexts for the next connection.
         namespace: As given; a holder that accepts any sets it to the first peer's.
         memory: Memory that peers may read.
         sockets: Agent for peers that NIXL does not reach.
@@ -74,6 +75,7 @@ class LocalNode:
     ) -> None:
         self.config = config
         self.secret = config.read_secret()
+        self.tls = TLSContexts(config)
         self.namespace = namespace
         self.memory = Regions()
         self.sockets = SocketAgent(config.timeout_s)
@@ -190,6 +192,7 @@ class LocalNode:
 
     async def aclose(self) -> None:
         """Close the agents; may be called again."""
+        self.tls.close()
         await self._threads.aclose()  # an agent may be opened on them
         await self.restart()
         await self.sockets.aclose()

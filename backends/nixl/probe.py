@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.agents.carrier import Carrier
-from kvxfer.backends.nixl.config import NixlConfig, client_context
+from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.connection import Connection, open_channel
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.wire import (
@@ -79,9 +79,7 @@ async def probe_peer(
             return PeerProbe(endpoint, None, is_here)
     async with (
         _open_node(config, hello.namespace, make_agent) as node,
-        contextlib.aclosing(
-            await Connection.open(node, endpoint, client_context(config))
-        ) as connection,
+        contextlib.aclosing(await Connection.open(node, endpoint)) as connection,
     ):
         timeout_s = config.handshake_timeout_s
         try:
@@ -115,7 +113,7 @@ async def _open_node(
 
 async def _ask_hello(node: LocalNode, endpoint: Endpoint) -> Hello:
     timeout_s = node.config.handshake_timeout_s
-    channel = await open_channel(endpoint, client_context(node.config), timeout_s)
+    channel = await open_channel(node, endpoint)
     return await ask_hello(channel, node.hello, timeout_s=timeout_s)
 
 
@@ -125,7 +123,7 @@ async def _prove(node: LocalNode, endpoint: Endpoint) -> None:
     It checks the proof first, and then refuses everyone who has no namespace, either.
     """
     timeout_s = node.config.handshake_timeout_s
-    channel = await open_channel(endpoint, client_context(node.config), timeout_s)
+    channel = await open_channel(node, endpoint)
     with contextlib.suppress(NamespaceMismatchError):
         await greet_as_client(
             channel,

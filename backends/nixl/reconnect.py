@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import random
-import ssl
 import time
 from collections.abc import Callable
 
@@ -60,18 +59,16 @@ class Reconnect:
     Args:
         node: Node of this process.
         endpoint: Endpoint of the peer.
-        tls: TLS context for connections, None without TLS.
 
     Attributes:
         endpoint: As given.
         is_own: Whether this process itself listens at the endpoint.
     """
 
-    def __init__(self, node: LocalNode, endpoint: Endpoint, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, node: LocalNode, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.is_own = False
         self._node = node
-        self._tls = tls
         self._connection: Connection | None = None
         self._opening: asyncio.Task[Connection] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -168,7 +165,7 @@ class Reconnect:
     async def _open(self) -> Connection:
         self.disconnect()
         try:
-            connection = await Connection.open(self._node, self.endpoint, self._tls)
+            connection = await Connection.open(self._node, self.endpoint)
         except KVXferError as exc:
             self.is_own = isinstance(exc, OwnEndpointError)
             if self._failure is None and not self.is_own:

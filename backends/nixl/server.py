@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import msgspec
 
 from kvxfer.backends.nixl.client_session import BlockStore, ClientSession
-from kvxfer.backends.nixl.config import server_context
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.refusals import MAX_CHARACTERS, RefusalLog
 from kvxfer.backends.nixl.wire import (
@@ -42,7 +42,7 @@ DRAIN_POLL_S = 0.05
 """Time between two looks at the sessions while the server ends."""
 
 OpenStore = Callable[[Namespace], Awaitable[BlockStore]]
-Serve = Callable[[socket.socket, str], Coroutine[Any, Any, None]]
+Serve = Callable[[socket.socket, str, ssl.SSLContext | None], Coroutine[Any, Any, None]]
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,6 @@ class Server:
         self._config = node.config
         self._open_store = open_store
         self._endpoint = endpoint
-        self._tls = server_context(self._config)
         self._store: BlockStore | None = None
         self._settling = asyncio.Lock()
         self._accepting: list[asyncio.Task[None]] = []  # for control, and for data
@@ -216,17 +215,26 @@ class Server:
                     continue
                 peer = str(Endpoint(*address[:2]))
                 if len(self._tasks) < self._config.max_connections:
-                    self._run(serve(connection, peer), unproven=True)
+                    self._run(self._meet(connection, peer, serve), unproven=True)
                 else:
                     reason = f"{self._config.max_connections} are open"
                     self._refusals.note(logging.WARNING, "refused a connection: %s", peer, reason)
                     connection.close()
                 await asyncio.sleep(0)  # let it begin, and others run: many may wait
 
-    async def _serve(self, plain: socket.socket, peer: str) -> None:
+    async def _meet(self, plain: socket.socket, peer: str, serve: Serve) -> None:
+        """Begin with a connection that was accepted."""
+        try:
+            tls = await self._node.tls.server()
+        except BaseException:
+            plain.close()
+            raise
+        await serve(plain, peer, tls)
+
+    async def _serve(self, plain: socket.socket, peer: str, tls: ssl.SSLContext | None) -> None:
         timeout_s = self._config.handshake_timeout_s
         try:
-            channel = await FrameChannel.accept(plain, peer, self._tls, timeout_s)
+            channel = await FrameChannel.accept(plain, peer, tls, timeout_s)
             greeting = await greet_as_server(
                 channel,
                 self._node.hello,
@@ -278,11 +286,13 @@ class Server:
                 self._store = await self._open_store(namespace)
                 self._node.namespace = namespace
 
-    async def _serve_data(self, plain: socket.socket, peer: str) -> None:
+    async def _serve_data(
+        self, plain: socket.socket, peer: str, tls: ssl.SSLContext | None
+    ) -> None:
         connection: DataConnection | None = None
         try:
             async with asyncio.timeout(self._config.handshake_timeout_s):
-                connection = await DataConnection.secured(plain, peer, self._tls)
+                connection = await DataConnection.secured(plain, peer, tls)
                 attach = await connection.hear(_ATTACH)
             for session in self.sessions:
                 if session.session.session_id == attach.session:

@@ -419,7 +419,7 @@ async def test_mutated_frames_of_a_holder_cost_no_more_than_its_blocks(
         staging = StagingMemory(1 << 20, 4096, quarantine.drain)
         generations = generations_memory(quarantine.drain) if is_fenced else None
         node.add_memory([staging.region, *([generations.region] if generations else [])])
-        reconnect = Reconnect(node, endpoint, None)
+        reconnect = Reconnect(node, endpoint)
         liar = Client(
             reconnect,
             memory=node.memory,

@@ -54,7 +54,7 @@ async def pinned(peer: StandalonePeer) -> AsyncIterator[None]:
     """Act as a peer that keeps a block pinned."""
     config = NixlConfig(address=str(peer.endpoint), transport="socket")
     node = LocalNode(config, NAMESPACE, make_agent=NixlAgent)
-    connection = await Connection.open(node, peer.endpoint, None)
+    connection = await Connection.open(node, peer.endpoint)
     async with contextlib.aclosing(node), contextlib.aclosing(connection):
         await connection.request(
             lambda number: Pin(request_id=number, keys=KEYS, starts=[0], sizes=[4096]), Pinned

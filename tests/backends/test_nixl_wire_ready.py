@@ -30,7 +30,7 @@ async def greeted(
         endpoint = Endpoint(HOST, listener.port)
         config = NixlConfig(address=str(endpoint), transport="socket", **options)
         node = LocalNode(config, NAMESPACE, make_agent=NixlAgent)
-        opening = asyncio.create_task(Connection.open(node, endpoint, None))
+        opening = asyncio.create_task(Connection.open(node, endpoint))
         try:
             channel = FrameChannel(*await listener.accepted())
             await greet_as_server(channel, hello(b"holder"), secret=None, reach=Offer(b"holder's"))

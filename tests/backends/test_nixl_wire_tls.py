@@ -1,22 +1,37 @@
 """TLS: a client without a certificate of the authority does not even get a greeting."""
 
 import asyncio
+import contextlib
+import shutil
 import ssl
 import subprocess
 import sys
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from kvxfer.backends.nixl import NixlConfig, client_context, server_context
+from kvxfer.backends.nixl import NixlBackend, NixlConfig, client_context, server_context
+from kvxfer.backends.nixl import config as config_module
 from kvxfer.backends.nixl.wire import (
     FrameChannel,
     greet_as_client,
 )
 from kvxfer.errors import InvalidArgumentError, PeerError
+from kvxfer.storage.backend import Status
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import make_keys, statuses
+from kvxfer.units import ByteSize
 from tests.backends.nixl_wire import HOST, Authority, Offer, connected, hello, listening
+
+LIMIT_S = 15.0
+FILES = ("tls_cert", "tls_key", "tls_ca")
+MEMORY = BlockMemory([[4096]], num_blocks=4)
+KEYS = make_keys(2)
 
 
 @pytest.fixture(autouse=True)
@@ -160,3 +175,93 @@ def test_a_certificate_and_the_key_of_another_one_are_refused(
     )
     with pytest.raises(InvalidArgumentError, match="KEY_VALUES_MISMATCH"):
         server_context(config)
+
+
+class Renewed:
+    """Files of TLS in one place, which are replaced as those of a secret in Kubernetes are."""
+
+    def __init__(self, folder: Path, authority: Authority) -> None:
+        self._folder = folder
+        self.replace(authority)
+
+    @property
+    def files(self) -> dict[str, Any]:
+        return {name: str(self._folder / name) for name in FILES}
+
+    def replace(self, authority: Authority) -> None:
+        for name, path in self.files.items():
+            shutil.copy(getattr(authority.config(), name), f"{path}~")
+            Path(f"{path}~").replace(path)
+
+    def spoil(self, name: str, data: bytes | None) -> None:
+        """Put other bytes in place of a file, or remove it."""
+        path = Path(self.files[name])
+        path.unlink()
+        if data is not None:
+            path.write_bytes(data)
+
+
+@contextlib.asynccontextmanager
+async def holding(files: dict[str, Any]) -> AsyncIterator[str]:
+    """Serve blocks, and yield the address."""
+    config = NixlConfig(listen=f"{HOST}:0", capacity=ByteSize(1 << 20), transport="socket", **files)
+    async with NixlBackend(config, MEMORY.namespace()) as holder:
+        await holder.start()
+        assert holder.server is not None
+        yield str(holder.server.endpoint)
+
+
+def engine(address: str, files: dict[str, Any]) -> NixlBackend:
+    config = NixlConfig(address=address, transport="socket", **files)
+    return NixlBackend(config, MEMORY.namespace())
+
+
+async def moves(engine: NixlBackend) -> list[Status]:
+    """Store a block and load it, by connections for the answers and for the bytes."""
+    stored = await engine.store(KEYS[:1], MEMORY.describe(0, [0]))
+    loaded = await engine.load(KEYS[:1], MEMORY.describe(0, [1]))
+    return statuses([*stored, *loaded])
+
+
+async def test_certificates_that_were_replaced_are_shown_and_wanted_from_the_next_connection_on(
+    authority: Authority, stranger: Authority, tmp_path: Path
+) -> None:
+    ours, theirs = Renewed(tmp_path, authority), stranger.config()
+    new = {name: getattr(theirs, name) for name in FILES}
+    async with contextlib.AsyncExitStack() as stack:
+        address = await stack.enter_async_context(holding(ours.files))
+        old = await stack.enter_async_context(engine(address, ours.files))
+        later = await stack.enter_async_context(engine(address, new))
+        assert await moves(old) == [Status.DONE] * 2
+        assert await moves(later) != [Status.DONE] * 2
+        ours.replace(stranger)
+        elsewhere = await stack.enter_async_context(engine(address, new))
+        assert await moves(elsewhere) == [Status.DONE] * 2, "the holder read them again"
+        [client] = old._exchange.clients.values()
+        client.reconnect.disconnect()
+        assert await moves(old) == [Status.DONE] * 2, "and so did the engine"
+
+
+@pytest.mark.parametrize("what", ["bad", "away"])
+async def test_while_new_files_cannot_be_used_those_of_before_count(
+    what: str, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = Renewed(tmp_path, authority)
+    good = {name: getattr(authority.config(), name) for name in FILES}
+    async with holding(ours.files) as address, engine(address, good) as backend:
+        ours.spoil("tls_cert", b"not a certificate" if what == "bad" else None)
+        assert await moves(backend) == [Status.DONE] * 2
+    assert caplog.text.count("cannot be used") == 1
+    assert ours.files["tls_cert"] in caplog.text
+
+
+async def test_a_disk_that_hangs_under_the_files_delays_a_connection_and_no_more(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, may_end = Renewed(tmp_path, authority), threading.Event()
+    monkeypatch.setattr(config_module, "RENEW_S", 0.01)
+    monkeypatch.setattr(config_module.TLSContexts, "_read", lambda _: may_end.wait(LIMIT_S))
+    async with holding(ours.files) as address, engine(address, ours.files) as backend:
+        assert await moves(backend) == [Status.DONE] * 2
+        assert not may_end.is_set()
+    may_end.set()

@@ -60,7 +60,7 @@ def config_of(peer: ServeProcess, secret_file: Path | str = "") -> NixlConfig:
 async def connect(peer: ServeProcess) -> Connection:
     config = NixlConfig(address=str(peer.endpoint), transport="socket")
     node = LocalNode(config, peers.namespace(), make_agent=NixlAgent)
-    return await Connection.open(node, peer.endpoint, None)
+    return await Connection.open(node, peer.endpoint)
 
 
 async def pin(connection: Connection) -> Pinned:

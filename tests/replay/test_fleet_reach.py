@@ -83,7 +83,7 @@ async def tick() -> None:
 
 
 async def reach_really(world: World, times: Sequence[float], *, connected: bool) -> list[str]:
-    peer = Reconnect(cast("Any", None), Endpoint("holder", 7000), None)
+    peer = Reconnect(cast("Any", None), Endpoint("holder", 7000))
     peer._pause = RetryPause(draw)
     if connected:
         peer._connection = world.connect()
