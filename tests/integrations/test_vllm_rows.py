@@ -1,5 +1,6 @@
 """Rows of host memory as portable pages, which engines of other shapes read."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -286,18 +287,76 @@ def test_workers_that_keep_the_same_heads_share_a_part() -> None:
     assert page_of(fill_row(HEADS, 1), mapping) == page_of(fill_row(1, 1), alone)
 
 
-@pytest.mark.parametrize("tp_size", [4, 8])
-def test_layers_with_other_numbers_of_heads_are_bytes_of_each_worker(tp_size: int) -> None:
-    """With 4 heads in some layers and 8 in others, eight workers have one of each."""
-    told = {"num_key_value_heads": 4, "swa_num_key_value_heads": 8, "num_hidden_layers": 2}
+def described(told: dict[str, Any], tp_size: int, *, draft: Any = None) -> WorkerPages:
+    """Describe pages of a model of whose layers vLLM tells 4 KV heads."""
+
+    def model(told: dict[str, Any], heads: int) -> Any:
+        config = SimpleNamespace(to_dict=lambda: told)
+        return SimpleNamespace(get_total_num_kv_heads=lambda: heads, hf_text_config=config)
+
+    drafted = None if draft is None else SimpleNamespace(draft_model_config=model(draft, 8))
     vllm_config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(
-            get_total_num_kv_heads=lambda: 4, hf_text_config=SimpleNamespace(to_dict=lambda: told)
-        ),
+        model_config=model(told, 4),
+        speculative_config=drafted,
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
     caches = BlockMemory([[64]], num_blocks=2).caches
-    pages = describe_pages(caches, [GroupLayers(["layers.0"], TOKENS)], vllm_config)
-    assert ("layers have [4, 8] KV heads" in pages.groups[0].reason) is (tp_size == 8)
+    return describe_pages(caches, [GroupLayers(["layers.0"], TOKENS)], vllm_config)
+
+
+def block_of(heads: int) -> dict[str, Any]:
+    return {"attention": {"no_op": False, "n_heads_in_group": 32 // heads}}
+
+
+@pytest.mark.parametrize("tp_size", [4, 8])
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"num_key_value_heads": 4, "swa_num_key_value_heads": 8}, "layers have [4, 8] KV heads"),
+        ({"num_kv_heads": [4, 8]}, "layers have [4, 8] KV heads"),
+        (
+            {"num_attention_groups": 4, "attention_other_setting": {"num_attention_groups": 8}},
+            "layers have [4, 8] KV heads",
+        ),
+        ({"block_configs": [block_of(4), block_of(8)]}, "'block_configs'"),
+        ({"num_attention_heads": [32, 16], "num_key_value_heads": 4}, "'num_attention_heads'"),
+        ({"other_attention": {"num_attention_heads": 8}}, "'other_attention.num_attention_heads'"),
+        ({"num_global_head_sets": 8}, "'num_global_head_sets'"),
+    ],
+)
+def test_layers_with_other_numbers_of_heads_are_bytes_of_each_worker(
+    told: dict[str, Any], reason: str, tp_size: int
+) -> None:
+    """With 4 heads in some layers and 8 in others, eight workers have one of each."""
+    pages = described(told, tp_size)
+    assert (reason in pages.groups[0].reason) is (tp_size == 8)
     assert num_copies(pages, row_config(tp_size)) == 1
+
+
+def test_a_draft_model_with_another_number_of_heads() -> None:
+    pages = described({}, 8, draft={"num_key_value_heads": 8})
+    assert "layers have [4, 8] KV heads" in pages.groups[0].reason
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64, "n_group": 8},
+        {"vision_config": {"num_heads": 16}, "rope_parameters": {"heads": 2}, "layer_types": ["a"]},
+        {"quantization_config": {"config_groups": {"group_0": {"group_size": 128}}}},
+    ],
+)
+def test_settings_that_say_nothing_of_other_heads(told: dict[str, Any]) -> None:
+    assert "KV heads" not in described(told, 8).groups[0].reason
+
+
+def test_workers_whose_tensors_have_other_heads_are_no_copies() -> None:
+    """One layer has one head on each of 8 workers, another one two, so 16 in all."""
+    one, two = worker_pages(1), worker_pages(2)
+    others = (replace(box, layer_name="layers.1") for box in two.groups[0].boxes)
+    boxes = (*one.groups[0].boxes, *others)
+    group = msgspec.structs.replace(one.groups[0], boxes=boxes)
+    pages = msgspec.structs.replace(one, groups=(group,))
+    assert num_copies(one, row_config(8)) == 2
+    assert num_copies(pages, row_config(8)) == 1

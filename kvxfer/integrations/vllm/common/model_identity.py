@@ -50,7 +50,7 @@ def identify_model(vllm_config: Any) -> ModelIdentity:
         "attention": str(vllm_config.attention_config),
         "load_format": str(vllm_config.load_config.load_format),
     }
-    if draft := _draft_of(vllm_config):
+    if draft := draft_of(vllm_config):
         facts["draft"] = [find_revision(draft), _describe(draft)]
     return ModelIdentity(
         revision=find_revision(model) + _name_overrides(model),
@@ -131,7 +131,7 @@ def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
     }
     if "longrope" in json.dumps(facts, default=str):
         facts["max_model_len"] = model.max_model_len
-    if draft := _draft_of(vllm_config):
+    if draft := draft_of(vllm_config):
         facts["draft"] = [find_revision(draft), _read_config(draft)]
     return Namespace(
         model=" ".join(getattr(model.hf_config, "architectures", None) or ()),
@@ -142,12 +142,12 @@ def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
     )
 
 
-def _draft_of(vllm_config: Any) -> Any:
+def draft_of(vllm_config: Any) -> Any:
     """Find the draft model; None without one.
 
     vLLM names the model itself where tokens are guessed from those before them.
     """
-    speculative = vllm_config.speculative_config
+    speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     return None if draft is getattr(speculative, "target_model_config", None) else draft
 

@@ -1,7 +1,8 @@
 """Worker pages: the meaning of the bytes of a worker's blocks, described for the scheduler."""
 
 import functools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from kvxfer.integrations.vllm.common.cpu_packing import (
 )
 from kvxfer.integrations.vllm.common.kv_config import convert_spec
 from kvxfer.integrations.vllm.common.layouts import CPU_BACKEND, layer_cache
+from kvxfer.integrations.vllm.common.model_identity import draft_of
 from kvxfer.integrations.vllm.common.release import installed_version
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
@@ -26,8 +28,29 @@ from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import is_state
 from kvxfer.kvcache.spec import AttentionSpec
 
-HEADS = "key_value_heads"
-"""End of the names of the settings of a model that say how many KV heads its layers have."""
+KV_HEADS = re.compile(
+    r"(.*_)?(key_value_heads|(n|num)_kv_heads?|n_head_kv|attention_groups|group_num)"
+)
+"""Names of settings of a model that say how many KV heads layers have, such as ChatGLM's
+`multi_query_group_num`. Source: `ModelArchConfigConvertorBase` of vLLM."""
+HEADS = re.compile(r"head|group|kv|quer(y|ies)")
+"""What is in the names of settings that may say it in another way."""
+NO_KV_HEADS = frozenset({
+    "attention_head_dim", "attention_heads", "clip_qkv", "d_head", "d_kv", "dim_head", "head_dim",
+    "head_size", "index_head_dim", "index_n_heads", "kv_channels", "kv_lora_rank",
+    "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_n_groups", "mamba_n_heads",
+    "mamba_num_heads", "n_group", "n_groups", "n_head", "n_heads", "n_mamba_heads",
+    "num_attention_heads", "num_heads", "num_kv_shared_layers", "qk_head_dim", "qk_nope_head_dim",
+    "qk_rope_head_dim", "query_pre_attn_scalar", "swa_head_dim", "swa_v_head_dim", "topk_group",
+    "v_head_dim",
+})  # fmt: skip
+"""Settings that may be whole numbers and say nothing of KV heads."""
+NO_LAYERS = frozenset({
+    "audio_config", "compression_config", "quantization_config", "rope_parameters", "rope_scaling",
+    "vision_config",
+})  # fmt: skip
+"""Settings with settings of their own, none of them of layers with a KV cache."""
 
 CPU_AXES: dict[str, tuple[str, ...]] = {"k": ("head", "dim", "token")}
 """Portable order of the axes of keys, which the CPU attention stores transposed: in the usual order
@@ -107,21 +130,51 @@ def describe_pages(
 def _require_one_number_of_heads(vllm_config: Any) -> None:
     """Check that no two workers have other heads in one layer, and the same ones in another.
 
-    vLLM tells one number of KV heads for a model. Where layers have several, such as those with a
-    sliding window in MiMo-V2, and there are more workers than the smallest, each has one head of
-    every layer: how many workers have the same one is not known.
+    vLLM tells one number of KV heads for a model. As many workers at most have a part of the heads
+    of each layer, which its tensor shows. Where there are more, each has one head of every layer,
+    and no tensor shows whether others have it, too: so all layers must be known to have the number
+    that vLLM tells. Those with a sliding window in MiMo-V2 have another one, those of Nemotron-NAS
+    one each, and those of a draft model their own.
 
     Raises:
-        PageMappingError: There are such layers, and so many workers.
+        PageMappingError: There are so many workers, and layers may have several numbers of heads.
     """
-    config = getattr(vllm_config.model_config, "hf_text_config", None)
-    told = config.to_dict() if config is not None else {}
-    numbers = {
-        each for name, each in told.items() if name.endswith(HEADS) and isinstance(each, int)
-    }
-    if len(numbers) > 1 and vllm_config.parallel_config.tensor_parallel_size > min(numbers):
+    tp_size, numbers = vllm_config.parallel_config.tensor_parallel_size, set[int]()
+    unknown: list[str] = []
+    draft = draft_of(vllm_config)
+    for model in (vllm_config.model_config, *([draft] if draft else [])):
+        numbers.add(int(model.get_total_num_kv_heads()))
+        config = getattr(model, "hf_text_config", None)
+        for name, value in _heads_told(config.to_dict() if config is not None else {}):
+            numbers |= set() if value is None else {value}
+            unknown += [name] if value is None else []
+    if tp_size <= max(1, min(numbers)):
+        return
+    if len(numbers) > 1:
         rule = f"at most {min(numbers)} workers, since layers have {sorted(numbers)} KV heads"
         raise PageMappingError("head", "several numbers", rule)
+    if unknown:
+        rule = f"at most {min(numbers)} workers, since it may say that layers have other KV heads"
+        raise PageMappingError("head", f"the setting {unknown[0]!r}", rule)
+
+
+def _heads_told(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int | None]]:
+    """List what a configuration tells of KV heads at any depth: numbers, and None if unknown."""
+    for key, value in config.items():
+        name = f"{path}{key}"
+        if key in NO_LAYERS:
+            continue
+        if isinstance(value, Mapping):
+            yield from _heads_told(value, f"{name}.")
+            continue
+        several = value if isinstance(value, (list, tuple)) else (value,)
+        whole = {each for each in several if type(each) is int}
+        if any(isinstance(each, (Mapping, list, tuple)) for each in several):
+            yield name, None  # settings of each layer
+        elif KV_HEADS.fullmatch(key):
+            yield from ((name, number) for number in whole)
+        elif whole and HEADS.search(key) and (path or len(whole) > 1 or key not in NO_KV_HEADS):
+            yield name, None
 
 
 def _describe_group(

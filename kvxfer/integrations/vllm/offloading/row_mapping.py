@@ -38,6 +38,11 @@ def num_copies(pages: WorkerPages | None, config: OffloadingConfig) -> int:
     boxes = [box for group in pages.groups for box in group.boxes]
     if any(group.reason for group in pages.groups) or any("head" not in b.axes for b in boxes):
         return 1  # pages without heads are divided in another way
+    try:
+        for group in pages.groups:  # each layer's own tensor has as many heads as it should
+            _shard([pages], config, 0).place(group.boxes)
+    except (PageMappingError, InvalidArgumentError):
+        return 1
     return max(1, int(parallel.tp_size) // max(1, pages.num_kv_heads))
 
 
