@@ -101,8 +101,8 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         hash_run: Most bytes of blocks that are hashed together as soon as they have landed, while
             they are in the caches of the processor.
         max_connections: Most connections of peers, control and data together.
-        max_unauthenticated: Most of them that have not authenticated: the oldest is cut when
-            another one comes. A peer authenticates within milliseconds.
+        max_unauthenticated: Most of them that have not authenticated: others wait until one has,
+            or has had half a second and is cut. A peer authenticates within milliseconds.
 
     Raises:
         InvalidArgumentError: Names the parameter that cannot be used, and its value.

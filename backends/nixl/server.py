@@ -1,9 +1,11 @@
 """Server: listens for peers, and serves the blocks of this process to each of them."""
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
@@ -38,6 +40,10 @@ from kvxfer.text import printable
 ACCEPT_PAUSE_S = 0.1
 """Pause after an error of `accept`, such as too many open files, which comes again at once."""
 
+PROVE_S = 0.5
+"""Time that a connection has in any case to authenticate. Where too many do at one time, others
+wait until one has, or until this is over for the oldest, which is cut."""
+
 DRAIN_POLL_S = 0.05
 """Time between two looks at the sessions while the server ends."""
 
@@ -70,7 +76,9 @@ class Server:
         self._port = endpoint.port
         self._data_port = node.config.data_port
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unproven: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
+        # In the order of their arrival, with what is known of each: when, and where from.
+        self._unproven: dict[asyncio.Task[None], tuple[float, str]] = {}
+        self._proven = asyncio.Event()
         self._sessions: dict[bytes, tuple[ClientSession, asyncio.Task[None]]] = {}
         self._draining = self._closed = False
         self._refusals = RefusalLog()
@@ -120,10 +128,13 @@ class Server:
             if self._closed:
                 raise ClosedError(f"server at {at}")
             family, *_, address = found[0]
-            control = socket.create_server(address, family=family)
+            waiting = self._config.max_connections
+            control = socket.create_server(address, family=family, backlog=waiting)
             self._port = control.getsockname()[1]
             at = Endpoint(host, self._data_port)
-            data = socket.create_server((address[0], self._data_port, *address[2:]), family=family)
+            data = socket.create_server(
+                (address[0], self._data_port, *address[2:]), family=family, backlog=waiting
+            )
             self._data_port = data.getsockname()[1]
         except OSError as exc:
             if control is not None:
@@ -178,27 +189,46 @@ class Server:
         for task in self._tasks:
             task.cancel()
 
-    def _run(
-        self, work: Coroutine[Any, Any, None], *, unproven: bool = False
-    ) -> "asyncio.Task[None]":
+    def _run(self, work: Coroutine[Any, Any, None], *, stranger: str = "") -> "asyncio.Task[None]":
+        """Run what ends with the server; for a stranger until he has authenticated."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        if unproven:
-            if len(self._unproven) >= self._config.max_unauthenticated:
-                oldest = next(iter(self._unproven))
-                del self._unproven[oldest]  # its end takes a while
-                oldest.cancel()
-            self._unproven[task] = None
-            task.add_done_callback(lambda done: self._unproven.pop(done, None))
+        if stranger:
+            self._unproven[task] = time.monotonic(), stranger
+            task.add_done_callback(self._prove)
         return task
 
-    def _prove(self) -> "asyncio.Task[None]":
-        """Note that the peer of the current task has authenticated."""
+    def _prove(self, task: "asyncio.Task[None]") -> None:
+        """Note that the peer of a task has authenticated, or is gone."""
+        if self._unproven.pop(task, None):
+            self._proven.set()
+
+    def _prove_current(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._unproven.pop(task, None)
-        return task
+        self._prove(task)
+
+    async def _make_room(self) -> None:
+        """Wait until another connection may authenticate; cut the oldest one when it had its time.
+
+        So peers that come all at once, as to a holder that was restarted, do not cut each other
+        off, and strangers that say nothing keep nobody waiting for long.
+        """
+        most = self._config.max_unauthenticated
+        while len(self._unproven) >= most:
+            oldest, (since, peer) = next(iter(self._unproven.items()))
+            left_s = since + PROVE_S - time.monotonic()
+            if left_s > 0:
+                self._proven.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._proven.wait()
+                continue
+            del self._unproven[oldest]  # its end takes a while
+            oldest.cancel()
+            reason = f"{peer} did not prove itself within {PROVE_S:g} s, and {most} wait to"
+            self._refusals.note(logging.INFO, "cut a connection: %s", peer, reason)
 
     async def _accept(self, listener: socket.socket, serve: Serve) -> None:
         """Accept connections, and serve each in a task of its own; own the listener."""
@@ -215,7 +245,12 @@ class Server:
                     continue
                 peer = str(Endpoint(*address[:2]))
                 if len(self._tasks) < self._config.max_connections:
-                    self._run(self._meet(connection, peer, serve), unproven=True)
+                    try:
+                        await self._make_room()
+                    except BaseException:
+                        connection.close()
+                        raise
+                    self._run(self._meet(connection, peer, serve), stranger=peer)
                 else:
                     reason = f"{self._config.max_connections} are open"
                     self._refusals.note(logging.WARNING, "refused a connection: %s", peer, reason)
@@ -251,7 +286,8 @@ class Server:
         except KVXferError as exc:
             self._refusals.note(logging.WARNING, "refused a peer: %s", peer, exc)
             return
-        task = self._prove()
+        task = asyncio.current_task()
+        assert task is not None
         assert self._store is not None
         session = ClientSession(self._node, channel, greeting, self._store)
         incarnation = greeting.hello.incarnation
@@ -272,6 +308,7 @@ class Server:
 
     async def _reach(self, theirs: Hello) -> Reach:
         """Prepare for a peer that has authenticated, and return the access to our memory."""
+        self._prove_current()
         await self._settle(theirs.namespace)
         return await self._node.reach(data_port=self._data_port)
 
@@ -297,7 +334,7 @@ class Server:
             for session in self.sessions:
                 if session.session.session_id == attach.session:
                     session.session.admit(attach, peer)
-                    self._prove()
+                    self._prove_current()
                     await session.serve_data(attach, connection)
         except (KVXferError, TimeoutError) as exc:
             reason = f"{peer}: {str(exc) or 'silent'}"

@@ -36,6 +36,7 @@ from kvxfer.units import ByteSize
 from tests.backends.nixl_wire import HOST, Authority, hello
 
 NUM_STRANGERS = 200
+NUM_PEERS = 24
 WITHIN_S = 1.0
 LIMIT_S = 10.0
 MEMORY = BlockMemory([[4096]], num_blocks=16)
@@ -142,13 +143,31 @@ async def test_silent_connections_delay_nobody_and_take_no_threads_and_are_cut(
 
 
 @pytest.mark.parametrize("which", PORTS)
-async def test_the_oldest_unproven_connection_makes_room_for_the_next(
-    tls: dict[str, Any], which: str
+async def test_the_oldest_unproven_connection_makes_room_for_the_next_and_the_log_says_so(
+    tls: dict[str, Any], which: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="kvxfer")
     limited = holding(tls | {"max_unauthenticated": 3})
     async with limited as holder, strangers(port(holder, which), 7) as silent:
         assert all(await asyncio.gather(*map(ends, silent[:4])))
         assert all(map(is_open, silent[4:]))
+    assert "did not prove itself" in caplog.text
+
+
+async def test_peers_that_come_all_at_once_wait_for_each_other_and_none_is_cut(
+    tls: dict[str, Any],
+) -> None:
+    async with holding(tls | {"max_unauthenticated": 2}) as holder:
+        assert holder.server is not None
+        config = NixlConfig(address=str(holder.server.endpoint), transport="socket", **tls)
+        async with contextlib.AsyncExitStack() as stack:
+            peers = [
+                await stack.enter_async_context(NixlBackend(config, NAMESPACE))
+                for _ in range(NUM_PEERS)
+            ]
+            blocks = MEMORY.describe(0, range(4))
+            stores = await asyncio.gather(*(peer.store(make_keys(4), blocks) for peer in peers))
+            assert [statuses(each) for each in stores] == [[Status.DONE] * 4] * NUM_PEERS
 
 
 async def test_connections_of_peers_make_no_room_for_strangers(
