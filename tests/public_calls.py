@@ -308,6 +308,7 @@ VALID_TRANSFERS = {
     "TransferEngine.flush": Valid({"timeout_s": 1}, engine),
     "TransferEngine.load": Valid(MOVES, engine),
     "TransferEngine.lookup": Valid({"keys": KEYS}, engine),
+    "TransferEngine.submit_lookup": Valid({"keys": KEYS, "timeout_s": 1}, engine),
     "PolledEngine.may_touch": Valid({"job_id": 5}, engine),
     "TransferEngine.store": Valid(MOVES | {"retention": WISH}, engine),
     "PolledEngine.submit_call": Valid({"call": call}, engine),

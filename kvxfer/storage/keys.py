@@ -50,7 +50,7 @@ Source: `vllm/v1/kv_offload/base.py`, `make_offload_key`.
 """
 
 
-def make_block_key(content_hash: bytes, group: int) -> BlockKey:
+def make_block_key(content_hash: bytes, group: int = 0) -> BlockKey:
     """Make the key of the block with `content_hash` of KV-cache group `group`.
 
     Raises:

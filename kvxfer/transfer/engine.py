@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Self
 
 from numpy.typing import ArrayLike
@@ -45,6 +46,24 @@ class TransferEngine(PolledEngine[Backend]):
         """
         self._guard.check_batch(keys)
         return await self._loop.run(self._lookup(keys, self._timeout(timeout_s)))
+
+    def submit_lookup(
+        self, keys: Sequence[BlockKey], *, timeout_s: float | None = None
+    ) -> Future[list[bool]]:
+        """Begin what `lookup` does, and return at once; for engines with a step loop.
+
+        Args:
+            keys: The keys.
+            timeout_s: Deadline from now, instead of the engine's.
+
+        Returns:
+            A future of one answer for each key, in order, or of an error of `lookup`. Closing the
+            engine cancels it.
+
+        Raises:
+            ClosedError: The engine was closed.
+        """
+        return self.submit_call(self.lookup(keys, timeout_s=timeout_s))
 
     async def store(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from itertools import count
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
@@ -209,13 +209,20 @@ class PolledEngine(Generic[MoverT]):
         self._guard.require_same_process()
         return self._submissions.take_finished()
 
-    def wait(self, job_ids: Collection[JobId], *, timeout_s: float | None = None) -> bool:
-        """Block until these jobs ended; they still appear in `get_finished`.
+    def wait(
+        self, job_ids: Collection[JobId], *, timeout_s: float | None = None
+    ) -> list[FinishedJob]:
+        """Block until these jobs ended, and return them; they still appear in `get_finished`.
 
-        Unknown jobs count as ended.
+        A step loop takes each job once from there, whoever waited for it. Unknown jobs, and those
+        that `get_finished` has returned, are not waited for.
+
+        Args:
+            job_ids: The jobs, in any order.
+            timeout_s: Longest time to wait; None for no limit but the deadlines of the jobs.
 
         Returns:
-            Whether all ended in time.
+            Those that ended in time, in the order of `job_ids`.
 
         Raises:
             EventLoopError: The calling thread runs the engine's own event loop, or that stopped.
@@ -223,7 +230,8 @@ class PolledEngine(Generic[MoverT]):
         self._guard.require_same_process()
         timeout_s = require_timeout("timeout_s", timeout_s)
         ids = [_job_id("job_ids", job_id) for job_id in require_iterable("job_ids", job_ids)]
-        return self._submissions.wait(ids, timeout_s)
+        self._submissions.wait(ids, timeout_s)
+        return self._submissions.find_finished(ids)
 
     def cancel(self, job_id: JobId) -> None:
         """Cancel a submitted job; its blocks without an outcome become `CANCELLED`.
@@ -255,6 +263,14 @@ class PolledEngine(Generic[MoverT]):
         if not self._guard.released:
             self._loop.run_blocking(self._guard.aclose(self._shut_down))
         self._loop.stop()
+
+    def __enter__(self) -> Self:
+        """Return the engine, which `close` closes at the end of the block."""
+        self._guard.require_same_process()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def _job(
         self,

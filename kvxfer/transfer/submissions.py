@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class Submissions:
         self._is_closed = False
         self._submitted: dict[JobId, _Submission] = {}  # moved on the loop
         self._begun: set[JobId] = set()  # begun on the thread that submitted them, not ended
-        self._finished: deque[FinishedJob] = deque()
+        self._finished: OrderedDict[JobId, FinishedJob] = OrderedDict()
 
     def add(self, job: Job) -> JobId:
         """Begin a job and return at once; on this thread, where that takes no event loop."""
@@ -73,24 +73,29 @@ class Submissions:
         self._take_ended()
         finished = []
         while self._finished:
-            job = self._finished.popleft()
-            self._submitted.pop(job.job_id, None)
+            job_id, job = self._finished.popitem(last=False)
+            self._submitted.pop(job_id, None)
             finished.append(job)
         return finished
 
-    def wait(self, job_ids: Sequence[JobId], timeout_s: float | None) -> bool:
+    def find_finished(self, job_ids: Sequence[JobId]) -> list[FinishedJob]:
+        """Return those of some jobs that ended and were not taken yet; they stay to be taken."""
+        found = [self._finished.get(job_id) for job_id in dict.fromkeys(job_ids)]
+        return [job for job in found if job is not None]
+
+    def wait(self, job_ids: Sequence[JobId], timeout_s: float | None) -> None:
         """Block until these jobs ended, or time is up; unknown ones count as ended."""
         end = inf if timeout_s is None else time.monotonic() + timeout_s
         while begun := self._begun.intersection(job_ids):
             if time.monotonic() >= end:
-                return False
+                return
             self._mover.begun.look(begun, end)
             self._take_ended()
             if not self._begun.isdisjoint(begun):
                 time.sleep(MARK_PAUSE_S)
         left = None if timeout_s is None else max(0.0, end - time.monotonic())
         found = [self._submitted.get(job_id) for job_id in job_ids]
-        return self._loop.wait([submission.ended for submission in found if submission], left)
+        self._loop.wait([submission.ended for submission in found if submission], left)
 
     def cancel(self, job_id: JobId) -> None:
         """Cancel a job; without effect on an unknown or ended one."""
@@ -126,7 +131,7 @@ class Submissions:
 
     def _take_ended(self) -> None:
         for job in self._mover.begun.take_ended():
-            self._finished.append(job.finished())
+            self._finished[job.job_id] = job.finished()
             self._begun.discard(job.job_id)
 
     def _start(self, submission: _Submission) -> None:
@@ -140,5 +145,5 @@ class Submissions:
     def _end(self, submission: _Submission) -> None:
         if submission.job.end(Status.CANCELLED, "cancelled before it began"):
             self._mover.tell(submission.job)
-        self._finished.append(submission.job.finished())
+        self._finished[submission.job.job_id] = submission.job.finished()
         submission.ended.set_result(None)

@@ -380,13 +380,15 @@ def test_the_polled_interface_needs_no_event_loop(
     keys = keys_of(4)
     payloads = fill(memory, keys, range(4))
     store = engine.submit_store(keys, [range(4)])
-    assert engine.wait([store], timeout_s=10)
-    (stored,) = engine.get_finished()
+    (stored,) = engine.wait([store], timeout_s=10)
+    assert engine.get_finished() == [stored]
     assert (stored.job_id, stored.done, stored.num_bytes) == (store, True, 4 * PAGE_BYTES)
     load = engine.submit_load(keys, [range(8, 12)])
     missing = engine.submit_load(keys_of(1, first=50), [[20]])
-    assert engine.wait([load, missing, JobId(99)], timeout_s=10)
+    ended = engine.wait([missing, load, JobId(99)], timeout_s=10)
+    assert [job.job_id for job in ended] == [missing, load]
     finished = {job.job_id: job for job in engine.get_finished()}
+    assert list(finished.values()) == ended[::-1]
     assert finished[load].done
     assert statuses(finished[missing].outcomes) == {Status.MISSING}
     assert finished[missing].num_bytes == 0
@@ -425,7 +427,7 @@ async def test_a_cancelled_job_ends_once_with_cancelled_blocks(
         ] * 2
         assert finished[at_once].outcomes[0].status is Status.CANCELLED
         assert finished[at_once].outcomes[0].memory_safe
-        assert engine.wait([running, at_once], timeout_s=0)
+        assert engine.wait([running, at_once], timeout_s=0) == []  # which were taken
         gated.gate.set()
         await engine.aclose()
         assert engine.get_finished() == []
@@ -497,6 +499,42 @@ async def test_a_submitted_call_gives_what_the_backend_gives(memory: BlockMemory
         assert await engine.store(keys_of(1), [[1]]) == [DONE]
         call = engine.submit_call(engine.backend.lookup(keys_of(2)))
         assert await asyncio.wrap_future(call) == [True, False]
+
+
+def test_a_step_loop_submits_lookups_and_closes_the_engine_at_the_end_of_a_block(
+    memory: BlockMemory,
+) -> None:
+    with TransferEngine(memory.caches, make_backend(memory)) as engine:
+        (stored,) = engine.wait([engine.submit_store(keys_of(1), [[1]])], timeout_s=10)
+        assert stored.done
+        assert engine.submit_lookup(keys_of(2), timeout_s=10).result(10) == [True, False]
+        with pytest.raises(InvalidArgumentError, match="keys"):
+            engine.submit_lookup([]).result(10)
+    with pytest.raises(ClosedError):
+        engine.submit_lookup(keys_of(1))
+
+
+def test_a_block_that_raises_closes_the_engine_too(memory: BlockMemory) -> None:
+    engine = TransferEngine(memory.caches, make_backend(memory))
+    with pytest.raises(KeyError), engine:
+        raise KeyError
+    with pytest.raises(ClosedError):
+        engine.submit_store(keys_of(1), [[1]])
+
+
+def test_waiting_returns_each_job_that_ended_in_time_once(
+    memory: BlockMemory, gated: GatedBackend
+) -> None:
+    with TransferEngine(memory.caches, gated) as engine:
+        late = engine.submit_store(keys_of(1), [[1]])
+        ended = engine.submit_load(keys_of(1, first=9), [[9]])
+        engine.cancel(ended)
+        engine.wait([ended], timeout_s=10)
+        found = engine.wait([late, ended, ended], timeout_s=0)
+        engine._loop.call_soon(gated.gate.set)
+        assert [(job.job_id, job.outcomes[0].status) for job in found] == [
+            (ended, Status.CANCELLED)
+        ]
 
 
 async def test_closing_cancels_a_call_that_hangs_and_takes_no_more(memory: BlockMemory) -> None:

@@ -1,6 +1,7 @@
 """Calls and types of the public interface that mypy must accept; never run."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import assert_type
 
 import numpy as np
@@ -78,7 +79,10 @@ async def transfers_end_in_outcomes(
 def polling_gives_finished_jobs(engine: kvxfer.TransferEngine, keys: list[kvxfer.BlockKey]) -> None:
     job_id = engine.submit_store(keys, [[1]])
     assert_type(job_id, JobId)
-    assert_type(engine.wait([job_id], timeout_s=1.0), bool)
+    assert_type(engine.wait([job_id], timeout_s=1.0), list[kvxfer.FinishedJob])
+    assert_type(engine.submit_lookup(keys), Future[list[bool]])
+    with engine as entered:
+        assert_type(entered, kvxfer.TransferEngine)
     assert_type(engine.get_finished(), list[kvxfer.FinishedJob])
 
 

@@ -57,7 +57,7 @@ class PageMover:
         if not keys or deadline.has_passed:
             return [False] * len(keys)
         left_s = deadline.left_s
-        call = self._engine.submit_call(self._engine.lookup(keys, timeout_s=left_s))
+        call = self._engine.submit_lookup(keys, timeout_s=left_s)
         try:
             return call.result(None if left_s is None else left_s + GRACE_S)
         except ClosedError:

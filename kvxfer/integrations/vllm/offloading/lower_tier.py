@@ -270,7 +270,8 @@ class LowerTier:
         Returns:
             Whether that happened before the timeout.
         """
-        ended = self._engine.wait(list(self._jobs), timeout_s=timeout_s)
+        jobs = list(self._jobs)
+        ended = len(self._engine.wait(jobs, timeout_s=timeout_s)) == len(jobs)
         quiet = self._engine.submit_call(self._engine.drain())
         try:
             quiet.result(timeout_s if ended else 0)
