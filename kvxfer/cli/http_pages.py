@@ -10,9 +10,13 @@ from typing import Self
 
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError
+from kvxfer.listener import Listener
 
 MAX_REQUEST_BYTES = 8192
 """Bytes of a request at most, the limit of nginx and Apache for its head."""
+
+MAX_CONNECTIONS = 64
+"""Connections of each address at a time."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +52,8 @@ class HTTPPages:
         self.endpoint = endpoint
         self._pages = pages
         self._timeout_s = timeout_s
-        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
+        self._answering: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         """Begin to listen.
@@ -56,32 +61,53 @@ class HTTPPages:
         Raises:
             BackendUnavailableError: The address is in use, or is not one of this machine.
         """
-        host, port = self.endpoint.host, self.endpoint.port
+        listener = Listener(
+            self.endpoint,
+            lambda: asyncio.StreamReaderProtocol(
+                asyncio.StreamReader(limit=MAX_REQUEST_BYTES), self._begin
+            ),
+            timeout_s=self._timeout_s,
+            max_connections=MAX_CONNECTIONS,
+        )
         try:
-            self._server = await asyncio.start_server(
-                self._answer, host, port, limit=MAX_REQUEST_BYTES
-            )
+            await listener.start()
         except OSError as exc:
             raise BackendUnavailableError(f"cannot listen at {self.endpoint}: {exc}") from exc
-        self.endpoint = Endpoint(host, self._server.sockets[0].getsockname()[1])
+        self._listener, self.endpoint = listener, listener.endpoint
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop listening; may be called again."""
-        if self._server is not None:
-            self._server.close()
+        """Stop listening, and end the answers under way; may be called again."""
+        if self._listener is not None:
+            self._listener.stop()
+        for task in self._answering:
+            task.cancel()
+        if self._answering:
+            await asyncio.wait(self._answering)
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open."""
+        return 0 if self._listener is None else self._listener.num_connections
+
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._answer(reader, writer))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A request that is empty, too slow or too large is not answered.
-        with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError):
-            async with asyncio.timeout(self._timeout_s):
-                request = await reader.readuntil(b"\r\n\r\n")
-                writer.write(_response(self._page(request)))
-                await writer.drain()
-        writer.close()
+        # A request that is empty or too large is not answered; one that is too slow, or whose
+        # answer is not read, is ended by the listener.
+        with (
+            contextlib.closing(writer),
+            contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError),
+        ):
+            request = await reader.readuntil(b"\r\n\r\n")
+            writer.write(_response(self._page(request)))
+            await writer.drain()
 
     def _page(self, request: bytes) -> Page:
         method, _, rest = request.partition(b" ")

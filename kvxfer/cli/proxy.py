@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.cli.command_line import CommandLine, exit_statuses
-from kvxfer.cli.service import add_log_level, log_to_stderr, stop_signal
+from kvxfer.cli.service import (
+    add_log_level,
+    log_to_stderr,
+    raise_descriptor_limit,
+    stop_signal,
+)
 from kvxfer.extras import needing
 from kvxfer.units import ByteSize, Duration
 
@@ -26,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     with needing("proxy", "aiohttp", "prometheus_client"):
         from kvxfer.proxy import ProxyConfig
     log_to_stderr(arguments.log_level)
+    raise_descriptor_limit()
     config = ProxyConfig(
         prefill=tuple(arguments.prefill),
         decode=tuple(arguments.decode),

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import signal
 
 from kvxfer.cli.command_line import CommandLine
@@ -25,6 +26,12 @@ def log_to_stderr(level: str) -> None:
     """Begin to log: lines of kvxfer from a level of `LOG_LEVELS` on, of others from warnings on."""
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
     logging.getLogger("kvxfer").setLevel(level.upper())
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many descriptors as it may, as servers in Go have them at once."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def stop_signal() -> asyncio.Event:

@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from http import HTTPStatus
 
 import aiohttp
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
 from kvxfer.errors import KVXferError
 from kvxfer.proxy.engines import EngineFailedError
+from kvxfer.proxy.legs import MESSAGES
 
 REQUEST_ID = "X-Request-Id"
+BODY_TIMEOUT_S, MIN_BODY_BYTES_PER_S = 20.0, 500
+"""Seconds for a body, and bytes that give it one more, as in Apache's mod_reqtimeout."""
 
 # Headers of one connection, not of the message. Source: RFC 9110, section 7.6.1
 _OF_A_CONNECTION = {
@@ -75,18 +78,24 @@ class Client:
         Raises:
             RefusedError: It is larger than the server accepts, too slow, or not encoded as it says.
         """
+        body = bytearray()
+        began_s = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout_at(deadline_s):
-                return await self.request.read()
+            async with asyncio.timeout_at(min(deadline_s, began_s + BODY_TIMEOUT_S)) as limit:
+                while piece := await self.request.content.readany():
+                    body += piece
+                    if len(body) > self.request.client_max_size:
+                        message = f"the body has more than {self.request.client_max_size} bytes"
+                        raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+                    due_s = began_s + BODY_TIMEOUT_S + len(body) / MIN_BODY_BYTES_PER_S
+                    limit.reschedule(min(deadline_s, due_s))
         except web.RequestPayloadError as exc:
             message = "the body cannot be decoded"
             raise RefusedError(HTTPStatus.BAD_REQUEST, message) from exc
         except TimeoutError as exc:
             message = "the body did not arrive in time"
             raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, message) from exc
-        except web.HTTPRequestEntityTooLarge as exc:
-            message = f"the body has more than {self.request.client_max_size} bytes"
-            raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message) from exc
+        return bytes(body)
 
     async def pass_on(self, answer: aiohttp.ClientResponse) -> None:
         """Pass an engine's answer on, each piece as it arrives.
@@ -99,6 +108,8 @@ class Client:
         self.answer = web.StreamResponse(
             status=answer.status, reason=answer.reason, headers=headers
         )
+        if self.request.version < HttpVersion11 and self.answer.content_length is None:
+            self.answer.force_close()  # its end is that of the connection
         await self.answer.prepare(self.request)
         while piece := await _read_piece(answer):
             await self.answer.write(piece)
@@ -108,17 +119,21 @@ class Client:
     def refuse(self, status: HTTPStatus, message: str) -> web.StreamResponse:
         """Answer with an error, or break off an answer that has begun, which the client notices."""
         if self.answer is None:
-            return error_response(status, message)
+            return error_response(status, message, self.request.path)
         if self.request.transport is not None:
             self.request.transport.close()
         return self.answer
 
 
-def error_response(status: HTTPStatus, message: str) -> web.Response:
-    """Make an error in the form of OpenAI's interface."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": status.value}
-    return web.json_response({"error": error}, status=status)
+def error_response(status: HTTPStatus, message: str, path: str) -> web.Response:
+    """Make an error in the form of OpenAI's interface, or of Anthropic's for its paths."""
+    if path.startswith(MESSAGES):
+        kind = "invalid_request_error" if status < 500 else "api_error"
+        told = {"type": "error", "error": {"type": kind, "message": message}}
+    else:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        told = {"error": {"message": message, "type": kind, "param": None, "code": status.value}}
+    return web.json_response(told, status=status)
 
 
 async def _read_piece(answer: aiohttp.ClientResponse) -> bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import Literal, TypeVar
@@ -23,10 +24,11 @@ MAX_REASON = 200
 
 # Answers about the request, not about the engine: vLLM's for a task that its model does not have.
 _HEALTHY_ERRORS = {HTTPStatus.NOT_IMPLEMENTED}
+_NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
 
 
 class _RequestFailedError(EngineFailedError):
-    """Engine that is well, and failed at this request."""
+    """Engine that is well, and failed at this request, or could not be asked for want of ours."""
 
 
 class EngineTimeoutError(KVXferError, TimeoutError):
@@ -164,4 +166,7 @@ async def _reach(call: Callable[[], Awaitable[T]]) -> T:
     try:
         return await call()
     except (aiohttp.ClientError, OSError) as exc:
-        raise EngineFailedError(str(exc) or type(exc).__name__) from exc
+        reason = str(exc) or type(exc).__name__
+        if isinstance(exc, OSError) and exc.errno in _NO_DESCRIPTOR:
+            raise _RequestFailedError(reason) from exc
+        raise EngineFailedError(reason) from exc

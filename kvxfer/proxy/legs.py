@@ -11,6 +11,8 @@ import msgspec
 from kvxfer.endpoint import MAX_PORT
 from kvxfer.errors import InvalidArgumentError
 
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 PARAMS = "kv_transfer_params"
 EXTRA = "vllm_xargs"
 """Field of a request from which vLLM takes them, too."""
@@ -26,9 +28,15 @@ _LENDING: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
+# What else P computes: one token. OpenAI's responses name it in another way, and would be kept.
 _ONE_TOKEN: Mapping[str, Any] = {"max_tokens": 1, "stream": False}
+_ONE_TOKEN_OF_RESPONSE: Mapping[str, Any] = {
+    "max_output_tokens": 1,
+    "stream": False,
+    "store": False,
+}
 _LIST_OF_PROMPTS = re.compile(rb'\s*\[\s*["\[]')
-_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "best_of")
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "best_of", "background")
 
 
 class Lender(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,13 +104,15 @@ class Completion:
     Attributes:
         fields: Values by name, as the client wrote them, without the parameters of a transfer:
             those are the proxy's, and no client's.
+        path: Path that it was sent to, which says what its fields mean.
     """
 
     fields: Mapping[str, msgspec.Raw]
+    path: str
 
     @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """Read the body of a request.
+    def parse(cls, body: bytes, path: str) -> Self:
+        """Read the body of a request to a path.
 
         Raises:
             InvalidArgumentError: It is not a JSON object.
@@ -118,11 +128,21 @@ class Completion:
                 extra = msgspec.json.decode(fields[EXTRA], type=dict[str, msgspec.Raw])
                 extra.pop(PARAMS, None)
                 fields[EXTRA] = _raw(extra)
-        return cls(fields)
+        return cls(fields, path)
 
     @property
-    def has_several_prompts(self) -> bool:
-        """Whether it is a batch of prompts; an answer has the parameters of the first one only."""
+    def needs_one_engine(self) -> str:
+        """Reason why no prefill engine is of use, as a metric has it; empty where one is.
+
+        Of a batch of prompts an answer has the parameters of the first one only; what was said
+        before a response is known to the engine that gave it.
+        """
+        if bytes(self.fields.get("previous_response_id", b"null")) != b"null":
+            return "previous_response"
+        return "several_prompts" if self._has_several_prompts else ""
+
+    @property
+    def _has_several_prompts(self) -> bool:
         prompt = self.fields.get("prompt")
         if prompt is None or not _LIST_OF_PROMPTS.match(prompt):
             return False
@@ -138,7 +158,8 @@ class Completion:
         Args:
             ticket: Name of the lease; None lets the engine choose it.
         """
-        fields: dict[str, Any] = {**self.fields, **_ONE_TOKEN}
+        one_token = _ONE_TOKEN_OF_RESPONSE if self.path == RESPONSES else _ONE_TOKEN
+        fields: dict[str, Any] = {**self.fields, **one_token}
         fields |= {name: 1 for name in ("max_completion_tokens", "n") if name in fields}
         for name in _NOT_FOR_PREFILL:
             fields.pop(name, None)

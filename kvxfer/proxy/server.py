@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import resource
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from http import HTTPStatus
@@ -11,9 +12,10 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.listener import Listener
 from kvxfer.proxy.client import Client, RefusedError, error_response
 from kvxfer.proxy.config import ProxyConfig
 from kvxfer.proxy.engine_client import EnginePoolClient, EngineTimeoutError
@@ -21,6 +23,15 @@ from kvxfer.proxy.engines import Engine, EngineFailedError
 from kvxfer.proxy.legs import Completion, Lender, params_of_answer
 from kvxfer.proxy.metrics import ProxyMetrics
 from kvxfer.text import printable
+
+MAX_DESCRIPTORS = 1 << 20
+"""Descriptors of a process, at most, where its limit is none: the default of Linux."""
+HEAD_TIMEOUT_S = 20.0
+"""Seconds for the head of the first request of a connection, as in Apache's mod_reqtimeout."""
+IDLE_TIMEOUT_S = 75.0
+"""Seconds from one answer of a connection to the head of its next request, as in nginx."""
+NUM_SPARE_DESCRIPTORS = 32
+"""Descriptors for what is no request: the event loop, the log, probes of engines."""
 
 LATE_PREFILL_S = 1.0
 """Seconds for the prefill leg after the decode leg has ended; then nobody needs it any more."""
@@ -84,16 +95,23 @@ class Proxy:
             access_log=None,
             logger=_SILENT,
             shutdown_timeout=0.1,
+            keepalive_timeout=IDLE_TIMEOUT_S,
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.endpoint.host, self.endpoint.port)
+        assert self._runner.server is not None
+        self._listener = Listener(
+            self.endpoint,
+            self._runner.server,
+            timeout_s=HEAD_TIMEOUT_S,
+            max_connections=_max_connections(),
+        )
         try:
-            await site.start()
+            await self._listener.start()
         except OSError as exc:
             await self.aclose()
             expected = f"an address to listen at: {exc}"
             raise InvalidArgumentError("listen", str(self.endpoint), expected) from exc
-        self.endpoint = Endpoint(self.endpoint.host, self._runner.addresses[0][1])
+        self.endpoint = self._listener.endpoint
         engines = len(self._config.prefill), len(self._config.decode)
         logger.info("listening at http://%s (prefill: %d, decode: %d)", self.endpoint, *engines)
         return self
@@ -113,8 +131,7 @@ class Proxy:
 
     async def _close(self) -> None:
         self._is_ending = True
-        for site in list(self._runner.sites):
-            await site.stop()
+        self._listener.stop()
         if self._under_way:
             logger.info("draining: requests under way: %d", len(self._under_way))
             _, late = await asyncio.wait(self._under_way, timeout=self._config.drain_timeout_s)
@@ -128,11 +145,16 @@ class Proxy:
         await self._decode.aclose()
 
     def _application(self) -> web.Application:
-        application = web.Application(client_max_size=self._config.max_body_bytes)
+        application = web.Application(
+            client_max_size=self._config.max_body_bytes, middlewares=[self._timed]
+        )
         application.add_routes(
             [
                 web.post("/v1/completions", self._counted(self._complete)),
                 web.post("/v1/chat/completions", self._counted(self._complete)),
+                web.post("/v1/responses", self._counted(self._complete)),
+                web.post("/v1/messages", self._counted(self._complete)),
+                web.post("/v1/messages/count_tokens", self._counted(self._pass_body_on)),
                 web.get("/v1/{path:.+}", self._counted(self._get), allow_head=False),
                 web.get("/health", self._health),
                 web.get("/metrics", self._show_metrics),
@@ -140,6 +162,19 @@ class Proxy:
             ]
         )
         return application
+
+    @web.middleware
+    async def _timed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Leave a request its time once all of it is there, and the next one a time to come."""
+        if request.can_read_body:
+            # A body has deadlines of its own; until it is there, it makes room for other clients.
+            self._listener.expect(request.transport, self._config.timeout_s + IDLE_TIMEOUT_S)
+        else:
+            self._listener.begin(request.transport)
+        try:
+            return await handler(request)
+        finally:
+            self._listener.expect(request.transport, IDLE_TIMEOUT_S)
 
     async def _health(self, _: web.Request) -> web.Response:
         is_healthy = self._decode.pool.is_healthy and not self._is_ending
@@ -151,9 +186,8 @@ class Proxy:
         return web.Response(body=self.metrics.text(engines), headers=content_type)
 
     async def _not_found(self, request: web.Request) -> web.Response:
-        return error_response(
-            HTTPStatus.NOT_FOUND, f"there is no {request.method} {request.path} here"
-        )
+        message = f"there is no {request.method} {request.path} here"
+        return error_response(HTTPStatus.NOT_FOUND, message, request.path)
 
     def _counted(
         self, handle: Callable[[Client, float], Awaitable[None]]
@@ -207,13 +241,20 @@ class Proxy:
     async def _get(self, client: Client, deadline_s: float) -> None:
         await self._pass_on(client, None, deadline_s)
 
+    async def _pass_body_on(self, client: Client, deadline_s: float) -> None:
+        body = await client.read(deadline_s)
+        self._listener.begin(client.request.transport)
+        await self._pass_on(client, body, deadline_s)
+
     async def _complete(self, client: Client, deadline_s: float) -> None:
+        body = await client.read(deadline_s)
+        self._listener.begin(client.request.transport)
         try:
-            completion = Completion.parse(await client.read(deadline_s))
+            completion = Completion.parse(body, client.request.path)
         except InvalidArgumentError as exc:
             raise RefusedError(HTTPStatus.BAD_REQUEST, str(exc)) from exc
-        if completion.has_several_prompts:
-            await self._decode_alone(client, completion, deadline_s, "several_prompts")
+        if alone := completion.needs_one_engine:
+            await self._decode_alone(client, completion, deadline_s, alone)
             return
         engine = self._prefill.pool.choose()
         if engine is None:
@@ -315,6 +356,14 @@ class Proxy:
         logger.warning("no decode engine answered; tried: %d, the last one: %s", len(tried), reason)
         message = f"none of {len(tried)} decode engines answered"
         raise RefusedError(HTTPStatus.BAD_GATEWAY, message)
+
+
+def _max_connections() -> int:
+    """Most connections of clients: with one to an engine of either kind for each."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        limit = MAX_DESCRIPTORS
+    return max(1, (limit - NUM_SPARE_DESCRIPTORS) // 3)
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:

@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvxfer.endpoint import MAX_PORT, Endpoint
 from kvxfer.errors import BackendUnavailableError
@@ -20,6 +20,8 @@ VARIABLE = "KVXFER_METRICS"
 EXPORTERS_VARIABLE = "OTEL_TRACES_EXPORTER"
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
+TIMEOUT_S = 5.0
+"""Time for which a client may be silent."""
 MAX_PROCESSES = 64
 """Ports that processes with the same endpoint share out among them."""
 
@@ -104,6 +106,9 @@ def _show_metrics(first: Endpoint) -> "Metrics":
                 text = f"{VARIABLE}: cannot listen at {first}: {exc}"
                 raise BackendUnavailableError(text) from exc
         else:
+            # Without it a client that sends half a request has a thread and a descriptor for ever.
+            handler: Any = server.RequestHandlerClass
+            server.RequestHandlerClass = type("Handler", (handler,), {"timeout": TIMEOUT_S})
             logger.info("metrics at %s", Endpoint(first.host, server.server_port))
             return metrics
     raise BackendUnavailableError(f"{VARIABLE}: no port from {first} to {last} is free")

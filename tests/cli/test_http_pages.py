@@ -1,13 +1,14 @@
 """HTTP pages: their answers, and the requests that are not answered."""
 
 import asyncio
+import contextlib
 import logging
 from http import HTTPStatus
 
 import pytest
 
 from kvxfer.backends.nixl import Endpoint
-from kvxfer.cli.http_pages import MAX_REQUEST_BYTES, HTTPPages, Page
+from kvxfer.cli.http_pages import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HTTPPages, Page
 from kvxfer.errors import BackendUnavailableError
 
 ANY_PORT = Endpoint("127.0.0.1", 0)
@@ -56,6 +57,31 @@ async def test_the_answer_is_that_of_the_moment() -> None:
 async def test_who_asks_nothing_is_not_waited_for() -> None:
     async with HTTPPages(ANY_PORT, PAGES, timeout_s=0.05) as ready:
         assert await ask(ready.endpoint, b"GET /ready") == b""
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /ready"])
+async def test_who_asks_nothing_makes_room_for_others(sent: bytes) -> None:
+    async with HTTPPages(ANY_PORT, PAGES) as ready, contextlib.AsyncExitStack() as stack:
+        endpoint = ready.endpoint
+        for _ in range(2 * MAX_CONNECTIONS):
+            _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+            stack.callback(writer.close)
+            writer.write(sent)
+        assert await ask(endpoint, b"GET /ready HTTP/1.1\r\n\r\n") == b"HTTP/1.1 200 OK"
+
+
+async def test_who_does_not_read_the_answer_is_not_waited_for() -> None:
+    long = {"/ready": lambda: Page(HTTPStatus.OK, bytes(64 << 20))}
+    async with HTTPPages(ANY_PORT, long, timeout_s=0.2) as ready:
+        _, writer = await asyncio.open_connection(ready.endpoint.host, ready.endpoint.port)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(b"GET /ready HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(5):
+            while ready.num_connections != 1:  # noqa: ASYNC110 - of a server
+                await asyncio.sleep(0.01)
+            while ready.num_connections:  # noqa: ASYNC110 - of a server
+                await asyncio.sleep(0.01)
+        writer.close()
 
 
 async def test_a_port_that_is_taken_is_said_so() -> None:

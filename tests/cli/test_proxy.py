@@ -16,6 +16,7 @@ import pytest
 from kvxfer.cli import main
 from tests.cli.peers import COMMAND, LIMIT_S
 from tests.proxy.fake_engines import BODY, COMPLETIONS, HOST, PIECES, FakeEngine
+from tests.proxy.test_connections import HALF_BODY, HALF_HEAD
 
 pytestmark = pytest.mark.processes
 
@@ -30,6 +31,10 @@ import sys
 from kvxfer.proxy import Proxy
 assert "torch" not in sys.modules, "torch was imported"
 """
+
+
+ENGINES = ("--prefill", "http://p:8000", "--decode", "http://d:8000")
+TIMEOUT = aiohttp.ClientTimeout(LIMIT_S)
 
 
 class ProxyProcess:
@@ -58,10 +63,12 @@ class ProxyProcess:
 
 
 @contextlib.asynccontextmanager
-async def proxy_process(*options: str) -> AsyncIterator[ProxyProcess]:
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND, "proxy", "--listen", f"{HOST}:0", *options, stderr=subprocess.PIPE
-    )
+async def proxy_process(
+    *options: str, num_descriptors: int | None = None
+) -> AsyncIterator[ProxyProcess]:
+    within = () if num_descriptors is None else ("prlimit", f"--nofile={num_descriptors}")
+    command = *within, *COMMAND, "proxy", "--listen", f"{HOST}:0", *options
+    process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
     proxy = ProxyProcess(process)
     try:
         yield proxy
@@ -109,13 +116,26 @@ async def test_a_request_that_does_not_end_is_cut_off_after_its_time() -> None:
         assert "WARNING cut off requests still under way: 1\n" in "".join(proxy.said)
 
 
+@pytest.mark.parametrize("sent", [HALF_HEAD, HALF_BODY])
+async def test_half_requests_that_take_every_descriptor_keep_nobody_out(sent: bytes) -> None:
+    async with aiohttp.ClientSession() as session, contextlib.AsyncExitStack() as stack:
+        async with proxy_process(*ENGINES, num_descriptors=64) as proxy:
+            url = (await proxy.wait_for(r"listening at (\S+)"))[1]
+            address = HOST, int(url.rpartition(":")[2])
+            for _ in range(100):
+                stack.enter_context(socket.create_connection(address)).sendall(sent)
+            for _ in range(3):
+                async with session.get(url + "/health", timeout=TIMEOUT) as response:
+                    assert response.status == 200
+            proxy.process.terminate()
+            assert await proxy.wait() == 0
+        assert len("".join(proxy.said)) < 10_000
+
+
 @pytest.fixture
 def taken() -> Iterator[str]:
     with socket.create_server((HOST, 0)) as server:
         yield f"{HOST}:{server.getsockname()[1]}"
-
-
-ENGINES = ("--prefill", "http://p:8000", "--decode", "http://d:8000")
 
 
 @pytest.mark.parametrize(

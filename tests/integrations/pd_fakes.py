@@ -26,7 +26,7 @@ def ticket_params(**changes: Any) -> dict[str, Any]:
         "remote_engine_id": "p",
         "remote_request_id": LEASE,
         "remote_host": "127.0.0.1",
-        "remote_port": 7100,
+        "remote_port": 7200,
         "remote_block_ids": [[0]],
         "tp_size": 1,
     }

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
 
+from kvxfer.endpoint import Endpoint
 from kvxfer.errors import CacheMismatchError, PeerTimeoutError
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
@@ -31,7 +32,9 @@ from tests.integrations.pd_fakes import (
 class Side:
     """D's scheduler with a clock and a hand-over of the test."""
 
-    def __init__(self, *windows: int | None, num_states: int = 0) -> None:
+    def __init__(
+        self, *windows: int | None, num_states: int = 0, own: Endpoint | None = None
+    ) -> None:
         self.now = 0.0
         self.handover = FakeHandover()
         self.counters = Counters()
@@ -44,6 +47,7 @@ class Side:
             groups=groups,
             prompts=Prompts(groups.num_last_tokens),
             counters=self.counters,
+            own=own,
             clock=lambda: self.now,
         )
 
@@ -208,6 +212,24 @@ def test_an_error_is_a_warning_and_a_count(
     assert side.counts()[f"refused/{reason}"] == 1
     side.scheduler.finish(request)
     side.require_over()
+
+
+def test_of_a_router_that_sends_both_legs_here_there_is_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    side = Side(own=Endpoint("127.0.0.1", 7200))
+    for name in ("1", "2", "3"):
+        request = make_request(ticket_params(), name=name)
+        side.scheduler.on_new_request(request)
+        assert side.scheduler.num_matched_tokens(request, 0) == (0, False)
+        side.scheduler.on_alloc(request, make_blocks([5, 6, 7]), 0)
+        side.scheduler.finish(request)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert not side.handover.asked
+    assert not side.planned()
+    assert side.handover.released == {LEASE: 3}
+    assert side.counts() == {"refused/same_engine": 3}
+    assert side.scheduler.num_requests == 0
 
 
 def test_a_prompt_that_p_does_not_have_is_computed_here(side: Side) -> None:

@@ -48,6 +48,58 @@ async def test_the_prefill_leg_computes_one_token_and_its_params_go_to_the_decod
     assert prefill.headers["X-Request-Id"] == decode.headers["X-Request-Id"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "for_prefill"),
+    [
+        (
+            "/v1/responses",
+            {"input": "x", "max_output_tokens": 9, "store": True, "background": True},
+            {"input": "x", "max_output_tokens": 1, "store": False, "stream": False},
+        ),
+        (
+            "/v1/messages",
+            {"messages": [], "max_tokens": 9, "thinking": {"budget_tokens": 5}},
+            {"messages": [], "max_tokens": 1, "thinking": {"budget_tokens": 5}, "stream": False},
+        ),
+    ],
+)
+async def test_the_interfaces_of_agents_have_both_legs(
+    path: str, body: dict[str, Any], for_prefill: dict[str, Any]
+) -> None:
+    async with routed() as it:
+        assert await it.post(body, path) == (200, {"by": it.decode[0].url})
+        (prefill,), (decode,) = it.prefill[0].asked, it.decode[0].asked
+    assert prefill.body == {**for_prefill, "kv_transfer_params": LENT}
+    assert decode.body == {**body, "kv_transfer_params": PARAMS}
+    assert prefill.path == decode.path == path
+
+
+async def test_a_response_to_an_earlier_one_is_decoded_alone() -> None:
+    async with routed() as it:
+        for name in ("resp_1", None):
+            assert (await it.post({"previous_response_id": name}, "/v1/responses"))[0] == 200
+        assert len(it.prefill[0].asked) == 1
+        assert (await it.samples())['decoded_alone_total{reason="previous_response"}'] == 1
+
+
+async def test_tokens_are_counted_by_a_decode_engine() -> None:
+    async with routed() as it:
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        assert (await it.post(body, "/v1/messages/count_tokens"))[0] == 200
+        assert not it.prefill[0].asked
+        assert [asked.body for asked in it.decode[0].asked] == [body]
+
+
+async def test_an_error_has_the_form_of_anthropic_for_its_paths() -> None:
+    async with routed() as it:
+        status, answer = await it.post(b"[]", "/v1/messages")
+        assert (status, answer["type"]) == (400, "error")
+        assert answer["error"].keys() == {"type", "message"}
+        await it.decode[0].__aexit__()
+        status, answer = await it.post({}, "/v1/messages")
+        assert (status, answer["error"]["type"]) == (502, "api_error")
+
+
 async def test_a_request_id_of_the_client_is_kept_on_both_legs() -> None:
     async with routed() as it:
         await it.post(headers={"X-Request-Id": "mine"})

@@ -1,6 +1,7 @@
 """Metrics that an environment variable shows: of each process, at a port of its own."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 import tempfile
@@ -96,6 +97,19 @@ def test_each_process_shows_all_its_backends_at_the_next_free_port() -> None:
         for number in range(2):
             engines.enter_context(engine(f"127.0.0.1:{first}", 10 * number + 1))
         assert [misses(first), misses(first + 1)] == [2, 12]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nX-A: "])
+def test_half_a_request_for_metrics_is_not_waited_for(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_ports()
+    monkeypatch.setenv(environment.VARIABLE, f"127.0.0.1:{port}")
+    monkeypatch.setattr(environment, "TIMEOUT_S", 0.1)
+    assert environment.environment_observers(NAMESPACE)
+    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as client:
+        client.sendall(sent)
+        assert client.recv(1) == b""
 
 
 def test_without_the_variable_nothing_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:

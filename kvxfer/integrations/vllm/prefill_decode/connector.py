@@ -131,6 +131,9 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self._handover = Handover(
             self._settings.asking, self._namespace, CacheDescription.decode(facts.description)
         )
+        own: Endpoint | None = None
+        if (listen := self._settings.exchange.listen_endpoint) is not None and self._lends:
+            own = Endpoint(self._settings.advertise or listen.host, facts.port)
         if self._reads:
             self._decode = DecodeScheduler(
                 self._handover,
@@ -138,14 +141,14 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
                 groups=groups,
                 prompts=prompts,
                 counters=self._counters,
+                own=own,
                 reports=Reports(self._journals, PEERS),
             )
-        if (listen := self._settings.exchange.listen_endpoint) is not None and self._lends:
-            host = self._settings.advertise or listen.host
+        if own is not None:
             self._prefill = PrefillScheduler(
                 groups=groups,
                 prompts=prompts,
-                endpoint=Endpoint(host, facts.port),
+                endpoint=own,
                 engine_id=self._vllm_config.kv_transfer_config.engine_id,
                 tp_size=self._vllm_config.parallel_config.tensor_parallel_size,
             )

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters, Reason
@@ -64,6 +65,7 @@ class DecodeScheduler:
         groups: The groups whose blocks are loaded.
         prompts: Makes their keys.
         counters: Counters to add to.
+        own: Endpoint at which this engine lends; a ticket that names it is a router's mistake.
         clock: Seconds.
         reports: Told of each request that is asked about, once.
     """
@@ -76,6 +78,7 @@ class DecodeScheduler:
         groups: Groups,
         prompts: Prompts,
         counters: Counters,
+        own: Endpoint | None = None,
         clock: Callable[[], float] = time.monotonic,
         reports: Reports = Reports(),  # noqa: B008 - without observers it does nothing
     ) -> None:
@@ -85,6 +88,8 @@ class DecodeScheduler:
         self._prompts = prompts
         self._tokens_per_hit = math.lcm(*groups.tokens_per_block)
         self._counters = counters
+        self._own = own
+        self._has_warned_of_own = False
         self._clock = clock
         self._reports = reports
         self._asked: dict[str, _Asked] = {}
@@ -201,6 +206,13 @@ class DecodeScheduler:
         if isinstance(ticket, InvalidArgumentError):
             self._refuse(request, Reason.INVALID, str(ticket))
             return None
+        if ticket.endpoint == self._own:
+            self._release_ticket(ticket)
+            text = "the router sent both legs of it to this engine; of others there is no warning"
+            level = logging.DEBUG if self._has_warned_of_own else logging.WARNING
+            self._has_warned_of_own = True
+            self._refuse(request, Reason.SAME_ENGINE, text, level=level)
+            return None
         keys = self._prompts.keys_for_decode(request)
         if keys is None:
             self._submit(self._handover.release(ticket.endpoint, ticket.lease))
@@ -227,8 +239,10 @@ class DecodeScheduler:
             return exc
         return ticket
 
-    def _refuse(self, request: Any, reason: Reason, text: str) -> tuple[int, bool]:
-        logger.warning("request %s computes its prompt here: %s", request.request_id, text)
+    def _refuse(
+        self, request: Any, reason: Reason, text: str, *, level: int = logging.WARNING
+    ) -> tuple[int, bool]:
+        logger.log(level, "request %s computes its prompt here: %s", request.request_id, text)
         self._counters.add_reason("refused", reason)
         self._tell_refused(request, text)
         self._settle(request.request_id)

@@ -44,6 +44,7 @@ class Reason(enum.StrEnum):
     NO_TOKENS = "no_tokens"
     NO_ANSWER = "no_answer"
     MISSING = "missing"
+    SAME_ENGINE = "same_engine"
     NAMESPACE = "other_model"
     GEOMETRY = "other_geometry"
     UNREACHABLE = "unreachable"

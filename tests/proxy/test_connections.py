@@ -1,0 +1,137 @@
+"""Connections to the proxy: half requests, idle ones, more than it has room for, and HTTP/1.0."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvxfer.endpoint import Endpoint
+from kvxfer.proxy import client, server
+from tests.proxy.fake_engines import BODY, COMPLETIONS, LIMIT_S, PIECES, routed
+
+HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nX-A: "
+HALF_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n{"
+NO_JSON = b"POST /v1/messages/count_tokens HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n{"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
+SHORT_S = 0.05
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    endpoint: Endpoint, sent: bytes
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(LIMIT_S):
+            yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def read_to_the_end(reader: asyncio.StreamReader) -> bytes:
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := await reader.read(1 << 16):
+            received += piece
+    return received
+
+
+async def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", SHORT_S)
+    async with routed() as it:
+        for sent in (b"", b"G", HALF_HEAD):
+            async with connected(it.proxy.endpoint, sent) as (reader, _):
+                assert await read_to_the_end(reader) == b""
+
+
+@pytest.mark.parametrize("sent", [HALF_BODY, NO_JSON])
+async def test_half_a_body_is_refused_long_before_the_time_of_a_request(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "BODY_TIMEOUT_S", SHORT_S)
+    async with routed(timeout_s=600.0) as it, connected(it.proxy.endpoint, sent) as (reader, _):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_body_has_more_time_the_more_of_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "BODY_TIMEOUT_S", 0.0)
+    async with routed() as it:
+        body = json.dumps(BODY).encode() + bytes(b" " * 5000)  # ten seconds more
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
+        sent = head % (len(body) + 1) + body
+        async with connected(it.proxy.endpoint, sent) as (reader, writer):
+            await asyncio.sleep(0)
+            writer.write(b" ")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "IDLE_TIMEOUT_S", SHORT_S)
+    async with routed() as it:
+        for more in (b"", HALF_HEAD):  # which nobody takes for a beginning
+            async with connected(it.proxy.endpoint, HEALTH + more) as (reader, _):
+                assert (await read_to_the_end(reader)).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("sent", [b"", HALF_HEAD, HALF_BODY, HEALTH])
+async def test_silent_connections_make_room_and_requests_under_way_go_on(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_max_connections", lambda: 4)
+    async with routed() as it, contextlib.AsyncExitStack() as stack:
+        it.decode[0].may_go_on.clear()
+        body = json.dumps({**BODY, "stream": True})
+        response = await stack.enter_async_context(it.session.post(it.url + COMPLETIONS, data=body))
+        silent = [
+            await stack.enter_async_context(connected(it.proxy.endpoint, sent)) for _ in range(12)
+        ]
+        async with connected(it.proxy.endpoint, HEALTH) as (reader, _):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        await read_to_the_end(silent[0][0])  # it was closed, as the oldest
+        it.decode[0].may_go_on.set()
+        assert await response.read() == b"".join(PIECES)
+
+
+async def test_newcomers_wait_while_every_connection_has_a_request_under_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "_max_connections", lambda: 2)
+    async with routed() as it, contextlib.AsyncExitStack() as stack:
+        it.decode[0].may_go_on.clear()
+        body = json.dumps({**BODY, "stream": True})
+        responses = [
+            await stack.enter_async_context(it.session.post(it.url + COMPLETIONS, data=body))
+            for _ in range(2)
+        ]
+        asking = [asyncio.create_task(it.get("/health")) for _ in range(3)]
+        async with asyncio.timeout(LIMIT_S):
+            while "2 are open" not in caplog.text:  # noqa: ASYNC110 - of a log
+                await asyncio.sleep(0.01)
+        it.decode[0].may_go_on.set()
+        for response in responses:
+            assert await response.read() == b"".join(PIECES)
+        assert {status for status, _ in await asyncio.gather(*asking)} == {200}
+    assert caplog.text.count("are open") == 1
+
+
+@pytest.mark.parametrize("kept", [b"X-A: b", b"Connection: keep-alive"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_end_of_an_answer_is_seen_by_a_client_of_http_1_0(
+    kept: bytes, *, stream: bool
+) -> None:
+    async with routed() as it:
+        body = json.dumps({**BODY, "stream": stream}).encode()
+        head = b"POST /v1/completions HTTP/1.0\r\n%b\r\nContent-Length: %d\r\n\r\n"
+        async with connected(it.proxy.endpoint, head % (kept, len(body)) + body) as (reader, _):
+            told, _, content = (await reader.readuntil(b"\r\n\r\n")).lower().partition(b"\r\n\r\n")
+            if b"content-length: " in told:
+                length = int(told.partition(b"content-length: ")[2].split(b"\r\n")[0])
+                assert json.loads(await reader.readexactly(length))
+            else:
+                assert stream
+                assert content + await reader.read() == b"".join(PIECES)
