@@ -151,7 +151,14 @@ class ClientSession:
     @property
     def carrier(self) -> str:
         """Carrier of this peer's bytes."""
+        if self._only_asks:
+            return "control messages alone"
         return "not connected" if self._theirs is None else self._theirs.carrier
+
+    @property
+    def _only_asks(self) -> bool:
+        """Whether the peer has no memory for blocks."""
+        return not self._greeting.reach.regions
 
     async def serve(self) -> None:
         """Answer until the connection ends; return when no block is pinned or read any more.
@@ -161,9 +168,10 @@ class ClientSession:
         """
         try:
             self._theirs = await self._node.link(self._greeting)
-            await self._channel.send(Ready(needs_data=self._theirs.carrier == "socket"))
+            needs_data = self._theirs.carrier == "socket" and not self._only_asks
+            await self._channel.send(Ready(needs_data=needs_data))
             self._heard = time.monotonic()  # until then it has to be silent
-            logger.info("serving %s by %s", self._channel.peer, self._theirs.carrier)
+            logger.info("serving %s by %s", self._channel.peer, self.carrier)
             self._require_signs_of_life()
             try:
                 while True:
@@ -183,6 +191,8 @@ class ClientSession:
         """
         if self._theirs is None or self._ended:
             raise PeerError(connection.peer, "its session is not ready, or has ended")
+        if self._only_asks:
+            raise PeerError(connection.peer, "it has no memory that blocks could be moved to")
         if self._num_attached >= MAX_DATA_CONNECTIONS:
             raise PeerError(connection.peer, f"more than {MAX_DATA_CONNECTIONS} data connections")
         self._num_attached += 1

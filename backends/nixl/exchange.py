@@ -53,6 +53,8 @@ class Exchange:
         desk: Desk at which peers ask for tickets, with `own`; None where there are none.
         max_clients: Most peers that connections are kept to; idle ones are closed, the least
             recently used first. None for no limit.
+        only_asks: Whether no blocks are moved: peers get no memory of this process, and so serve it
+            whatever their transport.
 
     Attributes:
         memory_kinds: Kinds of memory that blocks can be moved from and to, as of a `Backend`.
@@ -74,6 +76,7 @@ class Exchange:
         make_agent: Callable[[], TransferAgent] = NixlAgent,
         desk: LeaseDesk | None = None,
         max_clients: int | None = None,
+        only_asks: bool = False,
     ) -> None:
         if (own is not None) != bool(config.listen):
             wanted = "HOST:PORT with a backend whose blocks are served, and nothing without one"
@@ -103,6 +106,8 @@ class Exchange:
         if own is not None and config.listen_endpoint is not None:
             self.attach(own.regions)
             self._server = Server(self._node, self._open_store, config.listen_endpoint)
+        if only_asks:
+            return
         self.attach([self.staging.region])
         if self._generations is not None:
             self.attach([self._generations.region])

@@ -170,6 +170,8 @@ class LocalNode:
     async def link(self, greeting: Greeting) -> RemoteMemory:
         """Open the way to a peer's memory: by NIXL where it is faster, else by sockets.
 
+        A peer that only asks gives no memory: nothing is opened, whatever the transport.
+
         Raises:
             BackendUnavailableError: `transport=nixl`, and NIXL cannot reach the peer.
             ProtocolError: What the peer says of its memory makes no sense.
@@ -198,6 +200,8 @@ class LocalNode:
         await self.sockets.aclose()
 
     async def _link_by_nixl(self, greeting: Greeting, regions: Regions) -> RemoteMemory | None:
+        if not greeting.reach.regions:
+            return None
         agent, metadata = self._agent, greeting.reach.metadata
         carrier = choose_carrier(self.hello, greeting.hello)
         demanded = self.config.transport == "nixl"

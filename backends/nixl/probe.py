@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.agents.carrier import Carrier
@@ -23,7 +25,10 @@ from kvxfer.backends.nixl.wire import (
 )
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import NamespaceMismatchError, PeerError, PeerTimeoutError, TransferFailedError
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.keys import Namespace
+
+PAGE_BYTES = 4096
 
 NUM_PINGS = 5
 """Round trips that are measured; the quickest one counts."""
@@ -78,7 +83,7 @@ async def probe_peer(
             await _prove(node, endpoint)
             return PeerProbe(endpoint, None, is_here)
     async with (
-        _open_node(config, hello.namespace, make_agent) as node,
+        _open_node(config, hello.namespace, make_agent, [_some_memory()]) as node,
         contextlib.aclosing(await Connection.open(node, endpoint)) as connection,
     ):
         timeout_s = config.handshake_timeout_s
@@ -102,13 +107,23 @@ async def probe_peer(
 
 @contextlib.asynccontextmanager
 async def _open_node(
-    config: NixlConfig, namespace: Namespace | None, make_agent: Callable[[], TransferAgent]
+    config: NixlConfig,
+    namespace: Namespace | None,
+    make_agent: Callable[[], TransferAgent],
+    memory: Sequence[MemoryRegion] = (),
 ) -> AsyncIterator[LocalNode]:
     node = LocalNode(config, namespace, make_agent=make_agent)
     try:
+        node.add_memory(memory)
         yield node
     finally:
         await node.aclose()
+
+
+def _some_memory() -> MemoryRegion:
+    """Make memory, which a holder has to reach: one that only asks would be served in any case."""
+    page = np.zeros(PAGE_BYTES, np.uint8)
+    return MemoryRegion(page.ctypes.data, page.nbytes, owner=page)
 
 
 async def _ask_hello(node: LocalNode, endpoint: Endpoint) -> Hello:

@@ -101,6 +101,7 @@ class Handover:
             desk=self._lender,
             largest_block_bytes=max(group.payload_size_bytes for group in description.groups),
             max_clients=MAX_CLIENTS,
+            only_asks=caches is None,
         )
         self._asker = Asker(self._exchange, description, timeout_s=config.timeout_s)
         self._fetcher: Fetcher | None = None

@@ -95,7 +95,9 @@ async def lent(**fields: Any) -> AsyncIterator[Lent]:
             yield Lent(exchange, desk, memory, payloads)
 
 
-def reader(max_clients: int | None = None, **fields: Any) -> Exchange:
+def reader(
+    max_clients: int | None = None, *, only_asks: bool = False, **fields: Any
+) -> Exchange:
     """Make an exchange that only reads."""
     config = NixlConfig(**fields)
     return Exchange(
@@ -104,6 +106,7 @@ def reader(max_clients: int | None = None, **fields: Any) -> Exchange:
         largest_block_bytes=4608,
         make_agent=FakeNixlAgent,
         max_clients=max_clients,
+        only_asks=only_asks,
     )
 
 
@@ -127,6 +130,23 @@ async def test_blocks_are_loaded_without_a_lookup_and_without_groups(
             carrier, statistics = exchange.statistics[str(holder.endpoint)]
             assert carrier == ("socket" if transport == "socket" else "cma")
             assert statistics.num_loaded_bytes == sum(map(len, holder.payloads))
+
+
+async def test_who_only_asks_is_answered_whatever_the_transport_and_gets_no_block() -> None:
+    async with (
+        lent(transport="nixl", integrity="fenced") as holder,
+        reader(transport="socket", only_asks=True, timeout_s=2.0) as asking,
+    ):
+        client = asking.peer(holder.endpoint)
+        assert await client.describe() == holder.desk.description
+        assert (await client.hold("ours", KEYS)).there == [True] * 4
+        outcomes = await client.load(KEYS, holder.memory.describe(0, range(8, 12)))
+        assert not any(outcome.done for outcome in outcomes)
+        await client.release(["ours"])
+        assert not holder.desk.tickets
+        async with reader(transport="socket") as moving:
+            with pytest.raises(KVXferError):
+                await moving.peer(holder.endpoint).hold("ours", KEYS)
 
 
 async def test_no_burst_of_questions_about_tickets_is_refused() -> None:

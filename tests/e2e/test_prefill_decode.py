@@ -26,6 +26,11 @@ MORE = partial(pytest.param, marks=[pytest.mark.exhaustive, pytest.mark.timeout(
             id="1p1d-some",
             marks=pytest.mark.timeout(SOME_LIMIT_S),
         ),
+        pytest.param(
+            *("nixl-fenced", ["basic", "late"]),
+            id="nixl-fenced-some",
+            marks=pytest.mark.timeout(SOME_LIMIT_S),
+        ),
         *(MORE(shape, scenarios, id=shape) for shape, (_, scenarios) in SHAPES.items()),
     ],
 )

@@ -53,7 +53,8 @@ class EngineShape:
         tokens_per_step: Most tokens of one step; longer prompts are computed in chunks.
         cache_mib: Size of the cache of each worker.
         uses_tcp: Bytes go through TCP connections, as between machines.
-        integrity: What proves a page, see `NixlConfig`; with kvxfer.
+        transport: Transport of the bytes otherwise, see `NixlConfig`; with kvxfer.
+        integrity: What proves a page, likewise.
         host_tier: Capacity of a host tier of its own; empty for none. With kvxfer only.
         is_audited: What lands is compared with what was lent; with kvxfer.
         alters_loads: A page of each load is altered once it was verified; with kvxfer.
@@ -69,6 +70,7 @@ class EngineShape:
     tokens_per_step: int = MAX_MODEL_LEN
     cache_mib: int = 32
     uses_tcp: bool = False
+    transport: str = "auto"
     integrity: str = "full"
     host_tier: str = ""
     is_audited: bool = True
@@ -107,7 +109,7 @@ def _kvxfer(port: int, shape: EngineShape) -> tuple[dict[str, Any], dict[str, st
             "lease_s": LEASE_S,
             "timeout_s": TIMEOUT_S,
             "integrity": shape.integrity,
-            **({"transport": "socket"} if shape.uses_tcp else {}),
+            "transport": "socket" if shape.uses_tcp else shape.transport,
             **({"backend": [f"host://?capacity={shape.host_tier}"]} if shape.host_tier else {}),
         },
     }

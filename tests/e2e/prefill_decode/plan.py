@@ -46,6 +46,7 @@ SCENARIOS: Mapping[str, Scenario] = {
 _TWO = (EngineShape(), EngineShape())
 _TCP = EngineShape(uses_tcp=True)
 _FENCED = EngineShape(integrity="fenced")
+_NIXL = EngineShape(transport="nixl", integrity="fenced")
 _STATES = EngineShape(model="qwen3-next", dtype="bfloat16", tokens_per_block=256, cache_mib=64)
 
 
@@ -75,6 +76,7 @@ SHAPES: Mapping[str, tuple[Shape, Sequence[str]]] = {
         _alike(_FENCED),
         ("basic", "many", "abort", "late", "forged-some", "stop", "stopmid", "kill", "killmid"),
     ),
+    "nixl-fenced": (_alike(_NIXL), ("basic", "many", "late", "killmid")),
     "chunked": (Shape([EngineShape(tokens_per_step=512)]), ("basic", "many", "abort", "overlap")),
     "crowded": (Shape([EngineShape(tokens_per_step=256, cache_mib=20)]), ("preempted",)),
     "crowded-fenced": (

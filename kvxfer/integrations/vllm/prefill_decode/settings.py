@@ -117,7 +117,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def asking(self) -> NixlConfig:
-        """Configuration of the scheduler, which asks and moves no blocks."""
+        """Configuration of the scheduler, which asks and moves no blocks: it needs no NIXL."""
         return msgspec.structs.replace(self.reading, transport="socket", integrity="full")
 
     @property
