@@ -95,9 +95,7 @@ async def lent(**fields: Any) -> AsyncIterator[Lent]:
             yield Lent(exchange, desk, memory, payloads)
 
 
-def reader(
-    max_clients: int | None = None, *, only_asks: bool = False, **fields: Any
-) -> Exchange:
+def reader(max_clients: int | None = None, *, only_asks: bool = False, **fields: Any) -> Exchange:
     """Make an exchange that only reads."""
     config = NixlConfig(**fields)
     return Exchange(

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("lmcache.v1.distributed.l2_adapters", reason="needs LMCache")
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.lmcache.object_keys import object_id_of, object_key_of
+from kvxfer.integrations.lmcache import residents as residents_module
+from kvxfer.integrations.lmcache.object_keys import object_id_of, object_key_of, piece_key
 from kvxfer.integrations.lmcache.settings import AdapterSettings
 from tests.integrations.lmcache_driver import (
     Driver,
@@ -287,6 +288,41 @@ def test_objects_are_listed_page_by_page(driver: Driver, memory: Memory) -> None
         driver.adapter.list_l2_keys(page_size=0)
     with pytest.raises(ValueError, match="cursor"):
         driver.adapter.list_l2_keys(cursor="no token")
+
+
+def test_lists_are_in_order_and_sorted_once_whatever_comes_and_goes_between_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_sorted = 0
+
+    def counting(*args: Any) -> Any:
+        nonlocal num_sorted
+        num_sorted += 1
+        return sorted(*args)
+
+    monkeypatch.setattr(residents_module, "sorted", counting, raising=False)
+    residents = residents_module.Residents(1 << 16, "fingerprint", lambda: None)
+    ids = [object_id_of(make_key(number)) for number in range(400)]
+
+    def tell() -> None:
+        residents.deliver(lambda *_: None, lambda *_: None)
+
+    residents.add([piece_key(each, 0) for each in ids[::2]], tier="file")
+    tell()
+    listed: list[bytes] = []
+    for number in range(100):
+        page = residents.list_objects(listed[-1] if listed else b"", 2, None)
+        listed += [object_id for object_id, _, _ in page]
+        residents.add([piece_key(ids[2 * number + 1], 0)], tier="file")  # of an earlier page
+        if number % 2:
+            residents.discard([piece_key(ids[2 * number], 0)], tier="file")
+        tell()
+    assert listed == ids[::2]
+    assert num_sorted == 1
+    left = [each for at, each in enumerate(ids[:200]) if at % 4 != 2] + ids[200::2]
+    assert [each for each, _, _ in residents.list_objects(b"", 1000, None)] == left
+    assert residents.num_objects == len(left)
+    assert residents.list_objects(b"", 1000, "another") == []
 
 
 def test_files_of_before_are_found_counted_and_listed(tmp_path: Path, memory: Memory) -> None:

@@ -14,13 +14,16 @@ pytest.importorskip("lmcache.v1.distributed.l2_adapters", reason="needs LMCache"
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.internal_api import L2AdapterListener
 
+from kvxfer.connect import open_backend
 from kvxfer.integrations.lmcache import KVXferL2Adapter
+from kvxfer.integrations.lmcache.object_keys import piece_of
 from kvxfer.integrations.lmcache.settings import AdapterSettings
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Observer, Operation, Reports
 from kvxfer.testing import DictBackend, DictConfig, FaultRates
+from kvxfer.tiering.tiered_backend import TieredBackend, observe
 from tests.backends.nixl_holders import HolderProcess
 from tests.integrations.lmcache_driver import Driver, Memory, bytes_of, make_key, plugin
 from tests.integrations.lmcache_faulty import FaultyAdapter
@@ -66,6 +69,98 @@ def test_a_backend_that_tells_nothing_is_counted_all_the_same(
     adapter.delete(KEYS[:1])
     assert adapter.get_usage().total_bytes_used == SIZE
     assert driver.lookup(KEYS) == [False, True]
+
+
+class PartlyAway(DictBackend):
+    """Backend some of whose blocks are away, as those of a peer that is gone for a while."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        super().__init__(DictConfig(), namespace)
+        self.away: dict[BlockKey, Any] = {}
+
+    def leave(self, is_away: Callable[[int], bool]) -> None:
+        """Let the pieces be away whose index within their object is."""
+        for key in [key for key in self._blocks if is_away(piece_of(key)[1])]:
+            self.away[key] = self._blocks.pop(key)
+
+    def come_back(self) -> None:
+        self._blocks |= self.away
+        self.away.clear()
+
+
+class PartlyAwayAdapter(KVXferL2Adapter):
+    """Adapter over such a backend, below others."""
+
+    above: tuple[str, ...] = ()
+    backend: PartlyAway
+
+    def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
+        self.backend = PartlyAway(namespace)
+        tiers = [*(open_backend(url, namespace) for url in self.above), self.backend]
+        opened = tiers[0] if len(tiers) == 1 else TieredBackend(tiers, namespace)
+        return observe(opened, Reports(observers))
+
+
+@pytest.fixture
+def partly_away(memory: Memory, request: pytest.FixtureRequest) -> Iterator[PartlyAwayAdapter]:
+    kind = type("Adapter", (PartlyAwayAdapter,), {"above": getattr(request, "param", ())})
+    made = kind(PARAMS | {"timeout_s": 5.0}, l1_memory_desc=memory.desc)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("is_away", [lambda index: index == 0, lambda index: index > 0], ids=str)
+def test_an_object_of_which_a_piece_is_away_is_a_miss_and_there_again_with_it(
+    partly_away: PartlyAwayAdapter, memory: Memory, is_away: Callable[[int], bool]
+) -> None:
+    driver = Driver(partly_away)
+    stored = [memory.fill(SIZE, 1), memory.fill(SIZE, 2)]
+    driver.store(KEYS, stored)
+    num_blocks = len(partly_away.backend._blocks)
+    partly_away.backend.leave(is_away)
+    loaded = [memory.allocate(SIZE) for _ in KEYS]
+    assert driver.load(KEYS, loaded) == [False, False]
+    assert driver.lookup(KEYS) == [False, False]
+    assert partly_away.get_usage().total_bytes_used == 0
+    assert partly_away.report_status()["num_objects"] == 0
+    partly_away.backend.come_back()
+    assert driver.lookup(KEYS) == [True, True]
+    assert driver.load(KEYS, loaded) == [True, True]
+    assert bytes_of(loaded) == bytes_of(stored)
+    assert len(partly_away.backend._blocks) == num_blocks
+    assert partly_away.get_usage().total_bytes_used == 2 * SIZE
+
+
+def test_an_object_that_lost_a_piece_without_a_word_is_stored_anew(
+    partly_away: PartlyAwayAdapter, memory: Memory
+) -> None:
+    driver, (key, _) = Driver(partly_away), KEYS
+    driver.store([key], [memory.fill(SIZE, 1)])
+    partly_away.backend.leave(lambda index: index == 1)
+    partly_away.backend.away.clear()
+    loaded = memory.allocate(SIZE)
+    assert driver.load([key], [loaded]) == [False]
+    assert driver.store([key], [memory.fill(SIZE, 1)]).is_successful()
+    assert driver.lookup([key]) == [True]
+    assert driver.load([key], [loaded]) == [True]
+
+
+@pytest.mark.parametrize("partly_away", [("host://?capacity=512KiB",)], indirect=True)
+def test_what_leaves_host_memory_stays_in_a_tier_that_tells_nothing(
+    partly_away: PartlyAwayAdapter, memory: Memory
+) -> None:
+    driver, keys = Driver(partly_away), [make_key(number) for number in range(5)]
+    stored = [memory.fill(3 * (65_536 - 32), number) for number in range(5)]  # of which two fit
+    for key, each in zip(keys, stored, strict=True):
+        driver.store([key], [each])
+        partly_away._objects.ask(partly_away._objects._backend.flush()).result(10)
+    assert len(partly_away.backend._blocks) == 15
+    for key, each in zip(keys, stored, strict=True):
+        assert driver.lookup([key]) == [True]
+        expected = bytes_of([each])
+        assert driver.load([key], [each]) == [True]
+        assert bytes_of([each]) == expected
+    assert len(partly_away.backend._blocks) == 15
 
 
 class Listener(L2AdapterListener):  # type: ignore[misc] # LMCache is not typed

@@ -10,6 +10,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from kvxfer.backends.file import FileBackend
+from kvxfer.backends.host import HostBackend
 from kvxfer.connect import open_backend
 from kvxfer.engine_side.plug import Plug
 from kvxfer.errors import InvalidArgumentError, KVXferError
@@ -32,6 +34,7 @@ from kvxfer.integrations.lmcache.residents import Residents
 from kvxfer.integrations.lmcache.settings import AdapterSettings
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
+from kvxfer.storage.observed_backend import unwrapped
 from kvxfer.storage.observer import Observer
 
 PIN_S = 60.0
@@ -80,6 +83,8 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         namespace = settings.namespace
         self._residents = Residents(settings.piece, namespace.fingerprint, self._wake)
         backend = self.open_backend(namespace, [self._residents])
+        self._residents.num_tiers = len(getattr(backend, "tiers", [backend]))
+        self._residents.is_exact = isinstance(unwrapped(backend), HostBackend | FileBackend)
         self._objects = ObjectStore(backend, settings, self._residents)
         self._stored: Answers[Any] = Answers()
         self._found: Answers[Any] = Answers()
@@ -196,11 +201,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             after = bytes.fromhex(cursor or "")
         except ValueError as exc:
             raise InvalidArgumentError("cursor", cursor, "the token of a page before") from exc
-        left = [
-            (object_id, key, num_bytes)
-            for object_id, key, num_bytes in self._residents.list_objects()
-            if object_id > after and model_name in {None, key.model_name}
-        ]
+        left = self._residents.list_objects(after, page_size + 1, model_name)
         page = left[:page_size]
         entries = tuple(KeyEntry(key.to_encoded_object_key(), size) for _, key, size in page)
         return KeyListPage(entries, page[-1][0].hex() if len(left) > page_size else None)
@@ -214,7 +215,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             "suspended": suspended,
             "breaker_open": is_open,
             "closed": self._closed,
-            "num_objects": len(self._residents.list_objects()),
+            "num_objects": self._residents.num_objects,
         }
 
     def close(self) -> None:

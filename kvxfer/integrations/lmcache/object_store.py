@@ -20,12 +20,13 @@ import xxhash
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.integrations.lmcache.answers import Task
 from kvxfer.integrations.lmcache.interface import ObjectKey
-from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_key
+from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_key, piece_of
 from kvxfer.integrations.lmcache.residents import Residents
 from kvxfer.integrations.lmcache.settings import UNIT_BYTES, AdapterSettings
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.calls import Calls
+from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 from kvxfer.storage.suspension import Suspension
@@ -114,6 +115,7 @@ class ObjectStore:
         backend.attach([each.region for each in self._staging.values()])
         self._loop = EngineLoop("LMCache's store")
         self._calls = Calls()
+        self._deletes = KeyLocks()
         self._copies = CPUCopyEngine()
         self._threads = Threads("kvxfer-lmcache", 2)
         self._suspension = Suspension("LMCache's store", settings.pause_s)
@@ -154,7 +156,8 @@ class ObjectStore:
         task.done[:] = await self._lookup(task, keys)
 
     async def store(self, task: Task, objects: Sequence[StoredObject]) -> None:
-        """Store the objects that are not there."""
+        """Store the objects that are not there, once deletes of pieces of them have ended."""
+        await self._deletes.wait([piece_key(object_id_of(each.key), 0) for each in objects])
         there = await self._lookup(task, [each.key for each in objects])
         new = {each.key: each for each, found in zip(objects, there, strict=True) if not found}
         for each in new.values():
@@ -169,17 +172,13 @@ class ObjectStore:
         task.num_bytes = sum(new[key].num_bytes for key in stored)
 
     async def load(self, task: Task, objects: Sequence[StoredObject]) -> None:
-        """Load objects into their memory. What is not whole is deleted."""
+        """Load objects into their memory. What is corrupt or of another object is deleted."""
         pieces = [piece for each in objects for piece in each.cut(self._settings.piece)]
         statuses = await self._move_all(task, pieces, Direction.LOAD)
         bad = {piece.of.index for piece in pieces if statuses.get(piece) is not Status.DONE}
         for each in objects:
             task.done[each.index] = each.index not in bad
-        useless = {
-            piece.of.index
-            for piece, status in statuses.items()
-            if status in {Status.MISSING, Status.CORRUPT}
-        }
+        useless = {piece.of.index for piece, status in statuses.items() if status is Status.CORRUPT}
         if useless:
             task.end()
             await self.delete_pieces([each.key for each in pieces if each.of.index in useless])
@@ -193,9 +192,11 @@ class ObjectStore:
         keys = list(dict.fromkeys(keys))
         if not keys:
             return
-        removed = await self._backend.delete(keys)
-        unsure = [key for key, is_gone in zip(keys, removed, strict=True) if not is_gone]
-        stays = await self._backend.lookup(unsure) if unsure else []
+        first = dict.fromkeys(piece_key(piece_of(key)[0], 0) for key in keys)
+        async with self._deletes.acquire(list(first)):
+            removed = await self._backend.delete(keys)
+            unsure = [key for key, is_gone in zip(keys, removed, strict=True) if not is_gone]
+            stays = await self._backend.lookup(unsure) if unsure else []
         kept = {key for key, there in zip(unsure, stays, strict=True) if there}
         self._residents.discard([key for key in keys if key not in kept])
 
@@ -215,12 +216,17 @@ class ObjectStore:
 
     async def _lookup(self, task: Task, keys: Sequence[ObjectKey]) -> list[bool]:
         ids = [object_id_of(key) for key in keys]
-        first = {each: piece_key(each, 0) for each in ids}
-        answer = await self._backend.lookup(list(first.values())) if first else []
+        needed = {
+            each: dict.fromkeys([piece_key(each, 0), *self._residents.away_of(each)])
+            for each in ids
+        }
+        asked = [key for pieces in needed.values() for key in pieces]
+        answer = await self._backend.lookup(asked) if asked else []
         task.answered = time.monotonic()
-        found = dict(zip(first, answer, strict=True))
-        self._residents.miss([first[each] for each, is_there in found.items() if not is_there])
-        return [found[each] for each in ids]
+        found = dict(zip(asked, answer, strict=True))
+        self._residents.miss([key for key, is_there in found.items() if not is_there])
+        self._residents.find([key for key, is_there in found.items() if is_there])
+        return [all(found[key] for key in needed[each]) for each in ids]
 
     async def _store_new(self, task: Task, objects: Sequence[StoredObject]) -> set[ObjectKey]:
         """Store objects; return the keys of those that are there."""
@@ -269,7 +275,9 @@ class ObjectStore:
             if direction is Direction.STORE:
                 self._residents.store(done)
             else:
-                self._residents.miss([each for each in keys if each not in done])
+                missing = [each.key for each in pieces if statuses[each] is Status.MISSING]
+                self._residents.lose(missing)
+                self._residents.find(done)
                 statuses |= await self._threads.run(self._empty, task, statuses, staged)
         return statuses
 
@@ -287,7 +295,7 @@ class ObjectStore:
         """Copy pieces that have landed out of a buffer; return those that were not, and why."""
         pieces, addresses = list(statuses), staged.blocks.addresses.tolist()
         other = {
-            piece: Status.MISSING
+            piece: Status.CORRUPT
             for piece, address in zip(pieces, addresses, strict=True)
             if statuses[piece] is Status.DONE
             and ctypes.string_at(address, len(piece.head)) != piece.head

@@ -1,7 +1,8 @@
 """Residents: which objects the backend has, as its tiers tell it, and LMCache is told of them."""
 
 import threading
-from collections import deque
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,9 @@ from kvxfer.storage.observer import Added, AskGauges, Event, Observer, Removed
 
 NOT_TOLD = ""
 """Name for tiers that do not tell what comes and goes."""
+
+MAX_AWAY = 1 << 14
+"""Most objects of which a piece was not found that are remembered, those of others, too."""
 
 DELIVERY_S = 1.0
 """Time for which a thread waits for its turn to tell LMCache."""
@@ -31,6 +35,7 @@ class _Resident:
         num_bytes: Bytes of the object; 0 where only its pieces are known.
         told_bytes: Bytes that LMCache was told; 0 while it was told nothing.
         num_stores: Stores of it that have not ended.
+        away: Pieces that were not found lately, although nobody has said that they are gone.
     """
 
     key: ObjectKey | None
@@ -38,10 +43,21 @@ class _Resident:
     num_bytes: int = 0
     told_bytes: int = 0
     num_stores: int = 0
+    away: set[int] = field(default_factory=set)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it counts as there: so it does while a tier that tells has what was not found."""
+        untold = (index for index in self.away if self.tiers.get(index, set()) <= {NOT_TOLD})
+        return 0 in self.tiers and next(untold, None) is None
 
 
 class Residents(Observer):
-    """Objects that the backend has. An object is there if and only if its piece 0 is.
+    """Objects that the backend has. An object is there if its piece 0 is, which is stored last.
+
+    A piece that is not found may only be away: its tier is paused, or the peer that has it is gone
+    for a while. So the object is not there until the piece is found or stored again, and nothing of
+    it is deleted: only what a tier tells to be gone is, where every tier tells what it has.
 
     Tiers tell of pieces; LMCache is told of objects, by `deliver` and never from within a tier.
 
@@ -49,13 +65,25 @@ class Residents(Observer):
         piece_bytes: Bytes of a piece.
         fingerprint: Fingerprint of the namespace.
         wake: Called when there is something to deliver; returns at once.
+
+    Attributes:
+        num_tiers: Tiers of the backend.
+        is_exact: Whether what a load does not find there is gone.
+        num_objects: Objects that LMCache was told of.
     """
 
     def __init__(self, piece_bytes: int, fingerprint: str, wake: Callable[[], object]) -> None:
         self._piece_bytes = piece_bytes
         self._fingerprint = fingerprint
         self._wake = wake
+        self.num_tiers = 1
+        self.is_exact = False
+        self.num_objects = 0
         self._objects: dict[bytes, _Resident] = {}
+        self._away = OrderedDict[bytes, None]()  # objects with such pieces, the latest last
+        self._telling: set[str] = set()
+        self._listed: list[bytes] = []  # ids in order, but for those below
+        self._relist: set[bytes] = set()
         self._changed: deque[bytes] = deque()
         self._broken: set[bytes] = set()
         self._asks: list[AskGauges] = []
@@ -87,7 +115,10 @@ class Residents(Observer):
                     resident = _Resident(object_key_of(object_id))
                     self._objects[object_id] = resident
                 resident.tiers.setdefault(index, set()).add(tier)
+                self._note_back(object_id, index)
                 self._changed.append(object_id)
+            if tier != NOT_TOLD:
+                self._telling.add(tier)
         self._wake()
 
     def discard(self, keys: Iterable[BlockKey], *, tier: str | None = None) -> None:
@@ -101,19 +132,52 @@ class Residents(Observer):
                 tiers -= tiers if tier is None else {tier, NOT_TOLD}
                 if not tiers:
                     del resident.tiers[index]
-                    self._broken.add(object_id)
+                    if tier is None or len(self._telling) >= self.num_tiers:
+                        self._note_back(object_id, index)
+                        self._broken.add(object_id)  # else a tier that tells nothing may have it
                 self._changed.append(object_id)
         self._wake()
 
     def store(self, keys: Sequence[BlockKey]) -> None:
         """Note pieces that were stored, in case the tier that has them does not tell it."""
         with self._lock:
+            for object_id, index in map(piece_of, keys):
+                self._note_back(object_id, index)
             untold = [key for key in keys if not self._is_told(key)]
         self.add(untold, tier=NOT_TOLD)
 
     def miss(self, keys: Sequence[BlockKey]) -> None:
-        """Note pieces that were not found, in case the tier that lost them does not tell it."""
-        self.discard(keys, tier=NOT_TOLD)
+        """Note pieces of known objects that a lookup did not find."""
+        with self._lock:
+            for object_id, index in map(piece_of, keys):
+                if object_id in self._objects:
+                    self._note_away(object_id, index)
+                    self._changed.append(object_id)
+
+    def lose(self, keys: Sequence[BlockKey]) -> None:
+        """Note pieces that a load did not find."""
+        if self.is_exact:
+            self.discard(keys)
+            return
+        with self._lock:
+            for object_id, index in map(piece_of, keys):
+                self._note_away(object_id, index)
+                self._changed.append(object_id)
+
+    def find(self, keys: Sequence[BlockKey]) -> None:
+        """Note pieces that were found."""
+        with self._lock:
+            for object_id, index in map(piece_of, keys) if self._away else ():
+                self._note_back(object_id, index)
+                self._changed.append(object_id)
+
+    def away_of(self, object_id: bytes) -> list[BlockKey]:
+        """List the pieces of an object that were not found lately: it needs them to be there."""
+        with self._lock:
+            resident = self._objects.get(object_id)
+            return [
+                piece_key(object_id, index) for index in sorted(resident.away if resident else ())
+            ]
 
     def begin_store(self, key: ObjectKey, num_bytes: int) -> None:
         """Note an object that is being stored: LMCache is told of it after `end_store`."""
@@ -159,15 +223,65 @@ class Residents(Observer):
         finally:
             self._delivery.release()
 
-    def list_objects(self) -> list[tuple[bytes, ObjectKey, int]]:
-        """List the objects that LMCache was told of: id, key and bytes, ordered by id."""
+    def list_objects(
+        self, after: bytes, number: int, model_name: str | None
+    ) -> list[tuple[bytes, ObjectKey, int]]:
+        """List objects that LMCache was told of: id, key and bytes, ordered by id.
+
+        Args:
+            after: Id that those listed come after.
+            number: Most of them.
+            model_name: Model of all of them; None for any.
+        """
+        listed: list[tuple[bytes, ObjectKey, int]] = []
         with self._lock:
-            told = [
-                (object_id, resident.key, resident.told_bytes)
-                for object_id, resident in self._objects.items()
-                if resident.key is not None and resident.told_bytes
-            ]
-        return sorted(told, key=lambda each: each[0])
+            self._put_in_order()
+            for at in range(bisect_right(self._listed, after), len(self._listed)):
+                resident = self._objects[self._listed[at]]
+                assert resident.key is not None
+                if model_name in {None, resident.key.model_name}:
+                    listed.append((self._listed[at], resident.key, resident.told_bytes))
+                    if len(listed) == number:
+                        break
+        return listed
+
+    def _put_in_order(self) -> None:
+        """Bring the list of ids up to date: a few changes move pointers, many sort it anew."""
+        if len(self._relist) * 16 > len(self._listed):
+            told = (each for each, resident in self._objects.items() if resident.told_bytes)
+            self._listed = sorted(told)
+        else:
+            for object_id in self._relist:
+                at = bisect_left(self._listed, object_id)
+                is_listed = self._listed[at : at + 1] == [object_id]
+                resident = self._objects.get(object_id)
+                if resident is not None and resident.told_bytes:
+                    if not is_listed:
+                        self._listed.insert(at, object_id)
+                elif is_listed:
+                    del self._listed[at]
+        self._relist.clear()
+
+    def _note_away(self, object_id: bytes, index: int) -> None:
+        """Remember that a piece was not found; of the objects that are remembered, the latest."""
+        resident = self._objects.setdefault(object_id, _Resident(object_key_of(object_id)))
+        resident.away.add(index)
+        self._away[object_id] = None
+        self._away.move_to_end(object_id)
+        if len(self._away) > MAX_AWAY:
+            oldest, _ = self._away.popitem(last=False)
+            forgotten = self._objects[oldest]
+            told = {index: tiers - {NOT_TOLD} for index, tiers in forgotten.tiers.items()}
+            forgotten.tiers = {index: tiers for index, tiers in told.items() if tiers}
+            forgotten.away.clear()
+            self._changed.append(oldest)
+
+    def _note_back(self, object_id: bytes, index: int) -> None:
+        resident = self._objects.get(object_id)
+        if resident is not None and index in resident.away:
+            resident.away.discard(index)
+            if not resident.away:
+                del self._away[object_id]
 
     def _take_changes(self) -> tuple[list[tuple[ObjectKey, int]], list[tuple[ObjectKey, int]]]:
         came: list[tuple[ObjectKey, int]] = []
@@ -178,16 +292,20 @@ class Residents(Observer):
                 resident = self._objects.get(object_id)
                 if resident is None:
                     continue
-                is_there = 0 in resident.tiers
+                is_there = resident.is_there
                 if resident.key is not None and is_there and not resident.told_bytes:
                     if not resident.num_stores:
                         pieces = len(resident.tiers) * self._piece_bytes
                         resident.told_bytes = resident.num_bytes or pieces
                         came.append((resident.key, resident.told_bytes))
+                        self._relist.add(object_id)
+                        self.num_objects += 1
                 elif resident.key is not None and not is_there and resident.told_bytes:
                     gone.append((resident.key, resident.told_bytes))
                     resident.told_bytes = 0
-                if not resident.tiers and not resident.num_stores:
+                    self._relist.add(object_id)
+                    self.num_objects -= 1
+                if not (resident.tiers or resident.num_stores or resident.away):
                     del self._objects[object_id]
         return came, gone
 
