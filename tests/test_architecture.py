@@ -40,7 +40,7 @@ BUDGETS = {
     "backends/file": 6_950,
     "backends/host": 1_650,
     "backends/mooncake": 750,
-    "backends/nixl": 9_800,
+    "backends/nixl": 9_850,
     "backends/object": 1_975,
     "backends/pool": 1_400,
     "kvxfer/bench": 6_050,
