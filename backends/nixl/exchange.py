@@ -24,6 +24,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.calls import fetch_error
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import LeaseDesk
@@ -32,7 +33,10 @@ from kvxfer.storage.observer import Reports
 from kvxfer.storage.staging_memory import StagingMemory
 
 SETTLE_S = 0.5
-"""Time that `Exchange.settle` waits for reads before it ends them."""
+"""Time that `Exchange.settle` waits for reads, before it ends them and after."""
+
+RESTART_S = 2.0
+"""Time that a caller waits for the end of NIXL; usual is a tenth of a second."""
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +107,8 @@ class Exchange:
         self._server: Server | None = None
         self._starting = asyncio.Lock()
         self._started = False
+        self._restarting: asyncio.Future[None] | None = None
+        self._stuck: set[asyncio.Future[None]] = set()  # reads that no restart of NIXL has ended
         if own is not None and config.listen_endpoint is not None:
             self.attach(own.regions)
             self._server = Server(self._node, self._open_store, config.listen_endpoint)
@@ -239,27 +245,40 @@ class Exchange:
     async def settle(self) -> None:
         """Wait until no read changes memory after its deadline; end those that stall.
 
-        For callers that cannot keep the memory out of use.
+        For callers that cannot keep the memory out of use. It ends in time also where NIXL does not
+        end its reads: see `is_quiet`, and `drain` for that.
         """
-        try:
-            async with asyncio.timeout(SETTLE_S):
-                await self._quarantine.drain()
-        except TimeoutError:
+        stalled = await _wait(self._quarantine.reads() - self._stuck)
+        if stalled:
             await self._end_reads()
-            await self._quarantine.drain()
+            self._stuck |= await _wait(stalled)
+        self._stuck = {read for read in self._stuck if not read.done()}
+
+    def is_quiet(self, blocks: Descriptors | None = None) -> bool:
+        """Whether no read past its deadline may still change memory, or these blocks."""
+        return not self._quarantine.reads(blocks)
 
     async def _end_reads(self) -> None:
-        text = "%d bytes may still be changed by reads past their deadline: restarting NIXL"
-        logger.warning(text, self._quarantine.num_bytes)
-        await self._node.restart()
+        """Start NIXL anew, which ends its reads, once for all who want it now."""
+        if self._restarting is None or self._restarting.done():
+            text = "%d bytes may still be changed by reads past their deadline: restarting NIXL"
+            logger.warning(text, self._quarantine.num_bytes)
+            self._restarting = asyncio.ensure_future(self._restart())
+            self._restarting.add_done_callback(fetch_error)
+        await asyncio.wait([self._restarting], timeout=RESTART_S)
+
+    async def _restart(self) -> None:
+        ending = asyncio.ensure_future(self._node.restart())
+        await asyncio.sleep(0)  # from now on it is the next agent that peers are reached by
         for client in self.clients.values():
             client.reconnect.disconnect()
         if self._server is not None:
             await self._server.disconnect()
+        await ending
 
-    async def drain(self) -> None:
-        """Wait until no read changes memory after its deadline any more."""
-        await self._quarantine.drain()
+    async def drain(self, blocks: Descriptors | None = None) -> None:
+        """Wait until no read changes memory, or these blocks, after its deadline any more."""
+        await self._quarantine.drain(blocks)
 
     async def aclose(self) -> None:
         """End every connection and read; may be called again."""
@@ -272,6 +291,8 @@ class Exchange:
         for client in clients:
             client.reconnect.close()
         await self._node.aclose()  # ends reads, also those that stall
+        if self._restarting is not None:
+            await asyncio.wait([self._restarting])
         if self._server is not None:
             await self._server.wait_closed()
         for client in clients:
@@ -306,6 +327,11 @@ class Exchange:
     async def _open_store(self, namespace: Namespace) -> BlockStore:  # noqa: ARG002 - only ours comes
         assert self._own is not None
         return BlockStore(self._own, self._own, self._hasher, self._desk)
+
+
+async def _wait(reads: "set[asyncio.Future[None]]") -> "set[asyncio.Future[None]]":
+    """Wait for the end of reads for a while; return those that go on."""
+    return (await asyncio.wait(reads, timeout=SETTLE_S))[1] if reads else reads
 
 
 def _require_desk(desk: LeaseDesk | None, own: LendingBackend | None) -> None:

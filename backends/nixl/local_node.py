@@ -35,6 +35,7 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+from kvxfer.storage.calls import fetch_error
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.threads import Threads
 from kvxfer.text import printable
@@ -86,6 +87,7 @@ class LocalNode:
         self._regions: list[MemoryRegion] = []
         self._is_open = False
         self._agent: TransferAgent | None = None
+        self._closing: set[asyncio.Future[None]] = set()  # agents of before
         self._opening = asyncio.Lock()
 
     @property
@@ -186,11 +188,18 @@ class LocalNode:
             raise ProtocolError(peer, f"sent {exc}") from exc
 
     async def restart(self) -> None:
-        """Close the NIXL agent, which ends its reads; a new one is opened when needed."""
-        async with self._opening:
-            agent, self._agent = self._agent, None
-            if agent is not None:
-                await agent.aclose()
+        """Close the NIXL agent, which ends its reads; a new one is opened when needed.
+
+        Also while this waits: an agent that hangs keeps nobody from the next one.
+        """
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            closing = asyncio.ensure_future(agent.aclose())
+            closing.add_done_callback(fetch_error)
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        if self._closing:
+            await asyncio.wait(set(self._closing))
 
     async def aclose(self) -> None:
         """Close the agents; may be called again."""

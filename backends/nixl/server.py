@@ -166,8 +166,7 @@ class Server:
 
     async def disconnect(self) -> None:
         """End the connections of all peers, which may connect again."""
-        for session in self.sessions:
-            await session.aclose()
+        await asyncio.gather(*(session.aclose() for session in self.sessions))
 
     def close(self) -> None:
         """Begin to end every connection; may be called again."""

@@ -121,16 +121,53 @@ class Fetcher:
         self, endpoint: Endpoint, wanted: Wanted, *, waits_for: str | None = None
     ) -> Fetched:
         """See `Handover.fetch`."""
+        workers: list[Endpoint] = []
+        try:
+            fetched = await self._fetch(endpoint, wanted, waits_for, workers)
+            await wait_despite_cancel(self._exchange.settle())  # before blocks are used again
+        except BaseException:  # which cannot say that blocks are not safe
+            await wait_despite_cancel(self._end(wanted))
+            raise
+        finally:
+            if waits_for is not None:  # who asked for the prompt releases its ticket
+                for worker in workers:
+                    self._exchange.peer(worker).reconnect.leave(waits_for)
+        fetched.memory_safe = self._is_quiet(wanted)
+        return fetched
+
+    async def drain(self, wanted: Wanted) -> None:
+        """See `Handover.drain`."""
+        for blocks in self._blocks(wanted):
+            await self._exchange.drain(blocks)
+
+    async def _end(self, wanted: Wanted) -> None:
+        await self._exchange.settle()
+        if not self._is_quiet(wanted):
+            await self.drain(wanted)
+
+    def _is_quiet(self, wanted: Wanted) -> bool:
+        """Whether no read past its deadline may still write to our blocks."""
+        quiet = self._exchange.is_quiet
+        return quiet() or all(quiet(blocks) for blocks in self._blocks(wanted))
+
+    def _blocks(self, wanted: Wanted) -> list[Descriptors]:
+        """Describe our blocks that are wanted, of each group that has some."""
+        used = [[each for each in ids if each != self._null_block] for ids in wanted.block_ids]
+        return [self._describer.describe(group, ids) for group, ids in enumerate(used) if ids]
+
+    async def _fetch(
+        self, endpoint: Endpoint, wanted: Wanted, waits_for: str | None, workers: list[Endpoint]
+    ) -> Fetched:
+        """Fetch, and note the workers that were asked."""
         stop = asyncio.get_running_loop().time() + self._timeout_s
         parts: list[_Part] = []
         match: PeerMatch | None = None
-        workers: list[Endpoint] = []
         began = time.perf_counter()
         try:
             async with asyncio.timeout_at(stop):
                 match = self._matching(await self._exchange.peer(endpoint).describe())
                 match.require_same_blocks(wanted)
-                workers = match.engine.workers(endpoint)
+                workers += match.engine.workers(endpoint)
                 parts = self._parts(match, wanted)
                 await self._clear_tails(match, wanted)
                 async for ready in self._ready(workers, parts, waits_for):
@@ -142,13 +179,6 @@ class Fetcher:
             if match is None:
                 raise PeerTimeoutError(str(endpoint), "a description", self._timeout_s) from exc
             logger.debug("a fetch from %s took longer than %g s", endpoint, self._timeout_s)
-        finally:
-            try:
-                await wait_despite_cancel(self._exchange.settle())  # before blocks are used again
-            finally:
-                if waits_for is not None:  # who asked for the prompt releases its ticket
-                    for worker in workers:
-                        self._exchange.peer(worker).reconnect.leave(waits_for)
         return self._summarise(match, wanted, parts, began)
 
     def _match(self, description: bytes) -> PeerMatch:

@@ -285,10 +285,16 @@ class Handover:
 
         Returns:
             What arrived, at the latest after the time-out of the configuration and the time that
-            it takes to end reads that stall. Then nothing writes to our blocks any more.
+            it takes to end reads that stall. Then nothing writes to our blocks any more, unless
+            `Fetched.memory_safe` says so. A call that raises, or is cancelled, waits for that.
         """
         assert self._fetcher is not None, "a process with caches fetches"
         return await self._fetcher.fetch(endpoint, wanted, waits_for=waits_for)
+
+    async def drain(self, wanted: Wanted) -> None:
+        """Wait until nothing writes to our blocks of a fetch that was not `memory_safe`."""
+        assert self._fetcher is not None, "a process with caches fetches"
+        await self._fetcher.drain(wanted)
 
     async def release(self, endpoint: Endpoint, ticket: str) -> None:
         """Tell another engine that a ticket's pages are not needed any more; failures are ignored.

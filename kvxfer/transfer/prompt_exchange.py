@@ -207,8 +207,9 @@ class PromptExchange:
     ) -> Fetched:
         """Read the blocks of a prompt into ours, also those that are computed meanwhile.
 
-        When this ends, in any way, nothing writes to our blocks any more: a caller that is
-        cancelled waits for that, no longer than the time-outs of the configuration.
+        When this ends, in any way, nothing writes to our blocks any more, unless
+        `Fetched.memory_safe` says so: a caller that is cancelled waits for that, no longer than the
+        time-outs of the configuration as long as NIXL ends its reads.
 
         Args:
             ticket: Ticket from the other engine.

@@ -39,6 +39,9 @@ class Fetched:
         num_bytes: Their bytes.
         missing: Those that did not arrive, counted by the status of their outcome.
         reason: Reason of one of them; empty where there is none.
+        memory_safe: Whether nothing writes to our blocks any more. False where a read stalled that
+            even a restart of NIXL has not ended: keep them out of use until `Handover.drain`, or
+            the end of the exchange.
     """
 
     bad_blocks: list[list[int]]
@@ -46,3 +49,4 @@ class Fetched:
     num_bytes: int = 0
     missing: Counter[str] = field(default_factory=Counter)
     reason: str = ""
+    memory_safe: bool = True

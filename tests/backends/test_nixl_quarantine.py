@@ -12,6 +12,7 @@ import pytest
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl import client as client_module
+from kvxfer.backends.nixl import exchange as exchange_module
 from kvxfer.backends.nixl.block_reader import BlockReader
 from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.kvcache.descriptors import Descriptors
@@ -27,6 +28,7 @@ KEYS = make_keys(4)
 MEMORY = [[4096, 512]]
 LEASES = {"lease_s": 4.0, "heartbeat_s": 0.5}
 LATE_S = 1.0
+LIMIT_S = 15.0
 
 
 @dataclass
@@ -49,13 +51,15 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def open_pair(*, attached: bool = True, **fields: Any) -> AsyncIterator[Pair]:
+async def open_pair(
+    *, attached: bool = True, agent: type[FakeNixlAgent] = FakeNixlAgent, **fields: Any
+) -> AsyncIterator[Pair]:
     memory = BlockMemory(MEMORY, num_blocks=16)
     agents: tuple[list[FakeNixlAgent], list[FakeNixlAgent]] = ([], [])
 
     def open_backend(index: int, config: NixlConfig, **options: Any) -> NixlBackend:
         def make_agent() -> FakeNixlAgent:
-            agents[index].append(FakeNixlAgent())
+            agents[index].append(agent())
             return agents[index][-1]
 
         return NixlBackend(config, memory.namespace(), make_agent=make_agent, **options)
@@ -143,6 +147,37 @@ async def test_past_its_budget_the_quarantine_costs_a_new_agent(
         assert outcome.done
         assert read_payloads(target) == pair.payloads[:1]
         assert len(pair.client_agents) == 2
+
+
+class StuckAgent(FakeNixlAgent):
+    """Agent whose end ends no read, as long as the test does not let it."""
+
+    may_end = asyncio.Event()
+
+    async def aclose(self) -> None:
+        if self.in_flight:
+            await self.may_end.wait()
+        await super().aclose()
+
+
+async def test_an_agent_that_does_not_end_keeps_no_later_call_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange_module, "RESTART_S", 0.05)
+    monkeypatch.setattr(StuckAgent, "may_end", asyncio.Event())
+    options: dict[str, Any] = {"quarantine": ByteSize(1), "timeout_s": LATE_S}
+    async with open_pair(agent=StuckAgent, **options) as pair, asyncio.timeout(LIMIT_S):
+        pair.stalled.hold()
+        late, next_one = pair.memory.describe(0, [8]), pair.memory.describe(0, [9])
+        [outcome] = await pair.client.load(KEYS[:1], late)
+        assert (outcome.status, outcome.memory_safe) == (Status.TIMED_OUT, False)
+        [outcome] = await pair.client.load(KEYS[:1], next_one)
+        assert outcome.done
+        assert read_payloads(next_one) == pair.payloads[:1]
+        assert pair.client.num_quarantined_bytes == late.num_bytes
+        StuckAgent.may_end.set()
+        await pair.client.drain()
+        assert pair.client.num_quarantined_bytes == 0
 
 
 class LandingMeanwhile(DictBackend):

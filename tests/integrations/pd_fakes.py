@@ -77,6 +77,7 @@ class FakeHandover:
     Attributes:
         asked: Answers that are waited for, by ticket.
         fetches: Loads that go on, by ticket that they wait for, and what they want.
+        drains: Waits for memory that a load did not leave safe.
         released: How often each ticket was released.
         offers: Offers, as they came.
         revoked: Tickets that were revoked, and those that were given up.
@@ -90,6 +91,7 @@ class FakeHandover:
     def __init__(self) -> None:
         self.asked: dict[str, Future[Found]] = {}
         self.fetches: list[tuple[Wanted, str | None, Future[Fetched]]] = []
+        self.drains: list[Future[None]] = []
         self.released: Counter[str] = Counter()
         self.offers: list[tuple[str, list[Any], list[int], bool]] = []
         self.revoked: list[str] = []
@@ -110,6 +112,8 @@ class FakeHandover:
         elif kind == "release":
             self.released[value] += 1
             future.set_result(None)
+        elif kind == "drain":
+            self.drains.append(future)
         else:
             self.fetches.append((*value, future))
         return future
@@ -132,6 +136,10 @@ class FakeHandover:
 
     def fetch(self, endpoint: Endpoint, wanted: Wanted, *, waits_for: str | None = None) -> Any:
         self._next = "fetch", (wanted, waits_for)
+        return _nothing()
+
+    def drain(self, wanted: Wanted) -> Any:
+        self._next = "drain", wanted
         return _nothing()
 
     def offer(

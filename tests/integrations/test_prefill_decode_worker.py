@@ -123,6 +123,19 @@ def test_leases_are_revoked_before_a_step_and_given_up_after_its_offers(
     assert (engine.moving.revoked, engine.moving.given_up) == (["a"], ["b"])
 
 
+def test_a_load_has_not_ended_while_a_late_read_may_write_to_its_blocks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(folder, monkeypatch, full())
+    begin(engine, StepData(fetches=[make_fetch("a", [5, 6, 7])]))
+    [(_, _, end)] = engine.moving.fetches
+    end.set_result(Fetched([[6]], memory_safe=False))
+    assert finished(engine) == (set(), set(), set(), set())
+    [quiet] = engine.moving.drains
+    quiet.set_result(None)
+    assert finished(engine) == (set(), {"a"}, set(), {6})
+
+
 def test_blocks_of_one_group_are_reported_by_their_ids(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, asynccontextmanager
 from itertools import chain
 from typing import Any
@@ -277,6 +277,42 @@ def test_a_fetch_that_is_cancelled_while_a_late_read_ends_waits_for_it(
     with pytest.raises(CancelledError):
         get(loading)
     assert not client.reconnect.holds_tickets
+
+
+def test_a_read_that_nixl_does_not_end_makes_its_blocks_unsafe_and_no_others(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvxfer.backends.nixl.exchange.SETTLE_S", 0.05)
+    theirs, ours = open_engine(stack), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    (worker,) = ours.workers
+    fetcher, exchange = worker._fetcher, worker._exchange
+    assert fetcher is not None
+    late, begun = Future[None](), threading.Event()
+
+    async def stall() -> None:
+        blocks = fetcher._describer.describe(0, OURS[2:3])
+        exchange._quarantine.hold(asyncio.wrap_future(late), blocks)
+
+    async def drain() -> None:
+        begun.set()
+        await worker.drain(wanted)
+
+    get(worker.submit(stall()))
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
+    wanted = found.wanted(PromptKeys(TOKENS), 0, len(TOKENS), [OURS])
+    for blocks, is_safe in ((OURS, False), ([13, 14, 15, 16, 17, 18], True), (OURS, False)):
+        [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, [blocks])
+        assert fetched.memory_safe == is_safe
+        assert ours.all_good(TOKENS, [blocks])
+    assert caplog.text.count("restarting NIXL") == 1, "that does not help a second time"
+    draining = worker.submit(drain())
+    assert begun.wait(LIMIT_S)
+    assert not draining.done()
+    late.set_result(None)
+    get(draining)
+    [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, [OURS])
+    assert fetched.memory_safe
 
 
 def test_revoking_fails_when_nobody_can_say_that_the_blocks_are_not_found(

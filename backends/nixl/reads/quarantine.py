@@ -44,10 +44,26 @@ class Quarantine:
         unsafe: list[bool] = np.logical_or.reduceat(taken, blocks.block_offsets[:-1]).tolist()
         return [not each for each in unsafe]
 
-    async def drain(self) -> None:
-        """Wait until the reads of the blocks held now have ended."""
-        if self._held:
-            await asyncio.wait(list(self._held))
+    def reads(self, blocks: Descriptors | None = None) -> "set[asyncio.Future[None]]":
+        """List the late reads: those that may change a byte of some blocks, or all of them."""
+        if blocks is None or not self._held:
+            return set(self._held)
+        order = np.argsort(blocks.addresses)
+        starts = blocks.addresses[order]
+        stops = np.maximum.accumulate(starts + blocks.lengths[order])
+
+        def touch(held: Descriptors) -> bool:
+            first = stops.searchsorted(held.addresses, "right")  # that ends behind each start
+            inside = first < len(starts)
+            ends = (held.addresses + held.lengths)[inside]
+            return bool(np.any(starts[first[inside]] < ends))
+
+        return {read for read, held in self._held.items() if touch(held)}
+
+    async def drain(self, blocks: Descriptors | None = None) -> None:
+        """Wait until the late reads of some blocks, or all that there are now, have ended."""
+        if reads := self.reads(blocks):
+            await asyncio.wait(reads)
 
 
 async def end_within(future: "Future[None]", timeout_s: float | None) -> None:

@@ -32,6 +32,12 @@ class Ended:
     received: set[str] = field(default_factory=set)
     bad_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
 
+    def end_load(self, request_id: str, bad_blocks: list[list[int]]) -> None:
+        """Note that a load has ended."""
+        self.received.add(request_id)
+        if bad_blocks:
+            self.bad_blocks[request_id] = bad_blocks
+
 
 class PrefillDecodeWorker:
     """Worker's side of P and of D, called from the engine's thread; it never waits there.
@@ -55,6 +61,8 @@ class PrefillDecodeWorker:
         self._lent: dict[str, str] = {}  # request of each lease that vLLM keeps blocks for
         self._num_expired = 0
         self._loads: dict[str, tuple[Fetch, Future[Fetched], float]] = {}
+        # Ends of late reads, and the blocks that are bad: vLLM would compute into them before.
+        self._unsafe: dict[str, tuple[Future[None], list[list[int]]]] = {}
 
     def prepare(self, step: StepData) -> None:
         """Do what the scheduler planned for the time before a step's computation.
@@ -91,9 +99,16 @@ class PrefillDecodeWorker:
         self._num_expired = num_expired
         for request_id in [each for each, (_, load, _) in self._loads.items() if load.done()]:
             fetch, load, began = self._loads.pop(request_id)
-            ended.received.add(request_id)
-            if bad := self._count(fetch, load, time.monotonic() - began):
-                ended.bad_blocks[request_id] = bad
+            bad = self._count(fetch, load, time.monotonic() - began)
+            if load.exception() or load.result().memory_safe:
+                ended.end_load(request_id, bad)
+                continue
+            text = "%s waits: a read that NIXL does not end may still write to its blocks"
+            logger.warning(text, request_id)
+            quiet = self._handover.submit(self._handover.drain(fetch.wanted))
+            self._unsafe[request_id] = quiet, bad
+        for request_id in [each for each, (quiet, _) in self._unsafe.items() if quiet.done()]:
+            ended.end_load(request_id, self._unsafe.pop(request_id)[1])
         return ended
 
     def close(self) -> None:
