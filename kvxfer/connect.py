@@ -71,7 +71,7 @@ def connect(
             `TieredBackend`.
         caches: The caches to move blocks of.
         namespace: Identity of the stored bytes. Its groups are taken from the caches when it has
-            none.
+            none. Its revision may be empty with `host://` alone.
         blocks_per_chunk: Blocks stored under one key.
         mappings: Page mappings from `map_caches`. With them each key names a portable page, which
             engines of another layout, block size or parallelism can load.
@@ -84,7 +84,8 @@ def connect(
         The engine, to be used as an asynchronous context manager or closed.
 
     Raises:
-        InvalidArgumentError: No backend, an unknown one, an unknown or wrong parameter.
+        InvalidArgumentError: No backend, an unknown one, an unknown or wrong parameter; or blocks
+            outlive the process, and the namespace has no revision.
         NamespaceMismatchError: The namespace's groups are not those of the caches.
         PageMappingError: This worker holds only a part of some shard of the portable pages.
         CapacityError: There is not as much memory or disk as was configured.
@@ -93,6 +94,7 @@ def connect(
     require_instances("mappings", mappings, PageMapping)
     require_instances("observers", observers, Observer)
     complete = complete_namespace(namespace, caches, blocks_per_chunk)
+    require_revision("namespace.revision", namespace.revision, backend)
     if len(mappings):
         complete = portable_namespace(complete, mappings)
     with ExitStack() as undo:
@@ -134,7 +136,8 @@ def exchange(
         backend: A URL such as `nixl://?listen=127.0.0.1:7100`, or the same as a mapping; without
             `listen` this engine only reads. See `NixlConfig`.
         caches: Caches of this worker, from `canonicalize` or `allocate_canonical`.
-        namespace: Identity of the model, without groups; engines of another one are refused.
+        namespace: Identity of the model and of its weights, by their revision, without groups;
+            engines of another one are refused.
         shard: Position of this worker in its model; by default it is the only one.
         advertise: Host by which others reach `listen`; by default the one of `listen`.
         observers: Asked for the state: leases, and peers that are connected.
@@ -143,13 +146,16 @@ def exchange(
         The exchange, to be used as an asynchronous context manager.
 
     Raises:
-        InvalidArgumentError: The backend is not `nixl`, or a parameter is of no use.
+        InvalidArgumentError: The backend is not `nixl`, a parameter is of no use, or the namespace
+            has no revision.
         PageMappingError: It is not known what the bytes of a group mean.
     """
     require_instances("observers", observers, Observer)
     _, config = parse_backend(backend)
     if not isinstance(config, NixlConfig):
         raise InvalidArgumentError("backend", backend, "one of the type nixl")
+    require_instance("namespace", namespace, Namespace)
+    require_revision("namespace.revision", namespace.revision, backend)
     return PromptExchange(
         config,
         caches,
@@ -220,6 +226,30 @@ def parse_backend(backend: BackendChoice, replica: int = 0) -> tuple[BackendType
     if isinstance(config, NixlConfig):
         config = config.at_rank(replica)
     return backend_type, config
+
+
+def require_revision(
+    argument: str, revision: str, backend: BackendChoice | Sequence[BackendChoice]
+) -> None:
+    """Check that the weights are named where others may load the blocks: later, or elsewhere.
+
+    Args:
+        argument: Name of the argument, for the error.
+        revision: Revision of the weights; only `host://` alone does without.
+        backend: As in `connect`.
+
+    Raises:
+        InvalidArgumentError: There is none, and a backend outlives the process; or there is no
+            such backend.
+    """
+    for choice in backend_choices(backend):
+        backend_type, _ = parse_backend(choice)
+        if not revision and getattr(backend_type, "outlives_process", True):
+            kept = f"the blocks of {shown(choice)!r} outlive the engine"
+            wanted = (
+                f"the revision of the weights, such as a commit or a hash of files, since {kept}"
+            )
+            raise InvalidArgumentError(argument, revision, wanted)
 
 
 def complete_namespace(

@@ -118,7 +118,9 @@ def load_or_compute() -> transfer.LoadOrCompute:
 def prompts() -> transfer.PromptExchange:
     """Open an exchange that lends a prompt, for all calls."""
     opened = kvxfer.exchange(
-        "nixl://?listen=127.0.0.1:0&transport=socket", CACHES, namespace=kvxfer.Namespace(model="m")
+        "nixl://?listen=127.0.0.1:0&transport=socket",
+        CACHES,
+        namespace=kvxfer.Namespace(model="m", revision="1"),
     )
     asyncio.run(opened.__aenter__())
     return opened
@@ -128,7 +130,9 @@ def prompts() -> transfer.PromptExchange:
 def ticket() -> str:
     """Ticket of a prompt that another exchange lends."""
     lender = kvxfer.exchange(
-        "nixl://?listen=127.0.0.1:0&transport=socket", CACHES, namespace=kvxfer.Namespace(model="m")
+        "nixl://?listen=127.0.0.1:0&transport=socket",
+        CACHES,
+        namespace=kvxfer.Namespace(model="m", revision="1"),
     )
     asyncio.run(lender.__aenter__())
     return asyncio.run(lender.offer([1, 2, 3], [[4]]))
@@ -319,12 +323,16 @@ VALID_TRANSFERS = {
         {
             "backend": "host://?capacity=64KiB",
             "caches": CACHES,
-            "namespace": kvxfer.Namespace(model="m"),
+            "namespace": kvxfer.Namespace(model="m", revision="1"),
         }
     ),
     "Fetched": Valid({"bad_blocks": [[]]}),
     "PromptExchange": Valid(
-        {"config": NixlConfig(), "caches": CACHES, "namespace": kvxfer.Namespace(model="m")}
+        {
+            "config": NixlConfig(),
+            "caches": CACHES,
+            "namespace": kvxfer.Namespace(model="m", revision="1"),
+        }
     ),
     "PromptExchange.ask": Valid({"ticket": TICKET, "tokens": [1, 2, 3]}, prompts),
     "PromptExchange.fetch": Valid(
@@ -339,7 +347,11 @@ VALID_TRANSFERS = {
     ),
     "PromptKeys.state_key": Valid({"group": 0, "num_tokens": 3}, lambda: PromptKeys([1, 2, 3])),
     "exchange": Valid(
-        {"backend": "nixl://", "caches": CACHES, "namespace": kvxfer.Namespace(model="m")}
+        {
+            "backend": "nixl://",
+            "caches": CACHES,
+            "namespace": kvxfer.Namespace(model="m", revision="1"),
+        }
     ),
     "VLLMKeys": Valid({"hash": "sha256", "seed": "0", "tokens_per_block": 2}),
     "VLLMKeys.chunk_keys": Valid({"tokens": [1, 2, 3], "tokens_per_chunk": 2}, VLLMKeys),

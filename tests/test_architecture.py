@@ -36,7 +36,7 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 1_930,
+    "kvxfer": 1_960,
     "backends/file": 6_950,
     "backends/host": 1_650,
     "backends/mooncake": 750,

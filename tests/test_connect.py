@@ -13,7 +13,7 @@ import torch
 
 from kvxfer.backends.file import FileConfig
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.connect import complete_namespace, connect, open_backend, parse_backend
+from kvxfer.connect import complete_namespace, connect, exchange, open_backend, parse_backend
 from kvxfer.errors import CapacityError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.spec import FullAttentionSpec
@@ -454,7 +454,11 @@ def test_a_cancelled_close_is_completed_by_the_next(
     rest = {"host": "host://?capacity=1MiB", "file": f"file://{tmp_path}?capacity=1MiB&min_free=1B"}
     urls, caches, may_end = [rest[tier] for tier in tiers], named(memory), threading.Event()
     before = set(threading.enumerate())
-    engine = connect(urls, caches, namespace=Namespace(model="model")) if is_engine else None
+    engine = (
+        connect(urls, caches, namespace=Namespace(model="model", revision="1"))
+        if is_engine
+        else None
+    )
     backend = engine.backend if engine else open_backend(urls, memory.namespace())
     for tier in backend.tiers if isinstance(backend, TieredBackend) else [backend]:
         for each in list(vars(tier).values()):
@@ -479,3 +483,54 @@ def test_a_cancelled_close_is_completed_by_the_next(
 def test_a_backend_is_gone_with_its_package() -> None:
     with pytest.raises(InvalidArgumentError, match="'dict'"):
         parse_backend("dict://")
+
+
+LASTING = [
+    "file:///var/cache/kv?capacity=1GiB",
+    "s3://bucket/prefix",
+    "gs://bucket",
+    "az://container?account=a",
+    "nixl://127.0.0.1:7000",
+    "nixl://?listen=127.0.0.1:0&capacity=1MiB",
+    "pool:///run/pool.sock",
+    "mooncake://127.0.0.1:50051",
+    {"type": "file", "path": "/var/cache/kv", "capacity": "1GiB"},
+    ["host://?capacity=1MiB", "file:///var/cache/kv?capacity=1GiB"],
+]
+
+
+@pytest.mark.parametrize("backend", LASTING, ids=repr)
+def test_the_revision_is_required_where_blocks_outlive_the_process(
+    memory: BlockMemory, backend: Any
+) -> None:
+    with pytest.raises(InvalidArgumentError, match="the revision of the weights") as caught:
+        connect(backend, memory.caches, namespace=Namespace(model="model"))
+    assert (caught.value.argument, caught.value.value) == ("namespace.revision", "")
+
+
+def test_the_revision_is_required_where_prompts_are_handed_over(memory: BlockMemory) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"namespace\.revision is ''"):
+        exchange("nixl://", memory.caches, namespace=Namespace(model="model"))
+
+
+@pytest.mark.parametrize("says", ["", "    outlives_process = False\n", "factory"])
+def test_a_third_party_says_whether_its_blocks_outlive_the_process(
+    memory: BlockMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    body = f"class Mine(DictBackend):\n    outlives_process = True\n{says}"
+    if says == "factory":
+        body = "def Mine(config, namespace):\n    return DictBackend(config, namespace)\n"
+        body += "Mine.config_type = DictBackend.config_type\n"
+    name = f"mine_{len(says)}"
+    (tmp_path / f"{name}.py").write_text(f"from kvxfer.testing import DictBackend\n\n{body}")
+    metadata = tmp_path / f"{name}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[kvxfer.backends]\nmine = {name}:Mine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    if "False" in says:
+        connect("mine://", memory.caches, namespace=Namespace(model="model")).close()
+        return
+    with pytest.raises(InvalidArgumentError, match=r"namespace\.revision"):
+        connect("mine://", memory.caches, namespace=Namespace(model="model"))
+    connect("mine://", memory.caches, namespace=Namespace(model="model", revision="1")).close()

@@ -74,6 +74,7 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     config_type = HostConfig
     memory_kinds = frozenset({"cpu", "cuda"})
+    outlives_process = False
 
     def __init__(self, config: HostConfig, namespace: Namespace) -> None:
         self._guard = CallGuard("host backend", namespace)

@@ -75,7 +75,9 @@ def _measure(
     )
     url = f"host://?capacity={(2 * counts[-1] + 1) * (block_bytes + 4 * KIB)}"
     rows = []
-    with contextlib.closing(connect(url, caches, namespace=Namespace(model="bench"))) as engine:
+    with contextlib.closing(
+        connect(url, caches, namespace=Namespace(model="bench", revision="1"))
+    ) as engine:
         loop = _Loop(engine)
         for count in counts:
             sides = source[:count], target[:count]

@@ -101,7 +101,9 @@ def _measure(
             urls = [f"host://?capacity={BATCH_BYTES * 5 // 4}"]
             if with_files:
                 urls += [f"file://{root / name}?capacity={BATCH_BYTES * 2}&min_free=1MiB"]
-            engine = connect(urls, caches, namespace=Namespace(model="m"), observers=observers)
+            engine = connect(
+                urls, caches, namespace=Namespace(model="m", revision="1"), observers=observers
+            )
             runner.run(engine.__aenter__())
             opened.callback(_close, runner, engine)
             engines.append(engine)

@@ -5,7 +5,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 from kvxfer.checks import find_repeated, require_instance, require_sequence
 from kvxfer.copy_engine.engine import Copy
@@ -154,7 +154,14 @@ class Backend(BlockMover):
 
     Implementors must keep to `BlockMover`, too, and run `kvxfer.testing.BackendTests` in their
     own test suite.
+
+    Attributes:
+        outlives_process: Whether other processes, or later ones, can load the blocks. `connect`
+            then requires a namespace that says the revision of the weights: fine-tunes of one name
+            would share blocks. A class that ends with its process says False.
     """
+
+    outlives_process: ClassVar[bool] = True
 
     async def start(self) -> None:
         """Start services such as a listener before the first call; raise if that fails."""

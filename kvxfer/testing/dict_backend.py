@@ -46,6 +46,7 @@ class DictBackend(Backend):
     """
 
     config_type = DictConfig
+    outlives_process = False
 
     def __init__(self, config: DictConfig | None, namespace: Namespace) -> None:
         self.namespace = namespace

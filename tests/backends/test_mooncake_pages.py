@@ -203,7 +203,7 @@ async def test_a_full_cluster_refuses_blocks_and_evicts_for_later_ones() -> None
 async def test_an_engine_opens_a_cluster_by_its_url(mooncake: Cluster) -> None:
     memory = BlockMemory([[4096]], num_blocks=8)
     url = f"mooncake://{mooncake.address}?timeout_s=60&lookup_timeout_s=60&staging=1MiB"
-    namespace = kvxfer.Namespace(model=f"model {next(_numbers)}")
+    namespace = kvxfer.Namespace(model=f"model {next(_numbers)}", revision="1")
     async with kvxfer.connect(url, memory.caches, namespace=namespace) as engine:
         assert all(each.done for each in await engine.store(KEYS[:4], [[0, 1, 2, 3]]))
         assert all(each.done for each in await engine.load(KEYS[:4], [[4, 5, 6, 7]]))

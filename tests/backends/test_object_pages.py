@@ -246,7 +246,7 @@ async def test_requests_are_paced_and_counted(place: Place) -> None:
 async def test_an_engine_opens_a_bucket_by_its_url(place: Place) -> None:
     memory = BlockMemory([[4096]], num_blocks=8)
     url = f"s3://{BUCKET}/{place.prefix}?endpoint={place.server.endpoint}&region=us-east-1"
-    namespace = kvxfer.Namespace(model="model")
+    namespace = kvxfer.Namespace(model="model", revision="1")
     async with kvxfer.connect(url, memory.caches, namespace=namespace) as engine:
         assert all(each.done for each in await engine.store(KEYS[:4], [[0, 1, 2, 3]]))
         assert all(each.done for each in await engine.load(KEYS[:4], [[4, 5, 6, 7]]))

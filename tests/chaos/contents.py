@@ -33,7 +33,7 @@ class Shape:
     @property
     def namespace(self) -> Namespace:
         """Namespace for `connect`, which fills in the groups."""
-        return Namespace(model=f"chaos/{self.number}")
+        return Namespace(model=f"chaos/{self.number}", revision="1")
 
     def open_memory(self) -> BlockMemory:
         """Caches of this shape."""

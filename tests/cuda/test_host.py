@@ -18,7 +18,7 @@ from tests.backends.pool_servers import running_pool
 from tests.cuda.engine_caches import NUM_BLOCKS, EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
 
-NAMESPACE = kvxfer.Namespace(model="model", dtype="bfloat16")
+NAMESPACE = kvxfer.Namespace(model="model", revision="1", dtype="bfloat16")
 KEYS = [kvxfer.make_block_key(bytes([i]), 0) for i in range(20)]
 
 

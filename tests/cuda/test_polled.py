@@ -17,7 +17,7 @@ from kvxfer.transfer.job import FinishedJob, JobId
 from tests.cuda.engine_caches import EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
 
-NAMESPACE = kvxfer.Namespace(model="model", dtype="bfloat16")
+NAMESPACE = kvxfer.Namespace(model="model", revision="1", dtype="bfloat16")
 NUM_KEYS = 8
 SLOT_KEYS = [slot_key(kvxfer.make_block_key(bytes([i]), 0), i, 0) for i in range(NUM_KEYS)]
 STORED, LOADED = [range(NUM_KEYS)], [range(20, 20 + NUM_KEYS)]

@@ -25,7 +25,7 @@ from kvxfer.transfer.engine import TransferEngine
 from tests.cuda.engine_caches import NUM_BLOCKS, EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
 
-NAMESPACE = kvxfer.Namespace(model="model", dtype="bfloat16")
+NAMESPACE = kvxfer.Namespace(model="model", revision="1", dtype="bfloat16")
 BLOCK_BYTES = 3 * 2 * 16 * 4 * 32 * 2
 NUM_BUFFERS = 4
 

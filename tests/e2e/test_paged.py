@@ -32,7 +32,7 @@ def test_smollm2_generates_as_unpaged_while_its_blocks_go_to_files_and_back(tmp_
     runner = PagedRunner(model, config, layout=NHD, tokens_per_kernel_block=[16])
     texts = prompts(folder / "tokenizer.json", 2, shared_tokens=120)
     with_files = f"file://{tmp_path}?capacity=4GiB"
-    engine = connect(with_files, runner.caches, namespace=Namespace(model="smollm2"))
+    engine = connect(with_files, runner.caches, namespace=Namespace(model="smollm2", revision="1"))
     try:
         with one_thread():
             requests = generate_with_preemptions(runner, engine, texts, max_tokens_per_request=64)

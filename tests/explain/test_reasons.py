@@ -27,7 +27,7 @@ from tests.tiering.opened_tiers import open_dict, open_host, settle
 
 KEYS = make_keys(12)
 ROOM_FOR_4 = 8192 + 4 * (4096 + 32)
-NAMESPACE = Namespace(model="model")
+NAMESPACE = Namespace(model="model", revision="1")
 LOOKUP = frozenset({Operation.LOOKUP})
 
 pytestmark = pytest.mark.asyncio
@@ -152,7 +152,7 @@ async def test_another_namespace_is_known_from_the_journal_of_its_engine(
 ) -> None:
     url = "host://?capacity=1MiB"
     ours, theirs = (
-        connect(url, memory.caches, namespace=Namespace(model="m", dtype=dtype))
+        connect(url, memory.caches, namespace=Namespace(model="m", revision="1", dtype=dtype))
         for dtype in ("F32", "BF16")
     )
     async with ours, theirs:

@@ -82,7 +82,7 @@ def connected() -> Iterator[Callable[[PagedRunner, str], TransferEngine]]:
     engines = []
 
     def open_engine(runner: PagedRunner, url: str) -> TransferEngine:
-        engines.append(connect(url, runner.caches, namespace=Namespace(model="tiny")))
+        engines.append(connect(url, runner.caches, namespace=Namespace(model="tiny", revision="1")))
         return engines[-1]
 
     yield open_engine

@@ -340,7 +340,7 @@ async def test_the_end_of_a_batch_is_told_once_awaited_or_polled(
     engine = connect(
         "host://?capacity=1MiB",
         memory.caches,
-        namespace=Namespace(model="model"),
+        namespace=Namespace(model="model", revision="1"),
         observers=[recorder],
     )
     async with engine:
@@ -350,7 +350,7 @@ async def test_the_end_of_a_batch_is_told_once_awaited_or_polled(
     polled = connect(
         "host://?capacity=1MiB",
         memory.caches,
-        namespace=Namespace(model="model"),
+        namespace=Namespace(model="model", revision="1"),
         observers=[recorder],
     )
     job = await asyncio.to_thread(polled.submit_store, KEYS[:1], [[0]])

@@ -46,7 +46,7 @@ def opened(memory: BlockMemory, exported: Exported) -> TransferEngine:
     return connect(
         "host://?capacity=1MiB",
         memory.caches,
-        namespace=Namespace(model="model"),
+        namespace=Namespace(model="model", revision="1"),
         observers=[Spans(exported.provider)],
     )
 

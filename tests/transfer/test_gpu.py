@@ -31,7 +31,7 @@ async def test_blocks_come_back_into_other_blocks(
 ) -> None:
     tensors, caches = make_caches()
     url = f"host://?capacity=64MiB&methods={methods}" if medium == "host" else f"file://{tmp_path}"
-    namespace = kvxfer.Namespace(model="model", dtype="bfloat16")
+    namespace = kvxfer.Namespace(model="model", revision="1", dtype="bfloat16")
     async with kvxfer.connect(url, caches, namespace=namespace) as engine:
         ids = torch.randperm(NUM_BLOCKS).tolist()
         for tensor in tensors.values():  # still being computed when the store begins

@@ -31,7 +31,7 @@ async def test_a_block_is_moved_whatever_its_size(backend: str, tmp_path: Path) 
     write_payloads(memory.describe(0, [0, 1]), payloads)
     urls = [url.format(folder=tmp_path) for url in BACKENDS[backend]]
     async with connect(
-        urls, memory.caches, namespace=Namespace(model="large", dtype="int8")
+        urls, memory.caches, namespace=Namespace(model="large", revision="1", dtype="int8")
     ) as engine:
         assert statuses(await engine.store(keys, [[0, 1]])) == [Status.DONE] * 2
         assert await engine.flush()
@@ -46,7 +46,7 @@ async def test_a_block_of_a_peer_is_moved_whatever_its_size() -> None:
     keys = make_keys(2)
     payloads = [make_payload(key, BLOCK_BYTES) for key in keys]
     write_payloads(memory.describe(0, [0, 1]), payloads)
-    namespace = Namespace(model="large", dtype="int8")
+    namespace = Namespace(model="large", revision="1", dtype="int8")
     holding = connect(
         "nixl://?listen=127.0.0.1:0&capacity=128MiB", memory.caches, namespace=namespace
     )

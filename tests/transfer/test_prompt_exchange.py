@@ -19,7 +19,7 @@ from kvxfer.errors import (
 from kvxfer.kvcache import CanonicalKVCaches, SlidingWindowSpec
 from kvxfer.transfer import PromptExchange
 
-MODEL = kvxfer.Namespace(model="m")
+MODEL = kvxfer.Namespace(model="m", revision="1")
 TOKENS = list(range(100, 122))
 NUM_BLOCKS = 16
 
@@ -150,7 +150,11 @@ async def test_a_caller_that_is_cancelled_waits_until_nothing_writes_to_its_bloc
     ("options", "error", "named"),
     [
         ({"num_heads": 6}, CacheMismatchError, "ours is 3, theirs is 6"),
-        ({"namespace": kvxfer.Namespace(model="n")}, NamespaceMismatchError, "ours is 'm'"),
+        (
+            {"namespace": kvxfer.Namespace(model="n", revision="1")},
+            NamespaceMismatchError,
+            "ours is 'm'",
+        ),
     ],
 )
 async def test_another_model_is_refused_by_field(
@@ -206,7 +210,7 @@ async def test_arguments_of_no_use_are_refused_by_name() -> None:
             "nixl://",
             {
                 "namespace": kvxfer.Namespace(
-                    model="m", groups=(kvxfer.GroupIdentity(page_sizes_bytes=(8,)),)
+                    model="m", revision="1", groups=(kvxfer.GroupIdentity(page_sizes_bytes=(8,)),)
                 )
             },
             "groups",

@@ -30,7 +30,7 @@ SLOT_BYTES = 4096 + 32
 
 
 def open_engine(backend: str | list[str]) -> kvxfer.TransferEngine:
-    return kvxfer.connect(backend, CACHES, namespace=kvxfer.Namespace(model="m"))
+    return kvxfer.connect(backend, CACHES, namespace=kvxfer.Namespace(model="m", revision="1"))
 
 
 def is_kept(backend: Backend, keys: Sequence[BlockKey]) -> bool:

@@ -5,9 +5,8 @@ from typing import Any
 
 import msgspec
 
-from kvxfer.backends.host import HostBackend
 from kvxfer.checks import require_text
-from kvxfer.connect import BackendChoice, parse_backend
+from kvxfer.connect import BackendChoice, require_revision
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.settings import convert_settings
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
@@ -71,9 +70,5 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> StorageSettings:
             raise InvalidArgumentError(name, getattr(settings, name), rule)
     if not settings.timeout_s:
         raise InvalidArgumentError("timeout_s", settings.timeout_s, "more than 0")
-    for choice in settings.choices:
-        backend_type, _ = parse_backend(choice)
-        if not settings.revision and backend_type is not HostBackend:
-            rule = f"the revision of the weights, since the blocks of {choice!r} outlive the engine"
-            raise InvalidArgumentError("revision", settings.revision, rule)
+    require_revision("revision", settings.revision, settings.choices)
     return settings
