@@ -51,20 +51,70 @@ def _gguf() -> Path:
     return path
 
 
-def _write_smollm2(directory: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+}
+"""Names of the tensors of llama in GGUF files and in transformers.
 
-    folder, file = str(_gguf().parent), _gguf().name
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        gguf_file=file,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
+Source: llama.cpp, gguf-py/gguf/tensor_mapping.py."""
+
+
+def _write_smollm2(directory: Path) -> None:
+    """Convert the model tensor by tensor: transformers reads the file four times, 30 s in all."""
+    import gguf
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    reader = gguf.GGUFReader(_gguf())
+
+    def read(name: str) -> int | float:
+        field = reader.get_field(name)
+        assert field is not None
+        return field.contents()
+
+    config = LlamaConfig(
+        architectures=[LlamaForCausalLM.__name__],
+        dtype="bfloat16",
+        vocab_size=read("llama.vocab_size"),
+        hidden_size=read("llama.embedding_length"),
+        intermediate_size=read("llama.feed_forward_length"),
+        num_hidden_layers=read("llama.block_count"),
+        num_attention_heads=read("llama.attention.head_count"),
+        num_key_value_heads=read("llama.attention.head_count_kv"),
+        max_position_embeddings=read("llama.context_length"),
+        rms_norm_eps=read("llama.attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": read("llama.rope.freq_base")},
+        bos_token_id=read("tokenizer.ggml.bos_token_id"),
+        eos_token_id=read("tokenizer.ggml.eos_token_id"),
+        pad_token_id=read("tokenizer.ggml.padding_token_id"),
+        tie_word_embeddings=True,
     )
-    model.hf_quantizer = None  # the weights are dense now; the model may be saved
-    model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(directory)
+    weights = {}
+    for tensor in reader.tensors:
+        *block, name = tensor.name.removesuffix(".weight").split(".")
+        weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        if name in {"attn_q", "attn_k"}:
+            # llama.cpp rotates neighbours, transformers the halves of a head.
+            pairs = weight.unflatten(0, (-1, config.head_dim // 2, 2))
+            weight = pairs.transpose(1, 2).reshape(weight.shape)
+        prefix = f"layers.{block[1]}." if block else ""
+        full_name = f"model.{prefix}{LAYER_NAMES[name]}.weight"
+        weights[full_name] = weight.to(torch.bfloat16).contiguous()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(_gguf().parent), gguf_file=_gguf().name)
+    tokenizer.save_pretrained(directory)
 
 
 def _tiny(name: str, architecture: str, dtype: str, **config: object) -> Model:
