@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests import examples
+from tests import examples, needs
 
 MAX_CALLBACK_S = 5.0  # wall time: a busy machine stops for a second now and then
 E2E_TIMEOUT_S = 600
@@ -33,6 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("property")
+        if any(
+            needs.REASON.match(mark.kwargs.get("reason", ""))
+            for mark in item.iter_markers("skipif")
+        ):
+            item.add_marker("needs")
         if item.get_closest_marker("property"):
             item.add_marker(pytest.mark.timeout(examples.LIMIT_S), append=False)
         if item.get_closest_marker("processes") and not item.get_closest_marker("timeout"):
@@ -44,6 +49,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"), append=False)
             if not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_S))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run that has everything fail for a test that was skipped for want of something."""
+    parser.addoption("--nothing-missing", action="store_true", help=needs.__doc__)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run that should have everything, and had not."""
+    if session.config.getoption("--nothing-missing") and needs.missing(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """List once what tests were skipped for want of, with the command that installs it."""
+    missing = needs.missing(config)
+    if missing:
+        terminalreporter.section("skipped for want of")
+    for (what, command), count in missing.items():
+        terminalreporter.line(f"{count:5} tests need {what}: {command}")
 
 
 class _LoopComplaints(logging.Handler):

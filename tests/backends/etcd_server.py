@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 from aetcd import rpc
 
 from kvxfer.endpoint import free_ports
 
 PROGRAM = shutil.which("etcd")
-needs_etcd = pytest.mark.skipif(PROGRAM is None, reason="needs etcd: apt-get install etcd-server")
 HOST = "127.0.0.1"
 PREFIX = "/kvxfer/test"
 LIMIT_S = 30.0

@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mooncake
 import msgspec
-from mooncake.store import MooncakeDistributedStore
 
 from kvxfer.backends.mooncake import MooncakeBackend, MooncakeConfig
 from kvxfer.endpoint import free_ports
@@ -33,6 +31,8 @@ class Process:
     """Program of Mooncake's wheel; started at once."""
 
     def __init__(self, name: str, flags: dict[str, Any], log: Path) -> None:
+        import mooncake
+
         self._command = [str(Path(mooncake.__path__[0]) / name)]
         self._command += [f"-{name}={value}" for name, value in flags.items()]
         self._log = log
@@ -121,6 +121,8 @@ class Cluster:
     @functools.cached_property
     def client(self) -> Any:
         """Client of others, which knows nothing of our pages."""
+        from mooncake.store import MooncakeDistributedStore
+
         store = MooncakeDistributedStore()
         code = store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", self.address)
         assert code == 0

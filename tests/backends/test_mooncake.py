@@ -6,7 +6,10 @@ from kvxfer.backends.mooncake import MooncakeBackend
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendTests
+from tests import needs
 from tests.backends.mooncake_servers import Cluster, open_mooncake
+
+pytestmark = needs.mooncake
 
 
 @pytest.mark.processes

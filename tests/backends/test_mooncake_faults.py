@@ -22,9 +22,10 @@ from kvxfer.testing.conformance.suite import (
     store_generated,
 )
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from tests import needs
 from tests.backends.mooncake_servers import Cluster, mooncake_cluster, open_mooncake
 
-pytestmark = pytest.mark.processes
+pytestmark = [needs.mooncake, pytest.mark.processes]
 
 MEMORY = make_large_memory()
 TIMEOUT_S = 1.0

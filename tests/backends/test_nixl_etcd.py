@@ -17,9 +17,10 @@ from kvxfer.backends.nixl import Announcement, Endpoint, NixlConfig
 from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery, EtcdSession
 from kvxfer.backends.nixl.discovery.own_loop import own_loop, run_there
 from kvxfer.storage.gauge import Gauge
-from tests.backends.etcd_server import LIMIT_S, EtcdServer, etcd, needs_etcd, until
+from tests import needs
+from tests.backends.etcd_server import LIMIT_S, EtcdServer, etcd, until
 
-pytestmark = [needs_etcd, pytest.mark.processes]
+pytestmark = [needs.etcd, pytest.mark.processes]
 
 LEASE_S = 2
 A, B, C = (Endpoint("127.0.0.1", port) for port in (7001, 7002, 7003))

@@ -16,10 +16,11 @@ from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery, EtcdError,
 from kvxfer.backends.nixl.discovery.own_loop import run_there
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.gauge import Gauge
-from tests.backends.etcd_server import LIMIT_S, PREFIX, EtcdServer, etcd, needs_etcd, until
+from tests import needs
+from tests.backends.etcd_server import LIMIT_S, PREFIX, EtcdServer, etcd, until
 from tests.backends.nixl_wire import Authority
 
-pytestmark = [needs_etcd, pytest.mark.processes]
+pytestmark = [needs.etcd, pytest.mark.processes]
 
 LEASE_S = 2
 A = Endpoint("127.0.0.1", 7001)

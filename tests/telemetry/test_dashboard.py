@@ -26,9 +26,10 @@ from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.load_or_compute import LoadOrCompute
+from tests import needs
 from tests.backends.file_store import config
 from tests.cli import peers
-from tests.telemetry.prometheus_server import PROGRAM, Prometheus, scraping
+from tests.telemetry.prometheus_server import Prometheus, scraping
 from tests.tiering.opened_tiers import open_dict, open_host
 from tests.transfer.test_prompt_exchange import MODEL, caches
 
@@ -171,7 +172,7 @@ async def without_data(prometheus: Prometheus, wanted: list[str]) -> list[str]:
     return [each for each, values in answers if not any(map(math.isfinite, values))]
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="needs a Prometheus server, Debian's `prometheus`")
+@needs.prometheus
 @pytest.mark.timeout(3 * LIMIT_S)
 async def test_every_expression_gives_data_about_a_real_run(tmp_path: Path) -> None:
     for name in ("files", "prometheus"):

@@ -1,0 +1,51 @@
+"""What tests need that the set-up does not install: a skip names it and says how to get it."""
+
+import importlib
+import re
+import shutil
+from collections import Counter
+
+import pytest
+
+REASON = re.compile(r"needs (?P<what>[^:]+): (?P<command>.+)")
+
+
+def program(name: str, what: str, package: str) -> pytest.MarkDecorator:
+    """Make the mark of tests that run a program of Debian's."""
+    return _mark(what, f"apt-get install {package}", present=shutil.which(name) is not None)
+
+
+def _mark(what: str, command: str, *, present: bool) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not present, reason=f"needs {what}: {command}")
+
+
+def _can_import(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:  # of a shared library, too
+        return False
+    return True
+
+
+etcd = program("etcd", "etcd", "etcd-server")
+prometheus = program("prometheus", "Prometheus", "prometheus")
+chromium = program("chromium", "Chromium", "chromium")
+mooncake = _mark(
+    "the libraries of Mooncake",
+    "apt-get install libibverbs1 libcurl4",
+    present=_can_import("mooncake.store"),
+)
+
+
+def azurite(*, present: bool) -> pytest.MarkDecorator:
+    """Make the mark of tests that run Microsoft's emulator of Azure."""
+    return _mark("Azurite", "make azurite", present=present)
+
+
+def missing(config: pytest.Config) -> Counter[tuple[str, str]]:
+    """Count the tests of a run that were skipped, by what they need and the command for it."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    reports = reporter.stats.get("skipped", []) if reporter else []
+    reasons = (each.longrepr[2] for each in reports if isinstance(each.longrepr, tuple))
+    found = (REASON.match(reason.removeprefix("Skipped: ")) for reason in reasons)
+    return Counter((match["what"], match["command"]) for match in found if match)
