@@ -1,4 +1,4 @@
-"""Runner of one command: its output goes to a file, its progress to one line of the screen.
+"""Runner of commands: their output goes to a file, their progress to one line of the screen.
 
 `python quietly.py LOG TITLE COMMAND ...`: on a terminal, the line shows the seconds so far and what
 the command printed last; elsewhere, one line says that it began and another one how it ended. Where
@@ -20,30 +20,39 @@ CLEAR_LINE = "\r\x1b[K"
 def main(arguments: list[str]) -> int:
     """Run the command; return its exit status."""
     log, title, *command = arguments
-    path = Path(log)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    return run(Path(log), title, command)
+
+
+def run(log: Path, title: str, *commands: list[str]) -> int:
+    """Run commands at the same time; return the largest exit status."""
+    log.parent.mkdir(parents=True, exist_ok=True)
     live = sys.stdout.isatty()
     if not live:
-        print(f"{title} ... (log: {path})", flush=True)
+        print(f"{title} ... (log: {log})", flush=True)
     start_s = time.monotonic()
-    with path.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
-        while True:
-            try:
-                status = process.wait(REFRESH_S if live else None)
-                break
-            except subprocess.TimeoutExpired:
-                _show(f"{title} {time.monotonic() - start_s:4.0f} s  {_last_line(path)}")
-            except KeyboardInterrupt:  # the command was interrupted, too
-                status = process.wait() or 1
-                break
+    with log.open("ab") as output:
+        output.truncate(0)
+        processes = [
+            subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+            for command in commands
+        ]
+        status = 0
+        for process in processes:
+            while process.returncode is None:
+                try:
+                    process.wait(REFRESH_S if live else None)
+                except subprocess.TimeoutExpired:
+                    _show(f"{title} {time.monotonic() - start_s:4.0f} s  {_last_line(log)}")
+                except KeyboardInterrupt:  # the commands were interrupted, too
+                    status = 1
+            status = max(status, abs(process.returncode))
     ended = "failed" if status else "done"
     print(f"{CLEAR_LINE if live else ''}{title}: {ended} in {time.monotonic() - start_s:.0f} s")
     if status:
-        print(*_tail(path)[-TAIL_LINES:], sep="\n")
-        print(f"These are the last lines of {path}")
+        print(*_tail(log)[-TAIL_LINES:], sep="\n")
+        print(f"These are the last lines of {log}")
     return status
 
 
