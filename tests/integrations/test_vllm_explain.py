@@ -1,5 +1,6 @@
 """Requests of vLLM are explained: what its scheduler was answered, and why."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.integrations.vllm.offloading import metrics
+from kvxfer.integrations.vllm.offloading.request_answers import RequestAnswers
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
@@ -109,6 +111,47 @@ def test_lookups_are_counted_by_the_tier_that_finally_gave_them_without_a_journa
         assert counts[metrics.Count("lookup_blocks", labels)] == number
     of_host = counts[metrics.Count("lookup_bytes", (metrics.HOST, "hit"))]
     assert of_host == counts[metrics.Count("lookup_bytes", (metrics.LOWER, "hit"))] > 0
+
+
+CHUNKS, WINDOW = keys_of(6), keys_of(6, group=1)
+PART = keys_of(1, first=50)[0]
+"""Key of a part of a chunk, which vLLM makes as it asks for it."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "counted"),
+    [
+        ({CHUNKS[0]: ""}, {"": 6}),
+        ({CHUNKS[0]: "host", CHUNKS[1]: "file", CHUNKS[2]: ""}, {"host": 1, "file": 1, "": 4}),
+        ({CHUNKS[4]: ""}, {"": 2}),  # the device has the four before it
+        (dict.fromkeys(CHUNKS, "host"), {"host": 6}),
+        (dict.fromkeys(CHUNKS, ""), {"": 6}),
+        (dict.fromkeys(CHUNKS[:3], "host"), {"host": 3}),  # it wants no more
+        ({CHUNKS[0]: "", PART: ""}, {"": 7}),
+        ({}, {}),
+        # A window, asked for from its end, in front of which nothing is needed.
+        ({WINDOW[5]: "", WINDOW[4]: "", WINDOW[3]: "host", WINDOW[2]: "host"}, {"host": 2, "": 2}),
+        (dict.fromkeys(reversed(WINDOW), ""), {"": 6}),
+        (dict.fromkeys(CHUNKS[:5], "host") | dict.fromkeys(WINDOW[4:2:-1], "host"), {"host": 7}),
+    ],
+)
+def test_chunks_behind_a_miss_count_as_missed_where_they_were_needed(
+    asked: dict[BlockKey, str], counted: dict[str, int]
+) -> None:
+    counts: Counter[str] = Counter()
+    told = RequestAnswers(Reports(), count=lambda tier, n: counts.update({tier: n}))
+    context = ReqContext("a")
+    if not hasattr(context, "set_offload_key_position"):
+        pytest.skip("this vLLM does not say which chunks a request has")
+    for group in (CHUNKS, WINDOW):
+        for index, key in enumerate(group):
+            context.set_offload_key_position(key, 16 * (index + 1))
+    context.set_offload_key_position(PART, 8)
+    told.arrive(context)
+    for key, tier in asked.items():
+        told.note("a", key, tier)
+    told.schedule(["a"])
+    assert +counts == counted
 
 
 def test_a_block_that_was_evicted_before_it_was_written_back(

@@ -1,10 +1,10 @@
 """Answers to the lookups of a request, told to observers when it is scheduled."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from kvxfer.integrations.vllm.offloading.interface import ReqContext, key_positions
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey
 from kvxfer.storage.observer import Reports, Requested
 
 
@@ -13,8 +13,8 @@ class RequestAnswers:
 
     Args:
         reports: Told each request once.
-        count: Counts chunks by the tier that gave them, empty for a miss. Without it, and without
-            observers, nothing is kept.
+        count: Counts chunks by the tier that gave them, empty for a miss; as misses also those that
+            vLLM did not ask for after one. Without it, and without observers, nothing is kept.
     """
 
     def __init__(
@@ -58,11 +58,41 @@ class RequestAnswers:
         context, tiers = self._contexts.pop(req_id, None), self._tiers.pop(req_id, {})
         if context is None:
             return
+        positions = key_positions(context) or {}
         if self._count is not None:
-            for tier, number in Counter(tiers.values()).items():
+            counts = Counter(tiers.values())
+            counts[""] += _num_not_asked(positions, tiers)
+            for tier, number in counts.items():
                 self._count(tier, number)
         if not self._reports:
             return
-        keys = dict.fromkeys(key_positions(context) or ()) | dict.fromkeys(tiers)
+        keys = dict.fromkeys(positions) | dict.fromkeys(tiers)
         found = [tiers.get(key) for key in keys]
         self._reports.tell(Requested(req_id, list(keys), found, reason))
+
+
+def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, str]) -> int:
+    """Count the chunks behind those whose misses ended the lookups of a prompt.
+
+    Of a group with full attention vLLM asks for one chunk after the other, up to the first miss; of
+    a sliding window it asks from the end, and what is left is not needed. Keys for a part of a
+    chunk, which vLLM makes as it asks, come after those of the chunks.
+
+    Args:
+        positions: Token at the end of each chunk of the request, in the order of each group.
+        tiers: Tier that gave each chunk that was asked for, empty for a miss, in that order.
+    """
+    if "" not in tiers.values():
+        return 0
+    whole: dict[bytes, dict[BlockKey, int]] = defaultdict(dict)
+    for key, end in positions.items():
+        chunks = whole[key[-GROUP_INDEX_BYTES:]]
+        if end % next(iter(chunks.values()), end) == 0:
+            chunks[key] = end
+    number = 0
+    for chunks in whole.values():
+        asked = [key for key in tiers if key in chunks]
+        ends = [chunks[key] for key in asked]
+        if asked and not tiers[asked[-1]] and ends == sorted(ends):
+            number += sum(end > ends[-1] for end in chunks.values())
+    return number
