@@ -186,9 +186,9 @@ class _BucketNamespace(StoredNamespace):
         name, away = self._prefix + block.path, f"{self._folder}{QUARANTINE}/{file_name(block.key)}"
         yield _OpenObject(self._requests, name, block.num_bytes, away)
 
-    def remove(self, blocks: Sequence[FoundBlock]) -> list[bool]:
+    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[bool]:
         _delete(self._requests, [self._prefix + block.path for block in blocks])
-        return [True] * len(blocks)
+        return iter([True] * len(blocks))
 
     def remove_empty(self) -> bool:
         texts = dict[str, bytes]()

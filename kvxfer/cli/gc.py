@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from kvxfer.cli.block_stores import STORE, open_store
 from kvxfer.cli.command_line import CommandLine, exit_statuses
+from kvxfer.cli.service import stopping_between_steps
 from kvxfer.units import ByteSize, Duration, format_size
 
 if TYPE_CHECKING:
@@ -38,8 +39,10 @@ def main(argv: Sequence[str]) -> int:
         capacity_bytes = ByteSize.parse(arguments.capacity, name="capacity")
     if arguments.max_age:
         max_age_s = Duration.parse(arguments.max_age, name="max-age")
-    with open_store(arguments.path) as store:
-        collection = GarbageCollection(store, capacity_bytes=capacity_bytes, max_age_s=max_age_s)
+    with open_store(arguments.path) as store, stopping_between_steps() as check:
+        collection = GarbageCollection(
+            store, capacity_bytes=capacity_bytes, max_age_s=max_age_s, check=check
+        )
         removed = collection.preview() if arguments.dry_run else collection.run()
     print(_describe(removed, "would be " if arguments.dry_run else ""))
     return 0

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Route requests until SIGTERM or SIGINT; return 0.
+    """Route requests until SIGTERM, SIGHUP or SIGINT; return 0.
 
     Raises:
         KVXferError: aiohttp is not installed, or an argument cannot be used.

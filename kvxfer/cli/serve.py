@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Hold blocks for other processes until SIGTERM or SIGINT; return 0."""
+    """Hold blocks for other processes until SIGTERM, SIGHUP or SIGINT; return 0."""
     arguments = make_parser().parse_args(argv)
     log_to_stderr(arguments.log_level)
     metrics = _make_metrics() if arguments.metrics else None

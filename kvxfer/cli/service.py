@@ -1,15 +1,19 @@
 """What commands share that run for long: their log, and their end."""
 
 import asyncio
+import contextlib
 import logging
 import resource
 import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
 
 from kvxfer.cli.command_line import CommandLine
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def add_log_level(parser: CommandLine) -> None:
@@ -35,19 +39,55 @@ def raise_descriptor_limit() -> None:
 
 
 def stop_signal() -> asyncio.Event:
-    """Make an event of the running loop that the first SIGTERM or SIGINT sets.
+    """Make an event of the running loop that the first signal of `STOP_SIGNALS` sets.
 
-    The second signal ends the process at once.
+    The second signal ends the process at once. A SIGHUP that `nohup` has turned off stays so.
     """
     loop = asyncio.get_running_loop()
     asked_to_end = asyncio.Event()
+    numbers = _stop_signals()
 
     def end() -> None:
         asked_to_end.set()
-        for number in STOP_SIGNALS:
+        for number in numbers:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
 
-    for number in STOP_SIGNALS:
+    for number in numbers:
         loop.add_signal_handler(number, end)
     return asked_to_end
+
+
+@contextlib.contextmanager
+def stopping_between_steps() -> Iterator[Callable[[], None]]:
+    """Hold back signals that end the process until the next step of its work.
+
+    Yields:
+        Function to call between two steps, which ends the process if there was a signal. The
+        second one ends it at once.
+    """
+    received: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()  # which signals come to
+    numbers = _stop_signals() if is_main else []
+
+    def note(number: int, _: object) -> None:
+        received.append(number)
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
+
+    def check() -> None:
+        if received[:1] == [signal.SIGINT]:
+            raise KeyboardInterrupt
+        if received:
+            sys.exit(128 + received[0])  # as shells have it
+
+    before = [(number, signal.signal(number, note)) for number in numbers]
+    try:
+        yield check
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _stop_signals() -> list[signal.Signals]:
+    return [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]

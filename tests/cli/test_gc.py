@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import errno
 import os
+import signal
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
-from kvxfer.backends.file.folders import Ledger
+from kvxfer.backends.file.folders import Ledger, NamespaceFolder
 from kvxfer.cli import main
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing import BlockMemory
@@ -200,6 +204,48 @@ def test_a_folder_that_holds_no_store_is_misuse_and_stays_as_it_is(
     assert printed.err.startswith(f"kvxfer gc: path is '{tmp_path}'; expected the root of a store")
     assert [path.name for path in tmp_path.iterdir()] == ["file.tmp"]
     assert not (tmp_path / "usage.ledger").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_between_two_files_leaves_the_count_right(
+    store: Store, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
+) -> None:
+    store.fill()
+    remove = NamespaceFolder.remove_found
+
+    def remove_and_signal(*arguments: Any) -> bool:
+        monkeypatch.setattr(NamespaceFolder, "remove_found", remove)
+        was_there = remove(*arguments)
+        os.kill(os.getpid(), number)
+        return was_there
+
+    monkeypatch.setattr(NamespaceFolder, "remove_found", remove_and_signal)
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(["gc", str(store.root), "--max-age", "0s"]))
+    assert ended.value.code == status
+    assert signal.getsignal(number) is before
+    assert len(store.blocks()) < NUM_BLOCKS
+    assert store.counted_bytes == len(store.blocks()) * FILE_BYTES
+
+
+def test_files_before_one_that_cannot_be_removed_are_counted(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.fill()
+    remove, removed = NamespaceFolder.remove_found, list[bool]()
+
+    def remove_three(*arguments: Any) -> bool:
+        if len(removed) == 3:
+            raise PermissionError(errno.EACCES, "as told")
+        removed.append(remove(*arguments))
+        return True
+
+    monkeypatch.setattr(NamespaceFolder, "remove_found", remove_three)
+    assert main(["gc", str(store.root), "--max-age", "0s"]) == 2
+    assert store.counted_bytes == len(store.blocks()) * FILE_BYTES == 5 * FILE_BYTES
 
 
 def everything(store: Store) -> dict[Path, bytes | None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.nixl import Connection, LocalNode, NixlBackend, NixlConfig
+from kvxfer.backends.nixl import Connection, LocalNode, NixlBackend, NixlConfig, Transport
 from kvxfer.backends.nixl.agents import (
     NixlAgent,
 )
@@ -177,6 +177,21 @@ async def test_a_peer_that_is_asked_to_end_waits_for_its_leases_and_takes_no_oth
     assert await asyncio.to_thread(patient_peer.wait) == 0
     assert patient_peer.said[-1].endswith("INFO ended\n")
     await connection.aclose()
+
+
+@pytest.mark.parametrize("transport", ["nixl", "socket"])
+def test_sighup_ends_a_peer_as_sigterm_does(transport: Transport) -> None:
+    async def store(config: NixlConfig) -> None:
+        async with peers.connected(config) as backend:
+            assert all(outcome.done for outcome in await peers.store(backend))
+
+    with serving("--capacity", "1MiB", "--transport", transport) as peer:
+        config = NixlConfig(address=str(peer.endpoint), transport=transport)
+        asyncio.run(store(config))  # after it NIXL has had its way with signals
+        peer.process.send_signal(signal.SIGHUP)
+        assert peer.wait() == 0
+        assert "draining: no new peers" in "".join(peer.said)
+        assert "DEBUG" not in "".join(peer.said)
 
 
 async def test_a_second_signal_ends_a_peer_at_once(patient_peer: ServeProcess) -> None:

@@ -115,8 +115,8 @@ class StoredNamespace(ABC):
         """
 
     @abstractmethod
-    def remove(self, blocks: Sequence[FoundBlock]) -> list[bool]:
-        """Remove files; return for each whether it was there.
+    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[bool]:
+        """Remove files; yield for each, once it is gone, whether it was there.
 
         Raises:
             OSError: One cannot be removed.

@@ -121,8 +121,8 @@ class _Folder(StoredNamespace):
         finally:
             os.close(fd)
 
-    def remove(self, blocks: Sequence[FoundBlock]) -> list[bool]:
-        return list(map(self._remove, blocks))
+    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[bool]:
+        return map(self._remove, blocks)
 
     def remove_empty(self) -> bool:
         with contextlib.suppress(OSError):

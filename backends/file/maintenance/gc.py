@@ -5,7 +5,7 @@ import itertools
 import math
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -69,6 +69,8 @@ class GarbageCollection:
         max_age_s: Seconds for which a block may stay unused, None for no limit. Engines note the
             use of a block on the disk once an hour, and in a bucket never: there it counts since it
             was stored.
+        check: Called between steps, of which each leaves the count right; may raise to end the
+            collection.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class GarbageCollection:
         *,
         capacity_bytes: int | None = None,
         max_age_s: float | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
+        self._check = check
         self._capacity_bytes = capacity_bytes
         self._oldest = -math.inf if max_age_s is None else time.time() - max_age_s
         self._order = _UseOrder()
@@ -147,6 +151,7 @@ class GarbageCollection:
         """Walk through the blocks and note those that no other reason removes."""
         self._order, self._num_bytes_going = _UseOrder(), 0
         for block in self._store.blocks():
+            self._check()
             if self._fate(block):
                 self._num_bytes_going += block.num_bytes_on_disk
             elif self._capacity_bytes is not None:
@@ -181,21 +186,24 @@ class GarbageCollection:
                 going = self._going(self._store.blocks(fingerprint))
                 while some := list(itertools.islice(going, FILES_PER_LOCK)):
                     with count.locked():
-                        count.remove(self._remove(namespace, some))
+                        before = self._removed.num_bytes
+                        try:
+                            self._remove(namespace, some)
+                        finally:  # those that were removed before one that cannot be
+                            count.remove(self._removed.num_bytes - before)
+                    self._check()
         for fingerprint in fingerprints:
             with self._store.namespace(fingerprint) as namespace:
                 self._removed.num_folders += namespace.remove_empty()
         with count.locked():
             self._removed.num_bytes_left = count.used
 
-    def _remove(self, namespace: StoredNamespace, some: Sequence[tuple[FoundBlock, Fate]]) -> int:
-        """Remove files; return the bytes that they took."""
-        before = self._removed.num_bytes
+    def _remove(self, namespace: StoredNamespace, some: Sequence[tuple[FoundBlock, Fate]]) -> None:
+        """Remove files, and count each as it goes."""
         removed = namespace.remove([block for block, _ in some])
         for (block, fate), was_there in zip(some, removed, strict=True):
             if was_there:
                 self._removed.add(fate, block)
-        return self._removed.num_bytes - before
 
 
 class _UseOrder:

@@ -9,11 +9,17 @@ from typing import Any
 
 from kvxfer.errors import BackendUnavailableError
 
-ENVIRONMENT = {"UCX_MODULES": "^efa", "UCX_LOG_FILE": "stderr", "NIXL_LOG_LEVEL": "WARN"}
+ENVIRONMENT = {
+    "UCX_MODULES": "^efa",
+    "UCX_LOG_FILE": "stderr",
+    "UCX_DEBUG_SIGNO": "0",
+    "NIXL_LOG_LEVEL": "WARN",
+}
 """Environment variables that are set before the import, unless the user has set them.
 
 UCX's EFA module crashes processes at their exit: it brings a second copy of libibverbs along.
-UCX's log goes to standard output otherwise.
+UCX's log goes to standard output otherwise. With a number of a signal, SIGHUP by default, UCX takes
+that from the process and logs every message from the first one on.
 """
 
 _importing = threading.Lock()
