@@ -2,21 +2,33 @@
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
+
+from kvxfer.storage.threads import DaemonThreads
 
 END_OF_THREADS_S = 5.0
 """Time for calls on other threads that were given up to end, when their loop ends."""
 
+NUM_BLOCKING = 32
+"""Most threads for calls that block, as many as asyncio has at most."""
+
 
 class LoopThread:
-    """Event loop on its own thread, from construction to `stop`; others make blocking calls."""
+    """Event loop on its own thread, from construction to `stop`; others make blocking calls.
+
+    Raises:
+        RuntimeError: No thread can be started, as at the end of the interpreter.
+    """
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self._blocking = ThreadPoolExecutor(thread_name_prefix=f"{name}-blocking")
+        self._blocking = DaemonThreads(f"{name}-blocking", NUM_BLOCKING)
         self.loop.set_default_executor(self._blocking)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self.loop.close()
+            raise
 
     def stop(self) -> None:
         """End the loop and its threads; tasks must have ended before. May be called again.
@@ -33,7 +45,6 @@ class LoopThread:
             self.loop.run_forever()
         finally:
             # `shutdown_default_executor` of asyncio has no time limit before Python 3.12.
-            ending = threading.Thread(target=self._blocking.shutdown, daemon=True)
-            ending.start()
-            ending.join(END_OF_THREADS_S)
+            self._blocking.shutdown()
+            self._blocking.join(END_OF_THREADS_S)
             self.loop.close()

@@ -147,10 +147,12 @@ class BegunJobs:
                 each.job.end(Status.CANCELLED, "cancelled")
                 self._settle(each)
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Refuse to begin any more, once the bytes that are being moved have landed."""
-        with self._lock:
-            self._is_closed = True
+        while not self._lock.acquire(blocking=False):  # noqa: ASYNC110 - a thread moves some
+            await asyncio.sleep(MARK_PAUSE_S)
+        self._is_closed = True
+        self._lock.release()
 
     async def wait_for_devices(self) -> None:
         """Wait until no device moves bytes."""

@@ -1,6 +1,5 @@
 """Transfer engine: moves batches of blocks between KV caches and a backend."""
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -12,6 +11,7 @@ from kvxfer.storage.backend import Backend, Outcome
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
+from kvxfer.storage.threads import run_aside
 from kvxfer.transfer.job import Direction
 from kvxfer.transfer.polled_engine import PolledEngine
 
@@ -129,7 +129,7 @@ class TransferEngine(PolledEngine[Backend]):
         if not self._guard.released:
             await self._loop.run(self._guard.aclose(self._shut_down))
         if not self._loop.is_stopped:
-            await asyncio.to_thread(self._loop.stop)
+            await run_aside("kvxfer-close", self._loop.stop)
 
     async def __aenter__(self) -> Self:
         self._guard.require_same_process()

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine
@@ -10,7 +11,7 @@ from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from kvxfer.errors import ClosedError, EventLoopError
+from kvxfer.errors import ClosedError, EventLoopError, KVXferError
 from kvxfer.storage.loop_thread import LoopThread
 
 LIVENESS_S = 0.5
@@ -110,10 +111,19 @@ class EngineLoop:
     def run_blocking(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine on this loop and block until its end.
 
+        At the end of the interpreter, where no thread can be started, the caller's runs it.
+
         Raises:
             EventLoopError: As `wait`; or the end did not come within `timeout_s`, and the work may
                 still go on.
         """
+        try:
+            self._open()
+        except KVXferError:
+            work.close()
+            raise
+        except RuntimeError:  # of a thread that cannot be started
+            return asyncio.run(work)
         future = self.submit(work)
         if not self.wait([future], timeout_s):
             raise EventLoopError(self._what, f"its event loop stood still for {timeout_s:g} s")
@@ -162,3 +172,5 @@ class EngineLoop:
         if self._thread is None and self._loop is not None and not self._loop.is_running():
             detail = "the event loop on which 'async with' was entered does not run"
             raise EventLoopError(self._what, detail)
+        if sys.is_finalizing():
+            raise EventLoopError(self._what, "the interpreter has ended, and its threads with it")

@@ -304,16 +304,12 @@ class PolledEngine(Generic[MoverT]):
         return await task
 
     async def _shut_down(self) -> None:
-        await asyncio.to_thread(self._mover.begun.close)
-        self._submissions.cancel_all()
-        for call in self._submitted_calls:
-            call.cancel()
         try:
             async with asyncio.timeout(self._close_timeout_s):
-                await self._mover.wait_until_idle(self._close_timeout_s / 2)
-                if self._submitted_calls:
-                    await asyncio.wait(self._submitted_calls, timeout=self._close_timeout_s / 4)
-                await self._mover.begun.drain()
+                try:
+                    await self._end_jobs()
+                except Exception:
+                    logger.exception("jobs cannot be ended; the backend is closed all the same")
                 await self._calls.wait_for(self._close_timeout_s, self._reach.aclose())
                 await self._mover.drain()
         except TimeoutError:
@@ -321,6 +317,16 @@ class PolledEngine(Generic[MoverT]):
             logger.warning(text, self._close_timeout_s, self._mover.num_unsettled)
         else:
             self._memory.close()
+
+    async def _end_jobs(self) -> None:
+        await self._mover.begun.aclose()
+        self._submissions.cancel_all()
+        for call in self._submitted_calls:
+            call.cancel()
+        await self._mover.wait_until_idle(self._close_timeout_s / 2)
+        if self._submitted_calls:
+            await asyncio.wait(self._submitted_calls, timeout=self._close_timeout_s / 4)
+        await self._mover.begun.drain()
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         """Choose the deadline of a call: its own, or the engine's."""

@@ -25,6 +25,7 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import require_ticket
 from kvxfer.storage.observer import Observer, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.storage.threads import run_aside
 from kvxfer.transfer.handover import Handover
 from kvxfer.transfer.prompt_pages import Fetched
 
@@ -101,7 +102,7 @@ class PromptExchange:
                 cannot be used.
         """
         try:
-            await asyncio.to_thread(self._handover.start)
+            await run_aside("kvxfer-open", self._handover.start)
         except BaseException:
             await self.aclose()
             raise
@@ -113,8 +114,7 @@ class PromptExchange:
 
     async def aclose(self) -> None:
         """End every call, and wait until nothing touches the caches; may be called again."""
-        closing = asyncio.ensure_future(asyncio.to_thread(self._handover.close))
-        await wait_despite_cancel(closing)
+        await run_aside("kvxfer-close", self._handover.close)
 
     async def offer(
         self,

@@ -19,7 +19,7 @@ from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagedBlocks, StagingMemory
-from kvxfer.storage.threads import Threads
+from kvxfer.storage.threads import Threads, run_aside
 from kvxfer.transfer.job import Direction
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class StagedBackend(Backend):
     async def _release(self) -> None:
         self._staging.withdraw()
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(asyncio.to_thread, self._copy_engine.close)
+            stack.push_async_callback(run_aside, "kvxfer-close", self._copy_engine.close)
             stack.push_async_callback(self._threads.aclose)
             stack.push_async_callback(self._staging.aclose)
             stack.push_async_callback(self.inner.aclose)

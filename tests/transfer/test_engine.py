@@ -1,9 +1,12 @@
 """Transfer engine: one outcome per block, whatever the backend does."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -651,3 +654,45 @@ def test_a_device_that_staging_is_not_for_is_refused(
     caches = CanonicalKVCaches([moved], [[CanonicalKVCacheRef(0, PAGE_BYTES - 24)]])
     with pytest.raises(InvalidArgumentError, match=rf"device of caches is \['{kind}'\]"):
         TransferEngine(caches, Reaching(DictConfig(), memory.namespace()))
+
+
+AT_THE_END = """
+import atexit, sys, threading
+import kvxfer
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.payloads import make_payload, write_payloads
+
+folder, backend, how = sys.argv[1:]
+memory = BlockMemory([[4096]], num_blocks=64)
+keys = [kvxfer.make_block_key(bytes([number]) * 8, 0) for number in range(40)]
+write_payloads(memory.describe(0, range(40)), [make_payload(key, 4096) for key in keys])
+files = f"file://{folder}?capacity=64MiB&min_free=1B"
+urls = ["host://?capacity=64MiB", files] if backend == "tiers" else files
+engine = kvxfer.connect(urls, memory.caches, namespace=kvxfer.Namespace(model="m"))
+if backend != "unused":
+    engine.wait([engine.submit_store(keys, [range(40)])])
+    assert all(job.done for job in engine.get_finished())
+
+def refuse(_):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+def close():
+    if how == "without new threads":  # as Python 3.12 and later
+        threading.Thread.start = refuse
+    engine.close()
+
+atexit.register(close)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["", "without new threads"])
+@pytest.mark.parametrize("backend", ["tiers", "files", "unused"])
+def test_an_engine_that_is_closed_when_the_interpreter_ends_loses_nothing(
+    tmp_path: Path, backend: str, how: str
+) -> None:
+    command = [sys.executable, "-c", AT_THE_END, str(tmp_path), backend, how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list(tmp_path.rglob("*.safetensors"))) == (40 if backend != "unused" else 0)
+    assert list(tmp_path.glob("*.claim")) == []

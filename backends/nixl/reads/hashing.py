@@ -1,13 +1,9 @@
 """Hasher: checksums of blocks to send, and of blocks that have arrived."""
 
-import asyncio
-import queue
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from itertools import chain
-from typing import TypeVar
 
 from kvxfer.backends.nixl.agents import (
     to_its_end,
@@ -17,8 +13,7 @@ from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.integrity import checksum_blocks
-
-T = TypeVar("T")
+from kvxfer.storage.threads import DaemonThreads
 
 NUM_THREADS = 2
 """Threads that copy between registered and other memory."""
@@ -37,18 +32,18 @@ class BlockHasher:
 
     def __init__(self, *, inline_bytes: int = 2 << 20) -> None:
         self._inline_bytes = inline_bytes
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvxfer-copy")
-        self._hashing = CallThread("kvxfer-hash")
+        self._copying = DaemonThreads("kvxfer-copy", NUM_THREADS)
+        self._hashing = DaemonThreads("kvxfer-hash", 1)
         self._copy_engine = CPUCopyEngine()
 
     async def checksums(self, blocks: Descriptors) -> list[int]:
         """Compute the XXH3-64 of each block."""
         if blocks.num_bytes <= self._inline_bytes:
             return checksum_blocks(blocks, self._copy_engine)
-        done: Future[list[int]] = Future()
-        self._hashing.begin(
-            partial(_end_with, done, partial(checksum_blocks, blocks, self._copy_engine))
-        )
+        try:
+            done = self._hashing.submit(checksum_blocks, blocks, self._copy_engine)
+        except RuntimeError as exc:
+            raise ClosedError("hasher") from exc
         return await to_its_end(done)
 
     def hash_runs(self, blocks: Descriptors, bounds: Sequence[tuple[int, int]]) -> "RunHashing":
@@ -62,12 +57,15 @@ class BlockHasher:
 
     async def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """Copy blocks within this process; see `CopyEngine.copy`."""
-        await to_its_end(self._threads.submit(self._copy_engine.copy, source, destination))
+        await to_its_end(self._copying.submit(self._copy_engine.copy, source, destination))
 
     async def aclose(self) -> None:
         """Wait for running calls and end the threads; may be called again."""
-        await asyncio.to_thread(self._threads.shutdown)
-        await asyncio.to_thread(self._hashing.end)
+        for threads in (self._copying, self._hashing):
+            ended: Future[None] = Future()
+            threads.shutdown()
+            threads.when_ended(partial(ended.set_result, None))
+            await to_its_end(ended)
         self._copy_engine.close()
 
 
@@ -101,46 +99,3 @@ class RunHashing:
         """Get the XXH3-64 of each block, once all have arrived."""
         runs = (self._checksums[index] for index in range(len(self._bounds)))
         return list(chain.from_iterable(runs))
-
-
-class CallThread:
-    """Thread that makes calls, one after the other.
-
-    Handing a call over takes some microseconds, where an executor takes two hundred.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._ended = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def begin(self, call: Callable[[], None]) -> None:
-        """Queue a call, which must not raise, after those that were begun before.
-
-        Raises:
-            ClosedError: The thread was ended.
-        """
-        with self._lock:  # after the end a call would never be made
-            if self._ended:
-                raise ClosedError("hasher")
-            self._calls.put(call)
-
-    def end(self) -> None:
-        """Wait for queued calls and for the thread; blocks, may be called again."""
-        with self._lock:
-            self._ended = True
-            self._calls.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-
-
-def _end_with(done: "Future[T]", call: Callable[[], T]) -> None:
-    try:
-        done.set_result(call())
-    except Exception as exc:  # noqa: BLE001 - raised by `done.result()`
-        done.set_exception(exc)

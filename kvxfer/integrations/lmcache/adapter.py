@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.observed_backend import unwrapped
 from kvxfer.storage.observer import Observer
+from kvxfer.storage.threads import begin_aside
 
 PIN_S = 60.0
 """Seconds after which an object that was found and never unlocked may be deleted all the same."""
@@ -225,9 +227,8 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
                 return
             self._closed = True
         self._deadlines.close()
-        closing = threading.Thread(target=self._objects.close, daemon=True)
-        closing.start()
-        closing.join(2 * self._settings.close_timeout_s)
+        closing = begin_aside("kvxfer-close", self._objects.close)
+        wait([closing], 2 * self._settings.close_timeout_s)
         for each in (self._stored, self._found, self._loaded):
             each.close()
 

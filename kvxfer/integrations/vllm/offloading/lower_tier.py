@@ -2,7 +2,6 @@
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -28,7 +27,7 @@ from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import ObservedBackend, medium_of
 from kvxfer.storage.observer import Observer, Operation, Reports
 from kvxfer.storage.suspension import Suspension
-from kvxfer.storage.threads import Threads
+from kvxfer.storage.threads import Threads, begin_aside
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.tiering.lookup_results import LookupResults
@@ -333,13 +332,12 @@ class LowerTier:
                 self._engine.cancel(job_id)
         self._engine.wait(stores, timeout_s=self._timeouts.close_s)
         self._end_deletions(deadline)
-        closing = threading.Thread(target=self._close_engine, name="kvxfer-close", daemon=True)
-        closing.start()
-        closing.join(max(1.0, deadline - time.monotonic()))
+        closing = begin_aside("kvxfer-close", self._close_engine)
+        wait([closing], max(1.0, deadline - time.monotonic()))
         flush_journal()
-        if closing.is_alive():
+        if not closing.done():
             logger.warning("the lower tier did not close in time; its unfinished stores are lost")
-        return not closing.is_alive()
+        return closing.done()
 
     def _close_engine(self) -> None:
         try:

@@ -5,6 +5,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from kvxfer.backends.host import HostPool
@@ -170,13 +171,14 @@ class TieredOffloadingManager(KVXferOffloadingManager):
 
     def shutdown(self) -> None:
         """Write all chunks back to the lower tier, as far as time allows, and close the pool."""
-        self._max_going_down = self._index.num_slots  # nothing else needs room any more
-        self._copy_down()
-        if num_left := len(self._write_back) - self._write_back.num_taken:
-            logger.warning("the lower tier: %d blocks were not written back there", num_left)
-        self._drop_stores(self._write_back.clear())
-        self._tier.close()
-        super().shutdown()
+        with ExitStack() as closed:  # all of it, whatever fails
+            closed.callback(super().shutdown)
+            closed.callback(self._tier.close)
+            self._max_going_down = self._index.num_slots  # nothing else needs room any more
+            self._copy_down()
+            if num_left := len(self._write_back) - self._write_back.num_taken:
+                logger.warning("the lower tier: %d blocks were not written back there", num_left)
+            self._drop_stores(self._write_back.clear())
 
     def _yield(self) -> None:
         step_s = time.monotonic() - self._step_ended_s

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -108,10 +109,11 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
 
     def shutdown(self) -> None:
         """Wait for running transfers and close the pool."""
-        self._engine.close()
-        flush_journal()
-        for segment in self._closes:
-            segment.close()
+        with ExitStack() as closed:  # all of them, whatever fails
+            for segment in self._closes:
+                closed.callback(segment.close)
+            closed.callback(flush_journal)
+            self._engine.close()
 
     def _track(self, job_id: int, ours: JobId) -> None:
         self._vllm_ids[ours] = job_id
