@@ -31,6 +31,7 @@ NUM_TOLERATED = 5  # errors in a row, after which storing is paused
 DONE, FAILED = Status.DONE, Status.FAILED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", places("posix-ext4", "uring-tmpfs"))
 async def test_files_are_evicted_where_there_can_be_no_more_of_them(
     tmp_path: Path, place: str

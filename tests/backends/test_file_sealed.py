@@ -99,6 +99,7 @@ def forge(path: Path, change: Change, to: Path) -> None:
     to.write_bytes(header.encode(FAST) + data[PAGE_BYTES:])
 
 
+@pytest.mark.slow
 async def test_every_byte_that_changes_is_noticed_and_reaches_no_engine() -> None:
     memory = BlockMemory([[40]], num_blocks=PAGE_BYTES + 40)
     namespace, keys = memory.namespace(), hashed_keys(memory.num_blocks)

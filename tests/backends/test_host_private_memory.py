@@ -41,6 +41,7 @@ def test_it_is_zeroed_and_there_before_anyone_touches_it() -> None:
     memory.close()
 
 
+@pytest.mark.slow
 def test_other_threads_run_while_it_is_reserved() -> None:
     reserving = threading.Thread(target=lambda: PrivateMemory(1 << 30).close())
     reserving.start()

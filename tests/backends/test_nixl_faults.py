@@ -221,6 +221,7 @@ async def test_frames_that_are_changed_end_the_connection_and_nothing_else(
     await until_idle(holder)
 
 
+@pytest.mark.slow
 @pytest.mark.property
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", WAYS)
@@ -256,6 +257,7 @@ async def test_no_block_is_wrong_although_connections_are_cut_again_and_again(
     assert traffic.num_loaded >= NUM_LOADED
 
 
+@pytest.mark.slow
 @pytest.mark.property
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", WAYS)

@@ -285,6 +285,7 @@ def data_sender(holder: Exchange, peer: ProvenPeer, kind: type[Message]) -> Send
     return send
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_frames", NUM_FRAMES)
 @pytest.mark.parametrize("stage", ["proof", "reach", "requests", "attach", "data"])
 async def test_mutated_frames_of_a_peer_cost_nobody_else_anything(
@@ -381,6 +382,7 @@ def answer_to(request: Request) -> Answer:
     return Pong(request_id=number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_frames", NUM_FRAMES)
 @pytest.mark.parametrize(
     ("kind", "is_fenced"),

@@ -323,6 +323,7 @@ async def test_metadata_of_another_agent_do_not_disconnect_it(
 NUM_FORGED = 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong", [{"beacon": bytes(32)}, {"beacon_address": 4096}, {"beacon_address": -1}], ids=str
 )

@@ -78,6 +78,7 @@ async def open_pair(
             yield Pair(host, holder, client, *agents, memory, payloads, reopen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attached", [True, False])
 async def test_what_is_late_is_not_safe_until_it_is_over(*, attached: bool) -> None:
     async with open_pair(attached=attached, timeout_s=LATE_S) as pair:

@@ -99,6 +99,7 @@ async def test_a_plain_client_gets_no_further_than_a_tls_server(authority: Autho
         assert not listener.writers
 
 
+@pytest.mark.slow
 def test_a_private_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(
     authority: Authority, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ async def test_a_list_that_fails_in_the_middle_has_every_name_once(
     assert {each.size_bytes for each in found} == {4}
 
 
+@pytest.mark.slow
 async def test_who_waits_for_a_turn_is_not_late_and_says_nothing_about_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -144,6 +144,7 @@ def test_describe_runs_against_vllm() -> None:
     assert all(each[key] > 0 for each in rows for key in ("value", "baseline", "ratio"))
 
 
+@pytest.mark.slow
 def test_the_rows_can_be_drawn(bench: PretendedBench, tmp_path: Path) -> None:
     first, second = tmp_path / "first.svg", tmp_path / "second.svg"
     assert main(["copy", "--chart", str(first)]) == 0

@@ -56,6 +56,7 @@ def test_a_transfer_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch)
     agent.agent.check_xfer_state.assert_called()
 
 
+@pytest.mark.slow
 def test_a_plain_connection_moves_blocks_in_the_given_order() -> None:
     block_bytes = TOTAL_BYTES // 4
     theirs, ours = allocate(1), allocate(2)

@@ -23,6 +23,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
+@pytest.mark.slow
 def test_rows_are_first_tokens_against_computed_and_copied_prefixes(
     model: Any, tmp_path: Path
 ) -> None:
@@ -35,6 +36,7 @@ def test_rows_are_first_tokens_against_computed_and_copied_prefixes(
     assert not list((tmp_path / "stores").iterdir()), "files are left behind"
 
 
+@pytest.mark.slow
 def test_a_prefix_that_is_not_found_is_an_error(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ SIZED = [*CHATS, "--bytes-per-token", "4096"]
 LISTS = ["--backend", "host://?capacity=64MiB", "file:///kv?capacity=1GiB"]
 
 
+@pytest.mark.slow
 def test_tables_fit_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         *("--bytes-per-token", "131072", "--prefill-tokens-per-s", "12345.6"),
@@ -69,6 +70,7 @@ def names_of_rows(printed: str) -> list[str]:
     return [re.split(r"  +", line)[0] for line in printed.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_page_of_fleets_has_the_rows_that_the_command_prints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -89,6 +91,7 @@ def test_the_page_of_fleets_shows_what_the_command_prints(
     assert capsys.readouterr().out == shown
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "heading", ["Policies, capacities and tiers at once", "What object storage costs"]
@@ -129,6 +132,7 @@ def test_json_has_all_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
 BELOW = ["--below", "file:///kv?capacity=1GiB", "--below", "file:///kv?capacity=8MiB", "s3://b/p"]
 
 
+@pytest.mark.slow
 def test_the_grid_has_every_policy_and_capacity_above_every_list_of_lower_tiers(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -179,6 +183,7 @@ def test_the_picture_is_the_same_each_time(tmp_path: Path) -> None:
         assert text in first.read_text()
 
 
+@pytest.mark.slow
 def test_a_fleet_fits_a_terminal_and_is_the_same_as_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -327,6 +332,7 @@ def test_a_call_without_a_trace_or_with_two_ends_with_one_line(
     assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_page_shows_what_the_command_prints_and_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -34,6 +34,7 @@ def test_inspect_shows_every_tensor(store: Store, capsys: pytest.CaptureFixture[
     assert f"{'seal':<14}holds" in lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [100, 4096, HEADER_BYTES - 1])
 def test_inspect_and_fsck_notice_a_changed_header(
     store: Store, capsys: pytest.CaptureFixture[str], offset: int
@@ -63,6 +64,7 @@ def test_inspect_tells_a_changed_header_from_changed_data(
     assert "does not hold" in said["checksum"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("integrity", Integrity)
 def test_fsck_and_ls_know_the_blocks_and_what_they_take(
     store: Store,

@@ -41,6 +41,7 @@ def one(*arguments: str) -> Finding:
     return finding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", OTHER_VALUES)
 def test_each_field_that_differs_is_named_with_both_values(tmp_path: Path, field: str) -> None:
     other = msgspec.structs.replace(NAMESPACE, **{field: OTHER_VALUES[field]})
@@ -132,6 +133,7 @@ def lending() -> Iterator[Any]:
         yield open_engine
 
 
+@pytest.mark.slow
 def test_engines_that_hand_prompts_over_are_compared_by_their_caches_as_well(lending: Any) -> None:
     first = lending(4, layout=NHD)
     for other in (lending(4), lending(8, layout=HND), lending(4, tp_size=2)):
@@ -146,6 +148,7 @@ def test_engines_that_hand_prompts_over_are_compared_by_their_caches_as_well(len
     assert "groups: 1 in" in finding.found
 
 
+@pytest.mark.slow
 def test_an_engine_that_describes_its_caches_in_another_way_is_named(
     lending: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,7 @@ print("build", *re.findall(r"vllm/(\w+)\.abi3\.so", open("/proc/self/maps").read
 """
 
 
+@pytest.mark.slow
 @has_kernel
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("build", BUILDS)

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.timeout(120)  # the first call of a model imports and c
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_the_same_with_and_without_the_cache(family: str, tmp_path: Path) -> None:
     model, prompt = shared_model(family), prompt_of(70)
@@ -53,6 +54,7 @@ def test_tokens_are_the_same_with_and_without_the_cache(family: str, tmp_path: P
         assert generate(model, longer, past_key_values=past) == generate(model, longer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_depend_on_what_the_cache_has(family: str, tmp_path: Path) -> None:
     model, prompt = shared_model(family), prompt_of(70)
@@ -196,6 +198,7 @@ def test_another_data_type_is_another_namespace(tmp_path: Path) -> None:
         assert num_loaded(cache, prompt_of(40)) == 32
 
 
+@pytest.mark.slow
 @pytest.mark.property
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
@@ -219,6 +222,7 @@ def test_any_prompts_with_shared_prefixes_give_the_tokens_without_the_cache(
             longest = max(longest, shared)
 
 
+@pytest.mark.slow
 def test_threads_take_turns(tmp_path: Path) -> None:
     model, faults = shared_model(), []
     expected = {seed: generate(model, prompt_of(40, seed=seed)) for seed in range(4)}
@@ -247,6 +251,7 @@ async def test_a_thread_that_runs_an_event_loop_may_call_it(tmp_path: Path) -> N
         assert num_loaded(cache, prompt) == 32
 
 
+@pytest.mark.slow
 def test_a_hundred_rounds_leave_nothing_behind(tmp_path: Path) -> None:
     def num_tensors() -> int:
         gc.collect()

@@ -49,6 +49,7 @@ def empty(page: Path) -> None:
     page.write_bytes(b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip_a_bit, truncate, empty, Path.unlink])
 @pytest.mark.parametrize("bad_page", range(4))
 def test_a_bad_page_is_a_shorter_prefix(
@@ -172,6 +173,7 @@ def add_adapter(model: Any) -> None:
 CHANGES = [train, change_data, change_buffer, add_adapter]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_weights_miss_in_a_new_cache(
     change: Callable[[Any], object], tmp_path: Path
@@ -186,6 +188,7 @@ def test_changed_weights_miss_in_a_new_cache(
         assert num_loaded(cache, prompt) == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_weights_miss_in_an_open_cache(
     change: Callable[[Any], object], tmp_path: Path
@@ -238,6 +241,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Faulty:
     return kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["hang", "stuck", "late", "error", "failure"])
 @pytest.mark.parametrize("operations", [{Operation.LOAD}, {Operation.LOOKUP}, EVERY])
 def test_a_backend_that_fails_costs_the_hit_and_no_more_than_the_deadline(
@@ -262,6 +266,7 @@ def test_a_backend_that_fails_costs_the_hit_and_no_more_than_the_deadline(
         assert num_loaded(cache, prompt) == 64
 
 
+@pytest.mark.slow
 def test_late_transfers_touch_no_page_that_is_given_out(faulty: Faulty) -> None:
     model, prompt = shared_model(), prompt_of(70)
     with open_cache(model, "faulty://", pool_bytes=1) as cache:  # two pages

@@ -259,6 +259,7 @@ def test_a_release_whose_caches_count_their_tokens_themselves(
         open_cache(shared_model(), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_named_with_its_extra() -> None:
     code = (
         "import sys; sys.modules['transformers'] = None\n"

@@ -93,6 +93,7 @@ def test_pages_of_vllm_are_read_and_continued(tmp_path: Path) -> None:
     assert len(list((tmp_path / "files").glob("*/namespace.json"))) == 1
 
 
+@pytest.mark.slow
 def test_keys_called_vllm_are_those_of_an_engine_with_the_seed_of_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

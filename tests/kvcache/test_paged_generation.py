@@ -141,6 +141,7 @@ def require_as_unpaged(
         torch.testing.assert_close(found, logits, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "url"),
     [(NHD, "host://?capacity=16MiB"), (HND_KV_FIRST, "file://{}?capacity=64MiB")],

@@ -106,6 +106,7 @@ def num_whole(prompt: Sequence[int]) -> int:
     return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [100, 24, 11])
 def test_requests_that_share_blocks_and_take_them_from_each_other(
     model: Any, num_blocks: int

@@ -9,6 +9,7 @@ from kvxfer.replay.arc_hits import arc_hits
 from tests.replay.traces import prompt_lists, request_lists, trace_of
 
 
+@pytest.mark.slow
 @given(
     requests=request_lists()
     | prompt_lists()

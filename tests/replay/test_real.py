@@ -59,6 +59,7 @@ tiers_of_several_policies = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", get_args(PolicyName))
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.timeout(60)

@@ -72,6 +72,7 @@ def test_both_media_evict_the_same_blocks_with_lru(
     assert hits[0] == hits[1]
 
 
+@pytest.mark.slow
 @given(requests=prompt_lists(), host=st.integers(1, 12), file=st.integers(1, 40))
 def test_tiers_of_lru_give_the_hits_of_lists(
     requests: list[list[int]], host: int, file: int

@@ -91,6 +91,7 @@ def misses(port: int) -> float:
     return float(value)
 
 
+@pytest.mark.slow
 def test_each_process_shows_all_its_backends_at_the_next_free_port() -> None:
     first = free_ports(2)
     with ExitStack() as engines:
@@ -130,6 +131,7 @@ def test_an_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch)
         open_backend("host://?capacity=1MiB", NAMESPACE)
 
 
+@pytest.mark.slow
 def test_that_no_port_is_free_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     first = free_ports(1)
     monkeypatch.setattr(environment, "MAX_PROCESSES", 1)

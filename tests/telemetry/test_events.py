@@ -115,6 +115,7 @@ def asking_in_vain(publisher: EventPublisher, number: int) -> Iterator[None]:
         context.destroy(linger=0)
 
 
+@pytest.mark.slow
 def test_who_asks_and_does_not_read_costs_little_memory_and_holds_up_nobody(
     publisher: EventPublisher, subscriber: EventSubscriber
 ) -> None:

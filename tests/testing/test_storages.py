@@ -18,6 +18,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda each: each.name)
 @pytest.mark.parametrize(
     "each",
@@ -34,6 +35,7 @@ def test_the_table_says_what_a_storage_does(storage: Storage, each: Probe) -> No
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda each: each.name)
 @pytest.mark.parametrize("each", INJECTIONS, ids=lambda each: each.what)
 def test_the_table_says_what_a_caller_sees_of_injected_faults(
@@ -55,6 +57,7 @@ def test_the_tables_have_every_probe_fault_and_storage() -> None:
     assert set(of_faults) == {(each.what, caller) for each in INJECTIONS for caller in CALLERS}
 
 
+@pytest.mark.slow
 def test_the_lines_say_what_the_conformance_suite_finds() -> None:
     lines = printed("conformance")
     assert sum(not line.startswith(" ") for line in lines) == len(STORAGES)
