@@ -23,6 +23,7 @@ from kvxfer.kvcache import (
 from kvxfer.storage import (
     Backend,
     BlockKey,
+    BytesBackend,
     GroupIdentity,
     Namespace,
     Outcome,
@@ -37,6 +38,7 @@ from kvxfer.transfer.job import FinishedJob
 __all__ = [
     "Backend",
     "BlockKey",
+    "BytesBackend",
     "CanonicalKVCaches",
     "Descriptors",
     "FinishedJob",

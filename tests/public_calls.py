@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -100,6 +100,28 @@ def blocks() -> kvxfer.Descriptors:
 
 def backend() -> DictBackend:
     return DictBackend(DictConfig(), NAMESPACE)
+
+
+class Values(kvxfer.BytesBackend):
+    """Values in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__(NAMESPACE)
+        self.values: dict[str, bytes] = {}
+
+    def put(self, names: Sequence[str], values: Sequence[bytes]) -> list[bool]:
+        self.values |= zip(names, values, strict=True)
+        return [True] * len(names)
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        return [self.values.get(name) for name in names]
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        return [name in self.values for name in names]
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.values.pop(name, None)
 
 
 def tiers() -> kvxfer.TieredBackend:
@@ -274,6 +296,11 @@ VALID_CACHES = {
 
 VALID_TRANSFERS = {
     "BlockMover.attach": Valid({"memory": []}, backend),
+    "BytesBackend.delete": Valid({"keys": KEYS}, Values),
+    "BytesBackend.load": Valid({"keys": KEYS, "blocks": blocks()}, Values),
+    "BytesBackend.lookup": Valid({"keys": KEYS}, Values),
+    "BytesBackend.name_of": Valid({"key": KEYS[0]}, Values),
+    "BytesBackend.store": Valid({"keys": KEYS, "blocks": blocks()}, Values),
     "FinishedJob": Valid(
         dict.fromkeys(inspect.signature(kvxfer.FinishedJob).parameters, 0)
         | {"direction": Direction.LOAD, "outcomes": []}

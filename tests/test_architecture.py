@@ -53,7 +53,7 @@ BUDGETS = {
     "kvxfer/kvcache": 6_020,
     "kvxfer/proxy": 1_200,
     "kvxfer/replay": 3_950,
-    "kvxfer/storage": 5_050,
+    "kvxfer/storage": 5_300,
     "kvxfer/telemetry": 1_900,
     "kvxfer/testing": 2_050,
     "kvxfer/tiering": 1_200,

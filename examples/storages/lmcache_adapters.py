@@ -15,6 +15,7 @@ from lmcache.v1.platform import consume_fd
 from examples.storages.wrapper import WrappedStorage
 from kvxfer import BlockKey, Namespace
 from kvxfer.integrations.lmcache import KVXferL2Adapter
+from kvxfer.storage import group_of
 
 LIMIT_S = 30
 
@@ -28,46 +29,48 @@ class LMCacheAdapter(WrappedStorage):
         self._lock = threading.Lock()  # whoever waits takes the event of whichever task has ended
         self._dtype = getattr(torch, namespace.dtype) if namespace.dtype else torch.uint8
 
-    def put(self, keys: Sequence[BlockKey], chunks: Sequence[torch.Tensor]) -> list[bool]:
-        """See `WrappedStorage.put`. LMCache answers for a batch as a whole."""
-        objects = [_object(chunk, self._dtype) for chunk in chunks]
+    def put(self, names: Sequence[str], values: Sequence[bytes]) -> list[bool]:
+        """See `BytesBackend.put`. LMCache answers for a batch as a whole."""
+        objects = [_object(bytearray(value), self._dtype) for value in values]
         with self._lock:
-            task = self._adapter.submit_store_task(self._names(keys), objects)
+            task = self._adapter.submit_store_task(self._keys(names), objects)
             _wait(self._adapter.get_store_event_fd())
             result = self._adapter.pop_completed_store_tasks()[task]
-        return [result.is_successful()] * len(keys)
+        return [result.is_successful()] * len(names)
 
-    def get(self, keys: Sequence[BlockKey], chunks: Sequence[torch.Tensor]) -> list[bool]:
-        """See `WrappedStorage.get`."""
-        objects = [_object(chunk, self._dtype) for chunk in chunks]
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        """See `BytesBackend.get`."""
+        groups = [group_of(BlockKey(bytes.fromhex(name))) for name in names]
+        pages = [bytearray(self.namespace.chunk_size_bytes(group)) for group in groups]
+        objects = [_object(page, self._dtype) for page in pages]
         with self._lock:
-            task = self._adapter.submit_load_task(self._names(keys), objects)
+            task = self._adapter.submit_load_task(self._keys(names), objects)
             _wait(self._adapter.get_load_event_fd())
             loaded = self._adapter.query_load_result(task)
-        return [loaded.test(index) for index in range(len(keys))]
+        return [bytes(page) if loaded.test(index) else None for index, page in enumerate(pages)]
 
-    def has(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `WrappedStorage.has`."""
+    def has(self, names: Sequence[str]) -> list[bool]:
+        """See `BytesBackend.has`."""
         with self._lock:
             task = self._adapter.submit_lookup_and_lock_task(
-                self._names(keys), {0: MemoryLayoutDesc([], [])}
+                self._keys(names), {0: MemoryLayoutDesc([], [])}
             )
             _wait(self._adapter.get_lookup_and_lock_event_fd())
             found = self._adapter.query_lookup_and_lock_result(task)
-        self._adapter.submit_unlock(self._names(keys))
-        return [found.test(index) for index in range(len(keys))]
+        self._adapter.submit_unlock(self._keys(names))
+        return [found.test(index) for index in range(len(names))]
 
-    def remove(self, keys: Sequence[BlockKey]) -> None:
-        """See `WrappedStorage.remove`."""
-        self._adapter.delete(self._names(keys))
+    def remove(self, names: Sequence[str]) -> None:
+        """See `BytesBackend.remove`."""
+        self._adapter.delete(self._keys(names))
 
     def close(self) -> None:
-        """See `WrappedStorage.close`."""
+        """See `BytesBackend.close`."""
         with self._lock:
             self._adapter.close()
 
-    def _names(self, keys: Sequence[BlockKey]) -> list[ObjectKey]:
-        return [ObjectKey(bytes(key), self.namespace.model, kv_rank=0) for key in keys]
+    def _keys(self, names: Sequence[str]) -> list[ObjectKey]:
+        return [ObjectKey(bytes.fromhex(name), self.namespace.model, kv_rank=0) for name in names]
 
 
 def fs(folder: Path, namespace: Namespace) -> LMCacheAdapter:
@@ -83,7 +86,8 @@ def kvxfer_adapter(folder: Path, namespace: Namespace) -> LMCacheAdapter:
     return LMCacheAdapter(adapter, folder, namespace)
 
 
-def _object(chunk: torch.Tensor, dtype: torch.dtype) -> TensorMemoryObj:
+def _object(page: bytearray, dtype: torch.dtype) -> TensorMemoryObj:
+    chunk = torch.frombuffer(page, dtype=torch.uint8)
     shape = torch.Size([len(chunk) // dtype.itemsize])
     meta = MemoryObjMetadata(
         shape=shape,

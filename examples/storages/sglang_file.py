@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConf
 
 from examples.storages.wrapper import WrappedStorage
 from kvxfer import BlockKey, Namespace
+from kvxfer.storage import group_of
 
 
 class HiCacheFiles(WrappedStorage):
@@ -33,26 +34,33 @@ class HiCacheFiles(WrappedStorage):
         )
         self._storage = HiCacheFile(config, str(folder))
 
-    def put(self, keys: Sequence[BlockKey], chunks: Sequence[torch.Tensor]) -> list[bool]:
-        """See `WrappedStorage.put`."""
-        return [self._storage.set(key.hex(), c) for key, c in zip(keys, chunks, strict=True)]
+    def put(self, names: Sequence[str], values: Sequence[bytes]) -> list[bool]:
+        """See `BytesBackend.put`."""
+        pairs = zip(names, values, strict=True)
+        return [self._storage.set(name, _tensor(bytearray(value))) for name, value in pairs]
 
-    def get(self, keys: Sequence[BlockKey], chunks: Sequence[torch.Tensor]) -> list[bool]:
-        """See `WrappedStorage.get`. An error is what SGLang's controller makes of it: no page."""
-        return [self._get_one(key, chunk) for key, chunk in zip(keys, chunks, strict=True)]
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        """See `BytesBackend.get`. An error is what SGLang's controller makes of it: no page."""
+        return [self._get_one(name) for name in names]
 
-    def has(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `WrappedStorage.has`."""
-        return [self._storage.exists(key.hex()) for key in keys]
+    def has(self, names: Sequence[str]) -> list[bool]:
+        """See `BytesBackend.has`."""
+        return [self._storage.exists(name) for name in names]
 
-    def remove(self, keys: Sequence[BlockKey]) -> None:
-        """See `WrappedStorage.remove`. SGLang can only clear all of it."""
-        for key in keys:
-            for path in self.folder.glob(f"{key.hex()}*"):
+    def remove(self, names: Sequence[str]) -> None:
+        """See `BytesBackend.remove`. SGLang can only clear all of it."""
+        for name in names:
+            for path in self.folder.glob(f"{name}*"):
                 path.unlink(missing_ok=True)  # another task may have removed it
 
-    def _get_one(self, key: BlockKey, chunk: torch.Tensor) -> bool:
+    def _get_one(self, name: str) -> bytes | None:
+        page = bytearray(self.namespace.chunk_size_bytes(group_of(BlockKey(bytes.fromhex(name)))))
         try:
-            return self._storage.get(key.hex(), chunk) is not None
+            found = self._storage.get(name, _tensor(page))
         except OSError:
-            return False
+            return None
+        return None if found is None else bytes(page)
+
+
+def _tensor(page: bytearray) -> torch.Tensor:
+    return torch.frombuffer(page, dtype=torch.uint8)

@@ -1,6 +1,7 @@
 """What a place for blocks is: the interface of backends, outcomes, keys and namespaces."""
 
 from kvxfer.storage.backend import Backend, BlockMover, Outcome, Status
+from kvxfer.storage.bytes_backend import BytesBackend
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import (
     BlockKey,
@@ -16,6 +17,7 @@ __all__ = [
     "Backend",
     "BlockKey",
     "BlockMover",
+    "BytesBackend",
     "GroupIdentity",
     "Namespace",
     "Outcome",

@@ -1,0 +1,236 @@
+"""Backend over a storage of bytes: four methods that block, `put`, `get`, `has` and `remove`."""
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TypeVar
+
+import xxhash
+
+from kvxfer.checks import require_instance, require_positive
+from kvxfer.errors import BackendUnavailableError, KVXferError
+from kvxfer.kvcache.descriptors import Descriptors, view_blocks
+from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
+from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.calls import fetch_error
+from kvxfer.storage.integrity import Integrity
+from kvxfer.storage.key_locks import KeyLocks
+from kvxfer.storage.keys import BlockKey, Namespace, groups_of, require_keys
+from kvxfer.storage.threads import CLOSE_TIMEOUT_S, Threads
+
+CHECKSUM_BYTES = 8
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+CORRUPT = Outcome(Status.CORRUPT, reason="the stored bytes are not those that were stored")
+REFUSED = Outcome(Status.FAILED, reason="the storage refused the value")
+WHOLE_ONLY = Outcome(Status.FAILED, reason="this storage keeps whole chunks only")
+
+
+class BytesBackend(Backend):
+    """Backend over a storage that keeps values of bytes under names, and may block its caller.
+
+    Each chunk is one value: its bytes, and a checksum of them and of the name, which is verified
+    before the chunk counts as loaded. Whole chunks only: a part of a chunk is `FAILED`.
+
+    The storage gets and gives bytes of its own, never the memory of blocks, so that a call that
+    hangs is abandoned at the caller's deadline. Calls of one name that change its value never
+    overtake each other.
+
+    Implementors must:
+
+    - write `put`, `get`, `has` and `remove`, which are called on several threads at once;
+    - raise where the storage as a whole cannot be reached: a `BackendUnavailableError` of it;
+    - set `outlives_process` to False where values end with the process.
+
+    Args:
+        namespace: Identity of the blocks, groups included. Its fingerprint begins each name, so
+            that namespaces may share a storage.
+        integrity: `FAST` adds an XXH3 checksum of 8 bytes; `OFF` stores the bytes alone.
+        num_threads: Calls of the storage at a time; further ones wait.
+
+    Raises:
+        InvalidArgumentError: The namespace has no groups, or the integrity needs a secret.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        *,
+        integrity: Integrity = Integrity.FAST,
+        num_threads: int = 4,
+    ) -> None:
+        require_instance("namespace", namespace, Namespace)
+        require_instance("integrity", integrity, Integrity)
+        integrity.require_keyless()
+        self.namespace = namespace
+        self._sizes = namespace.chunk_sizes
+        self._checksum_bytes = 0 if integrity is Integrity.OFF else CHECKSUM_BYTES
+        self._guard = CallGuard(type(self).__name__, namespace)
+        self._threads = Threads("kvxfer-bytes", require_positive("num_threads", num_threads))
+        self._locks = KeyLocks()
+
+    @abstractmethod
+    def put(self, names: Sequence[str], values: Sequence[bytes]) -> Sequence[bool]:
+        """Store a value under each name; return for each whether it is stored, whole.
+
+        A value that is there already is replaced or stays: it has the same bytes.
+        """
+
+    @abstractmethod
+    def get(self, names: Sequence[str]) -> Sequence[bytes | None]:
+        """Return the value of each name, None for one that is not there."""
+
+    @abstractmethod
+    def has(self, names: Sequence[str]) -> Sequence[bool]:
+        """Return for each name whether there is a value."""
+
+    @abstractmethod
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove the values of names; those that are not there are ignored."""
+
+    def close(self) -> None:
+        """Close the storage, once."""
+
+    def name_of(self, key: BlockKey) -> str:
+        """Name the value of a block: fingerprint of the namespace and key, in hexadecimal."""
+        require_keys([key])
+        return f"{self.namespace.fingerprint}-{key.hex()}"
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.lookup`."""
+        self._guard.check_batch(keys)
+        return list(await self._ask(partial(self.has, self._names(keys))))
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`. A part of a chunk is `FAILED`, unless the chunk is there."""
+        self._guard.check_batch(keys, blocks)
+        there = await self.lookup(keys)
+        sizes = zip(blocks.block_sizes.tolist(), groups_of(keys).tolist(), strict=True)
+        whole = [size == self._sizes[group] for size, group in sizes]
+        outcomes = [DONE if found else WHOLE_ONLY for found in there]
+        left = [n for n, found in enumerate(there) if whole[n] and not found]
+        if left:
+            chosen = [keys[n] for n in left]
+            names = self._names(chosen)
+            values = await self._threads.run(self._read, names, blocks.take(left))
+            stored = await self._change(chosen, partial(self.put, names, values))
+            for index, is_stored in zip(left, stored, strict=True):
+                outcomes[index] = DONE if is_stored else REFUSED
+        return outcomes
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`."""
+        self._guard.check_batch(keys, blocks)
+        names = self._names(keys)
+        sizes = [self._sizes[group] for group in groups_of(keys).tolist()]
+        values = await self._ask(partial(self.get, names))
+        outcomes = await self._threads.run(self._write, names, sizes, values, blocks)
+        pairs = enumerate(outcomes)
+        corrupt = [n for n, each in pairs if each is CORRUPT and keys[n] not in self._locks]
+        if corrupt:
+            chosen = [keys[n] for n in corrupt]
+            drop = partial(self._drop, self._names(chosen), [sizes[n] for n in corrupt])
+            await self._change(chosen, drop)
+        return outcomes
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.delete`."""
+        self._guard.check_batch(keys)
+        return await self._change(keys, partial(self._delete, self._names(keys)))
+
+    async def aclose(self) -> None:
+        """See `Backend.aclose`. Calls that hang are abandoned."""
+        await self._guard.aclose(self._release)
+
+    async def _release(self) -> None:
+        if await self._threads.aclose():
+            return  # calls hang in the storage, which is not closed under them
+        closing = Threads("kvxfer-bytes-close", 1)
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await closing.ask(self._call, self.close)
+        except TimeoutError:
+            logger.warning("%s: not closed in %g s", type(self).__name__, CLOSE_TIMEOUT_S)
+        finally:
+            await closing.aclose(0.0)
+
+    def _names(self, keys: Sequence[BlockKey]) -> list[str]:
+        return [self.name_of(key) for key in keys]
+
+    def _call(self, func: Callable[[], T]) -> T:
+        try:
+            return func()
+        except KVXferError:
+            raise
+        except Exception as exc:
+            raise BackendUnavailableError(f"{type(self).__name__}: {exc!r}") from exc
+
+    async def _ask(self, func: Callable[[], T]) -> T:
+        return await self._threads.ask(self._call, func)
+
+    async def _change(self, keys: Sequence[BlockKey], func: Callable[[], T]) -> T:
+        """Call what changes values; keys are locked until it has ended, also if cancelled."""
+        await self._locks.wait(keys)
+        held = ExitStack()
+        held.enter_context(self._locks.hold(keys))
+        call = asyncio.ensure_future(self._threads.run(self._call, func))
+        call.add_done_callback(fetch_error)
+        call.add_done_callback(lambda _: held.close())
+        return await asyncio.shield(call)
+
+    def _checksum(self, name: str, payload: bytes | memoryview) -> bytes:
+        seed = xxhash.xxh3_64_intdigest(name.encode())
+        return xxhash.xxh3_64_digest(payload, seed=seed)[: self._checksum_bytes]
+
+    def _read(self, names: Sequence[str], blocks: Descriptors) -> list[bytes]:
+        payloads = (b"".join(views) for views in view_blocks(blocks))
+        return [
+            payload + self._checksum(name, payload)
+            for name, payload in zip(names, payloads, strict=True)
+        ]
+
+    def _verified(self, name: str, size: int, value: bytes) -> memoryview | None:
+        """Return the bytes of a chunk; None if they are not those that were stored."""
+        payload, checksum = memoryview(value)[:size], value[size:]
+        intact = len(payload) == size and checksum == self._checksum(name, payload)
+        return payload if intact else None
+
+    def _write(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        values: Sequence[bytes | None],
+        blocks: Descriptors,
+    ) -> list[Outcome]:
+        outcomes = []
+        starts = blocks.payload_starts.tolist()
+        for name, size, value, start, views in zip(
+            names, sizes, values, starts, view_blocks(blocks), strict=True
+        ):
+            verified = None if value is None else self._verified(name, size, value)
+            if verified is None:
+                outcomes.append(MISSING if value is None else CORRUPT)
+                continue
+            payload = verified[start:]
+            for view in views:
+                view[:], payload = payload[: len(view)], payload[len(view) :]
+            outcomes.append(DONE)
+        return outcomes
+
+    def _drop(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        """Remove values that are still corrupt: another process may have stored one anew."""
+        triples = zip(names, sizes, self.get(names), strict=True)
+        bad = [n for n, size, v in triples if v is not None and self._verified(n, size, v) is None]
+        if bad:
+            self.remove(bad)
+
+    def _delete(self, names: Sequence[str]) -> list[bool]:
+        there = list(self.has(names))
+        self.remove(names)
+        return there
