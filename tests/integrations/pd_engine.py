@@ -175,6 +175,7 @@ class Engine:
         tokens: int = 10,
         max_tokens: int = 1,
         resumable: bool = False,
+        lora: Any = None,
     ) -> Request:
         """Add a request with a prompt of its own length, or the next part of a resumable one."""
         request = Request(
@@ -182,6 +183,7 @@ class Engine:
             prompt_token_ids=list(range(tokens)),
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             pooling_params=None,
+            lora_request=lora,
             block_hasher=self._hasher,
             resumable=resumable,
         )

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,6 +89,20 @@ def test_every_token_but_the_last_is_loaded(side: Side) -> None:
     assert not side.handover.released
     side.scheduler.on_received(["r"])
     assert side.scheduler.num_matched_tokens(request, 0) == (0, False)
+    side.scheduler.finish(request)
+    side.require_over()
+
+
+def test_an_adapter_that_is_trained_anew_is_not_loaded(side: Side, tmp_path: Path) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+    fields = {"lora_name": "tuned", "lora_int_id": 1, "lora_path": str(tmp_path)}
+    request = make_request(ticket_params(), lora_request=SimpleNamespace(**fields))
+    side.scheduler.on_new_request(request)
+    weights.write_bytes(b"other")
+    side.answer()
+    assert side.scheduler.num_matched_tokens(request, 0) == (0, False)
+    assert side.counts()["refused/no_tokens"] == 1
     side.scheduler.finish(request)
     side.require_over()
 

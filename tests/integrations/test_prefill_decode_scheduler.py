@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
 
+from vllm.lora.request import LoRARequest
+
 from kvxfer.errors import PeerTimeoutError
 from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
@@ -141,6 +143,19 @@ def test_a_lease_without_blocks_ends_with_its_request(engine: Engine) -> None:
     engine.moving.ended.append(LEASE)
     engine.step()
     engine.require_over()
+
+
+def test_an_adapter_that_is_trained_anew_is_not_lent(engine: Engine, tmp_path: Path) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+    lora = LoRARequest("tuned", 1, str(tmp_path))
+    engine.add("first", PREFILL, lora=lora)
+    engine.step()
+    assert "remote_host" in engine.ended["first"]
+    engine.add("second", PREFILL, lora=lora)
+    weights.write_bytes(b"other")
+    engine.step()
+    assert engine.ended["second"] is None
 
 
 def test_chunks_are_offered_when_later_steps_are_computed(engine: Engine) -> None:

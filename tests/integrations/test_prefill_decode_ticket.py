@@ -1,6 +1,10 @@
 """Tickets, settings and prompts: what comes from outside gets an answer, whatever it is."""
 
+import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
+
+from vllm.lora.request import LoRARequest
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import InvalidArgumentError
@@ -300,8 +306,17 @@ def image(identifier: str, offset: int = 2, length: int = 3) -> Any:
     )
 
 
-def lora(name: str, path: str) -> Any:
-    return SimpleNamespace(lora_name=name, lora_path=path)
+def write_adapter(folder: Path, weights: bytes = b"weights") -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    (folder / "adapter_config.json").write_text('{"lora_alpha": 8}')
+    return str(folder)
+
+
+def request_for(name: str, number: int, path: str, **fields: Any) -> Any:
+    request = make_request({})
+    request.lora_request = LoRARequest(name, number, path, **fields)
+    return request
 
 
 SCOPES: list[dict[str, Any]] = [
@@ -309,10 +324,6 @@ SCOPES: list[dict[str, Any]] = [
     {"cache_salt": "one"},
     {"cache_salt": "other"},
     {"cache_salt": "\ud800"},
-    {"lora_request": lora("a", "/a")},
-    {"lora_request": lora("b", "/a")},
-    {"lora_request": lora("a", "/b")},
-    {"lora_request": lora("a", "/a"), "cache_salt": "one"},
     {"mm_features": [image("one")]},
     {"mm_features": [image("other")]},
     {"mm_features": [image("\ud800")]},
@@ -323,12 +334,135 @@ SCOPES: list[dict[str, Any]] = [
 ]
 
 
-def test_what_changes_the_bytes_of_pages_changes_their_keys() -> None:
-    keys = [keys_of(**scope) for scope in SCOPES]
-    assert [keys_of(**scope) for scope in SCOPES] == keys
+def test_what_changes_the_bytes_of_pages_changes_their_keys(tmp_path: Path) -> None:
+    one, other = write_adapter(tmp_path / "one"), write_adapter(tmp_path / "other", b"other")
+    scopes = [
+        *SCOPES,
+        {"lora_request": LoRARequest("a", 1, one)},
+        {"lora_request": LoRARequest("b", 1, one)},
+        {"lora_request": LoRARequest("a", 1, other)},
+        {"lora_request": LoRARequest("a", 1, one, is_3d_lora_weight=True)},
+        {"lora_request": LoRARequest("a", 1, one), "cache_salt": "one"},
+    ]
+    keys = [keys_of(**scope) for scope in scopes]
+    assert [keys_of(**scope) for scope in scopes] == keys
     last = {each[-1] for each in keys}
-    assert len(last) == len(SCOPES)
-    assert len({each[0] for each in keys}) == len(SCOPES) - 1  # another last token
+    assert len(last) == len(scopes)
+    assert len({each[0] for each in keys}) == len(scopes) - 1  # another last token
+
+
+def test_adapters_are_known_by_the_bytes_of_their_files(tmp_path: Path) -> None:
+    one, copy = write_adapter(tmp_path / "one"), write_adapter(tmp_path / "copy")
+    keys = keys_of(lora_request=LoRARequest("a", 1, one))
+    assert keys_of(lora_request=LoRARequest("a", 7, copy)) == keys
+    (tmp_path / "copy" / "README.md").write_text("of no weight")
+    (tmp_path / "copy" / "checkpoint-10").mkdir()
+    assert keys_of(lora_request=LoRARequest("a", 1, copy)) == keys
+    (tmp_path / "copy" / "adapter_config.json").write_text('{"lora_alpha": 16}')
+    assert keys_of(lora_request=LoRARequest("a", 1, copy)) != keys
+
+
+def train_anew(prompts: Prompts, path: str) -> LoRARequest:
+    assert prompts.keys(request_for("a", 1, path)) is not None
+    write_adapter(Path(path), b"other")
+    return LoRARequest("a", 1, path)
+
+
+def load_in_place(prompts: Prompts, path: str) -> LoRARequest:
+    train_anew(prompts, path)
+    return LoRARequest("a", 1, path, load_inplace=True)
+
+
+def train_anew_before_one_is_handed_over(prompts: Prompts, path: str) -> LoRARequest:
+    """VLLM's own cache has pages of the weights before, under the same name and folder."""
+    prompts.note(request_for("a", 1, path))
+    write_adapter(Path(path), b"other")
+    return LoRARequest("a", 2, path)
+
+
+def give_its_number_to_another(prompts: Prompts, path: str) -> LoRARequest:
+    assert prompts.keys(request_for("a", 1, path)) is not None
+    return LoRARequest("b", 1, write_adapter(Path(path).with_name("other"), b"other"))
+
+
+def load_another_in_its_place(prompts: Prompts, path: str) -> LoRARequest:
+    other = give_its_number_to_another(prompts, path).lora_path
+    assert prompts.keys(request_for("a", 1, other, load_inplace=True)) is not None
+    return LoRARequest("a", 1, path)
+
+
+def ask_for_both_loads_at_once(prompts: Prompts, path: str) -> LoRARequest:
+    """VLLM reads the files again only if the last of a step's requests says so."""
+    other = give_its_number_to_another(prompts, path).lora_path
+    assert prompts.keys(request_for("a", 1, other, load_inplace=True)) is not None
+    assert prompts.keys(request_for("a", 1, other)) is None
+    return LoRARequest("a", 1, other, load_inplace=True)
+
+
+def name_a_repository(_: Prompts, __: str) -> LoRARequest:
+    return LoRARequest("a", 1, "organisation/adapter")
+
+
+def have_no_files(_: Prompts, path: str) -> LoRARequest:
+    (Path(path) / "adapter_model.safetensors").unlink()
+    (Path(path) / "adapter_config.json").unlink()
+    return LoRARequest("a", 1, path)
+
+
+class InMemory(LoRARequest):  # type: ignore[misc] # vLLM is not typed
+    """Adapter of an engine for reinforcement learning, which takes its weights from memory."""
+
+    lora_tensors: dict[str, Any] | None = None
+
+
+def have_weights_in_memory(_: Prompts, path: str) -> LoRARequest:
+    return InMemory("a", 1, path, lora_tensors={"weight": 1})
+
+
+@pytest.mark.parametrize(
+    ("do", "why"),
+    [
+        (train_anew, "the files in .* were changed"),
+        (load_in_place, "the files in .* were changed"),
+        (train_anew_before_one_is_handed_over, "the files in .* were changed"),
+        (give_its_number_to_another, "number 1 stands for .*/one and for .*/other"),
+        (load_another_in_its_place, "other was loaded in its place"),
+        (ask_for_both_loads_at_once, "only some requests have .*/other loaded in place"),
+        (name_a_repository, "organisation/adapter.* a folder whose files can be read"),
+        (have_no_files, "there are none"),
+        (have_weights_in_memory, r"lora_request\.lora_tensors is 'a'"),
+    ],
+)
+def test_an_adapter_has_no_keys_where_it_is_not_known_what_is_loaded(
+    do: Callable[[Prompts, str], LoRARequest], why: str, tmp_path: Path
+) -> None:
+    prompts = Prompts()
+    request = make_request({})
+    request.lora_request = do(prompts, write_adapter(tmp_path / "one"))
+    assert prompts.keys(request) is None
+    assert re.search(why, prompts.why_not(request))
+    request.lora_request = None
+    assert prompts.keys(request) is not None
+    assert not prompts.why_not(request)
+
+
+def test_settings_of_lora_that_change_what_an_adapter_computes() -> None:
+    @dataclass
+    class LoRAConfig:
+        max_loras: int = 1
+        lora_dtype: str = "auto"
+
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        lora_config=LoRAConfig(),
+    )
+    groups = Groups((4,), (None,), (False,))
+    plain = Prompts.of(config, groups)
+    config.lora_config = LoRAConfig(max_loras=4)
+    assert Prompts.of(config, groups) == plain
+    config.lora_config = LoRAConfig(lora_dtype="float16")
+    assert Prompts.of(config, groups) != plain
 
 
 def test_no_salt_and_no_images_are_the_same_however_they_are_said() -> None:

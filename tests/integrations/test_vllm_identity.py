@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,13 +20,14 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from kvxfer.endpoint import free_ports
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm import KVXferOffloadingSpec
+from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
 from kvxfer.integrations.vllm.common.model_identity import (
     ModelIdentity,
     handover_namespace,
     identify_model,
 )
 from kvxfer.integrations.vllm.common.worker_pages import GroupPages, WorkerPages
+from kvxfer.integrations.vllm.offloading import interface
 from kvxfer.integrations.vllm.offloading.identity import (
     WorkerIdentity,
     publish_identity,
@@ -217,6 +219,26 @@ def test_what_cannot_be_told_apart_is_refused(vllm_config: Any, change: Change, 
     change(vllm_config)
     with pytest.raises(InvalidArgumentError, match=named):
         identify_model(vllm_config)
+
+
+def test_an_engine_with_adapters_does_not_start(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With host memory alone neither: an adapter that is loaded anew has the same keys."""
+    memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
+    vllm_config.lora_config = object()
+    config = make_config(backend=["host://?capacity=1MiB"])
+    with pytest.raises(InvalidArgumentError, match="enable_lora is True"):
+        KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
+    view = np.zeros((4, 4096), np.int8).data
+    tier = {"backend": "host://?capacity=1MiB", "revision": "commit"}
+    with pytest.raises(InvalidArgumentError, match="enable_lora is True"):
+        KVXferTier(KVXferOffloadingSpec(config), view, "KVXferTier", **tier)
+    del vllm_config  # as where vLLM says it
+    told: Any = SimpleNamespace(lora_config=object())
+    monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: told)
+    with pytest.raises(InvalidArgumentError, match="enable_lora is True"):
+        KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
 
 
 def test_rows_of_other_shapes_or_parallel_sizes_are_in_other_namespaces() -> None:

@@ -13,7 +13,7 @@ from sglang.srt.arg_groups.arg_utils import namespace_of, record_fields
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.server_args import ServerArgs
 
-from kvxfer.errors import UnsupportedEngineError
+from kvxfer.errors import InvalidArgumentError, UnsupportedEngineError
 from kvxfer.integrations.sglang import KVXferStorage, identity, interface
 from tests.integrations.grown import NAME, grown
 from tests.sglang.pools import attention_pool
@@ -116,8 +116,18 @@ def test_an_adapter_that_was_trained_anew_in_its_place_counts(plain: str, tmp_pa
     before = hash_with(adapter)
     assert hash_with() == plain != before
     assert hash_with(adapter) == before
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / weights.name).write_bytes(b"one")
+    assert hash_with(LoRARef("number", name, str(copy))) == before
     weights.write_bytes(b"other")
     assert hash_with(adapter) != before
+    weights.write_bytes(b"one")
+    assert hash_with(adapter) == before
+    (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 16}')
+    assert hash_with(adapter) != before
+    with pytest.raises(InvalidArgumentError, match="organisation/adapter"):
+        hash_with(LoRARef("number", name, "organisation/adapter"))
 
 
 def test_the_lists_name_settings_that_there_are() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import xxhash
 
-from kvxfer.engine_side.weight_files import find_weights_revision
+from kvxfer.engine_side.adapter_files import digest_adapter
 from kvxfer.integrations.sglang.interface import (
     HiCacheStorageConfig,
     PublishedSetting,
@@ -81,6 +81,7 @@ def page_namespace(config: HiCacheStorageConfig, revision: str, pools: Sequence[
 
     Raises:
         UnsupportedEngineError: This release has its settings in another way.
+        InvalidArgumentError: An adapter is no folder whose files can be read.
     """
     settings = published_settings(MODEL, DRAFT)
     facts: dict[str, Any] = {
@@ -101,9 +102,9 @@ def page_namespace(config: HiCacheStorageConfig, revision: str, pools: Sequence[
 
 
 def _adapters(settings: Sequence[PublishedSetting]) -> list[tuple[str, str]]:
-    """List the adapters that an engine was started with, and the revision of their files."""
+    """List the adapters that an engine was started with, and the digest of their files."""
     started = next((each.value for each in settings if each.name == ADAPTERS), None) or ()
-    return sorted((str(each), find_weights_revision(each.lora_path)) for each in started)
+    return sorted((str(each.lora_name), digest_adapter(each.lora_path)) for each in started)
 
 
 def _counting(settings: Sequence[PublishedSetting]) -> dict[str, Any]:

@@ -35,9 +35,7 @@ def identify_model(vllm_config: Any) -> ModelIdentity:
     Raises:
         InvalidArgumentError: The revision of the weights is unknown, or adapters are loaded.
     """
-    if vllm_config.lora_config is not None:
-        rule = "an engine without LoRA, whose keys name an adapter's folder and not its weights"
-        raise InvalidArgumentError("backend", "a tier below host memory", rule)
+    require_no_adapters(vllm_config)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     facts = _describe(model) | {
         "cache": [
@@ -57,6 +55,17 @@ def identify_model(vllm_config: Any) -> ModelIdentity:
         quantization=f"weights {model.quantization}, cache {cache.cache_dtype}",
         config_hash=hash_text(json.dumps(facts, sort_keys=True, default=str)),
     )
+
+
+def require_no_adapters(vllm_config: Any) -> None:
+    """Check that an engine has no adapters: vLLM gives offloading its own keys, and no requests.
+
+    Raises:
+        InvalidArgumentError: LoRA is enabled.
+    """
+    if vllm_config.lora_config is not None:
+        rule = "False: keys of LoRA's pages name an adapter's folder, and not its weights"
+        raise InvalidArgumentError("enable_lora", value=True, expected=rule)
 
 
 def _name_overrides(model: Any) -> str:

@@ -14,7 +14,11 @@ from typing import Any
 import msgspec
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.common.model_identity import handover_namespace, identify_model
+from kvxfer.integrations.vllm.common.model_identity import (
+    handover_namespace,
+    identify_model,
+    require_no_adapters,
+)
 from kvxfer.storage.keys import Namespace
 
 OF_THE_MODEL = ("model", "revision", "dtype", "quantization", "config_hash")
@@ -110,6 +114,7 @@ def _of_tiers(config: Any, extra: Mapping[str, Any]) -> PlannedNamespace:
 
 def _of_secondary_tier(config: Any, extra: Mapping[str, Any], revision: str) -> PlannedNamespace:
     """Plan what is known of `row_namespace`."""
+    require_no_adapters(config)
     parallel = config.parallel_config
     sizes = (
         parallel.world_size,

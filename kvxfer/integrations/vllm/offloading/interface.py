@@ -5,6 +5,7 @@ their attributes, never by their version number.
 """
 
 import enum
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -63,6 +64,22 @@ class _Medium(enum.StrEnum):
 
 Medium: Any = getattr(base, "Medium", _Medium)
 TransferJob: Any = getattr(tiering, "TransferJob", object)
+
+
+def engine_config() -> Any:
+    """Return the configuration of the engine that is being built; None outside of one.
+
+    vLLM tells its workers. Its scheduler builds connectors, specs and tiers within functions that
+    have the configuration, of which it tells specs and tiers a part.
+
+    Source: `OffloadingConnectorScheduler.__init__` in vLLM's `offloading/scheduler.py`.
+    """
+    found, frame = get_current_vllm_config_or_none(), inspect.currentframe()
+    while found is None and frame is not None:
+        local = frame.f_locals.get("vllm_config")
+        found = local if hasattr(local, "lora_config") else None
+        frame = frame.f_back
+    return found
 
 
 def may_load_from_storage(req_context: ReqContext) -> bool:
@@ -202,6 +219,7 @@ __all__ = [
     "TransferJob",
     "TransferResult",
     "current_platform",
+    "engine_config",
     "event_of_failed_chunks",
     "event_of_tier",
     "fence_blocks",

@@ -18,7 +18,7 @@ from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.connect import BackendType, parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
-from kvxfer.integrations.vllm.common.model_identity import identify_model
+from kvxfer.integrations.vllm.common.model_identity import identify_model, require_no_adapters
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.worker_pages import GroupLayers, describe_pages
 from kvxfer.integrations.vllm.connector.hooks import convert_caches
@@ -37,6 +37,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingSpec,
     OffloadingWorker,
     current_platform,
+    engine_config,
     get_current_vllm_config_or_none,
     group_ids,
     layout_name,
@@ -115,6 +116,8 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the side of the worker with these caches; the same object at every call."""
         if self._worker is None:
+            if (vllm_config := engine_config()) is not None:
+                require_no_adapters(vllm_config)
             caches = convert_caches(kv_caches)
             identity = self._identify(caches) if self._lower else None
             copies = num_copies(identity.pages if identity else None, self.config)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.integrations.vllm.common.model_identity import ModelIdentity
+from kvxfer.integrations.vllm.common.model_identity import ModelIdentity, require_no_adapters
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.identity import row_namespace
@@ -27,6 +27,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
     RequestOffloadingContext,
     SecondaryTierManager,
     TransferJob,
+    engine_config,
     require_tiering,
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
@@ -70,7 +71,8 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
             weights, quantization, overrides of its configuration. vLLM does not tell its tiers.
 
     Raises:
-        InvalidArgumentError: `backend` is wrong, or a `revision` is missing for it.
+        InvalidArgumentError: `backend` is wrong, a `revision` is missing for it, or the engine has
+            adapters.
         UnsupportedEngineError: vLLM is older than 0.31.
     """
 
@@ -87,6 +89,8 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
         revision: str = "",
     ) -> None:
         require_tiering()
+        if (vllm_config := engine_config()) is not None:
+            require_no_adapters(vllm_config)
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         rows = _detached(primary_kv_view)
         config = offloading_spec.config

@@ -102,6 +102,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self._namespace = handover_namespace(vllm_config, self._settings.revision)
         self._journals = journal_observers(self._namespace, engine=transfer.engine_id or "")
         self._counters = Counters()
+        self._prompts: Prompts | None = None
         self._prefill: PrefillScheduler | None = None
         self._decode: DecodeScheduler | None = None
         self._worker: PrefillDecodeWorker | None = None
@@ -127,7 +128,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             rule = "what KVXferConnector's workers say, so this one first of a MultiConnector's"
             raise InvalidArgumentError("metadata[0, 0]", facts, rule)
         groups = Groups.of(self._kv_cache_config, self._num_token_shares)
-        prompts = Prompts.of(self._vllm_config, groups)
+        prompts = self._prompts = Prompts.of(self._vllm_config, groups)
         self._handover = Handover(
             self._settings.asking, self._namespace, CacheDescription.decode(facts.description)
         )
@@ -159,7 +160,9 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         return self._lends
 
     def on_new_request(self, request: Any) -> None:
-        """Ask about a request of D at once, and prepare one of P."""
+        """Ask about a request of D at once, and prepare one of P; note the adapter of any."""
+        if self._prompts is not None:
+            self._prompts.note(request)
         if self._prefill is not None:
             self._prefill.on_new_request(request)
         if self._decode is not None:

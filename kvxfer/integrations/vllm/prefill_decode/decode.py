@@ -120,6 +120,8 @@ class DecodeScheduler:
         asked = self._asked.get(request.request_id) or self._ask(request)
         if asked is None:
             return 0, False
+        if why := self._prompts.why_not(request):  # since it was asked about
+            return self._refuse(request, Reason.NO_TOKENS, why)
         if asked.found is None and not asked.answer.done() and self._clock() < asked.deadline:
             return None, False
         return self._take_answer(request, asked, num_local_tokens)
@@ -216,7 +218,8 @@ class DecodeScheduler:
         keys = self._prompts.keys_for_decode(request)
         if keys is None:
             self._submit(self._handover.release(ticket.endpoint, ticket.lease))
-            self._refuse(request, Reason.NO_TOKENS, "the prompt has no tokens that can be loaded")
+            why = self._prompts.why_not(request) or "the prompt has no tokens that can be loaded"
+            self._refuse(request, Reason.NO_TOKENS, why)
             return None
         self._counters.add("tickets")
         answer = self._submit(

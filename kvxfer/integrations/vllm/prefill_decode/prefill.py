@@ -99,7 +99,9 @@ class PrefillScheduler:
         params = request.kv_transfer_params
         if request.request_id in self._early or not wants_prefill(params):
             return
-        if (keys := self._prompts.keys(request)) is not None:
+        if why := self._prompts.why_not(request):
+            logger.warning("request %s is not lent: %s", request.request_id, why)
+        elif (keys := self._prompts.keys(request)) is not None:
             lease = self._name(lease_of_router(params))
             blocks: list[list[int]] = [[] for _ in self._groups.windows]
             early = _Early(request, request.num_preemptions, lease, keys, blocks)
@@ -149,6 +151,7 @@ class PrefillScheduler:
         is_whole = num_further >= 0 and not (num_further and any(self._groups.has_states))
         # A session of vLLM's has a prompt that grows: its blocks have other keys from then on.
         is_same = keys is not None and keys.num_tokens == request.num_prompt_tokens
+        is_same = is_same and not self._prompts.why_not(request)  # since it was computed
         if request.status not in ends or keys is None or not (is_whole and is_same):
             return self._give_up(request.request_id, early), None
         lease = early.lease if early else make_lease()
@@ -221,7 +224,7 @@ class PrefillScheduler:
             keys += [key for key, _ in kept]
             offered += [block_id for _, block_id in kept]
             early.num_offered[group] = full
-        if keys:
+        if keys and not self._prompts.why_not(early.request):
             self._offers.append(Offer(request_id, early.lease, keys, offered, is_complete=False))
 
     def _pair(

@@ -1,13 +1,25 @@
 """Prompts: the content keys of a request's pages, the same at P and at D."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import msgspec
 
+from kvxfer.engine_side.adapter_files import Adapter, LoadedAdapters
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.storage.prompt_keys import PromptKeys
+
+OF_REQUESTS = frozenset({
+    "lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace",
+    "is_3d_lora_weight",
+})  # fmt: skip
+"""Fields of vLLM's `LoRARequest` that are known; the weights of one with another are not."""
+OF_ENGINES = frozenset({
+    "max_lora_rank", "max_loras", "max_cpu_loras", "fully_sharded_loras", "default_mm_loras",
+    "specialize_active_lora", "max_lora_cls_labels", "lora_extra_vocab_size",
+})  # fmt: skip
+"""Harmless settings of vLLM's `LoRAConfig`: sizes, kernels, and adapters that requests name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +30,14 @@ class Prompts:
         num_last_tokens: Tokens at the end of a prompt that P leaves to D.
         knows_images: Whether vLLM names images by their content. Without a cache to find them in it
             counts them instead, and the first one of each engine has the same name.
+        lora: Settings of the engine that change what an adapter computes.
+        adapters: The adapters that it has loaded.
     """
 
     num_last_tokens: int = 0
     knows_images: bool = True
+    lora: tuple[str, ...] = ()
+    adapters: LoadedAdapters = field(default_factory=LoadedAdapters, compare=False)
 
     @classmethod
     def of(cls, vllm_config: Any, groups: Groups) -> "Prompts":
@@ -32,7 +48,43 @@ class Prompts:
         images = getattr(vllm_config.model_config, "multimodal_config", None)
         has_cache = getattr(images, "mm_processor_cache_gb", 0)
         has_cache = has_cache or vllm_config.cache_config.enable_prefix_caching
-        return cls(groups.num_last_tokens, bool(has_cache))
+        config = getattr(vllm_config, "lora_config", None)
+        lora = sorted(
+            f"{each.name}={getattr(config, each.name)}"
+            for each in (fields(config) if is_dataclass(config) else ())
+            if each.name not in OF_ENGINES
+        )
+        return cls(groups.num_last_tokens, bool(has_cache), tuple(lora))
+
+    def note(self, request: Any) -> None:
+        """Note a request as soon as it is known, handed over or not; see `LoadedAdapters`."""
+        if (lora := getattr(request, "lora_request", None)) is not None:
+            self.adapters.note(_adapter(lora))
+
+    def why_not(self, request: Any) -> str:
+        """Say why the weights of a request's adapter are not known; empty where they are."""
+        try:
+            self._name_adapter(request)
+        except InvalidArgumentError as exc:
+            return str(exc)
+        return ""
+
+    def _name_adapter(self, request: Any) -> list[Any] | None:
+        """Name the adapter of a request by the digest of its files, None without one.
+
+        Raises:
+            InvalidArgumentError: It is not known what the engine has loaded.
+        """
+        lora = getattr(request, "lora_request", None)
+        if lora is None:
+            return None
+        names = getattr(type(lora), "__struct_fields__", None) or vars(lora).keys()
+        for name in set(names) - OF_REQUESTS:
+            if getattr(lora, name) is not None:
+                raise InvalidArgumentError(f"lora_request.{name}", lora.lora_name, "unknown to us")
+        digest = self.adapters.digest(_adapter(lora))
+        is_3d = bool(getattr(lora, "is_3d_lora_weight", False))
+        return [_encode(lora.lora_name), digest, is_3d, self.lora]
 
     def keys(self, request: Any, *, num_left_out: int = 0) -> PromptKeys | None:
         """Make the keys of a request's prompt.
@@ -45,14 +97,13 @@ class Prompts:
             num_left_out: Tokens at the end of the prompt that are left out.
 
         Returns:
-            None for a prompt of embeddings, or of whatever else is not tokens, and for one with
-            images that have no names; also if no token is left.
+            None for a prompt of embeddings, or of whatever else is not tokens, for one with
+            images that have no names, and for one with an adapter whose weights are not known; also
+            if no token is left.
         """
         num_tokens = len(request.prompt_token_ids or ()) - num_left_out
         if num_tokens <= 0 or getattr(request, "prompt_embeds", None) is not None:
             return None
-        lora = getattr(request, "lora_request", None)
-        adapter = [_encode(lora.lora_name), _encode(lora.lora_path)] if lora else None
         salt = getattr(request, "cache_salt", None)
         images = [
             [_encode(each.identifier), each.mm_position.offset, each.mm_position.length]
@@ -60,8 +111,9 @@ class Prompts:
         ]
         if images and not self.knows_images:
             return None
-        scope = msgspec.msgpack.encode([adapter, salt and _encode(salt), images])
         try:
+            adapter = self._name_adapter(request)
+            scope = msgspec.msgpack.encode([adapter, salt and _encode(salt), images])
             return PromptKeys(request.prompt_token_ids[:num_tokens], scope=scope)
         except InvalidArgumentError:
             return None
@@ -98,6 +150,12 @@ class Prompts:
         request.prompt_token_ids = request.prompt_token_ids[:num_left]  # vLLM's client has it too
         del request._all_token_ids[num_left:]  # noqa: SLF001 - see above
         request.num_prompt_tokens = num_left
+
+
+def _adapter(lora: Any) -> Adapter:
+    """Read vLLM's `LoRARequest`."""
+    anew = bool(getattr(lora, "load_inplace", False))
+    return Adapter(lora.lora_int_id, lora.lora_name, lora.lora_path, anew)
 
 
 def _encode(text: str) -> bytes:

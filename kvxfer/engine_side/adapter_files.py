@@ -1,0 +1,148 @@
+"""Adapter files: the digest of a LoRA adapter, and whether an engine may have other weights loaded.
+
+Engines name an adapter by its name and its folder, in which it may be trained anew.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvxfer.errors import InvalidArgumentError
+
+DIGEST_BYTES = 16
+HARMLESS = (
+    *("README.md", "LICENSE*", ".git*", "*.lock", "events.out.*"),
+    *("optimizer.*", "scheduler.*", "scaler.*", "rng_state*", "trainer_state.json"),
+    *("training_args.*", "all_results.json", "eval_results.json", "train_results.json"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("chat_template.*",),
+)
+"""Files of an adapter's folder that change no weight; tokens are in the keys of pages. Every other
+one counts, such as `adapter_config.json`, which has the scaling."""
+
+Stats = tuple[tuple[str | int, ...], ...]
+
+
+class Adapter(NamedTuple):
+    """Adapter of a request.
+
+    Attributes:
+        number: Number by which the engine knows what it has loaded.
+        name: Name by which requests ask for it.
+        path: Folder of its files.
+        loads_anew: Whether the engine reads its files again, although it has them loaded.
+    """
+
+    number: int
+    name: str
+    path: str
+    loads_anew: bool = False
+
+
+def digest_adapter(path: str) -> str:
+    """Hash the names and bytes of an adapter's files; equal ones in another folder are the same.
+
+    Reads all of them.
+
+    Raises:
+        InvalidArgumentError: It is no folder with files, one cannot be read, or they are being
+            written.
+    """
+    stats, digest = _stats_of(path), hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for name, *_ in stats:
+        digest.update(f"{len(str(name))} {name} ".encode())
+        try:
+            with (Path(path).expanduser() / str(name)).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+        except OSError as exc:
+            raise _unreadable(path, exc) from exc
+    if not stats or _stats_of(path) != stats:
+        raise _unreadable(path, "there are none, or they are being written")
+    return digest.hexdigest()
+
+
+class LoadedAdapters:
+    """Adapters that an engine has loaded, of which only its requests tell.
+
+    An engine reads an adapter when it needs it first, and again when it has put it aside or is told
+    to. So its weights are known as long as its files are those of the first request for it.
+    From the moment on in which they are not, its pages may be of other weights, in the engine's own
+    cache too: it has no digest any more, until the engine is started anew or the adapter comes from
+    another folder. Not noticed is only that files change before the first request for an adapter
+    which the engine had loaded earlier.
+
+    For one thread. Each call looks at the folder's files, and reads them when they are new.
+    """
+
+    def __init__(self) -> None:
+        self._stats: dict[tuple[str, str], Stats] = {}  # of each name and folder, at first
+        self._digests: dict[Stats, str] = {}
+        self._whys: dict[tuple[str, str] | int, str] = {}  # of folders, and of numbers
+        self._places: dict[int, tuple[str, str]] = {}
+        self._anew: set[int] = set()  # numbers that were given to another folder
+
+    def note(self, adapter: Adapter) -> None:
+        """Note a request for an adapter; each one has to be noted, before it is computed."""
+        place = adapter.name, adapter.path
+        try:
+            stats = _stats_of(adapter.path)
+        except InvalidArgumentError as exc:
+            stats = ()
+            self._whys.setdefault(place, str(exc))
+        if self._stats.setdefault(place, stats) != stats:
+            self._whys.setdefault(place, f"the files in {adapter.path} were changed")
+        before = self._places.setdefault(adapter.number, place)
+        if before != place and adapter.loads_anew:
+            self._whys.setdefault(before, f"{adapter.path} was loaded in its place")
+            self._places[adapter.number] = place
+            self._anew.add(adapter.number)
+        elif before != place:
+            text = f"number {adapter.number} stands for {before[1]} and for {adapter.path}"
+            self._whys.setdefault(adapter.number, text)
+        elif adapter.number in self._anew and not adapter.loads_anew:
+            text = f"only some requests have {adapter.path} loaded in place of another one"
+            self._whys.setdefault(adapter.number, text)
+
+    def digest(self, adapter: Adapter) -> str:
+        """Return the digest of an adapter's files, which are those that the engine has loaded.
+
+        Raises:
+            InvalidArgumentError: That is not known; the error says why.
+        """
+        self.note(adapter)
+        place = adapter.name, adapter.path
+        why = self._whys.get(place) or self._whys.get(adapter.number)
+        if why:
+            wanted = "the weights that were loaded first"
+            raise InvalidArgumentError("lora_request", adapter.name, f"{wanted}: {why}")
+        stats = self._stats[place]
+        if stats not in self._digests:
+            digest = digest_adapter(adapter.path)
+            if _stats_of(adapter.path) != stats:
+                return self.digest(adapter)  # which refuses it
+            self._digests[stats] = digest
+        return self._digests[stats]
+
+
+def _stats_of(path: str) -> Stats:
+    """Look at the files of a folder that count: names, and what changes when they are written."""
+    try:
+        return tuple(sorted(_list_stats(path)))
+    except OSError as exc:
+        raise _unreadable(path, exc) from exc
+
+
+def _list_stats(path: str) -> Iterator[tuple[str | int, ...]]:
+    with os.scandir(Path(path).expanduser()) as entries:
+        for entry in entries:
+            if entry.is_file() and not any(fnmatch(entry.name, each) for each in HARMLESS):
+                found = entry.stat()
+                times = found.st_mtime_ns, found.st_ctime_ns
+                yield entry.name, found.st_dev, found.st_ino, found.st_size, *times
+
+
+def _unreadable(path: str, why: Any) -> InvalidArgumentError:
+    return InvalidArgumentError("adapter", path, f"a folder whose files can be read ({why})")
