@@ -109,7 +109,9 @@ def partly_away(memory: Memory, request: pytest.FixtureRequest) -> Iterator[Part
     made.close()
 
 
-@pytest.mark.parametrize("is_away", [lambda index: index == 0, lambda index: index > 0], ids=str)
+@pytest.mark.parametrize(
+    "is_away", [lambda index: index == 0, lambda index: index > 0], ids=["first", "others"]
+)
 def test_an_object_of_which_a_piece_is_away_is_a_miss_and_there_again_with_it(
     partly_away: PartlyAwayAdapter, memory: Memory, is_away: Callable[[int], bool]
 ) -> None:
