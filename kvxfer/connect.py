@@ -252,6 +252,16 @@ def require_revision(
             raise InvalidArgumentError(argument, revision, wanted)
 
 
+def choice_of_replica(backend: BackendChoice, replica: int) -> BackendChoice:
+    """Make the choice of one of several processes that get the same one; see `parse_backend`."""
+    _, config = parse_backend(backend, replica)
+    if not replica or not isinstance(config, NixlConfig):
+        return backend
+    name, parameters = _split_url(backend) if isinstance(backend, str) else _split(backend)
+    changed = {each: getattr(config, each) for each in ("listen", "data_port", "advertise")}
+    return {"type": name} | parameters | {each: value for each, value in changed.items() if value}
+
+
 def complete_namespace(
     namespace: Namespace, caches: CanonicalKVCaches, blocks_per_chunk: int
 ) -> Namespace:

@@ -13,7 +13,14 @@ import torch
 
 from kvxfer.backends.file import FileConfig
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.connect import complete_namespace, connect, exchange, open_backend, parse_backend
+from kvxfer.connect import (
+    choice_of_replica,
+    complete_namespace,
+    connect,
+    exchange,
+    open_backend,
+    parse_backend,
+)
 from kvxfer.errors import CapacityError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.spec import FullAttentionSpec
@@ -534,3 +541,19 @@ def test_a_third_party_says_whether_its_blocks_outlive_the_process(
     with pytest.raises(InvalidArgumentError, match=r"namespace\.revision"):
         connect("mine://", memory.caches, namespace=Namespace(model="model"))
     connect("mine://", memory.caches, namespace=Namespace(model="model", revision="1")).close()
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "nixl://10.0.0.1:7000?listen=127.0.0.1:7000&data_port=7100&capacity=1MiB",
+        {"type": "nixl", "listen": "127.0.0.1:7000", "data_port": 7100, "capacity": "1MiB"},
+    ],
+)
+def test_each_process_that_gets_one_choice_listens_at_ports_of_its_own(choice: Any) -> None:
+    assert choice_of_replica(choice, 0) is choice
+    _, expected = parse_backend(choice, 2)
+    assert (expected.listen, expected.data_port) == ("127.0.0.1:7002", 7102)  # type: ignore[attr-defined]
+    assert parse_backend(choice_of_replica(choice, 2))[1] == expected
+    files = "file:///x?capacity=1GiB"
+    assert choice_of_replica(files, 2) is files

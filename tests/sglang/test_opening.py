@@ -1,5 +1,6 @@
 """Opening the store of the pools: whoever needs it meanwhile waits for its deadline, not for it."""
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 from kvxfer.connect import open_backend
+from kvxfer.endpoint import free_ports
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.integrations.sglang import KVXferStorage, page_store
 from kvxfer.storage.backend import Backend
@@ -160,6 +162,20 @@ def test_an_opening_that_cannot_succeed_is_not_tried_again(door: Door) -> None:
         for _ in range(3):
             assert storage.batch_set_v1(KEYS, rows_of(pool)) == [False] * 4
         assert door.num_waiting == 1
+
+
+def test_ranks_listen_one_after_the_other() -> None:
+    port = free_ports(2)
+    url = f"nixl://?listen=127.0.0.1:{port}&capacity=64MiB&transport=socket"
+    pools = [attention_pool("page_first") for _ in range(2)]
+    with (
+        opened(pools[0], extra_config(url), tp_rank=0, tp_size=2) as first,
+        opened(pools[1], extra_config(url), tp_rank=1, tp_size=2) as second,
+    ):
+        for storage, pool in ((first, pools[0]), (second, pools[1])):
+            assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+        for rank in range(2):
+            socket.create_connection(("127.0.0.1", port + rank), 10).close()
 
 
 def test_a_clear_while_a_late_pool_is_opened_clears_what_there_is(door: Door) -> None:

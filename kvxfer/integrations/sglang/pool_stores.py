@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from kvxfer.connect import choice_of_replica
 from kvxfer.errors import InvalidArgumentError, UnsupportedEngineError
 from kvxfer.integrations.sglang.host_pools import HostPages, read_pool
 from kvxfer.integrations.sglang.identity import page_namespace
@@ -121,6 +122,19 @@ class PoolStores:
         for store in self._open_stores():
             _close(store)
 
+    @property
+    def _rank(self) -> int:
+        """Index of this process among those of the engine, each of which opens a backend."""
+        config, rank = self._config, 0
+        for index, size in (
+            (getattr(config, "dp_rank", 0), 1),
+            (config.pp_rank, config.pp_size),
+            (config.attn_cp_rank, config.attn_cp_size),
+            (config.tp_rank, config.tp_size),
+        ):
+            rank = rank * size + index
+        return rank
+
     def _map(self, pages: HostPages) -> PageMapping:
         """Map the pages of a pool to portable pages; of a replicated one there is one writer."""
         config = self._config
@@ -177,7 +191,7 @@ class PoolStores:
             store = PageStore(
                 [self._pools[name].caches for name in names],
                 [self._mappings[name] for name in names],
-                self._settings.choices,
+                [choice_of_replica(each, self._rank) for each in self._settings.choices],
                 namespace=page_namespace(self._config, self._settings.revision, names),
                 timeout_s=self._settings.timeout_s,
                 pause_s=self._settings.pause_s,
