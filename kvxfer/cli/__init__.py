@@ -21,6 +21,7 @@ _COMMANDS = {
     "top": ("kvxfer.cli.top", "show live what metrics count"),
     "explain": ("kvxfer.cli.explain", "say why a request missed"),
     "replay": ("kvxfer.cli.replay", "plan caches with a trace of requests"),
+    "vllm-args": ("kvxfer.cli.vllm_args", "print the configuration of vLLM for tiers"),
     "gc": ("kvxfer.cli.gc", "remove stale files and old blocks from a store"),
 }
 

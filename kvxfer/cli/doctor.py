@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     from kvxfer.doctor import (
         Severity,
         compare,
+        environment_backends,
         examine,
         is_comparable,
         read_backends,
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     if len(names) == 2 and all(map(is_comparable, names)):
         findings = compare(names, timeout_s=timeout_s)
     else:
-        backends: list[BackendChoice] = []
+        backends: list[BackendChoice] = [] if names else environment_backends()
         hash_name: str = DEFAULT_HASH
         for name in names:
             if "://" in name:
@@ -77,7 +78,8 @@ def _parser() -> CommandLine:
         nargs="*",
         metavar="URL",
         help="backend as an engine names it, such as file:///var/cache/kv?capacity=200GiB, or a "
-        "file with the kv-transfer-config of vLLM as JSON",
+        "file with the kv-transfer-config of vLLM as JSON; without any, those of KVXFER_BACKEND or "
+        "KVXFER_CONFIG, if they are set",
     )
     parser.add_argument(
         "--timeout", default="10s", metavar="TIME", help="time for each check; default 10s"

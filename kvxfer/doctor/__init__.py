@@ -1,10 +1,20 @@
 """Examination of a machine and its stores and peers, and comparison of two engines."""
 
-from kvxfer.doctor.configuration import read_backends, read_hash_name
+from kvxfer.doctor.configuration import (
+    environment_backends,
+    read_backends,
+    read_hash_name,
+)
 from kvxfer.doctor.examination import PlannedCheck, examine, run_checks, sort_findings
 from kvxfer.doctor.finding import Check, Examined, Finding, Severity
 from kvxfer.doctor.memory import check_huge_pages, check_memory, check_shared_memory
-from kvxfer.doctor.packages import check_cuda, check_nixl, check_packages, check_vllm
+from kvxfer.doctor.packages import (
+    check_cuda,
+    check_nixl,
+    check_packages,
+    check_plugin,
+    check_vllm,
+)
 from kvxfer.doctor.peers import check_peer
 from kvxfer.doctor.process import (
     check_cpus,
@@ -44,11 +54,13 @@ __all__ = [
     "check_open_files",
     "check_packages",
     "check_peer",
+    "check_plugin",
     "check_secret",
     "check_shared_memory",
     "check_space",
     "check_vllm",
     "compare",
+    "environment_backends",
     "examine",
     "is_comparable",
     "read_backends",

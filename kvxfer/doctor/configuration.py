@@ -15,6 +15,8 @@ from kvxfer.connect import BackendChoice
 from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.planned_namespaces import PlannedNamespace
+from kvxfer.integrations.vllm.common.plugin import CONNECTORS
+from kvxfer.integrations.vllm.common.settings import EXPLICIT, find_settings
 from kvxfer.named_files import read_named_file
 from kvxfer.text import printable
 
@@ -61,6 +63,8 @@ def is_configuration(path: str) -> bool:
 def read_backends(path: str) -> list[BackendChoice]:
     """Read every `backend` of a configuration, also those of connectors within another one.
 
+    Of our connectors, as they find it: where it is not in the configuration, in the environment.
+
     Raises:
         InvalidArgumentError: It cannot be read, or has none.
     """
@@ -68,6 +72,15 @@ def read_backends(path: str) -> list[BackendChoice]:
     if not found:
         raise InvalidArgumentError("argument", path, "a configuration with a backend in it")
     return found
+
+
+def environment_backends() -> list[BackendChoice]:
+    """Read the `backend` that `KVXFER_BACKEND` or `KVXFER_CONFIG` gives to engines; may be none.
+
+    Raises:
+        InvalidArgumentError: The file of `KVXFER_CONFIG` cannot be read.
+    """
+    return list(_find_backends({"kv_connector": CONNECTORS[0]}))
 
 
 def read_hash_name(path: str) -> str:
@@ -117,6 +130,9 @@ def plan_namespaces(path: str, *, timeout_s: float) -> list[PlannedNamespace]:
 
 def _find_backends(value: Any) -> Iterator[BackendChoice]:
     if isinstance(value, Mapping):
+        if value.get("kv_connector") in CONNECTORS:
+            explicit = value.get(EXPLICIT)
+            value = find_settings(explicit if isinstance(explicit, Mapping) else {}).values
         backend = value.get("backend", [])
         yield from backend if isinstance(backend, list) else [backend]
         value = [each for name, each in value.items() if name != "backend"]

@@ -127,6 +127,7 @@ def _plan_machine(host_bytes: int, held_bytes: int, hash_name: str) -> list[Plan
         PlannedCheck(Check.NIXL, "package", packages.check_nixl),
         PlannedCheck(Check.CUDA, "driver", packages.check_cuda),
         PlannedCheck(Check.VLLM, "package", packages.check_vllm),
+        PlannedCheck(Check.VLLM_PLUGIN, "package", packages.check_plugin),
     ]
 
 

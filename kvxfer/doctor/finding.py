@@ -32,6 +32,7 @@ class Check(enum.Enum):
     NIXL = "nixl"
     CUDA = "cuda"
     VLLM = "vllm"
+    VLLM_PLUGIN = "vllm-plugin"
     STORE_FOLDER = "store-folder"
     STORE_SECRET = "store-secret"  # noqa: S105 - the name of a check
     STORE_SPACE = "store-space"

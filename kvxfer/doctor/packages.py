@@ -2,8 +2,10 @@
 
 import asyncio
 import importlib.metadata
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvxfer.backends.host.control_groups import read_or_empty
@@ -11,6 +13,7 @@ from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.copy_engine.cuda_driver import CudaDriver
 from kvxfer.doctor.finding import Check, Examined, Finding
 from kvxfer.errors import BackendUnavailableError, DeviceUnavailableError
+from kvxfer.integrations.vllm.common.plugin import CHOICE, CONNECTORS, NAME, why_not_loaded
 from kvxfer.integrations.vllm.common.release import installed_version
 
 DEVICES = Path("/dev")
@@ -66,6 +69,28 @@ def check_vllm(find_version: Callable[[], str] = installed_version) -> Finding:
         why="The interface of connectors changes with each release: the engine does not start, or "
         "not with kvxfer.",
         mend=f"pip install 'vllm{wanted}'",
+    )
+
+
+def check_plugin(
+    environ: Mapping[str, str] = os.environ, find_version: Callable[[], str] = installed_version
+) -> Finding:
+    """Check that vLLM, if any, loads the plug-in by which configurations name the connectors."""
+    at = Examined(Check.VLLM_PLUGIN, "package")
+    if not find_version()[:1].isdigit():
+        return at.ok("vLLM is not installed here")
+    why = why_not_loaded(environ)
+    if not why:
+        return at.ok(f"vLLM knows {' and '.join(CONNECTORS)}")
+    chosen = environ.get(CHOICE)
+    names = ",".join(filter(None, [chosen, NAME]))
+    return at.error(
+        why,
+        why=f"An engine whose configuration names {' or '.join(CONNECTORS)} without "
+        "kv_connector_module_path does not start: 'Unsupported connector type'.",
+        mend="pip install --force-reinstall --no-deps kvxfer"
+        if chosen is None
+        else f"export {CHOICE}={shlex.quote(names)}",
     )
 
 

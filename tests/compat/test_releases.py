@@ -51,7 +51,28 @@ def test_the_contract_holds_with_the_interface_of_a_release(release: Release) ->
     assert run_tests(release, *engines, "tests/integrations") > 50
 
 
-@pytest.mark.parametrize("name", ["KVXferOffloadingSpec", "KVXferTier"])
+def test_connectors_are_known_by_name(release: Release) -> None:
+    if not release.has_spec:
+        pytest.skip(f"vLLM {release.number} has another offloading interface")
+    printed = run(
+        release,
+        "-c",
+        "from vllm.plugins import load_general_plugins as load\n"
+        "load()\n"
+        "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory\n"
+        "for name in ('KVXferOffload', 'KVXferConnector'):\n"
+        "    print('found', KVConnectorFactory.get_connector_class_by_name(name).__name__)",
+    )
+    assert "found KVXferOffload\nfound KVXferConnector\n" in printed
+
+
+def test_an_engine_is_configured_by_the_environment_alone(release: Release) -> None:
+    if not release.has_engine:
+        pytest.skip(f"vLLM {release.number} wants another torch")
+    assert run_tests(release, "-m", "e2e", "-k", "one-process", "tests/e2e/test_settings.py") == 1
+
+
+@pytest.mark.parametrize("name", ["KVXferOffloadingSpec", "KVXferOffload", "KVXferTier"])
 def test_a_release_with_another_interface_is_refused_by_name(release: Release, name: str) -> None:
     if release.has_spec:
         pytest.skip(f"vLLM {release.number} has the interface that the spec speaks")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.doctor import Severity, compare, is_comparable, read_backends
+from kvxfer.doctor import Severity, compare, environment_backends, is_comparable, read_backends
 from kvxfer.errors import InvalidArgumentError
 
 TIMEOUT_S = 30.0
@@ -58,6 +58,21 @@ def write(path: Path, content: Any) -> str:
 )
 def test_the_backends_of_a_configuration_are_found(tmp_path: Path, content: Any) -> None:
     assert read_backends(write(tmp_path / "a.json", content)) == ["host://?capacity=1GiB", FILES]
+
+
+def test_the_backends_of_the_environment_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert environment_backends() == []
+    urls = ["host://?capacity=1GiB", "file:///var/cache/kv?capacity=1GiB"]
+    monkeypatch.setenv("KVXFER_BACKEND", " ".join(urls))
+    assert environment_backends() == urls
+    ours = {"kv_connector": "KVXferOffload", "kv_role": "kv_both"}
+    assert read_backends(write(tmp_path / "a.json", ours)) == urls
+    explicit = {**ours, "kv_connector_extra_config": {"backend": "host://"}}
+    assert read_backends(write(tmp_path / "a.json", explicit)) == ["host://"]
+    with pytest.raises(InvalidArgumentError, match="a configuration with a backend"):
+        read_backends(write(tmp_path / "a.json", {**ours, "kv_connector": "OffloadingConnector"}))
 
 
 def test_one_backend_alone_is_found(tmp_path: Path) -> None:

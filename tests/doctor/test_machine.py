@@ -20,6 +20,7 @@ from kvxfer.doctor import (
     check_nixl,
     check_open_files,
     check_packages,
+    check_plugin,
     check_shared_memory,
     check_vllm,
 )
@@ -365,3 +366,29 @@ def test_without_a_driver_the_error_of_cuda_is_shown(tmp_path: Path) -> None:
     finding = check_cuda(tmp_path)
     assert finding.severity is Severity.ERROR
     assert "cuda:0" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("chosen", "mend"), [("other", "other,kvxfer"), ("", "kvxfer"), ("a b", "'a b,kvxfer'")]
+)
+def test_a_choice_of_plug_ins_without_ours_is_named(chosen: str, mend: str) -> None:
+    environ = {"VLLM_PLUGINS": chosen}
+    finding = check_plugin(environ, find_version=lambda: "0.32.0")
+    assert (finding.check, finding.severity) == (Check.VLLM_PLUGIN, Severity.ERROR)
+    assert is_complete(finding)
+    assert finding.found == f"VLLM_PLUGINS is {chosen!r}, without 'kvxfer'"
+    assert finding.mend == f"export VLLM_PLUGINS={mend}"
+    assert check_plugin(environ, find_version=lambda: "(not installed)").severity is Severity.OK
+
+
+def test_an_installed_kvxfer_without_the_plug_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> Finding:
+        return check_plugin({}, find_version=lambda: "0.32.0")
+
+    assert check().found == "vLLM knows KVXferOffload and KVXferConnector"
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: importlib.metadata.EntryPoints()
+    )
+    assert check().severity is Severity.ERROR
+    assert is_complete(check())
+    assert check().found == "the installed kvxfer has no entry point in vllm.general_plugins"

@@ -1,18 +1,22 @@
 """KV caches of vLLM: offloading, and prefill and decode in separate engines.
 
-`KVXferOffloadingSpec` serves vLLM's OffloadingConnector, `KVXferTier` its TieringOffloadingSpec;
-`KVXferConnector` hands the KV cache of prompts from one engine to another. Each is imported at its
-first use: what one of them needs of vLLM, the others do not.
+`KVXferOffload` is vLLM's OffloadingConnector with `KVXferOffloadingSpec`, and `KVXferTier` serves
+its TieringOffloadingSpec; `KVXferConnector` hands the KV cache of prompts from one engine to
+another. Each is imported at its first use: what one of them needs of vLLM, the others do not.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvxfer.integrations.vllm.offloading import KVXferOffloadingSpec, KVXferTier
+    from kvxfer.integrations.vllm.offloading import (
+        KVXferOffload,
+        KVXferOffloadingSpec,
+        KVXferTier,
+    )
     from kvxfer.integrations.vllm.prefill_decode import KVXferConnector
 
-__all__ = ["KVXferConnector", "KVXferOffloadingSpec", "KVXferTier"]
+__all__ = ["KVXferConnector", "KVXferOffload", "KVXferOffloadingSpec", "KVXferTier"]
 
 _ROOMS = {"KVXferConnector": "prefill_decode"}
 

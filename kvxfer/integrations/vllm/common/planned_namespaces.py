@@ -19,6 +19,8 @@ from kvxfer.integrations.vllm.common.model_identity import (
     identify_model,
     require_no_adapters,
 )
+from kvxfer.integrations.vllm.common.plugin import CONNECTORS
+from kvxfer.integrations.vllm.common.settings import EXPLICIT, find_settings
 from kvxfer.storage.keys import Namespace
 
 OF_THE_MODEL = ("model", "revision", "dtype", "quantization", "config_hash")
@@ -159,8 +161,8 @@ def _keys(config: Any, extra: Mapping[str, Any]) -> dict[str, str | int | None]:
 
 def _connectors(transfer: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """List the names and settings of a connector, and of those within a MultiConnector."""
-    extra = transfer.get("kv_connector_extra_config", {})
-    yield transfer.get("kv_connector", ""), extra
+    name, extra = transfer.get("kv_connector", ""), transfer.get(EXPLICIT, {})
+    yield name, find_settings(extra).values if name in CONNECTORS else extra
     for each in extra.get("connectors", []):
         yield from _connectors(each)
 

@@ -25,6 +25,7 @@ try:
         OffloadingConnectorStats,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        KVConnectorRole,
         OffloadingConnector,
     )
     from vllm.platforms import current_platform
@@ -197,6 +198,7 @@ __all__ = [
     "CanonicalKVCaches",
     "GPULoadStoreSpec",
     "JobResult",
+    "KVConnectorRole",
     "LoadStoreSpec",
     "LookupResult",
     "Medium",

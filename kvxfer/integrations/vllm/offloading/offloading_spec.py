@@ -3,23 +3,19 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import xxhash
 
-from kvxfer.backends.host import (
-    HostBackend,
-    HostConfig,
-    HostPool,
-    PoolShape,
-    SlotMover,
-    keys_in_slots,
-)
+from kvxfer.backends.host import HostPool, PoolShape, SlotMover, keys_in_slots
 from kvxfer.backends.host.segment import SharedSegment
-from kvxfer.connect import BackendType, parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
 from kvxfer.integrations.vllm.common.model_identity import identify_model, require_no_adapters
 from kvxfer.integrations.vllm.common.release import VLLMPlug
+from kvxfer.integrations.vllm.common.settings import (
+    parse_load_or_compute,
+    parse_purge,
+    parse_tiers,
+)
 from kvxfer.integrations.vllm.common.worker_pages import GroupLayers, describe_pages
 from kvxfer.integrations.vllm.connector.hooks import convert_caches
 from kvxfer.integrations.vllm.offloading import metrics
@@ -51,7 +47,6 @@ from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
 from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
-from kvxfer.storage.backend import Purgeable
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.observer import Observer
@@ -62,7 +57,6 @@ from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.telemetry.trace_recorder import TraceRecorder
 from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.transfer import PolledEngine
-from kvxfer.transfer.load_or_compute import LoadOrCompute
 from kvxfer.transfer.polled_engine import DEFAULT_MAX_BYTES_IN_FLIGHT
 
 
@@ -91,10 +85,10 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
     def __init__(self, config: OffloadingConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         self.replicated_layout = workers_keep_the_same(config)  # vLLM: then only rank 0 stores
-        self._pool_config, self._lower = _parse_tiers(
+        self._pool_config, self._lower = parse_tiers(
             config.extra_config.get("backend"), config.parallel.data_parallel_index
         )
-        self._purges = _parse_purge(config.extra_config, [kind for kind, _ in self._lower])
+        self._purges = parse_purge(config.extra_config, [kind for kind, _ in self._lower])
         parse_load_or_compute(config.extra_config)  # in every process, before it waits for others
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
@@ -271,39 +265,3 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
             },
             instruction_set=cpu_kernels() if current_platform.is_cpu() else "",
         )
-
-
-def parse_load_or_compute(extra_config: Mapping[str, Any]) -> LoadOrCompute | None:
-    """Read `max_load_ratio` and `prefill_tokens_per_s`; None without the first.
-
-    Raises:
-        InvalidArgumentError: One of them is not a number above 0.
-    """
-    ratio = extra_config.get("max_load_ratio")
-    if ratio is None:
-        return None
-    stated = extra_config.get("prefill_tokens_per_s")
-    return LoadOrCompute(ratio, prefill_tokens_per_s=stated)
-
-
-def _parse_purge(extra_config: Mapping[str, Any], lower: Sequence[BackendType]) -> bool:
-    purges = extra_config.get("purge_on_reset", False)
-    if not isinstance(purges, bool):
-        raise InvalidArgumentError("purge_on_reset", purges, "true or false")
-    if purges and not any(issubclass(kind, Purgeable) for kind in lower):  # type: ignore[arg-type]
-        rule = "false without a tier below that can be purged, such as file://"
-        raise InvalidArgumentError("purge_on_reset", purges, rule)
-    return purges
-
-
-def _parse_tiers(
-    backend: Any, replica: int
-) -> tuple[HostConfig, list[tuple[BackendType, msgspec.Struct]]]:
-    """Parse the configurations of a replica's host pool, and of the tiers below it."""
-    tiers = backend if isinstance(backend, Sequence) and not isinstance(backend, str) else [backend]
-    if not tiers or not all(isinstance(tier, (str, Mapping)) for tier in tiers):
-        raise InvalidArgumentError("backend", backend, "a URL such as 'host://?capacity=4GiB'")
-    (backend_type, config), *lower = [parse_backend(tier, replica) for tier in tiers]
-    if backend_type is not HostBackend or not isinstance(config, HostConfig):
-        raise InvalidArgumentError("backend", backend, "a host:// pool in front")
-    return config, lower

@@ -9,6 +9,7 @@ from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import handover_namespace
 from kvxfer.integrations.vllm.common.release import VLLMPlug
+from kvxfer.integrations.vllm.common.settings import find_settings
 from kvxfer.integrations.vllm.connector import KVCacheHooks
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import (
@@ -91,9 +92,13 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        self._settings = Settings.parse(transfer.kv_connector_extra_config).of_replica(
-            parallel.data_parallel_index, parallel.tensor_parallel_size
-        )
+        found = find_settings(transfer.kv_connector_extra_config)
+        if role == KVConnectorRole.SCHEDULER:
+            found.log("KVXferConnector")
+        with found.checked():
+            self._settings = Settings.parse(found.values).of_replica(
+                parallel.data_parallel_index, parallel.tensor_parallel_size
+            )
         transfer.kv_load_failure_policy = self._settings.on_failure  # read after this
         for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
             if (size := getattr(parallel, name, 1)) > 1:
@@ -369,7 +374,8 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
 
 def _type_for(vllm_config: Any) -> type[KVXferConnector]:
     """Return the connector with tiers where the configuration has any."""
-    if not vllm_config.kv_transfer_config.kv_connector_extra_config.get("backend"):
+    explicit = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if not find_settings(explicit).values.get("backend"):
         return KVXferConnector
     return _tiers().TieredConnector  # type: ignore[no-any-return]
 

@@ -1,12 +1,12 @@
 """Tiers: the connector with a host tier of its own, for the head of what P has the rest of."""
 
-import copy
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvxfer.integrations.vllm.common.settings import find_settings
+from kvxfer.integrations.vllm.offloading.connector import offloading_config
 from kvxfer.integrations.vllm.offloading.interface import OffloadingConnector, fence_blocks
 from kvxfer.integrations.vllm.prefill_decode.connector import KVXferConnector
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
@@ -349,20 +349,6 @@ class TieredMetrics(PrefillDecodeMetrics):
 
 def _tiers_config(vllm_config: Any) -> Any:
     """Make the configuration of the tiers' connector, as that of an engine with no other."""
-    transfer = vllm_config.kv_transfer_config
-    config = copy.copy(vllm_config)
-    config.kv_transfer_config = dataclasses.replace(
-        transfer,
-        kv_connector="OffloadingConnector",
-        kv_connector_module_path=None,
-        kv_connector_extra_config={
-            "spec_name": "KVXferOffloadingSpec",
-            "spec_module_path": "kvxfer.integrations.vllm",
-            **{
-                name: transfer.kv_connector_extra_config[name]
-                for name in TIERS
-                if name in transfer.kv_connector_extra_config
-            },
-        },
-    )
-    return config
+    settings = find_settings(vllm_config.kv_transfer_config.kv_connector_extra_config).values
+    tiers = {name: settings[name] for name in TIERS if name in settings}
+    return offloading_config(vllm_config, tiers)

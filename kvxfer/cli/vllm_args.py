@@ -1,0 +1,40 @@
+"""Command `kvxfer vllm-args`: prints what `vllm serve --kv-transfer-config` takes, checked."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvxfer.cli.command_line import CommandLine, exit_statuses
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check the tiers that URLs or the environment name, and print the argument; return 0."""
+    parser = CommandLine(
+        prog="kvxfer vllm-args",
+        description="Print the argument of vLLM's --kv-transfer-config for tiers, once they are "
+        'checked: vllm serve MODEL --kv-transfer-config "$(kvxfer vllm-args URL...)".',
+        epilog=exit_statuses("when it is printed"),
+    )
+    parser.add_argument(
+        "url",
+        nargs="*",
+        metavar="URL",
+        help="tier, the fastest first, such as host://?capacity=64GiB; without any, the settings "
+        "are those of KVXFER_BACKEND and KVXFER_CONFIG",
+    )
+    urls = parser.parse_args(argv).url
+
+    from kvxfer.integrations.vllm.common.plugin import CONNECTORS, MODULE, why_not_loaded
+    from kvxfer.integrations.vllm.common.settings import EXPLICIT, find_settings
+
+    found = find_settings({"backend": urls} if urls else {})
+    found.check_tiers()
+    arguments: dict[str, Any] = {"kv_connector": CONNECTORS[0], "kv_role": "kv_both"}
+    if why := why_not_loaded():
+        arguments["kv_connector_module_path"] = MODULE
+        note = f"vLLM does not load the plug-in ({why}): the argument names its module instead"
+        sys.stderr.write(f"kvxfer vllm-args: {note}\n")
+    print(msgspec.json.encode(arguments | {EXPLICIT: found.values}).decode())
+    return 0

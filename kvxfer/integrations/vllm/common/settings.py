@@ -1,0 +1,159 @@
+"""Settings of the connectors: of vLLM's configuration, and else of the environment."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.connect import BackendType, parse_backend
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.extras import needing
+from kvxfer.named_files import read_named_file
+from kvxfer.settings import shown
+from kvxfer.storage.backend import Purgeable
+from kvxfer.transfer.load_or_compute import LoadOrCompute
+
+EXPLICIT = "kv_connector_extra_config"
+URLS, FILE = "KVXFER_BACKEND", "KVXFER_CONFIG"
+
+Tiers = tuple[HostConfig, list[tuple[BackendType, msgspec.Struct]]]
+"""Configuration of the host pool, and types and configurations of the backends below it."""
+
+logger = logging.getLogger("vllm.kvxfer")
+"""Logger below vLLM's: of others, vLLM shows warnings only."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSettings:
+    """Settings of a connector, and where each was found.
+
+    Attributes:
+        values: Values by name, as those of `kv_connector_extra_config`.
+        origins: Names of their sources, by the same names.
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+
+    def __str__(self) -> str:
+        """Name each setting and where it is from; values may be secrets."""
+        found = [f"{name} from {origin}" for name, origin in self.origins.items()]
+        return ", ".join(found) or f"none in {EXPLICIT}, {URLS} or {FILE}"
+
+    def log(self, connector: str) -> None:
+        """Log where the settings of a connector were found."""
+        logger.info("%s has settings: %s", connector, self)
+
+    @contextlib.contextmanager
+    def checked(self) -> Iterator[None]:
+        """Say where settings were found in an error about one of them that is raised within."""
+        try:
+            yield
+        except InvalidArgumentError as exc:
+            origin = self.origins.get(exc.argument)
+            if origin == EXPLICIT:
+                raise
+            where = f" (it is from {origin})" if origin else f"; {self}"
+            raise InvalidArgumentError(exc.argument, exc.value, exc.expected + where) from exc
+
+    def check_tiers(self) -> None:
+        """Check the settings of `KVXferOffload`; vLLM checks its own.
+
+        Raises:
+            InvalidArgumentError: One cannot be used; the error says where it was found.
+        """
+        with self.checked():
+            parse_load_or_compute(self.values)
+            _, lower = parse_tiers(self.values.get("backend"))
+            parse_purge(self.values, [kind for kind, _ in lower])
+
+
+def find_settings(
+    explicit: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> FoundSettings:
+    """Find the settings of `KVXferOffload` or `KVXferConnector`, each where it is found first.
+
+    Args:
+        explicit: `kv_connector_extra_config` of the connector; always wins.
+        environ: Has `KVXFER_BACKEND`, URLs with spaces between, and `KVXFER_CONFIG`, the name of a
+            file of settings in YAML or JSON; both may be missing or empty.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read, or has no settings by name.
+    """
+    sources: list[tuple[str, Mapping[str, Any]]] = [(EXPLICIT, explicit)]
+    if urls := environ.get(URLS, "").split():
+        sources.append((URLS, {"backend": urls}))
+    if path := environ.get(FILE, ""):
+        sources.append((f"{FILE}={path}", _read_file(path)))
+    found = FoundSettings({}, {})
+    for origin, values in sources:
+        for name, value in values.items():
+            if name not in found.values:
+                found.values[name], found.origins[name] = value, origin
+    return found
+
+
+def _read_file(path: str) -> Mapping[str, Any]:
+    form = f"a file with the settings of {EXPLICIT} by name, as YAML or JSON"
+    with needing("vllm", "yaml", what=FILE):
+        import yaml
+    try:
+        found = yaml.safe_load(read_named_file(path).data)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:
+        reason = getattr(exc, "strerror", None) or " ".join(str(exc).split())
+        raise InvalidArgumentError(FILE, path, f"{form}: {reason}") from exc
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise InvalidArgumentError(FILE, path, form)
+    return found
+
+
+def parse_load_or_compute(extra_config: Mapping[str, Any]) -> LoadOrCompute | None:
+    """Read `max_load_ratio` and `prefill_tokens_per_s`; None without the first.
+
+    Raises:
+        InvalidArgumentError: One of them is not a number above 0.
+    """
+    ratio = extra_config.get("max_load_ratio")
+    if ratio is None:
+        return None
+    stated = extra_config.get("prefill_tokens_per_s")
+    return LoadOrCompute(ratio, prefill_tokens_per_s=stated)
+
+
+def parse_purge(extra_config: Mapping[str, Any], lower: Sequence[BackendType]) -> bool:
+    """Read `purge_on_reset`, of an engine with these backends below the host pool.
+
+    Raises:
+        InvalidArgumentError: It is no boolean, or there is nothing to be purged.
+    """
+    purges = extra_config.get("purge_on_reset", False)
+    if not isinstance(purges, bool):
+        raise InvalidArgumentError("purge_on_reset", purges, "true or false")
+    if purges and not any(issubclass(kind, Purgeable) for kind in lower):  # type: ignore[arg-type]
+        rule = "false without a tier below that can be purged, such as file://"
+        raise InvalidArgumentError("purge_on_reset", purges, rule)
+    return purges
+
+
+def parse_tiers(backend: Any, replica: int = 0) -> Tiers:
+    """Parse the configurations of a replica's host pool, and of the tiers below it.
+
+    Raises:
+        InvalidArgumentError: It is no URL or mapping, nor a list of them; the host pool is not the
+            first; or one of them is wrong.
+    """
+    tiers = backend if isinstance(backend, Sequence) and not isinstance(backend, str) else [backend]
+    if not tiers or not all(isinstance(tier, (str, Mapping)) for tier in tiers):
+        raise InvalidArgumentError(
+            "backend", shown(backend), "a URL such as 'host://?capacity=4GiB'"
+        )
+    (backend_type, config), *lower = [parse_backend(tier, replica) for tier in tiers]
+    if backend_type is not HostBackend or not isinstance(config, HostConfig):
+        raise InvalidArgumentError("backend", shown(backend), "a host:// pool in front")
+    return config, lower

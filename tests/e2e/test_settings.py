@@ -1,0 +1,57 @@
+"""`KVXferOffload` by its name, and its settings by the environment alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvxfer.bench.vllm.engine_process import EngineConfig, EngineProcess
+from tests.e2e import models
+from tests.e2e.harness import REPOSITORY, random_prompts
+
+pytestmark = pytest.mark.e2e
+
+SHARED_TOKENS = 400
+WHOLE_BLOCKS_TOKENS = 384
+MAX_TOKENS = 4
+
+
+@pytest.mark.parametrize(
+    "num_workers",
+    [
+        pytest.param(1, id="one-process"),
+        pytest.param(2, id="several-processes", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_environment_alone_configures_an_engine(num_workers: int, tmp_path: Path) -> None:
+    """Every process loads the plug-in: that of the caller, the engine's core and its workers."""
+    store, file = tmp_path / "store", tmp_path / "settings.yaml"
+    file.write_text(json.dumps({"max_load_ratio": 1000.0, "backend": "host://?capacity=1KiB"}))
+    config = EngineConfig(
+        model=str(models.make("llama", REPOSITORY / models.DEFAULT_DIRECTORY)),
+        dtype="float32",
+        transfer={"kv_connector": "KVXferOffload", "kv_role": "kv_both"},
+        multiprocessing=num_workers > 1,
+        tensor_parallel_size=num_workers,
+        max_model_len=2048,
+        kv_cache_memory_bytes=32 << 20,
+        environment={
+            "KVXFER_BACKEND": f"host://?capacity=64MiB file://{store}?capacity=64MiB&min_free=1MiB",
+            "KVXFER_CONFIG": str(file),
+            "VLLM_LOGGING_LEVEL": "INFO",
+        },
+    )
+    prompts = random_prompts(2, shared_tokens=SHARED_TOKENS, own_tokens=5)
+    with EngineProcess(config) as engine:
+        computed = engine.generate(prompts, max_tokens=MAX_TOKENS)
+        engine.settle()
+        assert engine.reset(), "blocks are still in use"
+        loaded = engine.generate(prompts, max_tokens=MAX_TOKENS)
+        metrics = engine.metrics()
+    assert [each.token_ids for each in loaded] == [each.token_ids for each in computed]
+    assert {each.cached_tokens for each in loaded} == {WHOLE_BLOCKS_TOKENS}
+    assert metrics['vllm:kvxfer_load_blocks{cause="request",outcome="done",tier="host"}'] == 3
+    assert list(store.rglob("*.safetensors"))
+    settings = [line for line in engine.log().splitlines() if "has settings" in line]
+    expected = f"backend from KVXFER_BACKEND, max_load_ratio from KVXFER_CONFIG={file}"
+    assert [line.endswith(f"KVXferOffload has settings: {expected}") for line in settings] == [True]
