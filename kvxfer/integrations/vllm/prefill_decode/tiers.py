@@ -301,6 +301,9 @@ class TieredConnector(KVXferConnector):
         return min(shares.head, num_external_tokens) if shares else 0
 
 
+TieredConnector.__name__ = KVXferConnector.__name__  # a MultiConnector finds classes by names
+
+
 class TieredStats(PrefillDecodeStats):
     """Statistics of prefill and decode, with those of the tiers under a key of their own."""
 
