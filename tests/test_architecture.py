@@ -53,12 +53,12 @@ BUDGETS = {
     "kvxfer/kvcache": 6_020,
     "kvxfer/proxy": 1_200,
     "kvxfer/replay": 3_950,
-    "kvxfer/storage": 5_300,
+    "kvxfer/storage": 5_450,
     "kvxfer/telemetry": 1_900,
     "kvxfer/testing": 2_050,
-    "kvxfer/tiering": 1_200,
+    "kvxfer/tiering": 1_400,
     "kvxfer/top": 700,
-    "kvxfer/transfer": 3_650,
+    "kvxfer/transfer": 3_700,
 }
 MAX_FUNCTION_LINES = 70
 FACES = ("kvxfer", "kvxfer.kvcache", "kvxfer.storage", "kvxfer.tiering", "kvxfer.transfer")

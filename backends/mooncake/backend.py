@@ -169,7 +169,8 @@ class MooncakeBackend(Backend):
                 try:
                     return await move(_Run(keys[start:stop], names[start:stop], part, slots))
                 except CallFailedError as exc:
-                    staged.quiet = not exc.is_late
+                    if exc.is_late:
+                        staged.disturb()
                     return [exc.outcome] * (stop - start)
 
         async def note_run(start: int, stop: int) -> None:

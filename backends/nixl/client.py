@@ -28,7 +28,7 @@ from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.backend import Outcome, Status, positions_done
 from kvxfer.storage.calls import wait_despite_cancel, wait_for_mark
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
+from kvxfer.storage.staging_memory import Share, StagedBlocks, StagingMemory
 
 STAGED_BYTES = 16 << 20
 """Bytes of a piece of a load or store by way of staging memory."""
@@ -101,7 +101,7 @@ class Client(TicketClient):
         self._reader = BlockReader(hasher, quarantine, generations)
         self._in_flight = asyncio.Semaphore(PIECES_AT_A_PEER)
         self._asked = asyncio.Semaphore(ASKED_AT_A_PEER)
-        self._share = asyncio.Semaphore(max(staging.num_buffers - 1, 1))
+        self._share = Share(max(staging.num_buffers - 1, 1))
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Ask the holder which keys it has, and where.

@@ -15,11 +15,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+FIRST_DRAIN_PAUSE_S = 0.1
+LAST_DRAIN_PAUSE_S = 10.0
+"""Pauses after a drain that raised: the first, and the last of those that double."""
+
 MARK_PAUSE_S = 100e-6
 """Seconds between two looks at a mark: a driver tells nobody when a device has reached it."""
 
 Move = Callable[[Sequence[BlockKey], Descriptors], Awaitable[Sequence[Outcome]]]
 """`store` or `load` of a backend."""
+
+Drain = Callable[[], Awaitable[object]]
+"""`drain` of a backend."""
 
 Begin = Callable[[Sequence[BlockKey], Descriptors], Begun | None]
 """`begin_store` or `begin_load` of a backend."""
@@ -30,7 +37,8 @@ async def call_backend(
 ) -> list[Outcome]:
     """Store or load a batch; every block is `FAILED` when the backend raises or miscounts.
 
-    After a `DeviceLostError` the outcomes are not memory-safe: the device may still write.
+    After a `DeviceLostError`, and when a call is cancelled by something other than its caller, the
+    outcomes are not memory-safe: the device, or what was cancelled, may still write.
 
     Args:
         move: `store` or `load` of a backend.
@@ -43,7 +51,7 @@ async def call_backend(
     """
     name = name or getattr(move, "__name__", "transfer")
     try:
-        outcomes = list(await move(keys, blocks))
+        outcomes = list(await await_call(move(keys, blocks)))
     except Exception as exc:  # noqa: BLE001 - logged, and in the outcomes
         return _failed(name, exc, len(keys))
     return _one_each(name, outcomes, len(keys))
@@ -78,7 +86,8 @@ def poll_begun(begun: Begun, name: str, num_keys: int) -> list[Outcome] | None:
 
 def _failed(name: str, exc: Exception, num_keys: int) -> list[Outcome]:
     logger.warning("%s of %d blocks failed", name, num_keys, exc_info=exc)
-    safe = not isinstance(exc, DeviceLostError)
+    is_cancelled = isinstance(exc.__cause__, asyncio.CancelledError)
+    safe = not (is_cancelled or isinstance(exc, DeviceLostError))
     return [Outcome(Status.FAILED, memory_safe=safe, reason=f"{name}: {exc!r}")] * num_keys
 
 
@@ -100,6 +109,22 @@ def is_cancelled_alone(waited_for: "asyncio.Future[Any]") -> bool:
     return waited_for.cancelled() and not is_caller_cancelled()
 
 
+async def await_call(call: Awaitable[T]) -> T:
+    """Await a call of code that may be anybody's: only the caller's cancellation is one.
+
+    Raises:
+        asyncio.CancelledError: The caller was cancelled.
+        BackendUnavailableError: Something else was, within the call.
+        Exception: Those of the call.
+    """
+    try:
+        return await call
+    except asyncio.CancelledError as exc:
+        if is_caller_cancelled():
+            raise
+        raise BackendUnavailableError("the call was cancelled, and its caller was not") from exc
+
+
 async def wait_despite_cancel(work: "Coroutine[Any, Any, T] | asyncio.Future[T]") -> T:
     """Wait for the end of what must not be abandoned, however often cancelled.
 
@@ -118,6 +143,35 @@ async def wait_despite_cancel(work: "Coroutine[Any, Any, T] | asyncio.Future[T]"
                 await asyncio.wait([future])
         fetch_error(future)
         raise
+
+
+async def drain_in_the_end(drain: Drain, what: str, gives_up: asyncio.Event) -> bool:
+    """Drain; a drain that raises has made nothing quiet, and is made again after a pause.
+
+    Args:
+        drain: `drain` of a backend.
+        what: Memory that is not quiet before, for the log.
+        gives_up: Set when nobody waits for the memory any more: then the next failure is the last.
+
+    Returns:
+        Whether the memory is quiet.
+    """
+    pause_s = FIRST_DRAIN_PAUSE_S
+    while True:
+        try:
+            await await_call(drain())
+        except Exception:
+            if gives_up.is_set():
+                logger.exception("%s is lost", what)
+                return False
+            if pause_s == FIRST_DRAIN_PAUSE_S:
+                logger.warning("%s stays in use: it cannot be drained", what, exc_info=True)
+        else:
+            return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await gives_up.wait()
+        pause_s = min(2 * pause_s, LAST_DRAIN_PAUSE_S)
 
 
 async def wait_for_mark(mark: StreamMark | None) -> None:
@@ -193,32 +247,56 @@ class Calls:
         """Calls that exceeded their deadline and have not ended since."""
         return len(self._late)
 
-    async def wait_for(self, timeout_s: float | None, call: Awaitable[T]) -> T:
+    async def wait_for(
+        self,
+        timeout_s: float | None,
+        call: Awaitable[T],
+        *,
+        note_late: Callable[[], None] = lambda: None,
+        outlives_caller: bool = False,
+    ) -> T:
         """Wait for a call, but no longer than `timeout_s`; without a limit for None.
+
+        Args:
+            timeout_s: Seconds that the call may take.
+            call: The call.
+            note_late: Called if the call still runs then, whoever gave it up before.
+            outlives_caller: Whether the call goes on until then when its caller is cancelled: how
+                long it takes is found out although no caller has so much time.
 
         Raises:
             TimeoutError: The call did not end in time.
             asyncio.CancelledError: The caller was cancelled; so is the call, which may go on.
+            Exception: As `await_call`.
         """
         if timeout_s is None:
-            return await call
-        task = asyncio.ensure_future(call)
+            return await await_call(call)
+        task, loop = asyncio.ensure_future(call), asyncio.get_running_loop()
+        ends_at = loop.time() + timeout_s
         try:
             await asyncio.wait([task], timeout=timeout_s)
         except asyncio.CancelledError:
-            self.abandon(task)
+            self._leave(task)
+            if not outlives_caller:
+                task.cancel()
+            timer = loop.call_at(ends_at, self._end_late, task, note_late)
+            task.add_done_callback(lambda _: timer.cancel())
             raise
-        if task.done():
-            return task.result()
-        self._late.add(task)
-        self.abandon(task)
-        raise TimeoutError
+        if not task.done():
+            self._leave(task)
+            self._end_late(task, note_late)
+            raise TimeoutError
+        return await await_call(task)
 
-    def abandon(self, call: "asyncio.Future[Any]") -> None:
-        """Cancel a call and abandon it; only `drain` waits for it."""
-        call.cancel()
+    def _leave(self, call: "asyncio.Future[Any]") -> None:
         self._abandoned.add(call)
         call.add_done_callback(self._end)
+
+    def _end_late(self, call: "asyncio.Future[Any]", note_late: Callable[[], None]) -> None:
+        if not call.done():
+            self._late.add(call)
+            call.cancel()
+            note_late()
 
     async def drain(self) -> None:
         """Wait for the end of the calls that were abandoned until now."""

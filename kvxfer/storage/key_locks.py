@@ -11,17 +11,35 @@ class KeyLocks:
     """Exclusive locks of keys, held e.g. while blocks are moved between tiers.
 
     Owned by one event loop. A batch is locked as a whole or not at all, so that no two batches
-    ever wait for each other.
+    ever wait for each other. Whoever acquires keys has his turn before those who come later.
     """
 
     def __init__(self) -> None:
         self._ends: dict[BlockKey, asyncio.Event] = {}
+        self._turns: dict[BlockKey, asyncio.Event] = {}  # the last of each key's queue
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def __contains__(self, key: object) -> bool:
         return key in self._ends
+
+    def is_wanted(self, key: BlockKey) -> bool:
+        """Whether a key is locked, or somebody waits for his turn."""
+        return key in self._ends or key in self._turns
+
+    async def wait_for_others(self, keys: Iterable[BlockKey] | None = None) -> None:
+        """Wait until those have ended who lock keys now, or wait for one that is not locked.
+
+        Others may have them then: the wait has an end, however often keys are locked.
+
+        Args:
+            keys: The keys; all that are locked by default.
+        """
+        wanted = list(self._ends) if keys is None else keys
+        ends = [self._ends.get(key) or self._turns.get(key) for key in wanted]
+        for end in filter(None, ends):
+            await end.wait()
 
     async def wait(self, keys: Iterable[BlockKey]) -> None:
         """Wait until none of these keys is locked."""
@@ -50,6 +68,17 @@ class KeyLocks:
     @asynccontextmanager
     async def acquire(self, keys: Sequence[BlockKey]) -> AsyncIterator[None]:
         """Wait until the keys are not locked, and lock them until the context ends."""
-        await self.wait(keys)
-        with self.hold(keys):
-            yield
+        before = {self._turns[key] for key in keys if key in self._turns}
+        turn = asyncio.Event()
+        self._turns |= dict.fromkeys(keys, turn)
+        try:
+            for each in before:
+                await each.wait()
+            await self.wait(keys)
+            with self.hold(keys):
+                yield
+        finally:
+            turn.set()
+            for key in keys:
+                if self._turns.get(key) is turn:
+                    del self._turns[key]

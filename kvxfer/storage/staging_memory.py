@@ -2,8 +2,7 @@
 
 import asyncio
 import heapq
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import accumulate, count, takewhile
 
@@ -15,7 +14,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import cut_runs
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Outcome
-from kvxfer.storage.calls import Move, call_backend
+from kvxfer.storage.calls import Drain, Move, call_backend, drain_in_the_end
 from kvxfer.storage.keys import BlockKey
 
 ALIGNMENT_BYTES = 4096
@@ -31,34 +30,76 @@ MIN_BUFFERS = 2
 """Buffers where memory is short: one waits for a slow medium, another can be filled."""
 
 Buffer = NDArray[np.uint8]
-Drain = Callable[[], Awaitable[object]]
-
-logger = logging.getLogger(__name__)
 
 
 class StagedBlocks:
     """Blocks in a staging buffer that is held.
 
+    Args:
+        blocks: See `blocks`.
+        drain: Makes the buffer quiet, whoever touches it.
+
     Attributes:
         blocks: Descriptors of the blocks in the buffer.
-        quiet: Whether only the holder can still touch the buffer.
+        drains: What has to be called, and return, before only the holder can touch the buffer.
     """
 
-    def __init__(self, blocks: Descriptors) -> None:
+    def __init__(self, blocks: Descriptors, drain: Drain) -> None:
         self.blocks = blocks
-        self.quiet = True
+        self.drains: list[Drain] = []
+        self._drain = drain
+
+    @property
+    def quiet(self) -> bool:
+        """Whether only the holder can still touch the buffer."""
+        return not self.drains
+
+    def disturb(self) -> None:
+        """Note that somebody may still touch the buffer."""
+        self.drains.append(self._drain)
 
     async def move(
-        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors, *, name: str = ""
+        self,
+        move: Move,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        *,
+        name: str = "",
+        drain: Drain | None = None,
     ) -> list[Outcome]:
         """Store or load blocks of the buffer, as `call_backend` does.
 
-        Unless every outcome is memory-safe, the buffer is drained before it is used again.
+        Unless every outcome is memory-safe, the buffer is drained before it is used again: by
+        `drain`, where the mover is one of several, so that it waits for no other one.
         """
-        self.quiet, was_quiet = False, self.quiet
+        drain = drain or self._drain
+        self.drains.append(drain)
         outcomes = await call_backend(move, keys, blocks, name=name)
-        self.quiet = was_quiet and all(outcome.memory_safe for outcome in outcomes)
+        if all(outcome.memory_safe for outcome in outcomes):
+            self.drains.remove(drain)
         return outcomes
+
+
+class Share(asyncio.Semaphore):
+    """Share of the buffers that one user may have at one time, those being drained included.
+
+    Args:
+        num_buffers: Buffers of the share.
+    """
+
+    def __init__(self, num_buffers: int) -> None:
+        super().__init__(num_buffers)
+        self._num_buffers = num_buffers
+        self._num_unsafe = 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether every buffer of the share is being drained."""
+        return self._num_unsafe >= self._num_buffers
+
+    def note_unsafe(self, change: int) -> None:
+        """Note that a buffer begins to be drained, 1, or was drained, -1."""
+        self._num_unsafe += change
 
 
 class StagingMemory:
@@ -68,10 +109,12 @@ class StagingMemory:
     Every block in a buffer begins on a multiple of `ALIGNMENT_BYTES`.
 
     Args:
-        max_bytes: Bound on all buffers together; raised to two of the largest block.
+        max_bytes: Bound on all buffers together; raised to `min_buffers` of the largest block.
         largest_block_bytes: Bytes of the largest block that has to fit.
-        drain: Called when a buffer comes back that is not quiet; returns when it is.
+        drain: Called when a buffer comes back that is not quiet; returns when it is. One that
+            raises is called again after a pause, until the memory is closed.
         num_buffers: Buffers that the memory is divided into, if they are large enough.
+        min_buffers: Buffers that there are even if `max_bytes` is not enough for them.
 
     Attributes:
         buffer_bytes: Bytes of one buffer.
@@ -86,10 +129,11 @@ class StagingMemory:
         drain: Drain,
         *,
         num_buffers: int = NUM_BUFFERS,
+        min_buffers: int = MIN_BUFFERS,
     ) -> None:
         share = max_bytes // num_buffers // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.buffer_bytes = max(share, aligned(largest_block_bytes))
-        self.num_buffers = max(max_bytes // self.buffer_bytes, MIN_BUFFERS)
+        self.num_buffers = max(max_bytes // self.buffer_bytes, min_buffers)
         memory = allocate_aligned(self.num_buffers * self.buffer_bytes)
         self.region = MemoryRegion(memory.ctypes.data, memory.nbytes, memory)
         self._idle: list[Buffer] = list(memory.reshape(self.num_buffers, self.buffer_bytes))
@@ -98,6 +142,7 @@ class StagingMemory:
         self._drain = drain
         self._withdrawn = False
         self._settling: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
 
     @property
     def unsafe_bytes(self) -> int:
@@ -120,7 +165,8 @@ class StagingMemory:
         starts: Sequence[int],
         *,
         priority: int = 0,
-        share: asyncio.Semaphore | None = None,
+        share: Share | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncIterator[StagedBlocks]:
         """Wait for a buffer and describe blocks in it; it goes back when the context ends.
 
@@ -131,29 +177,27 @@ class StagingMemory:
             sizes: Bytes of each block; together they fit into a buffer.
             starts: Byte of its chunk at which each block begins.
             priority: Rank among waiting callers: the lowest first, equal ones in order of arrival.
-            share: Semaphore that is acquired while the buffer is in use, its drain included.
+            share: Share of the user.
+            timeout_s: Seconds to wait for a buffer; no limit by default.
 
         Raises:
             ClosedError: The buffers were withdrawn.
+            TimeoutError: No buffer came back in time.
         """
-        if share is not None:
-            await share.acquire()
-        try:
-            buffer = await self._take(priority)
-        except BaseException:
-            if share is not None:
-                share.release()
-            raise
-        staged = StagedBlocks(_describe(buffer, sizes, starts))
-        quiet = False
+        async with asyncio.timeout(timeout_s):
+            buffer = await self._take_of(share, priority)
+        staged = StagedBlocks(_describe(buffer, sizes, starts), self._drain)
         try:
             yield staged
-            quiet = staged.quiet
+        except BaseException:
+            if staged.quiet:
+                staged.disturb()
+            raise
         finally:
-            if quiet:
+            if staged.quiet:
                 self._give_back(buffer, share)
             else:
-                task = asyncio.create_task(self._settle(buffer, share))
+                task = asyncio.create_task(self._settle(buffer, share, set(staged.drains)))
                 self._settling.add(task)
                 task.add_done_callback(self._settling.discard)
 
@@ -166,9 +210,20 @@ class StagingMemory:
                 turn.set_exception(ClosedError("staging memory"))
 
     async def aclose(self) -> None:
-        """Wait for buffers that are being drained."""
+        """Wait for buffers that are being drained; those that cannot be are given up."""
+        self._closing.set()
         while self._settling:
             await asyncio.wait(self._settling)
+
+    async def _take_of(self, share: Share | None, priority: int) -> Buffer:
+        if share is None:
+            return await self._take(priority)
+        await share.acquire()
+        try:
+            return await self._take(priority)
+        except BaseException:
+            share.release()
+            raise
 
     async def _take(self, priority: int) -> Buffer:
         if self._withdrawn:
@@ -185,15 +240,18 @@ class StagingMemory:
                 self._give_back(turn.result())
             raise
 
-    async def _settle(self, buffer: Buffer, share: asyncio.Semaphore | None) -> None:
-        try:
-            await self._drain()
-        except Exception:
-            logger.exception("a staging buffer of %d bytes is lost", buffer.nbytes)
-        else:
-            self._give_back(buffer, share)
+    async def _settle(self, buffer: Buffer, share: Share | None, drains: Collection[Drain]) -> None:
+        if share is not None:
+            share.note_unsafe(1)
+        what = f"a staging buffer of {buffer.nbytes} bytes"
+        for drain in drains:
+            if not await drain_in_the_end(drain, what, self._closing):
+                return
+        if share is not None:
+            share.note_unsafe(-1)
+        self._give_back(buffer, share)
 
-    def _give_back(self, buffer: Buffer, share: asyncio.Semaphore | None = None) -> None:
+    def _give_back(self, buffer: Buffer, share: Share | None = None) -> None:
         if share is not None:
             share.release()
         while self._waiting:

@@ -1,6 +1,5 @@
 """Isolated tier: one of several backends, called so that its failures do not reach the others."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
@@ -14,7 +13,7 @@ from kvxfer.storage.calls import Calls, Move, call_backend
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Asked, Cause, Observable, Operation, Reports
-from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
+from kvxfer.storage.staging_memory import Share, StagedBlocks, StagingMemory
 from kvxfer.storage.suspension import Suspension
 from kvxfer.tiering.timeouts import TierTimeouts
 
@@ -27,13 +26,14 @@ class IsolatedTier:
     """Tier of a `TieredBackend`: every key is a miss while its backend fails or hangs.
 
     Errors of the backend are logged and not raised. After a missed deadline the backend is not
-    called for a while, see `Suspension`, nor before its abandoned calls have ended, so that a
-    hanging tier does not take the staging buffers that the others need.
+    called for a while, see `Suspension`, nor before its late calls have ended, nor while each of
+    its staging buffers is still being drained: it waits for none that the others need.
 
     Args:
         index: Position among the tiers, 0 for the fastest.
         backend: The backend.
         timeouts: Deadlines of its calls.
+        staging: Staging memory by way of which blocks come from there and go there.
         num_buffers: Staging buffers that the tier may use at one time.
 
     Attributes:
@@ -48,6 +48,7 @@ class IsolatedTier:
         backend: Backend,
         *,
         timeouts: TierTimeouts,
+        staging: StagingMemory | None = None,
         num_buffers: int = 1,
     ) -> None:
         self.index = index
@@ -57,7 +58,8 @@ class IsolatedTier:
         self.name = f"tier {index} ({type(backend).__name__})"
         self._calls = Calls()
         self._suspension = Suspension(self.name, timeouts.pause_s)
-        self._share = asyncio.Semaphore(num_buffers)
+        self._staging = staging
+        self._share = Share(num_buffers)
 
     def observe(self, reports: Reports) -> None:
         """Tell these reports what is moved, and let the backend tell what it knows."""
@@ -68,8 +70,9 @@ class IsolatedTier:
 
     @property
     def is_available(self) -> bool:
-        """Whether the backend may be called: it is not suspended, and no late call runs."""
-        return not (self._calls.num_late or self._suspension.is_on(time.monotonic()))
+        """Whether the backend may be called: not suspended, no late call runs, a buffer is left."""
+        is_late = self._calls.num_late or self._suspension.is_on(time.monotonic())
+        return not (is_late or self._share.is_spent)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Look up which of `keys` are present; none when the backend fails or is late."""
@@ -88,8 +91,15 @@ class IsolatedTier:
         return {key for key, there in zip(keys, found, strict=True) if there}
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.store`; every block is `FAILED` when the backend fails."""
-        return await self._move(Operation.STORE, keys, blocks, Cause.REQUEST)
+        """See `Backend.store`; every block is `FAILED` when the backend fails.
+
+        Below the first tier there is a deadline: keys are locked meanwhile.
+        """
+        if not self.index or self._staging is None:
+            return await self._move(Operation.STORE, keys, blocks, Cause.REQUEST)
+        num_moves = -(-blocks.num_bytes // self._staging.buffer_bytes)
+        timeout_s = self._timeouts.move_s * max(num_moves, 1)
+        return await self._move_in_time(Operation.STORE, Cause.REQUEST, timeout_s, keys, blocks)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; every block is `FAILED` when the backend fails."""
@@ -100,7 +110,7 @@ class IsolatedTier:
 
         Every block is `TIMED_OUT` after `TierTimeouts.move_s`.
         """
-        return partial(self._move_in_time, operation, cause)
+        return partial(self._move_in_time, operation, cause, self._timeouts.move_s)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`; False for every key when the backend fails or is late."""
@@ -135,10 +145,16 @@ class IsolatedTier:
             logger.warning("%s: not closed after %g s", self.name, self._timeouts.close_s)
 
     def hold(
-        self, staging: StagingMemory, sizes: Sequence[int], starts: Sequence[int]
+        self, sizes: Sequence[int], starts: Sequence[int]
     ) -> AbstractAsyncContextManager[StagedBlocks]:
-        """Hold a staging buffer for blocks on their way from or to this tier."""
-        return staging.hold(sizes, starts, share=self._share)
+        """Hold a staging buffer for blocks on their way from or to this tier.
+
+        Raises:
+            TimeoutError: None came back within `TierTimeouts.move_s`, in which each should.
+        """
+        assert self._staging is not None
+        timeout_s = self._timeouts.move_s
+        return self._staging.hold(sizes, starts, share=self._share, timeout_s=timeout_s)
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return {Gauge.SUSPENDED: not self.is_available}
@@ -158,24 +174,43 @@ class IsolatedTier:
         timeout_s: float | None,
         call: Awaitable[T],
     ) -> T | None:
-        """Await an answer; None when the backend fails or is late."""
+        """Await an answer; None when the backend fails or is late.
+
+        A lookup goes on to its deadline, so that a tier that hangs is found out although no caller
+        waits so long.
+        """
+        is_late = False
+
+        def note_late() -> None:
+            nonlocal is_late
+            is_late = True
+            self._suspension.begin(time.monotonic(), what, timeout_s or 0.0)
+            self.reports.late(operation, keys)
+
+        is_lookup = operation is Operation.LOOKUP
         try:
-            return await self._calls.wait_for(timeout_s, call)
+            return await self._calls.wait_for(
+                timeout_s, call, note_late=note_late, outlives_caller=is_lookup
+            )
         except Exception as exc:
-            if timeout_s is not None and type(exc) is TimeoutError:
-                self._suspension.begin(time.monotonic(), what, timeout_s)
-                self.reports.late(operation, keys)
-            else:
+            if timeout_s is None or type(exc) is not TimeoutError:
                 logger.warning("%s: %s failed", self.name, what, exc_info=True)
+            elif not is_late:  # it is the backend's own
+                note_late()
         return None
 
     async def _move_in_time(
-        self, operation: Operation, cause: Cause, keys: Sequence[BlockKey], blocks: Descriptors
+        self,
+        operation: Operation,
+        cause: Cause,
+        timeout_s: float,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
     ) -> list[Outcome]:
-        what, timeout_s = f"moving {len(keys)} blocks", self._timeouts.move_s
+        what = f"moving {len(keys)} blocks"
         call = self._move(operation, keys, blocks, cause)
         outcomes = await self._ask(operation, what, keys, timeout_s, call)
-        reason = f"{self.name} took longer than {self._timeouts.move_s:g} s"
+        reason = f"{self.name} took longer than {timeout_s:g} s"
         late = Outcome(Status.TIMED_OUT, memory_safe=False, reason=reason)
         return [late] * len(keys) if outcomes is None else list(outcomes)
 
@@ -186,7 +221,8 @@ class IsolatedTier:
         is_store = operation is Operation.STORE
         if not self._may_call(operation, keys):
             unavailable = Outcome(Status.TIMED_OUT, reason=f"{self.name} does not answer")
-            return [unavailable if is_store else MISSING] * len(keys)
+            is_miss = not is_store and cause is not Cause.WRITE_BACK  # there, only not to be had
+            return [MISSING if is_miss else unavailable] * len(keys)
         name = f"{self.name}: {operation}"
         move: Move = self.backend.store if is_store else self.backend.load
         if cause is Cause.WRITE_BACK and not is_store and isinstance(self.backend, CopySource):

@@ -4,19 +4,21 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import groupby
 
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status, positions_done
-from kvxfer.storage.calls import wait_despite_cancel
+from kvxfer.storage.calls import await_call, wait_despite_cancel
 from kvxfer.storage.eviction.retention import copy_retentions
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Cause, Operation
-from kvxfer.storage.staging_memory import StagingMemory
+from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 from kvxfer.tiering.isolated_tier import IsolatedTier
-from kvxfer.tiering.write_back_queue import WriteBackQueue
+from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS, WriteBackQueue
 
 logger = logging.getLogger(__name__)
 
@@ -79,18 +81,17 @@ class TierWriter:
             text = "tier %d is too slow: %d blocks are not written back there"
             logger.warning(text, self._target.index, len(dropped))
             self._target.reports.not_written_back(dropped)
-        if len(self.queue) and (self._worker is None or self._worker.done()):
-            self._settled.clear()
-            self._worker = asyncio.create_task(self._copy_all())
+        if len(self.queue):
+            self._run()
 
     async def settle(self) -> None:
-        """Wait until the queue is empty, or the tier failed and its retry is due later."""
+        """Wait until the queue is empty, or its blocks are only tried again later."""
         await self._settled.wait()
 
     async def flush(self) -> None:
         """Wait until the queue is empty and nothing is being copied."""
-        while self._worker is not None and not self._worker.done():
-            await asyncio.wait([self._worker])
+        while len(self.queue) or (self._worker is not None and not self._worker.done()):
+            await asyncio.wait([self._run()])
 
     async def cancel(self) -> None:
         """Stop copying and drop the queue; staging buffers in use are drained in the background."""
@@ -109,14 +110,26 @@ class TierWriter:
     def _gauges(self) -> Mapping[Gauge, float]:
         return {Gauge.WRITE_BACK_BLOCKS: len(self.queue)}
 
+    def _run(self) -> "asyncio.Task[None]":
+        if self._worker is None or self._worker.done():
+            self._settled.clear()
+            self._worker = asyncio.create_task(self._copy_all())
+        return self._worker
+
     async def _copy_all(self) -> None:
+        """Copy until the queue is empty; whatever ends the copy of a batch ends only that."""
         try:
             while len(self.queue):
+                if self.queue.pause_s(time.monotonic()):
+                    await self._pause()
+                    continue
                 taken = self.queue.take(time.monotonic(), self._num_fitting())
                 try:
-                    async with self._locks.acquire(list(taken)):
-                        # A key that was stored again meanwhile waits again, with its new bytes.
-                        await self._copy({k: v for k, v in taken.items() if k not in self.queue})
+                    await await_call(self._copy_taken(taken))
+                except Exception:
+                    text = "tier %d: writing back %d blocks failed"
+                    logger.warning(text, self._target.index, len(taken), exc_info=True)
+                    self._give_up(self.queue.end(time.monotonic(), stored=[], failed=taken))
                 finally:
                     self.queue.skip(taken)
                 if self.queue.is_failing:
@@ -124,34 +137,77 @@ class TierWriter:
         finally:
             self._settled.set()
 
-    async def _copy(self, batch: Mapping[BlockKey, StoredBlock]) -> None:
+    async def _copy_taken(self, taken: Mapping[BlockKey, StoredBlock]) -> None:
+        """Copy blocks by way of a buffer, which is held before their keys are locked."""
+        if not self._target.is_available:
+            self.queue.give_back(time.monotonic(), taken)
+            return
+        blocks = taken.values()
+        sizes, starts = [one.num_bytes for one in blocks], [one.start for one in blocks]
+        async with AsyncExitStack() as held:
+            try:
+                staged = await held.enter_async_context(self._target.hold(sizes, starts))
+            except TimeoutError:
+                self.queue.give_back(time.monotonic(), taken)
+                return
+            await held.enter_async_context(self._locks.acquire(list(taken)))
+            # A key that was stored again meanwhile waits again, with its new bytes.
+            batch = {key: block for key, block in taken.items() if key not in self.queue}
+            wanted = [index for index, key in enumerate(taken) if key in batch]
+            await self._copy(batch, staged, staged.blocks.take(wanted))
+
+    async def _copy(
+        self, batch: Mapping[BlockKey, StoredBlock], staged: StagedBlocks, buffer: Descriptors
+    ) -> None:
         """Copy the blocks of a batch that their tier still has and the target does not have."""
         known = await self._target.lookup([k for k, block in batch.items() if not block.is_new])
-        keys = [key for key in batch if key not in known]
+        wanted = [index for index, key in enumerate(batch) if key not in known]
+        keys, buffer = [key for key in batch if key not in known], buffer.take(wanted)
         if not keys:
             return
+        source = self._tiers[batch[keys[0]].source]
         if not self._target.is_available:
             self.queue.give_back(time.monotonic(), keys)
             return
-        blocks = [batch[key] for key in keys]
-        source = self._tiers[blocks[0].source]
-        sizes, starts = [one.num_bytes for one in blocks], [one.start for one in blocks]
-        async with self._target.hold(self._staging, sizes, starts) as staged:
-            load = source.copying(Operation.LOAD, Cause.WRITE_BACK)
-            loaded = await staged.move(load, keys, staged.blocks)
-            there = positions_done(loaded)
-            gone = [key for key, each in zip(keys, loaded, strict=True) if _is_gone(each)]
-            self._target.reports.not_written_back(gone)
-            if not there:
-                return
-            keys, found = [keys[index] for index in there], staged.blocks.take(there)
+        if not source.is_available:
+            self.queue.put_off(time.monotonic(), keys, failed=False)
+            return
+        load = source.copying(Operation.LOAD, Cause.WRITE_BACK)
+        loaded = await staged.move(load, keys, buffer, drain=source.drain)
+        there = positions_done(loaded)
+        self._end_unread(keys, loaded)
+        if there:
+            keys, buffer = [keys[index] for index in there], buffer.take(there)
             store = self._target.copying(Operation.STORE, Cause.WRITE_BACK)
-            outcomes = await staged.move(store, keys, found)
+            stored = await staged.move(store, keys, buffer, drain=self._target.drain)
+            self._end(source, keys, stored)
+
+    def _end_unread(self, keys: Sequence[BlockKey], loaded: Sequence[Outcome]) -> None:
+        """End the blocks that were not read: those that are gone, those that are tried again."""
+        gone = [k for k, each in zip(keys, loaded, strict=True) if each.status is Status.MISSING]
+        self._target.reports.not_written_back(gone)
+        lost = {*gone}
+        failed = [k for k, e in zip(keys, loaded, strict=True) if not e.done and k not in lost]
+        self._give_up(self.queue.put_off(time.monotonic(), failed, failed=True))
+
+    def _end(
+        self, source: IsolatedTier, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]
+    ) -> None:
         failures = {Status.FAILED, Status.TIMED_OUT}
         failed = {k for k, each in zip(keys, outcomes, strict=True) if each.status in failures}
         stored = [key for key in keys if key not in failed]
-        copy_retentions(stored, source.backend, self._target.backend)
-        self.queue.end(time.monotonic(), stored=stored, failed=failed)
+        try:
+            copy_retentions(stored, source.backend, self._target.backend)
+        except Exception:
+            logger.exception("the wishes for %d blocks cannot be noted", len(stored))
+        self._give_up(self.queue.end(time.monotonic(), stored=stored, failed=failed))
+
+    def _give_up(self, keys: Sequence[BlockKey]) -> None:
+        """Tell of blocks that were tried often enough."""
+        if keys:
+            text = "tier %d: %d blocks are not written back there after %d attempts"
+            logger.warning(text, self._target.index, len(keys), MAX_ATTEMPTS)
+            self._target.reports.not_written_back(keys)
 
     async def _pause(self) -> None:
         self._settled.set()
@@ -163,8 +219,3 @@ class TierWriter:
         """Count the oldest blocks of one source tier that fit into a buffer."""
         _, oldest = next(groupby(self.queue.waiting(), lambda block: block.source))
         return self._staging.num_fitting(block.num_bytes for block in oldest)
-
-
-def _is_gone(loaded: Outcome) -> bool:
-    """Whether the tier above lost a block before its turn."""
-    return loaded.status is Status.MISSING

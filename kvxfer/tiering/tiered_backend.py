@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -22,19 +22,29 @@ from kvxfer.storage.backend import (
     positions_done,
 )
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import Move
+from kvxfer.storage.calls import Move, await_call, fetch_error
 from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.lending import BlockParts, require_parts_in_blocks
 from kvxfer.storage.observed_backend import medium_of, observed
 from kvxfer.storage.observer import Cause, Operation, Reports
-from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagingMemory
+from kvxfer.storage.staging_memory import (
+    DEFAULT_STAGING_BYTES,
+    MIN_BUFFERS,
+    NUM_BUFFERS,
+    StagedBlocks,
+    StagingMemory,
+)
 from kvxfer.tiering.isolated_tier import IsolatedTier
 from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
 from kvxfer.tiering.timeouts import TierTimeouts
 
 logger = logging.getLogger(__name__)
+
+
+async def _touched_by_none() -> None:
+    """Drain of buffers that only tiers touch, each of which drains itself what it touched."""
 
 
 def observe(backend: Backend, reports: Reports) -> Backend:
@@ -100,7 +110,7 @@ class TieredBackend(Backend):
         tiers: The backends, fastest first; closed with this one.
         namespace: Namespace of the tiers; gives the size of a chunk.
         staging_bytes: Bound on the staging buffers between tiers; raised to two of the largest
-            chunk.
+            chunk, and to one for each lower tier.
         timeouts: Deadlines of the lower tiers; lookups in the first have none.
 
     Attributes:
@@ -131,20 +141,29 @@ class TieredBackend(Backend):
         if "cpu" not in self.memory_kinds:
             kinds = [sorted(tier.memory_kinds) for tier in tiers]
             raise InvalidArgumentError("memory_kinds of the tiers", kinds, "'cpu' in each")
-        self._staging = StagingMemory(staging_bytes, max(self._guard.chunk_sizes), self.drain)
-        share = max(1, self._staging.num_buffers // max(1, len(tiers) - 1))
+        num_lower = max(1, len(tiers) - 1)
+        self._staging = StagingMemory(
+            staging_bytes,
+            max(self._guard.chunk_sizes),
+            _touched_by_none,
+            num_buffers=max(NUM_BUFFERS, num_lower),
+            min_buffers=max(MIN_BUFFERS, num_lower),
+        )
+        share = max(1, self._staging.num_buffers // num_lower)
         self._tiers = [
             IsolatedTier(
                 index,
                 backend,
                 # Nothing works without the first tier, so its lookups have no deadline.
                 timeouts=timeouts if index else replace(timeouts, lookup_s=None),
+                staging=self._staging,
                 num_buffers=share,
             )
             for index, backend in enumerate(tiers)
         ]
         self._first, self._lower = self._tiers[0], self._tiers[1:]
         self._locks = KeyLocks()
+        self._to_delete: Counter[BlockKey] = Counter()
         self._writers = [
             TierWriter(self._tiers, tier, self._staging, self._locks) for tier in self._lower
         ]
@@ -190,7 +209,7 @@ class TieredBackend(Backend):
         moving = {key for key in keys if key in self._locks}
         found = await self._find(keys)
         if lost := [key for key in keys if key not in found and self._is_moving(key, moving)]:
-            await self._locks.wait(lost)
+            await self._locks.wait_for_others(lost)
             found |= await self._find(lost)
         if self._reports:
             tiers = [found.get(key, "") for key in keys]
@@ -201,15 +220,15 @@ class TieredBackend(Backend):
         """See `Backend.store`. A block is `FAILED` when no tier has room for it."""
         self._guard.check_batch(keys, blocks)
         there = await self._first.lookup(keys)
-        while moving := [key for key in keys if key in self._locks and key not in there]:
-            await self._locks.wait(moving)
+        while moving := [key for key in keys if self._has_to_wait(key, there)]:
+            await self._locks.wait_for_others(moving)
             there = await self._first.lookup(keys)
         batch = _Batch(keys, blocks)
-        free = [index for index, key in enumerate(keys) if key not in self._locks]
-        busy = [index for index, key in enumerate(keys) if key in self._locks]
+        busy = [index for index, key in enumerate(keys) if self._is_busy(key, there)]
+        free = sorted({*range(len(keys))}.difference(busy))
         with self._locks.hold([keys[index] for index in free]):
             left = await self._store_where_found(batch, free, there)
-            # The first tier has the busy keys, e.g. those being written back, but maybe not whole.
+            # The first tier has the busy keys, but maybe not whole.
             await self._store_in_first_with_room(batch, sorted(left + busy), there)
         return batch.outcomes
 
@@ -225,7 +244,7 @@ class TieredBackend(Backend):
             if batch.outcomes[index].status is Status.MISSING
             and self._is_moving(keys[index], moving)
         ]
-        await self._locks.wait([keys[index] for index in lost])
+        await self._locks.wait_for_others([keys[index] for index in lost])
         await self._load_from_any(batch, lost)
         return batch.outcomes
 
@@ -252,35 +271,55 @@ class TieredBackend(Backend):
         return retentions_in(self._first.backend, keys)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`. Waits until these keys are not being moved between tiers."""
+        """See `Backend.delete`. Waits until these keys are not being moved between tiers.
+
+        Once begun it goes on when its caller is cancelled, and what is stored then waits for it.
+        """
         self._guard.check_batch(keys)
+        async with AsyncExitStack() as held:
+            self._to_delete.update(keys)
+            held.callback(self._forget_delete, keys)
+            await held.enter_async_context(self._locks.acquire(keys))
+            deleting = asyncio.create_task(self._delete(keys, held.pop_all()))
+            deleting.add_done_callback(fetch_error)
+        return await asyncio.shield(deleting)
+
+    async def _delete(self, keys: Sequence[BlockKey], held: AsyncExitStack) -> list[bool]:
         deleted = [False] * len(keys)
-        async with self._locks.acquire(keys):
+        async with held:
             for tier in self._tiers:
                 given = await tier.delete(keys)
                 deleted = [one or other for one, other in zip(deleted, given, strict=True)]
         return deleted
+
+    def _forget_delete(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            self._to_delete[key] -= 1
+            if not self._to_delete[key]:
+                del self._to_delete[key]
 
     async def purge(self) -> None:
         """See `Purgeable.purge`. Raises, after all others, if a tier cannot delete everything."""
         for writer in self._writers:
             writer.drop()
         async with asyncio.timeout(self._close_s):
-            await self._locks.wait_for_all()
+            await self._locks.wait_for_others()
         if left := [tier.name for tier in self._tiers if not await tier.purge()]:
             raise BackendUnavailableError(f"{', '.join(left)}: not everything was deleted")
 
     async def drain(self) -> None:
-        """See `Backend.drain`."""
-        for tier in self._tiers:
-            await tier.drain()
+        """See `Backend.drain`. Raises, after all others, what the drain of a tier raised."""
+        drains = (await_call(tier.drain()) for tier in self._tiers)
+        ended = await asyncio.gather(*drains, return_exceptions=True)
+        for error in filter(None, ended):
+            raise error
 
     async def flush(self) -> None:
         """See `Backend.flush`: every tier has all stored blocks, and has flushed them."""
         for writer in self._writers:
             await writer.flush()
         for tier in self.tiers:
-            await tier.flush()
+            await await_call(tier.flush())
 
     async def aclose(self) -> None:
         """See `Backend.aclose`. First writes back the queued blocks, unless cancelled.
@@ -342,23 +381,37 @@ class TieredBackend(Backend):
         sizes = [self._chunk_size(key) for key in keys]
         for start, stop in self._staging.cut(sizes):
             batch = keys[start:stop]
-            async with self._locks.acquire(batch):
+            async with AsyncExitStack() as held:
+                try:  # not under the locks, which others wait for
+                    hold = tier.hold(sizes[start:stop], [0] * len(batch))
+                    staged = await held.enter_async_context(hold)
+                except TimeoutError:
+                    logger.warning("%s: no staging buffer comes back in time", tier.name)
+                    break
+                await held.enter_async_context(self._locks.acquire(batch))
                 promoted = await self._first.lookup(batch)  # by another call meanwhile
                 verified |= promoted
-                if wanted := [key for key in batch if key not in promoted]:
-                    verified |= await self._promote_batch(tier, wanted)
+                wanted = [index for index, key in enumerate(batch) if key not in promoted]
+                if wanted:
+                    blocks = staged.blocks.take(wanted)
+                    keys_wanted = [batch[index] for index in wanted]
+                    verified |= await self._promote_batch(tier, keys_wanted, staged, blocks)
         return verified
 
-    async def _promote_batch(self, tier: IsolatedTier, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        sizes = [self._chunk_size(key) for key in keys]
-        async with tier.hold(self._staging, sizes, [0] * len(keys)) as staged:
-            load = tier.copying(Operation.LOAD, Cause.PROMOTION)
-            loaded = await staged.move(load, keys, staged.blocks)
-            intact = positions_done(loaded)
-            verified = [keys[index] for index in intact]
-            if intact:  # verified, also if the first tier has no room for them
-                store = self._first.copying(Operation.STORE, Cause.PROMOTION)
-                await staged.move(store, verified, staged.blocks.take(intact))
+    async def _promote_batch(
+        self,
+        tier: IsolatedTier,
+        keys: Sequence[BlockKey],
+        staged: StagedBlocks,
+        blocks: Descriptors,
+    ) -> set[BlockKey]:
+        load = tier.copying(Operation.LOAD, Cause.PROMOTION)
+        loaded = await staged.move(load, keys, blocks, drain=tier.drain)
+        intact = positions_done(loaded)
+        verified = [keys[index] for index in intact]
+        if intact:  # verified, also if the first tier has no room for them
+            store, drain = self._first.copying(Operation.STORE, Cause.PROMOTION), self._first.drain
+            await staged.move(store, verified, blocks.take(intact), drain=drain)
         in_part = (key for key, each in zip(keys, loaded, strict=True) if each == PARTIAL)
         return {*verified, *in_part}
 
@@ -402,6 +455,14 @@ class TieredBackend(Backend):
         for tier in self._tiers:
             await batch.move(tier.load, left)
             left = batch.still_open(left)
+
+    def _has_to_wait(self, key: BlockKey, there: Collection[BlockKey]) -> bool:
+        """Whether a block is stored only after others: those who delete it, or move it up."""
+        return key in self._to_delete or (key in self._locks and key not in there)
+
+    def _is_busy(self, key: BlockKey, there: Collection[BlockKey]) -> bool:
+        """Whether a block of the first tier is being written back, or about to be."""
+        return key in there and self._locks.is_wanted(key)
 
     def _is_moving(self, key: BlockKey, moving: set[BlockKey]) -> bool:
         """Whether a key that was not found may have been moving between tiers."""

@@ -3,7 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from heapq import heappop, heappush
+from itertools import chain, islice
 from math import inf
 from typing import Generic, TypeVar
 
@@ -28,10 +29,14 @@ class _Entry(Generic[T]):
     Attributes:
         num_failures: Failures while the tier worked for other blocks; there is no retry from
             `MAX_ATTEMPTS` on.
+        num_put_off: Times that it was put off.
+        due_at: When it may be taken, after it was put off.
     """
 
     block: T
     num_failures: int = 0
+    num_put_off: int = 0
+    due_at: float = 0.0
 
 
 class WriteBackQueue(Generic[T]):
@@ -45,6 +50,7 @@ class WriteBackQueue(Generic[T]):
       each time, a single block is tried, and the others go on once it was stored.
     - A block that fails waits at the end, so that it delays no other. One that fails while its
       tier works is given up after `MAX_ATTEMPTS`.
+    - A block that cannot be read above is put off, with a pause of its own, and delays no other.
     - A block that is added anew while an earlier copy of it is being made waits for the end of it.
 
     Args:
@@ -60,15 +66,17 @@ class WriteBackQueue(Generic[T]):
         # Oldest first; a dict finds its first only slowly when many were taken.
         self._waiting = OrderedDict[BlockKey, _Entry[T]]()
         self._taken: dict[BlockKey, _Entry[T]] = {}
+        self._put_off: dict[BlockKey, _Entry[T]] = {}
+        self._due: list[tuple[float, BlockKey]] = []  # of those; some are there no more
         self._num_failures = 0  # of the tier, in a row
         self._retry_at = -inf
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._taken)
+        return len(self._waiting) + len(self._taken) + len(self._put_off)
 
     def __contains__(self, key: object) -> bool:
         """Whether a block waits; also one that was added anew while it is being copied."""
-        return key in self._waiting
+        return key in self._waiting or key in self._put_off
 
     @property
     def num_taken(self) -> int:
@@ -82,7 +90,10 @@ class WriteBackQueue(Generic[T]):
 
     def pause_s(self, now: float) -> float:
         """Seconds until blocks may be taken again."""
-        return max(0.0, self._retry_at - now)
+        self._bring_back(now)
+        none_waits = next(self.waiting(), None) is None
+        due_at = self._due[0][0] if none_waits and self._put_off else -inf
+        return max(0.0, self._retry_at - now, due_at - now)
 
     def waiting(self) -> Iterator[T]:
         """Iterate over the blocks that may be taken, oldest first."""
@@ -90,17 +101,20 @@ class WriteBackQueue(Generic[T]):
 
     def add(self, blocks: Mapping[BlockKey, T]) -> list[BlockKey]:
         """Add blocks, in place of earlier ones of their keys; return those that were dropped."""
+        for key in blocks.keys() & self._put_off.keys():
+            del self._put_off[key]
         self._waiting |= {key: _Entry(block) for key, block in blocks.items()}
-        dropped = list(islice(self._waiting, max(0, len(self) - self.max_blocks)))
+        oldest = chain(self._put_off, self._waiting)
+        dropped = list(islice(oldest, max(0, len(self) - self.max_blocks)))
         for key in dropped:
-            del self._waiting[key]
+            self._drop(key)
         return dropped
 
     def forget(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Forget blocks that the tiers above lost; return those of them that waited."""
         waited = []
         for key in keys:
-            if self._waiting.pop(key, None) is not None:
+            if self._drop(key):
                 waited.append(key)
             if key in self._taken:
                 self._taken[key].num_failures = MAX_ATTEMPTS  # not to be retried
@@ -109,10 +123,11 @@ class WriteBackQueue(Generic[T]):
     def take(self, now: float, limit: int) -> dict[BlockKey, T]:
         """Take the oldest blocks to copy them now: at most `limit`, one if the tier has failed.
 
-        Each is to be ended by one of `end`, `give_back` and `skip`.
+        Each is to be ended by one of `end`, `give_back`, `put_off` and `skip`.
         """
         if now < self._retry_at:
             return {}
+        self._bring_back(now)
         if self.is_failing:
             limit = min(limit, 1 - self.num_taken)
         free = (key for key in self._waiting if key not in self._taken)
@@ -120,8 +135,14 @@ class WriteBackQueue(Generic[T]):
         self._taken |= {key: self._waiting.pop(key) for key in keys}
         return {key: self._taken[key].block for key in keys}
 
-    def end(self, now: float, *, stored: Iterable[BlockKey], failed: Iterable[BlockKey]) -> None:
-        """End blocks that were tried together; those that failed are retried."""
+    def end(
+        self, now: float, *, stored: Iterable[BlockKey], failed: Iterable[BlockKey]
+    ) -> list[BlockKey]:
+        """End blocks that were tried together; those that failed are retried.
+
+        Returns:
+            Those that are not retried any more.
+        """
         was_failing, stored, failed = self.is_failing, list(stored), list(failed)
         if stored:
             self._num_failures, self._retry_at = 0, -inf
@@ -131,7 +152,33 @@ class WriteBackQueue(Generic[T]):
         for key in failed:
             if key in self._taken:
                 self._taken[key].num_failures += not was_failing
-            self._retry(key)
+        return [key for key in failed if not self._retry(key)]
+
+    def put_off(self, now: float, keys: Iterable[BlockKey], *, failed: bool) -> list[BlockKey]:
+        """End blocks that could not be read above, which says nothing of the tier; retry them.
+
+        Args:
+            now: The time.
+            keys: The blocks.
+            failed: Whether reading them failed, which counts as an attempt.
+
+        Returns:
+            Those that are not retried any more.
+        """
+        given_up = []
+        for key in keys:
+            entry = self._taken.pop(key, None)
+            if entry is None or key in self._waiting:
+                continue
+            entry.num_failures += failed
+            if entry.num_failures >= MAX_ATTEMPTS:
+                given_up.append(key)
+                continue
+            entry.due_at = now + self._doubled(entry.num_put_off)
+            entry.num_put_off += 1
+            self._put_off[key] = entry
+            heappush(self._due, (entry.due_at, key))
+        return given_up
 
     def give_back(self, now: float, keys: Iterable[BlockKey]) -> None:
         """End blocks that were not tried since the tier is not available; they are retried."""
@@ -146,19 +193,42 @@ class WriteBackQueue(Generic[T]):
 
     def clear(self) -> list[BlockKey]:
         """Forget every block, also those that are being copied; return which they were."""
-        forgotten = list(self._waiting | self._taken)
+        forgotten = list(self._put_off | self._waiting | self._taken)
+        self._put_off.clear()
+        self._due.clear()
         self._waiting.clear()
         self._taken.clear()
         return forgotten
 
-    def _retry(self, key: BlockKey) -> None:
+    def _retry(self, key: BlockKey) -> bool:
+        """Let a block wait again; False if it was tried often enough, and has ended."""
         entry = self._taken.pop(key, None)
-        if entry and entry.num_failures < MAX_ATTEMPTS:
-            self._waiting.setdefault(key, entry)
+        if entry is None or entry.num_failures < MAX_ATTEMPTS:
+            if entry is not None:
+                self._waiting.setdefault(key, entry)
+            return True
+        return key in self._waiting  # added anew meanwhile
+
+    def _drop(self, key: BlockKey) -> bool:
+        found = self._waiting.pop(key, None) or self._put_off.pop(key, None)
+        return found is not None
+
+    def _bring_back(self, now: float) -> None:
+        """Let those wait again whose pause is over."""
+        while self._due and (self._due[0][0] <= now or not self._is_due(*self._due[0])):
+            due_at, key = heappop(self._due)
+            if self._is_due(due_at, key):
+                self._waiting[key] = self._put_off.pop(key)
+
+    def _is_due(self, due_at: float, key: BlockKey) -> bool:
+        """Whether an element of `_due` is of a block that is still put off."""
+        return key in self._put_off and self._put_off[key].due_at == due_at
+
+    def _doubled(self, times: int) -> float:
+        return float(min(self.first_pause_s * 2 ** min(times, 10), LONGEST_PAUSE_S))
 
     def _pause(self, now: float) -> None:
         """Pause after a failure of the tier, unless it was tried before the present pause."""
         if now >= self._retry_at:
-            doublings = min(self._num_failures, 10)
+            self._retry_at = now + self._doubled(self._num_failures)
             self._num_failures += 1
-            self._retry_at = now + min(self.first_pause_s * 2**doublings, LONGEST_PAUSE_S)

@@ -4,8 +4,9 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import BlockMover, Outcome, Status
-from kvxfer.storage.calls import call_backend
+from kvxfer.storage.calls import await_call, call_backend, drain_in_the_end
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observer import Operation, Reports
 from kvxfer.transfer.admission import Admission
@@ -45,7 +46,9 @@ class JobMover:
         self._admission = Admission(max_bytes_in_flight)
         self._max_piece = max(1, max_bytes_in_flight // PIECES_IN_FLIGHT)
         self._moving: dict[asyncio.Task[None], JobId] = {}
-        self._settling: dict[asyncio.Task[None], JobId] = {}
+        self._settling: dict[asyncio.Task[bool], JobId] = {}
+        self._gives_up = asyncio.Event()
+        self._lost: set[JobId] = set()
         self._reports = reports
         self.begun = BegunJobs(backend, memory, slices, reports)
         reports.watch(self._gauges)
@@ -53,11 +56,12 @@ class JobMover:
     @property
     def num_unsettled(self) -> int:
         """Pieces that are being moved, and ended calls that may still touch memory."""
-        return len(self._moving) + len(self._settling) + len(self.begun)
+        num_on_loop = len(self._moving) + len(self._settling) + len(self._lost)
+        return num_on_loop + len(self.begun)
 
     def may_touch(self, job_id: JobId) -> bool:
         """Whether a transfer may still touch memory of a job; thread-safe."""
-        on_loop = [*list(self._moving.values()), *list(self._settling.values())]
+        on_loop = [*self._lost.copy(), *list(self._moving.values()), *list(self._settling.values())]
         return job_id in on_loop or self.begun.may_touch(job_id)
 
     async def move(self, job: Job) -> list[Outcome]:
@@ -72,7 +76,9 @@ class JobMover:
         status, reason = Status.TIMED_OUT, "deadline passed"
         try:
             left = None if job.deadline is None else max(0.0, job.deadline - time.monotonic())
-            await asyncio.wait(tasks, timeout=left)
+            _, running = await asyncio.wait(tasks, timeout=left)
+            if not running:  # a block that has no outcome then has failed
+                status, reason = Status.FAILED, _error_of(tasks)
         except asyncio.CancelledError:
             status, reason = Status.CANCELLED, "cancelled"
             raise
@@ -100,12 +106,33 @@ class JobMover:
             await asyncio.wait(self._moving, timeout=timeout_s)
 
     async def drain(self) -> None:
-        """Wait until no earlier transfer touches the caches, abandoned ones included."""
+        """Wait until no earlier transfer touches the caches, abandoned ones included.
+
+        Raises:
+            BackendUnavailableError: The backend cannot be drained: memory may still be in use.
+        """
+        await self._wait_for_calls()
+        if settling := list(self._settling):
+            try:
+                await await_call(self._backend.drain())
+            except Exception as exc:
+                raise BackendUnavailableError(f"memory cannot be drained: {exc!r}") from exc
+            for task in settling:
+                task.cancel()
+            await asyncio.wait(settling)
+
+    async def end(self) -> bool:
+        """Drain once the backend is closed; whether no memory is left that may be touched."""
+        await self._wait_for_calls()
+        self._gives_up.set()
+        if self._settling:
+            await asyncio.wait(list(self._settling))
+        return not self._lost
+
+    async def _wait_for_calls(self) -> None:
         await self.begun.drain()
         if self._moving:
             await asyncio.wait(list(self._moving))
-        if self._settling:
-            await asyncio.wait(list(self._settling))
 
     async def _move(self, job: Job, piece: Piece) -> None:
         began = time.monotonic()
@@ -140,6 +167,18 @@ class JobMover:
 
     def _settle(self, job: Job) -> None:
         """Count the job's memory as in use until the backend is drained."""
-        task = asyncio.create_task(self._backend.drain())
+        what = f"memory of job {job.job_id}"
+        task = asyncio.create_task(drain_in_the_end(self._backend.drain, what, self._gives_up))
         self._settling[task] = job.job_id
-        task.add_done_callback(self._settling.pop)
+        task.add_done_callback(self._end_settling)
+
+    def _end_settling(self, task: asyncio.Task[bool]) -> None:
+        job_id = self._settling.pop(task)
+        if not (task.cancelled() or task.result()):
+            self._lost.add(job_id)
+
+
+def _error_of(tasks: Sequence[asyncio.Task[None]]) -> str:
+    """Describe the first error of tasks that have ended; there may be none."""
+    errors = [None if task.cancelled() else task.exception() for task in tasks]
+    return next((repr(error) for error in errors if error is not None), "cancelled")

@@ -247,7 +247,12 @@ class PolledEngine(Generic[MoverT]):
         return self._mover.may_touch(_job_id("job_id", job_id))
 
     async def drain(self) -> None:
-        """Wait until no transfer touches the caches any more, abandoned ones included."""
+        """Wait until no transfer touches the caches any more, abandoned ones included.
+
+        Raises:
+            BackendUnavailableError: The backend cannot be drained: memory may still be in use, and
+                `may_touch` says of which jobs.
+        """
         self._guard.require_same_process()
         await self._loop.run(self._mover.drain())
 
@@ -311,12 +316,13 @@ class PolledEngine(Generic[MoverT]):
                 except Exception:
                     logger.exception("jobs cannot be ended; the backend is closed all the same")
                 await self._calls.wait_for(self._close_timeout_s, self._reach.aclose())
-                await self._mover.drain()
+                if await self._mover.end():
+                    self._memory.close()
+                    return
         except TimeoutError:
-            text = "not closed after %g s: %d transfers are abandoned"
-            logger.warning(text, self._close_timeout_s, self._mover.num_unsettled)
-        else:
-            self._memory.close()
+            pass
+        text = "not closed after %g s: %d transfers are abandoned"
+        logger.warning(text, self._close_timeout_s, self._mover.num_unsettled)
 
     async def _end_jobs(self) -> None:
         await self._mover.begun.aclose()

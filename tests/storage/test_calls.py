@@ -6,12 +6,21 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import BackendUnavailableError, ClosedError
+from kvxfer.storage import calls as calls_module
 from kvxfer.storage.backend import DONE, Begun, Status
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import begin_call, call_backend, poll_begun
+from kvxfer.storage.calls import (
+    Calls,
+    begin_call,
+    call_backend,
+    drain_in_the_end,
+    poll_begun,
+    wait_despite_cancel,
+)
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import cancel, make_keys, yield_to_loop
 
+LIMIT_S = 10.0
 KEYS = make_keys(2)
 BLOCKS = BlockMemory([[64]], num_blocks=2).describe(0, [0, 1])
 
@@ -50,6 +59,25 @@ async def test_what_a_backend_gives_wrongly_fails_each_block(
     assert [(each.status, each.reason) for each in outcomes] == [(Status.FAILED, reason)] * 2
 
 
+async def test_a_call_that_cancels_itself_has_failed_and_may_still_touch_memory() -> None:
+    async def store(*_: object) -> Any:
+        raise asyncio.CancelledError
+
+    for outcome in await call_backend(store, KEYS, BLOCKS):
+        assert (outcome.status, outcome.memory_safe) == (Status.FAILED, False)
+        assert "the call was cancelled, and its caller was not" in outcome.reason
+
+
+async def test_the_callers_cancellation_is_one() -> None:
+    async def store(*_: object) -> Any:
+        await asyncio.Event().wait()
+
+    storing = asyncio.ensure_future(call_backend(store, KEYS, BLOCKS))
+    await yield_to_loop(2)
+    await cancel(storing)
+    assert storing.cancelled()
+
+
 async def test_outcomes_may_come_one_by_one() -> None:
     async def store(*_: object) -> Any:
         return iter([DONE, DONE])
@@ -65,6 +93,77 @@ async def test_nothing_is_no_outcome_but_of_a_call_that_would_have_to_wait() -> 
 
     assert {each.status for each in await call_backend(store, KEYS, BLOCKS)} == {Status.FAILED}
     assert begin_call(lambda *_: None, KEYS, BLOCKS) is None
+
+
+# Deadlines
+
+
+@pytest.mark.parametrize("outlives_caller", [False, True])
+async def test_a_call_is_late_after_its_own_deadline_whoever_gave_up_before(
+    *, outlives_caller: bool
+) -> None:
+    calls, is_late, may_end = Calls(), asyncio.Event(), asyncio.Event()
+
+    async def hang() -> None:
+        if outlives_caller:  # it ends at once when it is cancelled
+            await asyncio.Event().wait()
+        await wait_despite_cancel(may_end.wait())
+
+    asking = asyncio.ensure_future(
+        calls.wait_for(0.05, hang(), note_late=is_late.set, outlives_caller=outlives_caller)
+    )
+    await yield_to_loop(2)
+    await cancel(asking)
+    assert calls.num_late == 0
+    await asyncio.wait_for(is_late.wait(), LIMIT_S)
+    assert calls.num_late == 1 or outlives_caller
+    may_end.set()
+    await calls.drain()
+    assert calls.num_late == 0
+
+
+async def test_a_call_that_ended_in_time_is_not_late_although_its_caller_left() -> None:
+    calls, may_end = Calls(), asyncio.Event()
+    call = calls.wait_for(0.01, may_end.wait(), note_late=pytest.fail, outlives_caller=True)
+    asking = asyncio.ensure_future(call)
+    await yield_to_loop(2)
+    await cancel(asking)
+    may_end.set()
+    await calls.drain()
+    await asyncio.sleep(0.02)
+    assert calls.num_late == 0
+
+
+# Draining
+
+
+async def test_a_drain_that_raises_is_made_again_until_it_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls_module, "FIRST_DRAIN_PAUSE_S", 0.001)
+    errors: list[BaseException] = [OSError("device"), asyncio.CancelledError(), OSError("device")]
+
+    async def drain() -> None:
+        if errors:
+            raise errors.pop()
+
+    assert await drain_in_the_end(drain, "memory", asyncio.Event())
+    assert not errors
+
+
+async def test_a_drain_that_raises_is_given_up_when_nobody_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def drain() -> None:
+        raise OSError("device")
+
+    gives_up = asyncio.Event()
+    draining = asyncio.ensure_future(drain_in_the_end(drain, "memory", gives_up))
+    await yield_to_loop(3)
+    assert not draining.done()
+    gives_up.set()
+    assert not await draining
+    assert "memory is lost" in caplog.text
 
 
 # Closing

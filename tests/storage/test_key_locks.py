@@ -55,3 +55,49 @@ async def test_overlapping_batches_never_wait_for_each_other() -> None:
                     holders[key] -= 1
 
     await asyncio.gather(*(work(worker) for worker in range(8)))
+
+
+async def test_whoever_acquires_keys_goes_before_those_who_come_later() -> None:
+    locks, order = KeyLocks(), list[int]()
+
+    async def work(worker: int, turns: int) -> None:
+        for _ in range(turns):
+            async with locks.acquire(KEYS[:2]):
+                order.append(worker)
+                await yield_to_loop(2)
+
+    busy = [asyncio.ensure_future(work(worker, 20)) for worker in range(4)]
+    await yield_to_loop(5)
+    num_before = len(order)
+    await work(9, 1)
+    await asyncio.gather(*busy)
+    assert order.index(9) <= num_before + 4
+
+
+async def test_others_are_waited_for_once_however_often_they_lock() -> None:
+    locks = KeyLocks()
+
+    async def work() -> None:
+        for _ in range(50):
+            async with locks.acquire(KEYS[:1]):
+                await yield_to_loop(2)
+
+    busy = [asyncio.ensure_future(work()) for _ in range(2)]
+    await yield_to_loop(5)
+    await locks.wait_for_others()
+    await locks.wait_for_others(KEYS[:1])
+    assert not any(each.done() for each in busy)
+    await asyncio.gather(*busy)
+
+
+async def test_a_turn_that_is_given_up_holds_nobody_up() -> None:
+    locks = KeyLocks()
+    with locks.hold(KEYS[:1]):
+        waiting = asyncio.ensure_future(locks.acquire(KEYS[:2]).__aenter__())
+        await yield_to_loop(2)
+        assert locks.is_wanted(KEYS[1])
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert not locks.is_wanted(KEYS[1])
+    async with locks.acquire(KEYS[:2]):
+        pass

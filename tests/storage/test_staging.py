@@ -9,10 +9,11 @@ import pytest
 
 from kvxfer.errors import ClosedError, DeviceLostError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage import calls as calls_module
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.calls import Move
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.staging_memory import StagingMemory
+from kvxfer.storage.staging_memory import Share, StagingMemory
 from kvxfer.testing.conformance.suite import make_keys, yield_to_loop
 from kvxfer.testing.payloads import read_payloads, write_payloads
 
@@ -213,6 +214,69 @@ async def test_a_quiet_buffer_is_not_drained() -> None:
     staging = StagingMemory(1, 4096, gate.drain)
     assert await use(staging, end_well, end_well) == await use(staging, end_well)
     assert gate.num_waited == 0
+
+
+async def test_a_buffer_waits_only_for_those_that_touched_it() -> None:
+    gates = [asyncio.Event(), asyncio.Event()]
+    staging = StagingMemory(1, 4096, quiet_at_once)
+
+    async def leave(keys: Sequence[BlockKey], _: Descriptors) -> list[Outcome]:
+        return [Outcome(Status.FAILED, memory_safe=False)] * len(keys)
+
+    for gate in gates:
+        async with staging.hold([1], [0]) as staged:
+            await staged.move(leave, make_keys(1), staged.blocks, drain=gate.wait)
+    assert staging.unsafe_bytes == 2 * 4096
+    gates[1].set()
+    async with staging.hold([1], [0]):
+        await yield_to_loop(1)
+        assert staging.unsafe_bytes == 4096
+    gates[0].set()
+    await staging.aclose()
+
+
+async def test_a_buffer_that_does_not_come_back_is_waited_for_no_longer_than_asked() -> None:
+    staging, share = StagingMemory(1, 4096, quiet_at_once), Share(1)
+    async with staging.hold([1], [0], share=share):
+        with pytest.raises(TimeoutError):
+            async with staging.hold([1], [0], share=share, timeout_s=0.01):
+                pytest.fail("a buffer beyond the share")
+        async with staging.hold([1], [0]):
+            with pytest.raises(TimeoutError):
+                async with staging.hold([1], [0], timeout_s=0.01):
+                    pytest.fail("a third buffer of two")
+    for _ in range(3):
+        async with staging.hold([1], [0], share=share, timeout_s=0.01):
+            pass
+
+
+async def test_a_share_is_spent_while_all_its_buffers_are_drained() -> None:
+    gate, share = asyncio.Event(), Share(1)
+    staging = StagingMemory(1, 4096, gate.wait)
+    async with staging.hold([1], [0], share=share) as staged:
+        spent = [share.is_spent]  # it is in use, and comes back
+        staged.disturb()
+    await yield_to_loop(1)
+    spent.append(share.is_spent)
+    gate.set()
+    await staging.aclose()
+    assert [*spent, share.is_spent] == [False, True, False]
+
+
+async def test_a_buffer_comes_back_when_a_drain_that_raised_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls_module, "FIRST_DRAIN_PAUSE_S", 0.001)
+    errors = [ConnectionError(), ConnectionError()]
+
+    async def drain() -> None:
+        if errors:
+            raise errors.pop()
+
+    staging = StagingMemory(1, 4096, drain)
+    used = {await use(staging, end_unsafe) for _ in range(2)}
+    async with staging.hold([1], [0], timeout_s=10.0) as staged:
+        assert staged.blocks.addresses[0] in used
 
 
 async def test_a_buffer_that_cannot_be_drained_is_never_used_again(

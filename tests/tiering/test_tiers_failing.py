@@ -2,15 +2,19 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
-from kvxfer.errors import ClosedError, InvalidArgumentError
+from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage import calls as calls_module
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.calls import wait_despite_cancel
+from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import (
     BlockMemory,
@@ -22,8 +26,10 @@ from kvxfer.testing import (
 from kvxfer.testing.conformance.suite import cancel, statuses, store_generated, yield_to_loop
 from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.tiering.isolated_tier import IsolatedTier
+from kvxfer.tiering.tier_writer import StoredBlock
 from tests.testing.test_dict_backend import Blocks, KeptBackend
 from tests.tiering.opened_tiers import (
+    BLOCK_SIZE_BYTES,
     KEYS,
     load_from,
     open_dict,
@@ -31,6 +37,8 @@ from tests.tiering.opened_tiers import (
     opened,
     settle,
 )
+
+LIMIT_S = 10.0
 
 
 @pytest.fixture
@@ -439,6 +447,335 @@ async def test_closing_leaves_behind_what_hangs_and_says_so(
     assert "staging memory is still in use" in caplog.text
     quiet.set()
     await backend._staging.aclose()
+
+
+# Staging memory
+
+
+class Scripted(DictBackend):
+    """Backend with calls that a test replaces."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        super().__init__(None, namespace)
+        self.may_go_on = asyncio.Event()
+
+    async def stay(self) -> None:
+        """Wait as a thread in a system call does, whatever is cancelled."""
+        await wait_despite_cancel(self.may_go_on.wait())
+
+
+async def test_a_lookup_for_which_no_buffer_comes_back_ends_and_locks_nothing(
+    memory: BlockMemory,
+) -> None:
+    class Stuck(Scripted):
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            await self.stay()
+            return await super().load(keys, blocks)
+
+    namespace = memory.namespace()
+    lower = Stuck(namespace)
+    await store_generated(lower, KEYS[:3], memory.describe(0, range(3)))
+    timeouts = replace(SHORT, move_s=0.2)
+    tiers = [open_dict(namespace), lower]
+    async with TieredBackend(tiers, namespace, staging_bytes=1, timeouts=timeouts) as backend:
+        three = (backend.lookup([key]) for key in KEYS[:3])  # and there are two buffers
+        async with asyncio.timeout(LIMIT_S):
+            assert await asyncio.gather(*three) == [[False]] * 3
+            assert await backend.lookup(KEYS[2:3]) == [False]
+            await store_generated(backend, KEYS[2:3], memory.describe(0, [2]))
+            assert await backend.delete(KEYS[2:3]) == [True]
+        lower.may_go_on.set()
+
+
+async def test_a_tier_that_hangs_keeps_no_buffer_of_a_quiet_one(memory: BlockMemory) -> None:
+    class Hiccup(Scripted):
+        num_left = 2
+
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            outcomes = await super().load(keys, blocks)
+            if not self.num_left:
+                return outcomes
+            self.num_left -= 1
+            return [Outcome(Status.FAILED, memory_safe=False)] * len(keys)
+
+    namespace = memory.namespace()
+    hanging = FaultyBackend(open_dict(namespace), seed=0, rates=HANGING)
+    quiet = Hiccup(namespace)
+    await store_generated(quiet, KEYS, memory.describe(0, range(8)))
+    tiers, timeouts = [open_dict(namespace), hanging, quiet], replace(SHORT, lookup_s=0.05)
+    async with TieredBackend(tiers, namespace, staging_bytes=1, timeouts=timeouts) as backend:
+        async with asyncio.timeout(LIMIT_S):
+            for key in KEYS[:2]:
+                assert await backend.lookup([key]) == [False]
+            for key in KEYS[2:5]:
+                asking = asyncio.ensure_future(backend.lookup([key]))
+                await yield_to_loop(3)
+                await cancel(asking)
+            await quiet.drain()
+            await yield_to_loop(5)
+            assert await backend.lookup(KEYS) == [True] * 8
+        hanging.release()
+
+
+async def test_every_lower_tier_has_a_buffer(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    tiers = [open_dict(namespace) for _ in range(6)]
+    async with TieredBackend(tiers, namespace, staging_bytes=1) as backend:
+        assert backend._staging.num_buffers == 5
+
+
+async def test_a_tier_whose_drain_raises_is_a_miss_until_it_does_not(
+    memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls_module, "FIRST_DRAIN_PAUSE_S", 0.001)
+
+    class Broken(Scripted):
+        is_broken = True
+
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            outcomes = await super().load(keys, blocks)
+            unsafe = Outcome(Status.FAILED, memory_safe=False)
+            return [unsafe] * len(keys) if self.is_broken else outcomes
+
+        async def drain(self) -> None:
+            if self.is_broken:
+                raise OSError("completion queue is gone")
+
+    namespace = memory.namespace()
+    lower = Broken(namespace)
+    await store_generated(lower, KEYS[:3], memory.describe(0, range(3)))
+    tiers = [open_dict(namespace), lower]
+    async with TieredBackend(tiers, namespace, staging_bytes=1, timeouts=SHORT) as backend:
+        async with asyncio.timeout(LIMIT_S):
+            for key in KEYS[:3]:
+                assert await backend.lookup([key]) == [False]
+            with pytest.raises(OSError, match="completion queue"):
+                await backend.drain()
+            lower.is_broken = False
+            await backend.drain()
+            await asyncio.wait(backend._staging._settling)
+            assert await backend.lookup(KEYS[:3]) == [True] * 3
+
+
+# Calls that are given up
+
+
+async def test_a_tier_that_hangs_is_found_out_although_no_caller_waits_so_long(
+    memory: BlockMemory,
+) -> None:
+    namespace = memory.namespace()
+    rates = replace(HANGING, stuck=0.0, hang=1.0)  # its calls end when they are cancelled
+    hanging = FaultyBackend(open_dict(namespace), seed=0, rates=rates)
+    tiers, timeouts = [open_host(namespace, 8), hanging], replace(SHORT, lookup_s=0.2, pause_s=60)
+    async with TieredBackend(tiers, namespace, timeouts=timeouts) as backend:
+        store = backend.store(KEYS[:1], memory.describe(0, [0]))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(store, 0.05)
+        async with asyncio.timeout(LIMIT_S):
+            while backend._tiers[1].is_available:  # noqa: ASYNC110 - nobody is told
+                await asyncio.sleep(0.01)
+            await store_generated(backend, KEYS, memory.describe(0, range(8)))
+        hanging.release()
+
+
+async def test_a_store_below_lets_go_of_its_keys_after_a_deadline(memory: BlockMemory) -> None:
+    class Stuck(Scripted):
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            await self.stay()
+            return await super().store(keys, blocks)
+
+    namespace = memory.namespace()
+    lower = Stuck(namespace)
+    tiers = [open_dict(namespace, max_blocks=0), lower]
+    async with TieredBackend(tiers, namespace, timeouts=SHORT) as backend:
+        async with asyncio.timeout(LIMIT_S):
+            [outcome] = await backend.store(KEYS[:1], memory.describe(0, [0]))
+            assert not outcome.memory_safe
+            assert await backend.lookup(KEYS[:1]) == [False]
+            assert await backend.delete(KEYS[:1]) == [False]
+        lower.may_go_on.set()
+        await backend.drain()
+
+
+async def test_what_is_stored_after_a_cancelled_delete_stays(memory: BlockMemory) -> None:
+    class Slow(Scripted):
+        async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+            is_deleting.set()
+            await asyncio.shield(asyncio.ensure_future(self._delete(keys)))
+            return [True] * len(keys)
+
+        async def _delete(self, keys: Sequence[BlockKey]) -> None:
+            await self.may_go_on.wait()
+            await super().delete(keys)
+
+    namespace, is_deleting = memory.namespace(), asyncio.Event()
+    lower = Slow(namespace)
+    async with TieredBackend([open_dict(namespace), lower], namespace) as backend:
+        await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
+        await backend.flush()
+        deleting = asyncio.ensure_future(backend.delete(KEYS[:1]))
+        await is_deleting.wait()
+        await cancel(deleting)
+        blocks = memory.describe(0, [0])
+        storing = asyncio.ensure_future(store_generated(backend, KEYS[:1], blocks))
+        await yield_to_loop(10)
+        assert not storing.done()
+        lower.may_go_on.set()
+        await storing
+        await backend.flush()
+        await yield_to_loop(10)
+        assert await lower.lookup(KEYS[:1]) == [True]
+
+
+@pytest.mark.parametrize("call", ["delete", "purge"])
+async def test_deleting_has_its_turn_while_others_store(memory: BlockMemory, call: str) -> None:
+    class Busy(Scripted):
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            await yield_to_loop(5)
+            return await super().store(keys, blocks)
+
+        async def purge(self) -> None:
+            self._blocks.clear()
+
+    namespace = memory.namespace()
+    first = Busy(namespace)
+    async with TieredBackend([first, Busy(namespace)], namespace, timeouts=SHORT) as backend:
+
+        async def store_again_and_again() -> None:
+            while True:
+                await first.delete(KEYS[:1])
+                await backend.store(KEYS[:1], memory.describe(0, [0]))
+
+        busy = [asyncio.ensure_future(store_again_and_again()) for _ in range(4)]
+        await yield_to_loop(20)
+        async with asyncio.timeout(LIMIT_S):
+            await (backend.purge() if call == "purge" else backend.delete(KEYS[:1]))
+        for each in busy:
+            await cancel(each)
+
+
+# Errors of others in the way down
+
+
+@pytest.mark.parametrize("call", ["lookup", "load", "store", "delete", "drain"])
+async def test_a_tier_that_cancels_itself_has_failed_and_cancels_nobody(
+    memory: BlockMemory, call: str
+) -> None:
+    class Cancelling(Scripted):
+        is_on = False
+
+        def _cancel(self, name: str) -> None:
+            if self.is_on and name == call:
+                raise asyncio.CancelledError
+
+        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+            self._cancel("lookup")
+            return await super().lookup(keys)
+
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            self._cancel("store")
+            return await super().store(keys, blocks)
+
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            self._cancel("load")
+            return await super().load(keys, blocks)
+
+        async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+            self._cancel("delete")
+            return await super().delete(keys)
+
+        async def drain(self) -> None:
+            self._cancel("drain")
+
+    namespace = memory.namespace()
+    lower = Cancelling(namespace)
+    async with TieredBackend([open_dict(namespace), lower], namespace) as backend:
+        await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
+        await backend.flush()
+        await backend._first.delete(KEYS[:2])
+        lower.is_on = True
+        assert await backend.lookup(KEYS[:1]) == [call not in {"lookup", "load"}]
+        [outcome] = await backend.load(KEYS[1:2], memory.describe(0, [2]))
+        assert outcome.status is (Status.FAILED if call == "load" else Status.DONE)
+        assert await backend.delete(KEYS[1:2]) == [call != "delete"]
+        with pytest.raises(BackendUnavailableError) if call == "drain" else nullcontext():
+            await backend.drain()
+        lower.is_on = False
+
+
+@pytest.mark.parametrize("error", [RuntimeError("wish"), asyncio.CancelledError()], ids=repr)
+@pytest.mark.parametrize("call", ["store", "retentions"])
+async def test_an_error_on_the_way_down_is_that_of_its_blocks_alone(
+    memory: BlockMemory, call: str, error: BaseException
+) -> None:
+    class Failing(Scripted):
+        errors: tuple[BaseException, ...] = ()
+
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            if call == "store" and self.errors:
+                (raised,), self.errors = self.errors, ()
+                raise raised
+            return await super().store(keys, blocks)
+
+        def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
+            pass
+
+        def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
+            if call == "retentions" and isinstance(error, Exception):
+                raise error
+            return [Retention()] * len(keys)
+
+    namespace = memory.namespace()
+    first, lower = Failing(namespace), Failing(namespace)
+    lower.errors = (error,)
+    async with TieredBackend([first, lower], namespace) as backend:
+        [writer] = backend._writers
+        writer.queue.first_pause_s = 0.0
+        await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
+        await store_generated(backend, KEYS[1:3], memory.describe(0, [1, 2]))
+        async with asyncio.timeout(LIMIT_S):
+            await backend.flush()
+        assert await lower.lookup(KEYS[:3]) == [True] * 3
+
+
+@pytest.mark.parametrize("how", ["paused", "failed", "timed_out", "corrupt"])
+async def test_a_block_that_cannot_be_read_for_a_moment_is_carried_later(
+    memory: BlockMemory, how: str
+) -> None:
+    class Source(Scripted):
+        num_left = 0
+
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            if self.num_left:
+                self.num_left -= 1
+                return [Outcome(Status(how))] * len(keys)
+            return await super().load(keys, blocks)
+
+    namespace = memory.namespace()
+    source, lower = Source(namespace), open_dict(namespace)
+    tiers, timeouts = (
+        [open_dict(namespace, max_blocks=0), source, lower],
+        replace(SHORT, pause_s=60),
+    )
+    async with TieredBackend(tiers, namespace, timeouts=timeouts) as backend:
+        for writer in backend._writers:
+            writer.queue.first_pause_s = 0.001
+        with backend._locks.hold(KEYS[1:2]):  # the writer waits
+            backend._writers[1].add({KEYS[1]: StoredBlock(1, 0, BLOCK_SIZE_BYTES, is_new=True)})
+            await store_generated(source, KEYS[1:2], memory.describe(0, [1]))
+            await yield_to_loop(5)
+            if how == "paused":
+                backend._tiers[1]._suspension.begin(time.monotonic(), "a test", 1.0)
+            else:
+                source.num_left = 3
+        flushing = asyncio.ensure_future(backend.flush())
+        if how == "paused":
+            await asyncio.sleep(0.05)
+            assert not flushing.done()
+            backend._tiers[1]._suspension._until = 0.0
+        async with asyncio.timeout(LIMIT_S):
+            await flushing
+        assert await lower.lookup(KEYS[1:2]) == [True]
 
 
 # Recovery

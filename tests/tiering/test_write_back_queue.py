@@ -50,6 +50,62 @@ def test_the_pauses_of_a_tier_that_fails_double_from_1_to_30_s() -> None:
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
 
 
+def test_a_block_that_cannot_be_read_above_is_put_off_and_delays_no_other() -> None:
+    queue = open_queue(*KEYS[:3])
+    first = take(queue, 100.0, limit=1)
+    assert queue.put_off(100.0, first, failed=False) == []
+    assert first[0] in queue
+    assert not queue.is_failing
+    assert queue.pause_s(100.0) == 0
+    assert take(queue, 100.0) == KEYS[1:3]
+    queue.skip(KEYS[1:3])
+    assert len(queue) == 1
+    assert queue.pause_s(100.0) == 1
+    assert take(queue, 100.9) == []
+    assert take(queue, 101.0) == first
+
+
+def test_the_pauses_of_a_block_that_is_put_off_double_and_have_no_end() -> None:
+    queue, now, pauses = open_queue(KEYS[0]), 0.0, []
+    for _ in range(3 * MAX_ATTEMPTS):
+        assert queue.put_off(now, take(queue, now), failed=False) == []
+        pauses.append(queue.pause_s(now))
+        now += pauses[-1]
+    assert pauses[:7] == [1, 2, 4, 8, 16, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+
+
+def test_a_block_that_fails_above_too_often_is_given_up_and_told() -> None:
+    queue, now, given_up = open_queue(KEYS[0]), 0.0, list[BlockKey]()
+    for _ in range(MAX_ATTEMPTS):
+        assert not given_up
+        given_up = queue.put_off(now, take(queue, now), failed=True)
+        now += LONGEST_PAUSE_S
+    assert given_up == KEYS[:1]
+    assert len(queue) == 0
+
+
+def test_a_block_that_was_put_off_goes_when_it_is_added_anew_forgotten_or_dropped() -> None:
+    queue: WriteBackQueue[int] = WriteBackQueue(max_blocks=3)
+    queue.add(dict.fromkeys(KEYS[:3], 0))
+    queue.put_off(0.0, take(queue), failed=False)
+    queue.add({KEYS[0]: 1})
+    assert queue.take(0.0, 9) == {KEYS[0]: 1}
+    assert queue.forget(KEYS[1:2]) == KEYS[1:2]
+    assert queue.add(dict.fromkeys(KEYS[3:5], 0)) == KEYS[2:3]
+    assert take(queue, 99.0) == KEYS[3:5]
+    assert queue.clear() == [KEYS[0], *KEYS[3:5]]
+    assert queue.pause_s(0.0) == 0
+
+
+def test_a_block_that_is_given_up_is_told() -> None:
+    queue, now = open_queue(KEYS[0]), 0.0
+    told = []
+    for _ in range(MAX_ATTEMPTS):
+        queue.add({KEYS[1]: 0})
+        told.append(queue.end(now, stored=[KEYS[1]], failed=set(take(queue, now)) - {KEYS[1]}))
+    assert told == [[]] * (MAX_ATTEMPTS - 1) + [KEYS[:1]]
+
+
 def test_the_others_go_on_once_a_probe_was_stored() -> None:
     queue = open_queue(*KEYS)
     fail(queue, 0.0, *take(queue))

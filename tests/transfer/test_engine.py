@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -696,3 +697,65 @@ def test_an_engine_that_is_closed_when_the_interpreter_ends_loses_nothing(
     assert (done.returncode, done.stderr) == (0, "")
     assert len(list(tmp_path.rglob("*.safetensors"))) == (40 if backend != "unused" else 0)
     assert list(tmp_path.glob("*.claim")) == []
+
+
+async def test_memory_is_in_use_as_long_as_the_backend_cannot_be_drained(
+    memory: BlockMemory,
+) -> None:
+    class Broken(DictBackend):
+        is_broken = True
+
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            return [Outcome(Status.FAILED, memory_safe=False)] * len(keys)
+
+        async def drain(self) -> None:
+            if self.is_broken:
+                raise OSError("completion queue is gone")
+
+    backend = Broken(DictConfig(), memory.namespace())
+    async with TransferEngine(memory.caches, backend) as engine:
+        job = engine.submit_load(keys_of(1), [[1]])
+        await collect(engine, 1)
+        for _ in range(2):
+            with pytest.raises(BackendUnavailableError, match="completion queue"):
+                await engine.drain()
+            assert engine.may_touch(job)
+        backend.is_broken = False
+        await engine.drain()
+        assert not engine.may_touch(job)
+
+
+async def test_an_engine_whose_backend_cannot_be_drained_ends_and_says_what_it_left(
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(DictBackend):
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            return [Outcome(Status.FAILED, memory_safe=False)] * len(keys)
+
+        async def drain(self) -> None:
+            raise OSError("completion queue is gone")
+
+    async with TransferEngine(memory.caches, Broken(DictConfig(), memory.namespace())) as engine:
+        job = engine.submit_load(keys_of(1), [[1]])
+        await collect(engine, 1)
+    assert "1 transfers are abandoned" in caplog.text
+    assert engine.may_touch(job)
+
+
+@pytest.mark.parametrize("name", ["store", "load", "lookup", "flush"])
+async def test_a_backend_that_cancels_itself_has_failed_and_cancels_nobody(
+    memory: BlockMemory, name: str
+) -> None:
+    async def cancel_itself(*_: object) -> Any:
+        raise asyncio.CancelledError
+
+    backend = make_backend(memory)
+    setattr(backend, name, cancel_itself)
+    async with TransferEngine(memory.caches, backend, timeout_s=60) as engine:
+        if name in {"store", "load"}:
+            [outcome] = await getattr(engine, name)(keys_of(1), [[1]])
+            assert outcome.status is Status.FAILED
+            assert "its caller was not" in outcome.reason
+        else:
+            with pytest.raises(BackendUnavailableError, match="its caller was not"):
+                await (engine.lookup(keys_of(1)) if name == "lookup" else engine.flush())

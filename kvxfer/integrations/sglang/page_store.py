@@ -1,5 +1,6 @@
 """Page store: moves pages between host pools and a backend, in time, for several threads."""
 
+import asyncio
 import logging
 import secrets
 import threading
@@ -24,6 +25,7 @@ from kvxfer.kvcache.canonical import (
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import Outcome, Purgeable, Status, positions_done
+from kvxfer.storage.calls import drain_in_the_end
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observed_backend import unwrapped
 from kvxfer.storage.portable_backend import PortableBackend
@@ -318,8 +320,12 @@ class PageStore:
         late = [r for r, outcome in zip(rows, outcomes, strict=True) if not outcome.memory_safe]
         pool.give_back([row for row in rows if row not in late])
         if late:
-            quiet = self._engine.submit_call(self._engine.drain())
-            quiet.add_done_callback(lambda _: pool.give_back(late))
+            self._engine.submit_call(self._give_back_in_the_end(pool, late))
+
+    async def _give_back_in_the_end(self, pool: "RowPool", late: Sequence[int]) -> None:
+        what = f"{len(late)} rows of staging memory"
+        if await drain_in_the_end(self._engine.drain, what, asyncio.Event()):
+            pool.give_back(late)
 
     def _is_suspended(self) -> bool:
         return self._suspension.is_on(time.monotonic())

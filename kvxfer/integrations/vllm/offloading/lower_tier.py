@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent
 from kvxfer.integrations.vllm.offloading.lower_tier_timeouts import LowerTierTimeouts
 from kvxfer.integrations.vllm.offloading.metrics import LOWER, TierMetrics
@@ -267,7 +268,7 @@ class LowerTier:
         """Block until no transfer touches a row; the next `poll` reports the rows.
 
         Returns:
-            Whether that happened before the timeout.
+            Whether that happened before the timeout; not if the backend cannot be drained.
         """
         jobs = list(self._jobs)
         ended = len(self._engine.wait(jobs, timeout_s=timeout_s)) == len(jobs)
@@ -276,6 +277,9 @@ class LowerTier:
             quiet.result(timeout_s if ended else 0)
         except TimeoutError:
             quiet.cancel()
+            return False
+        except BackendUnavailableError as exc:
+            logger.warning("the lower tier: %s", exc)
             return False
         return ended
 
