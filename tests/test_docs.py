@@ -208,5 +208,7 @@ def test_the_messages_that_the_page_about_failures_quotes_are_in_the_source() ->
     assert not is_quoted(f"{quoted[0]} and something else that is wrong", patterns)
 
 
-# The backend of the guide is held to the contract that it explains.
-TestBackendOfTheGuide = run_blocks(ROOT / "docs" / "backends.md").TestMemoryBackend
+# The backends of the guide are held to the contract that it explains.
+_GUIDE = run_blocks(ROOT / "docs" / "backends.md")
+TestBackendOfTheGuide = _GUIDE.TestMemoryBackend
+TestDirectBackendOfTheGuide = _GUIDE.TestDirectBackend

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -91,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     prompts = [tokenizer(text).input_ids for text in options.texts]
     engine = open_engine(options.model, options.backend, VLLMKeys() if options.with_vllm else None)
-    with closing(engine.transfers):
+    with engine.transfers:
         for prompt, request in zip(prompts, engine.generate(prompts, options.tokens), strict=True):
             print(f"{request.num_reused} of {len(prompt)} tokens were there:")
             print(tokenizer.decode(request.tokens[len(prompt) :]).strip(), end="\n\n")

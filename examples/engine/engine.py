@@ -110,9 +110,9 @@ class Engine:
         names = tuple(f"model.layers.{i}" for i in range(model.config.num_hidden_layers))
         shape = (num_blocks, 2, tokens_per_block, heads, dim)
         self.kv_caches = {name: torch.zeros(shape, dtype=model.dtype) for name in names}
-        sizes = {"tokens_per_block": tokens_per_block, "num_kv_heads": heads, "head_dim": dim}
-        group = kvxfer.KVCacheGroup(kvxfer.FullAttentionSpec(**sizes, dtype=model.dtype), names)
-        config = kvxfer.KVCacheConfig(num_blocks, (group,), null_block_id=0)
+        plan = {"num_kv_heads": heads, "head_dim": dim, "dtype": model.dtype, "null_block_id": 0}
+        plan["tokens_per_block"] = tokens_per_block
+        config = kvxfer.KVCacheConfig.uniform(num_blocks, names, **plan)
         caches = kvxfer.canonicalize(self.kv_caches, config, layouts=dict.fromkeys(names, LAYOUT))
         mappings = kvxfer.map_caches(caches, kvxfer.WorkerShard(num_kv_heads=heads), axes=axes)
         self.transfers = kvxfer.connect(backend, caches, namespace=namespace, mappings=mappings)
@@ -165,7 +165,7 @@ class Engine:
         """Let a request wait for its turn; the tiers are asked for its prompt meanwhile."""
         self.pool.release(request.blocks)
         request.keys = self.keys(request.tokens[:-1])  # the last one is computed, for its logits
-        request.hits = self.transfers.submit_call(self.transfers.lookup(request.keys, timeout_s=1))
+        request.hits = self.transfers.submit_lookup(request.keys, timeout_s=1)
         self.waiting.append(request)
 
     def _admit(self) -> None:
