@@ -41,7 +41,7 @@ BUDGETS = {
     "backends/host": 1_650,
     "backends/mooncake": 750,
     "backends/nixl": 9_900,
-    "backends/object": 1_975,
+    "backends/object": 2_020,
     "backends/pool": 1_400,
     "kvxfer/bench": 6_050,
     "kvxfer/cli": 2_000,

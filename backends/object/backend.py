@@ -1,6 +1,7 @@
 """Backend over object storage: a page an object, verified, shared by all who use the bucket."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -80,6 +81,7 @@ class ObjectBackend(Backend):
         num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._threads = Threads("kvxfer-object", num_threads)
         self._stores = KeyLocks()
+        self._deletes = KeyLocks()
         self._texts = NamespaceTexts(self._bucket, self._pages, self._place)
         self._listing: asyncio.Task[None] | None = None
         self._list_again_at = 0.0
@@ -117,6 +119,7 @@ class ObjectBackend(Backend):
         """See `Backend.store`."""
         self._guard.check_batch(keys, blocks)
         async with self._stores.acquire(keys):
+            await self._deletes.wait(keys)
             self._guard.check()  # the backend may have been closed meanwhile
             if not self._bucket.stores.allows():
                 return [DONE if self._presence.has(key) else PAUSED for key in keys]
@@ -136,10 +139,21 @@ class ObjectBackend(Backend):
         return await self._move_each(self._load, keys, blocks)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`. A block that cannot be removed stays."""
+        """See `Backend.delete`. A block that cannot be removed stays, or is being stored anew.
+
+        A call that is cancelled goes on, and stores of its keys wait for it.
+        """
         self._guard.check_batch(keys)
         names = [self._pages.name(key) for key in keys]
-        return await self._each(lambda i: self._delete(keys[i], names[i]), len(keys))
+        await self._deletes.wait(keys)
+        held = contextlib.ExitStack()
+        held.enter_context(self._deletes.hold(keys))
+        deleting = asyncio.ensure_future(
+            self._each(lambda i: self._delete(keys[i], names[i]), len(keys))
+        )
+        deleting.add_done_callback(lambda _: held.close())
+        deleting.add_done_callback(fetch_error)
+        return await asyncio.shield(deleting)
 
     async def aclose(self) -> None:
         """See `Backend.aclose`; blocks stay in the bucket."""
@@ -281,7 +295,18 @@ class ObjectBackend(Backend):
         version, head = there
         return self._pages.covers(key, head, version.size_bytes, block)
 
-    async def _load(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
+    async def _load(
+        self,
+        key: BlockKey,
+        name: str,
+        block: Descriptors,
+        version: ObjectVersion | None = None,
+    ) -> Outcome:
+        """Load a block.
+
+        A corrupt one is read once more after its version: one that others have stored in its place
+        is loaded, and not removed.
+        """
         since = self._presence.mark()
         try:
             # With a byte too many, where there is one, it is no page.
@@ -303,15 +328,26 @@ class ObjectBackend(Backend):
             self._presence.note(key, there=False, since=since)
             return exc.outcome
         except BlockFileError as exc:
-            await self._remove_corrupt(key, name, exc)
+            now = version or await self._version_of(name)
+            if version is None and now is not None and self._pages.may_be(key, now.size_bytes):
+                return await self._load(key, name, block, now)
+            await self._remove_corrupt(key, name, exc, now)
             return Outcome(Status.CORRUPT, reason=str(exc))
         self._presence.note(key, there=True, since=since)
         return outcome
 
-    async def _remove_corrupt(self, key: BlockKey, name: str, found: BlockFileError) -> None:
+    async def _version_of(self, name: str) -> ObjectVersion | None:
+        with contextlib.suppress(RequestFailedError):
+            return await self._bucket.head(name)
+        return None
+
+    async def _remove_corrupt(
+        self, key: BlockKey, name: str, found: BlockFileError, version: ObjectVersion | None
+    ) -> None:
         self._presence.change(key, there=False)
         try:
-            await self._bucket.delete(name)
+            if version is None or not await self._bucket.remove(name, version):
+                return
         except RequestFailedError as exc:
             logger.warning("cannot remove corrupt block %s (%s): %s", name, found, exc)
         else:
@@ -321,11 +357,14 @@ class ObjectBackend(Backend):
     async def _delete(self, key: BlockKey, name: str) -> bool:
         since = self._presence.mark()
         try:
-            if await self._bucket.head(name) is None:
+            found = await self._bucket.head(name)
+            if found is None:
                 self._presence.note(key, there=False, since=since)
                 return False
             self._presence.change(key, there=False)
-            await self._bucket.delete(name)
+            if not await self._bucket.remove(name, found):  # stored anew, or removed by another
+                self._presence.change(key, there=True)
+                return False
         except RequestFailedError as exc:
             self._presence.change(key, there=True)  # if it is not, a load will tell
             logger.warning("cannot remove %s: %s", name, exc)

@@ -218,7 +218,17 @@ class Bucket:
             await self._request("COPY", lambda: self._obstore.copy_async(self._store, path, to))
         except FileNotFoundError:
             return False
-        await self.delete(path)
+        return await self.remove(path, version)
+
+    async def remove(self, path: str, version: ObjectVersion) -> bool:
+        """Remove an object; return whether that version of it was still there.
+
+        One that is stored in its place in the moment between the two requests is removed: a cloud
+        has no conditional request for that.
+        """
+        if await self.head(path) != version:
+            return False
+        await self._request("DELETE", lambda: self._obstore.delete_async(self._store, path))
         return True
 
     async def delete(self, path: str) -> None:

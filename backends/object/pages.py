@@ -65,6 +65,11 @@ class Pages(NamespaceFormat):
         """Bytes of the object of a whole chunk: no other of its group is larger."""
         return self.format(key).file_size_bytes
 
+    def may_be(self, key: BlockKey, size_bytes: int) -> bool:
+        """Whether the object of a key can have this size."""
+        expected = self.format(key)
+        return expected.can_hold(size_bytes - expected.header_size_bytes)
+
     def encode(self, key: BlockKey, block: Descriptors) -> memoryview:
         """Copy a block into memory of its own, behind its header."""
         page = self._memory.take(self.format(key).header_size_bytes + block.num_bytes)

@@ -1,5 +1,6 @@
 """Servers that ignore If-None-Match, and overwrite: what is lost, and what never is."""
 
+import asyncio
 from typing import Any
 
 import obstore
@@ -89,3 +90,56 @@ async def test_who_is_not_asked_in_time_loses_blocks_and_gives_no_wrong_ones() -
         assert read_payloads(part(8)) == read_payloads(part(4))
         await store_generated(first, KEYS, blocks)
         assert statuses(await first.load(KEYS, chunk(8))) == [Status.DONE]
+
+
+@pytest.mark.parametrize(
+    ("call", "nth"), [("get_range_async", 1), ("head_async", 1), ("get_range_async", 2)]
+)
+async def test_a_corrupt_page_is_not_removed_once_another_is_in_its_place(
+    call: str, nth: int
+) -> None:
+    """It is stored right after each of the requests between the load and the removal."""
+    store, num_calls = MemoryStore(), 0
+    async with (
+        open_backend(store, overwrites=False) as backend,
+        open_backend(store, overwrites=False) as other,
+    ):
+        payloads = await store_generated(other, KEYS, chunk())
+        name = other._pages.name(KEYS[0])
+        good = bytes(store.get(name).bytes())
+        store.put(name, good[:-1] + bytes([good[-1] ^ 1]))
+
+        async def ask(*arguments: Any, **fields: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            answer = await getattr(obstore, call)(*arguments, **fields)
+            if num_calls == nth:
+                store.put(name, good)
+            return answer
+
+        plant(backend._bucket, call, ask)
+        await backend.load(KEYS, chunk(8))
+        assert num_calls >= nth
+        assert statuses(await other.load(KEYS, chunk(8))) == [Status.DONE]
+        assert read_payloads(chunk(8)) == payloads
+
+
+async def test_a_cancelled_delete_removes_nothing_that_is_stored_after_it() -> None:
+    store, entered, opened = MemoryStore(), asyncio.Event(), asyncio.Event()
+
+    async def delete(*arguments: Any, **fields: Any) -> None:
+        entered.set()
+        await opened.wait()
+        await obstore.delete_async(*arguments, **fields)
+
+    async with open_backend(store, overwrites=False) as backend:
+        await store_generated(backend, KEYS, chunk())
+        plant(backend._bucket, "delete_async", delete)
+        deleting = asyncio.ensure_future(backend.delete(KEYS))
+        await entered.wait()
+        deleting.cancel()
+        await asyncio.wait([deleting])
+        storing = asyncio.ensure_future(store_generated(backend, KEYS, chunk()))
+        opened.set()
+        await storing
+        assert statuses(await backend.load(KEYS, chunk(8))) == [Status.DONE]
