@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import importlib.util
 from collections.abc import Iterator
 
 from kvxfer.errors import KVXferError
@@ -36,10 +37,35 @@ def needing(extra: str, *packages: str, what: str = "") -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as exc:
-        package = (exc.name or "").partition(".")[0]
-        if package not in packages:
+        missing = (exc.name or "").partition(".")[0]
+        if missing not in packages:  # but what one of them brings along may be missing with it
+            missing = next((each for each in packages if not _is_installed(each)), "")
+        if not missing:
             raise
-        raise MissingExtraError(extra, package, what) from exc
+        raise MissingExtraError(extra, missing, what) from exc
+
+
+def require_extra(extra: str, *packages: str, what: str = "") -> None:
+    """Check that the packages of an extra are installed, before work whose end needs them.
+
+    Args:
+        extra: Extra of kvxfer.
+        packages: Its packages.
+        what: Option or module that needs them; empty for a whole command.
+
+    Raises:
+        MissingExtraError: One of the packages is not installed.
+    """
+    for package in packages:
+        if not _is_installed(package):
+            raise MissingExtraError(extra, package, what)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # it is being imported, or its import was forbidden
+        return False
 
 
 def installed_version(*names: str) -> str:

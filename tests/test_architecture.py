@@ -26,7 +26,7 @@ FLOORS = (
     {"connect", "engine_side"},
     {"integrations", "proxy"},
     {"cli", "bench", "doctor", "explain", "replay", "top", "testing"},
-    {"public", "kvxfer"},
+    {"public", "kvxfer", "__main__"},
 )
 TOP = {
     *(".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md"),
@@ -36,7 +36,7 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 1_960,
+    "kvxfer": 2_020,
     "backends/file": 6_950,
     "backends/host": 1_650,
     "backends/mooncake": 750,

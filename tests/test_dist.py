@@ -1,5 +1,6 @@
 """Distributions: the wheel and the sdist hold all files that they should, and no others."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,9 +9,11 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 BACKEND_FILES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "backends").rglob("*.py")}
@@ -108,3 +111,153 @@ def test_no_module_named_backends_is_installed(clean_python: Path) -> None:
 def test_the_command_line_says_its_version(clean_python: Path) -> None:
     version = run(clean_python.parent / "kvxfer", "--version", cwd=clean_python.parent)
     assert version.startswith("kvxfer 0.")
+
+
+CORE = ("aiofiles", "msgspec", "nixl", "numpy", "torch", "tqdm", "xxhash")
+SERVE = ("serve", "--listen", "127.0.0.1:0", "--capacity", "1MiB")
+BARE_COMMANDS = {
+    ("--version",): "",
+    ("ls", "STORE"): "",
+    ("fsck", "STORE"): "",
+    ("gc", "STORE"): "",
+    ("replay", "--synthetic", "rag", "--set", "requests=50"): "",
+    ("replay", "--synthetic", "rag", "--chart", "x.svg"): "kvxfer[chart]",
+    ("explain", "cmpl-1", "--journal", "STORE"): "files of a journal",
+    ("doctor",): "",
+    ("proxy", "--prefill", "http://p:1", "--decode", "http://d:1"): "kvxfer[proxy]",
+    ("top", "127.0.0.1:9"): "kvxfer[top]",
+    ("bench", "describe"): "kvxfer[bench]",
+    ("bench", "file"): "kvxfer[bench]",
+    ("bench", "s3"): "kvxfer[bench]",
+    ("bench", "vllm"): "kvxfer[bench]",
+    ("bench", "pd"): "kvxfer[bench]",
+    ("bench", "transformers"): "kvxfer[bench]",
+    ("bench", "mooncake"): "kvxfer[mooncake]",
+    ("bench", "layout", "--chart", "x.svg"): "kvxfer[chart]",
+    (*SERVE, "--metrics", "127.0.0.1:0"): "kvxfer[metrics]",
+    (*SERVE, "--events", "tcp://127.0.0.1:0"): "kvxfer[events]",
+    (*SERVE, "--discover", "etcd://127.0.0.1:1/x"): "kvxfer[etcd]",
+    (*SERVE, "--tier", "s3://bucket"): "kvxfer[object]",
+    (*SERVE, "--tier", "mooncake://127.0.0.1:9"): "kvxfer[mooncake]",
+}
+"""Commands in an environment with nothing but the core, and what their one line names, mostly an
+extra; empty where they work."""
+
+BARE_BACKENDS = {
+    "host://?capacity=1MiB": "",
+    "file:///FOLDER/a?capacity=1MiB&min_free=1MiB": "",
+    "file:///FOLDER/b?capacity=1MiB&integrity=keyed&secret_file=SECRET": "kvxfer[keyed]",
+    "file:///FOLDER/c?capacity=1MiB&integrity=sealed&secret_file=SECRET": "kvxfer[sealed]",
+    "nixl://127.0.0.1:9": "",
+    "nixl://?discover=etcd://127.0.0.1:9/x": "kvxfer[etcd]",
+    "pool:///FOLDER/pool": "",
+    "s3://bucket": "kvxfer[object]",
+    "gs://bucket": "kvxfer[object]",
+    "az://container?endpoint=http://127.0.0.1:9": "kvxfer[object]",
+    "mooncake://127.0.0.1:9": "kvxfer[mooncake]",
+}
+
+RUN_ALL = """
+import contextlib, io, json, sys
+from kvxfer.cli import main
+
+told = []
+for command in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(command)
+        except SystemExit as exc:
+            status = exc.code
+    told.append([status, err.getvalue()])
+print(json.dumps(told))
+"""
+
+OPEN_ALL = """
+import asyncio, json, sys
+from kvxfer.connect import open_backend
+from kvxfer.errors import KVXferError
+from kvxfer.storage.keys import GroupIdentity, Namespace, make_block_key
+
+async def told_of(url):
+    groups = (GroupIdentity(page_sizes_bytes=(4096,)),)
+    try:
+        backend = open_backend(url, Namespace(model="m", revision="r", groups=groups))
+        await backend.lookup([make_block_key(bytes(32), 0)])
+        await backend.aclose()
+    except KVXferError as exc:
+        return str(exc)
+    return ""
+
+print(json.dumps([asyncio.run(told_of(url)) for url in json.loads(sys.argv[1])]))
+"""
+
+
+@pytest.fixture(scope="module")
+def bare_python(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a Python with the wheel and what its core depends on, linked from this environment."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True, with_pip=False)
+    python = folder / "bin" / "python"
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    (wheel,) = distributions.glob("*.whl")
+    install = ["-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index"]
+    run(sys.executable, *install, wheel, cwd=folder)
+    left, known = list(CORE), set[str]()
+    while left:
+        name = left.pop()
+        if name in known or not (found := list(metadata.distributions(name=name))):
+            continue
+        known.add(name)
+        for each in found[0].requires or ():
+            requirement = Requirement(each)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                left.append(requirement.name)
+        tops = {file.parts[0] for file in found[0].files or ()} - {"..", "__pycache__"}
+        for top in tops:
+            if not (site_packages / top).exists():
+                (site_packages / top).symlink_to(str(found[0].locate_file(top)))
+    return python
+
+
+def test_every_command_works_bare_or_names_the_extra_that_it_needs(
+    bare_python: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "usage.ledger").touch()
+    commands = [
+        [str(tmp_path) if part == "STORE" else part for part in command]
+        for command in BARE_COMMANDS
+    ]
+    told = json.loads(
+        run(bare_python, "-c", RUN_ALL, json.dumps(commands), cwd=bare_python.parent).splitlines()[
+            -1
+        ]
+    )
+    for command, (status, err), extra in zip(commands, told, BARE_COMMANDS.values(), strict=True):
+        if extra:
+            assert (status, err.count("\n"), extra in err) == (2, 1, True), (command, err)
+        else:
+            assert status in {0, 1}, (command, err)
+
+
+def test_every_backend_works_bare_or_names_the_extra_that_it_needs(
+    bare_python: Path, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef0123456789abcdef")
+    secret.chmod(0o600)
+    urls = [
+        url.replace("/FOLDER", str(tmp_path)).replace("SECRET", str(secret))
+        for url in BARE_BACKENDS
+    ]
+    told = json.loads(
+        run(bare_python, "-c", OPEN_ALL, json.dumps(urls), cwd=bare_python.parent).splitlines()[-1]
+    )
+    for url, said, extra in zip(urls, told, BARE_BACKENDS.values(), strict=True):
+        assert "\n" not in said, (url, said)
+        assert (extra in said) if extra else ("kvxfer[" not in said), (url, said)
+
+
+def test_the_package_is_a_command(bare_python: Path) -> None:
+    said = run(bare_python, "-m", "kvxfer", "--version", cwd=bare_python.parent)
+    assert said.startswith("kvxfer 0.")

@@ -1,7 +1,6 @@
 """Standalone peer: a process that only holds blocks for others, as `kvxfer serve` does."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -116,7 +115,7 @@ class StandalonePeer:
             CapacityError: The machine, or a control group of this process, does not have the
                 memory, now or when the first peer connects.
             BackendUnavailableError: The address, or the port for data, is in use, or the address is
-                not one of this machine.
+                not one of this machine; or `transport=nixl`, and NIXL cannot be imported.
         """
         if self._opened is None:
             # Without tiers below, what would be staging memory is left for everything else.
@@ -124,8 +123,11 @@ class StandalonePeer:
         if self._node.namespace is not None:
             await self._open_store(self._node.namespace)
         if self._node.config.transport != "socket":  # the first peer must not wait for the import
-            with contextlib.suppress(BackendUnavailableError):
+            try:
                 await self._opening.ask(import_nixl, otherwise="let peers use sockets")
+            except BackendUnavailableError:
+                if self._node.config.transport == "nixl":
+                    raise
         await self._server.start()
         self.is_ready = True
         logger.info(

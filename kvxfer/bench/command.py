@@ -11,24 +11,25 @@ import msgspec
 
 from kvxfer.bench.report import BenchRow
 from kvxfer.cli.command_line import CommandLine, exit_statuses
-from kvxfer.extras import needing
+from kvxfer.extras import require_extra
 
-BENCHES = (
-    "describe",
-    "layout",
-    "copy",
-    "mapping",
-    "engine-loop",
-    "file",
-    "nixl",
-    "pool",
-    "s3",
-    "mooncake",
-    "vllm",
-    "pd",
-    "transformers",
-    "journal",
-)
+BENCHES = {
+    "describe": ("vllm",),
+    "layout": (),
+    "copy": (),
+    "mapping": (),
+    "engine-loop": (),
+    "file": ("vllm",),
+    "nixl": (),
+    "pool": (),
+    "s3": ("obstore",),
+    "mooncake": ("mooncake",),
+    "vllm": ("vllm", "transformers"),
+    "pd": ("vllm", "transformers"),
+    "transformers": ("transformers",),
+    "journal": (),
+}
+"""Benchmarks, with what each compares with: packages of the extra `bench`, or of its own."""
 COLUMNS = BenchRow.__struct_fields__
 
 
@@ -53,8 +54,12 @@ def main(argv: Sequence[str]) -> int:
         # Threads of torch would go on spinning after a call, and take a core from the next one.
         # OpenMP reads this once, when the benchmark imports torch.
         os.environ["OMP_WAIT_POLICY"] = "passive"
-    with needing("bench", "obstore", what=f"kvxfer bench {arguments.name}"):
-        bench = importlib.import_module(f"kvxfer.bench.{arguments.name.replace('-', '_')}")
+    for package in BENCHES[arguments.name]:
+        extra = package if package == "mooncake" else "bench"
+        require_extra(extra, package, what=f"kvxfer bench {arguments.name}")
+    if arguments.chart:
+        require_extra("chart", "matplotlib", what="--chart")
+    bench = importlib.import_module(f"kvxfer.bench.{arguments.name.replace('-', '_')}")
     # Ends as by Ctrl-C, and so do the servers and engines of the benchmark.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -34,7 +34,6 @@ def main(argv: Sequence[str]) -> int:
         otherwise.
     """
     arguments = _parse(argv)
-
     from kvxfer.replay import (
         Report,
         draw,
@@ -45,9 +44,12 @@ def main(argv: Sequence[str]) -> int:
         plan_grid,
         plan_list,
         recommend,
+        require_picture,
         summarise,
     )
 
+    if arguments.chart:
+        require_picture(arguments.chart)
     trace = _trace(arguments)
     machine = _machine(arguments)
     if arguments.fleet is not None:

@@ -15,7 +15,7 @@ from kvxfer.cli.serve_options import make_parser, require_for_pool
 from kvxfer.cli.service import log_to_stderr, stop_signal
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.extras import needing
+from kvxfer.extras import needing, require_extra
 from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:
@@ -113,12 +113,20 @@ def _require_tier(tier: str, arguments: argparse.Namespace) -> None:
 
     Raises:
         InvalidArgumentError: It is no URL of a backend, or that of this process.
+        MissingExtraError: The package of the backend is not installed.
+        BackendUnavailableError: It cannot be imported.
     """
+    from kvxfer.backends.mooncake import MooncakeConfig
     from kvxfer.backends.nixl.config import NixlConfig
+    from kvxfer.backends.object import ObjectConfig
     from kvxfer.backends.pool import PoolConfig
     from kvxfer.connect import parse_backend
 
     _, config = parse_backend(tier)
+    if isinstance(config, ObjectConfig):
+        require_extra("object", "obstore", what=f"{config.scheme}://")
+    elif isinstance(config, MooncakeConfig):
+        config.require_mooncake()
     own: set[object] = {arguments.discover}
     own |= {Path(arguments.pool).resolve()} if arguments.pool else set()
     own |= {Endpoint.parse("address", at) for at in (arguments.listen, arguments.advertise) if at}

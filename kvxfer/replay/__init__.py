@@ -1,7 +1,7 @@
 """Planner: what a cache of which policy, capacity and tiers would have had of a trace's blocks."""
 
 from kvxfer.replay.block_size import bytes_per_token, plan_tiers
-from kvxfer.replay.chart import draw
+from kvxfer.replay.chart import draw, require_picture
 from kvxfer.replay.lru_curve import LRUCurve, Order, lru_curve
 from kvxfer.replay.object_costs import ObjectCosts, ObjectUse, Prices, parse_prices
 from kvxfer.replay.plan import (
@@ -83,6 +83,7 @@ __all__ = [
     "recommend",
     "replay_on",
     "replay_real",
+    "require_picture",
     "simulate",
     "summarise",
     "write_trace",

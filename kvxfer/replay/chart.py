@@ -40,6 +40,23 @@ def _grid_lines(report: Report, unit: int) -> Iterator[dict[str, Any]]:
             }
 
 
+def require_picture(path: Path) -> None:
+    """Check, before the replay, that a picture can be drawn, and be written under a name.
+
+    Raises:
+        InvalidArgumentError: matplotlib is not installed, or does not know the suffix.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as exc:
+        wanted = "matplotlib to draw it: pip install 'kvxfer[chart]'"
+        raise InvalidArgumentError("chart", str(path), wanted) from exc
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        wanted = f"a picture's name; its suffix one of {', '.join(sorted(known))}"
+        raise InvalidArgumentError("chart", str(path), wanted)
+
+
 def draw(report: Report, curve: LRUCurve, path: Path) -> None:
     """Draw hit rate against capacity: LRU as a line, other policies and lists of tiers as points.
 
@@ -49,13 +66,10 @@ def draw(report: Report, curve: LRUCurve, path: Path) -> None:
         path: File to write; its suffix determines the format, e.g. `.svg`.
 
     Raises:
-        InvalidArgumentError: matplotlib is not installed, or does not know the suffix.
+        InvalidArgumentError: matplotlib does not know the suffix.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as exc:
-        wanted = "matplotlib to draw it: pip install 'kvxfer[chart]'"
-        raise InvalidArgumentError("chart", str(path), wanted) from exc
+    import matplotlib as mpl
+
     mpl.use("Agg")
     # The same rows give the same file.
     mpl.rcParams.update({"svg.hashsalt": "kvxfer", "svg.fonttype": "none"})

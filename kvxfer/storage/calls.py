@@ -6,10 +6,11 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from kvxfer.errors import BackendUnavailableError, DeviceLostError
+from kvxfer.errors import BackendUnavailableError, DeviceLostError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.storage.backend import Begun, Outcome, Status
 from kvxfer.storage.keys import BlockKey
+from kvxfer.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,10 @@ def poll_begun(begun: Begun, name: str, num_keys: int) -> list[Outcome] | None:
 
 
 def _failed(name: str, exc: Exception, num_keys: int) -> list[Outcome]:
-    logger.warning("%s of %d blocks failed", name, num_keys, exc_info=exc)
+    if isinstance(exc, KVXferError):  # which says in a line what the user can do
+        logger.warning("%s of %d blocks failed: %s", name, num_keys, printable(exc))
+    else:
+        logger.warning("%s of %d blocks failed", name, num_keys, exc_info=exc)
     is_cancelled = isinstance(exc.__cause__, asyncio.CancelledError)
     safe = not (is_cancelled or isinstance(exc, DeviceLostError))
     return [Outcome(Status.FAILED, memory_safe=safe, reason=f"{name}: {exc!r}")] * num_keys

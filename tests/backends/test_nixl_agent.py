@@ -228,6 +228,18 @@ assert "UCX_MODULES" not in os.environ
 """)
         assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
 
+    @pytest.mark.parametrize("error", ["ImportError('no libucp.so.0')", "OSError('a\\nb')"])
+    def test_a_wheel_that_is_broken_is_one_line(self, tmp_path: Path, error: str) -> None:
+        (tmp_path / "nixl").mkdir()
+        (tmp_path / "nixl" / "__init__.py").write_text(f"raise {error}")
+        serve = ["serve", "--listen", "127.0.0.1:0", "--capacity", "1MiB", "--transport", "nixl"]
+        code = f"from kvxfer.cli import main\nsys.exit(main({serve!r}))"
+        child = run_child(code, PYTHONPATH=str(tmp_path))
+        assert child.returncode == 2
+        assert child.stderr.startswith("kvxfer serve: NIXL cannot be imported (")
+        assert child.stderr.count("\n") == 1
+        assert "install nixl" in child.stderr
+
     async def test_a_peer_process_that_leaves_its_agent_open_ends_without_a_signal(
         self, nursery: Nursery, agent: NixlAgent
     ) -> None:

@@ -220,7 +220,9 @@ def test_a_picture_needs_matplotlib(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*CHATS, "--chart", str(tmp_path / "chart.svg")]) == 2
-    assert "expected matplotlib to draw it: pip install 'kvxfer[chart]'" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "expected matplotlib to draw it: pip install 'kvxfer[chart]'" in printed.err
+    assert not printed.out  # before anything is computed
 
 
 def test_a_synthetic_trace_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

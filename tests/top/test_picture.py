@@ -155,7 +155,10 @@ def test_names_of_others_are_text_and_never_break_the_picture() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_a_low_terminal_shows_the_beginning_and_says_how_much_is_missing(width: int) -> None:
+def test_a_low_terminal_shows_the_beginning_and_says_how_much_is_missing(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # of a dumb one nobody knows the height
     console = Console(
         file=io.StringIO(), width=width, height=LINES, force_terminal=True, color_system=None
     )

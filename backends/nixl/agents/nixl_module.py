@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 from kvxfer.errors import BackendUnavailableError
+from kvxfer.text import printable
 
 ENVIRONMENT = {
     "UCX_MODULES": "^efa",
@@ -50,10 +51,10 @@ def import_nixl(*, otherwise: str) -> Any:
         logging.config.dictConfig = configure_others
         try:
             return importlib.import_module("nixl")
-        except ImportError as exc:
-            raise BackendUnavailableError(
-                f"NIXL cannot be imported ({exc}); install nixl, or {otherwise}"
-            ) from exc
+        except Exception as exc:  # a broken wheel raises what it likes
+            reason, _, _ = printable(str(exc) or type(exc).__name__).partition("\\n")
+            advice = f"install nixl, or {otherwise}"
+            raise BackendUnavailableError(f"NIXL cannot be imported ({reason}); {advice}") from exc
         finally:
             logging.config.dictConfig = configure
             logging.raiseExceptions = raise_exceptions
