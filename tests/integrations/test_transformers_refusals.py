@@ -90,7 +90,7 @@ def test_no_token_ids(ids: Any, tmp_path: Path) -> None:
         ("images", [torch.zeros(3, 8, 8)]),
         ("images", np.zeros((1, 3, 8, 8), np.float32)),
         ("adapter_names", ["de"]),
-        ("position_ids", None),
+        ("position_ids", [[0, 1]]),
         ("custom_generate", str),
         ("token_healing", True),
         ("penalty_alpha", 0.5),
@@ -143,6 +143,7 @@ def test_what_generate_itself_takes_is_allowed(tmp_path: Path) -> None:
                 stopping_criteria=transformers.StoppingCriteriaList(),
                 do_sample=False,
                 cache_implementation=None,
+                pixel_values=None,
                 use_cache=True,
             )
             assert output.shape[1] == 48

@@ -1,5 +1,6 @@
 """Weights of a model on a device: what their sums notice, and that they cost no copy."""
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +181,26 @@ def replace_attention(model: Any) -> None:
 
     transformers.AttentionInterface.register("other_attention", other_attention)
     model.config._attn_implementation = "other_attention"
+
+
+def test_functions_of_a_class_that_were_replaced_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    attention, block = type(model.model.layers[0].self_attn), type(model.model.layers[0].mlp)
+    modelling = sys.modules[attention.__module__]
+    turn, forward = modelling.apply_rotary_pos_emb, block.forward
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        for place, name, function in (
+            (modelling, "apply_rotary_pos_emb", lambda *inputs: turn(*inputs[:4])),
+            (block, "forward", lambda module, hidden: 2 * forward(module, hidden)),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, function)
+                assert num_loaded(cache, prompt) == 0
+                assert fill(cache, model, prompt_of(40, seed=1)) == 0
+            assert num_loaded(cache, prompt) == 32
 
 
 @pytest.mark.parametrize(

@@ -70,11 +70,12 @@ def read_state(model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]) ->
     """
     state = ModuleState(obstacle=_global_hooks())
     encoder = _Encoder(model, hash_tensor)
+    code = functools.cache(_read_forward)
     for name, module in model.named_modules():
-        kind = type(module)
+        kind: type = type(module)
         facts = state.facts[name] = {"type": [kind.__module__, kind.__qualname__]}
         try:
-            facts["code"] = list(_code_of(kind.forward))
+            facts["code"] = code(kind)
             facts |= encoder.attributes(module)
             _require_no_hooks(module)
         except Unknown as exc:
@@ -170,7 +171,7 @@ class _Encoder:
 
     def _encode_function(self, function: Any, depth: int) -> Any:
         module = str(function.__module__ or "builtins")
-        if module.partition(".")[0] not in PACKAGES:
+        if not _is_known(module):
             raise Unknown(f"the function {function.__qualname__} of {module}")
         cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
         return [module, function.__qualname__, self._encode(cells, depth + 1)]
@@ -199,19 +200,34 @@ def _global_hooks() -> str:
     return "a hook of all modules" if any(getattr(torch_modules, n) for n in names) else ""
 
 
-def _code_of(function: Any) -> Iterator[Any]:
-    """Name a function and those that it wraps; of one that is in no known package its code, too."""
+def _read_forward(kind: type) -> list[Any]:
+    """Name the `forward` of a class, and what it wraps; of one in no known package its code, too.
+
+    Raises:
+        Unknown: It is not that of the class, or calls a function that was put in another's place.
+    """
+    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
+    found, function = [], vars(owner)["forward"]
     while function is not None:
-        function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)
         if code is None:
             raise Unknown(f"the function {function!r:.60}")
         module = str(function.__globals__.get("__name__"))
-        known = module.partition(".")[0] in PACKAGES
-        yield [module, code.co_qualname, "" if known else hash_text(repr(list(_read_code(code))))]
-        if not known and set(code.co_freevars) - {"__class__"}:
+        is_known = _is_known(module)
+        if not is_known and (module != owner.__module__ or set(code.co_freevars) - {"__class__"}):
             raise Unknown(f"the function {code.co_qualname} of {module}")
+        called = (function.__globals__.get(name) for name in code.co_names if is_known)
+        for each in called:
+            if isinstance(each, types.FunctionType) and not _is_known(each.__module__):
+                raise Unknown(f"the function {each.__qualname__} of {each.__module__}")
+        text = "" if is_known else hash_text(repr(list(_read_code(code))))
+        found.append([module, code.co_qualname, text])
         function = getattr(function, "__wrapped__", None)
+    return found
+
+
+def _is_known(module: Any) -> bool:
+    return str(module).partition(".")[0] in PACKAGES
 
 
 def _read_code(code: types.CodeType) -> Iterator[Any]:

@@ -144,7 +144,8 @@ def require_one_sequence(settings: dict[str, Any], model: Any) -> None:
         if number != 1:
             raise InvalidArgumentError(name, number, "1: beams and several sequences are not kept")
     for name in settings.keys() - GENERATION_FIELDS - HARMLESS - WHOLE_PROMPT.keys():
-        raise InvalidArgumentError(name, _say(settings[name]), "no input besides input_ids")
+        if settings[name] is not None or name == "past_key_values":
+            raise InvalidArgumentError(name, _say(settings[name]), "no input besides input_ids")
 
 
 def _say(value: object) -> object:
