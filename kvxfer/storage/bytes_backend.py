@@ -157,6 +157,8 @@ class BytesBackend(Backend):
                 await closing.ask(self._call, self.close)
         except TimeoutError:
             logger.warning("%s: not closed in %g s", type(self).__name__, CLOSE_TIMEOUT_S)
+        except RuntimeError:  # no thread begins at the end of the interpreter
+            self._call(self.close)
         finally:
             await closing.aclose(0.0)
 

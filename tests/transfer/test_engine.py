@@ -669,7 +669,7 @@ keys = [kvxfer.make_block_key(bytes([number]) * 8, 0) for number in range(40)]
 write_payloads(memory.describe(0, range(40)), [make_payload(key, 4096) for key in keys])
 files = f"file://{folder}?capacity=64MiB&min_free=1B"
 urls = ["host://?capacity=64MiB", files] if backend == "tiers" else files
-engine = kvxfer.connect(urls, memory.caches, namespace=kvxfer.Namespace(model="m"))
+engine = kvxfer.connect(urls, memory.caches, namespace=kvxfer.Namespace(model="m", revision="1"))
 if backend != "unused":
     engine.wait([engine.submit_store(keys, [range(40)])])
     assert all(job.done for job in engine.get_finished())
