@@ -33,6 +33,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import MISSING, Backend, Outcome, Status, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.calls import await_call
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import LendingBackend
 from kvxfer.storage.observer import Reports
@@ -259,7 +260,7 @@ class NixlBackend(Backend):
         """List the present peers, each once; those of before when the directory fails."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                endpoints = list(dict.fromkeys(await self._directory.peers()))
+                endpoints = list(dict.fromkeys(await await_call(self._directory.peers())))
         except Exception as exc:  # noqa: BLE001 - the directory may be anybody's
             logger.warning("the directory of peers failed; keeping the last ones: %r", exc)
             return list(self._exchange.clients)

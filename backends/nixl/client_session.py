@@ -50,7 +50,7 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
-from kvxfer.storage.calls import wait_despite_cancel
+from kvxfer.storage.calls import await_call, wait_despite_cancel
 from kvxfer.storage.leases import LeaseDesk
 from kvxfer.storage.lending import (
     BlockParts,
@@ -259,7 +259,7 @@ class ClientSession:
     async def _do(self, request: Request) -> None:
         """Execute a request, and answer."""
         try:
-            answer = await self._answer(request)
+            answer = await await_call(self._answer(request))
         except asyncio.CancelledError:
             if pin := self._pins.pop(request.request_id, None):
                 await pin.aclose()

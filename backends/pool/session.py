@@ -39,6 +39,7 @@ from kvxfer.backends.pool.messages import (
 from kvxfer.errors import BlockStateError, InvalidArgumentError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.calls import await_call
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import BlockParts, ReservedBlocks, require_parts_in_blocks
 from kvxfer.tiering import TieredBackend
@@ -193,7 +194,7 @@ class PoolSession:
                 return await self._pin(request)
             if isinstance(request, Reserve):
                 return await self._reserve(request)
-            return Done(done=await self._store.backend.delete(request.keys))
+            return Done(done=await await_call(self._store.backend.delete(request.keys)))
         except KVXferError as exc:
             return Failed(reason=str(exc))
         except Exception as exc:
@@ -208,7 +209,7 @@ class PoolSession:
         if asked:
             try:
                 async with asyncio.timeout(within_s):
-                    found = await self._store.backend.lookup(asked)
+                    found = await await_call(self._store.backend.lookup(asked))
             except TimeoutError:
                 logger.warning("a lookup in the tiers below took longer than %g s", within_s)
                 found = await host.lookup(asked)

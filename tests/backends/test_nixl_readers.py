@@ -81,10 +81,10 @@ class Directory:
     """Directory that lists what a test tells it to, or raises."""
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
-        self.endpoints: Sequence[Endpoint] | Exception = endpoints
+        self.endpoints: Sequence[Endpoint] | BaseException = endpoints
 
     async def peers(self) -> Sequence[Endpoint]:
-        if isinstance(self.endpoints, Exception):
+        if isinstance(self.endpoints, BaseException):
             raise self.endpoints
         return self.endpoints
 
@@ -114,6 +114,8 @@ async def test_a_directory_that_fails_is_empty_or_repeats_itself_costs_no_more_t
         directory.endpoints = RuntimeError("the registry is away")
         assert await client.lookup(KEYS) == [True] * 4
         assert "the registry is away" in caplog.text
+        directory.endpoints = asyncio.CancelledError()
+        assert await client.lookup(KEYS) == [True] * 4
         directory.endpoints = []
         assert await client.lookup(KEYS) == [False] * 4
         assert statuses(await client.load(KEYS, blocks)) == [Status.MISSING] * 4
