@@ -10,7 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from itertools import chain
 
-from kvxfer.backends.file.file_index import FileId, FileIndex, Victim, file_ids, key_in
+from kvxfer.backends.file.file_index import (
+    STEP_PAUSE_S,
+    FileId,
+    FileIndex,
+    Victim,
+    file_ids,
+    key_in,
+)
 from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
@@ -300,6 +307,7 @@ class Space:
                 with self._ledger.locked():  # for some files at a time: others wait for it, too
                     is_learning = next(learning, False)
                     self._tell_walk()
+                time.sleep(STEP_PAUSE_S)
         except BaseException:
             self._index.abandon_walk()
             raise
