@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from kvxfer.cli import _COMMANDS
+
 ROOT = Path(__file__).parents[1]
 BACKEND_FILES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "backends").rglob("*.py")}
 
@@ -120,6 +122,8 @@ BARE_COMMANDS = {
     ("ls", "STORE"): "",
     ("fsck", "STORE"): "",
     ("gc", "STORE"): "",
+    ("inspect", "STORE"): "",
+    ("vllm-args", "host://?capacity=1GiB"): "",
     ("replay", "--synthetic", "rag", "--set", "requests=50"): "",
     ("replay", "--synthetic", "rag", "--chart", "x.svg"): "kvxfer[chart]",
     ("explain", "cmpl-1", "--journal", "STORE"): "files of a journal",
@@ -223,6 +227,7 @@ def bare_python(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_every_command_works_bare_or_names_the_extra_that_it_needs(
     bare_python: Path, tmp_path: Path
 ) -> None:
+    assert {command[0] for command in BARE_COMMANDS} == {"--version", *_COMMANDS}
     (tmp_path / "usage.ledger").touch()
     commands = [
         [str(tmp_path) if part == "STORE" else part for part in command]
