@@ -292,6 +292,11 @@ class Calls:
             raise TimeoutError
         return await await_call(task)
 
+    def cancel(self) -> None:
+        """Cancel the calls that outlive their callers."""
+        for call in self._abandoned:
+            call.cancel()
+
     def _leave(self, call: "asyncio.Future[Any]") -> None:
         self._abandoned.add(call)
         call.add_done_callback(self._end)

@@ -139,6 +139,7 @@ class IsolatedTier:
 
     async def aclose(self) -> None:
         """Close the backend; after `TierTimeouts.close_s` the call is abandoned."""
+        self._calls.cancel()
         try:
             await self._calls.wait_for(self._timeouts.close_s, self.backend.aclose())
         except TimeoutError:
