@@ -45,7 +45,7 @@ BUDGETS = {
     "backends/pool": 1_400,
     "kvxfer/bench": 6_050,
     "kvxfer/cli": 2_000,
-    "kvxfer/copy_engine": 2_250,
+    "kvxfer/copy_engine": 2_350,
     "kvxfer/doctor": 1_800,
     "kvxfer/engine_side": 1_800,
     "kvxfer/explain": 950,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaEvent, CudaStream
+from kvxfer.copy_engine.cuda_driver import LEGACY_STREAM, CudaDriver, CudaEvent, CudaStream
 from kvxfer.errors import DeviceError
 from kvxfer.kvcache.descriptors import StreamMark
 
@@ -35,7 +35,8 @@ class ComputeStream:
             DeviceError: The driver refused.
             DeviceLostError: The device is gone.
         """
-        stream = CudaStream(torch.cuda.current_stream(self._device).cuda_stream)
+        handle = torch.cuda.current_stream(self._device).cuda_stream
+        stream = CudaStream(handle) if handle else LEGACY_STREAM  # what torch means by 0
         try:
             event = self._idle.pop()
         except IndexError:

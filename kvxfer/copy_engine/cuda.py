@@ -132,9 +132,9 @@ class CudaCopyEngine(CopyEngine):
                 return
         if is_pinned and self.driver.has_batch:
             columns = pairs.destinations, pairs.sources, pairs.lengths
-            self.driver.copy_batch(*columns, batch.stream)
+            self.driver.copy_batch(*columns, batch.stream, to_host=way is Way.TO_HOST)
         else:
-            self._enqueue_each(pairs, batch.stream)
+            self._enqueue_each(pairs, way, batch.stream)
 
     def _enqueue_kernels(self, pairs: FragmentPairs, kernel: FragmentKernel, batch: Batch) -> bool:
         tables = batch.open_tables(pairs.num_pairs)
@@ -144,14 +144,16 @@ class CudaCopyEngine(CopyEngine):
             kernel.launch(table.fill(part.sources, part.destinations, part.lengths), batch.stream)
         return bool(tables)
 
-    def _enqueue_each(self, pairs: FragmentPairs, stream: CudaStream) -> None:
+    def _enqueue_each(self, pairs: FragmentPairs, way: Way, stream: CudaStream) -> None:
+        to_host = way is Way.TO_HOST
         series, others = _split(pairs)
         for rows in series:
             (to, next_to), (from_, next_from) = (
                 side[:2].tolist() for side in (rows.destinations, rows.sources)
             )
             steps = (next_to - to, next_from - from_)
-            self.driver.copy_rows(to, from_, steps, int(rows.lengths[0]), rows.num_pairs, stream)
+            row_bytes, num_rows = int(rows.lengths[0]), rows.num_pairs
+            self.driver.copy_rows(to, from_, steps, row_bytes, num_rows, stream, to_host=to_host)
         self.driver.copy_each(others.destinations, others.sources, others.lengths, stream)
 
     def _holds(self, region: MemoryRegion) -> bool:

@@ -13,7 +13,11 @@ from kvxfer.errors import DeviceError, DeviceLostError, DeviceUnavailableError
 from kvxfer.kvcache.fragments import Addresses
 
 CudaStream = NewType("CudaStream", int)
-"""Handle of a stream; 0 is the device's default stream."""
+"""Handle of a stream, never 0: whether that is the legacy default stream or one of the thread
+depends on how a program was compiled, and on the environment."""
+
+LEGACY_STREAM = CudaStream(1)
+"""The legacy default stream. Source: cuda.h, CU_STREAM_LEGACY."""
 
 CudaEvent = NewType("CudaEvent", int)
 """Handle of an event."""
@@ -97,9 +101,10 @@ class CudaDriver:
         batch = self._find("cuMemcpyBatchAsync", BATCH_VERSION)
         self._batch = _BATCH(batch) if batch else None
         self.has_batch = self._batch is not None
-        self._attributes = self._api.CUmemcpyAttributes()
         order = self._api.CUmemcpySrcAccessOrder
-        self._attributes.srcAccessOrder = order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._in_order, self._at_once = (self._api.CUmemcpyAttributes() for _ in range(2))
+        self._in_order.srcAccessOrder = order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._at_once.srcAccessOrder = order.CU_MEMCPY_SRC_ACCESS_ORDER_ANY
         self._open = True
 
     @contextlib.contextmanager
@@ -160,10 +165,13 @@ class CudaDriver:
             DeviceLostError: The device is gone, and the event never passes.
         """
         with self.current():
-            (result,) = self._api.cuEventQuery(event)
-            if result == self._not_ready:
-                return False
-            self._check("cuEventQuery", result)
+            try:
+                (result,) = self._ask("cuEventQuery", event)
+                if result == self._not_ready:
+                    return False
+                self._check("cuEventQuery", result)
+            except DeviceError as exc:  # of any kind: nobody learns of the event's end
+                raise DeviceLostError(exc.device_index, exc.call, exc.code) from exc
             return True
 
     def wait(self, stream: CudaStream, event: CudaEvent) -> None:
@@ -179,14 +187,21 @@ class CudaDriver:
             triples = (array.tolist() for array in (destinations, sources, lengths))
             for triple in zip(*triples, strict=True):
                 if failed := self._copy(*triple, stream):
-                    self._check("cuMemcpyAsync", self._api.CUresult(failed))
+                    self._check("cuMemcpyAsync", self._result("cuMemcpyAsync", failed))
 
     def copy_batch(
-        self, destinations: Addresses, sources: Addresses, lengths: Addresses, stream: CudaStream
+        self,
+        destinations: Addresses,
+        sources: Addresses,
+        lengths: Addresses,
+        stream: CudaStream,
+        *,
+        to_host: bool,
     ) -> None:
         """Begin copies in one call, in no order among themselves; uint64 `(n,)`, contiguous.
 
-        The arrays are not needed afterwards.
+        The arrays are not needed afterwards. Sources in host memory may be read before what is in
+        the stream has ended: no stream writes to them.
         """
         assert self._batch is not None
         first, failed_index = ctypes.c_size_t(0), ctypes.c_size_t(0)
@@ -195,13 +210,13 @@ class CudaDriver:
             failed = self._batch(
                 *(array.ctypes.data for array in arrays),
                 len(lengths),
-                self._attributes.getPtr(),
+                (self._in_order if to_host else self._at_once).getPtr(),
                 ctypes.byref(first),
                 1,
                 ctypes.byref(failed_index),
                 stream,
             )
-            self._check("cuMemcpyBatchAsync", self._api.CUresult(failed))
+            self._check("cuMemcpyBatchAsync", self._result("cuMemcpyBatchAsync", failed))
 
     def copy_rows(
         self,
@@ -211,6 +226,8 @@ class CudaDriver:
         row_bytes: int,
         num_rows: int,
         stream: CudaStream,
+        *,
+        to_host: bool,
     ) -> None:
         """Begin to copy evenly spaced rows.
 
@@ -221,11 +238,17 @@ class CudaDriver:
             row_bytes: Bytes of a row.
             num_rows: Number of rows.
             stream: Stream that copies.
+            to_host: Whether the destination is in host memory; else the source is.
         """
         copy = self._api.CUDA_MEMCPY2D()
-        unified = self._api.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-        copy.srcMemoryType = copy.dstMemoryType = unified
-        copy.dstDevice, copy.srcDevice = destination, source
+        kinds = self._api.CUmemorytype
+        host, device = kinds.CU_MEMORYTYPE_HOST, kinds.CU_MEMORYTYPE_DEVICE
+        if to_host:
+            copy.srcMemoryType, copy.dstMemoryType = device, host
+            copy.srcDevice, copy.dstHost = source, destination
+        else:
+            copy.srcMemoryType, copy.dstMemoryType = host, device
+            copy.srcHost, copy.dstDevice = source, destination
         copy.dstPitch, copy.srcPitch = steps
         copy.WidthInBytes, copy.Height = row_bytes, num_rows
         with self.current():
@@ -248,25 +271,34 @@ class CudaDriver:
 
     def holds(self, address: int) -> bool:
         """Whether an address is in the memory of this device."""
-        attributes = self._api.CUpointer_attribute
+        attributes, kinds = self._api.CUpointer_attribute, self._api.CUmemorytype
         with self.current():
-            for attribute, wanted in (
-                (attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, self._device_memory),
-                (attributes.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, self.device_index),
-            ):
-                result, found = self._api.cuPointerGetAttribute(attribute, address)
-                if result == self._api.CUresult.CUDA_ERROR_INVALID_VALUE:  # unknown to CUDA
-                    return False
-                self._check("cuPointerGetAttribute", result)
-                if int(found) != int(wanted):
-                    return False
-        return True
+            return self._attributes_of(
+                address,
+                attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+                attributes.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+            ) == [int(kinds.CU_MEMORYTYPE_DEVICE), self.device_index]
+
+    def has_pinned(self, address: int, num_bytes: int) -> bool:
+        """Whether host memory is pinned in one piece, by whomever."""
+        attributes, kinds = self._api.CUpointer_attribute, self._api.CUmemorytype
+        kind = attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        piece = attributes.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        try:
+            with self.current():
+                first, last = (
+                    self._attributes_of(each, kind, piece)
+                    for each in (address, address + num_bytes - 1)
+                )
+        except DeviceError:
+            return False
+        return first == last and first[:1] == [int(kinds.CU_MEMORYTYPE_HOST)]
 
     @property
     def numa_node(self) -> int | None:
         """NUMA node of host memory that is nearest to the device; None if unknown."""
         attribute = self._api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
-        result, node = self._api.cuDeviceGetAttribute(attribute, self._device)
+        result, node = self._ask("cuDeviceGetAttribute", attribute, self._device)
         return int(node) if result == self._success and node >= 0 else None
 
     @property
@@ -283,9 +315,16 @@ class CudaDriver:
             self._open = False
             self._call("cuDevicePrimaryCtxRelease", self._device)
 
-    @property
-    def _device_memory(self) -> int:
-        return int(self._api.CUmemorytype.CU_MEMORYTYPE_DEVICE)
+    def _attributes_of(self, address: int, *attributes: Any) -> list[int]:
+        """Get attributes of an address; none of one that CUDA does not know."""
+        found = []
+        for attribute in attributes:
+            result, value = self._ask("cuPointerGetAttribute", attribute, address)
+            if result == self._api.CUresult.CUDA_ERROR_INVALID_VALUE:
+                return []
+            self._check("cuPointerGetAttribute", result)
+            found.append(int(value))
+        return found
 
     def _find(self, name: str, version: int) -> int:
         """Find the address of a call with its signature in a release; 0 if there is none."""
@@ -293,9 +332,23 @@ class CudaDriver:
         return int(address or 0)
 
     def _call(self, name: str, *args: Any) -> Any:
-        result, *values = getattr(self._api, name)(*args)
+        result, *values = self._ask(name, *args)
         self._check(name, result)
         return values[0] if len(values) == 1 else values
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        """Make a call without looking at its result."""
+        try:
+            return getattr(self._api, name)(*args)
+        except ValueError as exc:  # a result that came after these bindings
+            raise DeviceError(self.device_index, name, str(exc)) from exc
+
+    def _result(self, call: str, code: int) -> Any:
+        """Name the result of a call that was made without the bindings."""
+        try:
+            return self._api.CUresult(code)
+        except ValueError as exc:
+            raise DeviceError(self.device_index, call, str(exc)) from exc
 
     def _check(self, call: str, result: Any) -> None:
         if result == self._success:

@@ -4,6 +4,9 @@ import ctypes
 import logging
 import os
 import platform
+import threading
+import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +18,15 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 30
-"""Bytes registered in one call, during which the driver holds the process's memory lock."""
-
 MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call. Source: Linux, arch/x86/entry/syscalls/syscall_64.tbl and
 include/uapi/asm-generic/unistd.h."""
 PREFERRED, MOVE = 1, 2
 """Source: mbind(2), MPOL_PREFERRED and MPOL_MF_MOVE: pages that other processes map stay."""
+
+_lock = threading.Lock()
+_registrations: "weakref.WeakValueDictionary[tuple[int, int], _Registration]"
+_registrations = weakref.WeakValueDictionary()
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 
@@ -30,33 +34,32 @@ _syscall = ctypes.CDLL(None, use_errno=True).syscall
 class PinnedMemory:
     """Region of host memory, pinned for a GPU and moved to the NUMA node next to it.
 
-    Where the system refuses to pin all of it, none of it stays pinned, with a warning: copies
-    still work, through buffers of the driver, but more slowly.
+    It is registered in one call: a copy across the border of two registrations fails. Memory that
+    somebody else has pinned is theirs to unpin, not before its last copy. Where the system refuses
+    to pin it, there is a warning: copies still work, through buffers of the driver, but more
+    slowly.
 
     Args:
         driver: The GPU.
         region: The memory; kept alive.
-        chunk_bytes: Bytes registered in one call.
 
     Attributes:
         is_pinned: Whether the GPU reads and writes the memory directly.
     """
 
-    def __init__(
-        self, driver: CudaDriver, region: MemoryRegion, *, chunk_bytes: int = CHUNK_BYTES
-    ) -> None:
+    def __init__(self, driver: CudaDriver, region: MemoryRegion) -> None:
         self._driver = driver
         self._region = region
-        self._chunks: list[int] = []
+        self._registration: _Registration | None = None
         if driver.numa_node is not None:
             _move_to_node(region, driver.numa_node)
-        stop = region.address + region.num_bytes
+        self.is_pinned = True
         try:
-            for address in range(region.address, stop, chunk_bytes):
-                driver.register(address, min(chunk_bytes, stop - address))
-                self._chunks.append(address)
+            self._registration = _register(driver, region)
         except DeviceError as exc:
-            self.close()
+            self.is_pinned = driver.has_pinned(region.address, region.num_bytes)
+            if self.is_pinned:
+                return
             logger.warning(
                 "%d bytes of host memory cannot be pinned (%s): copies to and from cuda:%d will "
                 "be several times slower; raise the limit of locked memory (`ulimit -l`), or ask "
@@ -65,7 +68,6 @@ class PinnedMemory:
                 exc,
                 driver.device_index,
             )
-        self.is_pinned = bool(self._chunks)
 
     def covers(self, blocks: Descriptors) -> bool:
         """Whether all fragments are in this memory, and it is pinned."""
@@ -75,12 +77,32 @@ class PinnedMemory:
 
     def close(self) -> None:
         """Unpin; may be called again."""
-        try:
-            while self._chunks:
-                self._driver.unregister(self._chunks.pop())
-        except DeviceLostError:
-            self._chunks.clear()  # a lost device has released them
         self.is_pinned = False
+        registration, self._registration = self._registration, None
+        if registration is not None:
+            with _lock, suppress(DeviceLostError):  # a lost device has released it
+                registration.num_owners -= 1
+                if not registration.num_owners:
+                    del _registrations[self._region.address, self._region.num_bytes]
+                    self._driver.unregister(self._region.address)
+
+
+class _Registration:
+    """Memory that this process has registered, for all of its devices, and how many use it."""
+
+    num_owners = 0
+
+
+def _register(driver: CudaDriver, region: MemoryRegion) -> _Registration:
+    """Register memory, unless this process has it registered already."""
+    with _lock:
+        registration = _registrations.get((region.address, region.num_bytes))
+        if registration is None:
+            driver.register(region.address, region.num_bytes)
+            registration = _Registration()
+            _registrations[region.address, region.num_bytes] = registration
+        registration.num_owners += 1
+    return registration
 
 
 def num_nodes() -> int:

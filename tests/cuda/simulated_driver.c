@@ -25,6 +25,7 @@ struct op {
     enum op_kind kind;
     char *to;
     const char *from;
+    char *read; /* what was read of the source before its turn; NULL if nothing was */
     size_t num_bytes;
     struct CUevent_st *event;
     unsigned long turn;
@@ -64,10 +65,10 @@ static int num_ranges;
 static __thread struct CUctx_st *stack[16];
 static __thread int depth;
 
-static int version = 13000, numa_node = -1, can_use_host_pointer = 1, paused, refuse_records;
+static int version = 13000, numa_node = -1, can_use_host_pointer = 1, paused, refuse_records, strange_result;
 static size_t bytes_that_may_be_registered = SIZE_MAX, registered_bytes;
 static unsigned delay_us;
-static unsigned long num_batches, num_single, num_2d, num_pageable, num_live_events, num_live_streams;
+static unsigned long num_batches, num_read_at_once, num_single, num_2d, num_pageable, num_live_events, num_live_streams;
 static unsigned long process; /* what an earlier one opened is not among the live ones, nor missed when it is closed */
 
 /* As in a new process: the device is there, and whatever was registered is forgotten. */
@@ -88,6 +89,7 @@ void sim_set(const char *name, long value) {
     else if (!strcmp(name, "bytes_that_may_be_registered")) bytes_that_may_be_registered = (size_t)value;
     else if (!strcmp(name, "delay_us")) delay_us = (unsigned)value;
     else if (!strcmp(name, "refuse_records")) refuse_records = (int)value;
+    else if (!strcmp(name, "strange_result")) strange_result = (int)value;
     else if (!strcmp(name, "paused")) paused = (int)value;
     else if (!strcmp(name, "lost")) contexts[value].lost = 1;
     else if (!strcmp(name, "found")) find_again(&contexts[value]);
@@ -98,6 +100,7 @@ void sim_set(const char *name, long value) {
 
 unsigned long sim_get(const char *name) {
     if (!strcmp(name, "num_batches")) return num_batches;
+    if (!strcmp(name, "num_read_at_once")) return num_read_at_once;
     if (!strcmp(name, "num_single")) return num_single;
     if (!strcmp(name, "num_2d")) return num_2d;
     if (!strcmp(name, "num_pageable")) return num_pageable;
@@ -115,15 +118,11 @@ static struct range *range_of(uintptr_t address, size_t num_bytes) {
     return NULL;
 }
 
-static int is_registered(uintptr_t address, size_t num_bytes) {
-    while (num_bytes) {
-        struct range *range = range_of(address, 1);
-        if (!range) return 0;
-        size_t covered = range->address + range->num_bytes - address;
-        if (covered >= num_bytes) return 1;
-        address += covered, num_bytes -= covered;
-    }
-    return 1;
+/* Whether some of the bytes are registered, or of a device. */
+static int is_known_in_part(uintptr_t address, size_t num_bytes) {
+    for (int i = 0; i < num_ranges; i++)
+        if (ranges[i].address < address + num_bytes && address < ranges[i].address + ranges[i].num_bytes) return 1;
+    return 0;
 }
 
 static CUcontext current(void) { return depth ? stack[depth - 1] : NULL; }
@@ -145,7 +144,7 @@ static void *work(void *argument) {
             unsigned pause_us = delay_us;
             pthread_mutex_unlock(&lock);
             if (pause_us) usleep(pause_us);
-            memcpy(op->to, op->from, op->num_bytes);
+            memcpy(op->to, op->read ? op->read : op->from, op->num_bytes);
             pthread_mutex_lock(&lock);
             stream->busy = 0;
         }
@@ -153,6 +152,7 @@ static void *work(void *argument) {
         stream->first = op->next;
         if (!stream->first) stream->last = &stream->first;
         int stop = op->kind == STOP;
+        free(op->read);
         free(op);
         pthread_cond_broadcast(&changed);
         if (stop) break;
@@ -177,20 +177,27 @@ static struct CUstream_st *start_stream(struct CUctx_st *context, int priority) 
     return stream;
 }
 
-static struct CUstream_st *resolve(CUstream stream) { return stream ? stream : current()->default_stream; }
+/* A program that means the default stream by NULL may get another one than it means. */
+static struct CUstream_st *resolve(CUstream stream) {
+    return stream == CU_STREAM_LEGACY ? current()->default_stream : stream;
+}
 
-static CUresult enqueue_copy(uintptr_t to, uintptr_t from, size_t num_bytes, CUstream stream) {
+static CUresult enqueue_copy(uintptr_t to, uintptr_t from, size_t num_bytes, CUstream stream, int reads_at_once) {
     struct range *target = range_of(to, num_bytes), *source = range_of(from, num_bytes);
     int device = current()->device;
     struct range *ends[2] = {target, source};
     for (int i = 0; i < 2; i++)
         if (ends[i] && ends[i]->behind && ends[i]->device != device) return CUDA_ERROR_INVALID_VALUE;
-    if (!(target && target->behind) && !is_registered(to, num_bytes)) num_pageable++;
-    if (!(source && source->behind) && !is_registered(from, num_bytes)) num_pageable++;
+    /* "must be entirely registered": no copy crosses the border of two registrations, or of one */
+    if (!target && is_known_in_part(to, num_bytes)) return CUDA_ERROR_INVALID_VALUE;
+    if (!source && is_known_in_part(from, num_bytes)) return CUDA_ERROR_INVALID_VALUE;
+    num_pageable += !target + !source;
+    const char *bytes = source && source->behind ? source->behind + (from - source->address) : (char *)from;
     enqueue(resolve(stream), (struct op){
         .kind = COPY,
         .to = target && target->behind ? target->behind + (to - target->address) : (char *)to,
-        .from = source && source->behind ? source->behind + (from - source->address) : (char *)from,
+        .from = bytes,
+        .read = reads_at_once ? memcpy(malloc(num_bytes), bytes, num_bytes) : NULL,
         .num_bytes = num_bytes,
     });
     return CUDA_SUCCESS;
@@ -308,7 +315,8 @@ CUresult cuPointerGetAttribute(void *out, CUpointer_attribute attribute, CUdevic
     pthread_mutex_lock(&lock);
     struct range *range = range_of(address, 1);
     CUresult result = range ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-    if (range && attribute == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) *(int *)out = range->device;
+    if (range && attribute == CU_POINTER_ATTRIBUTE_BUFFER_ID) *(unsigned long long *)out = range->address;
+    else if (range && attribute == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) *(int *)out = range->device;
     else if (range && attribute == CU_POINTER_ATTRIBUTE_MEMORY_TYPE)
         *(unsigned *)out = range->behind ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
     else if (range) result = CUDA_ERROR_NOT_SUPPORTED;
@@ -339,7 +347,7 @@ CUresult cuStreamDestroy_v2(CUstream stream) {
 CUresult cuStreamGetPriority(CUstream stream, int *out) { *out = stream->priority; return CUDA_SUCCESS; }
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
     CUresult result = check();
-    if (result || flags) return result ? result : CUDA_ERROR_INVALID_VALUE;
+    if (result || flags || !stream) return result ? result : CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&lock);
     enqueue(resolve(stream), (struct op){.kind = WAIT, .event = event, .turn = event->recorded});
     resolve(stream)->num_waits++;
@@ -366,6 +374,7 @@ CUresult cuEventDestroy_v2(CUevent event) {
 CUresult cuEventRecord(CUevent event, CUstream stream) {
     CUresult result = check();
     if (result) return result;
+    if (!stream) return CUDA_ERROR_INVALID_HANDLE;
     if (refuse_records) return CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&lock);
     enqueue(resolve(stream), (struct op){.kind = RECORD, .event = event, .turn = ++event->recorded});
@@ -384,24 +393,28 @@ CUresult cuEventQuery(CUevent event) {
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t num_bytes, CUstream stream) {
     CUresult result = check();
     if (result) return result;
+    if (!stream) return CUDA_ERROR_INVALID_HANDLE;
     pthread_mutex_lock(&lock);
     num_single++;
-    result = enqueue_copy(to, from, num_bytes, stream);
+    result = strange_result ? (CUresult)strange_result : enqueue_copy(to, from, num_bytes, stream, 0);
     pthread_mutex_unlock(&lock);
     return result;
 }
 CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *copy, CUstream stream) {
     CUresult result = check();
     if (result) return result;
-    if (copy->srcMemoryType != CU_MEMORYTYPE_UNIFIED || copy->dstMemoryType != CU_MEMORYTYPE_UNIFIED)
+    int to_host = copy->dstMemoryType == CU_MEMORYTYPE_HOST; /* pageable memory has no unified address */
+    if (copy->srcMemoryType != (to_host ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST) ||
+        copy->dstMemoryType != (to_host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE))
         return CUDA_ERROR_INVALID_VALUE;
+    uintptr_t to = to_host ? (uintptr_t)copy->dstHost : copy->dstDevice;
+    uintptr_t from = to_host ? copy->srcDevice : (uintptr_t)copy->srcHost;
     if (copy->srcPitch < copy->WidthInBytes || copy->dstPitch < copy->WidthInBytes)
         return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&lock);
     num_2d++;
     for (size_t row = copy->Height; row-- && !result;)
-        result = enqueue_copy(copy->dstDevice + row * copy->dstPitch, copy->srcDevice + row * copy->srcPitch,
-                              copy->WidthInBytes, stream);
+        result = enqueue_copy(to + row * copy->dstPitch, from + row * copy->srcPitch, copy->WidthInBytes, stream, 0);
     pthread_mutex_unlock(&lock);
     return result;
 }
@@ -410,12 +423,17 @@ static CUresult copy_batch(CUdeviceptr *to, CUdeviceptr *from, size_t *num_bytes
     CUresult result = check();
     if (result) return result;
     if (!stream || !count || num_attributes != 1 || first[0] != 0) return CUDA_ERROR_INVALID_VALUE;
-    if (attributes->srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM) return CUDA_ERROR_INVALID_VALUE;
+    int reads_at_once = attributes->srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_ANY;
+    if (!reads_at_once && attributes->srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
+        return CUDA_ERROR_INVALID_VALUE;
     for (size_t i = 0; i < count; i++)
         if (!num_bytes[i]) return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&lock);
     num_batches++;
-    for (size_t i = count; i-- && !result;) result = enqueue_copy(to[i], from[i], num_bytes[i], stream);
+    num_read_at_once += (unsigned long)reads_at_once;
+    result = (CUresult)strange_result;
+    for (size_t i = count; i-- && !result;)
+        result = enqueue_copy(to[i], from[i], num_bytes[i], stream, reads_at_once);
     pthread_mutex_unlock(&lock);
     return result;
 }

@@ -19,6 +19,7 @@ DEFAULTS = {
     "delay_us": 0,
     "paused": 0,
     "refuse_records": 0,
+    "strange_result": 0,
 }
 
 

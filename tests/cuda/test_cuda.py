@@ -1,5 +1,6 @@
 """CudaCopyEngine over the simulated GPU: its driver calls, and their failures."""
 
+import mmap
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -95,6 +96,57 @@ def test_a_batch_is_one_call(
     batches, pageable = map(gpu.get, counts)
     copy(engine, memory, way, scatter(seed))
     assert list(map(gpu.get, counts)) == [batches + 1, pageable]
+
+
+@pytest.mark.parametrize("way", Way)
+def test_only_host_memory_is_read_before_its_turn(
+    gpu: SimulatedGpu, engine: CudaCopyEngine, memory: Memory, way: Way
+) -> None:
+    """No stream writes to the host's side; the device's side is being computed until its turn."""
+    before = gpu.get("num_read_at_once")
+    copy(engine, memory, way, scatter(0))
+    assert gpu.get("num_read_at_once") - before == (way is Way.TO_DEVICE)
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("batches", [True, False])
+def test_blocks_lie_anywhere_in_a_large_pool(gpu: SimulatedGpu, way: Way, *, batches: bool) -> None:
+    """A driver refuses copies across the border of two registrations."""
+    gpu.set("version", 13000 if batches else 12040)
+    host = np.frombuffer(mmap.mmap(-1, (1 << 30) + (1 << 16)), np.uint8)
+    engine = CudaCopyEngine(0, NEVER)
+    engine.attach([MemoryRegion(host.ctypes.data, host.nbytes, host)])
+    device, num_bytes = gpu.allocate(NUM_BYTES), 8192
+    ours = host.ctypes.data + (1 << 30) - 4096
+    there, here = (
+        Descriptors.of_pieces(np.array([address], np.uint64), [num_bytes], device=place)
+        for address, place in ((device, engine.device), (ours, torch.device("cpu")))
+    )
+    payload = bytes(range(256)) * (num_bytes // 256)
+    if way is Way.TO_HOST:
+        gpu.write(device, payload)
+        engine.copy(there, here)
+        assert host[(1 << 30) - 4096 :][:num_bytes].tobytes() == payload
+    else:
+        host[(1 << 30) - 4096 :][:num_bytes] = np.frombuffer(payload, np.uint8)
+        engine.copy(here, there)
+        assert gpu.read(device, num_bytes) == payload
+    engine.close()
+
+
+@pytest.mark.parametrize("version", [13000, 12040])
+def test_a_result_that_the_bindings_do_not_know_is_an_error_of_the_device(
+    gpu: SimulatedGpu, memory: Memory, version: int
+) -> None:
+    gpu.set("version", version)
+    engine = CudaCopyEngine(0, NEVER)
+    engine.attach([memory.region])
+    gpu.set("strange_result", 12345)
+    with pytest.raises(DeviceError, match="12345"):
+        copy(engine, memory, Way.TO_DEVICE, scatter(0))
+    gpu.set("strange_result", 0)
+    copy(engine, memory, Way.TO_DEVICE, scatter(0))
+    engine.close()
 
 
 @pytest.mark.parametrize("way", Way)

@@ -13,8 +13,7 @@ from kvxfer.copy_engine.pinned_memory import PinnedMemory
 from kvxfer.kvcache.memory_region import MemoryRegion
 from tests.cuda.simulated_gpu import SimulatedGpu
 
-CHUNK_BYTES = 1 << 16
-NUM_BYTES = 3 * CHUNK_BYTES + 4096
+NUM_BYTES = 200704
 
 
 @pytest.fixture
@@ -30,25 +29,25 @@ def region() -> MemoryRegion:
     return MemoryRegion(memory.ctypes.data, memory.nbytes, memory)
 
 
-def test_memory_is_pinned_in_chunks_and_unpinned_whole(
+def test_memory_is_pinned_in_one_piece_and_unpinned_whole(
     gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion
 ) -> None:
-    pinned = PinnedMemory(driver, region, chunk_bytes=CHUNK_BYTES)
-    states = [pinned.is_pinned]
+    pinned = PinnedMemory(driver, region)
+    states = [pinned.is_pinned, driver.has_pinned(region.address, region.num_bytes)]
     assert gpu.get("registered_bytes") == NUM_BYTES
     pinned.close()
     pinned.close()
-    states.append(pinned.is_pinned)
-    assert states == [True, False]
+    states += [pinned.is_pinned, driver.has_pinned(region.address, region.num_bytes)]
+    assert states == [True, True, False, False]
     assert gpu.get("registered_bytes") == 0
 
 
-def test_a_refusal_in_the_middle_leaves_nothing_pinned_and_is_told(
+def test_a_refusal_leaves_nothing_pinned_and_is_told(
     gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gpu.set("bytes_that_may_be_registered", 2 * CHUNK_BYTES)
+    gpu.set("bytes_that_may_be_registered", NUM_BYTES - 1)
     with caplog.at_level(logging.WARNING):
-        pinned = PinnedMemory(driver, region, chunk_bytes=CHUNK_BYTES)
+        pinned = PinnedMemory(driver, region)
     assert not pinned.is_pinned
     assert gpu.get("registered_bytes") == 0
     (message,) = caplog.messages
@@ -57,21 +56,52 @@ def test_a_refusal_in_the_middle_leaves_nothing_pinned_and_is_told(
     assert "CUDA_ERROR_OUT_OF_MEMORY" in message
 
 
-def test_what_is_pinned_already_is_left_to_its_owner(
+def test_what_others_have_pinned_is_left_to_its_owner(
+    gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.register(region.address, region.num_bytes)
+    pinned = PinnedMemory(driver, region)
+    assert pinned.is_pinned
+    assert not caplog.messages
+    pinned.close()
+    assert gpu.get("registered_bytes") == NUM_BYTES
+    driver.unregister(region.address)
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2])
+def test_what_others_have_pinned_in_part_or_in_pieces_is_not_pinned(
+    num_pieces: int,
+    driver: CudaDriver,
+    region: MemoryRegion,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    half = NUM_BYTES // 2
+    pieces = [region.address + half * index for index in range(num_pieces)]
+    for address in pieces:
+        driver.register(address, half)
+    pinned = PinnedMemory(driver, region)
+    assert not pinned.is_pinned
+    assert "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED" in caplog.text
+    pinned.close()
+    for address in pieces:
+        driver.unregister(address)
+
+
+def test_memory_of_two_engines_is_unpinned_by_the_last_one(
     gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion
 ) -> None:
-    first = PinnedMemory(driver, region)
-    second = PinnedMemory(driver, region)
-    assert (first.is_pinned, second.is_pinned) == (True, False)
-    second.close()
-    assert gpu.get("registered_bytes") == NUM_BYTES
+    first, second = PinnedMemory(driver, region), PinnedMemory(driver, region)
     first.close()
+    assert second.is_pinned
+    assert gpu.get("registered_bytes") == NUM_BYTES
+    second.close()
+    assert gpu.get("registered_bytes") == 0
 
 
 def test_a_lost_device_does_not_keep_memory_from_being_let_go(
     gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion
 ) -> None:
-    pinned = PinnedMemory(driver, region, chunk_bytes=CHUNK_BYTES)
+    pinned = PinnedMemory(driver, region)
     gpu.set("lost", 0)
     pinned.close()
     assert not pinned.is_pinned
