@@ -20,6 +20,8 @@ export TRANSFORMERS_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export PYTHONHASHSEED := 0
+# vLLM has small functions compiled to C++, for which there may be no compiler; they also run as they are.
+export TORCHDYNAMO_DISABLE := 1
 # Packages come uncompiled, and without files of byte code each process compiles them again: half a
 # minute for each process of an engine.
 export PYTHONDONTWRITEBYTECODE :=

@@ -61,8 +61,8 @@ def statuses(outcomes: Sequence[Outcome]) -> list[Status]:
 async def test_a_full_disk_fails_blocks_and_leaves_no_part_of_one(engine: str) -> None:
     memory, keys = BlockMemory([[MIB]], num_blocks=16), hashed_keys(8)
     with tmpfs(4 * MIB) as folder:
-        fields = {"engine": engine, "min_free": -(1 << 40)}  # the floor does not notice
-        async with open_store(folder / "store", memory.namespace(), **fields) as backend:
+        async with open_store(folder / "store", memory.namespace(), engine=engine) as backend:
+            backend._space._min_free_bytes = -(1 << 40)  # the floor does not notice
             await backend.wait_indexed()
             filler = folder / "filler"
             filler.write_bytes(bytes(2 * MIB))

@@ -26,6 +26,7 @@ from kvxfer.backends.nixl.wire import (
     Pong,
     Reach,
     Ready,
+    Region,
     greet_as_client,
 )
 from kvxfer.errors import PeerClosedError, PeerError
@@ -194,7 +195,7 @@ async def greeted(holder: NixlBackend) -> AsyncIterator[tuple[Greeting, FrameCha
     """Shake hands with a holder, as a peer would."""
 
     async def reach(theirs: Hello) -> Reach:
-        return Reach()
+        return Reach(regions=[Region(4096, 1 << 16)])
 
     assert holder.server is not None
     at = port(holder, "control")
