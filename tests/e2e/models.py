@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 DEFAULT_DIRECTORY = Path("build/models")
 STAMP = "made-from.json"
@@ -78,7 +79,7 @@ def _write_smollm2(directory: Path) -> None:
 
     reader = gguf.GGUFReader(_gguf())
 
-    def read(name: str) -> int | float:
+    def read(name: str) -> Any:
         field = reader.get_field(name)
         assert field is not None
         return field.contents()
@@ -106,7 +107,7 @@ def _write_smollm2(directory: Path) -> None:
         weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
         if name in {"attn_q", "attn_k"}:
             # llama.cpp rotates neighbours, transformers the halves of a head.
-            pairs = weight.unflatten(0, (-1, config.head_dim // 2, 2))
+            pairs = weight.reshape(-1, config.head_dim // 2, 2, weight.shape[-1])
             weight = pairs.transpose(1, 2).reshape(weight.shape)
         prefix = f"layers.{block[1]}." if block else ""
         full_name = f"model.{prefix}{LAYER_NAMES[name]}.weight"

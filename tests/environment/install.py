@@ -113,7 +113,7 @@ def make_venv(venv: Path) -> None:
     """
     version = "{}.{}".format(*sys.version_info)
     try:
-        command = [venv / "bin" / "python", "-m", "pip", "--version"]
+        command = [str(venv / "bin" / "python"), "-m", "pip", "--version"]
         answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         answer = ""

@@ -11,6 +11,7 @@ import urllib.request
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 from packaging.metadata import Metadata
 from packaging.specifiers import SpecifierSet
@@ -51,7 +52,8 @@ def find_wheel(name: str, version: str, python: Version) -> Wheel | None:
 @functools.cache
 def read_metadata(wheel: Wheel) -> Metadata:
     """Read the metadata of a wheel: its last bytes, and the stretch where METADATA is."""
-    with zipfile.ZipFile(io.BufferedReader(_RemoteFile(wheel), PIECE_BYTES)) as archive:
+    remote = io.BufferedReader(cast("io.RawIOBase", _RemoteFile(wheel)), PIECE_BYTES)
+    with zipfile.ZipFile(remote) as archive:
         (name,) = (each for each in archive.namelist() if _is_metadata(each))
         return Metadata.from_email(archive.read(name), validate=False)
 
@@ -71,10 +73,10 @@ def _tags(python: Version) -> Iterator[Tag]:
 
 
 @functools.cache
-def _files(name: str) -> list[dict[str, str]]:
+def _files(name: str) -> list[dict[str, Any]]:
     request = urllib.request.Request(f"{INDEX}/{name}/", headers={"Accept": JSON})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-        files: list[dict[str, str]] = json.load(answer)["files"]
+        files: list[dict[str, Any]] = json.load(answer)["files"]
         return files
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import NormalizedName, canonicalize_name
 from packaging.version import Version
 
 from tests.environment import install
@@ -53,7 +53,7 @@ def test_every_pinned_package_has_a_wheel_and_what_it_requires_is_pinned(python:
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         read = pool.map(lambda name: _requirements(name, Version(python)), PINS)
         requirements = dict(zip(PINS, read, strict=True))
-    problems = []
+    problems: list[str] = []
     wanted = [(name, "") for name in PINS]  # packages and extras
     for name, extra in wanted:
         for requirement in _apply(requirements[name], extra, python):
@@ -65,7 +65,7 @@ def test_every_pinned_package_has_a_wheel_and_what_it_requires_is_pinned(python:
     assert (no_wheel, problems) == ([], [])
 
 
-def _requirements(name: str, python: Version) -> list[Requirement] | None:
+def _requirements(name: NormalizedName, python: Version) -> list[Requirement] | None:
     """Read what a pinned package requires; None when there is no wheel for this Python."""
     wheel = find_wheel(name, PINS[name], python)
     return None if wheel is None else read_metadata(wheel).requires_dist or []

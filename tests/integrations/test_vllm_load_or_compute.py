@@ -11,8 +11,8 @@ from kvxfer.transfer.load_or_compute import LoadOrCompute
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
+from kvxfer.integrations.vllm.common.settings import parse_load_or_compute
 from kvxfer.integrations.vllm.offloading import metrics
-from kvxfer.integrations.vllm.offloading.offloading_spec import parse_load_or_compute
 from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
 from tests.integrations.two_tiers import (
     HIT,

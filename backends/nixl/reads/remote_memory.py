@@ -21,8 +21,9 @@ from kvxfer.backends.nixl.wire import (
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors, view_memory
 from kvxfer.kvcache.fragment_pairs import pair_fragments
+from kvxfer.storage.calls import Drain
 from kvxfer.storage.lending import GENERATION_BYTES, Fences
-from kvxfer.storage.staging_memory import Drain, StagingMemory
+from kvxfer.storage.staging_memory import StagingMemory
 
 GRACE_S = 0.5
 """Time that a cancelled read has to end, before its memory is put in quarantine."""
