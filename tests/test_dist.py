@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -68,6 +69,16 @@ def test_the_wheel_holds_every_backend_once_and_no_top_level_package(distributio
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"kvxfer"}
     assert "kvxfer/py.typed" in names
+
+
+def test_the_page_of_an_index_has_no_link_to_a_file_that_it_has_not(distributions: Path) -> None:
+    (wheel,) = distributions.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        page = archive.read(name).decode()
+    assert "# kvxfer" in page
+    assert "](" in (ROOT / "README.md").read_text()
+    assert [link for link in re.findall(r"\]\(([^)]+)\)", page) if "://" not in link] == []
 
 
 def test_the_source_distribution_holds_every_backend_exactly_once(distributions: Path) -> None:
