@@ -1,6 +1,7 @@
 """Events that vLLM publishes: an index that is built from them is that of all tiers."""
 
 import time
+import tracemalloc
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from kvxfer.backends.file import BlockTree, FileBackend, refuse_partial_walk
 from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.storage.observer import Added, Removal, Removed
 from tests.backends.file_store import config
 from tests.cli.stores import flip
 
@@ -24,6 +26,7 @@ from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, ReqContext
 
 from kvxfer.errors import UnsupportedEngineError
 from kvxfer.integrations.vllm.offloading import interface
+from kvxfer.integrations.vllm.offloading.tier_events import MAX_TOLD, TierEvents
 from tests.integrations.test_vllm_tier import Tiers
 from tests.integrations.two_tiers import Start, keys_of, make_namespace, schedulers
 
@@ -121,6 +124,37 @@ def test_after_a_reset_nothing_is_told_to_be_there_but_what_is_stored_then(
     scheduler.settle()
     router.take(scheduler.manager.take_events())
     assert router.kept["CPU"] == router.kept["STORAGE"] == set(keys[2:])
+
+
+def test_memory_for_events_has_a_bound_though_a_bucket_has_none(router: Router) -> None:
+    """However many blocks are told, the last ones are told to be gone at a reset, and no other."""
+    events, per_batch = TierEvents(), 1 << 12
+    sizes = []
+    tracemalloc.start()
+    try:
+        for first in range(0, 4 * MAX_TOLD, per_batch):
+            keys = keys_of(per_batch, first=first)
+            events.note(Added("s3", keys))
+            router.take(events.take())
+            router.kept.clear()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    half = len(sizes) // 2
+    assert max(sizes[half:]) < max(sizes[:half]) * 1.05
+    events.note(Added("s3", keys[:2]))
+    assert events.take() == []
+    events.note(Removed("s3", [*keys_of(1), keys[0]], Removal.DELETED))
+    assert [(event.removed, event.keys) for event in events.take()] == [
+        (True, [*keys_of(1), keys[0]])
+    ]
+    events.note(Added("s3", keys_of(1)))
+    events.reset(b"salt")
+    told = events.take()
+    assert all(event.removed for event in told)
+    gone = [key for event in told for key in event.keys]
+    assert {*keys[1:], *keys_of(1)} <= set(gone)
+    assert MAX_TOLD // 2 <= len(gone) <= MAX_TOLD
 
 
 def test_files_of_an_earlier_engine_are_told(start: Start, router: Router, tmp_path: Path) -> None:
