@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -70,6 +70,7 @@ class TierWriter:
         self._worker: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         self._settled.set()
+        self._added = asyncio.Event()
 
     def observe(self) -> None:
         """Tell the reports of the tier how many blocks wait for it."""
@@ -83,6 +84,9 @@ class TierWriter:
             self._target.reports.not_written_back(dropped)
         if len(self.queue):
             self._run()
+            self._added.set()
+            if not self.queue.pause_s(time.monotonic()):
+                self._settled.clear()
 
     async def settle(self) -> None:
         """Wait until the queue is empty, or its blocks are only tried again later."""
@@ -210,9 +214,13 @@ class TierWriter:
             self._target.reports.not_written_back(keys)
 
     async def _pause(self) -> None:
+        """Wait until blocks may be taken again, or there are others, which may not have to wait."""
         self._settled.set()
-        await asyncio.sleep(self.queue.pause_s(time.monotonic()))
-        if len(self.queue):
+        self._added.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.queue.pause_s(time.monotonic())):
+                await self._added.wait()
+        if len(self.queue) and not self.queue.pause_s(time.monotonic()):
             self._settled.clear()
 
     def _num_fitting(self) -> int:

@@ -156,8 +156,9 @@ async def test_the_oldest_unproven_connection_makes_room_for_the_next_and_the_lo
 
 
 async def test_peers_that_come_all_at_once_wait_for_each_other_and_none_is_cut(
-    tls: dict[str, Any],
+    tls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvxfer.backends.nixl.server.PROVE_S", LIMIT_S)  # also on a busy machine
     async with holding(tls | {"max_unauthenticated": 2}) as holder:
         assert holder.server is not None
         config = NixlConfig(address=str(holder.server.endpoint), transport="socket", **tls)

@@ -218,6 +218,8 @@ def test_a_fleet_that_cannot_be_is_one_line_and_exit_status_2(
 def test_a_picture_needs_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for module in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, module)  # by an earlier test
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*CHATS, "--chart", str(tmp_path / "chart.svg")]) == 2
     printed = capsys.readouterr()

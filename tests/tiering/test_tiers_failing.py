@@ -778,6 +778,27 @@ async def test_a_block_that_cannot_be_read_for_a_moment_is_carried_later(
         assert await lower.lookup(KEYS[1:2]) == [True]
 
 
+async def test_blocks_go_down_while_another_one_is_put_off(memory: BlockMemory) -> None:
+    class Source(Scripted):
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            if KEYS[0] in keys:
+                return [Outcome(Status.CORRUPT)] * len(keys)
+            return await super().load(keys, blocks)
+
+    namespace = memory.namespace()
+    source, lower = Source(namespace), open_dict(namespace)
+    async with TieredBackend([source, lower], namespace) as backend:
+        [writer] = backend._writers
+        writer.queue.first_pause_s = 60.0
+        await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
+        await writer.settle()
+        assert KEYS[0] in writer.queue
+        await store_generated(backend, KEYS[1:2], memory.describe(0, [1]))
+        async with asyncio.timeout(LIMIT_S):
+            await writer.settle()
+        assert await lower.lookup(KEYS[:2]) == [False, True]
+
+
 # Recovery
 
 
