@@ -578,6 +578,35 @@ async def test_a_tier_that_hangs_is_found_out_although_no_caller_waits_so_long(
         hanging.release()
 
 
+async def test_closing_a_tier_ends_the_lookups_that_outlived_their_callers(
+    memory: BlockMemory,
+) -> None:
+    class Silent(Scripted):
+        def __init__(self, namespace: Namespace) -> None:
+            super().__init__(namespace)
+            self.ended: list[str] = []
+
+        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+            try:
+                await self.may_go_on.wait()
+            finally:
+                self.ended.append("lookup")
+            return await super().lookup(keys)
+
+        async def aclose(self) -> None:
+            self.ended.append("backend")
+            await super().aclose()
+
+    namespace = memory.namespace()
+    silent, timeouts = Silent(namespace), replace(SHORT, lookup_s=60)
+    async with TieredBackend([open_dict(namespace), silent], namespace, timeouts=timeouts) as tiers:
+        looking = asyncio.ensure_future(tiers.lookup(KEYS))
+        await yield_to_loop(5)
+        await cancel(looking)
+        assert silent.ended == []
+    assert silent.ended == ["lookup", "backend"]
+
+
 async def test_a_store_below_lets_go_of_its_keys_after_a_deadline(memory: BlockMemory) -> None:
     class Stuck(Scripted):
         async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
