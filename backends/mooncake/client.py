@@ -1,6 +1,7 @@
 """Client of Mooncake Store on a thread of its own: deadlines for calls that have none."""
 
 import asyncio
+import contextlib
 import enum
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from kvxfer.backends.mooncake.config import MooncakeConfig
 from kvxfer.errors import BackendUnavailableError, ClosedError, KVXferError
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.calls import Calls
 from kvxfer.storage.threads import Threads
 
 if TYPE_CHECKING:
@@ -95,6 +97,7 @@ class StoreClient:
         self._threads = Threads("kvxfer-mooncake", 1)
         self._turn = asyncio.Lock()
         self._running: asyncio.Future[Sequence[int]] | None = None
+        self._calls = Calls()
         self._is_late = False
         self._closed = False
         self._probe = 0
@@ -118,7 +121,8 @@ class StoreClient:
 
         Raises:
             CallFailedError: It failed, is late, or was not made.
-            asyncio.CancelledError: The caller was cancelled; the call may go on, as a late one.
+            asyncio.CancelledError: The caller was cancelled; the call may go on, and is late from
+                its own deadline on.
             ClosedError: The client was closed.
         """
         ends_at = time.monotonic() + timeout_s
@@ -133,10 +137,16 @@ class StoreClient:
         except BaseException:
             self._turn.release()
             raise
-        await asyncio.wait([running], timeout=ends_at - time.monotonic())
+
+        def note_late() -> None:
+            if not running.done():
+                self._is_late = True
+                self._breaker.trip(f"{what} was not answered in time")
+
+        left_s, ending = ends_at - time.monotonic(), asyncio.wait([running])
+        with contextlib.suppress(TimeoutError):
+            await self._calls.wait_for(left_s, ending, note_late=note_late, outlives_caller=True)
         if not running.done():
-            self._is_late = True
-            self._breaker.trip(f"{what} was not answered in time")
             raise CallFailedError(f"{what}: no answer in time", Status.TIMED_OUT, is_late=True)
         try:
             codes = running.result()
@@ -157,6 +167,7 @@ class StoreClient:
         One that still runs then keeps its memory, and has Mooncake closed when it ends.
         """
         self._closed = True
+        self._calls.cancel()
         self._threads.start(self._shut)
         return await self._threads.aclose(timeout_s)
 

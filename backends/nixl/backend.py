@@ -33,7 +33,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import MISSING, Backend, Outcome, Status, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import await_call
+from kvxfer.storage.calls import Calls, await_call
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import LendingBackend
 from kvxfer.storage.observer import Reports
@@ -113,6 +113,7 @@ class NixlBackend(Backend):
         )
         self.memory_kinds = self._exchange.memory_kinds
         self._suspensions: dict[Endpoint, Suspension] = {}
+        self._calls = Calls()
 
     def __repr__(self) -> str:
         peers = ", ".join(f"{peer} by {each[0]}" for peer, each in self.statistics.items())
@@ -170,7 +171,8 @@ class NixlBackend(Backend):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`; asks all peers that may hold a key.
 
-        One of several that does not answer in time has no blocks, and is not asked for a while.
+        One of several that does not answer in time has no blocks, and is not asked for a while,
+        also where the caller did not wait so long.
         """
         await self._check(keys)
         homes, ranked = await self._find_homes(keys)
@@ -280,12 +282,18 @@ class NixlBackend(Backend):
         suspension = self._suspension(home)
         if suspension and suspension.is_on(time.monotonic()):
             return set()
-        try:
-            async with asyncio.timeout(timeout_s):
-                there = await home.lookup(keys)
-        except (KVXferError, TimeoutError) as exc:
-            if suspension and timeout_s is not None and isinstance(exc, TimeoutError):
+
+        def note_late() -> None:
+            if suspension and timeout_s is not None:
                 suspension.begin(time.monotonic(), f"lookup of {len(keys)} blocks", timeout_s)
+
+        try:
+            there = await self._calls.wait_for(
+                timeout_s, home.lookup(keys), note_late=note_late, outlives_caller=True
+            )
+        except (KVXferError, TimeoutError) as exc:
+            if isinstance(exc, TimeoutError):  # perhaps the client's own
+                note_late()
             logger.debug("lookup of %d keys failed: %s", len(keys), exc)
             return set()
         return {key for key, found in zip(keys, there, strict=True) if found}

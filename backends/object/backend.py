@@ -21,7 +21,7 @@ from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import fetch_error
+from kvxfer.storage.calls import Calls, fetch_error
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks
@@ -83,6 +83,7 @@ class ObjectBackend(Backend):
         self._stores = KeyLocks()
         self._deletes = KeyLocks()
         self._texts = NamespaceTexts(self._bucket, self._pages, self._place)
+        self._calls = Calls()
         self._listing: asyncio.Task[None] | None = None
         self._list_again_at = 0.0
         self._reports = Reports()
@@ -102,7 +103,7 @@ class ObjectBackend(Backend):
         self._guard.check_batch(keys)
         names = [self._pages.name(key) for key in keys]
         if not self._bucket.is_available:
-            await self._look(keys[0], names[0])  # which finds out whether the server is back
+            await self._look_all(keys[:1], names[:1])  # which finds out whether the server is back
             if not self._bucket.is_available:
                 return [False] * len(keys)
         self._begin_list()
@@ -160,6 +161,7 @@ class ObjectBackend(Backend):
         await self._guard.aclose(self._release)
 
     async def _release(self) -> None:
+        self._calls.cancel()
         if self._listing is not None:
             self._listing.cancel()
             await asyncio.wait([self._listing])
@@ -203,7 +205,10 @@ class ObjectBackend(Backend):
         return [results[index] for index in range(num_blocks)]
 
     async def _look_all(self, keys: Sequence[BlockKey], names: Sequence[str]) -> set[BlockKey]:
-        """Ask for objects until the time of a lookup is over; return those that were found."""
+        """Ask for objects until the time of a lookup is over; return those that were found.
+
+        It goes on when its caller leaves before, so that silence is counted all the same.
+        """
         found: set[BlockKey] = set()
 
         async def look(index: int) -> None:
@@ -211,8 +216,8 @@ class ObjectBackend(Backend):
                 found.add(keys[index])
 
         try:
-            async with asyncio.timeout(self._config.lookup_timeout_s):
-                await self._each(look, len(keys))
+            asking = self._each(look, len(keys))
+            await self._calls.wait_for(self._config.lookup_timeout_s, asking, outlives_caller=True)
         except TimeoutError:
             logger.debug("lookup of %d blocks in %s took too long", len(keys), self._place)
         return found

@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,9 +14,17 @@ from typing import Any
 import pytest
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.endpoint import Endpoint
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
+from kvxfer.testing.conformance.suite import (
+    cancel,
+    make_keys,
+    make_memory,
+    statuses,
+    store_generated,
+    yield_to_loop,
+)
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
 from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
@@ -26,6 +35,7 @@ from tests.backends.test_nixl import WAYS
 pytestmark = pytest.mark.processes
 SOCKET = WAYS["socket"]
 KEYS = make_keys(24)
+LIMIT_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +135,29 @@ async def test_a_peer_that_does_not_answer_costs_its_own_hits_only_until_it_answ
             processes[1].signal(signal.SIGCONT)
         while not all(await client.lookup(KEYS)):
             client._suspensions.clear()
+
+
+async def test_a_peer_that_hangs_is_found_out_although_no_caller_waits_so_long(
+    processes: list[HolderProcess], holders: list[OpenHolder], memory: BlockMemory
+) -> None:
+    limits = {"lookup_timeout_s": 0.5, "lease_s": 300, "timeout_s": 300}
+    async with open_client(memory.namespace(), *holders, **SOCKET, **limits) as client:
+        await store_generated(client, KEYS, memory.describe(0, range(24)))
+        kept = set((await look(holders[0]))["stored"])
+        others = [key.hex() in kept for key in KEYS]
+        processes[1].signal(signal.SIGSTOP)
+        try:
+            looking = asyncio.ensure_future(client.lookup(KEYS))
+            await yield_to_loop(5)
+            await cancel(looking)
+            silent = client._suspensions[Endpoint.parse("peer", holders[1].endpoint)]
+            async with asyncio.timeout(LIMIT_S):
+                while not silent.is_on(time.monotonic()):  # noqa: ASYNC110 - nobody is told
+                    await asyncio.sleep(0.01)
+                outcomes = await client.store(KEYS, memory.describe(0, range(24)))
+            assert [outcome.done for outcome in outcomes] == others
+        finally:
+            processes[1].signal(signal.SIGCONT)
 
 
 async def test_a_corrupt_copy_is_made_up_for_by_another(

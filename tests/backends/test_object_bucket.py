@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import tracemalloc
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +25,11 @@ from kvxfer.backends.object import (
 from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.conformance.suite import make_keys, statuses
+from kvxfer.testing.conformance.suite import cancel, make_keys, statuses, yield_to_loop
 from tests.backends.object_memory import MemoryConfig, open_in_memory, plant
 
 DONE = Status.DONE
+LIMIT_S = 10.0
 NAMES = [f"prefix/{number}" for number in range(7)]
 
 
@@ -83,6 +85,45 @@ async def test_who_waits_for_a_turn_is_not_late_and_says_nothing_about_the_serve
         monkeypatch.setattr(backend, "_begin_list", lambda: None)
         assert False in await backend.lookup(keys), "so many have no turn in the time of a lookup"
         assert backend._bucket.is_available
+
+
+async def hang(is_asked: asyncio.Event, *_args: Any, **_fields: Any) -> Any:
+    is_asked.set()
+    await asyncio.Event().wait()
+
+
+async def test_closing_ends_what_is_asked_for_callers_that_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, is_asked = BlockMemory([[4096]], num_blocks=1), asyncio.Event()
+    config = MemoryConfig(address="memory", lookup_timeout_s=60.0)
+    async with ObjectBackend(config, memory.namespace()) as backend:
+        monkeypatch.setattr(backend, "_begin_list", lambda: None)
+        plant(backend._bucket, "get_async", partial(hang, is_asked))
+        looking = asyncio.ensure_future(backend.lookup(make_keys(8)))
+        await is_asked.wait()
+        await cancel(looking)
+    await yield_to_loop(5)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_server_that_says_nothing_is_found_out_although_no_caller_waits_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, keys, is_asked = BlockMemory([[4096]], num_blocks=1), make_keys(8), asyncio.Event()
+    config = MemoryConfig(address="memory", lookup_timeout_s=0.4, retry_after_s=60.0)
+
+    async with ObjectBackend(config, memory.namespace()) as backend:
+        monkeypatch.setattr(backend, "_begin_list", lambda: None)
+        plant(backend._bucket, "get_async", partial(hang, is_asked))
+        looking = asyncio.ensure_future(backend.lookup(keys))
+        await is_asked.wait()
+        await cancel(looking)
+        async with asyncio.timeout(LIMIT_S):
+            while backend._bucket.is_available:  # noqa: ASYNC110 - nobody is told
+                await asyncio.sleep(0.01)
+        assert await backend.lookup(keys) == [False] * 8
+        assert backend.counts.requests == 8, "none more"
 
 
 async def test_lookups_that_end_before_their_turn_take_none_from_those_after_them(
