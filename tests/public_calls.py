@@ -124,6 +124,17 @@ class Values(kvxfer.BytesBackend):
             self.values.pop(name, None)
 
 
+class Purged(DictBackend):
+    """Dictionary that can be purged, with nothing in it."""
+
+    async def purge(self, prefix: bytes = b"") -> None:
+        pass
+
+
+def purged_tiers() -> kvxfer.TieredBackend:
+    return kvxfer.TieredBackend([Purged(None, NAMESPACE)], NAMESPACE, staging_bytes=1 << 16)
+
+
 def tiers() -> kvxfer.TieredBackend:
     return kvxfer.TieredBackend([backend()], NAMESPACE, staging_bytes=1 << 16)
 
@@ -320,6 +331,7 @@ VALID_TRANSFERS = {
     "TieredBackend.load": Valid({"keys": KEYS, "blocks": blocks()}, tiers),
     "TieredBackend.lookup": Valid({"keys": KEYS}, tiers),
     "TieredBackend.observe": Valid({"reports": Reports()}, tiers),
+    "TieredBackend.purge": Valid({"prefix": b"salt"}, purged_tiers),
     "TieredBackend.retain": Valid({"keys": KEYS, "retention": WISH}, tiers),
     "TieredBackend.retentions": Valid({"keys": KEYS}, tiers),
     "TieredBackend.store": Valid({"keys": KEYS, "blocks": blocks()}, tiers),

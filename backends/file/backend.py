@@ -31,6 +31,7 @@ from kvxfer.backends.file.io.file_io import FileIO
 from kvxfer.backends.file.io.selection import open_engine, probe_direct
 from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
+from kvxfer.checks import require_instance
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -182,14 +183,22 @@ class FileBackend(Backend):
         self._check(keys)
         return await self._remove(keys, self._space.remove, keys)
 
-    async def purge(self) -> int:
-        """Remove every block of this namespace, whichever process stored it; return how many.
+    async def purge(self, prefix: bytes = b"") -> int:
+        """Remove blocks of this namespace, whichever process stored them; return how many.
+
+        Args:
+            prefix: Beginning of their keys. What is stored under it meanwhile may stay. Without a
+                prefix every block is removed, and stores wait.
 
         Raises:
             BackendUnavailableError: The file system refuses to remove files.
         """
         self._guard.check()
-        return await self._remove([_EVERY_KEY], self._purge)
+        require_instance("prefix", prefix, bytes)
+        if not prefix:
+            return await self._remove([_EVERY_KEY], lambda: self._clear(self._keys_there()))
+        keys = await self._ask(self._removers, self._keys_there, prefix)
+        return await self._remove(keys, self._clear, keys)
 
     async def flush(self) -> None:
         """See `Backend.flush`: returns when every written byte has reached the disk.
@@ -403,9 +412,11 @@ class FileBackend(Backend):
             self._folder.note_use(key)
         return outcomes
 
-    def _purge(self) -> int:
-        found = self._tree.blocks(self._folder.fingerprint)
-        keys = [each.key for each in found if not each.quarantined]
+    def _keys_there(self, prefix: bytes = b"") -> list[BlockKey]:
+        found = self._tree.blocks(self._folder.fingerprint, prefix)
+        return [each.key for each in found if not each.quarantined]
+
+    def _clear(self, keys: Sequence[BlockKey]) -> int:
         return sum(self._space.remove(keys, reason=Removal.CLEARED))
 
     def _end_first_walk(self, walk: Future[None], namespace: Namespace) -> None:

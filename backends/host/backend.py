@@ -12,6 +12,7 @@ from kvxfer.backends.host.config import HostConfig
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.backends.host.pool_shape import PoolShape
 from kvxfer.backends.host.shared_memory import SharedMemory
+from kvxfer.checks import require_instance
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
@@ -187,11 +188,13 @@ class HostBackend(LendingBackend, ImmediateMover):
             self._reports.removed(list(removed), Removal.DELETED)
         return [key in removed for key in keys]
 
-    async def purge(self) -> None:
+    async def purge(self, prefix: bytes = b"") -> None:
         """See `Purgeable.purge`. Raises while blocks are being stored, which stay."""
+        require_instance("prefix", prefix, bytes)
         with self._lock:
-            self._reports.removed(self._index.quarantine_all(), Removal.DELETED)
-            if len(self._index):
+            removed, left = self._index.quarantine_all(prefix)
+            self._reports.removed(removed, Removal.DELETED)
+            if left:
                 raise BackendUnavailableError("blocks are being stored")
 
     @asynccontextmanager

@@ -18,6 +18,8 @@ from kvxfer.backends.object.object_version import ObjectVersion
 from kvxfer.backends.object.pages import Pages
 from kvxfer.backends.object.presence import Presence
 from kvxfer.backends.object.request_failure import RequestFailedError
+from kvxfer.checks import require_instance
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
@@ -67,6 +69,7 @@ class ObjectBackend(Backend):
     """
 
     config_type: type[ObjectConfig]
+    purges_all = False  # a bucket is others', too, and they do not expect it to be emptied
 
     def __init__(self, config: ObjectConfig, namespace: Namespace) -> None:
         self._guard = CallGuard("object storage backend", namespace)
@@ -155,6 +158,35 @@ class ObjectBackend(Backend):
         deleting.add_done_callback(lambda _: held.close())
         deleting.add_done_callback(fetch_error)
         return await asyncio.shield(deleting)
+
+    async def purge(self, prefix: bytes) -> int:
+        """Remove the blocks whose keys begin with a prefix, whoever stored them; return how many.
+
+        Raises:
+            InvalidArgumentError: The prefix is empty: those of everybody would go.
+            BackendUnavailableError: The server does not list or remove them.
+        """
+        self._guard.check()
+        require_instance("prefix", prefix, bytes)
+        if not prefix:
+            raise InvalidArgumentError("prefix", prefix, "at least one byte")
+        num_removed = 0
+        try:
+            async with aclosing(self._bucket.list_objects(self._pages.place(prefix))) as answers:
+                async for listed in answers:
+                    there = (self._pages.key_in(each.name) for each in listed)
+                    num_removed += await self._purge([k for k in there if k.startswith(prefix)])
+        except RequestFailedError as exc:
+            raise BackendUnavailableError(f"{self._place}: {exc}") from exc
+        return num_removed
+
+    async def _purge(self, keys: Sequence[BlockKey]) -> int:
+        deleted = await self.delete(keys) if keys else []
+        left = [key for key, is_gone in zip(keys, deleted, strict=True) if not is_gone]
+        if left and any(there := await self.lookup(left)):
+            reason = f"{sum(there)} blocks cannot be removed"
+            raise BackendUnavailableError(f"{self._place}: {reason}")
+        return sum(deleted)
 
     async def aclose(self) -> None:
         """See `Backend.aclose`; blocks stay in the bucket."""

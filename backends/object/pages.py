@@ -53,8 +53,11 @@ class Pages(NamespaceFormat):
         Raises:
             InvalidArgumentError: The key is too long for the name of a file.
         """
-        name = file_name(key)
-        return f"{self.folder}{name[:2]}/{name}"
+        return self.place(key) + file_name(key)
+
+    def place(self, key: bytes) -> str:
+        """Name the folder of a key, by its first byte."""
+        return f"{self.folder}{key[:1].hex()}/"
 
     def key_in(self, name: str) -> BlockKey:
         """Extract the key from an object's name; empty when it is not that of a page."""

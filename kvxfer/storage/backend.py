@@ -5,7 +5,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, TypeGuard, runtime_checkable
 
 from kvxfer.checks import find_repeated, require_instance, require_sequence
 from kvxfer.copy_engine.engine import Copy
@@ -58,6 +58,8 @@ MISSING = Outcome(Status.MISSING)
 PARTIAL = Outcome(Status.MISSING, reason="a part of the chunk is stored, without all these bytes")
 NO_ROOM_REASON = "no room"
 """Beginning of the reason of a block that a full medium refused."""
+MAX_FAILED_PURGES = 16
+"""Prefixes that are purged again after a failure: a tier may never be able to."""
 PAUSED = Outcome(Status.FAILED, reason="writing is paused after repeated errors")
 
 _RANKS = {
@@ -159,9 +161,12 @@ class Backend(BlockMover):
         outlives_process: Whether other processes, or later ones, can load the blocks. `connect`
             then requires a namespace that says the revision of the weights: fine-tunes of one name
             would share blocks. A class that ends with its process says False.
+        purges_all: Whether a backend that is `Purgeable` also deletes without a prefix, and so the
+            blocks of everybody. A class that refuses that says False.
     """
 
     outlives_process: ClassVar[bool] = True
+    purges_all: ClassVar[bool] = True
 
     async def start(self) -> None:
         """Start services such as a listener before the first call; raise if that fails."""
@@ -191,10 +196,43 @@ class Backend(BlockMover):
 
 @runtime_checkable
 class Purgeable(Protocol):
-    """Backend that can delete every block of its namespace at once."""
+    """Backend that can delete at once every block whose key begins with a prefix."""
 
-    async def purge(self) -> Any:
-        """Delete every block of the namespace."""
+    async def purge(self, prefix: bytes = b"") -> Any:
+        """Delete the blocks of the namespace whose keys begin with a prefix, and no others.
+
+        A prefix that only the caller knows, such as a salt, takes nothing from others. Without one
+        every block is deleted, which backends may refuse: see `can_purge_all`.
+        """
+
+
+def can_purge_all(backend: object) -> TypeGuard[Purgeable]:
+    """Whether a backend, or a class of them, can delete the blocks of everybody at once."""
+    return hasattr(backend, "purge") and getattr(backend, "purges_all", True)
+
+
+async def purge_prefixes(backend: Purgeable, prefixes: dict[bytes, None]) -> None:
+    """Delete the blocks of prefixes that only the caller knows, and whose blocks nobody wants.
+
+    Args:
+        backend: The backend.
+        prefixes: The prefixes, oldest first. Those that were purged are removed, and of those that
+            could not be, for another attempt, all but the last `MAX_FAILED_PURGES`.
+
+    Raises:
+        Exception: As the backend raises for the last prefix that could not be purged.
+    """
+    failure: Exception | None = None
+    for prefix in list(prefixes):
+        try:
+            await backend.purge(prefix)
+            prefixes.pop(prefix, None)
+        except Exception as exc:  # noqa: BLE001 - raised when all were tried
+            failure = exc
+    for prefix in list(prefixes)[:-MAX_FAILED_PURGES]:
+        prefixes.pop(prefix, None)
+    if failure is not None:
+        raise failure
 
 
 @runtime_checkable

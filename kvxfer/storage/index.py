@@ -302,12 +302,18 @@ class BlockIndex:
         else:
             self._quarantined[key] = _Quarantined([entry.slot], entry.num_pins)
 
-    def quarantine_all(self) -> list[BlockKey]:
-        """Remove every block that is ready, also those that are pinned; return their keys."""
-        keys = [key for key in self.keys() if self.state(key) is not BlockState.STORING]
-        for key in keys:
+    def quarantine_all(self, prefix: bytes = b"") -> tuple[list[BlockKey], list[BlockKey]]:
+        """Remove every block whose key begins with a prefix, also those that are pinned.
+
+        Returns:
+            Keys that were removed, and keys of blocks that stay, since they are being stored.
+        """
+        removed: list[BlockKey] = []
+        left: list[BlockKey] = []
+        for key in [each for each in self.keys() if each.startswith(prefix)]:
+            (left if self.state(key) is BlockState.STORING else removed).append(key)
             self.quarantine(key)
-        return keys
+        return removed, left
 
     def keep_out(self, slots: Collection[int]) -> None:
         """Keep free slots out of use, e.g. since an earlier transfer may still touch them."""

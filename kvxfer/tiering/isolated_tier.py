@@ -8,7 +8,15 @@ from functools import partial
 from typing import TypeVar
 
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import MISSING, Backend, CopySource, Outcome, Purgeable, Status
+from kvxfer.storage.backend import (
+    MISSING,
+    Backend,
+    CopySource,
+    Outcome,
+    Purgeable,
+    Status,
+    can_purge_all,
+)
 from kvxfer.storage.calls import Calls, Move, call_backend
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
@@ -121,12 +129,16 @@ class IsolatedTier:
             deleted = await self._ask(Operation.DELETE, what, keys, timeout_s, call)
         return deleted or [False] * len(keys)
 
-    async def purge(self) -> bool:
-        """Delete every block; whether the backend could do so in time."""
-        if not (self.is_available and isinstance(self.backend, Purgeable)):
+    async def purge(self, prefix: bytes) -> bool:
+        """Delete blocks as `Purgeable.purge` does; whether the backend could do so in time."""
+        backend = self.backend
+        if not (self.is_available and isinstance(backend, Purgeable)):
             return False
+        if not (prefix or can_purge_all(backend)):
+            return False
+        purging = backend.purge(prefix) if prefix else backend.purge()
         try:
-            await self._calls.wait_for(self._timeouts.close_s, self.backend.purge())
+            await self._calls.wait_for(self._timeouts.close_s, purging)
         except Exception as exc:
             logger.warning("%s: not everything was deleted", self.name, exc_info=exc)
             return False

@@ -107,9 +107,9 @@ class TierWriter:
             self._worker.cancel()
             await wait_despite_cancel(asyncio.gather(self._worker, return_exceptions=True))
 
-    def drop(self) -> None:
-        """Drop the queue; what is being copied goes on."""
-        self._target.reports.not_written_back(self.queue.clear())
+    def drop(self, prefix: bytes = b"") -> None:
+        """Drop the queue, of keys that begin with a prefix; what is being copied goes on."""
+        self._target.reports.not_written_back(self.queue.clear(prefix))
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return {Gauge.WRITE_BACK_BLOCKS: len(self.queue)}

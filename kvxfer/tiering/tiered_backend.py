@@ -298,13 +298,14 @@ class TieredBackend(Backend):
             if not self._to_delete[key]:
                 del self._to_delete[key]
 
-    async def purge(self) -> None:
+    async def purge(self, prefix: bytes = b"") -> None:
         """See `Purgeable.purge`. Raises, after all others, if a tier cannot delete everything."""
+        require_instance("prefix", prefix, bytes)
         for writer in self._writers:
-            writer.drop()
+            writer.drop(prefix)
         async with asyncio.timeout(self._close_s):
             await self._locks.wait_for_others()
-        if left := [tier.name for tier in self._tiers if not await tier.purge()]:
+        if left := [tier.name for tier in self._tiers if not await tier.purge(prefix)]:
             raise BackendUnavailableError(f"{', '.join(left)}: not everything was deleted")
 
     async def drain(self) -> None:

@@ -191,13 +191,17 @@ class WriteBackQueue(Generic[T]):
         for key in keys:
             self._taken.pop(key, None)
 
-    def clear(self) -> list[BlockKey]:
-        """Forget every block, also those that are being copied; return which they were."""
-        forgotten = list(self._put_off | self._waiting | self._taken)
-        self._put_off.clear()
-        self._due.clear()
-        self._waiting.clear()
-        self._taken.clear()
+    def clear(self, prefix: bytes = b"") -> list[BlockKey]:
+        """Forget every block whose key begins with a prefix, also those that are being copied.
+
+        Returns:
+            Their keys.
+        """
+        known = self._put_off | self._waiting | self._taken
+        forgotten = [key for key in known if key.startswith(prefix)]
+        for key in forgotten:
+            self._drop(key)
+            self._taken.pop(key, None)
         return forgotten
 
     def _retry(self, key: BlockKey) -> bool:

@@ -23,6 +23,7 @@ from kvxfer.backends.object import (
     bucket,
 )
 from kvxfer.backends.object.request_failure import RequestFailedError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import cancel, make_keys, statuses, yield_to_loop
@@ -234,3 +235,32 @@ async def test_a_list_that_fails_in_whatever_way_is_not_made_again_at_once() -> 
             assert backend._listing is not None
             await asyncio.wait([backend._listing])
         assert num_lists == 1
+
+
+async def test_a_purge_has_a_prefix_and_says_what_it_cannot_remove() -> None:
+    memory, keys = BlockMemory([[4096]], num_blocks=2), make_keys(2)
+    async with open_in_memory(memory.namespace()) as backend:
+        assert statuses(await backend.store(keys, memory.describe(0, range(2)))) == [DONE] * 2
+        with pytest.raises(InvalidArgumentError, match="prefix"):
+            await backend.purge(b"")
+        prefix = keys[0][:-5]
+        assert all(key.startswith(prefix) for key in keys)
+
+        async def refuse(*_: Any) -> None:
+            raise GenericError("status code: 403")
+
+        delete = obstore.delete_async
+        plant(backend._bucket, "delete_async", refuse)
+        with pytest.raises(BackendUnavailableError, match="2 blocks cannot be removed"):
+            await backend.purge(prefix)
+        assert await backend.lookup(keys) == [True] * 2
+        plant(backend._bucket, "delete_async", delete)
+        assert await backend.purge(prefix) == 2
+        assert await backend.lookup(keys) == [False] * 2
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise GenericError("status code: 403")
+
+        plant(backend._bucket, "list", fail)
+        with pytest.raises(BackendUnavailableError, match="LIST"):
+            await backend.purge(prefix)

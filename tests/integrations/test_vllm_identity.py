@@ -310,6 +310,7 @@ def test_replicas_of_an_engine_with_a_peer_below_listen_one_after_the_other(
     [
         ("host://?capacity=1MiB", True),
         (["host://?capacity=1MiB", "nixl://127.0.0.1:7000"], True),
+        (["host://?capacity=1MiB", "s3://bucket"], True),
         (["host://?capacity=1MiB", "file:///x?capacity=1GiB"], "yes"),
         (["host://?capacity=1MiB", "file:///x?capacity=1GiB"], 1),
     ],

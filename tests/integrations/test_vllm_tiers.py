@@ -5,17 +5,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from obstore.store import MemoryStore
 
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Ended, Late
 from kvxfer.storage.observer import Operation as ToldOperation
 from kvxfer.storage.suspension import Suspension
 from kvxfer.telemetry.metrics import HISTOGRAMS
 from kvxfer.testing import FaultRates, Operation
+from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
 from kvxfer.units import ByteSize
 
@@ -26,6 +28,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.interface import OffloadingConnectorStats
+from tests.backends.object_memory import open_in_memory
 from tests.integrations.two_tiers import (
     HIT,
     LIMIT_S,
@@ -487,6 +490,70 @@ def test_what_is_stored_after_a_reset_is_not_deleted_with_what_was_there(start: 
     scheduler.forget()
     assert scheduler.resolve(keys) == [HIT] * 2
     assert scheduler.bytes_of(keys[0]) == payloads_of(keys[0], version=1)
+
+
+@pytest.mark.parametrize("place", ["files", "bucket", "bucket below files"])
+def test_resets_leave_the_blocks_of_others_and_none_that_nobody_finds(
+    start: Start, tmp_path: Path, place: str
+) -> None:
+    bucket, namespace, keys = MemoryStore(), make_namespace(), keys_of(2)
+    files = FileConfig(path=str(tmp_path), capacity=ByteSize(64 << 20))
+
+    def open_tiers() -> Backend:
+        match place:
+            case "files":
+                return FileBackend(files, namespace)
+            case "bucket":
+                return open_in_memory(namespace, bucket)
+            case _:
+                tiers = [FileBackend(files, namespace), open_in_memory(namespace, bucket)]
+                return TieredBackend(tiers, namespace)
+
+    def num_stored() -> int:
+        objects = sum(
+            each["path"].endswith(".safetensors") for some in bucket.list() for each in some
+        )
+        return objects + len(list(tmp_path.rglob("*.safetensors")))
+
+    scheduler, others = start(open_tiers()), start(open_tiers())
+    scheduler.store(keys)
+    scheduler.settle()
+    num_of_each = len(keys) * (1 + (place == "bucket below files"))
+    scheduler.until(lambda: num_stored() == num_of_each)
+    for version in range(1, 4):
+        scheduler.manager.reset_cache()
+        scheduler.manager.on_request_finished(ReqContext("request"))
+        scheduler.store(keys, version=version)
+        scheduler.settle()
+        scheduler.until(lambda: num_stored() == 2 * num_of_each)
+        scheduler.forget()
+        assert scheduler.resolve(keys) == [HIT] * 2
+        assert scheduler.bytes_of(keys[0]) == payloads_of(keys[0], version=version)
+    assert others.resolve(keys) == [HIT] * 2, "what others share is gone"
+
+
+def test_a_reset_whose_blocks_cannot_be_deleted_is_made_good_by_the_next(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(KeepingBackend):
+        refuses = True
+
+        async def purge(self, prefix: bytes = b"") -> None:
+            if self.refuses:
+                raise BackendUnavailableError("not now")
+            await super().purge(prefix)
+
+    backend, keys = Refusing(), keys_of(2)
+    scheduler = start(backend)
+    for version in range(3):
+        scheduler.manager.reset_cache()
+        scheduler.store(keys, version=version)
+        scheduler.settle()
+    scheduler.until(lambda: "rows cannot be deleted" in caplog.text)
+    assert len(backend) == 6
+    backend.refuses = False
+    scheduler.manager.reset_cache()
+    scheduler.until(lambda: len(backend) == 0)
 
 
 def test_what_was_stored_after_a_reset_is_not_taken_for_that_of_the_next_engine(

@@ -60,8 +60,9 @@ class KeepingBackend(DictBackend):
     async def aclose(self) -> None:
         pass
 
-    async def purge(self) -> None:
-        self._blocks.clear()
+    async def purge(self, prefix: bytes = b"") -> None:
+        for key in [each for each in self._blocks if each.startswith(prefix)]:
+            del self._blocks[key]
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._blocks
@@ -77,9 +78,9 @@ class SlowlyPurgedBackend(KeepingBackend):
         super().__init__()
         self.may_end = threading.Event()
 
-    async def purge(self) -> None:
+    async def purge(self, prefix: bytes = b"") -> None:
         await asyncio.to_thread(self.may_end.wait, LIMIT_S)
-        await super().purge()
+        await super().purge(prefix)
 
 
 @dataclass

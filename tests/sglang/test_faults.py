@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from obstore.store import MemoryStore
 from sglang.srt import runtime_context
 
 from kvxfer.connect import open_backend
@@ -16,6 +17,7 @@ from kvxfer.integrations.sglang import KVXferStorage, page_store
 from kvxfer.storage.backend import Backend, Purgeable
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing import FaultRates, FaultyBackend, Operation
+from tests.backends.object_memory import open_in_memory
 from tests.sglang.pools import attention_pool, fill, logical_page
 from tests.sglang.storages import KEYS, PAGES, extra_config, file_url, keys_of, opened, rows_of
 
@@ -33,9 +35,9 @@ LOOKUPS = frozenset({Operation.LOOKUP})
 class FaultyPurgeable(FaultyBackend):
     """Backend that injects faults, and deletes all blocks without one."""
 
-    async def purge(self) -> None:
+    async def purge(self, prefix: bytes = b"") -> None:
         assert isinstance(self.inner, Purgeable)
-        await self.inner.purge()
+        await self.inner.purge(prefix)
 
 
 @pytest.fixture
@@ -311,6 +313,34 @@ def test_what_was_stored_before_a_clear_is_not_found_after_it(backend: str, tmp_
         assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
         assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
         assert storage.batch_exists(KEYS) == 4
+
+
+def test_clears_leave_what_others_share_and_nothing_that_nobody_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bucket, pool = MemoryStore(), attention_pool("page_first_direct")
+
+    def open_bucket(_: Any, namespace: Namespace) -> Backend:
+        return open_in_memory(namespace, bucket)
+
+    def num_stored() -> int:
+        return sum(each["path"].endswith(".safetensors") for some in bucket.list() for each in some)
+
+    monkeypatch.setattr(page_store, "open_backend", open_bucket)
+    with opened(pool, extra_config("s3://bucket")) as storage:
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+        for _ in range(3):
+            storage.clear()
+            assert storage.batch_exists(KEYS) == 0
+            assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+            deadline = time.monotonic() + SOON_S
+            while num_stored() != 8:
+                assert time.monotonic() < deadline
+            assert storage.batch_exists(KEYS) == 4
+    with opened(pool, extra_config("s3://bucket")) as storage:
+        assert storage.batch_exists(KEYS) == 4, "what others share is gone"
+        storage.clear()
+    storage.clear()
 
 
 @pytest.mark.parametrize("ends", ["within the deadline", "later"])

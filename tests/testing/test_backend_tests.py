@@ -94,6 +94,13 @@ class Saltless(DictBackend):
         return await super().store(make_keys(len(keys)), blocks)
 
 
+class Sweeping(DictBackend):
+    """Purges the blocks of everybody, whatever the prefix."""
+
+    async def purge(self, prefix: bytes = b"") -> None:
+        self._blocks.clear()
+
+
 class Headless(DictBackend):
     """Faulty backend that ignores the place of a block in its chunk."""
 
@@ -309,6 +316,7 @@ CAUGHT_BY = [
     (Rigid, "test_a_block_may_be_stored_from_one_shape_and_loaded_into_another"),
     (Trusting, "test_an_invalid_batch_is_refused_and_nothing_moves"),
     (Trusting, "test_a_closed_backend_raises_and_may_be_closed_again"),
+    (Sweeping, "test_a_purge_takes_the_blocks_of_a_prefix_and_no_others"),
     (Saltless, "test_a_tenant_hits_its_own_blocks_and_never_those_of_another_salt"),
     (Shared, "test_namespaces_never_see_each_other"),
     (Hoarding, "test_descriptors_are_forgotten_when_the_call_is_over"),

@@ -36,6 +36,17 @@ def test_the_oldest_blocks_go_first() -> None:
     assert take(queue, limit=3) == []
 
 
+def test_blocks_of_a_prefix_are_forgotten_wherever_they_are() -> None:
+    salted = [BlockKey(b"salt" + key) for key in KEYS]
+    queue = open_queue(*salted[:3], *KEYS[:3])
+    assert take(queue, limit=2) == salted[:2]
+    queue.put_off(100.0, salted[:1], failed=False)
+    assert set(queue.clear(b"salt")) == set(salted[:3])
+    assert take(queue, 200.0) == KEYS[:3]
+    assert queue.clear() == KEYS[:3]
+    assert len(queue) == 0
+
+
 def test_the_pauses_of_a_tier_that_fails_double_from_1_to_30_s() -> None:
     queue, now = open_queue(*KEYS[:2]), 100.0
     fail(queue, now, *take(queue, now))

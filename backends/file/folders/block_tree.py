@@ -101,16 +101,19 @@ class BlockTree:
         """Open the folder of a namespace; the caller closes it."""
         return NamespaceFolder(self.root, fingerprint)
 
-    def blocks(self, fingerprint: str = "") -> Iterator[FoundBlock]:
+    def blocks(self, fingerprint: str = "", prefix: bytes = b"") -> Iterator[FoundBlock]:
         """Walk through every block file, those in quarantine included, in the order of their paths.
 
         Args:
             fingerprint: The one namespace to walk through; all by default.
+            prefix: Beginning of the keys to find, only where lookups find them.
         """
         for namespace, folder, fd in self._folders(fingerprint):
+            if prefix and not prefix.hex().startswith(folder):
+                continue
             for name in sorted(self._names(fd)):
                 key = key_in_name(name)
-                found = self._stat_file(name, fd) if key else None
+                found = self._stat_file(name, fd) if key and key.startswith(prefix) else None
                 if found:
                     yield FoundBlock(namespace, folder, key, found.st_size, found.st_mtime)
 

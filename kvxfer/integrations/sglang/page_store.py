@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,7 +16,7 @@ import torch
 
 from kvxfer.connect import BackendChoice, open_backend
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.errors import BackendUnavailableError
+from kvxfer.errors import BackendUnavailableError, ClosedError
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -24,7 +24,14 @@ from kvxfer.kvcache.canonical import (
 )
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.storage.backend import Outcome, Purgeable, Status, positions_done
+from kvxfer.storage.backend import (
+    Outcome,
+    Purgeable,
+    Status,
+    can_purge_all,
+    positions_done,
+    purge_prefixes,
+)
 from kvxfer.storage.calls import drain_in_the_end
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observed_backend import unwrapped
@@ -124,6 +131,7 @@ class PageStore:
         }
         self._num_groups = len(sizes)
         self._salt = b""
+        self._old_salts: dict[bytes, None] = {}  # whose pages are still to be deleted
         self._num_purges = 0
         self._beginning = threading.Lock()  # held by a store until its job is one to drain
         complete = portable_namespace(namespace, mappings)
@@ -178,17 +186,21 @@ class PageStore:
 
         Where the backend can delete all pages of its namespace it does, once the stores that have
         begun are over. Where it cannot, or not in time, pages are stored under salted keys from
-        here on, known only to this process.
+        here on, known only to this process; those of an earlier salt are deleted, found by nobody.
         """
         medium = unwrapped(self._medium)
         with self._beginning:
             self._num_purges += 1
         try:
-            if isinstance(medium, Purgeable):
+            if can_purge_all(medium):
                 self._engine.submit_call(self._purge(medium)).result(_left_s(deadline))
                 return
         except Exception as exc:  # noqa: BLE001 - the serving engine goes on
             logger.warning("pages cannot be deleted: %r", exc)
+        if self._salt and isinstance(medium, Purgeable):
+            self._old_salts[self._salt] = None
+            with suppress(ClosedError):
+                self._engine.submit_call(self._purge_salts(medium))
         self._salt = secrets.token_bytes(SALT_BYTES)
 
     def close(self) -> None:
@@ -199,6 +211,13 @@ class PageStore:
     async def _purge(self, medium: Purgeable) -> None:
         await self._engine.drain()  # a store that is late would put its pages there afterwards
         await medium.purge()
+
+    async def _purge_salts(self, medium: Purgeable) -> None:
+        try:
+            await self._engine.drain()
+            await purge_prefixes(medium, self._old_salts)
+        except Exception as exc:  # noqa: BLE001 - the next purge tries it again
+            logger.warning("pages that nobody finds cannot be deleted: %r", exc)
 
     def _move(
         self,

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import (
+    BackendUnavailableError,
     ClosedError,
     DuplicateError,
     InvalidArgumentError,
     LengthMismatchError,
 )
-from kvxfer.storage.backend import Status
+from kvxfer.storage.backend import Purgeable, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.testing.conformance.suite import (
@@ -151,6 +152,28 @@ class VisibilityTests(BackendSuite):
                 assert await backend.lookup(keys) == [True] * 4
                 assert statuses(await backend.load(keys, target)) == [Status.DONE] * 4
                 assert read_payloads(target) == payloads, f"{salt!r} got another tenant's bytes"
+
+    async def test_a_purge_takes_the_blocks_of_a_prefix_and_no_others(self) -> None:
+        memory, others = make_memory(), make_keys(3)
+        salts = [b"salt of one", b"salt of another"]
+        async with await self.make_backend(memory.namespace()) as backend:
+            if not isinstance(backend, Purgeable):
+                pytest.skip("this backend cannot purge")
+            for salt in [b"", *salts]:
+                keys = [BlockKey(salt + key) for key in others]
+                await store_generated(backend, keys, memory.describe(0, range(3)))
+            ours, theirs = ([BlockKey(salt + key) for key in others] for salt in salts)
+            try:
+                await backend.purge(salts[0])
+            except BackendUnavailableError as exc:
+                pytest.skip(f"this backend cannot purge all of its tiers: {exc}")
+            assert await backend.lookup(ours) == [False] * 3
+            assert await backend.lookup([*others, *theirs]) == [True] * 6
+            target = memory.describe(0, range(8, 11))
+            assert statuses(await backend.load(ours, target)) == [Status.MISSING] * 3
+            await store_generated(backend, ours, memory.describe(0, range(3)))
+            await backend.purge(b"salt of nobody")
+            assert await backend.lookup(ours) == [True] * 3
 
     async def test_stored_blocks_outlive_a_persistent_backend(self) -> None:
         if not self.persistent:

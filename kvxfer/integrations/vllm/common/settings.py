@@ -15,7 +15,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import needing
 from kvxfer.named_files import read_named_file
 from kvxfer.settings import shown
-from kvxfer.storage.backend import Purgeable
+from kvxfer.storage.backend import can_purge_all
 from kvxfer.transfer.load_or_compute import LoadOrCompute
 
 EXPLICIT = "kv_connector_extra_config"
@@ -135,7 +135,7 @@ def parse_purge(extra_config: Mapping[str, Any], lower: Sequence[BackendType]) -
     purges = extra_config.get("purge_on_reset", False)
     if not isinstance(purges, bool):
         raise InvalidArgumentError("purge_on_reset", purges, "true or false")
-    if purges and not any(issubclass(kind, Purgeable) for kind in lower):  # type: ignore[arg-type]
+    if purges and not any(can_purge_all(kind) for kind in lower):
         rule = "false without a tier below that can be purged, such as file://"
         raise InvalidArgumentError("purge_on_reset", purges, rule)
     return purges

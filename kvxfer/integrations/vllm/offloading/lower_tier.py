@@ -22,7 +22,16 @@ from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.storage.backend import DONE, Backend, Outcome, Purgeable, Status, positions_done
+from kvxfer.storage.backend import (
+    DONE,
+    Backend,
+    Outcome,
+    Purgeable,
+    Status,
+    can_purge_all,
+    positions_done,
+    purge_prefixes,
+)
 from kvxfer.storage.eviction.retention import Retention, retain_in
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import ObservedBackend, medium_of
@@ -106,7 +115,8 @@ class LowerTier:
         self._reports = Reports([self.metrics, *observers], self.name)
         renamed = [RenamedKeys(observers, self._keys_of)] if len(observers) else []
         told = [self.metrics, *renamed, *([self._events] if self._events else [])]
-        self._purgeable = backend if purge_on_reset and isinstance(backend, Purgeable) else None
+        self._purgeable = backend if isinstance(backend, Purgeable) else None
+        self._purges_all = purge_on_reset and can_purge_all(backend)
         backend = observe(backend, Reports(told, self.name, chunk_sizes=chunk_sizes))
         self._storing: dict[BlockKey, tuple[int, BlockKey]] = {}  # row and key of a backend's key
         self._verify: Verify | None = None
@@ -140,6 +150,7 @@ class LowerTier:
         self._row_size_bytes = int(row_size_bytes)
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._salt = b""
+        self._old_salts: dict[bytes, None] = {}  # whose blocks are still to be deleted
         self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
 
     def verify_by(self, verify: Verify) -> None:
@@ -291,7 +302,8 @@ class LowerTier:
         that a hanging backend stores later, and the next engine does not take new rows for rows of
         the weights on disk. So the blocks in the backend may stay, for others and for the engine
         that comes next. Purging it as well, where that was asked for, only makes room; until it
-        ends, which may be later, nothing is stored that it might delete, too.
+        ends, which may be later, nothing is stored that it might delete, too. Rows under the salt
+        of an earlier reset can be found by nobody any more, and are deleted in any case.
 
         Returns:
             Rows whose memory is still in use; `poll` reports them later, as void.
@@ -303,20 +315,28 @@ class LowerTier:
         self._late = [replace(each, void=True) for each in self._late]
         self._missing.clear()
         self.results.clear()
+        if self._salt and self._purgeable is not None:
+            self._old_salts[self._salt] = None
         self._salt = secrets.token_bytes(SALT_BYTES)
         if self._events is not None:
             self._events.reset(self._salt)
         self.drain(timeout_s=self._timeouts.reset_s)
         self.poll()
-        rest = "are deleted" if self._purgeable else "stay, for others, and are not found here"
+        stay = "stay, for others, and are not found here"
+        if self._old_salts:
+            stay += " (those that were found here only are deleted)"
+        rest = "are deleted" if self._purges_all else stay
         text = (
             "the lower tier, %s: blocks of before %s; those stored from now on are found here only"
         )
         logger.warning(text, self.name, rest)
-        if self._purgeable is not None:
+        if self._purgeable is not None and self._purges_all:
             purge = self._engine.submit_call(self._purgeable.purge())
             purge.add_done_callback(_log_failure)
             self._purges = [purge, *(each for each in self._purges if not each.done())]
+        if self._purgeable is not None and self._old_salts:
+            purge = self._engine.submit_call(self._purge_salts(self._purgeable))
+            purge.add_done_callback(_log_failure)
         unfinished = [row for job in self._jobs.values() for row in job.rows]
         return unfinished + [each.row for each in self._late]
 
@@ -348,6 +368,11 @@ class LowerTier:
             self._engine.close()
         except Exception:
             logger.exception("the lower tier cannot be closed")
+
+    async def _purge_salts(self, medium: Purgeable) -> None:
+        """Delete rows that nobody finds any more; if that fails, the next reset tries it again."""
+        await self._engine.drain()  # a store that is late would put its rows there afterwards
+        await purge_prefixes(medium, self._old_salts)
 
     async def _look_up(self, lookup: RowLookup, names: Sequence[BlockKey]) -> None:
         """Look up keys and begin to load those that are found, on the engine's event loop."""
