@@ -160,7 +160,7 @@ def _require_one_number_of_heads(vllm_config: Any) -> None:
 
 def _heads_told(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int | None]]:
     """List what a configuration tells of KV heads at any depth: numbers, and None if unknown."""
-    for key, value in config.items():
+    for key, value in ((str(key), value) for key, value in config.items()):  # labels have numbers
         name = f"{path}{key}"
         if key in NO_LAYERS:
             continue
