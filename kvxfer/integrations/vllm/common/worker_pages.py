@@ -1,6 +1,7 @@
 """Worker pages: the meaning of the bytes of a worker's blocks, described for the scheduler."""
 
 import functools
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from kvxfer.errors import LayoutError, PageMappingError
+from kvxfer.errors import KVXferError, LayoutError, PageMappingError
 from kvxfer.integrations.vllm.common.cpu_packing import (
     PackedPlane,
     cpu_attention_isa,
@@ -27,6 +28,8 @@ from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import is_state
 from kvxfer.kvcache.spec import AttentionSpec
+
+logger = logging.getLogger(__name__)
 
 KV_HEADS = re.compile(
     r"(.*_)?(key_value_heads|(n|num)_kv_heads?|n_head_kv|attention_groups|group_num)"
@@ -201,7 +204,10 @@ def _describe_group(
                 kind = "keys and values, or latents"
                 raise PageMappingError("head", f"states of {name!r}", kind)  # noqa: TRY301
             boxes += [box.moved(starts[place]) for box in layer.boxes]
-    except Exception as exc:  # noqa: BLE001 - a group that is not understood is kept as bytes
+    except Exception as exc:  # a group that is not understood is kept as bytes
+        if not isinstance(exc, KVXferError):
+            text = "blocks of %s are bytes for equal engines only: its cache was not understood"
+            logger.warning(text, group.layer_names[0], exc_info=True)
         return GroupPages(payload_size_bytes=size, reason=f"{type(exc).__name__}: {exc}")
     return GroupPages(
         payload_size_bytes=size,
