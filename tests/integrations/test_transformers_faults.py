@@ -1,6 +1,8 @@
 """Prefix cache of transformers: bad pages, late backends and other weights cost time, no tokens."""
 
 import importlib
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -304,3 +306,33 @@ def test_a_store_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(BackendUnavailableError, match="file"):
         open_cache(shared_model(), tmp_path / "file")
+
+
+AT_THE_END = """
+import atexit, sys, threading
+from pathlib import Path
+from tests.integrations.tiny_transformers import fill, num_loaded, open_cache, prompt_of
+from tests.integrations.tiny_transformers import shared_model
+
+cache, prompt = open_cache(shared_model(), Path(sys.argv[1])), prompt_of(100)
+assert fill(cache, shared_model(), prompt) > 0
+
+def refuse(_):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+def load():
+    if sys.argv[2] == "without new threads":  # as Python 3.12 and later
+        threading.Thread.start = refuse
+    print(num_loaded(cache, prompt))
+    cache.close()
+
+atexit.register(load)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["", "without new threads"])
+def test_a_prefix_is_loaded_when_the_interpreter_ends(tmp_path: Path, how: str) -> None:
+    command = [sys.executable, "-c", AT_THE_END, str(tmp_path), how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "96\n"), done.stderr

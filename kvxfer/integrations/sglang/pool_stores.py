@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from kvxfer.connect import choice_of_replica
@@ -16,6 +17,7 @@ from kvxfer.integrations.sglang.interface import HiCacheStorageConfig, weight_ve
 from kvxfer.integrations.sglang.page_store import PageStore
 from kvxfer.integrations.sglang.settings import StorageSettings
 from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
+from kvxfer.storage.threads import begin_aside
 
 LASTING = (InvalidArgumentError, UnsupportedEngineError)
 """Errors of an opening that another attempt would end in, too."""
@@ -154,12 +156,11 @@ class PoolStores:
         """
         with self._lock:
             names = [name for name in self._pools if name not in self._stores]
-            if self._opening is None and names and not self._closed:
-                opening = self._opening = Future[None]()
-                threading.Thread(
-                    target=self._open, args=(names, opening), name="kvxfer-open", daemon=True
-                ).start()
-            return self._opening
+            if self._opening is not None or not names or self._closed:
+                return self._opening
+            opening = self._opening = Future[None]()
+        begin_aside("kvxfer-open", partial(self._open, names, opening))
+        return opening
 
     def _wait(self, opening: Future[None], name: str, wait_s: float) -> bool:
         """Wait until a store was opened or could not be; return whether to look for it again."""

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Self
@@ -33,6 +33,7 @@ from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Observer
 from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.storage.threads import begin_aside
 from kvxfer.transfer.job import Direction
 
 DEFAULT_TOKENS_PER_PAGE = 128
@@ -163,9 +164,12 @@ class PrefixCache:
         tokens = prompts.read_tokens("input_ids", input_ids)
         prompts.require_text(tokens, attention_mask, self._model)
         is_rounded = self._is_rounded()  # which each thread decides for itself
-        with self._turn(timeout_s) as deadline, ThreadPoolExecutor(1) as thread:
-            finding, expected = thread.submit(self._find_change), self._change
-            past = self._find_prefix(tokens, None if is_rounded else expected, deadline)
+        with self._turn(timeout_s) as deadline:
+            finding, expected = begin_aside("kvxfer-weights", self._find_change), self._change
+            try:
+                past = self._find_prefix(tokens, None if is_rounded else expected, deadline)
+            finally:
+                wait([finding])
             change = self._note(finding.result())
             if is_rounded:
                 change = None

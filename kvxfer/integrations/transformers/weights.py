@@ -4,7 +4,6 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import xxhash
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.transformers.module_state import read_state
+from kvxfer.storage.threads import DaemonThreads
 
 MAX_THREADS = 8
 MIXING = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)
@@ -71,7 +71,7 @@ class Weights:
             logger.warning(text, state.obstacle)
         self._obstacle = state.obstacle
         named = list(_tensors(self._model))
-        with ThreadPoolExecutor(self._threads) as executor:
+        with DaemonThreads("kvxfer-weights", self._threads) as executor:
             parts = executor.map(lambda each: take(*each), named)
             whole = xxhash.xxh3_128(json.dumps(state.facts, sort_keys=True).encode())
             for (name, tensor), part in zip(named, parts, strict=True):
