@@ -18,7 +18,7 @@ async def altered(deployment: Deployment) -> str:
     notes = [await _refused(deployment, sign) for sign in (Sign.ALTER_LENT, Sign.SWAP_LENT)]
     with planted(deployment.audit_directory, Sign.ALTER_LENT, Sign.SKIP_VERIFICATION):
         await deployment.hand_over(deployment.prompt(LENGTHS[0]))
-    if not deployment.audit().different:
+    if not (await deployment.audit()).different:
         raise Failure("the audit passes a page that D should not have taken")
     deployment.forget_audit()
     await require_works(deployment)
@@ -39,7 +39,7 @@ async def _refused(deployment: Deployment, sign: Sign) -> str:
     if not await wait_until(has_grown, limit_s=COUNT_LIMIT_S):
         number = await _num_corrupt(deployment) - num_before
         raise Failure(f"{sign.value}: {number} pages counted as corrupt, of {len(prompts)} prompts")
-    deployment.require_audited(0)
+    await deployment.require_audited(0)
     note = await require_clean(deployment)
     return f"{sign.value}: {await deployment.counts() - before}{note}"
 

@@ -28,6 +28,7 @@ MAX_TOKENS = 6
 TOLERANCE = 5e-5
 """Most that a log-probability differs in float32 from that of one engine alone."""
 LAST_TOKEN_ALONE = "tests.e2e.prefill_decode.last_token_alone.LastTokenAlone"
+AUDIT_LIMIT_S = 10.0
 FREE_LIMIT_S = LEASE_S + 3.0
 """One lease, and some time for a busy machine to count the blocks."""
 WARM_UP_LIMIT_S = 180.0
@@ -250,8 +251,16 @@ class Deployment:
         """Directory that all engines write their audits to."""
         return self.engines[0].audit_directory
 
-    def audit(self) -> handover_audit.HandoverAudit:
-        """Compare what was loaded with what was offered, of the present scenario."""
+    async def audit(self) -> handover_audit.HandoverAudit:
+        """Compare what was loaded with what was offered, of the present scenario.
+
+        P notes what it offered a while after D may have it.
+        """
+
+        async def is_known() -> bool:
+            return not handover_audit.read(self.audit_directory).unknown
+
+        await wait_until(is_known, limit_s=AUDIT_LIMIT_S)
         return handover_audit.read(self.audit_directory)
 
     def forget_audit(self) -> None:
@@ -259,11 +268,11 @@ class Deployment:
         for path in self.audit_directory.glob("*.jsonl"):
             path.unlink()
 
-    def require_audited(self, num_tokens: int) -> str:
+    async def require_audited(self, num_tokens: int) -> str:
         """Fail unless as many tokens as vLLM counts have what was offered; with kvxfer."""
         if self.connector != "kvxfer":
             return ""
-        report = self.audit()
+        report = await self.audit()
         if report.problem:
             raise Failure(report.problem)
         if report.num_tokens < num_tokens:

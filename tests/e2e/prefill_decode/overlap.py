@@ -59,7 +59,7 @@ async def preempted(deployment: Deployment) -> str:
     number = (await prefill.metrics())[PREEMPTIONS] - num_before
     if not number:
         raise Failure("P has preempted nothing")
-    deployment.require_audited(0)
+    await deployment.require_audited(0)
     note = await require_clean(deployment)
     await require_works(deployment)
     return f"{number:.0f} preemptions{note}"

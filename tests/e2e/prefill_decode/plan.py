@@ -192,7 +192,7 @@ async def run_one(deployment: Deployment, shape: str, name: str) -> Result:
     note = failure = ""
     try:
         note = await SCENARIOS[name](deployment)
-        deployment.require_audited(0)
+        await deployment.require_audited(0)
     except Failure as exc:
         failure = str(exc)
     seconds = time.monotonic() - start_s

@@ -208,7 +208,7 @@ async def require_handed_over(
     if counts.computed > len(prompts):
         total = sum(map(len, prompts))
         raise Failure(f"{counts}, of {len(prompts)} prompts with {total} tokens")
-    audited = deployment.require_audited(counts.loaded - num_from_tiers)
+    audited = await deployment.require_audited(counts.loaded - num_from_tiers)
     return f"{counts}{audited}{await require_clean(deployment)}"
 
 
