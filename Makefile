@@ -1,7 +1,10 @@
 # Every target does the set-up that it needs; nothing but Python 3.11, 3.12 or 3.13, make and gcc is
 # expected of the machine. Set-up is redone when the files that it depends on change.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+# The machine's own Python if it is one of these; what is wrong with another one is said by the set-up.
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(or $(shell for each in python3 python3.13 python3.12 python3.11; do \
+	$$each -c '$(FITS)' 2>/dev/null && command -v $$each && break; done),python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
