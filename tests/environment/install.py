@@ -152,7 +152,9 @@ def _pip_has(venv: Path, requirement: str) -> bool:
     """Ask the indexes and folders of packages that pip is configured with."""
     command = [*pip(venv), "--dry-run", requirement]
     asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    if asked.returncode and "No matching distribution found" not in asked.stderr:
+    # The second is said where pip is configured with constraints.
+    missing = "No matching distribution found", "ResolutionImpossible"
+    if asked.returncode and not any(text in asked.stderr for text in missing):
         raise CannotInstallError(f"pip cannot tell whether there is {requirement}: {asked.stderr}")
     return asked.returncode == 0
 

@@ -36,6 +36,8 @@ def _machine_without_gpu_and_indexes(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
+    (tmp_path / "constraints").write_text("torch<=2.14.1\n")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints"))
 
 
 @pytest.fixture
