@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a run that has everything fail for a test that was skipped for want of something."""
-    parser.addoption("--nothing-missing", action="store_true", help=needs.__doc__)
+    text = "fail if a test was skipped for want of a program or library"
+    parser.addoption("--nothing-missing", action="store_true", help=text)
 
 
 @pytest.hookimpl(trylast=True)

