@@ -3,7 +3,6 @@
 import contextlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
 
 from kvxfer.errors import KVXferError
 
@@ -22,35 +21,12 @@ class MissingExtraError(KVXferError, ModuleNotFoundError):
         super().__init__(wanted.strip(), name=package)
 
 
-@contextlib.contextmanager
-def needing(extra: str, *packages: str, what: str = "") -> Iterator[None]:
-    """Say which extra brings a package that is imported within, and that is not there.
-
-    Args:
-        extra: Extra of kvxfer.
-        packages: Its packages.
-        what: Option or module that needs them; empty for a whole command.
-
-    Raises:
-        MissingExtraError: One of the packages is not installed.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as exc:
-        missing = (exc.name or "").partition(".")[0]
-        if missing not in packages:  # but what one of them brings along may be missing with it
-            missing = next((each for each in packages if not _is_installed(each)), "")
-        if not missing:
-            raise
-        raise MissingExtraError(extra, missing, what) from exc
-
-
 def require_extra(extra: str, *packages: str, what: str = "") -> None:
-    """Check that the packages of an extra are installed, before work whose end needs them.
+    """Check that the packages of an extra are installed, before they are imported or used.
 
     Args:
         extra: Extra of kvxfer.
-        packages: Its packages.
+        packages: Its packages that are needed.
         what: Option or module that needs them; empty for a whole command.
 
     Raises:
@@ -64,7 +40,9 @@ def require_extra(extra: str, *packages: str, what: str = "") -> None:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # it is being imported, or its import was forbidden
+    except ValueError:  # a module that was put in place of the package, without a spec
+        return True
+    except ModuleNotFoundError:  # a part of a package that is missing
         return False
 
 

@@ -7,7 +7,7 @@ from kvxfer.checks import require_number, require_positive
 from kvxfer.configuration import Configuration
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.extras import needing
+from kvxfer.extras import require_extra
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.storage.threads import CLOSE_TIMEOUT_S
@@ -111,13 +111,11 @@ class MooncakeConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fi
             MissingExtraError: It is not installed.
             BackendUnavailableError: A library that it needs is not there.
         """
-        with needing(EXTRA, "mooncake", what="mooncake://"):
-            try:
-                import mooncake.store  # noqa: F401 - only whether it can be
-            except ModuleNotFoundError:
-                raise
-            except ImportError as exc:
-                raise BackendUnavailableError(f"mooncake cannot be imported: {exc}") from exc
+        require_extra(EXTRA, "mooncake", what="mooncake://")
+        try:
+            import mooncake.store  # noqa: F401 - only whether it can be
+        except ImportError as exc:
+            raise BackendUnavailableError(f"mooncake cannot be imported: {exc}") from exc
 
     def open_store(self) -> "MooncakeDistributedStore":
         """Connect a client of Mooncake that has no memory of its own; blocks.

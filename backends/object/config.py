@@ -9,7 +9,7 @@ from kvxfer.checks import require_number, require_positive
 from kvxfer.configuration import Configuration
 from kvxfer.endpoint import split_url
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.extras import needing
+from kvxfer.extras import require_extra
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.threads import CLOSE_TIMEOUT_S
 
@@ -139,8 +139,9 @@ class S3Config(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def open_store(self) -> "ObjectStore":
         """See `ObjectConfig.open_store`."""
-        with needing(EXTRA, "obstore", what=f"{self.scheme}://"):
-            from obstore.store import S3Store
+        require_extra(EXTRA, "obstore", what=f"{self.scheme}://")
+        from obstore.store import S3Store
+
         virtual_hosted = self.virtual_hosted
         options: dict[str, Any] = {
             "virtual_hosted_style_request": not self.endpoint
@@ -164,8 +165,9 @@ class GSConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def open_store(self) -> "ObjectStore":
         """See `ObjectConfig.open_store`."""
-        with needing(EXTRA, "obstore", what=f"{self.scheme}://"):
-            from obstore.store import GCSStore
+        require_extra(EXTRA, "obstore", what=f"{self.scheme}://")
+        from obstore.store import GCSStore
+
         options: dict[str, Any] = {"base_url": self.endpoint} if self.endpoint else {}
         return GCSStore(
             self.address,
@@ -192,8 +194,9 @@ class AZConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Raises:
             InvalidArgumentError: There is no storage account.
         """
-        with needing(EXTRA, "obstore", what=f"{self.scheme}://"):
-            from obstore.store import AzureStore
+        require_extra(EXTRA, "obstore", what=f"{self.scheme}://")
+        from obstore.store import AzureStore
+
         if not self.account and not any(os.environ.get(name) for name in ACCOUNT_VARIABLES):
             wanted = f"a storage account, here or in {ACCOUNT_VARIABLES[0]}"
             raise InvalidArgumentError("account", self.account, wanted)

@@ -12,7 +12,7 @@ from kvxfer.cli.service import (
     raise_descriptor_limit,
     stop_signal,
 )
-from kvxfer.extras import needing
+from kvxfer.extras import require_extra
 from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:
@@ -28,8 +28,9 @@ def main(argv: Sequence[str]) -> int:
         KVXferError: aiohttp is not installed, or an argument cannot be used.
     """
     arguments = _parser().parse_args(argv)
-    with needing("proxy", "aiohttp", "prometheus_client"):
-        from kvxfer.proxy import ProxyConfig
+    require_extra("proxy", "aiohttp", "prometheus_client")
+    from kvxfer.proxy import ProxyConfig
+
     log_to_stderr(arguments.log_level)
     raise_descriptor_limit()
     config = ProxyConfig(

@@ -15,7 +15,7 @@ from kvxfer.cli.serve_options import make_parser, require_for_pool
 from kvxfer.cli.service import log_to_stderr, stop_signal
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.extras import needing, require_extra
+from kvxfer.extras import require_extra
 from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:
@@ -53,14 +53,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _make_metrics() -> "Metrics":
-    with needing("metrics", "prometheus_client", what="--metrics"):
-        from kvxfer.telemetry.metrics import Metrics
+    require_extra("metrics", "prometheus_client", what="--metrics")
+    from kvxfer.telemetry.metrics import Metrics
+
     return Metrics()
 
 
 def _publish_events(arguments: argparse.Namespace) -> "EventPublisher":
-    with needing("events", "zmq", what="--events"):
-        from kvxfer.telemetry.events import EventPublisher
+    require_extra("events", "zmq", what="--events")
+    from kvxfer.telemetry.events import EventPublisher
+
     events = EventPublisher(
         arguments.events, replay=arguments.events_replay, hashes=arguments.events_hashes
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.extras import needing
+from kvxfer.extras import require_extra
 from kvxfer.units import Duration
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ def main(argv: Sequence[str]) -> int:
     interval_s = Duration.parse(
         arguments.interval, name="interval", minimum_s=MIN_INTERVAL_S, maximum_s=MAX_INTERVAL_S
     )
-    with needing("top", "aiohttp", "prometheus_client", "rich"):
-        from rich.console import Console
+    require_extra("top", "aiohttp", "prometheus_client", "rich")
+    from rich.console import Console
 
-        from kvxfer.top import WIDTH, WatchedProcess
+    from kvxfer.top import WIDTH, WatchedProcess
 
     processes = [WatchedProcess(endpoint) for endpoint in endpoints]
     console = Console()

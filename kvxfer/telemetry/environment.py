@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.endpoint import MAX_PORT, Endpoint
 from kvxfer.errors import BackendUnavailableError
-from kvxfer.extras import needing
+from kvxfer.extras import require_extra
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.observer import Observer
 from kvxfer.telemetry.journal import journal_observers
@@ -92,10 +92,11 @@ def _metrics_of_process() -> list["Metrics"]:
 
 
 def _show_metrics(first: Endpoint) -> "Metrics":
-    with needing("metrics", "prometheus_client", what=VARIABLE):
-        from prometheus_client import start_http_server
+    require_extra("metrics", "prometheus_client", what=VARIABLE)
+    from prometheus_client import start_http_server
 
-        from kvxfer.telemetry.metrics import Metrics
+    from kvxfer.telemetry.metrics import Metrics
+
     metrics = Metrics()
     last = min(first.port + MAX_PROCESSES - 1, MAX_PORT) if first.port else 0
     for port in range(first.port, last + 1):

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 
-from kvxfer.extras import needing
+from kvxfer.extras import require_extra
 
 SECRET_BYTES = 32
 KEY_BYTES = 32
@@ -45,8 +45,7 @@ class PageCipher:
     """
 
     def __init__(self, secrets: Sequence[bytes], tenant: str) -> None:
-        with needing(EXTRA, "cryptography", what="integrity=sealed"):
-            import cryptography  # noqa: F401 - whether it is there
+        require_extra(EXTRA, "cryptography", what="integrity=sealed")
         self._secrets = secrets
         self._tenant = tenant
         self._keys: dict[str, dict[str, bytes]] = {}  # by namespace, and id of the key

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvxfer.backends.nixl.discovery.etcd_config import Credentials, EtcdConfig
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError, KVXferError
-from kvxfer.extras import needing
+from kvxfer.extras import require_extra
 from kvxfer.storage.calls import fetch_error
 from kvxfer.storage.threads import DaemonThreads
 from kvxfer.text import printable
@@ -242,8 +242,9 @@ def import_aetcd() -> "ModuleType":
     Raises:
         MissingExtraError: aetcd is not installed.
     """
-    with needing(EXTRA, "aetcd", "grpc", "google", what="discover=etcd://"):
-        from aetcd import rpc
+    require_extra(EXTRA, "aetcd", "grpc", "google.protobuf", what="discover=etcd://")
+    from aetcd import rpc
+
     module: ModuleType = rpc
     return module
 

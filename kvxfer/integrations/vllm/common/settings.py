@@ -12,7 +12,7 @@ import msgspec
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.connect import BackendType, parse_backend
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.extras import needing
+from kvxfer.extras import require_extra
 from kvxfer.named_files import read_named_file
 from kvxfer.settings import shown
 from kvxfer.storage.backend import can_purge_all
@@ -101,8 +101,9 @@ def find_settings(
 
 def _read_file(path: str) -> Mapping[str, Any]:
     form = f"a file with the settings of {EXPLICIT} by name, as YAML or JSON"
-    with needing("vllm", "yaml", what=FILE):
-        import yaml
+    require_extra("vllm", "yaml", what=FILE)
+    import yaml
+
     try:
         found = yaml.safe_load(read_named_file(path).data)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:
