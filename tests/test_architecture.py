@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     {
         *("checks", "configuration", "endpoint", "errors", "extras", "listener", "named_files"),
-        *("settings", "text", "units"),
+        *("runtime", "settings", "text", "units"),
     },
     {"kvcache"},
     {"copy_engine"},
@@ -53,7 +53,8 @@ BUDGETS = {
     "kvxfer/kvcache": 6_020,
     "kvxfer/proxy": 1_200,
     "kvxfer/replay": 3_950,
-    "kvxfer/storage": 5_475,
+    "kvxfer/runtime": 550,
+    "kvxfer/storage": 5_310,
     "kvxfer/telemetry": 1_900,
     "kvxfer/testing": 2_050,
     "kvxfer/tiering": 1_400,

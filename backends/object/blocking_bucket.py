@@ -10,7 +10,7 @@ from kvxfer.backends.object.config import ObjectConfig
 from kvxfer.backends.object.object_version import ListedObject
 from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.errors import BackendUnavailableError
-from kvxfer.storage.loop_thread import LoopThread
+from kvxfer.runtime import LoopThread
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class BlockingBucket:
             OSError: A request about an object failed.
         """
         try:
-            return self._run(request)
+            return self._thread.run(request)
         except RequestFailedError as exc:
             if not name or (exc.transient and self._is_gone(name)):
                 raise BackendUnavailableError(f"{self._place}: {exc}") from None
@@ -59,16 +59,13 @@ class BlockingBucket:
 
     def close(self) -> None:
         """End what is under way, and the event loop."""
-        self._run(self._end())
+        self._thread.run(self._end())
         self._thread.stop()
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._thread.loop).result()
 
     def _is_gone(self, name: str) -> bool:
         """Whether the server does not even tell the size of an object."""
         try:
-            self._run(self.bucket.head(name))
+            self._thread.run(self.bucket.head(name))
         except RequestFailedError as exc:
             return exc.transient
         return False

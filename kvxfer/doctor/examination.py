@@ -22,7 +22,7 @@ from kvxfer.doctor.finding import Check, Examined, Finding, Severity
 from kvxfer.doctor.mooncake import check_mooncake
 from kvxfer.doctor.pools import check_pool
 from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
-from kvxfer.storage.threads import DaemonThreads
+from kvxfer.runtime import DaemonThreads
 from kvxfer.text import printable
 
 STEPS_OF_A_PEER = 6

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvxfer.errors import ClosedError, EventLoopError, KVXferError
-from kvxfer.storage.loop_thread import LoopThread
+from kvxfer.runtime import LoopThread
 
 LIVENESS_S = 0.5
 """Interval at which a caller that waits for another event loop checks that it still runs."""

@@ -14,8 +14,8 @@ from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer
 from kvxfer.connect import open_backend
 from kvxfer.endpoint import free_ports
 from kvxfer.errors import BackendUnavailableError, ClosedError, UnsupportedEngineError
+from kvxfer.runtime import LoopThread
 from kvxfer.storage.keys import GroupIdentity, Namespace
-from kvxfer.storage.loop_thread import LoopThread
 from kvxfer.testing.payloads import make_payload
 from kvxfer.units import ByteSize
 

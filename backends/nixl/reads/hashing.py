@@ -12,8 +12,8 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.runtime import DaemonThreads
 from kvxfer.storage.integrity import checksum_blocks
-from kvxfer.storage.threads import DaemonThreads
 
 NUM_THREADS = 2
 """Threads that copy between registered and other memory."""

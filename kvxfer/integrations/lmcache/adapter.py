@@ -33,11 +33,11 @@ from kvxfer.integrations.lmcache.object_keys import object_id_of
 from kvxfer.integrations.lmcache.object_store import ObjectStore, StoredObject
 from kvxfer.integrations.lmcache.residents import Residents
 from kvxfer.integrations.lmcache.settings import AdapterSettings
+from kvxfer.runtime import begin_aside
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.observed_backend import unwrapped
 from kvxfer.storage.observer import Observer
-from kvxfer.storage.threads import begin_aside
 
 PIN_S = 60.0
 """Seconds after which an object that was found and never unlocked may be deleted all the same."""

@@ -17,7 +17,7 @@ from kvxfer.integrations.sglang.interface import HiCacheStorageConfig, weight_ve
 from kvxfer.integrations.sglang.page_store import PageStore
 from kvxfer.integrations.sglang.settings import StorageSettings
 from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
-from kvxfer.storage.threads import begin_aside
+from kvxfer.runtime import begin_aside
 
 LASTING = (InvalidArgumentError, UnsupportedEngineError)
 """Errors of an opening that another attempt would end in, too."""

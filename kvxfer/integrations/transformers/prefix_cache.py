@@ -29,11 +29,11 @@ from kvxfer.integrations.transformers.module_state import require_unchanged
 from kvxfer.integrations.transformers.page_mover import Deadline, PageMover
 from kvxfer.integrations.transformers.page_pool import PagePool
 from kvxfer.integrations.transformers.weights import Weights
+from kvxfer.runtime import begin_aside
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Observer
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.storage.threads import begin_aside
 from kvxfer.transfer.job import Direction
 
 DEFAULT_TOKENS_PER_PAGE = 128

@@ -12,7 +12,7 @@ import xxhash
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.transformers.module_state import read_state
-from kvxfer.storage.threads import DaemonThreads
+from kvxfer.runtime import DaemonThreads
 
 MAX_THREADS = 8
 MIXING = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)

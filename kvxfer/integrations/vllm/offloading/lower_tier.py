@@ -22,6 +22,7 @@ from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
+from kvxfer.runtime import begin_aside
 from kvxfer.storage.backend import (
     DONE,
     Backend,
@@ -37,7 +38,7 @@ from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import ObservedBackend, medium_of
 from kvxfer.storage.observer import Observer, Operation, Reports
 from kvxfer.storage.suspension import Suspension
-from kvxfer.storage.threads import Threads, begin_aside
+from kvxfer.storage.threads import Threads
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.tiering.lookup_results import LookupResults

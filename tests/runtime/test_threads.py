@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from kvxfer.storage import loop_thread
-from kvxfer.storage.loop_thread import LoopThread
+from kvxfer.runtime import LoopThread, threads
 
 
 def begin_and_give_up(thread: LoopThread, ended: threading.Event) -> threading.Thread:
@@ -37,7 +36,7 @@ def test_stop_waits_for_the_thread_of_a_call_that_was_given_up() -> None:
 
 
 def test_stop_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_thread, "END_OF_THREADS_S", 0.1)
+    monkeypatch.setattr(threads, "END_OF_THREADS_S", 0.1)
     thread, ended = LoopThread("loop"), threading.Event()
     blocked = begin_and_give_up(thread, ended)
     begun = time.monotonic()
@@ -48,3 +47,19 @@ def test_stop_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     ended.set()
     blocked.join(10)
     assert not blocked.is_alive()
+
+
+def test_a_coroutine_runs_on_the_loop_and_its_caller_waits_no_longer_than_told() -> None:
+    thread = LoopThread("loop")
+
+    async def wait_for(ended: asyncio.Event) -> str:
+        await ended.wait()
+        return "through"
+
+    ended = asyncio.Event()
+    with pytest.raises(TimeoutError):
+        thread.run(wait_for(ended), 0.01)
+    going_on = thread.submit(wait_for(ended))
+    thread.loop.call_soon_threadsafe(ended.set)
+    assert going_on.result(10) == thread.run(wait_for(ended)) == "through"
+    thread.stop()

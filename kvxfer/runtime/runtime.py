@@ -1,0 +1,299 @@
+"""Runtime: clock, threads, locks, sockets and random bytes, which no arguments decide.
+
+All of kvxfer asks for them here, so that `kvxfer.testing.simulation` can put others in their place.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from concurrent import futures as concurrent_futures
+from concurrent.futures import Future
+from queue import SimpleQueue
+from random import Random, SystemRandom
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+FutureT = TypeVar("FutureT", bound=Future[Any])
+
+
+class Lock(Protocol):
+    """Lock with the methods of `threading.Lock`."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # noqa: FBT001, FBT002 - as in `threading`
+        """Take the lock; return whether it was free in time."""
+
+    def release(self) -> None:
+        """Give the lock back."""
+
+    def locked(self) -> bool:
+        """Whether somebody has the lock."""
+
+    def __enter__(self) -> bool:
+        """Take the lock."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None:
+        """Give the lock back."""
+
+
+class Runtime(ABC):
+    """Source of everything that is not a function of its arguments.
+
+    Implementors must let any thread call the methods, and what these return have the methods of
+    the class of the standard library that is named.
+    """
+
+    @abstractmethod
+    def monotonic(self) -> float:
+        """Read the monotonic clock, in seconds."""
+
+    @abstractmethod
+    def wall_time(self) -> float:
+        """Read the clock of the day, in seconds since the epoch, as in the times of files."""
+
+    @abstractmethod
+    def sleep(self, seconds: float, /) -> None:
+        """Let the calling thread wait; on an event loop `asyncio.sleep` waits."""
+
+    @abstractmethod
+    def token_bytes(self, num_bytes: int, /) -> bytes:
+        """Make bytes that nobody can guess."""
+
+    @abstractmethod
+    def random(self) -> Random:
+        """Get the source of random numbers, which differ in each process."""
+
+    @abstractmethod
+    def start_thread(
+        self, target: Callable[..., object], *, name: str, args: tuple[Any, ...] = ()
+    ) -> threading.Thread:
+        """Start a daemon thread.
+
+        Raises:
+            RuntimeError: No thread can be started, as at the end of the interpreter.
+        """
+
+    @abstractmethod
+    def lock(self) -> Lock:
+        """Make a lock for threads."""
+
+    @abstractmethod
+    def condition(self) -> threading.Condition:
+        """Make a condition for threads, with a lock of its own."""
+
+    @abstractmethod
+    def event(self) -> threading.Event:
+        """Make an event for threads."""
+
+    @abstractmethod
+    def queue(self) -> "SimpleQueue[Any]":
+        """Make a queue for threads, without a bound; `put` may interrupt another `put`."""
+
+    @abstractmethod
+    def wait_futures(
+        self, futures: Collection[FutureT], timeout_s: float | None = None
+    ) -> tuple[list[FutureT], list[FutureT]]:
+        """Block until all futures are done, or the time has passed.
+
+        Returns:
+            Those that are done and those that are not, in the order given.
+        """
+
+    @abstractmethod
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        """Make an event loop, which the caller closes."""
+
+    @abstractmethod
+    def open_socket(self, family: int, kind: int, /) -> socket.socket:
+        """Open a socket that is not connected.
+
+        Raises:
+            OSError: No descriptor is left.
+        """
+
+    @abstractmethod
+    def listen(self, address: tuple[Any, ...], *, family: int, backlog: int) -> socket.socket:
+        """Open a socket that listens at an address of TCP.
+
+        Raises:
+            OSError: The address is in use, or is not one of this machine.
+        """
+
+
+class OrdinaryRuntime(Runtime):
+    """Runtime of the operating system."""
+
+    _random = SystemRandom()  # a forked process has other numbers
+
+    # The functions themselves: no call more on the way of a block.
+    monotonic = staticmethod(time.monotonic)
+    wall_time = staticmethod(time.time)
+    lock = staticmethod(threading.Lock)
+    condition = staticmethod(threading.Condition)
+    event = staticmethod(threading.Event)
+    new_event_loop = staticmethod(asyncio.new_event_loop)
+
+    def sleep(self, seconds: float, /) -> None:
+        """See `Runtime.sleep`."""
+        time.sleep(seconds)
+
+    def token_bytes(self, num_bytes: int, /) -> bytes:
+        """See `Runtime.token_bytes`."""
+        return secrets.token_bytes(num_bytes)
+
+    def random(self) -> Random:
+        """See `Runtime.random`."""
+        return self._random
+
+    def start_thread(
+        self, target: Callable[..., object], *, name: str, args: tuple[Any, ...] = ()
+    ) -> threading.Thread:
+        """See `Runtime.start_thread`."""
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def queue(self) -> "SimpleQueue[Any]":
+        """See `Runtime.queue`."""
+        return SimpleQueue()
+
+    def wait_futures(
+        self, futures: Collection[FutureT], timeout_s: float | None = None
+    ) -> tuple[list[FutureT], list[FutureT]]:
+        """See `Runtime.wait_futures`."""
+        done = concurrent_futures.wait(futures, timeout_s).done
+        return [each for each in futures if each in done], [
+            each for each in futures if each not in done
+        ]
+
+    def open_socket(self, family: int, kind: int, /) -> socket.socket:
+        """See `Runtime.open_socket`."""
+        return socket.socket(family, kind)
+
+    def listen(self, address: tuple[Any, ...], *, family: int, backlog: int) -> socket.socket:
+        """See `Runtime.listen`."""
+        return socket.create_server(address, family=family, backlog=backlog)
+
+
+_current: Runtime = OrdinaryRuntime()
+
+
+@contextlib.contextmanager
+def use(runtime: Runtime) -> Iterator[None]:
+    """Put a runtime in the place of the ordinary one, for all threads; for simulations."""
+    global _current  # noqa: PLW0603 - the one that all functions below ask
+    before, _current = _current, runtime
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def monotonic() -> float:
+    """See `Runtime.monotonic`."""
+    return _current.monotonic()
+
+
+def wall_time() -> float:
+    """See `Runtime.wall_time`."""
+    return _current.wall_time()
+
+
+def sleep(seconds: float) -> None:
+    """See `Runtime.sleep`."""
+    _current.sleep(seconds)
+
+
+def token_bytes(num_bytes: int) -> bytes:
+    """See `Runtime.token_bytes`."""
+    return _current.token_bytes(num_bytes)
+
+
+def unique_id() -> uuid.UUID:
+    """Make a random UUID, of version 4."""
+    return uuid.UUID(bytes=_current.token_bytes(16), version=4)
+
+
+def random() -> Random:
+    """See `Runtime.random`."""
+    return _current.random()
+
+
+def start_thread(
+    target: Callable[..., object], *, name: str, args: tuple[Any, ...] = ()
+) -> threading.Thread:
+    """See `Runtime.start_thread`."""
+    return _current.start_thread(target, name=name, args=args)
+
+
+def lock() -> Lock:
+    """See `Runtime.lock`."""
+    return _current.lock()
+
+
+def condition() -> threading.Condition:
+    """See `Runtime.condition`."""
+    return _current.condition()
+
+
+def event() -> threading.Event:
+    """See `Runtime.event`."""
+    return _current.event()
+
+
+def queue() -> "SimpleQueue[Any]":
+    """See `Runtime.queue`."""
+    return _current.queue()
+
+
+def wait_futures(
+    futures: Collection[FutureT], timeout_s: float | None = None
+) -> tuple[list[FutureT], list[FutureT]]:
+    """See `Runtime.wait_futures`."""
+    return _current.wait_futures(futures, timeout_s)
+
+
+def result(future: Future[T], timeout_s: float | None = None) -> T:
+    """Block until a future is done; return its result.
+
+    Raises:
+        TimeoutError: It is not done in time.
+        concurrent.futures.CancelledError: It was cancelled.
+        Exception: That of the future.
+    """
+    if not future.done():
+        _current.wait_futures([future], timeout_s)
+    return future.result(0)
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """See `Runtime.new_event_loop`."""
+    return _current.new_event_loop()
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on an event loop of its own, as `asyncio.run` does."""
+    with asyncio.Runner(loop_factory=_current.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def open_socket(family: int, kind: int) -> socket.socket:
+    """See `Runtime.open_socket`."""
+    return _current.open_socket(family, kind)
+
+
+def listen(address: tuple[Any, ...], *, family: int, backlog: int) -> socket.socket:
+    """See `Runtime.listen`."""
+    return _current.listen(address, family=family, backlog=backlog)

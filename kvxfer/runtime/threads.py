@@ -1,0 +1,172 @@
+"""Threads of the runtime: a pool for calls that block, and an event loop on its own thread."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+from kvxfer.runtime.runtime import lock, monotonic, new_event_loop, queue, result, start_thread
+
+END_OF_THREADS_S = 5.0
+"""Time for calls on other threads that were given up to end, when their loop ends."""
+
+NUM_BLOCKING = 32
+"""Most threads for calls that block, as many as asyncio has at most."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """Executor of daemon threads, started on demand and not joined when the process exits.
+
+    Those of its base class are joined before the functions of `atexit` are called, and take no
+    calls from then on; in these functions Python 3.12 and later start no thread at all. Here calls
+    are made to the very end: where no thread can be started on those that there are, or at once.
+    """
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        super().__init__(num_threads)  # starts nothing
+        self._name = name
+        self._num_threads = num_threads
+        self._calls: SimpleQueue[Callable[[], None] | None] = queue()
+        self._lock = lock()
+        self._started: list[threading.Thread] = []
+        self._num_busy = 0  # calls that run or wait
+        self._num_alive = 0
+        self._closed = False
+        self._when_ended: list[Callable[[], object]] = []
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """See `Executor.submit`."""
+        future: Future[T] = Future()
+        call = partial(_run, future, fn, args, kwargs)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{self._name}: cannot run a function after it was shut down")
+            self._num_busy += 1
+            if len(self._started) < min(self._num_busy, self._num_threads):
+                self._start_thread()
+            if self._started:
+                self._calls.put(call)
+                return future
+        call()
+        with self._lock:
+            self._num_busy -= 1
+        return future
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the threads after `shutdown`, no longer than `timeout_s`; blocks."""
+        ends_at = monotonic() + timeout_s
+        for thread in self._started:
+            thread.join(max(0.0, ends_at - monotonic()))
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - the signature of `Executor`
+        """See `Executor.shutdown`; never waits."""
+        with self._lock:
+            for _ in [] if self._closed else self._started:
+                self._calls.put(None)
+            self._closed = True
+
+    def _start_thread(self) -> None:
+        name = f"{self._name}-{len(self._started)}"
+        with contextlib.suppress(RuntimeError):  # at the end of the interpreter
+            self._started.append(start_thread(self._work, name=name))
+            self._num_alive += 1
+
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Make a call once no thread runs any more after `shutdown`: on the last one, or now."""
+        with self._lock:
+            self._when_ended.append(call)
+        self._tell_end()
+
+    def _work(self) -> None:
+        while call := self._calls.get():
+            call()
+            del call  # or its arguments would stay alive until the next call
+            with self._lock:
+                self._num_busy -= 1
+        with self._lock:
+            self._num_alive -= 1
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        calls: list[Callable[[], object]] = []
+        with self._lock:
+            if self._closed and not self._num_alive:
+                calls, self._when_ended = self._when_ended, calls
+        for call in calls:
+            call()
+
+
+def begin_aside(name: str, func: Callable[[], T]) -> Future[T]:
+    """Run a function on a daemon thread of its own, or here where none can be started."""
+    threads = DaemonThreads(name, 1)
+    future = threads.submit(func)
+    threads.shutdown()
+    return future
+
+
+class LoopThread:
+    """Event loop on its own thread, from construction to `stop`; others make blocking calls.
+
+    Raises:
+        RuntimeError: No thread can be started, as at the end of the interpreter.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = new_event_loop()
+        self._blocking = DaemonThreads(f"{name}-blocking", NUM_BLOCKING)
+        self.loop.set_default_executor(self._blocking)
+        try:
+            self._thread = start_thread(self._run, name=name)
+        except RuntimeError:
+            self.loop.close()
+            raise
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin a coroutine on the loop, from any thread, and return at once."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine on the loop and block until its end, from any other thread.
+
+        Raises:
+            TimeoutError: The end did not come in time; the work goes on.
+            Exception: That of the work.
+        """
+        return result(self.submit(work), timeout_s)
+
+    def stop(self) -> None:
+        """End the loop and its threads; tasks must have ended before. May be called again.
+
+        A call that blocks beyond `END_OF_THREADS_S` is left behind, with its thread.
+        """
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            # `shutdown_default_executor` of asyncio has no time limit before Python 3.12.
+            self._blocking.shutdown()
+            self._blocking.join(END_OF_THREADS_S)
+            self.loop.close()
+
+
+def _run(future: Future[T], fn: Callable[..., T], args: Any, kwargs: Any) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = fn(*args, **kwargs)
+    except BaseException as exc:  # noqa: BLE001 - whoever awaits it decides
+        future.set_exception(exc)
+    else:
+        future.set_result(result)
