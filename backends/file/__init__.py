@@ -1,7 +1,6 @@
 """File backend: blocks in safetensors files."""
 
 from kvxfer.backends.file.backend import FileBackend
-from kvxfer.backends.file.circuit_breaker import CircuitBreaker
 from kvxfer.backends.file.config import FileConfig
 from kvxfer.backends.file.file_index import FileIndex, file_ids
 from kvxfer.backends.file.folders import BlockTree, FoundBlock, refuse_partial_walk
@@ -17,7 +16,6 @@ __all__ = [
     "BlockFileError",
     "BlockHeader",
     "BlockTree",
-    "CircuitBreaker",
     "Digester",
     "FileBackend",
     "FileConfig",

@@ -14,7 +14,6 @@ import numpy as np
 from kvxfer.backends.file.block_files import BlockFiles, failure
 from kvxfer.backends.file.block_reader import BlockReader
 from kvxfer.backends.file.block_writer import BUSY, BlockWriter
-from kvxfer.backends.file.circuit_breaker import CircuitBreaker
 from kvxfer.backends.file.config import FileConfig, require_room, require_root
 from kvxfer.backends.file.folders.block_tree import (
     BlockTree,
@@ -35,9 +34,9 @@ from kvxfer.checks import require_instance
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.runtime import CircuitBreaker, fetch_error
 from kvxfer.storage.backend import DONE, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import fetch_error
 from kvxfer.storage.eviction.retaining_policy import open_policy
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvxfer.backends.file import CircuitBreaker
 from kvxfer.backends.mooncake.config import MooncakeConfig
 from kvxfer.errors import BackendUnavailableError, ClosedError, KVXferError
 from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.runtime import Calls, CircuitBreaker
 from kvxfer.storage.backend import Outcome, Status
-from kvxfer.storage.calls import Calls
 from kvxfer.storage.threads import Threads
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from kvxfer.backends.nixl.exchange import Exchange
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerDirectory, StaticPeers, rank
 from kvxfer.backends.nixl.probe import PeerProbe, probe_peer
-from kvxfer.backends.nixl.reconnect import RetryPause
+from kvxfer.backends.nixl.reconnect import retry_pause
 from kvxfer.backends.nixl.standalone import StandalonePeer
 from kvxfer.endpoint import Endpoint
 
@@ -38,7 +38,6 @@ __all__ = [
     "NixlConfig",
     "PeerDirectory",
     "PeerProbe",
-    "RetryPause",
     "StandalonePeer",
     "StaticPeers",
     "Transport",
@@ -48,5 +47,6 @@ __all__ = [
     "identify_host",
     "probe_peer",
     "rank",
+    "retry_pause",
     "server_context",
 ]

@@ -31,13 +31,12 @@ from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.runtime import Calls, Suspension, await_call
 from kvxfer.storage.backend import MISSING, Backend, Outcome, Status, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import Calls, await_call
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import LendingBackend
 from kvxfer.storage.observer import Reports
-from kvxfer.storage.suspension import Suspension
 
 T = TypeVar("T")
 
@@ -285,7 +284,7 @@ class NixlBackend(Backend):
 
         def note_late() -> None:
             if suspension and timeout_s is not None:
-                suspension.begin(time.monotonic(), f"lookup of {len(keys)} blocks", timeout_s)
+                suspension.note_late(time.monotonic(), f"lookup of {len(keys)} blocks", timeout_s)
 
         try:
             there = await self._calls.wait_for(

@@ -25,8 +25,9 @@ from kvxfer.backends.nixl.wire import (
 from kvxfer.errors import KVXferError, PeerLostError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST
+from kvxfer.runtime import wait_despite_cancel
 from kvxfer.storage.backend import Outcome, Status, positions_done
-from kvxfer.storage.calls import wait_despite_cancel, wait_for_mark
+from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging_memory import Share, StagedBlocks, StagingMemory
 

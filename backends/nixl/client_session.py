@@ -49,8 +49,8 @@ from kvxfer.errors import (
     PeerTimeoutError,
     TransferFailedError,
 )
+from kvxfer.runtime import await_call, wait_despite_cancel
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
-from kvxfer.storage.calls import await_call, wait_despite_cancel
 from kvxfer.storage.leases import LeaseDesk
 from kvxfer.storage.lending import (
     BlockParts,

@@ -16,8 +16,7 @@ from kvxfer.checks import require_integer, require_positive
 from kvxfer.configuration import Configuration
 from kvxfer.endpoint import MAX_PORT, Endpoint
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.runtime import DaemonThreads
-from kvxfer.storage.calls import fetch_error
+from kvxfer.runtime import DaemonThreads, fetch_error
 from kvxfer.storage.integrity import read_secret
 from kvxfer.units import ByteSize
 

@@ -43,7 +43,7 @@ from kvxfer.errors import (
     ProtocolError,
     TransferFailedError,
 )
-from kvxfer.storage.calls import fetch_error
+from kvxfer.runtime import fetch_error
 from kvxfer.storage.keys import BlockKey
 
 AnswerT = TypeVar("AnswerT", bound=Message)

@@ -23,8 +23,8 @@ from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+from kvxfer.runtime import fetch_error
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import fetch_error
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import LeaseDesk

@@ -35,7 +35,7 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from kvxfer.storage.calls import fetch_error
+from kvxfer.runtime import fetch_error
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.threads import Threads
 from kvxfer.text import printable

@@ -2,15 +2,13 @@
 
 import asyncio
 import logging
-import random
 import time
-from collections.abc import Callable
 
 from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import ClosedError, KVXferError, PeerClosedError
-from kvxfer.storage.calls import fetch_error, is_cancelled_alone
+from kvxfer.runtime import Pause, Uniform, fetch_error, is_cancelled_alone, uniform
 from kvxfer.storage.keys import BlockKey
 
 FIRST_RETRY_S = 0.1
@@ -22,32 +20,9 @@ LAST_RETRY_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-class RetryPause:
-    """Pause between attempts to connect, which grows with every one that fails.
-
-    Args:
-        uniform: Draws a number between two others: peers that lost a holder together must not come
-            back together.
-    """
-
-    def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
-        self._uniform = uniform
-        self._pause_s = FIRST_RETRY_S
-        self._until = 0.0
-
-    def is_on(self, now: float) -> bool:
-        """Whether it is too early for another attempt."""
-        return now < self._until
-
-    def begin(self, now: float) -> None:
-        """Begin a pause, since an attempt has failed."""
-        self._until = now + self._pause_s * self._uniform(0.5, 1.0)
-        self._pause_s = min(2 * self._pause_s, LAST_RETRY_S)
-
-    def reset(self) -> None:
-        """End the pause, and make the next one as short as the first: an attempt has succeeded."""
-        self._pause_s = FIRST_RETRY_S
-        self._until = 0.0
+def retry_pause(uniform: Uniform = uniform) -> Pause:
+    """Make the pause between attempts to connect to one peer."""
+    return Pause(FIRST_RETRY_S, LAST_RETRY_S, uniform=uniform)
 
 
 class Reconnect:
@@ -73,7 +48,7 @@ class Reconnect:
         self._opening: asyncio.Task[Connection] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._pause = RetryPause()
+        self._pause = retry_pause()
         self._failure: KVXferError | None = None
 
     @property

@@ -21,9 +21,9 @@ from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.checks import require_instance
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.runtime import Calls, fetch_error
 from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import Calls, fetch_error
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks

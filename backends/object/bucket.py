@@ -5,9 +5,9 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvxfer.backends.file import CircuitBreaker
 from kvxfer.backends.object.object_version import ListedObject, ObjectVersion
 from kvxfer.backends.object.request_failure import (
     ENDS,
@@ -16,6 +16,7 @@ from kvxfer.backends.object.request_failure import (
     open_client,
     request_failure,
 )
+from kvxfer.runtime import CircuitBreaker, Pause
 from kvxfer.storage.backend import Status
 from kvxfer.storage.threads import Threads
 
@@ -325,7 +326,7 @@ class Bucket:
         """
         await self._pace()
         ends_at = time.monotonic() + (timeout_s or self._timeout_s)
-        backoff_s = FIRST_BACKOFF_S
+        backoff = Pause(FIRST_BACKOFF_S, inf)
         while True:
             if not self._breaker.allows():
                 reason = f"{what}: paused after repeated errors of {self._place}"
@@ -334,6 +335,7 @@ class Bucket:
             try:
                 return await self._request_once(what, ask, ends_at, probe)
             except RequestFailedError as exc:
+                backoff_s = backoff.next_s()
                 is_late = time.monotonic() + backoff_s >= ends_at
                 is_paused = not self._breaker.closed or (what == "PUT" and not self.stores.closed)
                 if not exc.transient or is_late or is_paused:
@@ -343,7 +345,6 @@ class Bucket:
             await self._pace()
             if time.monotonic() >= ends_at:
                 raise failed
-            backoff_s *= 2
 
     async def _request_once(
         self, what: str, ask: Callable[[], Awaitable[T]], ends_at: float, probe: int

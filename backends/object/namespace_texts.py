@@ -7,7 +7,7 @@ from kvxfer.backends.file.folders.namespace_folder import MAX_TEXT_BYTES
 from kvxfer.backends.object.bucket import Bucket
 from kvxfer.backends.object.pages import Pages
 from kvxfer.backends.object.request_failure import RequestFailedError
-from kvxfer.storage.calls import Once
+from kvxfer.runtime import Once
 from kvxfer.storage.integrity import Integrity
 
 NOTE_ATTEMPTS = 5

@@ -31,6 +31,7 @@ from kvxfer.copy_engine.method_table import MethodTable
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.runtime import Pause
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.gauge import Gauge
@@ -126,7 +127,7 @@ class PoolBackend(Backend):
         self._lock = threading.Lock()
         self._attachment: Attachment | None = None
         self._users: dict[Attachment, int] = {}
-        self._retry_at = 0.0
+        self._pause, self._silence = Pause(RETRY_S), Pause(SILENT_RETRY_S)
         try:
             with self._attached():
                 pass
@@ -162,7 +163,7 @@ class PoolBackend(Backend):
         self._guard.check_batch(keys, blocks)
         outcomes: list[Outcome | None] = [None] * len(keys)
         ends_at = time.monotonic() + self._config.timeout_s
-        left, pause_s = list(range(len(keys))), BUSY_PAUSE_S
+        left, pause = list(range(len(keys))), Pause(BUSY_PAUSE_S, LONGEST_BUSY_PAUSE_S)
         while True:
             chosen = [keys[index] for index in left]
             given = await self._threads.run(self._store, chosen, blocks.take(left))
@@ -171,8 +172,7 @@ class PoolBackend(Backend):
             left = [index for index in left if outcomes[index] is None]
             if not left or time.monotonic() > ends_at:
                 return [outcome or _BUSY for outcome in outcomes]
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_BUSY_PAUSE_S)
+            await asyncio.sleep(pause.next_s())
             self._guard.check()
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -298,7 +298,8 @@ class PoolBackend(Backend):
             self._wait(silent=lost.timed_out)
             if lost not in self._users:
                 lost.close()
-        if time.monotonic() < self._retry_at:
+        now = time.monotonic()
+        if self._pause.is_on(now) or self._silence.is_on(now):
             raise BackendUnavailableError(f"no host pool at {self._config.path} for now")
         try:
             attachment = Attachment(
@@ -321,7 +322,7 @@ class PoolBackend(Backend):
         return attachment
 
     def _wait(self, *, silent: bool) -> None:
-        self._retry_at = time.monotonic() + (SILENT_RETRY_S if silent else RETRY_S)
+        (self._silence if silent else self._pause).begin(time.monotonic())
 
 
 _BUSY = Outcome(Status.FAILED, reason="another engine has been storing it for too long")

@@ -38,8 +38,8 @@ from kvxfer.backends.pool.messages import (
 )
 from kvxfer.errors import BlockStateError, InvalidArgumentError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.runtime import await_call
 from kvxfer.storage.backend import Backend, Outcome, Status
-from kvxfer.storage.calls import await_call
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import BlockParts, ReservedBlocks, require_parts_in_blocks
 from kvxfer.tiering import TieredBackend

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.runtime import Pause
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 20e-6, 500e-6
 """Pauses between two looks at a copy; each is twice as long as the one before."""
@@ -27,10 +28,9 @@ class Copy:
 
     def wait(self) -> None:
         """Block until the copy has ended; errors as `has_ended`."""
-        pause_s = SHORTEST_WAIT_S
+        pause = Pause(SHORTEST_WAIT_S, LONGEST_WAIT_S)
         while not self.has_ended():
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_WAIT_S)
+            time.sleep(pause.next_s())
 
 
 class CopyEngine(ABC):

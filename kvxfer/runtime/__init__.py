@@ -1,5 +1,15 @@
 """Runtime: everything that is not a function of its arguments, and that a simulation replaces."""
 
+from kvxfer.runtime.calls import (
+    Calls,
+    Once,
+    await_call,
+    fetch_error,
+    is_caller_cancelled,
+    is_cancelled_alone,
+    wait_despite_cancel,
+)
+from kvxfer.runtime.pause import CircuitBreaker, Pause, Suspension, Uniform, uniform
 from kvxfer.runtime.runtime import (
     Lock,
     OrdinaryRuntime,
@@ -26,14 +36,24 @@ from kvxfer.runtime.runtime import (
 from kvxfer.runtime.threads import DaemonThreads, LoopThread, begin_aside
 
 __all__ = [
+    "Calls",
+    "CircuitBreaker",
     "DaemonThreads",
     "Lock",
     "LoopThread",
+    "Once",
     "OrdinaryRuntime",
+    "Pause",
     "Runtime",
+    "Suspension",
+    "Uniform",
+    "await_call",
     "begin_aside",
     "condition",
     "event",
+    "fetch_error",
+    "is_caller_cancelled",
+    "is_cancelled_alone",
     "listen",
     "lock",
     "monotonic",
@@ -46,8 +66,10 @@ __all__ = [
     "sleep",
     "start_thread",
     "token_bytes",
+    "uniform",
     "unique_id",
     "use",
+    "wait_despite_cancel",
     "wait_futures",
     "wall_time",
 ]

@@ -13,9 +13,9 @@ import xxhash
 from kvxfer.checks import require_instance, require_positive
 from kvxfer.errors import BackendUnavailableError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, view_blocks
+from kvxfer.runtime import fetch_error
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import fetch_error
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, groups_of, require_keys

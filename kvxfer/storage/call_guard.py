@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.runtime import Once
 from kvxfer.storage.backend import require_batch
-from kvxfer.storage.calls import Once
 from kvxfer.storage.keys import BlockKey, Namespace, groups_of
 
 

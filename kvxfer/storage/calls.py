@@ -1,20 +1,18 @@
-"""Calls of backend methods: errors become outcomes, deadlines hold, cancelled calls are awaited."""
+"""Calls of backend methods: errors become outcomes, and drains that raise are made again."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
 
-from kvxfer.errors import BackendUnavailableError, DeviceLostError, KVXferError
+from kvxfer.errors import DeviceLostError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
+from kvxfer.runtime import Pause, await_call
 from kvxfer.storage.backend import Begun, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.text import printable
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 FIRST_DRAIN_PAUSE_S = 0.1
 LAST_DRAIN_PAUSE_S = 10.0
@@ -102,53 +100,6 @@ def _one_each(name: str, outcomes: list[Outcome], num_keys: int) -> list[Outcome
     return outcomes
 
 
-def is_caller_cancelled() -> bool:
-    """Whether the current task is being cancelled: a `CancelledError` may be the caller's."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def is_cancelled_alone(waited_for: "asyncio.Future[Any]") -> bool:
-    """Whether what the current task waited for was cancelled, and the task itself was not."""
-    return waited_for.cancelled() and not is_caller_cancelled()
-
-
-async def await_call(call: Awaitable[T]) -> T:
-    """Await a call of code that may be anybody's: only the caller's cancellation is one.
-
-    Raises:
-        asyncio.CancelledError: The caller was cancelled.
-        BackendUnavailableError: Something else was, within the call.
-        Exception: Those of the call.
-    """
-    try:
-        return await call
-    except asyncio.CancelledError as exc:
-        if is_caller_cancelled():
-            raise
-        raise BackendUnavailableError("the call was cancelled, and its caller was not") from exc
-
-
-async def wait_despite_cancel(work: "Coroutine[Any, Any, T] | asyncio.Future[T]") -> T:
-    """Wait for the end of what must not be abandoned, however often cancelled.
-
-    Returns:
-        Its result.
-
-    Raises:
-        asyncio.CancelledError: The caller was cancelled; the work has ended all the same.
-    """
-    future = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([future])
-        fetch_error(future)
-        raise
-
-
 async def drain_in_the_end(drain: Drain, what: str, gives_up: asyncio.Event) -> bool:
     """Drain; a drain that raises has made nothing quiet, and is made again after a pause.
 
@@ -160,7 +111,7 @@ async def drain_in_the_end(drain: Drain, what: str, gives_up: asyncio.Event) -> 
     Returns:
         Whether the memory is quiet.
     """
-    pause_s = FIRST_DRAIN_PAUSE_S
+    pause = Pause(FIRST_DRAIN_PAUSE_S, LAST_DRAIN_PAUSE_S)
     while True:
         try:
             await await_call(drain())
@@ -168,14 +119,13 @@ async def drain_in_the_end(drain: Drain, what: str, gives_up: asyncio.Event) -> 
             if gives_up.is_set():
                 logger.exception("%s is lost", what)
                 return False
-            if pause_s == FIRST_DRAIN_PAUSE_S:
+            if not pause.num_failures:
                 logger.warning("%s stays in use: it cannot be drained", what, exc_info=True)
         else:
             return True
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
+            async with asyncio.timeout(pause.next_s()):
                 await gives_up.wait()
-        pause_s = min(2 * pause_s, LAST_DRAIN_PAUSE_S)
 
 
 async def wait_for_mark(mark: StreamMark | None) -> None:
@@ -186,134 +136,3 @@ async def wait_for_mark(mark: StreamMark | None) -> None:
     """
     while mark is not None and not mark.has_passed():  # noqa: ASYNC110 - see `MARK_PAUSE_S`
         await asyncio.sleep(MARK_PAUSE_S)
-
-
-def fetch_error(future: "asyncio.Future[Any]") -> None:
-    """Fetch the error of a future that may have no waiter left, else asyncio reports it."""
-    if not future.cancelled():
-        future.exception()
-
-
-class Once:
-    """Attempt that all callers share, and that is made again after it failed or was cancelled.
-
-    A caller that is cancelled leaves the attempt to go on; the next one waits for the same end.
-    """
-
-    def __init__(self) -> None:
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether an attempt ended without an error."""
-        task = self._task
-        if task is None or not task.done() or task.cancelled():
-            return False
-        return task.exception() is None
-
-    async def run(self, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Make the attempt, or wait for the one that is under way on this event loop.
-
-        Raises:
-            BackendUnavailableError: Something in the attempt was cancelled, and the caller was not.
-            Exception: Those of the attempt.
-        """
-        task, loop = self._task, asyncio.get_running_loop()
-        if not self.is_done and (task is None or task.done() or task.get_loop() is not loop):
-            self._task = task = loop.create_task(attempt())
-            task.add_done_callback(fetch_error)
-        assert task is not None
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as exc:
-            if is_cancelled_alone(task):
-                raise BackendUnavailableError("cancelled before its end") from exc
-            raise
-
-    async def wait(self, timeout_s: float) -> None:
-        """Wait for the end of an attempt that is under way."""
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=timeout_s)
-
-
-class Calls:
-    """Calls with deadlines; a call that is late is cancelled and abandoned.
-
-    Owned by one event loop. Only `drain` waits for calls that were abandoned.
-    """
-
-    def __init__(self) -> None:
-        self._abandoned: set[asyncio.Future[Any]] = set()
-        self._late: set[asyncio.Future[Any]] = set()
-
-    @property
-    def num_late(self) -> int:
-        """Calls that exceeded their deadline and have not ended since."""
-        return len(self._late)
-
-    async def wait_for(
-        self,
-        timeout_s: float | None,
-        call: Awaitable[T],
-        *,
-        note_late: Callable[[], None] = lambda: None,
-        outlives_caller: bool = False,
-    ) -> T:
-        """Wait for a call, but no longer than `timeout_s`; without a limit for None.
-
-        Args:
-            timeout_s: Seconds that the call may take.
-            call: The call.
-            note_late: Called if the call still runs then, whoever gave it up before.
-            outlives_caller: Whether the call goes on until then when its caller is cancelled: how
-                long it takes is found out although no caller has so much time.
-
-        Raises:
-            TimeoutError: The call did not end in time.
-            asyncio.CancelledError: The caller was cancelled; so is the call, which may go on.
-            Exception: As `await_call`.
-        """
-        if timeout_s is None:
-            return await await_call(call)
-        task, loop = asyncio.ensure_future(call), asyncio.get_running_loop()
-        ends_at = loop.time() + timeout_s
-        try:
-            await asyncio.wait([task], timeout=timeout_s)
-        except asyncio.CancelledError:
-            self._leave(task)
-            if not outlives_caller:
-                task.cancel()
-            timer = loop.call_at(ends_at, self._end_late, task, note_late)
-            task.add_done_callback(lambda _: timer.cancel())
-            raise
-        if not task.done():
-            self._leave(task)
-            self._end_late(task, note_late)
-            raise TimeoutError
-        return await await_call(task)
-
-    def cancel(self) -> None:
-        """Cancel the calls that outlive their callers."""
-        for call in self._abandoned:
-            call.cancel()
-
-    def _leave(self, call: "asyncio.Future[Any]") -> None:
-        self._abandoned.add(call)
-        call.add_done_callback(self._end)
-
-    def _end_late(self, call: "asyncio.Future[Any]", note_late: Callable[[], None]) -> None:
-        if not call.done():
-            self._late.add(call)
-            call.cancel()
-            note_late()
-
-    async def drain(self) -> None:
-        """Wait for the end of the calls that were abandoned until now."""
-        if self._abandoned:
-            await asyncio.wait(self._abandoned)
-
-    def _end(self, call: "asyncio.Future[Any]") -> None:
-        self._abandoned.discard(call)
-        self._late.discard(call)
-        if not call.cancelled():
-            call.exception()  # fetched, or asyncio reports it as never retrieved

@@ -8,8 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import aiofiles.os
 
-from kvxfer.runtime import DaemonThreads, begin_aside
-from kvxfer.storage.calls import wait_despite_cancel
+from kvxfer.runtime import DaemonThreads, begin_aside, wait_despite_cancel
 
 CLOSE_TIMEOUT_S = 10.0
 """Time that `Threads.aclose` waits for functions that still run, such as calls to a file server

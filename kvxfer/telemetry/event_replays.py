@@ -3,10 +3,13 @@
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import zmq
+
+from kvxfer.runtime import Pause
 
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
@@ -22,7 +25,7 @@ BATCHES_PER_TURN = 64
 REPLAY_TIMEOUT_S = 10.0
 """Time after which a subscriber that takes nothing is given up."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 0.1
-"""Times after which a subscriber that could take nothing is tried again."""
+"""Delays before retrying a subscriber whose queue was full."""
 
 Sent: TypeAlias = deque[tuple[int, bytes]]
 """Batches that were sent last, and the sequence number of each, without a gap."""
@@ -43,13 +46,13 @@ class _Replay:
         next_sequence: Number of the next batch.
         last_sequence: Number of the last one.
         took_s: When the subscriber took a message, on the clock of `time.monotonic`.
-        pause_s: Time until it is tried again.
+        pause: Pause since it could take nothing.
     """
 
     next_sequence: int
     last_sequence: int
     took_s: float
-    pause_s: float = 0.0
+    pause: Pause = field(default_factory=partial(Pause, MIN_PAUSE_S, MAX_PAUSE_S))
 
 
 class EventReplays:
@@ -83,7 +86,8 @@ class EventReplays:
     @property
     def timeout_s(self) -> float | None:
         """Time after which `go_on` is to be called; None where nothing is to be sent."""
-        return min((each.pause_s for each in self._replays.values()), default=None)
+        now = time.monotonic()
+        return min((each.pause.left_s(now) for each in self._replays.values()), default=None)
 
     def begin(self) -> None:
         """Receive a request for the batches from a sequence number on.
@@ -127,7 +131,8 @@ class EventReplays:
 
     def _send_message(self, client: bytes, replay: _Replay, parts: list[bytes]) -> None:
         self.socket.send_multipart([client, b"", *parts], zmq.NOBLOCK)
-        replay.took_s, replay.pause_s = time.monotonic(), 0.0
+        replay.took_s = time.monotonic()
+        replay.pause.reset()
 
     def _is_given_up(self, replay: _Replay, exc: zmq.ZMQError) -> bool:
         if exc.errno != zmq.EAGAIN:
@@ -138,5 +143,5 @@ class EventReplays:
                 "a replay ends, since whoever asked took nothing in %g s", REPLAY_TIMEOUT_S
             )
             return True
-        replay.pause_s = min(max(2 * replay.pause_s, MIN_PAUSE_S), MAX_PAUSE_S)
+        replay.pause.begin(time.monotonic())
         return False

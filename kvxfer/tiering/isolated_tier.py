@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.runtime import Calls, Suspension
 from kvxfer.storage.backend import (
     MISSING,
     Backend,
@@ -17,12 +18,11 @@ from kvxfer.storage.backend import (
     Status,
     can_purge_all,
 )
-from kvxfer.storage.calls import Calls, Move, call_backend
+from kvxfer.storage.calls import Move, call_backend
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Asked, Cause, Observable, Operation, Reports
 from kvxfer.storage.staging_memory import Share, StagedBlocks, StagingMemory
-from kvxfer.storage.suspension import Suspension
 from kvxfer.tiering.timeouts import TierTimeouts
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class IsolatedTier:
         def note_late() -> None:
             nonlocal is_late
             is_late = True
-            self._suspension.begin(time.monotonic(), what, timeout_s or 0.0)
+            self._suspension.note_late(time.monotonic(), what, timeout_s or 0.0)
             self.reports.late(operation, keys)
 
         is_lookup = operation is Operation.LOOKUP

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.runtime import await_call, wait_despite_cancel
 from kvxfer.storage.backend import Outcome, Status, positions_done
-from kvxfer.storage.calls import await_call, wait_despite_cancel
 from kvxfer.storage.eviction.retention import copy_retentions
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.key_locks import KeyLocks

@@ -12,6 +12,7 @@ from kvxfer.checks import require_instance, require_instances, require_positive
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.runtime import await_call, fetch_error
 from kvxfer.storage.backend import (
     MISSING,
     PARTIAL,
@@ -22,7 +23,7 @@ from kvxfer.storage.backend import (
     positions_done,
 )
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import Move, await_call, fetch_error
+from kvxfer.storage.calls import Move
 from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of

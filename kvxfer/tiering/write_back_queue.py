@@ -8,6 +8,7 @@ from itertools import chain, islice
 from math import inf
 from typing import Generic, TypeVar
 
+from kvxfer.runtime import Pause
 from kvxfer.storage.keys import BlockKey
 
 MAX_BLOCKS = 1 << 16
@@ -29,14 +30,12 @@ class _Entry(Generic[T]):
     Attributes:
         num_failures: Failures while the tier worked for other blocks; there is no retry from
             `MAX_ATTEMPTS` on.
-        num_put_off: Times that it was put off.
-        due_at: When it may be taken, after it was put off.
+        pause: Pause after it was put off.
     """
 
     block: T
     num_failures: int = 0
-    num_put_off: int = 0
-    due_at: float = 0.0
+    pause: Pause | None = None
 
 
 class WriteBackQueue(Generic[T]):
@@ -56,20 +55,22 @@ class WriteBackQueue(Generic[T]):
     Args:
         max_blocks: Bound on the blocks that wait or are being copied.
         first_pause_s: Pause after the first of a row of failures.
+
+    Attributes:
+        max_blocks: As given.
+        pause: Pause of the tier.
     """
 
     def __init__(
         self, *, max_blocks: int = MAX_BLOCKS, first_pause_s: float = FIRST_PAUSE_S
     ) -> None:
         self.max_blocks = max_blocks
-        self.first_pause_s = first_pause_s
+        self.pause = Pause(first_pause_s, LONGEST_PAUSE_S)
         # Oldest first; a dict finds its first only slowly when many were taken.
         self._waiting = OrderedDict[BlockKey, _Entry[T]]()
         self._taken: dict[BlockKey, _Entry[T]] = {}
         self._put_off: dict[BlockKey, _Entry[T]] = {}
         self._due: list[tuple[float, BlockKey]] = []  # of those; some are there no more
-        self._num_failures = 0  # of the tier, in a row
-        self._retry_at = -inf
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._taken) + len(self._put_off)
@@ -86,14 +87,14 @@ class WriteBackQueue(Generic[T]):
     @property
     def is_failing(self) -> bool:
         """Whether the tier has failed, and stored nothing since."""
-        return self._num_failures > 0
+        return self.pause.num_failures > 0
 
     def pause_s(self, now: float) -> float:
         """Seconds until blocks may be taken again."""
         self._bring_back(now)
         none_waits = next(self.waiting(), None) is None
         due_at = self._due[0][0] if none_waits and self._put_off else -inf
-        return max(0.0, self._retry_at - now, due_at - now)
+        return max(self.pause.left_s(now), due_at - now)
 
     def waiting(self) -> Iterator[T]:
         """Iterate over the blocks that may be taken, oldest first."""
@@ -125,7 +126,7 @@ class WriteBackQueue(Generic[T]):
 
         Each is to be ended by one of `end`, `give_back`, `put_off` and `skip`.
         """
-        if now < self._retry_at:
+        if self.pause.is_on(now):
             return {}
         self._bring_back(now)
         if self.is_failing:
@@ -145,7 +146,7 @@ class WriteBackQueue(Generic[T]):
         """
         was_failing, stored, failed = self.is_failing, list(stored), list(failed)
         if stored:
-            self._num_failures, self._retry_at = 0, -inf
+            self.pause.reset()
         elif failed:
             self._pause(now)
         self.skip(stored)
@@ -174,10 +175,10 @@ class WriteBackQueue(Generic[T]):
             if entry.num_failures >= MAX_ATTEMPTS:
                 given_up.append(key)
                 continue
-            entry.due_at = now + self._doubled(entry.num_put_off)
-            entry.num_put_off += 1
+            entry.pause = entry.pause or Pause(self.pause.first_s, LONGEST_PAUSE_S)
+            entry.pause.begin(now)
             self._put_off[key] = entry
-            heappush(self._due, (entry.due_at, key))
+            heappush(self._due, (entry.pause.until, key))
         return given_up
 
     def give_back(self, now: float, keys: Iterable[BlockKey]) -> None:
@@ -226,13 +227,10 @@ class WriteBackQueue(Generic[T]):
 
     def _is_due(self, due_at: float, key: BlockKey) -> bool:
         """Whether an element of `_due` is of a block that is still put off."""
-        return key in self._put_off and self._put_off[key].due_at == due_at
-
-    def _doubled(self, times: int) -> float:
-        return float(min(self.first_pause_s * 2 ** min(times, 10), LONGEST_PAUSE_S))
+        entry = self._put_off.get(key)
+        return entry is not None and entry.pause is not None and entry.pause.until == due_at
 
     def _pause(self, now: float) -> None:
         """Pause after a failure of the tier, unless it was tried before the present pause."""
-        if now >= self._retry_at:
-            self._retry_at = now + self._doubled(self._num_failures)
-            self._num_failures += 1
+        if not self.pause.is_on(now):
+            self.pause.begin(now)

@@ -5,8 +5,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from kvxfer.errors import BackendUnavailableError
+from kvxfer.runtime import await_call
 from kvxfer.storage.backend import BlockMover, Outcome, Status
-from kvxfer.storage.calls import await_call, call_backend, drain_in_the_end
+from kvxfer.storage.calls import call_backend, drain_in_the_end
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observer import Operation, Reports
 from kvxfer.transfer.admission import Admission

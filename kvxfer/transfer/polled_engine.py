@@ -24,9 +24,9 @@ from kvxfer.errors import DeviceError
 from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.portable import PageMapping
+from kvxfer.runtime import Calls
 from kvxfer.storage.backend import BlockMover, Status
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import Calls
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Observer, Reports

@@ -20,7 +20,7 @@ from kvxfer.checks import (
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import WorkerShard, describe_caches
-from kvxfer.storage.calls import is_cancelled_alone, wait_despite_cancel
+from kvxfer.runtime import is_cancelled_alone, wait_despite_cancel
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import require_ticket
 from kvxfer.storage.observer import Observer, Reports

@@ -52,7 +52,8 @@ class Engine:
 
     def retry(self) -> None:
         """Let the next call attach again."""
-        self.backend._retry_at = 0.0
+        self.backend._pause.reset()
+        self.backend._silence.reset()
 
     def __enter__(self) -> Self:
         return self

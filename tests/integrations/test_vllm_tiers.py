@@ -10,11 +10,11 @@ from obstore.store import MemoryStore
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.runtime import Suspension
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Ended, Late
 from kvxfer.storage.observer import Operation as ToldOperation
-from kvxfer.storage.suspension import Suspension
 from kvxfer.telemetry.metrics import HISTOGRAMS
 from kvxfer.testing import FaultRates, Operation
 from kvxfer.tiering.tiered_backend import TieredBackend
@@ -196,7 +196,7 @@ def test_a_delete_that_is_refused_is_tried_again_and_until_then_the_chunk_is_a_m
     backend = broken(Operation.STORE, hang=1.0)
     inner = backend.inner = RefusingBackend()
     scheduler, (key,) = start(backend), keys_of(1)
-    scheduler.manager._tier._deletions.first_pause_s = 0.0
+    scheduler.manager._tier._deletions.pause.first_s = 0.0
     scheduler.store([key])
     scheduler.until(lambda: backend.waiting)
     scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1  # while it is written
@@ -346,7 +346,7 @@ def test_a_shutdown_tells_of_chunks_that_the_lower_tier_failed_to_store(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = start(broken(Operation.STORE, error=1.0))
-    scheduler.manager._write_back.first_pause_s = LIMIT_S
+    scheduler.manager._write_back.pause.first_s = LIMIT_S
     scheduler.store(keys_of(2))
     scheduler.until(lambda: scheduler.counts().get(metrics.LOWER_STORES_FAILED))
     scheduler.manager.shutdown()
@@ -369,7 +369,7 @@ def test_a_chunk_that_alone_is_never_stored_is_given_up(start: Start) -> None:
             ]
 
     scheduler = start(PickyBackend(), num_slots=64)
-    scheduler.manager._write_back.first_pause_s = 0.0
+    scheduler.manager._write_back.pause.first_s = 0.0
     for nth in range(MAX_ATTEMPTS):
         scheduler.store(keys_of(1, first=nth))
         scheduler.until(lambda: len(scheduler.manager._write_back) <= 1)
@@ -399,7 +399,7 @@ def test_what_the_lower_tier_missed_while_it_failed_gets_there_when_it_works_aga
 ) -> None:
     backend = broken(Operation.STORE, error=1.0)
     scheduler, keys = start(backend), keys_of(2)
-    scheduler.manager._write_back.first_pause_s = 0.0
+    scheduler.manager._write_back.pause.first_s = 0.0
     assert isinstance(backend.inner, KeepingBackend)
     scheduler.store(keys)
     scheduler.until(lambda: scheduler.counts().get(metrics.LOWER_STORES_FAILED))

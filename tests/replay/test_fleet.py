@@ -13,7 +13,7 @@ from kvxfer.replay.fleet import Fleet, FleetReport, parse_fleet, study_fleet
 from kvxfer.replay.fleet.holders import HoldersTier, Outage, SimulatedHolders
 from kvxfer.replay.fleet.placement import count_moved, make_keys, place
 from kvxfer.replay.fleet.simulation import connect_all, route, run_fleet
-from kvxfer.storage.suspension import Suspension
+from kvxfer.runtime import Suspension
 from tests.replay.traces import trace_of
 
 PEERS = NixlConfig(address="localhost:1")
@@ -157,7 +157,7 @@ def test_what_engines_would_log_is_kept_back(
 ) -> None:
     study_fleet(chats, Machine(bytes_per_token=16384), Fleet(holders=2, engines=2, rack=1))
     assert not caplog.records
-    Suspension("a real tier", 5).begin(0, "a lookup", 2)
+    Suspension("a real tier", 5).note_late(0, "a lookup", 2)
     assert len(caplog.records) == 1
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.backends.nixl import Endpoint, NixlConfig, RetryPause
+from kvxfer.backends.nixl import Endpoint, NixlConfig, retry_pause
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.reconnect import Reconnect
 from kvxfer.errors import PeerClosedError
@@ -84,7 +84,7 @@ async def tick() -> None:
 
 async def reach_really(world: World, times: Sequence[float], *, connected: bool) -> list[str]:
     peer = Reconnect(cast("Any", None), Endpoint("holder", 7000))
-    peer._pause = RetryPause(draw)
+    peer._pause = retry_pause(draw)
     if connected:
         peer._connection = world.connect()
     found = []

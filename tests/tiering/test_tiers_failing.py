@@ -11,9 +11,9 @@ import pytest
 
 from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.runtime import wait_despite_cancel
 from kvxfer.storage import calls as calls_module
 from kvxfer.storage.backend import Outcome, Status
-from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import (
@@ -759,7 +759,7 @@ async def test_an_error_on_the_way_down_is_that_of_its_blocks_alone(
     lower.errors = (error,)
     async with TieredBackend([first, lower], namespace) as backend:
         [writer] = backend._writers
-        writer.queue.first_pause_s = 0.0
+        writer.queue.pause.first_s = 0.0
         await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
         await store_generated(backend, KEYS[1:3], memory.describe(0, [1, 2]))
         async with asyncio.timeout(LIMIT_S):
@@ -788,20 +788,20 @@ async def test_a_block_that_cannot_be_read_for_a_moment_is_carried_later(
     )
     async with TieredBackend(tiers, namespace, timeouts=timeouts) as backend:
         for writer in backend._writers:
-            writer.queue.first_pause_s = 0.001
+            writer.queue.pause.first_s = 0.001
         with backend._locks.hold(KEYS[1:2]):  # the writer waits
             backend._writers[1].add({KEYS[1]: StoredBlock(1, 0, BLOCK_SIZE_BYTES, is_new=True)})
             await store_generated(source, KEYS[1:2], memory.describe(0, [1]))
             await yield_to_loop(5)
             if how == "paused":
-                backend._tiers[1]._suspension.begin(time.monotonic(), "a test", 1.0)
+                backend._tiers[1]._suspension.note_late(time.monotonic(), "a test", 1.0)
             else:
                 source.num_left = 3
         flushing = asyncio.ensure_future(backend.flush())
         if how == "paused":
             await asyncio.sleep(0.05)
             assert not flushing.done()
-            backend._tiers[1]._suspension._until = 0.0
+            backend._tiers[1]._suspension.reset()
         async with asyncio.timeout(LIMIT_S):
             await flushing
         assert await lower.lookup(KEYS[1:2]) == [True]
@@ -818,7 +818,7 @@ async def test_blocks_go_down_while_another_one_is_put_off(memory: BlockMemory) 
     source, lower = Source(namespace), open_dict(namespace)
     async with TieredBackend([source, lower], namespace) as backend:
         [writer] = backend._writers
-        writer.queue.first_pause_s = 60.0
+        writer.queue.pause.first_s = 60.0
         await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
         await writer.settle()
         assert KEYS[0] in writer.queue
@@ -836,7 +836,7 @@ async def test_what_a_tier_missed_while_it_failed_is_carried_when_it_works_again
 ) -> None:
     async with opened(memory) as tiers:
         [writer] = tiers.backend._writers
-        writer.queue.first_pause_s = 0.0
+        writer.queue.pause.first_s = 0.0
         tiers.fail(*Operation, error=1.0)
         payloads = await store_generated(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
         await settle(tiers.backend)
@@ -866,7 +866,7 @@ async def test_a_block_that_never_can_be_stored_holds_up_no_other(memory: BlockM
     lower = Picky(None, namespace)
     async with TieredBackend([open_host(namespace, 8), lower], namespace) as backend:
         [writer] = backend._writers
-        writer.queue.first_pause_s = 0.0
+        writer.queue.pause.first_s = 0.0
         await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
         await settle(backend)
         await store_generated(backend, KEYS[1:], memory.describe(0, range(1, 8)))

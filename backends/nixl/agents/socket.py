@@ -23,7 +23,7 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from kvxfer.storage.calls import wait_despite_cancel
+from kvxfer.runtime import wait_despite_cancel
 
 
 class SocketAgent(TransferAgent):

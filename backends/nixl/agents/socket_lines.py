@@ -10,7 +10,7 @@ from kvxfer.backends.nixl.wire import (
     Regions,
 )
 from kvxfer.errors import PeerError
-from kvxfer.storage.calls import fetch_error, wait_despite_cancel
+from kvxfer.runtime import fetch_error, wait_despite_cancel
 from kvxfer.storage.threads import Threads
 
 MAX_LINES = 2

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from kvxfer.backends.nixl.discovery.etcd_session import (
 from kvxfer.backends.nixl.discovery.own_loop import own_loop, run_there
 from kvxfer.backends.nixl.discovery.roster import Roster
 from kvxfer.endpoint import Endpoint
+from kvxfer.runtime import Pause, uniform
 from kvxfer.storage.gauge import Gauge
 from kvxfer.text import printable
 
@@ -175,7 +175,7 @@ class _EtcdTask(ABC):
         self._task: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()
         self._failures: set[str] = set()
-        self._pause_s = FIRST_RETRY_S
+        self._pause = Pause(FIRST_RETRY_S, lease_s, uniform=uniform)
 
     @property
     def is_failing(self) -> bool:
@@ -222,7 +222,8 @@ class _EtcdTask(ABC):
         if self._failures:
             logger.info("%s answers again", self._config)
             self._failures.clear()
-        self._is_working, self._pause_s = True, FIRST_RETRY_S
+        self._is_working = True
+        self._pause.reset()
         self._tried.set()
 
     async def _run(self) -> None:
@@ -237,8 +238,7 @@ class _EtcdTask(ABC):
                 self._fail(endpoint, str(exc))
             except Exception as exc:  # noqa: BLE001 - gRPC's may be any; the next session may do
                 self._fail(endpoint, printable(repr(exc), _MAX_CHARACTERS))
-            await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
-            self._pause_s = min(2 * self._pause_s, self._lease_s)
+            await asyncio.sleep(self._pause.next_s())
 
     def _fail(self, endpoint: Endpoint, reason: str) -> None:
         if reason not in self._failures and len(self._failures) < MAX_FAILURES:

@@ -19,8 +19,7 @@ from kvxfer.backends.nixl.discovery.etcd_config import Credentials, EtcdConfig
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.extras import require_extra
-from kvxfer.runtime import DaemonThreads
-from kvxfer.storage.calls import fetch_error
+from kvxfer.runtime import DaemonThreads, fetch_error
 from kvxfer.text import printable
 
 if TYPE_CHECKING:

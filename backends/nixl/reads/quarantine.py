@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.calls import fetch_error, wait_despite_cancel
+from kvxfer.runtime import fetch_error, wait_despite_cancel
 
 
 class Quarantine:

@@ -24,12 +24,11 @@ from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_key, pie
 from kvxfer.integrations.lmcache.residents import Residents
 from kvxfer.integrations.lmcache.settings import UNIT_BYTES, AdapterSettings
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.runtime import Calls, Suspension
 from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.calls import Calls
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
-from kvxfer.storage.suspension import Suspension
 from kvxfer.storage.threads import Threads
 from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.job import Direction
@@ -208,7 +207,7 @@ class ObjectStore:
         except TimeoutError:
             now, timeout_s = time.monotonic(), self._settings.timeout_s
             if now - task.answered > timeout_s / 2:  # else it is slow, but it is there
-                self._suspension.begin(now, call, timeout_s)
+                self._suspension.note_late(now, call, timeout_s)
         except Exception as exc:
             logger.warning("%s failed", call, exc_info=exc)
         finally:

@@ -24,6 +24,7 @@ from kvxfer.kvcache.canonical import (
 )
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.portable import PageMapping
+from kvxfer.runtime import Suspension
 from kvxfer.storage.backend import (
     Outcome,
     Purgeable,
@@ -38,7 +39,6 @@ from kvxfer.storage.observed_backend import unwrapped
 from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.storage.staging_memory import aligned, allocate_aligned
-from kvxfer.storage.suspension import Suspension
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
 
@@ -350,7 +350,7 @@ class PageStore:
         return self._suspension.is_on(time.monotonic())
 
     def _suspend(self, what: str) -> None:
-        self._suspension.begin(time.monotonic(), what, self._timeout_s)
+        self._suspension.note_late(time.monotonic(), what, self._timeout_s)
 
 
 def _left_s(deadline: float) -> float:

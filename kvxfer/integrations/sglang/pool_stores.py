@@ -17,7 +17,7 @@ from kvxfer.integrations.sglang.interface import HiCacheStorageConfig, weight_ve
 from kvxfer.integrations.sglang.page_store import PageStore
 from kvxfer.integrations.sglang.settings import StorageSettings
 from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
-from kvxfer.runtime import begin_aside
+from kvxfer.runtime import Pause, begin_aside
 
 LASTING = (InvalidArgumentError, UnsupportedEngineError)
 """Errors of an opening that another attempt would end in, too."""
@@ -48,8 +48,8 @@ class PoolStores:
         self._lock = threading.Lock()  # held for a few lines, never while something is opened
         self._opening: Future[None] | None = None
         self._is_late = False
-        self._failed: set[str] = set()  # pools whose opening is tried again, at the time below
-        self._try_again_at = 0.0
+        self._failed: set[str] = set()  # pools whose opening is tried again after the pause
+        self._pause = Pause(settings.pause_s)
         self._closed = False
 
     def register(self, name: str, pool: Any) -> None:
@@ -106,7 +106,7 @@ class PoolStores:
                     logger.error(text, name)
                     self._stores[name] = None
                     return None
-                if name in self._failed and time.monotonic() < self._try_again_at:
+                if name in self._failed and self._pause.is_on(time.monotonic()):
                     return None
                 wait_s = 0.0 if self._is_late else max(0.0, deadline - time.monotonic())
             if (opening := self._begin_opening()) and not self._wait(opening, name, wait_s):
@@ -206,7 +206,7 @@ class PoolStores:
                 found = dict.fromkeys(names)
             self._stores |= found
             self._failed = set(names) - found.keys()
-            self._try_again_at = time.monotonic() + self._settings.pause_s
+            self._pause.begin(time.monotonic())
             self._opening, self._is_late = None, bool(self._failed)
             closed = self._closed
         if closed and failure is None:

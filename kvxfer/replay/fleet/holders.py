@@ -9,10 +9,10 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl import SUSPENDED_S, NixlConfig, RetryPause
+from kvxfer.backends.nixl import SUSPENDED_S, NixlConfig, retry_pause
 from kvxfer.replay.fleet.settings import Fleet
 from kvxfer.replay.simulated_store import SimulatedStore
-from kvxfer.storage.suspension import Suspension
+from kvxfer.runtime import Pause, Suspension
 
 PEERS = NixlConfig(address="localhost:1")
 """Times of an engine's connections where nothing else is configured."""
@@ -140,7 +140,7 @@ class HoldersTier:
         self._holders = holders
         self._engine = engine
         self._suspensions: dict[int, Suspension] = {}
-        self._pauses: dict[int, RetryPause] = {}
+        self._pauses: dict[int, Pause] = {}
         self._attempts: dict[int, float] = {}  # when those to connect end that nobody answers
 
     def __contains__(self, block: object) -> bool:
@@ -174,7 +174,7 @@ class HoldersTier:
             if reach is _Reach.SILENT:
                 suspension = self._suspensions[home] = Suspension(f"holder {home}", SUSPENDED_S)
                 timeout_s = PEERS.lookup_timeout_s
-                suspension.begin(holders.now + timeout_s, "a lookup", timeout_s)
+                suspension.note_late(holders.now + timeout_s, "a lookup", timeout_s)
         holders.num_late += _Reach.SILENT in asked.values()
         return [block for block in blocks if block in found]
 
@@ -229,7 +229,7 @@ class HoldersTier:
             return _Reach.SILENT
         pause = self._pauses.get(home)
         if pause is None:
-            pause = self._pauses[home] = RetryPause(holders.uniform)
+            pause = self._pauses[home] = retry_pause(holders.uniform)
         if pause.is_on(now):
             return _Reach.GONE
         if outage is not None and outage.is_silent:

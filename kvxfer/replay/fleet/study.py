@@ -24,7 +24,7 @@ from kvxfer.replay.fleet.simulation import (
 )
 from kvxfer.replay.plan import BYTES_NEEDED, Machine
 from kvxfer.replay.trace import Trace
-from kvxfer.storage.suspension import Suspension
+from kvxfer.runtime import Suspension
 
 MESSAGES_OF_A_LOOKUP = 2
 MESSAGES_OF_A_STORE = 4

@@ -22,7 +22,7 @@ from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.runtime import begin_aside
+from kvxfer.runtime import Suspension, begin_aside
 from kvxfer.storage.backend import (
     DONE,
     Backend,
@@ -37,7 +37,6 @@ from kvxfer.storage.eviction.retention import Retention, retain_in
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import ObservedBackend, medium_of
 from kvxfer.storage.observer import Observer, Operation, Reports
-from kvxfer.storage.suspension import Suspension
 from kvxfer.storage.threads import Threads
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.renamed_keys import RenamedKeys
@@ -268,7 +267,9 @@ class LowerTier:
                 if job.direction is Direction.LOAD and not outcome.done and not job.void:
                     self.results.deny([key])
                     if outcome.status is Status.TIMED_OUT:
-                        self._suspension.begin(time.monotonic(), "a load", self._timeouts.move_s)
+                        self._suspension.note_late(
+                            time.monotonic(), "a load", self._timeouts.move_s
+                        )
         late, self._late = self._late, []
         for each in late:
             (self._late if self._engine.may_touch(each.job_id) else moved).append(each)
@@ -492,7 +493,7 @@ class LowerTier:
             elif now > lookup.deadline and lookup.give_up():
                 self._end_lookup(lookup)
                 call = f"lookup of {len(lookup.keys)} rows"
-                self._suspension.begin(now, call, self._lookup_s)
+                self._suspension.note_late(now, call, self._lookup_s)
                 self._reports.late(Operation.LOOKUP, lookup.keys)
             else:
                 waiting.append(lookup)

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvxfer.backends.file import CircuitBreaker
+from kvxfer.runtime import CircuitBreaker
 
 MAX_ERRORS = 5
 PAUSE_S = 30.0

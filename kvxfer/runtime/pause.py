@@ -1,0 +1,185 @@
+"""Pauses after failures: how long, until when, and what is said of it in the log."""
+
+import enum
+import logging
+from collections.abc import Callable
+from math import inf
+
+from kvxfer.runtime.runtime import monotonic, random
+
+MAX_ERRORS = 5
+PAUSE_S = 30.0
+"""Failures and seconds that tell a disk that is gone from one that stutters."""
+
+MOST_DOUBLINGS = 64
+"""Doublings of a pause that has no longest; more of them would be too large for a float."""
+
+Uniform = Callable[[float, float], float]
+"""Draws a number between two others."""
+
+logger = logging.getLogger(__name__)
+
+
+def uniform(low: float, high: float) -> float:
+    """Draw a number between two others, by the random numbers of the runtime."""
+    return random().uniform(low, high)
+
+
+class Pause:
+    """Pause after failures in a row: each is twice as long as the one before.
+
+    It is told the time and never waits: its owner sleeps, sets a timer or refuses calls.
+
+    Args:
+        first_s: Seconds after the first failure.
+        longest_s: Bound on the seconds; by default all pauses are as long as the first.
+        uniform: Draws the share of each pause that is kept, from a half on: processes that failed
+            together must not come back together. By default all of it is.
+
+    Attributes:
+        first_s: As given.
+        num_failures: Failures in a row.
+        until: End of the present pause.
+    """
+
+    def __init__(
+        self,
+        first_s: float,
+        longest_s: float | None = None,
+        *,
+        uniform: Uniform | None = None,
+    ) -> None:
+        self.first_s = first_s
+        self.num_failures = 0
+        self.until = -inf
+        self._longest_s = first_s if longest_s is None else longest_s
+        self._uniform = uniform
+
+    def is_on(self, now: float) -> bool:
+        """Whether it is too early for another attempt."""
+        return now < self.until
+
+    def left_s(self, now: float) -> float:
+        """Compute the seconds until the next attempt."""
+        return max(0.0, self.until - now)
+
+    def begin(self, now: float) -> None:
+        """Count a failure, and begin the pause after it."""
+        self.until = now + self.next_s()
+
+    def next_s(self) -> float:
+        """Count a failure; return the seconds of the pause after it, for owners that sleep."""
+        doubled = self.first_s * 2.0 ** min(self.num_failures, MOST_DOUBLINGS)
+        self.num_failures += 1
+        share = 1.0 if self._uniform is None else self._uniform(0.5, 1.0)
+        return min(doubled, self._longest_s) * share
+
+    def reset(self) -> None:
+        """End the pause, since an attempt has succeeded; the next one is the first of its row."""
+        self.num_failures = 0
+        self.until = -inf
+
+
+class Suspension(Pause):
+    """Suspension of a tier: for a while after a missed deadline every key is a miss there.
+
+    Args:
+        name: Name of the tier in the log.
+        pause_s: Time that the tier is not used.
+        what: Word for it in the log.
+    """
+
+    def __init__(self, name: str, pause_s: float, *, what: str = "the tier") -> None:
+        super().__init__(pause_s)
+        self._name = name
+        self._what = what
+
+    def note_late(self, now: float, call: str, timeout_s: float) -> None:
+        """Suspend the tier, or suspend it for longer, since a call took longer than its timeout."""
+        if not self.is_on(now):
+            text = "%s: %s took longer than %g s; %s is not used for %g s"
+            logger.warning(text, self._name, call, timeout_s, self._what, self.first_s)
+        self.begin(now)
+
+
+class _State(enum.Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half open"
+
+
+class CircuitBreaker:
+    """Circuit breaker: pauses calls after failures in a row, then lets one through as a probe.
+
+    Logs once that it opens and once that it closes. Belongs to one event loop.
+
+    Args:
+        name: Name of the calls in the log.
+        max_errors: Failures in a row that open it.
+        pause_s: Seconds for which it stays open before the next probe.
+        clock: Monotonic clock, in seconds.
+
+    Source: M. Nygard, "Release It!", chapter 5, Circuit Breaker.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_errors: int = MAX_ERRORS,
+        pause_s: float = PAUSE_S,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._name = name
+        self._max_errors = max_errors
+        self._pause = Pause(pause_s)
+        self._clock = clock
+        self._state = _State.CLOSED
+        self._num_errors = 0
+        self._num_probes = 0
+
+    @property
+    def probe(self) -> int:
+        """Number of the probe that is under way, for `abandon`; 0 when there is none."""
+        return self._num_probes if self._state is _State.HALF_OPEN else 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether calls are let through as if nothing had happened."""
+        return self._state is _State.CLOSED
+
+    def allows(self) -> bool:
+        """Whether to make a call now; one that is allowed must be followed by `record`."""
+        if self._state is _State.OPEN and not self._pause.is_on(self._clock()):
+            self._state = _State.HALF_OPEN
+            self._num_probes += 1
+            return True
+        return self.closed
+
+    def record(self, error: str) -> None:
+        """Count the end of a call; the error is empty when it succeeded."""
+        if not error:
+            if not self.closed:
+                logger.warning("%s: works again", self._name)
+            self._state, self._num_errors = _State.CLOSED, 0
+            return
+        self._num_errors += 1
+        if self._state is _State.HALF_OPEN or self._num_errors >= self._max_errors:
+            self.trip(error)
+
+    def trip(self, error: str) -> None:
+        """Open at once, whatever was counted, and restart the pause."""
+        if self.closed:
+            text = "%s: stopped, tried again every %g s: %s"
+            logger.warning(text, self._name, self._pause.first_s, error)
+        self._state = _State.OPEN
+        self._pause.begin(self._clock())
+
+    def abandon(self, probe: int) -> None:
+        """Uncount a call that showed neither success nor failure, such as a cancelled probe.
+
+        Args:
+            probe: `probe` right after the call was allowed. Another call's is not touched.
+        """
+        if probe and probe == self.probe:
+            self._state = _State.OPEN
