@@ -49,7 +49,7 @@ BUDGETS = {
     "kvxfer/doctor": 1_800,
     "kvxfer/engine_side": 1_800,
     "kvxfer/explain": 950,
-    "kvxfer/integrations": 11_450,
+    "kvxfer/integrations": 11_500,
     "kvxfer/kvcache": 6_020,
     "kvxfer/proxy": 1_200,
     "kvxfer/replay": 3_950,

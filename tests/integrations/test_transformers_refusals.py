@@ -63,6 +63,11 @@ def test_several_sequences_and_padding(tmp_path: Path) -> None:
         for call in (cache.load, cache.generate):
             with pytest.raises(InvalidArgumentError, match=r"attention_mask is 'zeros in it'"):
                 call(prompt, attention_mask=mask)
+        ones = prompt.new_ones(1, 1, 40, 40), {"full_attention": mask}, prompt.new_ones(1, 39)
+        for call in (cache.load, cache.generate):
+            for other in ones:  # every token sees every other one, or another shape
+                with pytest.raises(InvalidArgumentError, match=r"attention_mask is .* \(1, 40\)"):
+                    call(prompt, attention_mask=other)
         model.generation_config.pad_token_id = 1
         padded = torch.cat((torch.ones((1, 3), dtype=torch.long), prompt), dim=1)
         for call in (cache.load, cache.generate):

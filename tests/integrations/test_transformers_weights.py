@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -261,17 +263,59 @@ def test_a_hook_is_named_once_and_pages_are_found_without_it(
         assert num_loaded(cache, prompt) == 32
 
 
-def test_autocast_neither_finds_nor_stores(tmp_path: Path) -> None:
+class HalvedProducts(TorchFunctionMode):  # type: ignore[no-untyped-call]
+    """Mode of a thread that alters what functions of torch return."""
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 0.5 if function is torch.nn.functional.linear else result
+
+
+class PassedOn(TorchDispatchMode):
+    """Mode below the functions of torch, of which nobody knows that it alters nothing."""
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [lambda: torch.autocast("cpu", dtype=torch.bfloat16), HalvedProducts, PassedOn],
+    ids=["autocast", "function mode", "dispatch mode"],
+)
+def test_a_thread_that_computes_otherwise_neither_finds_nor_stores(
+    otherwise: Callable[[], Any], tmp_path: Path
+) -> None:
     model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
     with open_cache(model, tmp_path) as cache:
         fill(cache, model, prompt)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with otherwise():
             assert num_loaded(cache, prompt) == 0
             assert fill(cache, model, prompt_of(40, seed=1)) == 0
             with open_cache(model, tmp_path) as opened_within:
                 assert num_loaded(opened_within, prompt) == 0
-        assert num_loaded(cache, prompt) == 32
+        with torch.device("cpu"):  # a mode of torch, too, which says where tensors are made
+            assert num_loaded(cache, prompt) == 32
         assert num_loaded(cache, prompt_of(40, seed=1)) == 0
+
+
+def test_another_precision_of_products_is_another_model(tmp_path: Path) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        torch.set_float32_matmul_precision("medium")
+        try:
+            assert num_loaded(cache, prompt) == 0
+            with open_cache(model, tmp_path) as opened_since:
+                assert num_loaded(opened_since, prompt) == 0
+                fill(opened_since, model, prompt)
+                assert num_loaded(opened_since, prompt) == 32
+            halved = make_model(*FAMILIES["llama"]).bfloat16()  # has no products of that kind
+            digest = weights.Weights(halved).digest
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        assert weights.Weights(halved).digest == digest
+        assert num_loaded(cache, prompt) == 32
 
 
 def test_a_cache_of_ones_own_is_not_stored_once_the_weights_have_changed(tmp_path: Path) -> None:

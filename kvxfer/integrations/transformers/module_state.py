@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.modules import module as torch_modules
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from kvxfer.engine_side.weight_files import config_facts, hash_text
 from kvxfer.errors import InvalidArgumentError
@@ -40,6 +43,8 @@ HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_
 """Modules whose hooks note outputs, or ask for gradients."""
 PACKAGES = frozenset({"accelerate", "builtins", "peft", "torch", "transformers"})
 """Packages whose functions are what their names say."""
+PROCESS = " process"
+"""Name of what is no module, and holds for all of them."""
 MAX_DEPTH = 12
 """Objects within objects that are looked into."""
 
@@ -80,7 +85,20 @@ def read_state(model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]) ->
             _require_no_hooks(module)
         except Unknown as exc:
             state.obstacle = state.obstacle or f"{exc} of {name or 'the model'}"
+    if precision := _precision_of_products(model):
+        state.facts[PROCESS] = {"float32 products": precision}
     return state
+
+
+def is_thread_altering(device: torch.device) -> bool:
+    """Whether the calling thread computes otherwise on a device: by autocast, or by modes of torch.
+
+    Keys and values of such a thread have no name, so that they are neither found nor stored.
+    """
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [*modes, *_get_current_dispatch_mode_stack()]
+    alters = any(not isinstance(mode, DeviceContext) for mode in modes)
+    return alters or torch.is_autocast_enabled(torch.device(device).type)
 
 
 def require_unchanged(model: Any) -> None:
@@ -193,6 +211,20 @@ def _require_no_hooks(module: Any) -> None:
         for hook in getattr(module, name).values():
             if getattr(hook, "__module__", None) not in HARMLESS_HOOKS:
                 raise Unknown(f"hook {getattr(hook, '__qualname__', type(hook).__name__)!r}")
+
+
+def _precision_of_products(model: Any) -> str:
+    """Say to what this process rounds float32 before products; empty where it does not matter."""
+    if getattr(model, "dtype", None) is not torch.float32:
+        return ""
+    backends = torch.backends
+    of_device: Any = backends.mkldnn if model.device.type == "cpu" else backends.cuda
+    matmul = getattr(of_device, "matmul", None)
+    places = [getattr(each, "fp32_precision", "") for each in (matmul, of_device, backends)]
+    if not any(places):  # a release without these names
+        places = [torch.get_float32_matmul_precision()]
+    found = next((each for each in places if each not in {"", "none"}), "ieee")
+    return "" if found in {"ieee", "highest"} else str(found)
 
 
 def _global_hooks() -> str:

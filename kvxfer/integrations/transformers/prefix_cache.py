@@ -9,8 +9,6 @@ from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
-import torch
-
 from kvxfer.checks import require_positive, require_text, require_timeout
 from kvxfer.connect import BackendChoice, connect
 from kvxfer.engine_side.vllm_keys import VLLMKeys
@@ -25,7 +23,7 @@ from kvxfer.integrations.transformers.interface import (
     require_interface,
 )
 from kvxfer.integrations.transformers.model_layers import count_tokens, find_layers
-from kvxfer.integrations.transformers.module_state import require_unchanged
+from kvxfer.integrations.transformers.module_state import is_thread_altering, require_unchanged
 from kvxfer.integrations.transformers.page_mover import Deadline, PageMover
 from kvxfer.integrations.transformers.page_pool import PagePool
 from kvxfer.integrations.transformers.weights import Weights
@@ -163,15 +161,15 @@ class PrefixCache:
         self._guard.check()
         tokens = prompts.read_tokens("input_ids", input_ids)
         prompts.require_text(tokens, attention_mask, self._model)
-        is_rounded = self._is_rounded()  # which each thread decides for itself
+        is_altered = is_thread_altering(self._model.device)  # which each thread decides for itself
         with self._turn(timeout_s) as deadline:
             finding, expected = begin_aside("kvxfer-weights", self._find_change), self._change
             try:
-                past = self._find_prefix(tokens, None if is_rounded else expected, deadline)
+                past = self._find_prefix(tokens, None if is_altered else expected, deadline)
             finally:
                 wait([finding])
             change = self._note(finding.result())
-            if is_rounded:
+            if is_altered:
                 change = None
             elif change != expected:  # those pages are of other weights
                 past = self._find_prefix(tokens, change, deadline)
@@ -209,7 +207,7 @@ class PrefixCache:
         """
         self._guard.check()
         tokens = prompts.read_tokens("output", getattr(output, "sequences", output))
-        if self._is_rounded():
+        if is_thread_altering(self._model.device):
             return 0
         num_tokens = count_tokens(past, self._layers)
         if num_tokens > len(tokens):
@@ -295,13 +293,6 @@ class PrefixCache:
         self._change = change
         self._has_changed |= change != ""
         return change
-
-    def _is_rounded(self) -> bool:
-        """Whether the caller's thread computes in another data type than the model's, by autocast.
-
-        Its keys and values have no name of their own, so that they are neither found nor stored.
-        """
-        return torch.is_autocast_enabled(torch.device(self._model.device).type)
 
     def _keys(self, tokens: Sequence[int], num_tokens: int, change: str | None) -> list[BlockKey]:
         """Make the keys of the whole pages of the first tokens; none where nothing names them."""

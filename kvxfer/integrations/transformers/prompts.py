@@ -77,10 +77,18 @@ def require_text(tokens: list[int], mask: Any, model: Any) -> None:
     """Check that a prompt is text without padding, so that its tokens say all about it.
 
     Raises:
-        InvalidArgumentError: Tokens are masked or padding, or stand for an image or a sound.
+        InvalidArgumentError: Tokens are masked or padding, or stand for an image or a sound; or the
+            mask is none of a prompt, but says which token sees which.
     """
-    if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
-        raise InvalidArgumentError("attention_mask", "zeros in it", "a prompt without padding")
+    if mask is not None:
+        given = torch.as_tensor(mask) if isinstance(mask, (list, tuple)) else mask
+        wanted = f"ones (1, {len(tokens)})"
+        if not isinstance(given, torch.Tensor) or given.ndim > 2 or given.numel() != len(tokens):
+            found = getattr(given, "shape", None)
+            found = type(given).__name__ if found is None else f"of shape {tuple(found)}"
+            raise InvalidArgumentError("attention_mask", found, wanted)
+        if not bool(given.bool().all()):
+            raise InvalidArgumentError("attention_mask", "zeros in it", "a prompt without padding")
     config = model.generation_config
     padding, ends = config.pad_token_id, config.eos_token_id
     ends = ends if isinstance(ends, (list, tuple)) else [ends]
