@@ -1,44 +1,55 @@
-"""Servers that the tests of a process share."""
+"""Servers that the tests of a process share; what they are made of is imported by those alone."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from kvxfer.backends.mooncake import MooncakeConfig
-from kvxfer.bench.object_servers import CREDENTIALS, ObjectServer, seaweedfs
-from tests.backends.mooncake_servers import Cluster, SharedClient, mooncake_cluster
-from tests.backends.object_servers import moto
+if TYPE_CHECKING:
+    from kvxfer.bench.object_servers import ObjectServer
+    from tests.backends.mooncake_servers import Cluster
 
 
 @pytest.fixture(scope="session")
-def seaweedfs_server() -> Iterator[ObjectServer]:
+def seaweedfs_server() -> Iterator["ObjectServer"]:
     """Run SeaweedFS; no test may stop it."""
+    from kvxfer.bench.object_servers import seaweedfs
+
     with seaweedfs() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def moto_server() -> Iterator[ObjectServer]:
+def moto_server() -> Iterator["ObjectServer"]:
     """Run moto; no test may stop it."""
+    from tests.backends.object_servers import moto
+
     with moto() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def mooncake() -> Iterator[Cluster]:
+def mooncake() -> Iterator["Cluster"]:
     """Run a cluster of Mooncake Store; no test may stop it."""
+    from tests.backends.mooncake_servers import mooncake_cluster
+
     with mooncake_cluster() as cluster:
         yield cluster
 
 
 @pytest.fixture
-def shared_client(mooncake: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def shared_client(mooncake: "Cluster", monkeypatch: pytest.MonkeyPatch) -> None:
     """Have backends share one client of Mooncake."""
+    from kvxfer.backends.mooncake import MooncakeConfig
+    from tests.backends.mooncake_servers import SharedClient
+
     monkeypatch.setattr(MooncakeConfig, "open_store", lambda _: SharedClient(mooncake))
 
 
 @pytest.fixture
 def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the credentials of the servers into the environment, where the backend looks for them."""
+    from kvxfer.bench.object_servers import CREDENTIALS
+
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
