@@ -34,6 +34,19 @@ from kvxfer.transfer.staged_backend import stage
 
 ENTRY_POINT_GROUP = "kvxfer.backends"
 
+BACKENDS = {
+    "az": "kvxfer.backends.object:AZBackend",
+    "file": "kvxfer.backends.file:FileBackend",
+    "gs": "kvxfer.backends.object:GSBackend",
+    "host": "kvxfer.backends.host:HostBackend",
+    "mooncake": "kvxfer.backends.mooncake:MooncakeBackend",
+    "nixl": "kvxfer.backends.nixl:NixlBackend",
+    "pool": "kvxfer.backends.pool:PoolBackend",
+    "s3": "kvxfer.backends.object:S3Backend",
+}
+"""Backends of kvxfer itself, found where it runs from a folder without being installed; its entry
+points are the same."""
+
 BackendChoice: TypeAlias = str | Mapping[str, Any]
 """A backend and its parameters, as a URL or as a mapping with a `type`."""
 
@@ -387,10 +400,11 @@ def _refuse_credentials(backend: BackendChoice, name: str, parameters: Mapping[s
 
 
 def _find_backend(name: str) -> BackendType:
-    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    if name not in found.names:
-        known = ", ".join(sorted(found.names)) or "none is installed"
-        wanted = f"one of: {known}{did_you_mean(name, found.names)}"
+    found = {each.name: each for each in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    for each, value in BACKENDS.items():
+        found[each] = importlib.metadata.EntryPoint(each, value, ENTRY_POINT_GROUP)
+    if name not in found:
+        wanted = f"one of: {', '.join(sorted(found))}{did_you_mean(name, found)}"
         raise InvalidArgumentError("backend", name, wanted)
     backend_type: BackendType = found[name].load()
     return backend_type

@@ -1,7 +1,11 @@
 """connect(): from a URL or a mapping to a backend and an engine."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
+import tomllib
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +18,7 @@ import torch
 from kvxfer.backends.file import FileConfig
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.connect import (
+    BACKENDS,
     choice_of_replica,
     complete_namespace,
     connect,
@@ -35,6 +40,7 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
 from tests.tiering.opened_tiers import settle
 
+ROOT = Path(__file__).parents[1]
 LIMIT_S = 10.0
 PAGES = [[96, 33], [64]]
 KEYS = [make_block_key(f"block-{index}".encode(), 0) for index in range(3)]
@@ -343,6 +349,33 @@ async def test_a_backend_of_a_third_party_is_found_by_its_entry_point(memory: Bl
         write_payloads(memory.describe(0, [5, 0, 2]), payloads)
         await engine.store(KEYS, [[5, 0, 2], []])
         assert sum(await engine.lookup(KEYS)) == 2
+
+
+def test_a_backend_of_ours_is_found_by_its_entry_point_too() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["kvxfer.backends"] == BACKENDS
+
+
+@pytest.mark.processes
+def test_kvxfer_runs_from_its_folder_without_being_installed(tmp_path: Path) -> None:
+    for path in Path(torch.__file__).parents[1].iterdir():
+        if "kvxfer" not in path.name:
+            (tmp_path / path.name).symlink_to(path)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-S", *arguments]
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        return ended.stdout + ended.stderr
+
+    program = """if True:
+        from kvxfer.connect import BACKENDS, _find_backend
+        print(*(_find_backend(name).__name__ for name in BACKENDS))
+    """
+    names = [value.partition(":")[2] for value in BACKENDS.values()]
+    assert run("-c", program).split() == names
+    assert run("-m", "kvxfer", "--version") == "kvxfer (not installed)\n"
+    assert "runs from a folder, and is not installed" in run("-m", "kvxfer", "doctor")
 
 
 @pytest.mark.usefixtures("installed")

@@ -1,13 +1,13 @@
 """Command `kvxfer`, which runs its subcommands."""
 
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
 
 from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.errors import KVXferError
+from kvxfer.extras import installed_version
 from kvxfer.text import printable
 
 _COMMANDS = {
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Move KV-cache blocks.",
         epilog=exit_statuses("when all is well", "when a command found a bad block"),
     )
-    version = importlib.metadata.version("kvxfer")
+    version = installed_version("kvxfer")
     parser.add_argument("--version", action="version", version=f"kvxfer {version}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (_, purpose) in _COMMANDS.items():

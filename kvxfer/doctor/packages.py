@@ -38,7 +38,11 @@ def check_packages(find_version: FindVersion = importlib.metadata.version) -> It
     Args:
         find_version: Finds the version of an installed package.
     """
-    for requirement in _requirements(""):
+    requirements = _requirements("")
+    if not requirements:
+        found, why = "runs from a folder, and is not installed", "What it needs was not examined."
+        yield Examined(Check.PACKAGE, "kvxfer").warning(found, why=why, mend="pip install -e .")
+    for requirement in requirements:
         name, wanted = _split(requirement)
         at = Examined(Check.PACKAGE, name)
         why = _WHY.get(name, "kvxfer is not tested with it.")
@@ -59,7 +63,7 @@ def check_vllm(find_version: Callable[[], str] = installed_version) -> Finding:
     """Check that the installed release of vLLM, if any, is one that is supported."""
     at = Examined(Check.VLLM, "package")
     version = find_version()
-    _, wanted = _split(next(each for each in _requirements("vllm")))
+    _, wanted = _split([*_requirements("vllm"), "vllm"][0])
     if not version[:1].isdigit():
         return at.ok("not installed here")
     if is_within(version, wanted):
@@ -147,8 +151,11 @@ def _release_of_driver(versions: Path) -> str:
 
 
 def _requirements(extra: str) -> Sequence[str]:
-    """List the packages that kvxfer requires, or one of its extras."""
-    found = importlib.metadata.requires("kvxfer") or []
+    """List the packages that kvxfer requires, or one of its extras; none where it says nothing."""
+    try:
+        found = importlib.metadata.requires("kvxfer") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
     marker = f'extra == "{extra}"' if extra else ""
     quoted = [each.replace("'", '"') for each in found]
     return [each for each in quoted if (marker in each if extra else "extra ==" not in each)]

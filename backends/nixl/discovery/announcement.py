@@ -1,7 +1,6 @@
 """Announcement: what a holder says of itself where peers are discovered."""
 
 import functools
-import importlib.metadata
 import time
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import msgspec
 from kvxfer.backends.nixl.wire import OLDEST_VERSION, PROTOCOL_VERSION
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.extras import installed_version
 
 MAX_ANNOUNCEMENT_BYTES = 4096
 """Longest announcement that is read."""
@@ -23,7 +23,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 @functools.cache
 def _release() -> str:
-    return importlib.metadata.version("kvxfer")
+    return installed_version("kvxfer")
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
