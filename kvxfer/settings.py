@@ -3,7 +3,7 @@
 import enum
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 from urllib.parse import unquote
 
 import msgspec
@@ -139,7 +139,8 @@ def _of_types(said: str) -> str:
 
 def _allowed_values(kind: Any) -> str:
     is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
-    values = [each.value for each in kind] if is_enum else get_args(kind)
+    literals = [each for each in (kind, *get_args(kind)) if get_origin(each) is Literal]
+    values = [each.value for each in kind] if is_enum else get_args(next(iter(literals), None))
     return f"one of {', '.join(map(repr, values))}" if values else ""
 
 

@@ -54,12 +54,12 @@ BUDGETS = {
     "kvxfer/proxy": 1_200,
     "kvxfer/replay": 3_950,
     "kvxfer/runtime": 950,
-    "kvxfer/storage": 5_100,
+    "kvxfer/storage": 5_150,
     "kvxfer/telemetry": 1_900,
     "kvxfer/testing": 2_050,
     "kvxfer/tiering": 1_400,
     "kvxfer/top": 700,
-    "kvxfer/transfer": 3_700,
+    "kvxfer/transfer": 3_800,
 }
 MAX_FUNCTION_LINES = 70
 FACES = ("kvxfer", "kvxfer.kvcache", "kvxfer.storage", "kvxfer.tiering", "kvxfer.transfer")

@@ -15,7 +15,7 @@ from kvxfer.backends.nixl.config import (
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.discovery import Announcement, Discovery
 from kvxfer.backends.nixl.exchange import Exchange
-from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.local_node import LocalNode, why_not_straight
 from kvxfer.backends.nixl.peers import PeerDirectory, StaticPeers, rank
 from kvxfer.backends.nixl.probe import PeerProbe, probe_peer
 from kvxfer.backends.nixl.reconnect import retry_pause
@@ -49,4 +49,5 @@ __all__ = [
     "rank",
     "retry_pause",
     "server_context",
+    "why_not_straight",
 ]

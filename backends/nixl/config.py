@@ -84,6 +84,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         integrity: Proof that a block arrived as it was stored. `full`: the XXH3-64 of its bytes.
             `fenced`: its generation, which the holder changes before and after it overwrites the
             block; nobody reads the bytes for it. See docs/peers.md for what each of them catches.
+            None means `full`, and leaves it to a hand-over of a GPU's caches to choose.
         replicas: Number of peers that each block is stored at.
         timeout_s: Time that a request to a peer may take.
         lookup_timeout_s: Time that a lookup may take at one of several peers; what that one does
@@ -122,7 +123,7 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
     tls_key: str = ""
     tls_ca: str = ""
     transport: Transport = "auto"
-    integrity: IntegrityGrade = "full"
+    integrity: IntegrityGrade | None = None
     replicas: int = 1
     timeout_s: float = 10.0
     lookup_timeout_s: float = 1.0

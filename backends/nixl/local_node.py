@@ -12,7 +12,7 @@ from kvxfer.backends.nixl.agents import (
     SocketAgent,
     TransferAgent,
 )
-from kvxfer.backends.nixl.agents.carrier import choose_carrier, identify_host
+from kvxfer.backends.nixl.agents.carrier import choose_carrier, has_active_port, identify_host
 from kvxfer.backends.nixl.config import NixlConfig, TLSContexts
 from kvxfer.backends.nixl.reads import RemoteMemory
 from kvxfer.backends.nixl.wire import (
@@ -45,6 +45,31 @@ LINK_SHARE = 0.8
 time, within the time that they wait for each other."""
 
 logger = logging.getLogger(__name__)
+
+
+async def why_not_straight(
+    config: NixlConfig, memory: Sequence[MemoryRegion], make_agent: Callable[[], TransferAgent]
+) -> str:
+    """Say why NIXL cannot read memory of GPUs straight at any peer; empty where it can.
+
+    It is tried. Blocks the event loop for up to a second, or for as long as registering takes.
+
+    Args:
+        config: Configuration, which says where peers may be.
+        memory: Memory of this process.
+        make_agent: Opens a NIXL agent.
+    """
+    if config.proves_peers and not has_active_port():
+        return "peers may be on other machines, and no network card here does RDMA"
+    try:
+        agent = make_agent()
+        try:
+            agent.register(memory)
+        finally:
+            await agent.aclose()
+    except (BackendUnavailableError, DeviceUnavailableError, TransferFailedError) as exc:
+        return str(exc)
+    return ""
 
 
 class LocalNode:

@@ -211,7 +211,7 @@ class StagedLender(Lender):
         """See `Lender.lend`. Blocks that do not fit into one buffer with the rest are `FAILED`."""
         require_parts_in_blocks(wanted, self._chunk_sizes)
         fitting = self._staging.num_fitting(wanted.sizes)
-        outcomes = [_NO_ROOM] * len(wanted.keys)
+        outcomes = [NO_ROOM] * len(wanted.keys)
         async with self._hold(wanted, fitting) as staged:
             keys = wanted.keys[:fitting]
             outcomes[:fitting] = await staged.move(self._backend.load, keys, staged.blocks)
@@ -228,7 +228,7 @@ class StagedLender(Lender):
         """See `Lender.make_room`. Blocks that do not fit into one buffer together are `FAILED`."""
         require_parts_in_blocks(offered, self._chunk_sizes)
         fitting = self._staging.num_fitting(offered.sizes)
-        outcomes: list[Outcome | None] = [_NO_ROOM] * len(offered.keys)
+        outcomes: list[Outcome | None] = [NO_ROOM] * len(offered.keys)
         outcomes[:fitting] = [None] * fitting
         async with self._hold(offered, fitting) as staged:
             room = ReservedBlocks(outcomes, staged.blocks)
@@ -250,7 +250,7 @@ class StagedLender(Lender):
 
 
 NOT_ARRIVED = Outcome(Status.FAILED, reason="the block did not arrive whole")
-_NO_ROOM = Outcome(Status.FAILED, reason="no room in staging memory beside the blocks before it")
+NO_ROOM = Outcome(Status.FAILED, reason="no room in staging memory beside the blocks before it")
 
 
 def require_parts_in_blocks(wanted: BlockParts, chunk_sizes: Sequence[int]) -> NDArray[np.int64]:

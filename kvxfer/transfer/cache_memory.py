@@ -11,7 +11,7 @@ from kvxfer.copy_engine.compute_stream import ComputeStream
 from kvxfer.copy_engine.cuda_driver import CudaDriver
 from kvxfer.errors import DeviceError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 
 
 class CacheMemory:
@@ -46,9 +46,18 @@ class CacheMemory:
         Raises:
             DeviceError: The driver refused.
         """
-        if (stream := self._streams.get(blocks.device)) is None:
+        if (mark := self.mark(blocks.device)) is None:
             return blocks
-        return dataclasses.replace(blocks, after=stream.mark())
+        return dataclasses.replace(blocks, after=mark)
+
+    def mark(self, device: torch.device) -> StreamMark | None:
+        """Mark the end of the work on the current stream of a device; None without streams.
+
+        Raises:
+            DeviceError: The driver refused.
+        """
+        stream = self._streams.get(device)
+        return None if stream is None else stream.mark()
 
     def describe_change(self) -> str:
         """See `CacheStorages.describe_change`."""

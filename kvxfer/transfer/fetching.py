@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvxfer.backends.nixl import Client, Endpoint, Exchange
 from kvxfer.copy_engine.engine import CopyEngine
-from kvxfer.errors import CacheMismatchError, KVXferError, PeerTimeoutError
+from kvxfer.errors import CacheMismatchError, DeviceError, KVXferError, PeerTimeoutError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
@@ -87,6 +87,7 @@ class Fetcher:
         exchange: Exchange that our caches were attached to.
         caches: Our caches.
         description: Their description.
+        in_place: Whether blocks can be read to their places; else all of them are copied there.
         copy_engine: Copies from staging memory into the caches.
         threads: Threads that it copies on.
         timeout_s: Time that a fetch may take.
@@ -98,11 +99,13 @@ class Fetcher:
         caches: CanonicalKVCaches,
         description: CacheDescription,
         *,
+        in_place: bool,
         copy_engine: CopyEngine,
         threads: Threads,
         timeout_s: float,
     ) -> None:
         self._exchange = exchange
+        self._reads_in_place = in_place
         self._caches = caches
         self._description = description
         self._describer = BlockDescriber(caches)
@@ -195,13 +198,13 @@ class Fetcher:
         room = self._exchange.staging.buffer_bytes
         for group, blocks in enumerate(match.groups):
             size = match.block_size_bytes(group)
-            if not blocks.is_direct and size > room:
+            if not (blocks.is_direct and self._reads_in_place) and size > room:
                 ours = f"at most {room}, by staging memory"
                 raise CacheMismatchError(group, "payload_size_bytes", ours, size)
 
     def _require_reach(self, match: PeerMatch) -> None:
         """Check that blocks of ours which no processor writes to are read to their places whole."""
-        if self._caches.tensors[0].tensor.device == HOST:
+        if self._caches.tensors[0].tensor.device == HOST or not self._reads_in_place:
             return
         for group, blocks in enumerate(match.groups):
             ours = self._description.groups[group].tokens_per_block
@@ -319,7 +322,8 @@ class Fetcher:
                 client = self._exchange.peer(workers[part.rank])
                 staged = rows
                 theirs = match.groups[part.group]
-                if theirs.is_direct or theirs.fragment_bytes(part.rank) >= IN_PLACE_BYTES:
+                is_whole = theirs.is_direct or theirs.fragment_bytes(part.rank) >= IN_PLACE_BYTES
+                if is_whole and self._reads_in_place:
                     direct, places = self._in_place(match, wanted, part, rows)
                     staged = np.setdiff1d(rows, direct, assume_unique=True)
                     if len(direct):
@@ -349,18 +353,26 @@ class Fetcher:
         sizes = [match.block_size_bytes(part.group)] * len(rows)
         async with client.hold_staging(sizes, [0] * len(sizes)) as staged:
             loaded = await staged.move(client.load, part.keys_of(rows), staged.blocks)
-            good = positions_done(loaded)
-            if good:
-                blocks = match.groups[part.group]
-                source, destination = blocks.describe(
-                    part.rank,
-                    part.indices[rows[good]],
-                    staged.blocks.addresses[good],
-                    wanted.block_ids[part.group],
-                    **_pages(wanted, blocks),
-                )
-                await self._threads.run(self._copy_engine.copy, source, destination)
+            if good := positions_done(loaded):
+                sides = self._copied(match, wanted, part, rows[good], staged.blocks.take(good))
+                try:
+                    await self._threads.run(self._copy_engine.copy, *sides)
+                except DeviceError as exc:
+                    for row in good:
+                        loaded[row] = Outcome(Status.FAILED, reason=str(exc))
         part.note(rows, loaded)
+
+    def _copied(
+        self, match: PeerMatch, wanted: Wanted, part: _Part, rows: _Rows, staged: Descriptors
+    ) -> tuple[Descriptors, Descriptors]:
+        """Describe the copy of blocks in staging memory: from where, and to where."""
+        blocks, ids = match.groups[part.group], wanted.block_ids[part.group]
+        if blocks.is_direct:
+            ours = np.array(ids, np.int64)[part.indices[rows]]
+            return staged, self._describer.describe(part.group, ours)
+        return blocks.describe(
+            part.rank, part.indices[rows], staged.addresses, ids, **_pages(wanted, blocks)
+        )
 
     def _summarise(
         self, match: PeerMatch, wanted: Wanted, parts: Sequence[_Part], began: float

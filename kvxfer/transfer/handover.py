@@ -4,25 +4,33 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from kvxfer.backends.nixl import Endpoint, Exchange, NixlConfig
+import msgspec
+
+from kvxfer.backends.nixl import Endpoint, Exchange, NixlConfig, why_not_straight
+from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.copy_engine.cpu import MAX_THREADS, CPUCopyEngine
+from kvxfer.copy_engine.devices import DeviceCopyEngine
+from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
-from kvxfer.kvcache.memory_region import HOST
+from kvxfer.kvcache.descriptors import StreamMark
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.kvcache.portable import CacheDescription
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import CacheLender, require_ticket
 from kvxfer.storage.observer import Reports
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.storage.threads import Threads
+from kvxfer.storage.threads import Threads, begin_aside
 from kvxfer.transfer.asking import Asker, Found
+from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.fetching import Fetcher
 from kvxfer.transfer.peer_engine import worker_keys
@@ -55,6 +63,9 @@ class Handover:
     that nobody asks for ends with its lease. Blocks are read where they are, are verified when they
     have arrived, and may have another shape on the other side.
 
+    Blocks in memory of a GPU go straight, proven by their generations, where the settings allow it
+    and NIXL can register that memory. Else they pass through pinned host memory on both sides.
+
     All work is done on an event loop of its own; `offer`, `submit` and `take_ended` return at once
     and may be called from any thread.
 
@@ -63,12 +74,15 @@ class Handover:
         namespace: Namespace of the blocks, without groups; engines of another one are refused.
         description: Description of our caches.
         caches: Our caches; None for a process that only asks, such as a scheduler.
+        make_agent: Opens a NIXL agent.
 
     Attributes:
         is_on_device: Whether our caches are in the memory of a GPU.
+        way: Sentence on how blocks of a GPU move, and why so; empty for host memory.
 
     Raises:
         InvalidArgumentError: A parameter is of no use, or memory is where nobody can read it.
+        DeviceUnavailableError: Our caches are on a GPU that cannot be used.
     """
 
     def __init__(
@@ -77,13 +91,19 @@ class Handover:
         namespace: Namespace,
         description: CacheDescription,
         caches: CanonicalKVCaches | None = None,
+        *,
+        make_agent: Callable[[], TransferAgent] = NixlAgent,
     ) -> None:
-        self._config = config
+        regions = [] if caches is None else memory_regions(caches)
+        self.is_on_device = any(region.device != HOST for region in regions)
+        self.way, in_place = "", True
+        if self.is_on_device:
+            config, self.way, in_place = _choose_way(config, regions, make_agent)
+        self._timeout_s = config.timeout_s
         self._description = description
         self._guard = CallGuard("hand-over")
         self._threads = Threads("kvxfer-handover", NUM_THREADS)
-        num_cores = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._copy_engine = CPUCopyEngine(num_threads=max(1, num_cores // NUM_THREADS))
+        self._copy_engine = _open_copy_engine(on_device=self.is_on_device)
         self._lender: CacheLender | None = None
         if caches is not None and config.listen:
             self._lender = CacheLender(
@@ -92,7 +112,8 @@ class Handover:
                 description=description.encode(),
                 threads=self._threads,
                 copy_engine=self._copy_engine,
-                hash_early=not config.is_fenced,
+                staging_bytes=None if in_place else config.staging,
+                hash_early=not (config.is_fenced or self.is_on_device),
             )
         self._exchange = Exchange(
             config,
@@ -102,18 +123,23 @@ class Handover:
             largest_block_bytes=max(group.payload_size_bytes for group in description.groups),
             max_clients=MAX_CLIENTS,
             only_asks=caches is None,
+            make_agent=make_agent,
         )
         self._asker = Asker(self._exchange, description, timeout_s=config.timeout_s)
         self._fetcher: Fetcher | None = None
-        self.is_on_device = False
+        self._memory: CacheMemory | None = None
+        self._device = regions[0].device if regions else HOST
         if caches is not None:
-            regions = memory_regions(caches)
-            self.is_on_device = any(region.device != HOST for region in regions)
-            self._exchange.attach(regions)
+            if in_place:
+                self._exchange.attach(regions)
+            else:
+                self._copy_engine.attach([*regions, self._exchange.staging.region])
+            self._memory = CacheMemory(caches)
             self._fetcher = Fetcher(
                 self._exchange,
                 caches,
                 description,
+                in_place=in_place,
                 copy_engine=self._copy_engine,
                 threads=self._threads,
                 timeout_s=config.timeout_s,
@@ -273,10 +299,13 @@ class Handover:
         """
         return await self._asker.ask(endpoint, ticket, prompt, windows, waits=waits)
 
-    async def fetch(
+    def fetch(
         self, endpoint: Endpoint, wanted: Wanted, *, waits_for: str | None = None
-    ) -> Fetched:
+    ) -> Coroutine[Any, Any, Fetched]:
         """Read pages of another engine into our blocks.
+
+        Those of a GPU are written once it has done what the current stream of the thread that makes
+        this call had been given before.
 
         Args:
             endpoint: As for `ask`.
@@ -288,8 +317,7 @@ class Handover:
             it takes to end reads that stall. Then nothing writes to our blocks any more, unless
             `Fetched.memory_safe` says so. A call that raises, or is cancelled, waits for that.
         """
-        assert self._fetcher is not None, "a process with caches fetches"
-        return await self._fetcher.fetch(endpoint, wanted, waits_for=waits_for)
+        return self._fetch(endpoint, wanted, waits_for, self._mark())
 
     async def drain(self, wanted: Wanted) -> None:
         """Wait until nothing writes to our blocks of a fetch that was not `memory_safe`."""
@@ -318,6 +346,17 @@ class Handover:
     def __exit__(self, *_: object) -> None:
         """Close; see `close`."""
         self.close()
+
+    def _mark(self) -> StreamMark | None:
+        return None if self._memory is None else self._memory.mark(self._device)
+
+    async def _fetch(
+        self, endpoint: Endpoint, wanted: Wanted, waits_for: str | None, after: StreamMark | None
+    ) -> Fetched:
+        assert self._fetcher is not None, "a process with caches fetches"
+        async with asyncio.timeout(self._timeout_s):
+            await wait_for_mark(after)
+        return await self._fetcher.fetch(endpoint, wanted, waits_for=waits_for)
 
     async def _run(self, call: Coroutine[Any, Any, T]) -> T:
         task = asyncio.create_task(call)
@@ -376,3 +415,38 @@ class Handover:
         except TimeoutError:
             logger.warning("not closed after %g s", CLOSE_S)
         self._copy_engine.close()
+        if self._memory is not None:
+            self._memory.close()
+
+
+def _choose_way(
+    config: NixlConfig, memory: Sequence[MemoryRegion], make_agent: Callable[[], TransferAgent]
+) -> tuple[NixlConfig, str, bool]:
+    """Choose how blocks of a GPU move, as far as the settings leave it open.
+
+    Returns:
+        The settings with the choice, the sentence on it, and whether blocks go straight.
+    """
+    where = f"blocks on {', '.join(sorted({str(region.device) for region in memory}))}"
+    hashed = config.integrity == "full"
+    if config.transport == "nixl" and config.is_fenced:
+        return config, f"{where} go straight by NIXL, fenced, as the settings say", True
+    if hashed or config.transport == "socket":
+        why = "integrity=full" if hashed else f"transport={config.transport}"
+    else:
+        trying = partial(asyncio.run, why_not_straight(config, memory, make_agent))
+        why = begin_aside("kvxfer-nixl-try", trying).result()
+    if why:
+        return config, f"{where} pass through host memory, and are hashed there: {why}", False
+    straight = msgspec.structs.replace(config, transport="nixl", integrity="fenced")
+    text = (
+        f"{where} go straight by NIXL, fenced (transport=nixl, integrity=fenced): it reaches them"
+    )
+    return straight, text, True
+
+
+def _open_copy_engine(*, on_device: bool) -> CopyEngine:
+    if on_device:
+        return DeviceCopyEngine()
+    num_cores = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    return CPUCopyEngine(num_threads=max(1, num_cores // NUM_THREADS))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import Coroutine, Sequence
 from typing import Any, Self, TypeVar
@@ -30,6 +31,8 @@ from kvxfer.transfer.handover import Handover
 from kvxfer.transfer.prompt_pages import Fetched
 
 EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - to refuse them
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -91,6 +94,8 @@ class PromptExchange:
         self._sizes = [group.tokens_per_block for group in description.groups]
         self._windows = [getattr(spec, "sliding_window", None) for spec in caches.group_specs]
         self._handover = Handover(config.at_rank(shard.rank), namespace, description, caches)
+        if self._handover.way:
+            logger.info("%s", self._handover.way)
         self._lent: set[str] = set()  # leases whose end is to be told
         self._handover.observe(Reports(observers, "nixl"))
 

@@ -86,6 +86,7 @@ class FakeHandover:
 
     num_expired = 0
     is_on_device = False
+    way = ""
     port = 7100
 
     def __init__(self) -> None:

@@ -31,6 +31,7 @@ from kvxfer.storage.keys import BlockKey, group_of, require_keys
 from kvxfer.storage.leases.book import LONGEST_S, LeaseBook
 from kvxfer.storage.leases.desk import Held, LeaseDesk
 from kvxfer.storage.lending import (
+    NO_ROOM,
     BlockParts,
     Generations,
     LendingBackend,
@@ -39,6 +40,7 @@ from kvxfer.storage.lending import (
     require_parts_in_blocks,
 )
 from kvxfer.storage.observer import Reports
+from kvxfer.storage.staging_memory import StagingMemory
 from kvxfer.storage.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -64,7 +66,9 @@ class CacheLender(LendingBackend, LeaseDesk):
         lease_s: Seconds that blocks are kept for readers that do not hold their ticket.
         description: What a reader must know of the blocks; only the two ends read it.
         threads: Threads that compute checksums; closed by their maker, after this.
-        copy_engine: Gathers fragments for checksums; closed by its maker.
+        copy_engine: Gathers fragments for checksums, and reaches the caches; closed by its maker.
+        staging_bytes: Bound on host memory that blocks are copied to for each reader, and hashed
+            in, where readers do not reach the caches; None to lend in place.
         hash_early: Whether to compute checksums when blocks are offered, so that their first reader
             does not wait for them; else when they are first lent to a reader that asks for them.
         longest_s: Seconds after which a ticket ends in spite of the readers that hold it.
@@ -86,6 +90,7 @@ class CacheLender(LendingBackend, LeaseDesk):
         description: bytes,
         threads: Threads,
         copy_engine: CopyEngine,
+        staging_bytes: int | None = None,
         hash_early: bool = False,
         longest_s: float = LONGEST_S,
         clock: Callable[[], float] = time.monotonic,
@@ -109,9 +114,14 @@ class CacheLender(LendingBackend, LeaseDesk):
         # A generation for each block of each group: groups may have the same ids.
         self._slots_per_group = max(self._num_blocks)
         self._generations = Generations(self._slots_per_group * len(groups))
-        self.regions = [*regions, self._generations.region]
         self._threads = threads
         self._copy_engine = copy_engine
+        self._staging: StagingMemory | None = None
+        if staging_bytes is not None:
+            self._staging = StagingMemory(staging_bytes, max(self._sizes), _quiet)
+            copy_engine.attach([*regions, self._staging.region])
+            regions = [self._staging.region]
+        self.regions = [*regions, self._generations.region]
         self._checksums: dict[int, int] = {}  # of blocks that are offered
         self._hashings: dict[int, asyncio.Future[list[int]]] = {}
         self._running: set[asyncio.Future[list[int]]] = set()
@@ -207,19 +217,27 @@ class CacheLender(LendingBackend, LeaseDesk):
     async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
         """See `Lender.lend`: whole blocks, whose tickets do not end meanwhile.
 
+        With staging memory every block has a checksum, and those that do not fit into one buffer
+        with the rest are `FAILED`.
+
         Raises:
             InvalidArgumentError: A group does not exist, a part is not a whole block, or checksums
                 of a GPU's memory are asked for.
+            DeviceError: The driver of a device refused to copy.
         """
         self._require_whole(wanted)
         self._guard.check_batch(wanted.keys)
-        if not fenced:
+        if not fenced and self._staging is None:
             self._require_hashable("fenced", fenced)
         self._expire()
         slots = self.book.find(wanted.keys)
         found = [slot for slot in slots if slot is not None]
         self.book.pin(found)
         try:
+            if self._staging is not None:
+                async with self._stage(self._staging, wanted, slots) as lent:
+                    yield lent
+                return
             if not fenced:
                 await self._hash(found)
             yield self._locate(wanted.keys, slots, fenced=fenced)
@@ -231,6 +249,8 @@ class CacheLender(LendingBackend, LeaseDesk):
         require_batch(keys)
         self._guard.check()
         self._expire()
+        if self._staging is not None:
+            return None
         slots = self.book.find(keys)
         found = [slot for slot in slots if slot is not None]
         if not fenced and not all(slot in self._checksums for slot in found):
@@ -298,6 +318,27 @@ class CacheLender(LendingBackend, LeaseDesk):
             return LentBlocks(outcomes, blocks, [], self._generations.fences(there))
         return LentBlocks(outcomes, blocks, [self._checksums[slot] for slot in there])
 
+    @asynccontextmanager
+    async def _stage(
+        self, staging: StagingMemory, wanted: BlockParts, slots: Sequence[int | None]
+    ) -> AsyncIterator[LentBlocks]:
+        """Copy pinned blocks to a buffer that is held for their reader."""
+        fitting = staging.num_fitting(wanted.sizes)
+        outcomes = [MISSING if slot is None else NO_ROOM for slot in slots]
+        there = {row: slot for row, slot in enumerate(slots[:fitting]) if slot is not None}
+        if not there:
+            yield LentBlocks(outcomes, None, [])
+            return
+        sizes = [wanted.sizes[row] for row in there]
+        async with staging.hold(sizes, [0] * len(sizes)) as staged:
+            blocks = self._describe([*there.values()])
+            checksums = await self._threads.run(
+                _copy_and_hash, blocks, staged.blocks, self._copy_engine
+            )
+            for row in there:
+                outcomes[row] = DONE
+            yield LentBlocks(outcomes, staged.blocks, checksums)
+
     def _outcome(self, slot: int | None, *, fenced: bool) -> Outcome:
         if slot is None:
             return MISSING
@@ -356,6 +397,15 @@ class CacheLender(LendingBackend, LeaseDesk):
         if self._device.type != HOST.type:
             expected = f"fenced reads without checksums: blocks are in memory of {self._device}"
             raise InvalidArgumentError(name, value, expected)
+
+
+def _copy_and_hash(blocks: Descriptors, staged: Descriptors, copy_engine: CopyEngine) -> list[int]:
+    copy_engine.copy(blocks, staged)
+    return checksum_blocks(staged, copy_engine)
+
+
+async def _quiet() -> None:
+    """Drain a buffer: copies run to their end, and who reads it later verifies what was read."""
 
 
 def _num_blocks(caches: CanonicalKVCaches, group: int) -> int:

@@ -10,6 +10,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import handover_namespace
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.settings import find_settings
+from kvxfer.integrations.vllm.common.settings import logger as vllm_logger
 from kvxfer.integrations.vllm.connector import KVCacheHooks
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import (
@@ -248,6 +249,8 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         rank = description.shard.rank
         config = self._settings.listen_at(rank) if self._lends else self._settings.reading
         self._handover = Handover(config, self._namespace, description, caches)
+        if self._handover.way:
+            vllm_logger.info("KVXferConnector: %s", self._handover.way)
         self._handover.start()
         if self._journals:
             self._handover.observe(Reports(self._journals, PEERS))
