@@ -25,13 +25,14 @@ FLOORS = (
     {"telemetry"},
     {"connect", "engine_side"},
     {"integrations", "proxy"},
-    {"cli", "bench", "doctor", "explain", "replay", "top", "testing"},
+    {"cli", "doctor", "explain", "replay", "top", "testing"},
     {"public", "kvxfer", "__main__"},
+    {"benchmarks"},
 )
 TOP = {
     *(".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md"),
-    *("backends", "constraints.txt", "docs", "examples", "kvxfer", "mkdocs.yml", "pyproject.toml"),
-    "tests",
+    *("backends", "benchmarks", "constraints.txt", "docs", "examples", "kvxfer", "mkdocs.yml"),
+    *("pyproject.toml", "tests"),
 }
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
@@ -43,8 +44,8 @@ BUDGETS = {
     "backends/nixl": 9_880,
     "backends/object": 2_040,
     "backends/pool": 1_400,
-    "kvxfer/bench": 6_050,
-    "kvxfer/cli": 2_000,
+    "benchmarks": 6_050,
+    "kvxfer/cli": 2_210,
     "kvxfer/copy_engine": 2_350,
     "kvxfer/doctor": 1_800,
     "kvxfer/engine_side": 1_800,
@@ -68,18 +69,21 @@ FACES = ("kvxfer", "kvxfer.kvcache", "kvxfer.storage", "kvxfer.tiering", "kvxfer
 def name_of(path: Path) -> str:
     """Name of a module by its path, such as `kvxfer.storage.keys`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts if parts[0] == "kvxfer" else ("kvxfer", *parts)
+    parts = ("kvxfer", *parts) if parts[0] == "backends" else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = [path for folder in ("kvxfer", "backends") for path in (ROOT / folder).rglob("*.py")]
+FOLDERS = ("kvxfer", "backends", "benchmarks")
+FILES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 MODULES = {name_of(path): path for path in FILES}
 
 
 def imports_of(path: Path) -> Iterator[str]:
     """Find the modules of kvxfer that a file imports, also for its types alone."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvxfer"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            ("kvxfer", "benchmarks")
+        ):
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 yield name if name in MODULES else node.module or ""
@@ -87,7 +91,8 @@ def imports_of(path: Path) -> Iterator[str]:
 
 def floor_of(module: str) -> int:
     """Number of the floor of a module, from below."""
-    room = [*module.split(".")[1:], "kvxfer"][0]
+    package, *rooms = module.split(".")
+    room = [*rooms, package][0] if package == "kvxfer" else package
     return next(number for number, names in enumerate(FLOORS) if room in names)
 
 
@@ -152,7 +157,9 @@ def test_rooms_keep_to_their_budgets_of_lines() -> None:
     lines: dict[str, int] = defaultdict(int)
     for path in FILES:
         *folders, _ = path.relative_to(ROOT).parts
-        lines["/".join(folders[:2])] += len(path.read_text().splitlines())
+        lines["/".join(folders[: 1 if folders[0] == "benchmarks" else 2])] += len(
+            path.read_text().splitlines()
+        )
     lines.pop("backends")  # an empty __init__.py
     assert lines.keys() == BUDGETS.keys()
     assert {room: count for room, count in lines.items() if count > BUDGETS[room]} == {}

@@ -141,14 +141,16 @@ BARE_COMMANDS = {
     ("doctor",): "",
     ("proxy", "--prefill", "http://p:1", "--decode", "http://d:1"): "kvxfer[proxy]",
     ("top", "127.0.0.1:9"): "kvxfer[top]",
-    ("bench", "describe"): "kvxfer[bench]",
-    ("bench", "file"): "kvxfer[bench]",
-    ("bench", "s3"): "kvxfer[bench]",
-    ("bench", "vllm"): "kvxfer[bench]",
-    ("bench", "pd"): "kvxfer[bench]",
-    ("bench", "transformers"): "kvxfer[bench]",
-    ("bench", "mooncake"): "kvxfer[mooncake]",
-    ("bench", "layout", "--chart", "x.svg"): "kvxfer[chart]",
+    ("bench", "host://?capacity=128MiB", "--seconds", "0.01s"): "",
+    ("bench", "s3://bucket"): "kvxfer[object]",
+    ("benchmarks", "describe"): "kvxfer[bench]",
+    ("benchmarks", "file"): "kvxfer[bench]",
+    ("benchmarks", "s3"): "kvxfer[bench]",
+    ("benchmarks", "vllm"): "kvxfer[bench]",
+    ("benchmarks", "pd"): "kvxfer[bench]",
+    ("benchmarks", "transformers"): "kvxfer[bench]",
+    ("benchmarks", "mooncake"): "kvxfer[mooncake]",
+    ("benchmarks", "layout", "--chart", "x.svg"): "kvxfer[chart]",
     (*SERVE, "--metrics", "127.0.0.1:0"): "kvxfer[metrics]",
     (*SERVE, "--events", "tcp://127.0.0.1:0"): "kvxfer[events]",
     (*SERVE, "--discover", "etcd://127.0.0.1:1/x"): "kvxfer[etcd]",
@@ -156,7 +158,7 @@ BARE_COMMANDS = {
     (*SERVE, "--tier", "mooncake://127.0.0.1:9"): "kvxfer[mooncake]",
 }
 """Commands in an environment with nothing but the core, and what their one line names, mostly an
-extra; empty where they work."""
+extra; empty where they work. Benchmarks are those of the checkout."""
 
 BARE_BACKENDS = {
     "host://?capacity=1MiB": "",
@@ -174,14 +176,19 @@ BARE_BACKENDS = {
 
 RUN_ALL = """
 import contextlib, io, json, sys
+from benchmarks.command import PROGRAM, main as benchmark
 from kvxfer.cli import main
+from kvxfer.cli.command_line import run_command
 
 told = []
 for command in json.loads(sys.argv[1]):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            status = main(command)
+            if command[0] == "benchmarks":
+                status = run_command(PROGRAM, lambda: benchmark(command[1:]))
+            else:
+                status = main(command)
         except SystemExit as exc:
             status = exc.code
     told.append([status, err.getvalue()])
@@ -238,7 +245,8 @@ def bare_python(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_every_command_works_bare_or_names_the_extra_that_it_needs(
     bare_python: Path, tmp_path: Path
 ) -> None:
-    assert {command[0] for command in BARE_COMMANDS} == {"--version", *_COMMANDS}
+    assert {command[0] for command in BARE_COMMANDS} == {"--version", "benchmarks", *_COMMANDS}
+    (bare_python.parent / "benchmarks").symlink_to(ROOT / "benchmarks")
     (tmp_path / "usage.ledger").touch()
     commands = [
         [str(tmp_path) if part == "STORE" else part for part in command]

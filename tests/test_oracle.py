@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from kvxfer.bench.vllm.engine_process import Generation
+from benchmarks.vllm.engine_process import Generation
 from tests.e2e import oracle
 
 HIT = Generation(

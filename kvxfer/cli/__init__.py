@@ -1,6 +1,7 @@
 """Command `kvxfer`, which runs its subcommands."""
 
 import importlib
+<<<<<<< HEAD
 import os
 import sys
 from collections.abc import Sequence
@@ -9,9 +10,16 @@ from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.errors import KVXferError
 from kvxfer.extras import installed_version
 from kvxfer.text import printable
+=======
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+from kvxfer.cli.command_line import CommandLine, exit_statuses, run_command
+>>>>>>> 08e56d0 (The benchmarks leave the wheel, and kvxfer bench measures a place)
 
 _COMMANDS = {
-    "bench": ("kvxfer.bench", "measure a part of kvxfer"),
+    "bench": ("kvxfer.cli.bench", "measure how fast a place for blocks is"),
     "fsck": ("kvxfer.cli.fsck", "verify every block of a store"),
     "ls": ("kvxfer.cli.ls", "list the namespaces of a store"),
     "inspect": ("kvxfer.cli.inspect", "show what a block file holds"),
@@ -24,8 +32,6 @@ _COMMANDS = {
     "vllm-args": ("kvxfer.cli.vllm_args", "print the configuration of vLLM for tiers"),
     "gc": ("kvxfer.cli.gc", "remove stale files and old blocks from a store"),
 }
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,27 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=purpose, add_help=False)
     arguments, rest = parser.parse_known_args(argv)
     name = arguments.command
-    # Only the command that is run is imported: benchmarks import engines, which is slow.
+    # Only the command that is run is imported: torch is slow to import, and some need extras.
     command = importlib.import_module(_COMMANDS[name][0])
-    try:
-        status: int = command.main(rest)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader closed the pipe; nothing more must be written to it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except OSError as exc:
-        what = f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc)
-        return _complain(name, what)
-    except KVXferError as exc:
-        return _complain(name, str(exc))
-    return status
-
-
-def _complain(command: str, what: str) -> int:
-    sys.stderr.write(f"kvxfer {command}: {printable(what)}\n")
-    return 2
+    return run_command(f"kvxfer {name}", lambda: command.main(rest))
 
 
 if __name__ == "__main__":

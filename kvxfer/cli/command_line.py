@@ -1,14 +1,20 @@
 """Command line: the parser of every command, and what its help says about exit statuses."""
 
 import argparse
+import contextlib
+import os
 import re
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from kvxfer.errors import KVXferError
 from kvxfer.text import did_you_mean, printable
 
 FAILED = 2
 """Exit status of a command that failed, or was given what it cannot use."""
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -46,3 +52,38 @@ def exit_statuses(done: str, bad: str = "") -> str:
     """
     statuses = [f"0 {done}", f"1 {bad}" if bad else "", f"{FAILED} when the command failed"]
     return f"exit status: {'; '.join(filter(None, statuses))}"
+
+
+def run_command(program: str, command: Callable[[], int]) -> int:
+    """Run a command and return its exit status; an error is printed as one line.
+
+    Args:
+        program: Name of the command, as it stands before its errors.
+        command: The work; returns its exit status.
+    """
+    try:
+        status = command()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader closed the pipe; nothing more must be written to it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as exc:
+        said = f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc)
+    except KVXferError as exc:
+        said = str(exc)
+    else:
+        return status
+    sys.stderr.write(f"{program}: {printable(said)}\n")
+    return FAILED
+
+
+@contextlib.contextmanager
+def ending_by_sigterm() -> Iterator[None]:
+    """End as by Ctrl-C when SIGTERM comes: what was started or written for a while goes, too."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

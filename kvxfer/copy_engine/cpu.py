@@ -28,7 +28,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import FragmentPairs, pair_fragments, require_same_blocks
 from kvxfer.kvcache.fragments import Addresses, cut_evenly, join, touch
 
-# Measured by `kvxfer bench mapping`: pairing pieces as small as this takes as long as copying them.
+# Measured by `make bench NAME=mapping`: pairing such small pieces takes as long as copying them.
 SMALL_PIECE_BYTES = 4 << 10
 FEW_PAIRS = 64
 """Pairs up to which one `memcpy` each takes less time than planning rows or shares."""

@@ -40,7 +40,7 @@ class CPUMethod(enum.Enum):
     """One call of `memcpy` for each."""
 
 
-# Measured by `kvxfer bench copy` on an AMD EPYC: a call of memcpy costs about as much as moving
+# Measured by `make bench NAME=copy` on an AMD EPYC: a call of memcpy costs about as much as moving
 # 16 KiB (the interpreter lock changes hands). Rows scattered on both sides are moved twice.
 MEMCPY_FROM: Mapping[Pattern, int] = {
     Pattern.GATHER: LARGEST_BYTES,

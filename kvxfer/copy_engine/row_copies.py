@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from kvxfer.copy_engine.cpu_methods import Pattern
 from kvxfer.kvcache.fragments import Addresses, join, run_starts, touch
 
-# Measured by `kvxfer bench mapping`: smaller chunks cost more calls, each of which passes the
+# Measured by `make bench NAME=mapping`: smaller chunks cost more calls, each of which passes the
 # interpreter lock on; larger ones get fresh memory, which the system zeroes, in every call.
 CHUNK_BYTES = 1 << 20
 # A cache line. Fragments without a common length of as many bytes are left to other methods.
 SMALLEST_ROW_BYTES = 64
-# Measured by `kvxfer bench copy`: `numpy.take` needs rows whose places are multiples of their
+# Measured by `make bench NAME=copy`: `numpy.take` needs rows whose places are multiples of their
 # length. It is faster than an index even with rows of this length that are parts of longer ones.
 SMALLEST_UNIT_BYTES = 2 << 10
 # Source: numpy/core/include/numpy/ndarraytypes.h, `NPY_BEGIN_THREADS_THRESHOLDED`. Numpy keeps the
@@ -31,9 +31,9 @@ MOST_LOCKED_ROWS = 500
 # Measured by a script: rows of 2 KiB and less move half as fast as those of 4 KiB. From 2112 bytes
 # on `memcpy` of glibc uses `rep movsb` on processors that are fast at it.
 SHORTEST_CUT_BYTES, LONGEST_CUT_BYTES = 2112, 4 << 10
-# Measured by `kvxfer bench mapping`: fewer bytes than this are not worth a thread, or a view.
+# Measured by `make bench NAME=mapping`: fewer bytes than this are not worth a thread, or a view.
 SMALLEST_SHARE_BYTES = 256 << 10
-# Measured by `kvxfer bench mapping`: rows of a few bytes are slower than a call for them all.
+# Measured by `make bench NAME=mapping`: rows of a few bytes are slower than a call for them all.
 MOST_SMALL_ROWS = 16
 
 Rows = np.ndarray[Any, np.dtype[np.void]]

@@ -22,7 +22,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, ObjectStore
 
-from kvxfer.bench.object_servers import BUCKET, ObjectServer, running
+from benchmarks.object_servers import BUCKET, ObjectServer, running
 from kvxfer.endpoint import free_ports
 from tests.installed_aside import REPOSITORY
 

@@ -5,9 +5,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+<<<<<<< HEAD
 if TYPE_CHECKING:
     from kvxfer.bench.object_servers import ObjectServer
     from tests.backends.mooncake_servers import Cluster
+=======
+from benchmarks.object_servers import CREDENTIALS, ObjectServer, seaweedfs
+from kvxfer.backends.mooncake import MooncakeConfig
+from tests.backends.mooncake_servers import Cluster, SharedClient, mooncake_cluster
+from tests.backends.object_servers import moto
+>>>>>>> 08e56d0 (The benchmarks leave the wheel, and kvxfer bench measures a place)
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.object_servers import BUCKET, REGION, ObjectServer, running
 from kvxfer.backends.object import S3Backend, S3Config
-from kvxfer.bench.object_servers import BUCKET, REGION, ObjectServer, running
 from kvxfer.endpoint import free_ports
 from kvxfer.storage.keys import Namespace
 

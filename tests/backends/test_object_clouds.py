@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.object_servers import BUCKET, ObjectServer
 from kvxfer.backends.object import AZBackend, AZConfig, GSBackend, GSConfig, ObjectBackend
-from kvxfer.bench.object_servers import BUCKET, ObjectServer
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendTests

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck, Verdict, measure_usage
-from kvxfer.backends.object import BucketStore, S3Config, bucket_store
-from kvxfer.bench.object_servers import (
+from benchmarks.object_servers import (
     BUCKET,
     CREDENTIALS,
     READER,
@@ -21,6 +19,8 @@ from kvxfer.bench.object_servers import (
     ObjectServer,
     seaweedfs,
 )
+from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck, Verdict, measure_usage
+from kvxfer.backends.object import BucketStore, S3Config, bucket_store
 from kvxfer.cli import main
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.keys import BlockKey, Namespace

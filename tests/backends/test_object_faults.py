@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.object_servers import ObjectServer, seaweedfs
 from kvxfer.backends.object import S3Backend
-from kvxfer.bench.object_servers import ObjectServer, seaweedfs
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory

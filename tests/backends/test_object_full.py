@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.object_servers import ObjectServer, seaweedfs
 from kvxfer.backends.object import S3Backend
-from kvxfer.bench.object_servers import ObjectServer, seaweedfs
 from kvxfer.storage.backend import Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.testing.conformance.suite import (

@@ -10,9 +10,9 @@ import pytest
 from safetensors import safe_open
 
 import kvxfer
+from benchmarks.object_servers import BUCKET, READER, ObjectServer
 from kvxfer.backends.file import FileBackend, FileConfig, load_namespace
 from kvxfer.backends.object import S3Backend
-from kvxfer.bench.object_servers import BUCKET, READER, ObjectServer
 from kvxfer.connect import open_backend
 from kvxfer.storage.backend import Status
 from kvxfer.storage.gauge import Gauge

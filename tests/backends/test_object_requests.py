@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.object_servers import BUCKET, REGION, ObjectServer
 from kvxfer.backends.object import Bucket, S3Backend
-from kvxfer.bench.object_servers import BUCKET, REGION, ObjectServer
 from kvxfer.connect import open_backend
 from kvxfer.replay import MultiTurn, make_synthetic, plan_tiers, replay_on, simulate
 from kvxfer.replay.block_size import opaque_namespace

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.object_servers import ObjectServer
 from kvxfer.backends.object import S3Backend
-from kvxfer.bench.object_servers import ObjectServer
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvxfer
-from kvxfer.bench.object_servers import BUCKET, REGION, ObjectServer
+from benchmarks.object_servers import BUCKET, REGION, ObjectServer
 from kvxfer.storage.backend import Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.testing.conformance.suite import statuses

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kvxfer.backends.nixl import NixlConfig
-from kvxfer.cli import INTERRUPTED, main
+from kvxfer.cli import main
+from kvxfer.cli.command_line import INTERRUPTED
 from kvxfer.cli.top import TERMINATED
 from kvxfer.endpoint import free_ports
 from tests.cli import peers

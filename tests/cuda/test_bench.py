@@ -1,8 +1,8 @@
-"""`kvxfer bench copy` on a GPU measures what it says; its figures mean nothing on this one."""
+"""`make bench NAME=copy` on a GPU measures what it says; its figures mean nothing on this one."""
 
 import pytest
 
-from kvxfer.bench import copy_cuda
+from benchmarks import copy_cuda
 from kvxfer.copy_engine import devices
 from kvxfer.copy_engine.cuda_driver import CudaDriver
 from tests.cuda.simulated_gpu import SimulatedGpu

@@ -10,8 +10,8 @@ import pytest
 from obstore.exceptions import PermissionDeniedError
 from obstore.store import MemoryStore
 
+from benchmarks.object_servers import BUCKET, CREDENTIALS, READER, ObjectServer, seaweedfs
 from kvxfer.backends.object import S3Config
-from kvxfer.bench.object_servers import BUCKET, CREDENTIALS, READER, ObjectServer, seaweedfs
 from kvxfer.doctor import Check, Finding, Severity, examine
 from tests.doctor.test_machine import is_complete
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvxfer.bench.vllm.engine_process import (
+from benchmarks.vllm.engine_process import (
     EngineConfig,
     EngineDiedError,
     EngineProcess,

@@ -22,7 +22,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvxfer.bench.vllm.engine_process import (
+from benchmarks.vllm.engine_process import (
     EngineConfig,
     EngineDiedError,
     EngineProcess,

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvxfer.bench.vllm.engine_process import EngineConfig, EngineProcess, Generation
+from benchmarks.vllm.engine_process import EngineConfig, EngineProcess, Generation
 from tests.e2e import audit, models, oracle
 
 REPOSITORY = audit.REPOSITORY

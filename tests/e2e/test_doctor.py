@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.bench.vllm.engine_process import EngineConfig, EngineProcess
+from benchmarks.vllm.engine_process import EngineConfig, EngineProcess
 from kvxfer.doctor import Finding, Severity, compare
 from tests.e2e import models
 from tests.e2e.harness import REPOSITORY, random_prompts

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.bench.object_servers import BUCKET, CREDENTIALS, REGION, seaweedfs
+from benchmarks.object_servers import BUCKET, CREDENTIALS, REGION, seaweedfs
 from kvxfer.endpoint import free_ports
 from tests.e2e import models, oracle, text
 from tests.e2e.harness import REPOSITORY, AuditedEngine, require_same, require_same_bits

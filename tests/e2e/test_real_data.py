@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.vllm.engine_process import ENVIRONMENT
 from examples.engine.__main__ import open_engine
-from kvxfer.bench.vllm.engine_process import ENVIRONMENT
 from kvxfer.engine_side import VLLMKeys
 from kvxfer.errors import InvalidArgumentError
 from tests.e2e import models, text

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.bench.vllm.engine_process import EngineConfig, EngineProcess
+from benchmarks.vllm.engine_process import EngineConfig, EngineProcess
 from tests.e2e import models
 from tests.e2e.harness import REPOSITORY, random_prompts
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvxfer.bench.models import MODELS
+from benchmarks.models import MODELS
 from kvxfer.engine_side import LAYOUT_ZOO, EngineLayout
 from kvxfer.errors import KVXferError
 from kvxfer.kvcache.canonical import canonicalize

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvxfer
-from kvxfer.bench.copy_cuda import run
+from benchmarks.copy_cuda import run
 
 NUM_BLOCKS = 64
 KEYS = [kvxfer.make_block_key(bytes([i]), 0) for i in range(20)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from kvxfer.bench.vllm.engine_process import EngineConfig, EngineProcess, Generation
+from benchmarks.vllm.engine_process import EngineConfig, EngineProcess, Generation
 from tests.e2e import audit, handover_audit, models, oracle
 from tests.e2e.prefill_decode.engines import (
     LEASE_S,

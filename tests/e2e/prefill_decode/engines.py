@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from kvxfer.bench.vllm.engine_process import ENVIRONMENT, Generation
+from benchmarks.vllm.engine_process import ENVIRONMENT, Generation
 from kvxfer.endpoint import free_ports
 from tests.e2e import audit, models
 

@@ -1,0 +1,83 @@
+"""Command `python -m benchmarks`: runs one benchmark and prints or draws its rows."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.report import BenchRow
+from kvxfer.cli.command_line import CommandLine, ending_by_sigterm, exit_statuses
+from kvxfer.extras import require_extra
+
+PROGRAM = "python -m benchmarks"
+BENCHES = {
+    "describe": ("vllm",),
+    "layout": (),
+    "copy": (),
+    "mapping": (),
+    "engine-loop": (),
+    "file": ("vllm",),
+    "nixl": (),
+    "pool": (),
+    "s3": ("obstore",),
+    "mooncake": ("mooncake",),
+    "vllm": ("vllm", "transformers"),
+    "pd": ("vllm", "transformers"),
+    "transformers": ("transformers",),
+    "journal": (),
+}
+"""Benchmarks, with what each compares with: packages of the extra `bench`, or of its own."""
+COLUMNS = BenchRow.__struct_fields__
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one benchmark and print its rows.
+
+    Returns:
+        1 with `--check` when a ratio misses its goal, 0 otherwise.
+    """
+    parser = CommandLine(
+        prog=PROGRAM,
+        description="Measure a part of kvxfer and compare it with a baseline of the same run.",
+        epilog=exit_statuses("when it is done", "when a ratio misses its goal, with --check"),
+    )
+    parser.add_argument("name", choices=BENCHES)
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.add_argument("--check", action="store_true", help="fail when a ratio misses its goal")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, less memory")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="draw the ratios, e.g. as .svg")
+    arguments = parser.parse_args(argv)
+    if arguments.name != "vllm":  # engines keep their threads as users have them
+        # Threads of torch would go on spinning after a call, and take a core from the next one.
+        # OpenMP reads this once, when the benchmark imports torch.
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+    for package in BENCHES[arguments.name]:
+        extra = package if package == "mooncake" else "bench"
+        require_extra(extra, package, what=f"{PROGRAM} {arguments.name}")
+    if arguments.chart:
+        require_extra("chart", "matplotlib", what="--chart")
+    bench = importlib.import_module(f"benchmarks.{arguments.name.replace('-', '_')}")
+    with ending_by_sigterm():  # and so do the servers and engines of the benchmark
+        rows: list[BenchRow] = bench.run(quick=arguments.quick)
+    sys.stdout.write(msgspec.json.encode(rows).decode() if arguments.json else format_table(rows))
+    sys.stdout.write("\n")
+    if arguments.chart:
+        from benchmarks.chart import draw  # matplotlib is slow to import, and seldom wanted
+
+        draw(rows, arguments.chart)
+    missed = [row for row in rows if not row.meets_goal]
+    for row in missed:
+        sys.stderr.write(f"missed: {row.case}: ratio {row.ratio:.3f}, goal {row.goal}\n")
+    return 1 if arguments.check and missed else 0
+
+
+def format_table(rows: Sequence[BenchRow]) -> str:
+    """Format rows as a Markdown table."""
+    lines = [list(COLUMNS), ["---"] * len(COLUMNS)]
+    for row in rows:
+        cells = (getattr(row, column) for column in COLUMNS)
+        lines.append([f"{cell:.4g}" if isinstance(cell, float) else cell for cell in cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,116 @@
+"""Benchmark of scattered copies on the CPU, against one plain copy of the same bytes."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks import copy_cuda
+from benchmarks.report import BenchRow, compare, time_in_turn
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.kvcache.descriptors import Descriptors
+
+NUM_THREADS = 2
+KIB = 1 << 10
+FRAGMENTS = tuple(size * KIB for size in (4, 8, 16, 32, 64, 128, 256, 2048))
+SCATTERED_GOALS = {8: 0.3, 16: 0.3, 32: 0.75, 64: 0.75, 256: 0.9, 2048: 0.9}
+"""Goals by KiB of a fragment."""
+GATHER_GOAL = ">= 0.7"
+SCATTER_GOAL = ">= 0.6"
+SMALLEST_GOAL = 8 * KIB
+"""Bytes of a fragment from which on gathering and scattering have a goal."""
+APART = 16 * KIB
+"""Bytes of fragments that are measured with a page between them, too: no two are neighbours."""
+
+
+def run(*, quick: bool) -> list[BenchRow]:
+    """Measure the CPU copy engine on host memory, source and destination shuffled.
+
+    Baseline: `torch.Tensor.copy_` of the same bytes in one piece, on as many threads. Where there
+    is a GPU, copies to and from it follow.
+    """
+    rows = _measure_cpu(quick=quick)
+    return [*rows, *copy_cuda.run(quick=quick)] if torch.cuda.is_available() else rows
+
+
+def _measure_cpu(*, quick: bool) -> list[BenchRow]:
+    num_bytes = (64 if quick else 256) << 20
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(NUM_THREADS)
+    engine = CPUCopyEngine(num_threads=NUM_THREADS)
+    source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8)
+    destination = torch.zeros(num_bytes, dtype=torch.int8)
+    try:
+        return [
+            row
+            for fragment in FRAGMENTS
+            for row in _measure(engine, source, destination, fragment, rounds=5 if quick else 15)
+        ]
+    finally:
+        engine.close()
+        torch.set_num_threads(threads_before)
+
+
+def _measure(
+    engine: CPUCopyEngine,
+    source: torch.Tensor,
+    destination: torch.Tensor,
+    fragment: int,
+    *,
+    rounds: int,
+) -> list[BenchRow]:
+    return _measure_places(engine, source, destination, fragment, rounds=rounds) + (
+        _measure_places(engine, source, destination, fragment, rounds=rounds, gap=4 * KIB)
+        if fragment == APART
+        else []
+    )
+
+
+def _measure_places(
+    engine: CPUCopyEngine,
+    source: torch.Tensor,
+    destination: torch.Tensor,
+    fragment: int,
+    *,
+    rounds: int,
+    gap: int = 0,
+) -> list[BenchRow]:
+    """Measure fragments in places with `gap` bytes between them."""
+    count = source.numel() // (fragment + gap)
+    generator = np.random.default_rng(fragment)
+    in_order = np.arange(count)
+    from_, to = generator.permutation(count), generator.permutation(count)
+    scattered = SCATTERED_GOALS.get(fragment // KIB)
+    gather, scatter = (GATHER_GOAL, SCATTER_GOAL) if fragment >= SMALLEST_GOAL else ("", "")
+    cases = {
+        "scattered to scattered": (from_, to, f">= {scattered}" if scattered else ""),
+        "gather into one piece": (from_, in_order, gather),
+        "scatter from one piece": (in_order, to, scatter),
+    }
+    rows = []
+    num_bytes = count * fragment
+    for case, (sources, destinations, goal) in cases.items():
+        pair = [
+            _describe(memory, order, fragment, 0 if order is in_order else gap)
+            for memory, order in ((source, sources), (destination, destinations))
+        ]
+        ours, plain = time_in_turn(
+            [
+                lambda p=pair: engine.copy(*p),  # type: ignore[misc]
+                lambda: destination[:num_bytes].copy_(source[:num_bytes]),
+            ],
+            rounds=rounds,
+        )
+        to_rate = [seconds / num_bytes * 1e9 for seconds in ours]
+        plain_rate = [seconds / num_bytes * 1e9 for seconds in plain]
+        title = f"{case}, {fragment // KIB} KiB" + (", no neighbours" if gap else "")
+        rows.append(compare(title, to_rate, plain_rate, unit="ns/B", goal=goal))
+    return rows
+
+
+def _describe(
+    memory: torch.Tensor, order: NDArray[np.int64], fragment: int, gap: int
+) -> Descriptors:
+    step = np.uint64(fragment + gap)
+    addresses = np.uint64(memory.data_ptr()) + order.astype(np.uint64) * step
+    sizes = np.full(len(order), fragment)
+    return Descriptors.of_pieces(addresses, sizes, device=memory.device, owners=(memory,))

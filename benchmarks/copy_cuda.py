@@ -1,0 +1,265 @@
+"""Benchmark of copies between host memory and a GPU, against one plain copy of the same bytes."""
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.report import BenchRow, compare, time_in_turn
+from kvxfer.copy_engine.copy_stream import CopyStream
+from kvxfer.copy_engine.cuda import CudaCopyEngine
+from kvxfer.copy_engine.devices import open_gpu
+from kvxfer.copy_engine.method_table import CopyMethod, MethodTable, Way
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+
+Pair: TypeAlias = tuple[Descriptors, Descriptors]
+"""Source and destination of a copy."""
+
+KIB = 1 << 10
+LARGE_BYTES = 256 * KIB
+GOALS = {4: ">= 0.7", 8: "", 16: ">= 0.85", 32: "", 64: ">= 0.95", 256: ">= 0.95", 2048: ">= 0.95"}
+"""Goals by KiB of a fragment."""
+BOTH_WAYS_GOAL = ">= 1.6"
+BESIDE_GOAL = "<= 1.05"
+
+BATCH_BUDGET_S = 100e-6
+FRAGMENT_BUDGET_S = 1e-9
+"""Budgets of processor time for a batch, and for each of its fragments."""
+MANY_FRAGMENTS = 1 << 16
+
+MATRIX_SIZE = 8192
+NUM_PRODUCTS = 40
+
+
+def run(
+    *,
+    quick: bool,
+    device_index: int = 0,
+    num_bytes: int | None = None,
+    max_fragments: int = MANY_FRAGMENTS,
+) -> list[BenchRow]:
+    """Measure the copy engine of a GPU.
+
+    Baseline: one `cudaMemcpyAsync` of the same bytes between pinned memory and the device.
+
+    Args:
+        quick: Fewer bytes and rounds.
+        device_index: Ordinal of the GPU.
+        num_bytes: Bytes of a batch; by default as `quick` says.
+        max_fragments: Most fragments of the batch whose processor time is measured.
+    """
+    num_bytes = num_bytes or (64 if quick else 512) << 20
+    rounds = 5 if quick else 15
+    with _open_side_by_side(device_index, num_bytes) as sides:
+        rows = [
+            row
+            for way in Way
+            for fragment in GOALS
+            for row in _measure_scattered(sides, way, fragment * KIB, rounds)
+        ]
+        rows.append(_measure_both_ways(sides, rounds))
+        rows += _measure_overhead(sides, rounds, max_fragments)
+        if torch.cuda.is_available():
+            rows.append(_measure_beside_compute(sides, rounds))
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """Pinned host memory and device memory of the same size, and ways to copy between them."""
+
+    gpu: CudaCopyEngine
+    plain: CopyStream
+    host_address: int
+    device_address: int
+    num_bytes: int
+
+    def pair(self, way: Way, fragment_bytes: int, count: int, *, scattered: bool) -> Pair:
+        """Describe source and destination, in fragments."""
+        generator = np.random.default_rng(fragment_bytes)
+        orders = [generator.permutation(count) if scattered else np.arange(count) for _ in range(2)]
+        on_host = _describe(self.host_address, HOST, fragment_bytes, orders[0])
+        on_device = _describe(self.device_address, self.gpu.device, fragment_bytes, orders[1])
+        return (on_host, on_device) if way is Way.TO_DEVICE else (on_device, on_host)
+
+    def copy_plainly(self, way: Way) -> None:
+        """Copy all bytes in one call, and wait as the engine does."""
+        addresses = [
+            np.array([each], np.uint64) for each in (self.device_address, self.host_address)
+        ]
+        to, from_ = addresses if way is Way.TO_DEVICE else reversed(addresses)
+        with self.plain.batch([]) as batch:
+            lengths = np.array([self.num_bytes], np.uint64)
+            self.gpu.driver.copy_each(to, from_, lengths, batch.stream)
+        batch.wait()
+
+
+@contextmanager
+def _open_side_by_side(device_index: int, num_bytes: int) -> Iterator[_Sides]:
+    gpu = open_gpu(torch.device("cuda", device_index), None)
+    memory = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    memory[:] = 1  # so that the system allocates its pages now
+    try:
+        gpu.attach([MemoryRegion(memory.ctypes.data, num_bytes, memory)])
+        plain = CopyStream(gpu.driver)
+        address = gpu.driver.allocate(num_bytes)
+        try:
+            yield _Sides(gpu, plain, memory.ctypes.data, address, num_bytes)
+        finally:
+            gpu.driver.free(address)
+            plain.close()
+    finally:
+        gpu.close()
+
+
+def _measure_scattered(sides: _Sides, way: Way, fragment_bytes: int, rounds: int) -> list[BenchRow]:
+    count = sides.num_bytes // fragment_bytes
+    pair = sides.pair(way, fragment_bytes, count, scattered=True)
+    chosen = sides.gpu.methods
+    method = chosen.choose(way, fragment_bytes).value if sides.gpu.has_kernel else "batch"
+    case = f"{way.value.replace('_', ' ')}, scattered, {fragment_bytes // KIB} KiB"
+    ours, plain = time_in_turn(
+        [partial(sides.gpu.copy, *pair), partial(sides.copy_plainly, way)], rounds=rounds
+    )
+    per_byte = 1e9 / sides.num_bytes
+    goal = GOALS[fragment_bytes // KIB]
+    rows = [compare(f"{case}, by {method}", ours, plain, unit="ns/B", goal=goal, scale=per_byte)]
+    if sides.gpu.has_kernel:
+        by_kernel, by_batch = time_in_turn(
+            [partial(_copy_by, sides.gpu, method, *pair) for method in reversed(CopyMethod)],
+            rounds=rounds,
+        )
+        sides.gpu.methods = chosen
+        case = f"{case}, kernel against batch"
+        rows.append(compare(case, by_kernel, by_batch, unit="ns/B", scale=per_byte))
+    return rows
+
+
+def _copy_by(
+    gpu: CudaCopyEngine, method: CopyMethod, source: Descriptors, destination: Descriptors
+) -> None:
+    largest = source.num_bytes + 1 if method is CopyMethod.KERNEL else 0
+    gpu.methods = MethodTable(dict.fromkeys(Way, largest))
+    gpu.copy(source, destination)
+
+
+def _measure_both_ways(sides: _Sides, rounds: int) -> BenchRow:
+    up, down = _halves(sides)
+    both, one = time_in_turn(
+        [partial(_at_once, sides.gpu, up, down), partial(sides.gpu.copy, *up)], rounds=rounds
+    )
+    each = [seconds / 2 for seconds in both]
+    return compare("both directions at once", each, one, unit="ms", goal=BOTH_WAYS_GOAL, scale=1e3)
+
+
+def _halves(sides: _Sides) -> tuple[Pair, Pair]:
+    """Make two copies: one half of the memory to the device, the other half to the host."""
+    half = sides.num_bytes // 2 // LARGE_BYTES
+    up = sides.pair(Way.TO_DEVICE, LARGE_BYTES, 2 * half, scattered=False)
+    down = sides.pair(Way.TO_HOST, LARGE_BYTES, 2 * half, scattered=False)
+    return (
+        (up[0].select(0, half), up[1].select(0, half)),
+        (down[0].select(half, 2 * half), down[1].select(half, 2 * half)),
+    )
+
+
+def _at_once(gpu: CudaCopyEngine, *pairs: Pair) -> None:
+    threads = [threading.Thread(target=gpu.copy, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _measure_overhead(sides: _Sides, rounds: int, max_fragments: int) -> list[BenchRow]:
+    """Measure the processor time of a batch and of a fragment, against their budgets."""
+    one = sides.pair(Way.TO_DEVICE, 16, 1, scattered=False)
+    count = min(max_fragments, sides.num_bytes // 16)
+    many = sides.pair(Way.TO_DEVICE, 16, count, scattered=True)
+    for_one, for_many = (
+        _processor_seconds(partial(sides.gpu.copy, *pair), rounds) for pair in (one, many)
+    )
+    for_each = [(more - less) / count for more, less in zip(for_many, for_one, strict=True)]
+    return [
+        compare(
+            "processor time of a batch, against its budget",
+            for_one,
+            [BATCH_BUDGET_S] * rounds,
+            unit="us",
+            goal="<= 1",
+            scale=1e6,
+        ),
+        compare(
+            "processor time per 1000 fragments, against its budget",
+            for_each,
+            [FRAGMENT_BUDGET_S] * rounds,
+            unit="us",
+            goal="<= 1",
+            scale=1e9,
+        ),
+    ]
+
+
+def _processor_seconds(call: Callable[[], None], rounds: int) -> list[float]:
+    seconds = []
+    for _ in range(rounds + 1):
+        began = time.thread_time()
+        call()
+        seconds.append(time.thread_time() - began)
+    return seconds[1:]
+
+
+def _measure_beside_compute(sides: _Sides, rounds: int) -> BenchRow:
+    """Measure matrix products with concurrent copies in both directions, and without."""
+    size = (MATRIX_SIZE, MATRIX_SIZE)
+    matrix = torch.randn(size, dtype=torch.bfloat16, device=sides.gpu.device)
+    beside, alone = [], []
+    for _ in range(rounds):
+        beside.append(_multiply_beside_copies(matrix, sides))
+        alone.append(_multiply(matrix))
+    case = "matrix products during copies, against without"
+    return compare(case, beside, alone, unit="ms", goal=BESIDE_GOAL, scale=1e3)
+
+
+def _multiply(matrix: torch.Tensor) -> float:
+    """Multiply matrices some times; return the seconds it took."""
+    torch.cuda.synchronize(matrix.device)
+    began = time.perf_counter()
+    for _ in range(NUM_PRODUCTS):
+        torch.mm(matrix, matrix)
+    torch.cuda.current_stream(matrix.device).synchronize()
+    return time.perf_counter() - began
+
+
+def _multiply_beside_copies(matrix: torch.Tensor, sides: _Sides) -> float:
+    stop = threading.Event()
+
+    def go_on_copying(pair: Pair) -> None:
+        while not stop.is_set():
+            sides.gpu.copy(*pair)
+
+    threads = [threading.Thread(target=go_on_copying, args=(pair,)) for pair in _halves(sides)]
+    for thread in threads:
+        thread.start()
+    try:
+        return _multiply(matrix)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def _describe(
+    address: int, device: torch.device, fragment_bytes: int, order: NDArray[np.int64]
+) -> Descriptors:
+    addresses = np.uint64(address) + order.astype(np.uint64) * np.uint64(fragment_bytes)
+    return Descriptors.of_pieces(addresses, np.full(len(order), fragment_bytes), device=device)

@@ -1,0 +1,159 @@
+"""Benchmark of polled transfers in the loop of an engine, against one copy of the same bytes."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from benchmarks.report import BenchRow, compare, time_in_turn
+from kvxfer.connect import connect
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvxfer.kvcache.memory_region import HOST
+from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.job import JobId
+
+KIB = 1 << 10
+SMALL, LARGE = 128 * KIB, 2048 * KIB
+NUM_BLOCKS = (1, 16, 256)
+HIT = (28, LARGE)
+"""Blocks of a hit of 2448 tokens of SmolLM2, 56 MB, and their bytes."""
+
+HIT_GOAL = "<= 1.15"
+FIXED_COST_S = 60e-6
+TINY_S = 1e-9
+"""Least time that a ratio is made of."""
+
+
+def run(
+    *,
+    quick: bool,
+    block_sizes: tuple[int, int] = (SMALL, LARGE),
+    hit: tuple[int, int] = HIT,
+) -> list[BenchRow]:
+    """Measure polled loads from and stores to host memory, from submission to end.
+
+    The calling thread polls without a pause, as the loop of an engine does. Baseline: one copy of
+    the same bytes, in one piece, on the same thread; to and from a GPU, where there is one, by
+    `cudaMemcpyAsync` and a wait for it.
+
+    Args:
+        quick: Fewer rounds, and no batch of 256 blocks.
+        block_sizes: Bytes of a block; of the second size there is a batch of a hit, too.
+        hit: Blocks of a hit, and their bytes.
+
+    Raises:
+        RuntimeError: A block was not moved.
+    """
+    counts = NUM_BLOCKS[:2] if quick else NUM_BLOCKS
+    rounds = 10 if quick else 40
+    gpus = [torch.device("cuda", 0)] if torch.cuda.is_available() else []
+    rows = []
+    for device in [HOST, *gpus]:
+        for size, more in zip(block_sizes, ((), hit[:1]), strict=True):
+            rows += _measure(size, sorted({*counts, *more}), rounds, device, hit)
+    return rows
+
+
+def _measure(
+    block_bytes: int,
+    counts: Sequence[int],
+    rounds: int,
+    device: torch.device,
+    hit: tuple[int, int],
+) -> list[BenchRow]:
+    on_gpu = device != HOST
+    shape = counts[-1], block_bytes
+    memory, target = (torch.ones(shape, dtype=torch.int8, device=device) for _ in range(2))
+    source = torch.ones(shape, dtype=torch.int8, pin_memory=on_gpu)
+    caches = CanonicalKVCaches(
+        tensors=[CanonicalKVCacheTensor(memory, block_bytes)],
+        group_data_refs=[[CanonicalKVCacheRef(0, block_bytes)]],
+    )
+    url = f"host://?capacity={(2 * counts[-1] + 1) * (block_bytes + 4 * KIB)}"
+    rows = []
+    with contextlib.closing(
+        connect(url, caches, namespace=Namespace(model="bench", revision="1"))
+    ) as engine:
+        loop = _Loop(engine)
+        for count in counts:
+            sides = source[:count], target[:count]
+            moves = (
+                ("load", loop.loading(count), partial(_copy, *sides)),
+                ("store", loop.storing(count, rounds + 1), partial(_copy, *reversed(sides))),
+            )
+            for name, move, copy in moves:
+                ours, theirs = time_in_turn([move, copy], rounds=rounds)
+                case = f"{name} {count} x {block_bytes // KIB} KiB, polled,"
+                case += f" {device}," if on_gpu else ""
+                rows += _rows(case, ours, theirs, is_hit=(count, block_bytes) == hit)
+    return rows
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.is_cuda or target.is_cuda:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+    else:
+        np.copyto(target.numpy(), source.numpy())
+
+
+def _rows(
+    case: str, ours: Sequence[float], copy: Sequence[float], *, is_hit: bool
+) -> list[BenchRow]:
+    beyond = [max(own - one, TINY_S) for own, one in zip(ours, copy, strict=True)]
+    limits = [FIXED_COST_S] * len(beyond)
+    is_one = " 1 x " in case
+    return [
+        compare(
+            f"{case} against one copy",
+            ours,
+            copy,
+            unit="us",
+            goal=HIT_GOAL if is_hit else "",
+            scale=1e6,
+        ),
+        compare(
+            f"{case} beyond one copy, against 60 us",
+            beyond,
+            limits,
+            unit="us",
+            goal="<= 1.0" if is_one else "",
+            scale=1e6,
+        ),
+    ]
+
+
+class _Loop:
+    """Loop of an engine that submits a batch and polls for its end."""
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
+        self._numbers = itertools.count()
+
+    def loading(self, num_blocks: int) -> Callable[[], None]:
+        """Make a call that loads blocks, which are stored now."""
+        keys, ids = self._make_keys(num_blocks), [np.arange(num_blocks)]
+        self._finish(self._engine.submit_store(keys, ids))
+        return lambda: self._finish(self._engine.submit_load(keys, ids))
+
+    def storing(self, num_blocks: int, num_calls: int) -> Callable[[], None]:
+        """Make a call that stores blocks under new keys, for so many calls."""
+        batches = iter([self._make_keys(num_blocks) for _ in range(num_calls)])
+        ids = [np.arange(num_blocks)]
+        return lambda: self._finish(self._engine.submit_store(next(batches), ids))
+
+    def _finish(self, job_id: JobId) -> None:
+        while True:
+            for job in self._engine.get_finished():
+                if job.job_id == job_id:
+                    if not job.done:
+                        raise RuntimeError(f"a block was not moved: {job.outcomes}")
+                    return
+
+    def _make_keys(self, count: int) -> list[BlockKey]:
+        numbers = itertools.islice(self._numbers, count)
+        return [make_block_key(number.to_bytes(16, "big"), 0) for number in numbers]

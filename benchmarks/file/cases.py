@@ -1,0 +1,385 @@
+"""Benchmark of files on a disk, against fio, vLLM's own file tier, and one call per block."""
+
+import asyncio
+import functools
+import hashlib
+import mmap
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from itertools import count
+from pathlib import Path
+
+import aiofiles
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.file import fio
+from benchmarks.file.disk import (
+    block_path,
+    block_paths,
+    drop_from_cache,
+    empty_files,
+    make_folders,
+    peak_rss,
+    reset_peak_rss,
+    settle,
+)
+from benchmarks.report import BenchRow, compare, time_in_turn
+from kvxfer.backends.file import FileBackend, FileConfig, Integrity
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+from kvxfer.units import ByteSize
+
+FOLDER_VARIABLE = "KVXFER_BENCH_DIR"
+NUM_BLOCKS = 1024
+NUM_BATCHES = 16
+NUM_THREADS = 16
+KIB = 1 << 10
+FRAGMENT_BYTES = 4 * KIB
+
+FIO_GOALS = {256 * KIB: 0.7, 2048 * KIB: 0.9}
+ONE_BATCH_GOALS = {64 * KIB: 1.3, 2048 * KIB: 1.0}
+MANY_BATCHES_GOAL = 1.0
+AIOFILES_GOAL = 3.0
+
+INDEX_BLOCKS = 100_000
+INDEX_GOAL_S = 10.0
+INDEX_ROUNDS = 5
+
+
+def run(*, quick: bool) -> list[BenchRow]:
+    """Measure stores and loads of blocks in files, with checksums, and the index built at a start.
+
+    All contenders take turns in one folder, named by the environment variable `KVXFER_BENCH_DIR`
+    (`build/bench` by default), past the page cache where the file system allows it. Rows against
+    fio are left out, with a note, where fio is not installed.
+    """
+    rounds = 2 if quick else 5
+    parent = Path(os.environ.get(FOLDER_VARIABLE, "build/bench"))
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="file-", dir=parent))
+    rows: list[BenchRow] = []
+    try:
+        for block_bytes in (64 * KIB, 256 * KIB, 2048 * KIB):
+            num_blocks = min(NUM_BLOCKS, (256 << 20) // block_bytes) if quick else NUM_BLOCKS
+            rows += _Bench(folder, block_bytes, num_blocks).run(rounds)
+        rows += _measure_index(folder / "index", INDEX_BLOCKS // 10 if quick else INDEX_BLOCKS)
+    finally:
+        shutil.rmtree(folder)
+    return rows
+
+
+class _Bench:
+    """Contenders for blocks of one size.
+
+    Args:
+        folder: Folder of the files.
+        block_bytes: Bytes of a block, contiguous and page-aligned as in a host pool.
+        num_blocks: Blocks of a round.
+    """
+
+    def __init__(self, folder: Path, block_bytes: int, num_blocks: int) -> None:
+        self._folder = folder
+        self._block_bytes = block_bytes
+        self._num_blocks = num_blocks
+        self._total = block_bytes * num_blocks
+        self._memory = np.frombuffer(mmap.mmap(-1, self._total), np.uint8)
+        words = self._memory.view(np.uint64)
+        words[:] = np.random.default_rng(block_bytes).integers(0, 1 << 63, len(words), np.uint64)
+        self._nth = count()
+        self._secret_file = folder / "secret"
+        self._secret_file.touch(0o600)
+        self._secret_file.write_bytes(bytes(32))
+
+    def run(self, rounds: int) -> list[BenchRow]:
+        """Run the contenders in turns, one round uncounted, and compare them."""
+        contenders = self._contenders()
+        seconds: dict[str, tuple[list[float], list[float]]] = {n: ([], []) for n in contenders}
+        rng = random.Random(self._block_bytes)
+        for nth in range(rounds + 1):
+            # In another order each time, so that one's unwritten data burdens not always the same.
+            for name in rng.sample(list(contenders), len(contenders)):
+                stored, loaded = contenders[name]()
+                if nth:
+                    seconds[name][0].append(stored)
+                    seconds[name][1].append(loaded)
+        rows = self._rows(seconds)
+        return [*rows, asyncio.run(self._memory_row())]
+
+    async def _memory_row(self) -> BenchRow:
+        """Measure the memory that one batch of small fragments takes: the worst case, gathered."""
+        fragments = self._describe(0, self._num_blocks, fragment_bytes=FRAGMENT_BYTES)
+        keys = self._keys()
+        async with FileBackend(self._config(), self._namespace("memory")) as backend:
+            before = reset_peak_rss()
+            await backend.store(keys, fragments)
+            await backend.load(keys, fragments)
+            in_flight = peak_rss() - before
+            await backend.delete(keys)
+        size = f"{self._num_blocks} x {self._block_bytes // KIB} KiB in pieces of 4 KiB"
+        return BenchRow(
+            case=f"memory in flight, {size}, against the batch",
+            value=in_flight / (1 << 20),
+            unit="MiB",
+            baseline=self._total / (1 << 20),
+            ratio=in_flight / self._total,
+            spread=0.0,
+        )
+
+    def _contenders(self) -> dict[str, Callable[[], tuple[float, float]]]:
+        contenders = {
+            "kvxfer": lambda: self._kvxfer(1),
+            "kvxfer, no checksums": lambda: self._kvxfer(1, integrity=Integrity.OFF),
+            "kvxfer, keyed": lambda: self._kvxfer(1, integrity=Integrity.KEYED),
+            "kvxfer, sealed": lambda: self._kvxfer(1, integrity=Integrity.SEALED),
+        }
+        if self._block_bytes in FIO_GOALS:
+            if shutil.which("fio"):
+                contenders["fio"] = self._fio
+            else:
+                sys.stderr.write("fio is not installed: its rows are left out\n")
+        if self._block_bytes in ONE_BATCH_GOALS:
+            contenders["kvxfer, batches"] = lambda: self._kvxfer(NUM_BATCHES)
+            contenders["vLLM"] = lambda: self._vllm(1)
+            contenders["vLLM, batches"] = lambda: self._vllm(NUM_BATCHES)
+        if self._block_bytes == 64 * KIB:
+            contenders["aiofiles"] = self._aiofiles
+        return contenders
+
+    def _rows(self, seconds: Mapping[str, tuple[list[float], list[float]]]) -> list[BenchRow]:
+        size = f"{self._block_bytes // KIB} KiB"
+        comparisons: list[tuple[str, str, str, float | None]] = [
+            (
+                "kvxfer",
+                "kvxfer, no checksums",
+                f"{self._num_blocks} x {size}, with checksums against without",
+                None,
+            ),
+            *(
+                (
+                    f"kvxfer, {kind}",
+                    "kvxfer",
+                    f"{self._num_blocks} x {size}, {kind} against fast",
+                    None,
+                )
+                for kind in ("keyed", "sealed")
+            ),
+            ("kvxfer", "fio", f"{size} against fio", FIO_GOALS.get(self._block_bytes)),
+            (
+                "kvxfer",
+                "vLLM",
+                f"one batch of {self._num_blocks} x {size} against vLLM",
+                ONE_BATCH_GOALS.get(self._block_bytes),
+            ),
+            (
+                "kvxfer, batches",
+                "vLLM, batches",
+                f"{NUM_BATCHES} batches of {self._num_blocks // NUM_BATCHES} x {size} against vLLM",
+                MANY_BATCHES_GOAL,
+            ),
+            (
+                "kvxfer",
+                "aiofiles",
+                f"{self._num_blocks} x {size} against a call of aiofiles per block",
+                AIOFILES_GOAL,
+            ),
+        ]
+        return [
+            compare(
+                f"{direction} {case}",
+                seconds[ours][which],
+                seconds[theirs][which],
+                unit="ns/B",
+                goal=f">= {goal}" if goal else "",
+                scale=1e9 / self._total,
+            )
+            for ours, theirs, case, goal in comparisons
+            if theirs in seconds
+            for which, direction in enumerate(("store", "load"))
+        ]
+
+    def _kvxfer(
+        self, num_batches: int, *, integrity: Integrity = Integrity.FAST
+    ) -> tuple[float, float]:
+        return asyncio.run(self._kvxfer_round(num_batches, integrity))
+
+    async def _kvxfer_round(self, num_batches: int, integrity: Integrity) -> tuple[float, float]:
+        keys, namespace = self._keys(), self._namespace(integrity.value)
+        # A new folder, or the backend would still be indexing the files of all earlier rounds.
+        config = self._config(integrity)
+        per_batch = self._num_blocks // num_batches
+        batches = [
+            (keys[start : start + per_batch], self._describe(start, start + per_batch))
+            for start in range(0, self._num_blocks, per_batch)
+        ]
+        async with FileBackend(config, namespace) as backend:
+            # As in an engine that has run for a while: folders exist, threads are started.
+            make_folders(Path(config.path, namespace.fingerprint))
+            warm = self._keys()[:NUM_THREADS]
+            for move in (backend.store, backend.load):
+                each = (move([key], self._describe(n, n + 1)) for n, key in enumerate(warm))
+                await asyncio.gather(*each)
+            empty_files(block_paths(config, namespace, warm))
+            settle()
+            seconds = []
+            for move in (backend.store, backend.load):
+                began = time.perf_counter()
+                outcomes = await asyncio.gather(*(move(*batch) for batch in batches))
+                seconds.append(time.perf_counter() - began)
+                if not all(outcome.done for batch in outcomes for outcome in batch):
+                    raise RuntimeError(f"a block was not done: {outcomes[0][0]}")
+        empty_files(block_paths(config, namespace, keys))
+        return seconds[0], seconds[1]
+
+    def _vllm(self, num_batches: int) -> tuple[float, float]:
+        from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
+        from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
+
+        root = self._folder / "vllm"
+        paths = [root / key[:1].hex() / f"{key.hex()}.bin" for key in self._keys()]
+        make_folders(root)
+        view, per_batch = self._memory.data, self._num_blocks // num_batches
+        pool = DualQueueThreadPool(NUM_THREADS, NUM_THREADS, thread_name_prefix="bench")
+        for job in range(2 * NUM_THREADS):  # starts its threads, as for kvxfer
+            pool.enqueue_load(job, 1, [lambda: None])
+        pool.wait_idle()
+        pool.get_finished()
+        settle()
+        seconds = []
+        try:
+            for move, enqueue in (
+                (batch_store_block, pool.enqueue_store),
+                (batch_load_block, pool.enqueue_load),
+            ):
+                began = time.perf_counter()
+                for job, start in enumerate(range(0, self._num_blocks, per_batch)):
+                    offsets = [
+                        block * self._block_bytes for block in range(start, start + per_batch)
+                    ]
+                    some = [str(path) for path in paths[start : start + per_batch]]
+                    task = functools.partial(move, some, view, offsets, self._block_bytes, True)
+                    enqueue(job, 1, [task])
+                pool.wait_idle()
+                seconds.append(time.perf_counter() - began)
+                if not all(success for _, success, _ in pool.get_finished()):
+                    raise RuntimeError("vLLM's file tier failed")
+        finally:
+            pool.shutdown(wait=True)
+        empty_files(paths)
+        return seconds[0], seconds[1]
+
+    def _fio(self) -> tuple[float, float]:
+        folder = self._folder / "fio"
+        folder.mkdir(exist_ok=True)
+        settle()
+        size, total = self._block_bytes, self._total
+        stored = fio.seconds(folder, direction="write", block_bytes=size, total_bytes=total)
+        loaded = fio.seconds(folder, direction="read", block_bytes=size, total_bytes=total)
+        empty_files(folder.iterdir())
+        return stored, loaded
+
+    def _aiofiles(self) -> tuple[float, float]:
+        return asyncio.run(self._aiofiles_round())
+
+    async def _aiofiles_round(self) -> tuple[float, float]:
+        """Measure the obvious code: per block a file opened, written or read, and closed."""
+        folder = self._folder / "aiofiles"
+        folder.mkdir(exist_ok=True)
+        paths = [folder / key.hex() for key in self._keys()]
+        rows = self._memory.reshape(self._num_blocks, self._block_bytes)
+
+        async def store(path: Path, row: NDArray[np.uint8]) -> None:
+            async with aiofiles.open(path, "wb") as file:
+                await file.write(row.data)
+
+        async def load(path: Path, row: NDArray[np.uint8]) -> None:
+            async with aiofiles.open(path, "rb") as file:
+                row[:] = np.frombuffer(await file.read(), np.uint8)
+
+        settle()
+        seconds = []
+        for move in (store, load):
+            began = time.perf_counter()
+            await asyncio.gather(*(move(*each) for each in zip(paths, rows, strict=True)))
+            seconds.append(time.perf_counter() - began)
+            for path in paths:
+                drop_from_cache(path)
+        empty_files(paths)
+        return seconds[0], seconds[1]
+
+    def _keys(self) -> list[BlockKey]:
+        nth = f"{self._block_bytes} {next(self._nth)} ".encode()
+        hashes = (hashlib.sha256(nth + b.to_bytes(4, "big")) for b in range(self._num_blocks))
+        return [make_block_key(each.digest(), 0) for each in hashes]
+
+    def _namespace(self, name: str) -> Namespace:
+        groups = (GroupIdentity(page_sizes_bytes=(self._block_bytes,)),)
+        return Namespace(model=f"bench-{name}", groups=groups)
+
+    def _config(self, integrity: Integrity = Integrity.FAST) -> FileConfig:
+        return FileConfig(
+            path=str(self._folder / f"kvxfer {self._block_bytes} {next(self._nth)}"),
+            capacity=ByteSize(1 << 40),  # the benchmark empties the files itself
+            integrity=integrity,
+            secret_file=str(self._secret_file) if integrity.needs_secret else "",
+            read_threads=NUM_THREADS,
+            write_threads=NUM_THREADS,
+        )
+
+    def _describe(self, start: int, stop: int, *, fragment_bytes: int | None = None) -> Descriptors:
+        length = fragment_bytes or self._block_bytes
+        per_block = self._block_bytes // length
+        first, last = start * per_block, stop * per_block
+        return Descriptors(
+            addresses=np.uint64(self._memory.ctypes.data)
+            + np.arange(first, last, dtype=np.uint64) * np.uint64(length),
+            lengths=np.full(last - first, length, np.uint64),
+            block_offsets=np.arange(stop - start + 1) * per_block,
+            payload_starts=np.zeros(stop - start, np.int64),
+            device=torch.device("cpu"),
+            owners=(self._memory,),
+        )
+
+
+def _measure_index(root: Path, num_blocks: int) -> list[BenchRow]:
+    """Measure the rebuild of a backend's index, with every inode in the page cache."""
+    namespace = Namespace(model="bench", groups=(GroupIdentity(page_sizes_bytes=(64 * KIB,)),))
+    config = FileConfig(path=str(root), capacity=ByteSize(1 << 40))
+    make_folders(root / namespace.fingerprint)
+    for block in range(num_blocks):
+        key = make_block_key(hashlib.sha256(block.to_bytes(4, "big")).digest(), 0)
+        block_path(config, namespace, key).touch(mode=0o600)
+
+    async def rebuild() -> None:
+        async with FileBackend(config, namespace):
+            pass  # closing waits until the index is complete
+
+    def walk() -> int:
+        return sum(
+            entry.stat(follow_symlinks=False).st_size
+            for folder in os.scandir(root / namespace.fingerprint)
+            if folder.is_dir()
+            for entry in os.scandir(folder)
+        )
+
+    rebuilt, walked = time_in_turn((lambda: asyncio.run(rebuild()), walk), rounds=INDEX_ROUNDS)
+    case, limit_s = (
+        f"index of {num_blocks} blocks rebuilt",
+        INDEX_GOAL_S * num_blocks / INDEX_BLOCKS,
+    )
+    return [
+        compare(
+            f"{case}, against {limit_s:g} s",
+            rebuilt,
+            [limit_s] * INDEX_ROUNDS,
+            unit="s",
+            goal="<= 1.0",
+        ),
+        compare(f"{case}, against a plain walk with os.scandir", rebuilt, walked, unit="s"),
+    ]

@@ -1,0 +1,132 @@
+"""Benchmark of the journal: what it adds to the processor time of the same store without it."""
+
+import asyncio
+import contextlib
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.report import BenchRow, compare
+from kvxfer.connect import connect
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.storage.observer import AskGauges, Event, Observer
+from kvxfer.telemetry.journal import Journal
+from kvxfer.transfer.engine import TransferEngine
+
+GOAL = "<= 1.01"
+BATCH_BYTES = 64 << 20
+CASES = (
+    ("host memory", 64 << 10, False),
+    ("host memory", 1 << 20, False),
+    ("host memory and files", 1 << 20, True),
+)
+
+
+class TimedJournal(Observer):
+    """Journal that measures the processor time that it takes on all threads.
+
+    Args:
+        folder: Its folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._journal = Journal(str(folder))
+        self._observer = self._journal.observer()
+        (thread,) = [each for each in threading.enumerate() if each.name == "kvxfer-journal"]
+        assert thread.ident is not None
+        self._clock = time.pthread_getcpuclockid(thread.ident)
+        self._seconds = 0.0
+
+    def note(self, event: Event) -> None:
+        """See `Observer.note`."""
+        began = time.thread_time()
+        self._observer.note(event)
+        self._seconds += time.thread_time() - began
+
+    def watch(self, tier: str, ask: AskGauges) -> None:
+        """See `Observer.watch`."""
+        self._observer.watch(tier, ask)
+
+    def take_seconds(self) -> float:
+        """Write what was noted; return the processor seconds so far."""
+        began = time.thread_time()
+        self._journal.flush()
+        self._seconds += time.thread_time() - began
+        return self._seconds + time.clock_gettime(self._clock)
+
+    def close(self) -> None:
+        """Close the journal."""
+        self._journal.close()
+
+
+def run(*, quick: bool) -> list[BenchRow]:
+    """Measure requests: lookup of a miss, store, lookup and load.
+
+    Baseline: the processor time of all threads for a request without a journal. Ours: the same,
+    and what the journal takes for an equal request, its thread included, on average. (Runs with and
+    without it, compared as a whole, differ by more than that from one to the next.) The store is
+    full, so each block that is stored evicts another.
+    """
+    rounds = 10 if quick else 60
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="kvxfer-bench-") as folder:
+        for medium, block_bytes, with_files in CASES:
+            root = Path(folder) / f"{block_bytes}-{with_files}"
+            ours, theirs = _measure(root, block_bytes, rounds, with_files=with_files)
+            case = f"{medium}, {BATCH_BYTES // block_bytes} blocks of {block_bytes >> 10} KiB"
+            rows.append(compare(case, ours, theirs, unit="ms", goal=GOAL, scale=1e3))
+    return rows
+
+
+def _measure(
+    root: Path, block_bytes: int, rounds: int, *, with_files: bool
+) -> tuple[list[float], list[float]]:
+    """Measure processor seconds of each round, with the journal and without."""
+    num_blocks = BATCH_BYTES // block_bytes
+    pages = torch.ones((num_blocks, block_bytes), dtype=torch.int8)
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(pages, block_bytes)], [[CanonicalKVCacheRef(0, block_bytes)]]
+    )
+    seconds: list[float] = []
+    before = 0.0
+    with asyncio.Runner() as runner, contextlib.ExitStack() as opened:
+        journal = TimedJournal(root / "journal")
+        opened.callback(journal.close)
+        engines = []
+        for name, observers in (("noted", [journal]), ("not noted", [])):
+            urls = [f"host://?capacity={BATCH_BYTES * 5 // 4}"]
+            if with_files:
+                urls += [f"file://{root / name}?capacity={BATCH_BYTES * 2}&min_free=1MiB"]
+            engine = connect(
+                urls, caches, namespace=Namespace(model="m", revision="1"), observers=observers
+            )
+            runner.run(engine.__aenter__())
+            opened.callback(_close, runner, engine)
+            engines.append(engine)
+        for nth in range(rounds + 2):
+            keys = [make_block_key(b"%8d%8d" % (nth, index), 0) for index in range(num_blocks)]
+            if nth == 2:  # the stores are full
+                before = journal.take_seconds()
+            runner.run(_request(engines[0], keys))
+            began = time.process_time()
+            runner.run(_request(engines[1], keys))
+            seconds.append(time.process_time() - began)
+        taken = (journal.take_seconds() - before) / rounds
+    return [each + taken for each in seconds[2:]], seconds[2:]
+
+
+async def _request(engine: TransferEngine, keys: list[BlockKey]) -> None:
+    block_ids = [list(range(len(keys)))]
+    await engine.lookup(keys)
+    await engine.store(keys, block_ids)
+    await engine.backend.flush()
+    await engine.lookup(keys)
+    await engine.load(keys, block_ids)
+
+
+def _close(runner: asyncio.Runner, engine: TransferEngine) -> None:
+    runner.run(engine.aclose())

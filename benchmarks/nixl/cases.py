@@ -1,0 +1,265 @@
+"""Benchmark of blocks at a peer, against NIXL itself, plain sockets, UCX over TCP, and kvcr."""
+
+import asyncio
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import get_args
+
+from benchmarks.nixl.contenders import Contender, in_turn
+from benchmarks.nixl.far import FarProcess
+from benchmarks.nixl.near import Near
+from benchmarks.nixl.raw import TOTAL_BYTES
+from benchmarks.report import BenchRow, compare
+from kvxfer.backends.nixl import IntegrityGrade
+
+KIB = 1 << 10
+BLOCK_BYTES = 2048 * KIB
+BLOCK_SIZES = (BLOCK_BYTES, 128 * KIB)
+GRADES: tuple[IntegrityGrade, ...] = get_args(IntegrityGrade)
+LOAD_GOALS = {
+    ("full", BLOCK_BYTES): ">= 0.7",
+    ("full", 128 * KIB): ">= 0.7",
+    ("fenced", BLOCK_BYTES): ">= 0.9",
+    ("fenced", 128 * KIB): ">= 0.85",
+}
+STORE_GOAL = ">= 0.65"
+PAGES_GOALS = {("full", 32 * KIB): ">= 0.6", ("fenced", 32 * KIB): ">= 0.85"}
+LATENCY_GOAL = "<= 3"
+LATENCY_LIMIT_S = 0.4e-3
+SOCKET_GOAL = 0.85
+UCX_GOAL = 1.0
+KVCR_GOAL = 1.0
+LAG_LIMIT_S = 5e-3
+IDLE_LIMIT_CORES = 0.05
+
+NUM_SINGLES = 20
+TINY_S = 1e-9
+"""Least time that a ratio is made of."""
+TICK_S = 0.5e-3
+IDLE_S = 2.0
+
+MODELS = {
+    "Llama-3.1-8B": (32 * KIB, 64),
+    "Llama-3.2-1B": (16 * KIB, 32),
+    "Qwen2.5-1.5B": (8 * KIB, 56),
+}
+"""Bytes of a page, and pages of a block: keys and values of every layer."""
+
+
+def run(*, quick: bool) -> list[BenchRow]:
+    """Measure loads from and stores to another process, in batches of 64 MiB.
+
+    Rows against kvcr are left out, with a note, where it is not installed.
+
+    Raises:
+        RuntimeError: A block did not arrive, or the other process failed.
+    """
+    return asyncio.run(_run(3 if quick else 15))
+
+
+async def _run(rounds: int) -> list[BenchRow]:
+    rows: list[BenchRow] = []
+    with FarProcess() as far:
+        for block_bytes in BLOCK_SIZES:
+            near = Near(far, block_bytes)
+            async with near.holding():
+                rows += await _against_raw(near, rounds)
+        near = Near(far, BLOCK_BYTES)
+        async with near.holding():
+            rows += await _staged(near, rounds)
+            rows += await _one_block(near, rounds)
+            rows += await _disturbance(near, rounds)
+            rows += await _against_sockets(near, rounds)
+            rows += await _against_kvcr(near, rounds)
+        for model, (page_bytes, num_pages) in MODELS.items():
+            near = Near(far, page_bytes * num_pages)
+            async with near.holding():
+                rows += await _across_layers(near, model, page_bytes, rounds)
+    return rows
+
+
+async def _against_raw(near: Near, rounds: int) -> list[BenchRow]:
+    """Compare whole batches with NIXL reading the same bytes on the near side."""
+    rows = []
+    async with near.raw() as raw:
+        for grade in GRADES:
+            async with near.backend(integrity=grade) as backend:
+                unseen = near.loading(backend, looked_up=False)
+                for name, contender, goal in (
+                    ("load", near.loading(backend), LOAD_GOALS[grade, near.block_bytes]),
+                    ("load without a lookup", unseen, ""),
+                    ("store", near.storing(backend), STORE_GOAL),
+                ):
+                    case = f"{name}, {near.size}, {grade},"
+                    times = await in_turn([contender, raw.moving("READ")], rounds=rounds)
+                    rows.append(_row(f"{case} against NIXL READ", *times, goal=goal))
+                    rows += await _processor(near, case, contender, raw.moving("READ"), rounds)
+    return rows
+
+
+async def _processor(
+    near: Near, case: str, ours: Contender, theirs: Contender, rounds: int
+) -> list[BenchRow]:
+    """Measure the processor time of both processes for each KiB that is moved."""
+    sides: dict[str, list[list[float]]] = {"near": [[], []], "far": [[], []]}
+    for _ in range(rounds):
+        for nth, move in enumerate((ours, theirs)):
+            began = time.process_time(), await near.far_cpu_seconds()
+            await move()
+            took = time.process_time() - began[0], await near.far_cpu_seconds() - began[1]
+            for side, seconds in zip(sides.values(), took, strict=True):
+                side[nth].append(max(seconds, TINY_S))
+    scale = 1e9 / (TOTAL_BYTES / KIB)
+    return [
+        compare(f"{case} processor, {side} side", *times, unit="ns/KiB", scale=scale)
+        for side, times in sides.items()
+    ]
+
+
+async def _staged(near: Near, rounds: int) -> list[BenchRow]:
+    """Compare memory that was not attached, and needs staging buffers, with attached memory."""
+    async with near.backend() as attached, near.backend(attached=False) as staged:
+        return [
+            _row(
+                f"{name} {near.size}, memory not attached, against attached",
+                *await in_turn([make(staged), make(attached)], rounds=rounds),
+            )
+            for name, make in (("load", near.loading), ("store", near.storing))
+        ]
+
+
+async def _one_block(near: Near, rounds: int) -> list[BenchRow]:
+    """Measure the median latency of single blocks, and the part of it that is not NIXL's."""
+    rows = []
+    async with near.raw() as raw:
+        for grade in GRADES:
+            async with near.backend(integrity=grade) as backend:
+                for looked_up, how in ((True, "behind a lookup"), (False, "without a lookup")):
+                    load = near.loading(backend, near.blocks.select(0, 1), looked_up=looked_up)
+                    contenders = [_median(load), _median(raw.moving("READ", num_blocks=1))]
+                    case = f"load one block of 2048 KiB {how}, {grade},"
+                    times = await in_turn(contenders, rounds=rounds)
+                    rows += _latency(case, *times, has_goal=looked_up)
+    return rows
+
+
+def _latency(
+    case: str, ours: Sequence[float], theirs: Sequence[float], *, has_goal: bool
+) -> list[BenchRow]:
+    beyond = [max(own - raw_s, TINY_S) for own, raw_s in zip(ours, theirs, strict=True)]
+    limits = [LATENCY_LIMIT_S] * len(beyond)
+    return [
+        compare(f"{case} {part}", mine, limit, unit="us", goal=goal if has_goal else "", scale=1e6)
+        for part, mine, limit, goal in (
+            ("against NIXL READ", ours, theirs, LATENCY_GOAL),
+            ("beyond NIXL's own, against 0.4 ms", beyond, limits, "<= 1.0"),
+        )
+    ]
+
+
+def _median(contender: Contender) -> Contender:
+    async def median() -> float:
+        return statistics.median([await contender() for _ in range(NUM_SINGLES)])
+
+    return median
+
+
+async def _disturbance(near: Near, rounds: int) -> list[BenchRow]:
+    """Measure the event loop's lag during batches, and the processor time of an idle backend."""
+    async with near.backend() as backend:
+        cases = {"load": near.loading(backend), "store": near.storing(backend)}
+        rows = []
+        for name, move in cases.items():
+            (lags,) = await in_turn([partial(_longest_lag, move)], rounds=rounds)
+            case = f"longest lag of the event loop in a {name} of {near.size}, against 5 ms"
+            limits = [LAG_LIMIT_S] * rounds
+            rows.append(compare(case, lags, limits, unit="ms", goal="<= 1.0", scale=1e3))
+        near_began, far_began = time.process_time(), await near.far_cpu_seconds()
+        await asyncio.sleep(IDLE_S)
+        near_s, far_s = time.process_time() - near_began, await near.far_cpu_seconds() - far_began
+    idle = ("an idle backend with one peer", near_s), ("an idle holder with one peer", far_s)
+    for who, seconds in idle:
+        case = f"processor time of {who}, against 0.05 cores"
+        cores, limit = [seconds / IDLE_S], [IDLE_LIMIT_CORES]
+        rows.append(compare(case, cores, limit, unit="cores", goal="<= 1.0"))
+    return rows
+
+
+async def _longest_lag(move: Contender) -> float:
+    moving = asyncio.ensure_future(move())
+    longest = 0.0
+    while not moving.done():
+        began = time.perf_counter()
+        await asyncio.sleep(TICK_S)
+        longest = max(longest, time.perf_counter() - began - TICK_S)
+    await moving
+    return longest
+
+
+async def _against_sockets(near: Near, rounds: int) -> list[BenchRow]:
+    """Compare blocks through sockets with one plain connection and with UCX over TCP."""
+    rows = []
+    async with (
+        near.backend(transport="socket") as backend,
+        near.plain() as (plain_load, plain_store),
+        near.over_tcp() as ucx,
+    ):
+        for name, contenders, operation in (
+            ("load", [near.loading(backend), plain_load, ucx["READ"]], "READ"),
+            ("store", [near.storing(backend), plain_store, ucx["WRITE"]], "WRITE"),
+        ):
+            ours, plain, by_ucx = await in_turn(contenders, rounds=rounds)
+            case = f"{name} {near.size} through sockets, against"
+            goal = f">= {SOCKET_GOAL}"
+            rows.append(_row(f"{case} one plain connection", ours, plain, goal=goal))
+            ucx_case = f"{case} NIXL {operation} over TCP"
+            rows.append(_row(ucx_case, ours, by_ucx, goal=f">= {UCX_GOAL}"))
+    return rows
+
+
+async def _against_kvcr(near: Near, rounds: int) -> list[BenchRow]:
+    """Compare with kvcr, which copies within one process and without checksums."""
+    if not importlib.util.find_spec("kvcr"):
+        sys.stderr.write("kvcr is not installed: its rows are left out\n")
+        return []
+    rows = []
+    async with (
+        near.kvcr() as kvcr,
+        near.backend() as backend,
+    ):
+        for case, contenders in (
+            (f"load {near.size} against kvcr's deliver", [near.loading(backend), kvcr.deliver]),
+            (f"store {near.size} against kvcr's deposit", [near.storing(backend), kvcr.deposit]),
+        ):
+            times = await in_turn(contenders, rounds=rounds)
+            rows.append(_row(case, *times, goal=f">= {KVCR_GOAL}"))
+    return rows
+
+
+async def _across_layers(near: Near, model: str, page_bytes: int, rounds: int) -> list[BenchRow]:
+    """Compare blocks in one piece with blocks in a page for each layer."""
+    pages, rows = near.described(page_bytes), []
+    counts = f"{len(near.blocks)} pieces against {len(pages)} pages of {page_bytes // KIB} KiB"
+    async with near.raw() as raw:
+        paged = raw.moving("READ", fragment_bytes=page_bytes)
+        for grade in GRADES:
+            case = f"load {len(pages)} pages of {page_bytes // KIB} KiB, {grade}, against NIXL READ"
+            goal = PAGES_GOALS.get((grade, page_bytes), "")
+            async with near.backend(integrity=grade) as backend:
+                times = await in_turn([near.loading(backend, pages), paged], rounds=rounds)
+                rows.append(_row(f"{case} of them, {model}", *times, goal=goal))
+        async with near.backend() as backend:
+            contenders = [near.loading(backend), near.loading(backend, pages)]
+            times = await in_turn(contenders, rounds=rounds)
+            rows.append(_row(f"load, {model}, {counts}", *times))
+        times = await in_turn([raw.moving("READ"), paged], rounds=rounds)
+        rows.append(_row(f"NIXL READ, {model}, {counts}", *times))
+    return rows
+
+
+def _row(case: str, ours: Sequence[float], theirs: Sequence[float], *, goal: str = "") -> BenchRow:
+    return compare(case, ours, theirs, unit="ns/B", goal=goal, scale=1e9 / TOTAL_BYTES)

@@ -1,0 +1,218 @@
+"""Near process of `make bench NAME=nixl`: the contenders that move blocks from and to a peer."""
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from benchmarks.nixl.contenders import Contender, RawContender, fragments, open_raw
+from benchmarks.nixl.far import FarProcess
+from benchmarks.nixl.kvcr import KVCRPool
+from benchmarks.nixl.raw import (
+    TOTAL_BYTES,
+    Indices,
+    NixlOperation,
+    PlainClient,
+    allocate,
+)
+from kvxfer.backends.nixl import IntegrityGrade, NixlBackend, NixlConfig, Transport
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.storage.backend import Outcome
+from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+
+UCX_OVER_TCP = {"UCX_TLS": "tcp,self"}
+
+
+class Near:
+    """Near process: its memory, and contenders that move it from and to the far process.
+
+    Args:
+        far: The far process.
+        block_bytes: Bytes of a block.
+
+    Attributes:
+        block_bytes: As given.
+        num_blocks: Blocks of a batch.
+        blocks: All blocks, in an order in which no two touch on both sides.
+    """
+
+    def __init__(self, far: FarProcess, block_bytes: int) -> None:
+        self._far = far
+        self.block_bytes = block_bytes
+        self._memory = allocate(seed=2)
+        self._memory[TOTAL_BYTES // block_bytes * block_bytes :] = 0
+        self._endpoint = ""
+        self._nth = itertools.count()
+        self.num_blocks = TOTAL_BYTES // block_bytes
+        self._order = np.random.default_rng(block_bytes).permutation(self.num_blocks)
+        self.blocks = self.described(block_bytes)
+        self._loaded_keys = self._make_keys()
+
+    @contextlib.asynccontextmanager
+    async def holding(self) -> AsyncIterator[None]:
+        """Make the far process hold the blocks that contenders load."""
+        groups = (GroupIdentity(page_sizes_bytes=(self.block_bytes,)),)
+        self._namespace = Namespace(model="bench", groups=groups)
+        self._endpoint = await self._ask("open_holder", self._namespace)
+        try:
+            async with self.backend() as backend:
+                _require_done(await backend.store(self._loaded_keys, self.blocks))
+                await self._require_same_bytes(backend)
+            yield
+        finally:
+            await self._ask("close_holder")
+
+    @contextlib.asynccontextmanager
+    async def backend(
+        self,
+        *,
+        transport: Transport = "auto",
+        integrity: IntegrityGrade = "full",
+        attached: bool = True,
+    ) -> AsyncIterator[NixlBackend]:
+        """Open a backend that keeps its blocks in the far process."""
+        config = NixlConfig(address=self._endpoint, transport=transport, integrity=integrity)
+        backend = NixlBackend(config, self._namespace)
+        try:
+            if attached:
+                memory = self._memory
+                backend.attach([MemoryRegion(memory.ctypes.data, memory.nbytes, memory)])
+            yield backend
+        finally:
+            await backend.aclose()
+
+    @property
+    def size(self) -> str:
+        """Number and size of the blocks, in words."""
+        return f"{self.num_blocks} x {self.block_bytes // 1024} KiB"
+
+    def loading(
+        self, backend: NixlBackend, blocks: Descriptors | None = None, *, looked_up: bool = True
+    ) -> Contender:
+        """Make a contender that loads the leading blocks of the far process; by default all.
+
+        Unless `looked_up` is False, they are looked up first, as engines do; that does not count.
+        """
+        wanted = self.blocks if blocks is None else blocks
+        keys = self._loaded_keys[: wanted.num_blocks]
+
+        async def load() -> float:
+            if looked_up:
+                await backend.lookup(keys)
+            began = time.perf_counter()
+            outcomes = await backend.load(keys, wanted)
+            seconds = time.perf_counter() - began
+            _require_done(outcomes)
+            return seconds
+
+        return load
+
+    def storing(self, backend: NixlBackend) -> Contender:
+        """Make a contender that stores blocks that the far process does not hold yet."""
+
+        async def store() -> float:
+            keys = self._make_keys()
+            began = time.perf_counter()
+            outcomes = await backend.store(keys, self.blocks)
+            seconds = time.perf_counter() - began
+            _require_done(outcomes)
+            await backend.delete(keys)
+            return seconds
+
+        return store
+
+    def raw(self) -> AbstractAsyncContextManager[RawContender]:
+        """Open NIXL itself in both processes."""
+        return open_raw(self._far, self._memory, self._order, self.block_bytes)
+
+    @contextlib.asynccontextmanager
+    async def plain(self) -> AsyncIterator[tuple[Contender, Contender]]:
+        """Open one TCP connection; yield contenders that load and store over it."""
+        port = await self._ask("serve_plain", self.block_bytes)
+        client = PlainClient(port, self._memory, self.block_bytes, self._order.tolist())
+
+        async def move(call: Callable[[], None]) -> float:
+            began = time.perf_counter()
+            call()
+            return time.perf_counter() - began
+
+        with contextlib.closing(client):
+            yield partial(move, client.load), partial(move, client.store)
+
+    @contextlib.asynccontextmanager
+    async def over_tcp(self) -> AsyncIterator[dict[NixlOperation, Contender]]:
+        """Open two processes that move the same blocks by UCX over TCP."""
+        with FarProcess(UCX_OVER_TCP) as one, FarProcess(UCX_OVER_TCP) as other:
+            reach = await asyncio.to_thread(other.ask, "open_raw", f"tcp-{uuid.uuid4()}", True)
+            await asyncio.to_thread(one.ask, "open_raw", f"tcp-{uuid.uuid4()}", True)
+            await asyncio.to_thread(one.ask, "connect_raw", reach, self.block_bytes)
+            indices = self.fragments(self.block_bytes)
+
+            async def move(operation: NixlOperation) -> float:
+                asked = ("move_raw", operation, self.block_bytes, *indices)
+                return float(await asyncio.to_thread(one.ask, *asked))
+
+            yield {"READ": partial(move, "READ"), "WRITE": partial(move, "WRITE")}
+
+    @contextlib.asynccontextmanager
+    async def kvcr(self) -> AsyncIterator[KVCRPool]:
+        """Open a pool of kvcr in this process.
+
+        Raises:
+            ImportError: kvcr is not installed.
+        """
+        with contextlib.closing(KVCRPool(self._memory, self.block_bytes)) as pool:
+            yield pool
+
+    async def far_cpu_seconds(self) -> float:
+        """Ask for the processor time of the far process so far."""
+        return float(await self._ask("cpu_seconds"))
+
+    def described(self, page_bytes: int) -> Descriptors:
+        """Describe every block in pages of a size, as with a tensor for each layer."""
+        near, _ = self.fragments(page_bytes)
+        pages = self.block_bytes // page_bytes
+        return Descriptors(
+            addresses=np.uint64(self._memory.ctypes.data) + near.astype(np.uint64) * page_bytes,
+            lengths=np.full(len(near), page_bytes, np.uint64),
+            block_offsets=np.arange(self.num_blocks + 1) * pages,
+            payload_starts=np.zeros(self.num_blocks, np.int64),
+            device=torch.device("cpu"),
+            owners=(self._memory,),
+        )
+
+    def fragments(self, fragment_bytes: int) -> tuple[Indices, Indices]:
+        """List fragments of all blocks on both sides; see `fragments`."""
+        return fragments(self._order, self.block_bytes // fragment_bytes)
+
+    async def _require_same_bytes(self, backend: NixlBackend) -> None:
+        expected = xxhash.xxh3_64_digest(self._memory.data)
+        self._memory[:] = 0
+        _require_done(await backend.load(self._loaded_keys, self.blocks))
+        if xxhash.xxh3_64_digest(self._memory.data) != expected:
+            raise RuntimeError("the loaded bytes are not those that were stored")
+
+    def _make_keys(self) -> list[BlockKey]:
+        nth = f"{self.block_bytes} {next(self._nth)} ".encode()
+        hashes = (hashlib.sha256(nth + b.to_bytes(4, "big")) for b in range(self.num_blocks))
+        return [make_block_key(each.digest(), 0) for each in hashes]
+
+    async def _ask(self, method: str, *arguments: object) -> Any:
+        return await asyncio.to_thread(self._far.ask, method, *arguments)
+
+
+def _require_done(outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        if not outcome.done:
+            raise RuntimeError(f"a block was not done: {outcome}")

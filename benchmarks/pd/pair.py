@@ -1,0 +1,211 @@
+"""Pairs of real engines in `make bench NAME=pd`: one computes prompts, the other continues."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.pd.prefill import HOST
+from benchmarks.vllm.engine_process import EngineConfig, EngineProcess, Generation
+from benchmarks.vllm.model import EngineModel
+from kvxfer.endpoint import free_ports
+
+MAX_MODEL_LEN = 8192
+CACHE_BYTES = 1 << 30
+LEASE_S = 120
+TIMEOUT_S = 10
+PORTS_PER_ENGINE = 4
+IDLE_S = 10.0
+CACHED_AT_P = "remote_prefill_cached_tokens"
+"""Parameter that vLLM adds. Source: `vllm/v1/engine/output_processor.py`."""
+
+NUM_MEETINGS = 10
+"""Attempts to hand over a first prompt: while engines connect, D may compute it itself."""
+MEETING_PROMPT = list(range(3, 303))
+SETTLE_S = 3.0
+"""Time after which an engine that has nothing to do is idle."""
+
+ENVIRONMENT = {
+    "NIXL_LOG_LEVEL": "WARN",
+    "OMP_NUM_THREADS": "1",  # an engine may have one core
+    "UCX_MODULES": "^efa",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
+"""What a router asks of the prefill engine. Source: vLLM, `toy_proxy_server.py`."""
+
+
+class NotLoadedError(RuntimeError):
+    """D computed tokens of a prompt that it should have loaded."""
+
+
+class EnginePair:
+    """Pair of engines with one connector; use as a context manager.
+
+    Args:
+        model: Their model.
+        connector: As for `start_engines`.
+
+    Attributes:
+        prefill: The engine that computes prompts.
+        decode: The engine that goes on with them.
+    """
+
+    def __init__(self, model: EngineModel, connector: str) -> None:
+        self.prefill, self.decode = start_engines(model, [connector] * 2)
+        try:
+            divide_cores(self.prefill, self.decode)
+            self._meet()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End both engines; may be called again."""
+        self.decode.close()
+        self.prefill.close()
+
+    def pause(self) -> None:
+        """Stop both, so that they disturb nobody: an idle `NixlConnector` polls without a pause."""
+        for engine in (self.prefill, self.decode):
+            engine.pause()
+
+    def resume(self) -> None:
+        """Let both go on, and connect again if they have to; errors as `hand_over`."""
+        for engine in (self.prefill, self.decode):
+            engine.resume()
+        self._meet()
+
+    def offer(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Have a prompt computed, or found in the device cache; return what D is to be told."""
+        (answer,) = self.prefill.generate([prompt], max_tokens=1, params={0: ASK})
+        # With it D would tell how many tokens were cached at P, and not at D itself.
+        return {name: value for name, value in answer.params.items() if name != CACHED_AT_P}
+
+    def hand_over(self, prompt: Sequence[int]) -> Generation:
+        """Have D go on with a prompt of which it has nothing.
+
+        Raises:
+            NotLoadedError: It has not loaded all but the last token.
+        """
+        params = self.offer(prompt)
+        if not self.decode.reset():
+            raise NotLoadedError("D still uses blocks of an earlier prompt")
+        (answer,) = self.decode.generate([prompt], max_tokens=1, params={0: params})
+        if answer.cached_tokens < len(prompt) - 1:
+            raise NotLoadedError(f"{answer.cached_tokens} of {len(prompt)} tokens were loaded")
+        return answer
+
+    def _meet(self) -> None:
+        """Hand over a prompt until it is loaded; errors as `hand_over`."""
+        for _ in range(NUM_MEETINGS - 1):
+            with contextlib.suppress(NotLoadedError):
+                self.hand_over(MEETING_PROMPT)
+                return
+        self.hand_over(MEETING_PROMPT)
+
+
+def start_engines(model: EngineModel, connectors: Sequence[str | None]) -> list[EngineProcess]:
+    """Start engines, all at once.
+
+    Args:
+        model: Their model.
+        connectors: `KVXferConnector`, `NixlConnector`, or None for an engine without a connector.
+
+    Raises:
+        EngineDiedError: One did not start; the others are closed.
+    """
+    with ThreadPoolExecutor(len(connectors)) as threads:
+        starting = [threads.submit(_start, model, connector) for connector in connectors]
+    engines = [each.result() for each in starting if each.exception() is None]
+    if len(engines) < len(starting):
+        for engine in engines:
+            engine.close()
+    return [each.result() for each in starting]
+
+
+def divide_cores(prefill: EngineProcess, decode: EngineProcess) -> None:
+    """Give each engine of a pair half of our cores, as if it had a machine of its own.
+
+    vLLM steps without a pause while a lease is held, or a load goes on. On shared cores these two
+    engines would measure how they disturb each other. A `NixlConnector` pins itself to the last
+    core of its node; that is undone. Source: `base_worker.py` of it, `core.py` of vLLM.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    for engine, own in ((prefill, cores[:half] or cores), (decode, cores[half:])):
+        for stat in _processes(engine.process_id):
+            for thread in stat.parent.glob("task/[0-9]*"):
+                with contextlib.suppress(OSError):  # it has ended
+                    os.sched_setaffinity(int(thread.name), own)
+
+
+def idle_cores(engines: Sequence[EngineProcess]) -> list[float]:
+    """Measure the cores that engines use which have nothing to do; blocks."""
+    time.sleep(SETTLE_S)
+    before = [_cpu_seconds(engine.process_id) for engine in engines]
+    time.sleep(IDLE_S)
+    after = [_cpu_seconds(engine.process_id) for engine in engines]
+    return [(end - begin) / IDLE_S for begin, end in zip(before, after, strict=True)]
+
+
+def _start(model: EngineModel, connector: str | None) -> EngineProcess:
+    port = free_ports(PORTS_PER_ENGINE)
+    environment = dict(ENVIRONMENT)
+    transfer: dict[str, Any] | None = None
+    if connector is not None:
+        transfer = {"kv_connector": connector, "kv_role": "kv_both"}
+        transfer["kv_load_failure_policy"] = "recompute"
+    if connector == "KVXferConnector" and transfer is not None:
+        transfer["kv_connector_module_path"] = "kvxfer.integrations.vllm"
+        settings = {"listen": f"{HOST}:{port}", "lease_s": LEASE_S, "ask_timeout_s": TIMEOUT_S}
+        transfer["kv_connector_extra_config"] = settings
+    elif transfer is not None:
+        transfer["kv_buffer_device"] = "cpu"
+        transfer["kv_connector_extra_config"] = {"kv_lease_duration": LEASE_S}
+        environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+    return EngineProcess(
+        EngineConfig(
+            model=str(model.folder),
+            dtype=model.dtype,
+            transfer=transfer,
+            multiprocessing=True,
+            kv_cache_memory_bytes=CACHE_BYTES,
+            max_model_len=MAX_MODEL_LEN,
+            environment=environment,
+        )
+    )
+
+
+def _processes(group: int) -> Iterator[Path]:
+    """Find the processes of a process group: the `stat` of each in `/proc`."""
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if int(_fields(each)[2]) == group:
+                yield each
+
+
+def _cpu_seconds(group: int) -> float:
+    """Add up the processor time of all processes of a process group."""
+    ticks = 0
+    for each in _processes(group):
+        with contextlib.suppress(OSError):
+            ticks += sum(map(int, _fields(each)[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _fields(stat: Path) -> list[str]:
+    """Read the fields of a process after its name: its state first."""
+    return stat.read_text().rpartition(")")[2].split()

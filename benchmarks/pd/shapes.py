@@ -1,0 +1,119 @@
+"""Shapes of engines in `make bench NAME=pd`: their caches, in given memory, and what they tell."""
+
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
+from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
+from kvxfer.kvcache.page_box import PageBox
+from kvxfer.kvcache.portable import (
+    CacheDescription,
+    GroupDescription,
+    WorkerShard,
+    describe_caches,
+)
+from kvxfer.kvcache.spec import FullAttentionSpec
+
+NUM_KV_HEADS, HEAD_DIM = 8, 128
+"""KV heads and their width in Llama-3.1-8B."""
+
+ROWS = "block layer kv token head dim"
+NHD = "layer kv block token head dim"
+HND = "layer kv block head token dim"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """Shape of an engine's caches, in bfloat16.
+
+    Attributes:
+        order: Axes of all caches in memory, the outermost first.
+        num_layers: Layers of the model.
+        tokens_per_block: Tokens of a block.
+        tp_size: Workers that divide the heads.
+        packs_keys: Whether keys are stored by dimensions, as the CPU attention of vLLM does.
+    """
+
+    order: str = NHD
+    num_layers: int = 32
+    tokens_per_block: int = 16
+    tp_size: int = 1
+    packs_keys: bool = False
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token takes at all workers."""
+        return 2 * self.num_layers * NUM_KV_HEADS * HEAD_DIM * torch.bfloat16.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block at one worker."""
+        return self.tokens_per_block * self.bytes_per_token // self.tp_size
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a block that lie in one piece."""
+        return self.block_bytes // (1 if self.order == ROWS else 2 * self.num_layers)
+
+
+class WorkerCaches:
+    """Caches of one worker of an engine, in all of the given memory.
+
+    Args:
+        shape: Shape of the engine.
+        rank: Rank of the worker.
+        memory: The memory, uint8.
+
+    Attributes:
+        caches: The caches.
+        description: What other engines must know of them.
+        num_blocks: Their blocks.
+    """
+
+    def __init__(self, shape: EngineShape, rank: int, memory: NDArray[np.uint8]) -> None:
+        self.num_blocks = memory.nbytes // shape.block_bytes
+        spec = FullAttentionSpec(
+            tokens_per_block=shape.tokens_per_block,
+            num_kv_heads=NUM_KV_HEADS // shape.tp_size,
+            head_dim=HEAD_DIM,
+            dtype=torch.bfloat16,
+        )
+        sizes = {"layer": shape.num_layers, "kv": 2, "block": self.num_blocks, "dim": HEAD_DIM}
+        sizes |= {"token": shape.tokens_per_block, "head": spec.num_kv_heads}
+        axes = shape.order.split()
+        used = torch.from_numpy(memory[: self.num_blocks * shape.block_bytes])
+        whole = used.view(torch.bfloat16).view([sizes[axis] for axis in axes])
+        names = tuple(f"layers.{index}" for index in range(shape.num_layers))
+        layout = " ".join(axis for axis in axes if axis != "layer")
+        self.caches: CanonicalKVCaches = canonicalize(
+            dict(zip(names, whole.unbind(axes.index("layer")), strict=True)),
+            KVCacheConfig(
+                num_blocks=self.num_blocks, groups=(KVCacheGroup(layer_names=names, spec=spec),)
+            ),
+            layouts=dict.fromkeys(names, layout),
+        )
+        shard = WorkerShard(num_kv_heads=NUM_KV_HEADS, rank=rank, tp_size=shape.tp_size)
+        described = describe_caches(self.caches, shard)
+        self.description = _pack_keys(described) if shape.packs_keys else described
+
+
+def _pack_keys(description: CacheDescription) -> CacheDescription:
+    """Describe the same bytes with keys whose tokens are neighbours, and not their dimensions."""
+
+    def pack(group: GroupDescription) -> GroupDescription:
+        boxes = (_transpose(box) if box.part == "k" else box for box in group.boxes)
+        return msgspec.structs.replace(group, boxes=tuple(boxes))
+
+    return msgspec.structs.replace(description, groups=tuple(map(pack, description.groups)))
+
+
+def _transpose(box: PageBox) -> PageBox:
+    """Swap tokens and dimensions within the plane of each head."""
+    element = box.dtype.itemsize
+    strides = {"token": element, "dim": box.extent("token") * element}
+    digits = (replace(d, stride_bytes=strides.get(d.axis, d.stride_bytes)) for d in box.digits)
+    return replace(box, digits=tuple(digits))

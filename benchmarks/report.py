@@ -1,0 +1,89 @@
+"""Rows of benchmarks: a measured case and its ratio to a baseline, by paired rounds."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+
+class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured case and its baseline.
+
+    Attributes:
+        case: Name of the case.
+        value: Median of our rounds.
+        unit: Unit of `value` and `baseline`.
+        baseline: Median of the baseline's rounds, measured in the same run.
+        ratio: Median over the rounds of ours against the baseline in the same round.
+        spread: Half the distance between the quartiles of that ratio.
+        goal: Bound on the ratio, `>= 0.9`, `<= 1.1` or `= 1 ± 0.02`; empty without a goal.
+    """
+
+    case: str
+    value: float
+    unit: str
+    baseline: float
+    ratio: float
+    spread: float
+    goal: str = ""
+
+    @property
+    def meets_goal(self) -> bool:
+        """Whether the ratio meets the goal."""
+        if not self.goal:
+            return True
+        sign, limit, *tolerance = self.goal.split()
+        wanted = float(limit)
+        if sign == "=":
+            around = float(tolerance[-1])
+            return wanted - around <= self.ratio <= wanted + around
+        return self.ratio >= wanted if sign == ">=" else self.ratio <= wanted
+
+
+def compare(
+    case: str,
+    ours: Sequence[float],
+    baseline: Sequence[float],
+    *,
+    unit: str,
+    goal: str = "",
+    scale: float = 1.0,
+    of_time: bool = False,
+) -> BenchRow:
+    """Make a row of paired rounds; `scale` converts seconds to the unit.
+
+    For a goal `>=`, or without one, the ratio is one of speed: the baseline's time over ours. For
+    a goal `<=`, or `of_time`, it is one of time: ours over the baseline's.
+    """
+    pairs = list(zip(ours, baseline, strict=True))
+    of_time = of_time or goal.startswith("<=")
+    ratios = sorted(mine / theirs if of_time else theirs / mine for mine, theirs in pairs)
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return BenchRow(
+        case=case,
+        value=statistics.median(ours) * scale,
+        unit=unit,
+        baseline=statistics.median(baseline) * scale,
+        ratio=statistics.median(ratios),
+        spread=(quartiles[2] - quartiles[0]) / 2,
+        goal=goal,
+    )
+
+
+def time_in_turn(calls: Sequence[Callable[[], object]], *, rounds: int) -> list[list[float]]:
+    """Measure the seconds of each call in each round; one round is not counted.
+
+    The calls take turns, so that other load disturbs them alike, without a pause, after which each
+    would be slower. OpenMP's threads must sleep as soon as their call has ended, which
+    `python -m benchmarks` sees to.
+    """
+    seconds: list[list[float]] = [[] for _ in calls]
+    for nth in range(rounds + 1):
+        for call, times in zip(calls, seconds, strict=True):
+            began = time.perf_counter()
+            call()
+            ended = time.perf_counter()
+            if nth:
+                times.append(ended - began)
+    return seconds

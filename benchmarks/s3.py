@@ -1,0 +1,285 @@
+"""Benchmark `make bench NAME=s3`: blocks in object storage, on a server of S3 of its own."""
+
+import asyncio
+import functools
+import itertools
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import obstore
+from numpy.typing import NDArray
+
+from benchmarks.object_servers import BUCKET, CREDENTIALS, REGION, ObjectServer, seaweedfs
+from benchmarks.report import BenchRow, compare, time_in_turn
+from kvxfer.backends.object import S3Backend, S3Config
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.integrity import Integrity
+from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+
+KIB, MIB = 1 << 10, 1 << 20
+BLOCK_BYTES = 2 * MIB
+SMALL_BYTES = tuple(size * KIB for size in (32, 256))
+SEALED_BYTES = (BLOCK_BYTES, 64 * KIB)
+AS_CLIENT = 0.9
+"""Goal of the ratio to the plain client, which hashes nothing."""
+
+MAX_REQUESTS = 32
+LOADS_PER_STORE = 4
+"""Rounds of loads for one of stores, which take ten times as long."""
+
+VOLUME_MIB = 1024
+MAX_OTHER_REQUESTS = 8
+"""Requests of the first store that are not those of blocks."""
+
+TIMEOUT_S = 60.0
+_places = itertools.count()
+
+
+def run(*, quick: bool, num_bytes: int = 0) -> list[BenchRow]:
+    """Measure stores and loads of batches, on SeaweedFS in a process beside this one.
+
+    Baselines: the plain client, obstore, with as many requests at a time; for smaller blocks, one
+    in an object, the same bytes in blocks of 2 MiB; for a part of a chunk, a range of obstore; for
+    sealed blocks, the same blocks with a checksum.
+
+    Args:
+        quick: Fewer rounds, less memory.
+        num_bytes: Bytes of a batch; by default as many as `quick` says.
+
+    Raises:
+        FileNotFoundError: SeaweedFS is not installed.
+    """
+    rounds = 7 if quick else 15
+    num_bytes = num_bytes or (32 * MIB if quick else 64 * MIB)
+    with _credentials(), seaweedfs(volume_mib=VOLUME_MIB) as server, asyncio.Runner() as runner:
+        rows = _against_client(functools.partial(_Measured, server, runner, num_bytes), rounds)
+        measure = functools.partial(_Measured, server, runner, min(num_bytes, 16 * MIB))
+        for block_bytes in SMALL_BYTES:
+            rows += _against_large_blocks(measure, block_bytes, rounds)
+        rows.append(_part_of_chunk(measure, rounds))
+        with _secret_file() as secret_file:
+            for block_bytes in SEALED_BYTES:
+                rows += _sealed(measure, block_bytes, secret_file, rounds)
+        return rows
+
+
+class _Measured:
+    """Batch of blocks in the bucket, and calls that store and load it."""
+
+    def __init__(
+        self,
+        server: ObjectServer,
+        runner: asyncio.Runner,
+        num_bytes: int,
+        block_bytes: int,
+        *,
+        blocks_per_chunk: int = 1,
+        secret_file: str = "",
+    ) -> None:
+        self._runner = runner
+        self._block_bytes = block_bytes
+        self._place = f"batch-{next(_places)}"  # of its own: what is there is not stored again
+        self._numbers = itertools.count()
+        self.num_blocks = num_bytes // block_bytes
+        self._memory = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
+        self._target = np.zeros_like(self._memory)
+        self._client = server.open_client()
+        group = GroupIdentity(page_sizes_bytes=(block_bytes // blocks_per_chunk,))
+        namespace = Namespace(model="bench", groups=(group,), blocks_per_chunk=blocks_per_chunk)
+        config = S3Config(
+            address=BUCKET,
+            path=self._place,
+            integrity=Integrity.SEALED if secret_file else Integrity.FAST,
+            secret_file=secret_file,
+            endpoint=server.endpoint,
+            region=REGION,
+            timeout_s=TIMEOUT_S,
+            max_requests=MAX_REQUESTS,
+        )
+        self._backend = S3Backend(config, namespace)
+
+    def store(self) -> None:
+        """Store blocks that are not there yet."""
+        self._keys = self._new_keys()
+        counts = self._backend.counts
+        requests = counts.requests
+        self._move(self._backend.store, self._keys, _describe(self._memory, self._block_bytes))
+        if counts.requests - requests > self.num_blocks + MAX_OTHER_REQUESTS:
+            raise RuntimeError("some blocks were there already")
+
+    def load(self) -> None:
+        """Load the blocks that were stored last."""
+        self._move(self._backend.load, self._keys, _describe(self._target, self._block_bytes))
+
+    def load_part(self, num_bytes: int) -> None:
+        """Load the first bytes of each block."""
+        blocks = _describe(self._target, self._block_bytes, num_bytes)
+        self._move(self._backend.load, self._keys, blocks)
+
+    def put(self) -> None:
+        """Store objects with the plain client."""
+        self._names = [f"{self._place}/plain/{key.hex()}" for key in self._new_keys()]
+        rows = self._memory.reshape(self.num_blocks, self._block_bytes)
+        self._each(lambda i: obstore.put_async(self._client, self._names[i], rows[i].data))
+
+    def get(self, *, to_place: bool = True) -> None:
+        """Load the objects that were stored last with the plain client.
+
+        Args:
+            to_place: Whether their bytes are copied to where they are wanted, as a load does.
+        """
+        rows = self._target.reshape(self.num_blocks, self._block_bytes)
+
+        async def get(index: int) -> None:
+            found = await obstore.get_async(self._client, self._names[index])
+            received: Any = await found.bytes_async()
+            data = np.frombuffer(received, np.uint8)
+            assert len(data) == self._block_bytes
+            if to_place:
+                rows[index] = data
+
+        self._each(get)
+
+    def get_part(self, num_bytes: int) -> None:
+        """Load the first bytes of each object that was stored last with the plain client."""
+        self._each(
+            lambda i: obstore.get_range_async(self._client, self._names[i], start=0, end=num_bytes)
+        )
+
+    def require_same(self) -> None:
+        """Check that what is loaded is what was stored."""
+        self._target[:] = 0
+        self.load()
+        if not np.array_equal(self._memory, self._target):
+            raise RuntimeError("loaded bytes are not those that were stored")
+
+    def close(self) -> None:
+        """Close the backend; objects stay until the server ends."""
+        self._runner.run(self._backend.aclose())
+
+    def _new_keys(self) -> list[BlockKey]:
+        batch = next(self._numbers)
+        return [make_block_key(f"{batch} {n}".encode(), 0) for n in range(self.num_blocks)]
+
+    def _move(self, move: Callable[..., Any], keys: list[BlockKey], blocks: Descriptors) -> None:
+        outcomes = self._runner.run(move(keys, blocks))
+        if not all(outcome.done for outcome in outcomes):
+            raise RuntimeError(f"a block was not done: {outcomes}")
+
+    def _each(self, ask: Callable[[int], Awaitable[object]]) -> None:
+        """Make requests, as many at a time as the backend does."""
+        indices = iter(range(self.num_blocks))
+
+        async def work() -> None:
+            for index in indices:
+                await ask(index)
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*(work() for _ in range(min(self.num_blocks, MAX_REQUESTS))))
+
+        self._runner.run(all_of_them())
+
+
+def _against_client(measure: Callable[[int], _Measured], rounds: int) -> list[BenchRow]:
+    batch = measure(BLOCK_BYTES)
+    # One after the other: a server that has just stored goes on working on that.
+    stored, put = time_in_turn([batch.store, batch.put], rounds=rounds)
+    receive = functools.partial(batch.get, to_place=False)
+    loads: list[Callable[[], None]] = [batch.load, batch.get, receive]
+    loaded, got, received = time_in_turn(loads, rounds=LOADS_PER_STORE * rounds)
+    batch.require_same()
+    batch.close()
+    case = f"{batch.num_blocks} x {BLOCK_BYTES // KIB} KiB, against the plain client"
+    goal = f">= {AS_CLIENT}"
+    return [
+        _to_ms(f"store {case}", stored, put, goal=goal),
+        _to_ms(f"load {case}", loaded, got, goal=goal),
+        _to_ms(f"load {case}, its bytes left where they come", loaded, received),
+    ]
+
+
+def _against_large_blocks(
+    measure: Callable[[int], _Measured], block_bytes: int, rounds: int
+) -> list[BenchRow]:
+    small, large = measure(block_bytes), measure(BLOCK_BYTES)
+    stored, in_large, put = time_in_turn([small.store, large.store, small.put], rounds=rounds)
+    loaded, from_large, got = time_in_turn([small.load, large.load, small.get], rounds=rounds)
+    small.require_same()
+    small.close()
+    large.close()
+    size = f"{small.num_blocks} x {block_bytes // KIB} KiB"
+    return [
+        _to_ms(f"store {size}, against the same bytes in 2 MiB", stored, in_large),
+        _to_ms(f"load {size}, against the same bytes in 2 MiB", loaded, from_large),
+        _to_ms(f"store {size}, against the plain client", stored, put),
+        _to_ms(f"load {size}, against the plain client", loaded, got),
+    ]
+
+
+def _part_of_chunk(measure: Callable[..., _Measured], rounds: int) -> BenchRow:
+    part = BLOCK_BYTES // 8
+    batch = measure(BLOCK_BYTES, blocks_per_chunk=8)
+    batch.store()
+    batch.put()
+    loaded, got = time_in_turn(
+        [functools.partial(batch.load_part, part), functools.partial(batch.get_part, part)],
+        rounds=rounds,
+    )
+    batch.close()
+    case = f"load {part // KIB} KiB of each of {batch.num_blocks} x 2 MiB, against a plain range"
+    return _to_ms(case, loaded, got)
+
+
+def _sealed(
+    measure: Callable[..., _Measured], block_bytes: int, secret_file: str, rounds: int
+) -> list[BenchRow]:
+    sealed, fast = measure(block_bytes, secret_file=secret_file), measure(block_bytes)
+    stored, stored_fast = time_in_turn([sealed.store, fast.store], rounds=rounds)
+    loaded, loaded_fast = time_in_turn([sealed.load, fast.load], rounds=rounds)
+    sealed.require_same()
+    sealed.close()
+    fast.close()
+    size = f"{sealed.num_blocks} x {block_bytes // KIB} KiB"
+    return [
+        _to_ms(f"store {size}, sealed against fast", stored, stored_fast),
+        _to_ms(f"load {size}, sealed against fast", loaded, loaded_fast),
+    ]
+
+
+_to_ms = functools.partial(compare, unit="ms", scale=1e3)
+
+
+def _describe(
+    memory: NDArray[np.uint8], block_bytes: int, part_bytes: int | None = None
+) -> Descriptors:
+    num_blocks = len(memory) // block_bytes
+    addresses = memory.ctypes.data + np.arange(num_blocks, dtype=np.uint64) * np.uint64(block_bytes)
+    sizes = np.full(num_blocks, part_bytes or block_bytes)
+    return Descriptors.of_pieces(addresses.astype(np.uint64), sizes, owners=(memory,))
+
+
+@contextmanager
+def _secret_file() -> Iterator[str]:
+    """Make a file with a secret."""
+    with tempfile.TemporaryDirectory(prefix="kvxfer-bench-") as folder:
+        path = Path(folder, "secret")
+        path.touch(0o600)
+        path.write_bytes(os.urandom(32))
+        yield str(path)
+
+
+@contextmanager
+def _credentials() -> Iterator[None]:
+    """Put the server's credentials into the environment, where the backend looks for them."""
+    before = os.environ.copy()
+    os.environ.update(CREDENTIALS)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,255 @@
+"""Benchmark of a real vLLM engine: first token of a hit, and throughput without a hit."""
+
+import os
+import random
+import shutil
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.file import FOLDER_VARIABLE
+from benchmarks.report import BenchRow, compare
+from benchmarks.vllm.engine_process import EngineConfig, EngineProcess
+from benchmarks.vllm.model import VOCAB_SIZE, find_model
+
+CACHED_TOKENS = 19 * 128
+PROMPT_TOKENS = CACHED_TOKENS + 16  # a last block that is always computed, as in most real prompts
+HITS_PER_ROUND = 3
+BATCH_TOKENS = 2 * 128 + 45
+OUTPUT_TOKENS = 16
+REQUESTS_AT_A_TIME = (4, 16)
+
+COMPUTED, DEVICE, HOST, FILES = "computed", "device hit", "host hit", "hit in files"
+PLAIN, PLAIN_DEVICE = "host hit of a plain spec", "device hit beside a plain spec"
+
+CONNECTOR = {
+    "spec_name": "KVXferOffloadingSpec",
+    "spec_module_path": "kvxfer.integrations.vllm",
+    "backend": "host://?capacity=1GiB",
+}
+PLAIN_CONNECTOR = {
+    "spec_name": "PlainOffloadingSpec",
+    "spec_module_path": "benchmarks.vllm.plain_spec",
+    "capacity": 1 << 30,
+}
+
+Start = Callable[[Mapping[str, Any] | None], EngineProcess]
+
+
+def run(*, quick: bool) -> list[BenchRow]:
+    """Measure the time to the first token, and the throughput without a single hit.
+
+    The model's folder is named by the environment variable `KVXFER_BENCH_MODEL`, its data type by
+    `KVXFER_BENCH_DTYPE`, and where files are written, and deleted, by `KVXFER_BENCH_DIR`.
+
+    Raises:
+        FileNotFoundError: There is no model.
+        EngineDiedError: An engine did not start, or failed.
+        RuntimeError: A prefix was a hit that should have been a miss, or the reverse, or the hits
+            of a prompt gave different tokens.
+    """
+    model = find_model()
+
+    def start(connector: Mapping[str, Any] | None) -> EngineProcess:
+        settings = dict(connector) if connector else None
+        config = EngineConfig(model=str(model.folder), dtype=model.dtype, connector=settings)
+        return EngineProcess(config)
+
+    case = f"first token of {PROMPT_TOKENS} tokens in {model.dtype}"
+    prompts = _prompts()
+    with start(CONNECTOR) as engine:
+        with start(PLAIN_CONNECTOR) as plain:
+            rows = _host_hits(
+                engine, plain, next(prompts)(PROMPT_TOKENS), _FirstTokens(case), quick=quick
+            )
+        with start(None) as without:
+            for num_requests in REQUESTS_AT_A_TIME:
+                rows += _throughput(engine, without, prompts, num_requests, quick=quick)
+    return rows + _file_hits(start, prompts, _FirstTokens(case), quick=quick)
+
+
+class _FirstTokens:
+    """Times and engine steps until the first token, by what the prompt hit."""
+
+    def __init__(self, case: str) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self._case = case
+        self._steps: dict[str, list[float]] = defaultdict(list)
+        self._tokens: dict[tuple[int, ...], list[int]] = {}
+
+    def take(self, hit: str, engine: EngineProcess, prompt: Sequence[int]) -> None:
+        """Generate a token; nothing is read from a cache for `COMPUTED`."""
+        is_hit = hit != COMPUTED
+        (first,) = engine.generate([prompt], max_tokens=1, read_cache=is_hit)
+        if first.cached_tokens != (CACHED_TOKENS if is_hit else 0):
+            raise RuntimeError(f"{hit}: {first.cached_tokens} tokens of the prompt were cached")
+        if is_hit and self._tokens.setdefault(tuple(prompt), first.token_ids) != first.token_ids:
+            raise RuntimeError(f"{hit}: another token than that of an earlier hit")
+        self.seconds[hit].append(first.first_token_s)
+        self._steps[hit].append(len(engine.step_times()))
+
+    def forget_times(self) -> None:
+        """Forget the times and steps so far, which warmed up."""
+        self.seconds.clear()
+        self._steps.clear()
+
+    def row(
+        self, hit: str, baseline: str, goal: str = "", *, seconds: Sequence[float] | None = None
+    ) -> BenchRow:
+        """Compare hits with others that were taken in turns, or with the given `seconds`."""
+        return compare(
+            f"{self._case}, {hit} against {baseline}",
+            self.seconds[hit],
+            seconds or self.seconds[baseline],
+            unit="ms",
+            goal=goal,
+            scale=1e3,
+            of_time=True,
+        )
+
+    def steps_row(self, hit: str, baseline: str) -> BenchRow:
+        """Compare the engine steps of hits with those of others."""
+        case = f"engine steps until the first token, {hit} against {baseline}"
+        steps = self._steps
+        return compare(case, steps[hit], steps[baseline], unit="steps", of_time=True)
+
+
+def _host_hits(
+    engine: EngineProcess,
+    plain: EngineProcess,
+    prompt: Sequence[int],
+    first: _FirstTokens,
+    *,
+    quick: bool,
+) -> list[BenchRow]:
+    turns = [(engine, HOST, DEVICE), (plain, PLAIN, PLAIN_DEVICE)]
+    for one, _, _ in turns:
+        first.take(COMPUTED, one, prompt)
+        one.settle()
+    for nth in range(4 if quick else 7):
+        if nth <= 1:  # the first round warms up
+            first.forget_times()
+        for _ in range(HITS_PER_ROUND):
+            for one, host, device in turns:
+                one.reset()
+                first.take(host, one, prompt)
+                first.take(device, one, prompt)
+            turns.reverse()
+        first.take(COMPUTED, engine, prompt)
+    seconds = first.seconds
+    bound = [1.05 * hit + 0.005 for hit in seconds[DEVICE]]
+    computed = [each for each in seconds[COMPUTED] for _ in range(HITS_PER_ROUND)]
+    return [
+        first.row(HOST, DEVICE),
+        first.row(HOST, "1.05 device hits + 5 ms", "<= 1.0", seconds=bound),
+        first.row(HOST, COMPUTED, "<= 0.04", seconds=computed),
+        first.row(HOST, PLAIN, "<= 1.0"),
+        first.row(PLAIN, PLAIN_DEVICE),
+        first.steps_row(HOST, DEVICE),
+        first.steps_row(PLAIN, PLAIN_DEVICE),
+    ]
+
+
+def _file_hits(
+    start: Start, prompts: Iterator["_Source"], first: _FirstTokens, *, quick: bool
+) -> list[BenchRow]:
+    """Compare hits of an engine that finds the files of an earlier one, and empty host memory."""
+    parent = Path(os.environ.get(FOLDER_VARIABLE, "build/bench"))
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="vllm-", dir=parent)).resolve()
+    connector = CONNECTOR | {"backend": [CONNECTOR["backend"], f"file://{folder}?capacity=4GiB"]}
+    warm_up, *measured = [next(prompts)(PROMPT_TOKENS) for _ in range(4 if quick else 7)]
+    try:
+        with start(connector) as engine:
+            for prompt in (warm_up, *measured):
+                first.take(COMPUTED, engine, prompt)
+                engine.settle()
+        for _ in range(1 if quick else 2):
+            with start(connector) as engine:
+                for prompt in (warm_up, *measured):
+                    taken = _FirstTokens("") if prompt is warm_up else first
+                    taken.take(FILES, engine, prompt)
+                    engine.reset()
+                    taken.take(HOST, engine, prompt)
+                    taken.take(DEVICE, engine, prompt)
+    finally:
+        shutil.rmtree(folder)
+    return [first.row(FILES, DEVICE, "<= 2.0"), first.steps_row(FILES, DEVICE)]
+
+
+def _throughput(
+    engine: EngineProcess,
+    without: EngineProcess,
+    prompts: Iterator["_Source"],
+    num_requests: int,
+    *,
+    quick: bool,
+) -> list[BenchRow]:
+    turns = [engine, without]
+    seconds: dict[EngineProcess, list[float]] = {engine: [], without: []}
+    steps: dict[EngineProcess, list[list[float]]] = {engine: [], without: []}
+    hits = "vllm:external_prefix_cache_hits"
+    before = engine.metrics()[hits]
+    for nth in range(5 if quick else 9):
+        source = next(prompts)
+        batch = [source(BATCH_TOKENS) for _ in range(num_requests)]
+        for one in turns:
+            taken = one.generate(batch, max_tokens=OUTPUT_TOKENS)
+            if nth:
+                seconds[one].append(max(generation.last_token_s for generation in taken))
+                steps[one].append(one.step_times())
+        turns.reverse()  # the first one in a round finds a colder machine
+    if engine.metrics()[hits] != before:
+        raise RuntimeError("fresh prompts hit the cache")
+    at_a_time = f"{num_requests} requests at a time, with offloading against without"
+    return [
+        compare(
+            f"throughput without a hit, {at_a_time}",
+            seconds[engine],
+            seconds[without],
+            unit="ms/token",
+            goal=">= 0.98",
+            scale=1e3 / (num_requests * (BATCH_TOKENS + OUTPUT_TOKENS)),
+        ),
+        _most_delayed_step(at_a_time, steps[engine], steps[without]),
+    ]
+
+
+def _most_delayed_step(
+    at_a_time: str, ours: Sequence[list[float]], baseline: Sequence[list[float]]
+) -> BenchRow:
+    """Compare the step that offloading delays most, by the median of its delays over the rounds.
+
+    The engines are given the same prompts, so that each step computes the same with and without.
+    The first step is left out: it computes prompts for seconds, and there is nothing to store yet.
+    """
+
+    def rounds_of(nth: int) -> tuple[list[float], list[float]]:
+        return [steps[nth] for steps in ours], [steps[nth] for steps in baseline]
+
+    def delay_s(nth: int) -> float:
+        return statistics.median(mine - its for mine, its in zip(*rounds_of(nth), strict=True))
+
+    most = max(range(1, min(map(len, (*ours, *baseline)))), key=delay_s)
+    case = f"longest step added, {at_a_time}"
+    return compare(case, *rounds_of(most), unit="ms", scale=1e3, of_time=True)
+
+
+class _Source:
+    """Source of random prompts that share no block with those of another source."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def __call__(self, num_tokens: int) -> list[int]:
+        return [self._random.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
+
+
+def _prompts() -> Iterator[_Source]:
+    seed = 0
+    while True:
+        yield _Source(seed)
+        seed += 1

@@ -1,0 +1,176 @@
+"""The side of `benchmarks.vllm.engine_process` that runs vLLM, in the engine's process."""
+
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from benchmarks.vllm.engine_process import (
+    SHUTDOWN_TIMEOUT_S,
+    EngineConfig,
+    Generate,
+    Generation,
+    Metrics,
+    Reset,
+    Settle,
+    StepTimes,
+    frame,
+    read_frame,
+)
+
+SETTLE_ROUNDS = 50
+_OF_VLLM = {"engine", "model_name"}
+"""Labels that vLLM gives every metric."""
+
+Command = Generate | Reset | Metrics | Settle | StepTimes
+
+
+class _Engine:
+    """A vLLM engine that answers commands."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        from vllm import LLM
+
+        offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+        transfer = config.connector and offloading | {"kv_connector_extra_config": config.connector}
+        self._llm = LLM(
+            config.model,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            disable_log_stats=False,
+            dtype=config.dtype,
+            scheduler_cls=config.scheduler,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            tensor_parallel_size=config.tensor_parallel_size,
+            kv_transfer_config=transfer or config.transfer,
+            kv_events_config=config.events,
+        )
+        self._num_requests = 0
+        self._step_times: list[float] = []
+
+    def answer(self, command: Command) -> Any:
+        match command:
+            case Generate():
+                return self._generate(command)
+            case Reset():
+                return self._llm.reset_prefix_cache(reset_connector=command.connector)
+            case Metrics():
+                return self._metrics()
+            case Settle():
+                return self._settle()
+            case StepTimes():
+                return self._step_times
+
+    def shut_down(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+
+    def _generate(self, command: Generate) -> list[Generation]:
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+
+        def sampling(index: int) -> SamplingParams:
+            params = command.params.get(index)
+            return SamplingParams(
+                temperature=0,
+                max_tokens=command.limits.get(index, command.max_tokens),
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+                skip_reading_prefix_cache=not command.read_cache,
+                extra_args=params and {"kv_transfer_params": params},
+            )
+
+        names = [str(self._num_requests + index) for index in range(len(command.prompts))]
+        self._num_requests += len(names)
+        outputs: dict[str, Any] = {}
+        start_s: dict[str, float] = {}
+        token_s: dict[str, list[float]] = {name: [] for name in names}
+        aborted: set[str] = set()
+        waiting = {index: command.start_after_steps.get(index, 0) for index in range(len(names))}
+        self._step_times = []
+        while True:
+            num_steps = len(self._step_times)
+            for index in [at for at, after in waiting.items() if after <= num_steps]:
+                del waiting[index]
+                start_s[names[index]] = time.perf_counter()
+                prompt = {"prompt_token_ids": command.prompts[index]}
+                engine.add_request(names[index], prompt, sampling(index))
+            for index, after in command.abort_after_steps.items():
+                if num_steps == after:
+                    engine.abort_request([names[index]])
+                    aborted.add(names[index])
+            if num_steps in command.reset_after_steps:
+                self._llm.reset_prefix_cache(reset_connector=True)
+            if not engine.has_unfinished_requests():
+                break
+            began_s = time.perf_counter()
+            stepped = engine.step()
+            ended_s = time.perf_counter()
+            for output in stepped:
+                outputs[output.request_id] = output
+                if output.outputs[0].token_ids:
+                    token_s[output.request_id].append(ended_s - start_s[output.request_id])
+            self._step_times.append(ended_s - began_s)
+        return [
+            _generation(outputs.get(name), token_s=token_s[name], aborted=name in aborted)
+            for name in names
+        ]
+
+    def _metrics(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            value = metric.value if hasattr(metric, "value") else getattr(metric, "count", 0)
+            ours = {name: each for name, each in metric.labels.items() if name not in _OF_VLLM}
+            labels = ",".join(f'{name}="{ours[name]}"' for name in sorted(ours))
+            for series in {metric.name, f"{metric.name}{{{labels}}}" if ours else metric.name}:
+                values[series] = values.get(series, 0) + value
+        return values
+
+    def _settle(self) -> None:
+        stored: list[float] = []
+        for _ in range(SETTLE_ROUNDS):
+            # In each step a worker goes on with a store; vLLM counts it when it has ended.
+            self._generate(Generate(prompts=[[5, 6, 7]], max_tokens=12, read_cache=False))
+            metrics = self._metrics()
+            stored.append(metrics.get("vllm:kv_offload_store_bytes", 0))
+            # A chunk that is being copied to a lower tier is pinned.
+            is_quiet = not metrics.get("vllm:kvxfer_blocks_in_use", 0)
+            if is_quiet and len(set(stored[-3:])) == 1 < len(stored) - 1:
+                return
+
+
+def _generation(output: Any, *, token_s: Sequence[float], aborted: bool) -> Generation:
+    completion = output.outputs[0] if output else None
+    token_ids = list(completion.token_ids) if completion else []
+    logprobs = (completion.logprobs if completion else None) or []
+    return Generation(
+        token_ids=token_ids,
+        logprobs=[steps[token].logprob for token, steps in zip(token_ids, logprobs, strict=False)],
+        cached_tokens=(output.num_cached_tokens or 0) if output else 0,
+        first_token_s=token_s[0] if token_s else 0.0,
+        last_token_s=token_s[-1] if token_s else 0.0,
+        aborted=aborted,
+        params=(output.kv_transfer_params or {}) if output else {},
+    )
+
+
+def _serve(connection: socket.socket) -> None:
+    with connection, connection.makefile("rb") as stream:
+        engine = _Engine(msgspec.msgpack.decode(read_frame(stream) or b"", type=EngineConfig))
+        connection.sendall(frame(None))
+        while (message := read_frame(stream)) is not None:
+            command = msgspec.msgpack.decode(message, type=Command)
+            connection.sendall(frame(engine.answer(command)))
+        engine.shut_down()
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,199 @@
+"""Command `kvxfer bench`: measures stores and loads of blocks against the raw medium."""
+
+import asyncio
+import itertools
+import os
+import secrets
+import shutil
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kvxfer.cli.command_line import CommandLine, ending_by_sigterm, exit_statuses
+from kvxfer.errors import BackendUnavailableError
+from kvxfer.units import ByteSize, Duration, format_size
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from kvxfer.backends.object import ObjectConfig
+    from kvxfer.storage.backend import Backend
+    from kvxfer.storage.staging_memory import Buffer
+
+BATCH_BYTES = 64 << 20
+MIN_ROUNDS = 3
+
+
+class Raw(NamedTuple):
+    """Raw medium: calls that store, load and remove the bytes of a batch without kvxfer."""
+
+    name: str
+    store: Callable[[], Awaitable[object]]
+    load: Callable[[], Awaitable[object]]
+    remove: Callable[[], Awaitable[object]]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure places for blocks; return 0."""
+    parser = CommandLine(
+        prog="kvxfer bench",
+        description="Measure the speed of stores and loads, 64 MiB at a time, against the raw "
+        "medium: plain files, objects of a plain client, or else one copy in memory.",
+        epilog=exit_statuses("when it is done"),
+    )
+    parser.add_argument("url", nargs="+", help="place for blocks, such as file:///mnt/kv")
+    parser.add_argument("--size", default="2MiB", help="bytes of a block; default 2MiB")
+    parser.add_argument("--seconds", default="3s", help="time for each place; default 3s")
+    arguments = parser.parse_args(argv)
+    size = ByteSize.parse(arguments.size)
+    seconds = Duration.parse(arguments.seconds, name="seconds")
+    with ending_by_sigterm():
+        for url in arguments.url:
+            asyncio.run(_measure(url, size, seconds))
+    return 0
+
+
+async def _measure(url: str, size: int, seconds: float) -> None:
+    """Move batches in turns with the raw medium until the time is over, and print the speeds."""
+    from kvxfer.connect import open_backend, parse_backend
+    from kvxfer.settings import shown
+    from kvxfer.storage.keys import GroupIdentity, Namespace
+
+    group = GroupIdentity(page_sizes_bytes=(size,))
+    namespace = Namespace(model="kvxfer bench", revision="1", groups=(group,))
+    rounds: list[tuple[float, ...]] = []
+    async with open_backend(url, namespace) as backend:
+        await backend.start()
+        batch = _Batch(backend, size, max(BATCH_BYTES // size, 1))
+        raw, end = _raw_medium(parse_backend(url)[1], batch), time.monotonic() + seconds
+        # The first round is not counted: it starts threads, and makes connections and folders.
+        while len(rounds) <= MIN_ROUNDS or time.monotonic() < end:
+            ours = await batch.move()
+            try:
+                began = time.perf_counter()
+                await raw.store()
+                between = time.perf_counter()
+                await raw.load()
+                rounds.append((*ours, between - began, time.perf_counter() - between))
+            finally:
+                await raw.remove()
+    stored, loaded, *plain_times = zip(*rounds[1:], strict=True)
+    print(f"{shown(url)}: {batch.num_blocks} blocks of {format_size(size)}, {len(stored)} rounds")
+    for name, ours, plain in zip(("store", "load"), (stored, loaded), plain_times, strict=True):
+        speeds = (batch.source.nbytes / statistics.median(times) for times in (ours, plain))
+        our_speed, raw_speed = (f"{format_size(int(each))}/s" for each in speeds)
+        ratio = statistics.median(p / o for o, p in zip(ours, plain, strict=True))
+        print(f"  {name:5}  {our_speed:>12}  {raw.name} {raw_speed:>12}  ratio {ratio:.2f}")
+
+
+class _Batch:
+    """Batch of blocks that is new in each round."""
+
+    def __init__(self, backend: "Backend", size: int, num_blocks: int) -> None:
+        from kvxfer.storage.staging_memory import allocate_aligned
+
+        self.num_blocks, self.size, self._backend = num_blocks, size, backend
+        self.source, self.target = (allocate_aligned(num_blocks * size) for _ in range(2))
+        self.source[:] = np.frombuffer(np.random.default_rng().bytes(self.source.nbytes), np.uint8)
+        self._run, self._numbers = secrets.token_bytes(24), itertools.count()
+
+    async def move(self) -> tuple[float, float]:
+        """Store, look up, load and delete the blocks; return the seconds of store and load."""
+        from kvxfer.storage.keys import make_block_key
+
+        numbers = itertools.islice(self._numbers, self.num_blocks)
+        keys = [make_block_key(self._run + number.to_bytes(8, "big"), 0) for number in numbers]
+        self.target[:] = 0
+        try:
+            stored = await self._call("stored", self._backend.store, keys, self.source)
+            if not all(await self._backend.lookup(keys)):
+                raise BackendUnavailableError("a block that was stored is not found")
+            loaded = await self._call("loaded", self._backend.load, keys, self.target)
+        finally:
+            await self._backend.delete(keys)
+        if not (self.source == self.target).all():
+            raise BackendUnavailableError("a block was loaded with bytes that were not stored")
+        return stored, loaded
+
+    async def _call(
+        self, done: str, move: Callable[..., Awaitable[Any]], keys: list[Any], memory: "Buffer"
+    ) -> float:
+        from kvxfer.kvcache.descriptors import Descriptors
+
+        addresses = memory.ctypes.data + np.arange(len(keys), dtype=np.uint64) * self.size
+        sizes = np.full(len(keys), self.size)
+        blocks = Descriptors.of_pieces(addresses.astype(np.uint64), sizes, owners=(memory,))
+        began = time.perf_counter()
+        outcomes = await move(keys, blocks)
+        ended = time.perf_counter()
+        for each in outcomes:
+            if not each.done:
+                raise BackendUnavailableError(f"a block was not {done}: {each.reason or each}")
+        return ended - began
+
+
+def _raw_medium(config: "msgspec.Struct", batch: _Batch) -> Raw:
+    from kvxfer.backends.file import FileConfig
+    from kvxfer.backends.object import ObjectConfig
+
+    def copy() -> Awaitable[object]:
+        return asyncio.to_thread(np.copyto, batch.target, batch.source)
+
+    if isinstance(config, FileConfig):
+        return _plain_files(Path(config.path), batch)
+    if isinstance(config, ObjectConfig):
+        return _plain_objects(config, batch)
+    return Raw("copy in memory", copy, copy, lambda: asyncio.sleep(0))
+
+
+def _plain_files(root: Path, batch: _Batch) -> Raw:
+    """Files one after the other, past the page cache where the file system can."""
+    from kvxfer.backends.file.io import probe_direct
+
+    alignment, folder = probe_direct(root), root / f"kvxfer-bench-{secrets.token_hex(8)}"
+    direct = os.O_DIRECT if alignment and not batch.size % alignment else 0
+
+    def each(flags: int, move: Callable[..., int], memory: "Buffer") -> None:
+        folder.mkdir(exist_ok=True)
+        for number, block in enumerate(memory.reshape(-1, batch.size)):
+            file = os.open(folder / str(number), flags | direct, 0o600)
+            left = block.data
+            while left and (moved := move(file, [left])):
+                left = left[moved:]
+            os.close(file)
+
+    return Raw(
+        "plain files",
+        lambda: asyncio.to_thread(each, os.O_WRONLY | os.O_CREAT, os.writev, batch.source),
+        lambda: asyncio.to_thread(each, os.O_RDONLY, os.readv, batch.target),
+        lambda: asyncio.to_thread(shutil.rmtree, folder),
+    )
+
+
+def _plain_objects(config: "ObjectConfig", batch: _Batch) -> Raw:
+    """Objects of obstore as it comes, as many requests at a time as the backend makes."""
+    import obstore
+
+    client, requests = config.open_store(), asyncio.Semaphore(config.max_requests)
+    name, rows = config.prefix + secrets.token_hex(8), batch.source.reshape(-1, batch.size)
+
+    async def one(ask: Callable[[int], Awaitable[Any]], number: int) -> None:
+        async with requests:
+            await ask(number)
+
+    async def each(ask: Callable[[int], Awaitable[Any]]) -> None:
+        await asyncio.gather(*(one(ask, number) for number in range(batch.num_blocks)))
+
+    async def get(number: int) -> None:
+        await (await obstore.get_async(client, f"{name}/{number}")).bytes_async()
+
+    return Raw(
+        "plain client",
+        lambda: each(lambda n: obstore.put_async(client, f"{name}/{n}", rows[n].data)),
+        lambda: each(get),
+        lambda: each(lambda n: obstore.delete_async(client, f"{name}/{n}")),
+    )

@@ -1,0 +1,145 @@
+"""Plain spec of `make bench NAME=vllm`: it moves every byte, and evicts in order."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+)
+
+from benchmarks.vllm.plain_spec import PlainManager, PlainWorker, Slots
+
+pytestmark = pytest.mark.timeout(120)  # importing vLLM takes ten seconds of a busy machine
+
+CONTEXT = ReqContext("request")
+HEAD, MIDDLE, TAIL, NEW, LATER = (name.encode() for name in ("head", "middle", "tail", "new", "l"))
+NUM_BLOCKS = 12
+
+
+def make_manager(*stored: bytes, num_slots: int = 3) -> PlainManager:
+    manager = PlainManager(num_slots)
+    store(manager, *stored)
+    return manager
+
+
+def store(manager: PlainManager, *keys: bytes) -> list[bytes] | None:
+    """Store chunks; return those that were evicted, None if the store was refused."""
+    output = manager.prepare_store(keys, CONTEXT)
+    if output is None:
+        return None
+    manager.complete_store(set(output.keys_to_store), CONTEXT)
+    evicted: list[bytes] = output.evicted_keys
+    return evicted
+
+
+def found(manager: PlainManager, *keys: bytes) -> list[LookupResult]:
+    return [manager.lookup(key, CONTEXT) for key in keys]
+
+
+def test_a_chunk_is_a_hit_once_it_is_stored_and_a_failed_store_is_forgotten() -> None:
+    manager = make_manager()
+    assert found(manager, HEAD) == [LookupResult.MISS]
+    for success, result in ((False, LookupResult.MISS), (True, LookupResult.HIT)):
+        output = manager.prepare_store([HEAD], CONTEXT)
+        assert output is not None
+        assert output.keys_to_store == [HEAD]
+        assert found(manager, HEAD) == [LookupResult.HIT_PENDING]
+        manager.complete_store([HEAD], CONTEXT, success=success)
+        assert found(manager, HEAD) == [result]
+    again = manager.prepare_store([HEAD], CONTEXT)
+    assert again is not None
+    assert again.keys_to_store == []
+
+
+def test_the_chunk_that_was_used_least_recently_is_evicted_and_the_tail_before_the_head() -> None:
+    manager = make_manager(HEAD, MIDDLE, TAIL)
+    manager.touch([HEAD, MIDDLE, TAIL])
+    assert store(manager, NEW) == [TAIL]
+    manager.touch([MIDDLE])
+    assert store(manager, LATER) == [HEAD]
+    assert found(manager, HEAD, MIDDLE, TAIL, NEW, LATER) == [
+        LookupResult.MISS,
+        LookupResult.HIT,
+        LookupResult.MISS,
+        LookupResult.HIT,
+        LookupResult.HIT,
+    ]
+
+
+def test_chunks_that_are_loaded_are_not_evicted_and_a_store_without_room_evicts_nothing() -> None:
+    manager = make_manager(HEAD, MIDDLE, TAIL)
+    placed = [manager.prepare_load([HEAD, MIDDLE], CONTEXT) for _ in range(2)]
+    assert placed[0] == placed[1]
+    assert store(manager, NEW, LATER) is None
+    manager.complete_load([HEAD, MIDDLE], CONTEXT)
+    assert store(manager, NEW, LATER) is None
+    assert found(manager, TAIL, NEW) == [LookupResult.HIT, LookupResult.MISS]
+    assert store(manager, NEW) == [TAIL]
+    manager.complete_load([HEAD, MIDDLE], CONTEXT)
+    assert store(manager, TAIL) == [MIDDLE]
+
+
+def test_a_store_evicts_no_chunk_that_it_offers_itself_or_that_is_being_stored() -> None:
+    manager = make_manager(HEAD, MIDDLE, num_slots=3)
+    assert manager.prepare_store([TAIL], CONTEXT) is not None
+    assert store(manager, HEAD, MIDDLE, NEW) is None
+    assert store(manager, HEAD, NEW) == [MIDDLE]
+
+
+def test_chunks_have_slots_of_their_own_and_a_reset_frees_them_all() -> None:
+    manager = make_manager(HEAD, MIDDLE, TAIL)
+    placed = manager.prepare_load([TAIL, HEAD, MIDDLE], CONTEXT)
+    assert sorted(placed.slots) == [0, 1, 2]
+    manager.reset_cache()
+    assert found(manager, HEAD) == [LookupResult.MISS]
+    assert store(manager, NEW, LATER, TAIL) == []
+
+
+def make_caches(page_bytes: int, *, padding: int = 0) -> CanonicalKVCaches:
+    """Make two caches with random bytes; the first group has both, the second the last one."""
+    torch.manual_seed(page_bytes)
+    tensors = [
+        CanonicalKVCacheTensor(
+            torch.randint(-128, 128, (NUM_BLOCKS, page_bytes + padding), dtype=torch.int8)[
+                :, :page_bytes
+            ],
+            page_bytes,
+        )
+        for _ in range(2)
+    ]
+    both = [CanonicalKVCacheRef(index, page_bytes) for index in (0, 1, 0)]
+    return CanonicalKVCaches(tensors=tensors, group_data_refs=[both, both[1:2]])
+
+
+@pytest.mark.parametrize(("page_bytes", "padding"), [(64, 0), (64, 8), (64, 3), (6, 0)])
+@pytest.mark.parametrize(
+    "to", [[3, 4, 5], [11, 2, 7]], ids=["to neighbours", "to scattered blocks"]
+)
+@pytest.mark.parametrize("slots", [[2, 3], [4, 1]], ids=["slots in order", "slots out of order"])
+def test_a_worker_copies_blocks_out_and_back_to_the_byte(
+    page_bytes: int, padding: int, to: list[int], slots: list[int]
+) -> None:
+    caches = make_caches(page_bytes, padding=padding)
+    before = [cache.tensor.clone() for cache in caches.tensors]
+    worker = PlainWorker(caches, 6, blocks_per_chunk=2)
+    stored = GPULoadStoreSpec([9, 8, 10, 1, 6, 0], group_sizes=[4, 2], block_indices=[0, 4])
+    assert worker.submit_store(1, stored, Slots([*slots, 5]))
+    for cache in caches.tensors:
+        cache.tensor.zero_()
+    # The first group lacks the first block of its first chunk, the second is a single block.
+    loaded = GPULoadStoreSpec([*to, 1], group_sizes=[3, 1], block_indices=[3, 5])
+    assert worker.submit_load(2, Slots([*slots, 5]), loaded)
+    assert [(each.job_id, each.success) for each in worker.get_finished()] == [(1, True), (2, True)]
+    assert worker.get_finished() == []
+    first, second = (torch.zeros_like(cache) for cache in before)
+    first[to], second[to] = before[0][[8, 10, 1]], before[1][[8, 10, 1]]
+    second[1] = before[1][0]
+    assert torch.equal(caches.tensors[0].tensor, first)
+    assert torch.equal(caches.tensors[1].tensor, second)

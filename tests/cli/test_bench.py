@@ -1,0 +1,96 @@
+"""`kvxfer bench`: its rows, and that it leaves nothing behind."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.object_servers import BUCKET, CREDENTIALS, seaweedfs
+from kvxfer.backends.host import HostBackend
+from kvxfer.cli import main
+from kvxfer.storage.backend import DONE, MISSING
+
+QUICK = ("--size", "8MiB", "--seconds", "0.01s")
+SPEED = r"+[0-9.]+ [KMG]iB/s"
+
+
+def rows(printed: str) -> dict[str, list[str]]:
+    """Names of the raw media by URL, of rows that have speeds and a ratio."""
+    media: dict[str, list[str]] = {}
+    for line in printed.splitlines():
+        if head := re.fullmatch(r"(.+): 8 blocks of 8.0 MiB, [0-9]+ rounds", line):
+            current = media.setdefault(head[1], [])
+        else:
+            direction = ("store", "load ")[len(current)]
+            row = re.fullmatch(rf"  {direction} {SPEED}  ([a-z ]+?) {SPEED}  ratio [0-9.]+", line)
+            assert row, line
+            current.append(row[1])
+    return media
+
+
+def test_each_place_is_compared_with_its_raw_medium(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = "host://?capacity=256MiB", f"file://{tmp_path}/kv?capacity=256MiB&min_free=1MiB"
+    assert main(["bench", *urls, *QUICK]) == 0
+    assert rows(capsys.readouterr().out) == {
+        urls[0]: ["copy in memory"] * 2,
+        urls[1]: ["plain files"] * 2,
+    }
+    assert not [*tmp_path.rglob("*.safetensors"), *tmp_path.rglob("kvxfer-bench-*")]
+
+
+@pytest.mark.processes
+def test_object_storage_is_compared_with_a_plain_client(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with seaweedfs() as server:
+        url = f"s3://{BUCKET}/bench?endpoint={server.endpoint}"
+        assert main(["bench", url, *QUICK]) == 0
+        assert rows(capsys.readouterr().out) == {url: ["plain client"] * 2}
+        assert main(["ls", url, "--keys"]) == 0
+        assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("move", "outcome", "words"),
+    [
+        ("store", MISSING, "a block was not stored"),
+        ("store", DONE, "a block that was stored is not found"),
+        ("load", MISSING, "a block was not loaded"),
+        ("load", DONE, "a block was loaded with bytes that were not stored"),
+    ],
+)
+def test_a_place_that_does_not_keep_blocks_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    move: str,
+    outcome: Any,
+    words: str,
+) -> None:
+    async def nothing(_self: object, keys: list[bytes], _blocks: object) -> list[Any]:
+        return [outcome] * len(keys)
+
+    monkeypatch.setattr(HostBackend, move, nothing)
+    assert main(["bench", "host://?capacity=256MiB", *QUICK]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"kvxfer bench: {words}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere://"], "nowhere"),
+        (["host://", "--size", "much"], "size is 'much'"),
+        (["host://", "--seconds", "long"], "seconds is 'long'"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
