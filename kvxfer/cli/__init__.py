@@ -1,22 +1,11 @@
 """Command `kvxfer`, which runs its subcommands."""
 
 import importlib
-<<<<<<< HEAD
-import os
-import sys
-from collections.abc import Sequence
-
-from kvxfer.cli.command_line import CommandLine, exit_statuses
-from kvxfer.errors import KVXferError
-from kvxfer.extras import installed_version
-from kvxfer.text import printable
-=======
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
 from kvxfer.cli.command_line import CommandLine, exit_statuses, run_command
->>>>>>> 08e56d0 (The benchmarks leave the wheel, and kvxfer bench measures a place)
+from kvxfer.extras import installed_version
 
 _COMMANDS = {
     "bench": ("kvxfer.cli.bench", "measure how fast a place for blocks is"),

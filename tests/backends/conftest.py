@@ -5,22 +5,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-<<<<<<< HEAD
 if TYPE_CHECKING:
-    from kvxfer.bench.object_servers import ObjectServer
+    from benchmarks.object_servers import ObjectServer
     from tests.backends.mooncake_servers import Cluster
-=======
-from benchmarks.object_servers import CREDENTIALS, ObjectServer, seaweedfs
-from kvxfer.backends.mooncake import MooncakeConfig
-from tests.backends.mooncake_servers import Cluster, SharedClient, mooncake_cluster
-from tests.backends.object_servers import moto
->>>>>>> 08e56d0 (The benchmarks leave the wheel, and kvxfer bench measures a place)
 
 
 @pytest.fixture(scope="session")
 def seaweedfs_server() -> Iterator["ObjectServer"]:
     """Run SeaweedFS; no test may stop it."""
-    from kvxfer.bench.object_servers import seaweedfs
+    from benchmarks.object_servers import seaweedfs
 
     with seaweedfs() as server:
         yield server
@@ -56,7 +49,7 @@ def shared_client(mooncake: "Cluster", monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the credentials of the servers into the environment, where the backend looks for them."""
-    from kvxfer.bench.object_servers import CREDENTIALS
+    from benchmarks.object_servers import CREDENTIALS
 
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
