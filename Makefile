@@ -32,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests that have processes, packages or targets of their own.
 APART := --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
 
-.PHONY: setup demo demo-pd test needs pins sglang azurite storages engines e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
+.PHONY: setup demo demo-pd test needs pins sglang azurite storages engines e2e exhaustive faults chaos simulate compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -88,6 +88,7 @@ e2e: $(MODELS) $(SGLANG)/.installed
 exhaustive: export KVXFER_EXAMPLES := 10
 exhaustive: $(MODELS) $(SGLANG)/.installed pins
 	$(BIN)/pytest -n logical --maxprocesses=2 --dist=worksteal -m "(exhaustive or property or processes or slow) and not e2e and not compat" $(APART) --ignore=tests/environment/test_pins.py
+	$(MAKE) simulate SECONDS=3600
 	$(BIN)/pytest --durations=20 -m e2e --ignore=tests/sglang
 	PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "e2e or exhaustive" tests/sglang
 	tests/environment/fresh-machine --plain-pip . make demo
@@ -101,6 +102,13 @@ faults: $(INSTALLED) ; $(BIN)/pytest tests/backends/test_nixl_faults.py
 SECONDS ?= 600
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos.run --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) --without "$(WITHOUT)"
+
+# The real code on a clock, threads and tiers that a seed decides: `make simulate SEEDS=1000`, `SECONDS=60`, or one
+# seed again: `make simulate SCENARIO=tiers SEED=17`.
+PROCESSES ?= 2
+simulate: export OMP_NUM_THREADS := 1
+simulate: $(INSTALLED)
+	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),$(if $(SEEDS),--seeds $(SEEDS),--seconds $(SECONDS)) --processes $(PROCESSES)) $(if $(SCENARIO),--scenario $(SCENARIO))
 
 # Downloads the other releases of vLLM, SGLang and transformers that the adapters support, some 4 GB on
 # disk.

@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/runtime": 950,
     "kvxfer/storage": 5_150,
     "kvxfer/telemetry": 1_900,
-    "kvxfer/testing": 2_050,
+    "kvxfer/testing": 5_050,
     "kvxfer/tiering": 1_400,
     "kvxfer/top": 700,
     "kvxfer/transfer": 3_800,

@@ -1,0 +1,22 @@
+"""Simulation: the real code on a clock, threads, a disk and a network that one seed decides."""
+
+from kvxfer.testing.simulation.campaign import cut_down, main
+from kvxfer.testing.simulation.engine_scenario import EngineScenario, Opened
+from kvxfer.testing.simulation.faults import FaultyTier, TierFault
+from kvxfer.testing.simulation.runtime import SimulatedRuntime
+from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step, Violation, run_seed
+
+__all__ = [
+    "EngineScenario",
+    "FaultyTier",
+    "Opened",
+    "Scenario",
+    "SimulatedRuntime",
+    "Simulation",
+    "Step",
+    "TierFault",
+    "Violation",
+    "cut_down",
+    "main",
+    "run_seed",
+]

@@ -1,0 +1,261 @@
+"""Campaign: many seeds of some scenarios, and a short report of each one that fails."""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing import get_context
+
+from kvxfer.checks import require_number, require_positive
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step, run_seed
+
+MOST_CUTS = 200
+"""Most runs for cutting down one plan."""
+MOST_REPORTS = 5
+SEEDS_PER_SHARE = 10
+LAST_LINES = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """Seeds of one scenario that were run.
+
+    Attributes:
+        name: Name of the scenario.
+        num_seeds: Seeds.
+        num_calls: Calls of the code under test.
+        virtual_s: Virtual time.
+        failed: Seeds that failed, with a report of each.
+    """
+
+    name: str
+    num_seeds: int
+    num_calls: int
+    virtual_s: float
+    failed: tuple[tuple[int, str], ...]
+
+
+def run_share(scenario: Scenario, first: int, num_seeds: int, until_s: float = 0.0) -> Ran:
+    """Run some seeds of a scenario, one after the other.
+
+    Args:
+        scenario: The scenario.
+        first: The first seed.
+        num_seeds: Most seeds to run.
+        until_s: Time of `time.monotonic` after which no other seed is begun; 0 for no limit.
+
+    Returns:
+        Counts, and reports of the seeds that failed.
+    """
+    num_run = num_calls = 0
+    virtual_s, failed = 0.0, []
+    for seed in range(first, first + num_seeds):
+        if until_s and time.monotonic() > until_s:
+            break
+        ended = _run(scenario, seed)
+        num_run += 1
+        num_calls += ended.num_calls
+        virtual_s += ended.now
+        if ended.violations:
+            failed.append((seed, _report(scenario, ended)))
+    return Ran(scenario.name, num_run, num_calls, virtual_s, tuple(failed))
+
+
+def cut_down(scenario: Scenario, seed: int, kind: str) -> list[Step]:
+    """Cut the plan of a seed down to steps that still lead to the same kind of violation.
+
+    Args:
+        scenario: The scenario.
+        seed: A seed that fails.
+        kind: Kind of its violation.
+
+    Returns:
+        Steps, none of which can be left out, or as far as `MOST_CUTS` runs lead.
+    """
+    steps = scenario.plan(Simulation(seed).random("plan"))
+    size, num_runs = max(1, len(steps) // 2), 0
+    while num_runs < MOST_CUTS:
+        start, was_cut = 0, False
+        while start < len(steps) and num_runs < MOST_CUTS:
+            shorter = steps[:start] + steps[start + size :]
+            num_runs += 1
+            if any(each.kind == kind for each in _run(scenario, seed, shorter).violations):
+                steps, was_cut = shorter, True
+            else:
+                start += size
+        if size == 1 and not was_cut:
+            break
+        size = max(1, size // 2)
+    return steps
+
+
+def _run(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None) -> Simulation:
+    """Run a seed without the collector of garbage, whose moments no seed decides."""
+    gc.disable()
+    try:
+        return run_seed(scenario, seed, steps)
+    finally:
+        gc.collect(0)  # what this run has made
+        gc.enable()
+
+
+def _report(scenario: Scenario, failed: Simulation) -> str:
+    first = failed.violations[0]
+    steps = cut_down(scenario, failed.seed, first.kind)
+    shortest = _run(scenario, failed.seed, steps)
+    again = f"make simulate SCENARIO={scenario.name} SEED={failed.seed}"
+    found = next((each for each in shortest.violations if each.kind == first.kind), first)
+    return "\n".join(
+        [
+            f"FAILED: {scenario.name}, seed {failed.seed}: {found}",
+            f"the shortest plan that fails alike, of {len(steps)} steps:",
+            *(f"    {step}" for step in steps),
+            "and what happens then:",
+            *(f"    {line}" for line in shortest.trace[-LAST_LINES:]),
+            f"again: {again}",
+        ]
+    )
+
+
+def main(scenarios: Sequence[Scenario], arguments: Sequence[str] | None = None) -> int:
+    """Run a campaign, as a command says.
+
+    Args:
+        scenarios: Scenarios to choose from.
+        arguments: Arguments of the command; those of the process by default.
+
+    Returns:
+        Exit status: 1 if a seed has failed.
+    """
+    given = _parse(scenarios, arguments)
+    chosen = [each for each in scenarios if given.scenario in ("", each.name)]
+    if not chosen:
+        names = ", ".join(each.name for each in scenarios)
+        raise InvalidArgumentError("scenario", given.scenario, f"one of {names}")
+    with _quietly():
+        if given.seed is not None:
+            return _run_one(chosen, given.seed, is_traced=given.trace)
+        return _run_all(chosen, given)
+
+
+def _run_all(chosen: Sequence[Scenario], given: argparse.Namespace) -> int:
+    began = time.monotonic()
+    until_s = began + given.seconds if given.seconds else 0.0
+    totals = {each.name: [0.0] * 4 for each in chosen}
+    for ran in _shares(chosen, given.first, given.seeds, until_s, given.processes):
+        total = totals[ran.name]
+        for at, more in enumerate((ran.num_seeds, ran.num_calls, ran.virtual_s, len(ran.failed))):
+            total[at] += more
+        for _, report in ran.failed:
+            if sum(each[3] for each in totals.values()) <= MOST_REPORTS:
+                _say(report)
+    _say_totals(totals, time.monotonic() - began)
+    return int(any(each[3] for each in totals.values()))
+
+
+def _run_one(scenarios: Sequence[Scenario], seed: int, *, is_traced: bool) -> int:
+    num_failed = 0
+    for scenario in scenarios:
+        ended = _run(scenario, seed)
+        num_failed += bool(ended.violations)
+        if is_traced:
+            _say("\n".join(ended.trace))
+        if ended.violations:
+            _say(_report(scenario, ended))
+        else:
+            _say(f"{scenario.name}, seed {seed}: nothing is wrong, {ended.digest()}")
+    return int(num_failed > 0)
+
+
+def _say_totals(totals: Mapping[str, Sequence[float]], took_s: float) -> None:
+    for name, (num_seeds, num_calls, virtual_s, num_failed) in totals.items():
+        text = f"{name}: {num_seeds:,.0f} seeds, {num_calls:,.0f} calls, "
+        _say(text + f"{virtual_s / 3600:,.1f} virtual hours; {num_failed:.0f} seeds failed")
+    num_seeds = sum(each[0] for each in totals.values())
+    _say(f"{num_seeds / took_s:.1f} seeds per second in {took_s:.0f} s")
+
+
+def _shares(
+    scenarios: Sequence[Scenario], first: int, num_seeds: int, until_s: float, num_processes: int
+) -> Iterator[Ran]:
+    """Run shares of the seeds, of each scenario in turn, until all are done or it is time."""
+    every = SEEDS_PER_SHARE
+    starts = range(first, first + num_seeds, every) if num_seeds else count(first, every)
+    work = (
+        (each, start, min(every, first + num_seeds - start) if num_seeds else every)
+        for start in starts
+        for each in scenarios
+    )
+    if num_processes == 1:
+        for share in work:
+            yield run_share(*share, until_s)
+            if until_s and time.monotonic() > until_s:
+                return
+        return
+    with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
+        running: list[Future[Ran]] = []
+        for share in work:
+            running.append(pool.submit(_run_quietly, *share, until_s))
+            if len(running) > num_processes:
+                yield running.pop(0).result()
+            if until_s and time.monotonic() > until_s:
+                break
+        for each in running:
+            yield each.result()
+
+
+def _run_quietly(scenario: Scenario, first: int, num_seeds: int, until_s: float) -> Ran:
+    with _quietly():
+        return run_share(scenario, first, num_seeds, until_s)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Log nothing: the faults of a plan are no news."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _parse(scenarios: Sequence[Scenario], arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = ", ".join(each.name for each in scenarios)
+    parser.add_argument("--scenario", default="", help=f"one of {names}; all by default")
+    parser.add_argument("--seeds", type=int, default=0, help="seeds of each scenario")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--seconds", type=float, default=0.0, help="most time for all of them")
+    parser.add_argument("--processes", type=int, default=1, help="processes that share the seeds")
+    parser.add_argument("--seed", type=int, default=None, help="run this seed alone")
+    parser.add_argument("--trace", action="store_true", help="and print all that happens")
+    given = parser.parse_args(arguments)
+    require_positive("processes", given.processes)
+    require_number("seconds", given.seconds)
+    if not given.seeds and not given.seconds and given.seed is None:
+        given.seeds = 100
+    return given
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def scenario_named(name: str) -> Scenario:
+    """Make the scenario that a module and a class in it name, such as `my.module:MyScenario`."""
+    module, _, attribute = name.partition(":")
+    scenario = getattr(importlib.import_module(module), attribute or "SCENARIO")
+    made = scenario() if isinstance(scenario, type) else scenario
+    if not isinstance(made, Scenario):
+        raise InvalidArgumentError("scenario", name, "the name of a Scenario, as module:class")
+    return made

@@ -1,0 +1,253 @@
+"""Faults of a backend in windows of virtual time, within what the contract of backends allows."""
+
+import asyncio
+import enum
+from collections.abc import Awaitable, Callable, Sequence
+from random import Random
+from typing import Any, TypeVar
+
+from kvxfer.errors import BackendUnavailableError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.storage.backend import Backend, Outcome, Purgeable, Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing.payloads import read_payloads, write_payloads
+from kvxfer.testing.simulation.scenario import Simulation
+
+MAX_LATENCY_S = 0.02
+
+T = TypeVar("T")
+
+
+class TierFault(enum.StrEnum):
+    """Fault of the calls of a backend that begin in a window of time.
+
+    Attributes:
+        SLOW: They begin later.
+        HANG: They begin at the end of the window, unless they are cancelled before.
+        STUCK: The same, and to cancel them does not end them earlier.
+        LATE: Cancelled ones end, and still touch their memory, for which `drain` waits.
+        ERROR: They raise one of many errors.
+        FOREIGN_CANCEL: Something in them is cancelled, and not by their caller.
+        FAILED: Some blocks are `FAILED`.
+        UNSAFE: Some blocks are `FAILED`, and their memory is touched until `drain` returns.
+    """
+
+    SLOW = "slow"
+    HANG = "hang"
+    STUCK = "stuck"
+    LATE = "late"
+    ERROR = "error"
+    FOREIGN_CANCEL = "foreign_cancel"
+    FAILED = "failed"
+    UNSAFE = "unsafe"
+
+
+class FaultyTier(Backend):
+    """Backend that takes some time for each call, and has faults in windows of time.
+
+    Args:
+        inner: Backend that does the work.
+        simulation: The run.
+        name: Name of the tier in the trace.
+    """
+
+    def __init__(self, inner: Backend, simulation: Simulation, name: str) -> None:
+        self.inner = inner
+        self.name = name
+        self.memory_kinds = inner.memory_kinds
+        self._simulation = simulation
+        self._random = simulation.random(f"tier {name}")
+        self._windows: list[tuple[TierFault, float, float]] = []
+        self._late: dict[asyncio.Future[Any], None] = {}
+
+    def begin_fault(self, fault: TierFault, for_s: float, share: float) -> None:
+        """Let a share of the calls that begin from now on, and for a time, have a fault."""
+        self._windows.append((fault, self._simulation.now + for_s, share))
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        """See `Backend.attach`."""
+        self.inner.attach(memory)
+
+    async def start(self) -> None:
+        """See `Backend.start`."""
+        await self.inner.start()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.lookup`."""
+        return await self._call("lookup", lambda: self.inner.lookup(keys))
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`."""
+        fault = self._draw()
+        call = _Move(self, keys, blocks, is_load=False)
+        return await self._move(fault, call)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`."""
+        fault = self._draw()
+        call = _Move(self, keys, blocks, is_load=True)
+        return await self._move(fault, call)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.delete`."""
+        return await self._call("delete", lambda: self.inner.delete(keys))
+
+    async def purge(self, prefix: bytes = b"") -> None:
+        """See `Purgeable.purge`."""
+        if isinstance(self.inner, Purgeable):
+            purgeable = self.inner
+            await self._call("purge", lambda: purgeable.purge(prefix))
+            return
+        raise BackendUnavailableError("it cannot purge")
+
+    async def flush(self) -> None:
+        """See `Backend.flush`."""
+        await self.inner.flush()
+
+    async def drain(self) -> None:
+        """See `Backend.drain`."""
+        while self._late:
+            await asyncio.wait(list(self._late))
+        await self.inner.drain()
+
+    async def aclose(self) -> None:
+        """See `Backend.aclose`."""
+        await self._latency()
+        await self.drain()
+        await self.inner.aclose()
+
+    def _draw(self) -> tuple[TierFault, float] | None:
+        """Draw the fault of a call, and when its window ends."""
+        now = self._simulation.now
+        self._windows = [each for each in self._windows if each[1] > now]
+        for fault, ends_at, share in self._windows:
+            if self._random.random() < share:
+                return fault, ends_at
+        return None
+
+    async def _call(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        drawn = self._draw()
+        await self._latency()
+        was_cancelled = await self._delay(drawn)
+        self._raise(drawn, name)
+        given = await call()
+        await self._latency()
+        if was_cancelled:
+            raise asyncio.CancelledError
+        return given
+
+    async def _move(self, drawn: tuple[TierFault, float] | None, move: "_Move") -> list[Outcome]:
+        name = "load" if move.is_load else "store"
+        await self._latency()
+        was_cancelled = await self._delay(drawn)
+        self._raise(drawn, name)
+        if drawn and drawn[0] is TierFault.LATE:
+            return await asyncio.shield(self._go_on(move.run_late(drawn[1])))
+        if drawn and drawn[0] in (TierFault.FAILED, TierFault.UNSAFE):
+            return await self._fail_some(drawn, move)
+        outcomes = await move.run()
+        await self._latency()
+        if was_cancelled:
+            raise asyncio.CancelledError
+        return outcomes
+
+    async def _latency(self) -> None:
+        drawn = self._random.random()
+        if drawn > 0.35:
+            await asyncio.sleep(0 if drawn < 0.5 else self._random.random() * MAX_LATENCY_S)
+
+    async def _delay(self, drawn: tuple[TierFault, float] | None) -> bool:
+        """Wait as long as a fault lets a call wait; return whether it was cancelled meanwhile."""
+        if drawn is None:
+            return False
+        fault, ends_at = drawn
+        left_s = ends_at - self._simulation.now
+        if fault is TierFault.SLOW:
+            await asyncio.sleep(self._random.random() * left_s)
+        elif fault is TierFault.HANG:
+            await asyncio.sleep(left_s)
+        elif fault is TierFault.STUCK:
+            return await _sleep_despite_cancel(ends_at, self._simulation)
+        return False
+
+    def _raise(self, drawn: tuple[TierFault, float] | None, name: str) -> None:
+        if drawn and drawn[0] is TierFault.FOREIGN_CANCEL:
+            raise asyncio.CancelledError
+        if drawn and drawn[0] is TierFault.ERROR:
+            errors = (
+                BackendUnavailableError(f"injected in {name}"),
+                OSError(5, "injected"),
+                RuntimeError("injected"),
+                TimeoutError("injected"),
+            )
+            raise self._random.choice(errors)
+
+    async def _fail_some(self, drawn: tuple[TierFault, float], move: "_Move") -> list[Outcome]:
+        fault, ends_at = drawn
+        kept = [at for at in range(len(move.keys)) if self._random.random() < 0.5]
+        failed = [at for at in range(len(move.keys)) if at not in kept]
+        is_safe = fault is TierFault.FAILED
+        outcomes = [Outcome(Status.FAILED, memory_safe=is_safe, reason="injected")] * len(move.keys)
+        if failed and not is_safe:
+            self._go_on(move.take(failed).touch_until(ends_at))
+        if kept:
+            for at, given in zip(kept, await move.take(kept).run(), strict=True):
+                outcomes[at] = given
+        return outcomes
+
+    def _go_on(self, work: Awaitable[T]) -> "asyncio.Future[T]":
+        """Let work go on whatever happens to its caller; `drain` waits for it."""
+        future = asyncio.ensure_future(work)
+        self._late[future] = None
+        future.add_done_callback(lambda _: self._late.pop(future, None))
+        return future
+
+
+class _Move:
+    """Store or load of a batch in the inner backend of a tier."""
+
+    def __init__(
+        self, tier: FaultyTier, keys: Sequence[BlockKey], blocks: Descriptors, *, is_load: bool
+    ) -> None:
+        self.keys = keys
+        self.is_load = is_load
+        self._tier = tier
+        self._blocks = blocks
+
+    def take(self, chosen: Sequence[int]) -> "_Move":
+        keys = [self.keys[at] for at in chosen]
+        return _Move(self._tier, keys, self._blocks.take(chosen), is_load=self.is_load)
+
+    async def run(self) -> list[Outcome]:
+        inner = self._tier.inner
+        move = inner.load if self.is_load else inner.store
+        return await move(self.keys, self._blocks)
+
+    async def run_late(self, ends_at: float) -> list[Outcome]:
+        """Touch the memory, wait, and only then do what was asked for."""
+        await self.touch_until(ends_at)
+        return await self.run()
+
+    async def touch_until(self, ends_at: float) -> None:
+        """Touch the memory until some time: a load may write anything before it ends."""
+        simulation = self._tier._simulation  # noqa: SLF001 - a part of it
+        while simulation.now < ends_at:
+            await asyncio.sleep(0.1 + (ends_at - simulation.now) / 3)
+            if self.is_load:
+                _scribble(self._blocks, self._tier._random)  # noqa: SLF001 - the same
+
+
+async def _sleep_despite_cancel(ends_at: float, simulation: Simulation) -> bool:
+    was_cancelled = False
+    while simulation.now < ends_at:
+        try:
+            await asyncio.sleep(ends_at - simulation.now)
+        except asyncio.CancelledError:
+            was_cancelled = True
+    return was_cancelled
+
+
+def _scribble(blocks: Descriptors, random: Random) -> None:
+    """Write other bytes into the memory, which a load in flight may do."""
+    write_payloads(blocks, [random.randbytes(len(each)) for each in read_payloads(blocks)])

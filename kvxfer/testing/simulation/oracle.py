@@ -1,0 +1,225 @@
+"""Oracle: which bytes a load may find, and whose memory may be touched."""
+
+import ctypes
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+
+from kvxfer.kvcache.describer import describe
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing.block_memory import BlockMemory
+from kvxfer.testing.simulation.scenario import Simulation
+
+MAX_PARTS = 16
+
+
+@dataclass(slots=True)
+class Stored:
+    """Store of a key: bytes that no other store of it has.
+
+    Attributes:
+        version: Number of the store.
+        first: Index of its first block in the chunk.
+        num_blocks: Blocks of the chunk that were stored.
+        began: When it began.
+        ended: When it ended; None as long as something may still read the memory.
+        is_done: Whether it was `DONE`.
+    """
+
+    version: int
+    first: int
+    num_blocks: int
+    began: float
+    ended: float | None = None
+    is_done: bool = False
+
+    def covers(self, first: int, num_blocks: int) -> bool:
+        """Whether it has these blocks of the chunk."""
+        return self.first <= first and first + num_blocks <= self.first + self.num_blocks
+
+
+class WatchedMemory:
+    """Memory of an engine, of which each block that nobody may touch has bytes of its own.
+
+    Args:
+        simulation: The run.
+        memory: The memory.
+        random: Random numbers for the choice of blocks.
+    """
+
+    def __init__(self, simulation: Simulation, memory: BlockMemory, random: Random) -> None:
+        self._simulation = simulation
+        self._memory = memory
+        self._random = random
+        self._num_canaries = 0
+        self._pieces = [_pieces(memory, group) for group in range(memory.num_groups)]
+        self._free: list[dict[int, bytes]] = [{} for _ in range(memory.num_groups)]
+        for group in range(memory.num_groups):
+            self.give_back(group, range(memory.num_blocks))
+
+    def take(self, group: int, num_blocks: int) -> list[int]:
+        """Take free blocks, which nobody can have touched; none if there are too few."""
+        free = self._free[group]
+        if len(free) < num_blocks:
+            return []
+        block_ids = self._random.sample(list(free), num_blocks)
+        self._check(group, block_ids)
+        for block_id in block_ids:
+            del free[block_id]
+        return block_ids
+
+    def give_back(self, group: int, block_ids: Sequence[int]) -> None:
+        """Give blocks back that are said to be safe, with new bytes in them."""
+        canaries = []
+        for _ in block_ids:
+            self._num_canaries += 1
+            size = self._memory.chunk_size_bytes(group) // self._memory.blocks_per_chunk
+            canaries.append(_bytes_of(b"canary", self._num_canaries, size))
+        self.write(group, block_ids, canaries)
+        self._free[group] |= zip(block_ids, canaries, strict=True)
+
+    def look(self) -> None:
+        """Check all blocks that nobody may touch."""
+        for group, free in enumerate(self._free):
+            self._check(group, list(free))
+
+    def num_taken(self) -> int:
+        """Count the blocks that were taken and not given back."""
+        return sum(self._memory.num_blocks - len(free) for free in self._free)
+
+    def read(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
+        """Read the bytes of blocks."""
+        pieces = self._pieces[group]
+        return [
+            b"".join(ctypes.string_at(*piece) for piece in pieces[block_id])
+            for block_id in block_ids
+        ]
+
+    def write(self, group: int, block_ids: Sequence[int], payloads: Sequence[bytes]) -> None:
+        """Write the bytes of blocks."""
+        for block_id, payload in zip(block_ids, payloads, strict=True):
+            start = 0
+            for address, length in self._pieces[group][block_id]:
+                ctypes.memmove(address, payload[start : start + length], length)
+                start += length
+
+    def _check(self, group: int, block_ids: Sequence[int]) -> None:
+        if not block_ids:
+            return
+        for block_id, found in zip(block_ids, self.read(group, block_ids), strict=True):
+            if found != self._free[group][block_id]:
+                self._simulation.fail("safe memory was touched", f"block {block_id} of {group}")
+                self._free[group][block_id] = found
+
+
+class History:
+    """Stores, loads and deletes of keys, and which bytes they allow.
+
+    Args:
+        simulation: The run.
+        block_size_bytes: Bytes of a block.
+    """
+
+    def __init__(self, simulation: Simulation, block_size_bytes: Sequence[int]) -> None:
+        self._simulation = simulation
+        self._block_sizes = block_size_bytes
+        self._stores: dict[BlockKey, list[Stored]] = {}
+        self._deleted: dict[BlockKey, list[tuple[float, float]]] = {}
+        self._removing: Counter[BlockKey] = Counter()
+        self._removed: dict[BlockKey, float] = {}
+        self._found: dict[BlockKey, list[tuple[float, float, int]]] = {}
+        self._num_versions = 0
+        self.is_strict = True
+
+    def begin_store(self, key: BlockKey, first: int, num_blocks: int) -> Stored:
+        """Note that a store begins, and give it a version."""
+        self._num_versions += 1
+        stored = Stored(self._num_versions, first, num_blocks, self._simulation.now)
+        self._stores.setdefault(key, []).append(stored)
+        return stored
+
+    def payload(self, group: int, key: BlockKey, version: int, index: int) -> bytes:
+        """Make the bytes of a block of a chunk, as a store of it has them."""
+        number = version * MAX_PARTS + index
+        return _bytes_of(key, number, self._block_sizes[group])
+
+    def end_store(self, stored: Stored, *, is_done: bool) -> None:
+        """Note that a store has ended, and that nothing reads its memory any more."""
+        stored.ended, stored.is_done = self._simulation.now, is_done
+
+    def begin_removal(self, key: BlockKey) -> None:
+        """Note that a key may be gone from now on, until `end_removal` says otherwise."""
+        self._removing[key] += 1
+
+    def end_removal(self, key: BlockKey, began: float, *, was_found: bool) -> None:
+        """Note that nothing removes a key any more, and whether a delete has found it."""
+        self._removing[key] -= 1
+        self._removed[key] = self._simulation.now
+        if was_found:
+            self._deleted.setdefault(key, []).append((began, self._simulation.now))
+
+    def judge_load(
+        self, group: int, key: BlockKey, first: int, blocks: Sequence[bytes], began: float
+    ) -> None:
+        """Check the bytes of a load that is `DONE`: all of one store that they may be of."""
+        now, matches = self._simulation.now, None
+        for index, found in enumerate(blocks, first):
+            fitting = {
+                each.version
+                for each in self._stores.get(key, [])
+                if each.covers(index, 1) and self.payload(group, key, each.version, index) == found
+            }
+            matches = fitting if matches is None else matches & fitting
+            if not fitting:
+                detail = f"block {index} of {_name(key)} begins with {found[:8].hex()}"
+                self._simulation.fail("wrong bytes", f"{detail}, as no store of it")
+                return
+        if not matches:
+            self._simulation.fail("wrong bytes", f"{_name(key)} is of several stores")
+            return
+        [version] = matches
+        if self.is_strict:
+            self._judge_order(key, version, began)
+        self._found.setdefault(key, []).append((began, now, version))
+
+    def _judge_order(self, key: BlockKey, version: int, began: float) -> None:
+        """Check that a store is not found again after it was deleted, or others were found."""
+        [stored] = [each for each in self._stores[key] if each.version == version]
+        for delete_began, delete_ended in self._deleted.get(key, []):
+            if stored.ended and stored.ended < delete_began and delete_ended < began:
+                detail = f"store {version} of {_name(key)}, deleted at {delete_ended:.4f}"
+                self._simulation.fail("deleted and found again", detail)
+                return
+        earlier = [each for each in self._found.get(key, []) if each[1] < began]
+        others = [each for each in earlier if each[2] != version]
+        if others and any(each[2] == version and each[1] < others[-1][0] for each in earlier):
+            detail = f"store {version} of {_name(key)} after store {others[-1][2]}"
+            self._simulation.fail("an older store came back", detail)
+
+    def must_be_there(self, key: BlockKey, num_blocks: int) -> bool:
+        """Whether a whole chunk was stored, and nothing can have removed it since."""
+        removed = self._removed.get(key, -1.0)
+        return not self._removing[key] and any(
+            each.is_done and each.covers(0, num_blocks) and each.began > removed
+            for each in self._stores.get(key, [])
+        )
+
+
+def _pieces(memory: BlockMemory, group: int) -> list[list[tuple[int, int]]]:
+    """Find the pieces of memory of each block: address and length."""
+    blocks = describe(memory.caches, group, list(range(memory.num_blocks)))
+    pieces = list(zip(blocks.addresses.tolist(), blocks.lengths.tolist(), strict=True))
+    ends = blocks.block_offsets.tolist()
+    return [pieces[first:last] for first, last in pairwise(ends)]
+
+
+def _bytes_of(name: bytes, number: int, num_bytes: int) -> bytes:
+    """Make up bytes, always the same for a name and a number."""
+    return hashlib.shake_128(b"%d %b" % (number, name)).digest(num_bytes)
+
+
+def _name(key: BlockKey) -> str:
+    return bytes(key).hex()[:12]

@@ -1,0 +1,179 @@
+"""Locks, conditions and events of simulated threads, with the faces of those of `threading`."""
+
+import queue
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from kvxfer.testing.simulation.scheduler import Scheduler, SimulatedThread
+
+
+class SimulatedLock:
+    """Lock at which the scheduler may let another thread go on; see `threading.Lock`.
+
+    Args:
+        scheduler: Scheduler of the simulation.
+        is_reentrant: Whether its holder may take it again, as that of a `threading.RLock`.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, is_reentrant: bool = False) -> None:
+        self._scheduler = scheduler
+        self._is_reentrant = is_reentrant
+        self._owner: SimulatedThread | None = None
+        self._num_holds = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # noqa: FBT001, FBT002 - as in `threading`
+        """See `threading.Lock.acquire`."""
+        scheduler = self._scheduler
+        scheduler.point()
+        limit_s = None if timeout < 0 else timeout
+        if not self._is_mine_or_free() and (
+            not blocking or not scheduler.wait_until(self._is_mine_or_free, self, limit_s)
+        ):
+            return scheduler.is_over
+        self._owner = scheduler.current
+        self._num_holds += 1
+        return True
+
+    def release(self) -> None:
+        """See `threading.Lock.release`."""
+        if self._owner is None:
+            raise RuntimeError("release unlocked lock")
+        self._num_holds -= 1
+        if not self._num_holds:
+            self._owner = None
+            self._scheduler.wake(self)
+            self._scheduler.point()
+
+    def locked(self) -> bool:
+        """See `threading.Lock.locked`."""
+        return self._owner is not None
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _is_mine_or_free(self) -> bool:
+        is_mine = self._is_reentrant and self._owner is self._scheduler.current
+        return self._owner is None or is_mine
+
+
+class SimulatedCondition:
+    """Condition with a lock of its own; see `threading.Condition`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._lock = SimulatedLock(scheduler, is_reentrant=True)
+        self._waiting: list[list[bool]] = []
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # noqa: FBT001, FBT002 - as in `threading`
+        """See `threading.Lock.acquire`."""
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        """See `threading.Lock.release`."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        self._lock.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """See `threading.Condition.wait`."""
+        is_told = [False]
+        self._waiting.append(is_told)
+        self._lock.release()
+        try:
+            return self._scheduler.wait_until(lambda: is_told[0], is_told, timeout)
+        finally:
+            self._waiting = [each for each in self._waiting if each is not is_told]
+            self._lock.acquire()
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        """See `threading.Condition.wait_for`."""
+        due = None if timeout is None else self._scheduler.now + timeout
+        while not predicate():
+            left = None if due is None else due - self._scheduler.now
+            if (left is not None and left <= 0) or self._scheduler.is_over:
+                return predicate()
+            self.wait(left)
+        return True
+
+    def notify(self, n: int = 1) -> None:
+        """See `threading.Condition.notify`."""
+        for is_told in self._waiting[:n]:
+            is_told[0] = True
+            self._scheduler.wake(is_told)
+        del self._waiting[:n]
+
+    def notify_all(self) -> None:
+        """See `threading.Condition.notify_all`."""
+        self.notify(len(self._waiting))
+
+
+class SimulatedEvent:
+    """Event; see `threading.Event`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """See `threading.Event.is_set`."""
+        return self._is_set
+
+    def set(self) -> None:
+        """See `threading.Event.set`."""
+        self._is_set = True
+        self._scheduler.wake(self)
+        self._scheduler.point()
+
+    def clear(self) -> None:
+        """See `threading.Event.clear`."""
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """See `threading.Event.wait`."""
+        return self._scheduler.wait_until(self.is_set, self, timeout)
+
+
+class SimulatedQueue:
+    """Queue without a bound; see `queue.SimpleQueue`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._items: deque[Any] = deque()
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:  # noqa: ARG002, FBT001, FBT002 - as in `queue`
+        """See `queue.SimpleQueue.put`."""
+        self._items.append(item)
+        self._scheduler.wake(self)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: FBT001, FBT002 - as in `queue`
+        """See `queue.SimpleQueue.get`."""
+        limit_s = timeout if block else 0.0
+        if not self._scheduler.wait_until(lambda: bool(self._items), self, limit_s):
+            raise queue.Empty
+        return self._items.popleft()
+
+    def get_nowait(self) -> Any:
+        """See `queue.SimpleQueue.get_nowait`."""
+        return self.get(block=False)
+
+    def empty(self) -> bool:
+        """See `queue.SimpleQueue.empty`."""
+        return not self._items
+
+    def qsize(self) -> int:
+        """See `queue.SimpleQueue.qsize`."""
+        return len(self._items)

@@ -1,0 +1,113 @@
+"""Runtime of a simulation: virtual time, seeded threads, locks, loops and random numbers."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from queue import SimpleQueue
+from random import Random
+from typing import Any, TypeVar, cast
+
+from kvxfer.runtime import Lock, Runtime
+from kvxfer.testing.simulation.event_loop import SimulatedLoop
+from kvxfer.testing.simulation.primitives import (
+    SimulatedCondition,
+    SimulatedEvent,
+    SimulatedLock,
+    SimulatedQueue,
+)
+from kvxfer.testing.simulation.scheduler import Scheduler, SimulatedThread
+
+FIRST_WALL_TIME_S = 1_700_000_000.0
+
+FutureT = TypeVar("FutureT", bound=Future[Any])
+
+
+class SimulatedRuntime(Runtime):
+    """Runtime in which one seed decides everything that arguments do not.
+
+    Args:
+        seed: The seed.
+
+    Attributes:
+        scheduler: Scheduler of the threads.
+        loops: Event loops that were made, in order.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.scheduler = Scheduler(Random(f"{seed}/order"))
+        self.scheduler.describe_waiting = self._describe_tasks
+        self.loops: list[SimulatedLoop] = []
+        self._random = Random(f"{seed}/random")
+
+    def monotonic(self) -> float:
+        """See `Runtime.monotonic`."""
+        return self.scheduler.now
+
+    def wall_time(self) -> float:
+        """See `Runtime.wall_time`."""
+        return FIRST_WALL_TIME_S + self.scheduler.now
+
+    def sleep(self, seconds: float) -> None:
+        """See `Runtime.sleep`."""
+        self.scheduler.sleep(seconds)
+
+    def token_bytes(self, num_bytes: int) -> bytes:
+        """See `Runtime.token_bytes`."""
+        return self._random.randbytes(num_bytes)
+
+    def random(self) -> Random:
+        """See `Runtime.random`."""
+        return self._random
+
+    def start_thread(
+        self, target: Callable[..., object], *, name: str, args: tuple[Any, ...] = ()
+    ) -> threading.Thread:
+        """See `Runtime.start_thread`."""
+        thread: SimulatedThread = self.scheduler.start(lambda: target(*args), name)
+        return cast("threading.Thread", thread)
+
+    def lock(self) -> Lock:
+        """See `Runtime.lock`."""
+        return SimulatedLock(self.scheduler)
+
+    def condition(self) -> threading.Condition:
+        """See `Runtime.condition`."""
+        return cast("threading.Condition", SimulatedCondition(self.scheduler))
+
+    def event(self) -> threading.Event:
+        """See `Runtime.event`."""
+        return cast("threading.Event", SimulatedEvent(self.scheduler))
+
+    def queue(self) -> "SimpleQueue[Any]":
+        """See `Runtime.queue`."""
+        return cast("SimpleQueue[Any]", SimulatedQueue(self.scheduler))
+
+    def wait_futures(
+        self, futures: Collection[FutureT], timeout_s: float | None = None
+    ) -> tuple[list[FutureT], list[FutureT]]:
+        """See `Runtime.wait_futures`."""
+        turn = object()
+        for future in futures:
+            future.add_done_callback(lambda _: self.scheduler.wake(turn))
+        self.scheduler.wait_until(lambda: all(each.done() for each in futures), turn, timeout_s)
+        done = [each for each in futures if each.done()]
+        return done, [each for each in futures if not each.done()]
+
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        """See `Runtime.new_event_loop`."""
+        loop = SimulatedLoop(self.scheduler)
+        self.loops.append(loop)
+        return loop
+
+    def open_socket(self, family: int, kind: int) -> socket.socket:
+        """See `Runtime.open_socket`: there is no network."""
+        raise OSError(f"a simulation has no sockets of family {family} and kind {kind}")
+
+    def listen(self, address: tuple[Any, ...], *, family: int, backlog: int) -> socket.socket:
+        """See `Runtime.listen`: there is no network."""
+        raise OSError(f"a simulation has no listeners: {address}, {family}, {backlog}")
+
+    def _describe_tasks(self) -> str:
+        return "\n".join(loop.describe_tasks() for loop in self.loops if not loop.is_closed())

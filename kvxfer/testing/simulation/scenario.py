@@ -1,0 +1,159 @@
+"""Scenarios: what a seed does to real code, step by step, and what is found to be wrong."""
+
+import hashlib
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, ClassVar, TypeVar
+
+from kvxfer import runtime
+from kvxfer.testing.simulation.runtime import SimulatedRuntime
+from kvxfer.testing.simulation.scheduler import FIRST_TIME_S, StuckError
+from kvxfer.testing.simulation.unmoved import move
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Step of a plan: a call of the code under test, or a fault of the world around it.
+
+    Attributes:
+        at_s: Seconds after the beginning, in virtual time.
+        what: Name of the call or of the fault.
+        arguments: Arguments, by name.
+    """
+
+    at_s: float
+    what: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        given = " ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+        return f"{self.at_s:9.4f} {self.what} {given}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Something that must never be, and was.
+
+    Attributes:
+        kind: What it is, the same words for the same kind.
+        detail: Where and when.
+    """
+
+    kind: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}" if self.detail else self.kind
+
+
+class Simulation:
+    """One run of a scenario by a seed.
+
+    Args:
+        seed: The seed.
+
+    Attributes:
+        seed: As given.
+        runtime: Runtime of the run.
+        trace: What happened, in order.
+        violations: What was found to be wrong.
+        num_calls: Calls of the code under test.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.runtime = SimulatedRuntime(seed)
+        self.trace: list[str] = []
+        self.violations: list[Violation] = []
+        self.num_calls = 0
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the beginning."""
+        return self.runtime.scheduler.now - FIRST_TIME_S
+
+    def random(self, name: str) -> Random:
+        """Make random numbers of a name, the same for a seed whatever else is drawn."""
+        return Random(f"{self.seed}/{name}")
+
+    def note(self, text: str) -> None:
+        """Note in the trace what happened."""
+        self.trace.append(f"{self.now:9.4f} {text}")
+
+    def fail(self, kind: str, detail: object = "") -> None:
+        """Note a violation."""
+        self.violations.append(Violation(kind, f"at {self.now:.4f} s: {detail}"))
+        self.note(f"VIOLATION {kind}: {detail}")
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on an event loop of its own, on the calling thread."""
+        return runtime.run(work)
+
+    def digest(self) -> str:
+        """Compute a digest of everything that happened, in its order and at its times."""
+        steps = f"{self.runtime.scheduler.num_steps} {self.runtime.scheduler.now!r}"
+        return hashlib.sha256("\n".join([*self.trace, steps]).encode()).hexdigest()[:16]
+
+
+class Scenario(ABC):
+    """Scenario: a plan that a seed makes, and the real code that it is carried out on.
+
+    Implementors must draw random numbers from what they are given alone, and iterate over nothing
+    whose order differs between two runs.
+
+    Attributes:
+        name: Name of the scenario, unique in a command.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def plan(self, random: Random) -> list[Step]:
+        """Make a plan. Any part of it is one, too: a failing plan is cut down."""
+
+    @abstractmethod
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        """Carry out a plan, on the main thread of the simulation, and look at the end of it."""
+
+
+def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None) -> Simulation:
+    """Carry out the plan that a seed makes, or a part of it.
+
+    Args:
+        scenario: The scenario.
+        seed: The seed.
+        steps: Steps to carry out; all of the plan by default.
+
+    Returns:
+        The run; its violations say what was found to be wrong.
+    """
+    move()
+    simulation = Simulation(seed)
+    if steps is None:
+        steps = scenario.plan(simulation.random("plan"))
+
+    def main() -> None:
+        try:
+            scenario.run(simulation, steps)
+        except StuckError as exc:
+            simulation.fail("stuck", exc)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the seed has found it
+            simulation.fail("raised", _describe(exc))
+
+    with runtime.use(simulation.runtime):
+        simulation.runtime.scheduler.run(main)
+    for loop in simulation.runtime.loops:
+        for error in loop.errors:
+            simulation.fail("error that nobody fetched", error)
+        if not loop.is_closed():
+            loop.close()
+    return simulation
+
+
+def _describe(exc: BaseException) -> str:
+    return "".join(traceback.format_exception(exc)[-6:])

@@ -1,0 +1,261 @@
+"""Scheduler of simulated threads: one of them runs at a time, and a seed decides which."""
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from random import Random
+
+FIRST_TIME_S = 1000.0
+STEP_S = 1e-6
+"""Virtual time that passes at each step, so that a loop that never waits reaches its deadline."""
+
+
+class SimulationEnded(BaseException):
+    """Raised in threads that a simulation leaves behind, to end them."""
+
+
+class StuckError(AssertionError):
+    """Nothing can go on any more, or something goes on for ever; says where everything stands."""
+
+
+class SimulatedThread:
+    """Thread of a simulation: an operating system's thread that runs when it is its turn.
+
+    Args:
+        scheduler: Scheduler of the simulation.
+        name: Name of the thread.
+
+    Attributes:
+        name: As given.
+        waits_for: Object that the thread waits for; None while it could go on.
+        due: Virtual time until which it waits; None for no limit.
+        woken: Whether what it waited for came before that time.
+    """
+
+    def __init__(self, scheduler: "Scheduler", name: str) -> None:
+        self.name = name
+        self.ident: int | None = None
+        self.waits_for: object | None = None
+        self.due: float | None = None
+        self.woken = False
+        self.ended = False
+        self.error: BaseException | None = None
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        self._scheduler = scheduler
+
+    def join(self, timeout: float | None = None) -> None:
+        """See `threading.Thread.join`."""
+        self._scheduler.wait_until(lambda: self.ended, self, timeout)
+
+    def is_alive(self) -> bool:
+        """See `threading.Thread.is_alive`."""
+        return not self.ended
+
+
+class Scheduler:
+    """Scheduler of the threads of one simulation, and their clock.
+
+    A thread goes on until it waits, or reaches a point at which the seed lets another one go on.
+    When all wait, the clock jumps to the first deadline.
+
+    Args:
+        random: Random numbers that decide.
+        max_steps: Steps after which a simulation is said to be stuck.
+
+    Attributes:
+        now: Virtual time in seconds.
+        random: As given.
+        num_steps: Points and waits so far.
+        max_steps: As given.
+    """
+
+    def __init__(self, random: Random, *, max_steps: int = 3_000_000) -> None:
+        self.now = FIRST_TIME_S
+        self.random = random
+        self.num_steps = 0
+        self.describe_waiting: Callable[[], str] = str
+        self.max_steps = max_steps
+        self._restlessness = random.choice((0.0, 0.02, 0.1, 0.4))
+        self._main = SimulatedThread(self, "main")
+        self._threads = [self._main]
+        self._ready: list[SimulatedThread] = []
+        self._current = self._main
+        self._is_ending = self._is_over = False
+
+    @property
+    def current(self) -> SimulatedThread:
+        """Thread whose turn it is."""
+        return self._current
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the simulation has ended: nothing waits any more."""
+        return self._is_over
+
+    def alive(self) -> list[SimulatedThread]:
+        """Return the threads that have not ended, without the main one."""
+        return [thread for thread in self._threads[1:] if not thread.ended]
+
+    def run(self, main: Callable[[], None]) -> None:
+        """Run a function on the calling thread as the main one, then end all others."""
+        self._main.ident = threading.get_ident()
+        try:
+            main()
+        finally:
+            self._is_ending = True
+            for thread in self.alive():
+                self._hand_over(thread)
+            self._is_over = True
+
+    def start(self, target: Callable[[], object], name: str) -> SimulatedThread:
+        """Start a thread, which runs when it is its turn."""
+        thread = SimulatedThread(self, name)
+
+        def run() -> None:
+            thread.ident = threading.get_ident()
+            thread.turn.acquire()
+            try:
+                if not self._is_ending:
+                    target()
+            except SimulationEnded:
+                pass
+            except BaseException as exc:  # noqa: BLE001 - the main thread raises it
+                thread.error = exc
+            thread.ended = True
+            if self._is_ending:
+                self._current = self._main
+                self._main.turn.release()
+            else:
+                self._wake(thread)
+                self._release_next()
+
+        self._threads.append(thread)
+        self._ready.append(thread)
+        threading.Thread(target=run, name=name, daemon=True).start()
+        self.point()
+        return thread
+
+    def point(self) -> None:
+        """Let another thread go on, if the seed says so."""
+        if self._is_over:
+            return
+        self._step()
+        if self._ready_now() and self.random.random() < self._restlessness:
+            self._ready.append(self._current)
+            self._switch()
+
+    def wait_until(
+        self, is_true: Callable[[], bool], on: object, timeout_s: float | None = None
+    ) -> bool:
+        """Wait until a condition holds that changes only where `wake` is called for an object.
+
+        Returns:
+            Whether it holds; False when time was up.
+        """
+        due = None if timeout_s is None else self.now + timeout_s
+        while not is_true():
+            if self._is_over or (due is not None and self.now >= due):
+                return False
+            self._wait(on, due)
+        return True
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for some virtual time."""
+        self.wait_until(lambda: False, object(), max(0.0, seconds))
+
+    def wake(self, on: object) -> None:
+        """Let those go on that wait for an object."""
+        if not self._is_over:
+            self._wake(on)
+
+    def stacks(self) -> str:
+        """Describe where every thread and every task stands."""
+        frames = sys._current_frames()  # noqa: SLF001 - there is no other way to another thread
+        parts = []
+        for thread in self._threads:
+            frame = frames.get(thread.ident or -1)
+            if thread.ended or frame is None:
+                continue
+            lines = traceback.format_stack(frame)
+            ours = [line.rstrip() for line in lines if "/simulation/scheduler" not in line]
+            parts.append("\n".join([f"thread {thread.name}:", *ours[-6:]]))
+        return "\n".join([*parts, self.describe_waiting()])
+
+    def _wake(self, on: object) -> None:
+        for thread in self._threads:
+            if thread.waits_for is on:
+                self._make_ready(thread, woken=True)
+
+    def _make_ready(self, thread: SimulatedThread, *, woken: bool) -> None:
+        thread.waits_for, thread.due, thread.woken = None, None, woken
+        self._ready.append(thread)
+
+    def _wait(self, on: object, due: float | None) -> None:
+        self._step()
+        me = self._current
+        me.waits_for, me.due = on, due
+        self._switch()
+
+    def _step(self) -> None:
+        if self._is_ending and self._current is not self._main:
+            raise SimulationEnded
+        self.now += STEP_S
+        self.num_steps += 1
+        if self.num_steps == self.max_steps:
+            self._fail(f"no end after {self.num_steps} steps")
+
+    def _fail(self, why: str) -> None:
+        """Let the main thread raise an error, at once or when it goes on."""
+        error = StuckError(f"{why}\n{self.stacks()}")
+        if self._current is self._main:
+            raise error
+        self._main.error = self._main.error or error
+        if self._main.waits_for is not None:
+            self._make_ready(self._main, woken=False)
+
+    def _ready_now(self) -> bool:
+        for thread in self._threads:
+            if thread.due is not None and thread.due <= self.now:
+                self._make_ready(thread, woken=False)
+        return bool(self._ready)
+
+    def _choose(self) -> SimulatedThread:
+        while not self._ready_now():
+            due = [thread.due for thread in self._threads if thread.due is not None]
+            if due:
+                self.now = max(self.now, min(due))
+            elif self._main.waits_for is not None:
+                self._main.error = StuckError(f"all wait, and no deadline is set\n{self.stacks()}")
+                self._make_ready(self._main, woken=False)
+            else:
+                raise AssertionError("nobody can go on")
+        index = self.random.randrange(len(self._ready)) if len(self._ready) > 1 else 0
+        return self._ready.pop(index)
+
+    def _switch(self) -> None:
+        """Let the next thread go on, and wait for the turn of this one."""
+        me = self._current
+        chosen = self._choose()
+        if chosen is not me:
+            self._current = chosen
+            chosen.turn.release()
+            me.turn.acquire()
+        if self._is_ending and me is not self._main:
+            raise SimulationEnded
+        if me is self._main and me.error is not None:
+            error, me.error = me.error, None
+            raise error
+
+    def _release_next(self) -> None:
+        """Let the next thread go on, at the end of this one."""
+        self._current = self._choose()
+        self._current.turn.release()
+
+    def _hand_over(self, thread: SimulatedThread) -> None:
+        """Let a thread end, from the main one."""
+        thread.waits_for = thread.due = None
+        self._current = thread
+        thread.turn.release()
+        self._main.turn.acquire()

@@ -1,0 +1,11 @@
+"""Command `make simulate`: seeds of the scenarios of this project."""
+
+import sys
+
+from kvxfer.testing.simulation import Scenario, main
+from tests.simulation.tiers import TiersScenario
+
+SCENARIOS: list[Scenario] = [TiersScenario()]
+
+if __name__ == "__main__":
+    sys.exit(main(SCENARIOS))

@@ -1,0 +1,174 @@
+"""The simulation repeats, ends what hangs, cuts plans down, and finds nothing wrong."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvxfer import runtime
+from kvxfer.testing.simulation import Scenario, Simulation, Step, cut_down, run_seed
+from tests.simulation.__main__ import SCENARIOS
+
+ROOT = Path(__file__).parents[2]
+SEEDS = range(4)
+
+LIMIT_S = 120
+DIGESTS = """
+import sys
+from kvxfer.testing.simulation import run_seed
+from tests.simulation.__main__ import SCENARIOS
+for scenario in SCENARIOS:
+    for seed in range(3):
+        print(scenario.name, run_seed(scenario, seed).digest())
+"""
+
+
+class Written(Scenario):
+    """Scenario that a test writes: a function of the run and the steps."""
+
+    name = "written"
+
+    def __init__(self, body: Callable[[Simulation, Sequence[Step]], None]) -> None:
+        self._body = body
+
+    def plan(self, random: Random) -> list[Step]:
+        return [Step(float(number), random.choice("abc")) for number in range(20)]
+
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        self._body(simulation, steps)
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.name)
+def test_seeds_find_nothing(scenario: Scenario) -> None:
+    found = {seed: run_seed(scenario, seed).violations for seed in SEEDS}
+    assert {seed: list(map(str, each)) for seed, each in found.items() if each} == {}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT_S)
+def test_a_seed_repeats_in_another_process_with_other_hashes() -> None:
+    command = [sys.executable, "-c", DIGESTS]
+    first, second = (
+        subprocess.run(
+            command,
+            env=os.environ | {"PYTHONHASHSEED": hashes, "PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for hashes in ("1", "2")
+    )
+    assert first == second
+    assert len(first.splitlines()) == 3 * len(SCENARIOS)
+
+
+def test_time_passes_only_when_all_wait() -> None:
+    def body(simulation: Simulation, steps: Sequence[Step]) -> None:
+        async def wait() -> None:
+            await asyncio.gather(asyncio.sleep(3600), asyncio.sleep(1800))
+
+        runtime.start_thread(lambda: runtime.sleep(7200), name="sleeper").join()
+        simulation.run(wait())
+
+    ended = run_seed(Written(body), 1)
+    assert not ended.violations
+    assert ended.now == pytest.approx(7200 + 3600, abs=1.0)
+
+
+def test_threads_that_wait_for_each_other_are_reported_with_their_stacks() -> None:
+    def body(simulation: Simulation, steps: Sequence[Step]) -> None:
+        one, other = runtime.lock(), runtime.lock()
+        met = runtime.event()
+
+        def hold_other() -> None:
+            with other:
+                met.set()
+                one.acquire()
+
+        with one:
+            runtime.start_thread(hold_other, name="the other")
+            met.wait()
+            other.acquire()
+
+    [violation] = run_seed(Written(body), 1).violations
+    assert violation.kind == "stuck"
+    assert "thread the other" in violation.detail
+    assert "hold_other" in violation.detail
+
+
+def test_a_loop_that_never_waits_is_reported() -> None:
+    def body(simulation: Simulation, steps: Sequence[Step]) -> None:
+        lock = runtime.lock()
+        simulation.runtime.scheduler.max_steps = 1000
+        while True:
+            with lock:
+                pass
+
+    [violation] = run_seed(Written(body), 1).violations
+    assert violation.kind == "stuck"
+    assert "no end after 1000 steps" in violation.detail
+
+
+def test_a_count_without_a_lock_is_wrong_in_some_order() -> None:
+    def count(lock: runtime.Lock | None) -> int:
+        counted = 0
+
+        def add() -> None:
+            nonlocal counted
+            point = runtime.lock()
+            for _ in range(5):
+                if lock:
+                    lock.acquire()
+                before = counted
+                with point:
+                    counted = before + 1
+                if lock:
+                    lock.release()
+
+        threads = [runtime.start_thread(add, name=f"adder {number}") for number in range(3)]
+        for thread in threads:
+            thread.join()
+        return counted
+
+    counts: dict[bool, list[int]] = {True: [], False: []}
+
+    def body(simulation: Simulation, steps: Sequence[Step]) -> None:
+        counts[True].append(count(runtime.lock()))
+        counts[False].append(count(None))
+
+    for seed in range(20):
+        assert not run_seed(Written(body), seed).violations
+    assert set(counts[True]) == {15}
+    assert min(counts[False]) < 15
+
+
+def test_a_plan_is_cut_down_to_the_steps_that_matter() -> None:
+    def body(simulation: Simulation, steps: Sequence[Step]) -> None:
+        if {3.0, 11.0} <= {step.at_s for step in steps}:
+            simulation.fail("both")
+
+    assert [step.at_s for step in cut_down(Written(body), 1, "both")] == [3.0, 11.0]
+
+
+def test_a_thread_that_is_left_behind_ends_with_the_simulation() -> None:
+    ended = []
+
+    def body(simulation: Simulation, steps: Sequence[Step]) -> None:
+        def wait() -> None:
+            try:
+                runtime.event().wait()
+            finally:
+                ended.append(simulation.now)
+
+        runtime.start_thread(wait, name="waiter")
+        runtime.sleep(1)
+
+    assert not run_seed(Written(body), 1).violations
+    assert len(ended) == 1
