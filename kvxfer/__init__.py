@@ -1,6 +1,6 @@
 """KV-cache blocks of serving engines, moved to any medium, whatever their layout."""
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Iterable
 from types import ModuleType
@@ -17,6 +17,9 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
+        module = f"{self.__name__}.{name}"
+        if name != "connect" and importlib.util.find_spec(module):
+            return importlib.import_module(module)
         public = importlib.import_module("kvxfer.public")
         names = {each: getattr(public, each) for each in public.__all__}
         self.__dict__.update(names, __all__=public.__all__)

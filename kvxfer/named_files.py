@@ -3,9 +3,10 @@
 import os
 import select
 import stat
-import time
 from errno import EFBIG, EISDIR, ETIMEDOUT
 from typing import NamedTuple
+
+from kvxfer import runtime
 
 MAX_BYTES = 16 << 20
 """Bytes of such a file at most."""
@@ -32,7 +33,7 @@ def read_named_file(path: str | os.PathLike[str]) -> NamedFile:
         OSError: It cannot be read, nobody writes to the pipe, or it is too large.
         ValueError: There is a NUL in the path.
     """
-    stop_s = time.monotonic() + TIMEOUT_S
+    stop_s = runtime.monotonic() + TIMEOUT_S
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         mode = os.fstat(fd).st_mode
@@ -53,6 +54,6 @@ def _read(fd: int, stop_s: float, *, is_pipe: bool) -> bytes:
     if is_pipe:
         poll = select.poll()
         poll.register(fd, select.POLLIN)
-        if not poll.poll(1000 * max(0.0, stop_s - time.monotonic())):
+        if not poll.poll(1000 * max(0.0, stop_s - runtime.monotonic())):
             raise TimeoutError(ETIMEDOUT, f"nobody wrote all of it within {TIMEOUT_S:g} s")
     return os.read(fd, MAX_BYTES)

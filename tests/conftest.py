@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvxfer import runtime
 from tests import examples, needs
+from tests.clock import Clock
 
 MAX_CALLBACK_S = 5.0  # wall time: a busy machine stops for a second now and then
 E2E_TIMEOUT_S = 600
@@ -92,6 +94,13 @@ class _LoopComplaints(logging.Handler):
             slow = isinstance(duration_s, float) and duration_s >= MAX_CALLBACK_S
         if slow or record.levelno >= logging.ERROR:
             self.messages.append(record.getMessage())
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    """Clock of the runtime while the test runs, which the test sets."""
+    with runtime.use(Clock()) as clock:
+        yield clock
 
 
 @pytest.fixture(autouse=True)

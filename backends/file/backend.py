@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -11,6 +10,7 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
+from kvxfer import runtime
 from kvxfer.backends.file.block_files import BlockFiles, failure
 from kvxfer.backends.file.block_reader import BlockReader
 from kvxfer.backends.file.block_writer import BUSY, BlockWriter
@@ -88,7 +88,7 @@ class FileBackend(Backend):
         namespace: Namespace,
         *,
         file_io: FileIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = runtime.monotonic,
     ) -> None:
         largest = require_room(config, namespace)
         digester = Digester(config.integrity, read_secret(config.secret_file), config.tenant)

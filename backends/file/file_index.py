@@ -1,12 +1,11 @@
 """In-memory index of a store's files, in the order of eviction."""
 
 import heapq
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvxfer import runtime
 from kvxfer.backends.file.folders.block_tree import FoundBlock
 from kvxfer.backends.file.folders.names import FINGERPRINT_DIGITS
 from kvxfer.storage.eviction.policies import EvictionPolicy
@@ -95,7 +94,7 @@ class FileIndex:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._entries: dict[FileId, _Entry] = {}
         self._quarantined = OrderedDict[FileId, int]()  # a dict finds its first only slowly
         self._walk_result: tuple[list[FileId], list[FileId]] = ([], [])
@@ -122,7 +121,7 @@ class FileIndex:
 
     def admit(self, files: Sequence[FileId], sizes: Sequence[int]) -> list[FileId]:
         """Add files that are being written; return those that were removed behind our back."""
-        now, vanished = time.time(), []
+        now, vanished = runtime.wall_time(), []
         with self._lock:
             for file, num_bytes in zip(files, sizes, strict=True):
                 if self._entries.pop(file, None):
@@ -168,7 +167,7 @@ class FileIndex:
 
     def touch(self, files: Sequence[FileId]) -> list[FileId]:
         """Count a use, the first file's as the last; return files whose use to note on the disk."""
-        now, old = time.time(), []
+        now, old = runtime.wall_time(), []
         with self._lock:
             for file in reversed(files):
                 entry = self._entries.get(file)
@@ -274,7 +273,7 @@ class FileIndex:
         """
         if found is not None:
             for _ in self.learn_walk(found):
-                time.sleep(STEP_PAUSE_S)
+                runtime.sleep(STEP_PAUSE_S)
         with self._lock:
             changes, self._changes = self._changes or _WalkChanges(), None
             total = changes.num_bytes_found

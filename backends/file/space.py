@@ -4,12 +4,11 @@ import contextlib
 import logging
 import math
 import os
-import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from itertools import chain
 
+from kvxfer import runtime
 from kvxfer.backends.file.file_index import (
     STEP_PAUSE_S,
     FileId,
@@ -87,8 +86,8 @@ class Space:
         self._rescan_factor = rescan_factor
         self.walks = Threads("kvxfer-file-scan", 1)
         self._walk: Future[None] | None = None
-        self._walk_lock = threading.Lock()
-        self._scanning = threading.Lock()
+        self._walk_lock = runtime.lock()
+        self._scanning = runtime.lock()
         self._next_scan = 0.0
         self._must_rescan = False
         self._reports = Reports()
@@ -122,11 +121,11 @@ class Space:
             OSError: The tree cannot be read; nothing is changed.
         """
         with self._scanning:
-            began = time.monotonic()
+            began = runtime.monotonic()
             try:
                 self._scan()
             finally:
-                now = time.monotonic()
+                now = runtime.monotonic()
                 took = now - began
                 self._next_scan = now if took < SHORT_SCAN_S else now + self._rescan_factor * took
 
@@ -307,7 +306,7 @@ class Space:
                 with self._ledger.locked():  # for some files at a time: others wait for it, too
                     is_learning = next(learning, False)
                     self._tell_walk()
-                time.sleep(STEP_PAUSE_S)
+                runtime.sleep(STEP_PAUSE_S)
         except BaseException:
             self._index.abandon_walk()
             raise
@@ -413,7 +412,7 @@ class Space:
         Raises:
             OSError: The walk has failed.
         """
-        is_due = not self._ledger.known or time.monotonic() >= self._next_scan
+        is_due = not self._ledger.known or runtime.monotonic() >= self._next_scan
         if not (is_due or self.is_walking):
             return False
         walk = self.begin_scan()

@@ -2,11 +2,11 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from kvxfer import runtime
 from kvxfer.backends.file.block_files import BlockFiles, SystemFailure, failure
 from kvxfer.backends.file.block_writer import BUSY, BlockWriter
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
@@ -54,7 +54,7 @@ class StoreBatch:
         self._writer = writer
         self._keys = keys
         self._blocks = blocks
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._has_room = False
         self._reserved: set[int] = set()
         self._outcomes: list[Outcome | None] = [None] * len(keys)

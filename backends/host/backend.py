@@ -1,13 +1,13 @@
 """Host memory backend: a pool of slots, and the index of the blocks in them."""
 
 import logging
-import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
 import numpy as np
 
+from kvxfer import runtime
 from kvxfer.backends.host.config import HostConfig
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.backends.host.pool_shape import PoolShape
@@ -93,7 +93,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         self._index = BlockIndex(shape.num_slots, config.open_policy(shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores = KeyLocks()
-        self._lock = threading.Lock()  # of the index, which `load` and `begin_store` use on threads
+        self._lock = runtime.lock()  # of the index, which `load` and `begin_store` use on threads
         self._reports = Reports()
         self.regions = [self._pool.region, self._pool.generations.region]
 

@@ -7,12 +7,12 @@ import logging
 import mmap
 import os
 import struct
-import time
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer import runtime
 from kvxfer.backends.host.available_memory import require_memory
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -123,8 +123,8 @@ class SharedSegment:
         Raises:
             BackendUnavailableError: The other process takes too long, or was stopped.
         """
-        ends_at = time.monotonic() + CREATION_TIMEOUT_S
-        while time.monotonic() < ends_at:
+        ends_at = runtime.monotonic() + CREATION_TIMEOUT_S
+        while runtime.monotonic() < ends_at:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 if _locked(fd, fcntl.LOCK_EX) and _is_at(fd, self._path):
@@ -140,7 +140,7 @@ class SharedSegment:
                 os.close(fd)
                 raise
             os.close(fd)
-            time.sleep(CREATION_PAUSE_S)
+            runtime.sleep(CREATION_PAUSE_S)
         text = f"another process has been creating it for {CREATION_TIMEOUT_S:g} s"
         raise BackendUnavailableError(f"{self._path}: {text}")
 

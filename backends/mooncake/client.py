@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import enum
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvxfer import runtime
 from kvxfer.backends.mooncake.config import MooncakeConfig
 from kvxfer.errors import BackendUnavailableError, ClosedError, KVXferError
 from kvxfer.kvcache.memory_region import MemoryRegion
@@ -124,7 +124,7 @@ class StoreClient:
                 its own deadline on.
             ClosedError: The client was closed.
         """
-        ends_at = time.monotonic() + timeout_s
+        ends_at = runtime.monotonic() + timeout_s
         self._require_idle(what)
         try:
             async with asyncio.timeout(timeout_s / 2):
@@ -142,7 +142,7 @@ class StoreClient:
                 self._is_late = True
                 self._breaker.trip(f"{what} was not answered in time")
 
-        left_s, ending = ends_at - time.monotonic(), asyncio.wait([running])
+        left_s, ending = ends_at - runtime.monotonic(), asyncio.wait([running])
         with contextlib.suppress(TimeoutError):
             await self._calls.wait_for(left_s, ending, note_late=note_late, outlives_caller=True)
         if not running.done():
@@ -194,9 +194,9 @@ class StoreClient:
             if code:
                 self._shut()
                 raise BackendUnavailableError(f"the memory cannot be registered ({code})")
-        began_at = time.monotonic()
+        began_at = runtime.monotonic()
         codes = ask(self._store)
-        if Code.TRANSFER_FAIL in codes and time.monotonic() - began_at >= ABANDONED_AFTER_S:
+        if Code.TRANSFER_FAIL in codes and runtime.monotonic() - began_at >= ABANDONED_AFTER_S:
             self._shut()  # or a transfer that was given up may write to the memory
         return codes
 

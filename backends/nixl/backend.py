@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer import runtime
 from kvxfer.backends.host.backend import HostBackend
 from kvxfer.backends.host.config import HostConfig
 from kvxfer.backends.nixl.agents import (
@@ -279,12 +279,14 @@ class NixlBackend(Backend):
         self, home: Home, keys: Sequence[BlockKey], timeout_s: float | None
     ) -> set[BlockKey]:
         suspension = self._suspension(home)
-        if suspension and suspension.is_on(time.monotonic()):
+        if suspension and suspension.is_on(runtime.monotonic()):
             return set()
 
         def note_late() -> None:
             if suspension and timeout_s is not None:
-                suspension.note_late(time.monotonic(), f"lookup of {len(keys)} blocks", timeout_s)
+                suspension.note_late(
+                    runtime.monotonic(), f"lookup of {len(keys)} blocks", timeout_s
+                )
 
         try:
             there = await self._calls.wait_for(
@@ -301,7 +303,7 @@ class NixlBackend(Backend):
         self, home: Home, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         suspension = self._suspension(home)
-        if suspension and suspension.is_on(time.monotonic()):
+        if suspension and suspension.is_on(runtime.monotonic()):
             return [Outcome(Status.FAILED, reason="the peer does not answer lookups")] * len(keys)
         return await home.store(keys, blocks)
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.places import find_places, locate_fences
@@ -170,7 +170,7 @@ class ClientSession:
             self._theirs = await self._node.link(self._greeting)
             needs_data = self._theirs.carrier == "socket" and not self._only_asks
             await self._channel.send(Ready(needs_data=needs_data))
-            self._heard = time.monotonic()  # until then it has to be silent
+            self._heard = runtime.monotonic()  # until then it has to be silent
             logger.info("serving %s by %s", self._channel.peer, self.carrier)
             self._require_signs_of_life()
             try:
@@ -224,7 +224,7 @@ class ClientSession:
 
     def _require_signs_of_life(self) -> None:
         """Cut the connection when its lease expires; one timer per request would cost more."""
-        left_s = self._heard + self._node.config.lease_s - time.monotonic()
+        left_s = self._heard + self._node.config.lease_s - runtime.monotonic()
         if left_s > 0:
             loop = asyncio.get_running_loop()
             self._lease = loop.call_later(left_s, self._require_signs_of_life)
@@ -234,7 +234,7 @@ class ClientSession:
         self._channel.cut(PeerTimeoutError(str(self._channel.peer), "a request", lease_s))
 
     async def _take(self, request: Request) -> None:
-        self._heard = time.monotonic()
+        self._heard = runtime.monotonic()
         number = request.request_id
         for spent in request.let_go:
             if spent in self._pins:

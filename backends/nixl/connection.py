@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from itertools import count
 from typing import Self, TypeVar
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.places import Places
@@ -154,7 +154,7 @@ class Connection:
         except TimeoutError as exc:
             raise PeerTimeoutError(str(self.endpoint), "linking", self._timeout_s) from exc
         self._needs_data = ready.needs_data
-        self._heard = time.monotonic()
+        self._heard = runtime.monotonic()
         self._tasks = [
             asyncio.create_task(self._receive_answers()),
             asyncio.create_task(self._send_heartbeats()),
@@ -335,7 +335,7 @@ class Connection:
         try:
             while True:
                 answer = await self._channel.receive(_ANSWER)
-                self._heard = time.monotonic()
+                self._heard = runtime.monotonic()
                 waiting = self._waiting.pop(answer.request_id, None)
                 if waiting is None or waiting.done():
                     self._decline(answer)
@@ -355,7 +355,7 @@ class Connection:
     async def _send_heartbeats(self) -> None:
         config = self._node.config
         with contextlib.suppress(KVXferError):  # `_receive_answers` gets it, too
-            while time.monotonic() - self._heard < config.lease_s:
+            while runtime.monotonic() - self._heard < config.lease_s:
                 await asyncio.sleep(config.heartbeat_s)
                 self._ping()
                 await self._channel.drain()

@@ -3,11 +3,11 @@
 import asyncio
 import hashlib
 import logging
-import uuid
 from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.agents import (
     SocketAgent,
     TransferAgent,
@@ -108,7 +108,7 @@ class LocalNode:
         self._make_agent = make_agent
         self._threads = Threads("kvxfer-nixl-open", 1)
         self._boot_id, self._pid, self._pid_namespace = identify_host()
-        self._incarnation = uuid.uuid4().bytes
+        self._incarnation = runtime.unique_id().bytes
         self._regions: list[MemoryRegion] = []
         self._is_open = False
         self._agent: TransferAgent | None = None

@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.agents.carrier import Carrier
 from kvxfer.backends.nixl.config import NixlConfig
@@ -151,9 +151,9 @@ async def _prove(node: LocalNode, endpoint: Endpoint) -> None:
 
 
 async def _ping(connection: Connection) -> float:
-    began = time.perf_counter()
+    began = runtime.monotonic()
     await connection.request(lambda number: Ping(request_id=number), Pong)
-    return time.perf_counter() - began
+    return runtime.monotonic() - began
 
 
 async def _describe(connection: Connection) -> bytes | None:

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-import time
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.endpoint import Endpoint
@@ -97,7 +97,7 @@ class Reconnect:
         if self._closed:
             raise ClosedError(f"connection to {self.endpoint}")
         if self._opening is None:
-            if self._pause.is_on(time.monotonic()) and self._failure is not None:
+            if self._pause.is_on(runtime.monotonic()) and self._failure is not None:
                 await asyncio.sleep(0)  # or who tries again at once would starve the event loop
                 raise PeerClosedError(str(self.endpoint), f"not retried yet after: {self._failure}")
             self._opening = asyncio.create_task(self._open())
@@ -146,7 +146,7 @@ class Reconnect:
             if self._failure is None and not self.is_own:
                 logger.warning("cannot connect: %s", exc)
             self._failure = exc
-            self._pause.begin(time.monotonic())
+            self._pause.begin(runtime.monotonic())
             raise
         finally:  # not in a callback: who came before it would get this error without waiting
             self._opening = None

@@ -1,8 +1,8 @@
 """Refusals: what the log says of connections that are refused, so little that none can fill it."""
 
 import logging
-import time
 
+from kvxfer import runtime
 from kvxfer.text import printable
 
 PERIOD_S = 1.0
@@ -34,7 +34,7 @@ class RefusalLog:
             peer: Address and port of the other side.
             reason: Reason; text of strangers in it is made printable and short.
         """
-        now = time.monotonic()
+        now = runtime.monotonic()
         at = text, peer.rpartition(":")[0]
         if at not in self._quiet_until and len(self._quiet_until) >= MAX_ADDRESSES:
             known = self._quiet_until.items()

@@ -5,12 +5,12 @@ import contextlib
 import logging
 import socket
 import ssl
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.client_session import BlockStore, ClientSession
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.refusals import MAX_CHARACTERS, RefusalLog
@@ -194,7 +194,7 @@ class Server:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if stranger:
-            self._unproven[task] = time.monotonic(), stranger
+            self._unproven[task] = runtime.monotonic(), stranger
             task.add_done_callback(self._prove)
         return task
 
@@ -217,7 +217,7 @@ class Server:
         most = self._config.max_unauthenticated
         while len(self._unproven) >= most:
             oldest, (since, peer) = next(iter(self._unproven.items()))
-            left_s = since + PROVE_S - time.monotonic()
+            left_s = since + PROVE_S - runtime.monotonic()
             if left_s > 0:
                 self._proven.clear()
                 with contextlib.suppress(TimeoutError):

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 
+from kvxfer import runtime
 from kvxfer.backends.host.available_memory import require_memory
 from kvxfer.backends.host.backend import HostBackend
 from kvxfer.backends.nixl.agents import (
@@ -138,7 +138,7 @@ class StandalonePeer:
             "on" if self._node.config.uses_tls else "off",
         )
         if self._discovery is not None:
-            started = time.time()
+            started = runtime.wall_time()
             await self._discovery.announce(
                 self._node.config.advertised(self.endpoint), lambda: self._announcement(started)
             )

@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
+from kvxfer import runtime
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import BlockFileError, OtherIntegrityError
 from kvxfer.backends.object.bucket import Bucket, Counts
@@ -411,7 +411,7 @@ class ObjectBackend(Backend):
 
     def _begin_list(self) -> None:
         """Begin the list that fills the cache, once, and again a while after it failed."""
-        if time.monotonic() >= self._list_again_at and (
+        if runtime.monotonic() >= self._list_again_at and (
             self._listing is None or self._listing.done()
         ):
             self._listing = asyncio.create_task(self._list())
@@ -419,7 +419,7 @@ class ObjectBackend(Backend):
 
     async def _list(self) -> None:
         """List the namespace, unless names cannot tell whose pages these are."""
-        began_at, since, num_names = time.monotonic(), self._presence.mark(), 0
+        began_at, since, num_names = runtime.monotonic(), self._presence.mark(), 0
         self._list_again_at = began_at + LIST_AGAIN_S
         try:
             await self._texts.read()

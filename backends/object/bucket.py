@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvxfer import runtime
 from kvxfer.backends.object.object_version import ListedObject, ObjectVersion
 from kvxfer.backends.object.request_failure import (
     ENDS,
@@ -325,7 +325,7 @@ class Bucket:
             RequestFailedError: It failed.
         """
         await self._pace()
-        ends_at = time.monotonic() + (timeout_s or self._timeout_s)
+        ends_at = runtime.monotonic() + (timeout_s or self._timeout_s)
         backoff = Pause(FIRST_BACKOFF_S, inf)
         while True:
             if not self._breaker.allows():
@@ -336,14 +336,14 @@ class Bucket:
                 return await self._request_once(what, ask, ends_at, probe)
             except RequestFailedError as exc:
                 backoff_s = backoff.next_s()
-                is_late = time.monotonic() + backoff_s >= ends_at
+                is_late = runtime.monotonic() + backoff_s >= ends_at
                 is_paused = not self._breaker.closed or (what == "PUT" and not self.stores.closed)
                 if not exc.transient or is_late or is_paused:
                     raise
                 failed = exc
             await asyncio.sleep(backoff_s)
             await self._pace()
-            if time.monotonic() >= ends_at:
+            if runtime.monotonic() >= ends_at:
                 raise failed
 
     async def _request_once(
@@ -351,7 +351,7 @@ class Bucket:
     ) -> T:
         """Make a request, a probe or none, and note what it says about the server."""
         try:
-            async with asyncio.timeout(ends_at - time.monotonic()):
+            async with asyncio.timeout(ends_at - runtime.monotonic()):
                 self.counts.requests += 1
                 answer = await ask()
         except (*self._is_there, FileNotFoundError):
@@ -383,7 +383,7 @@ class Bucket:
         """Wait until another request may begin, if the server seems to be there."""
         if self._pause_s and self._breaker.closed:
             async with self._turns:  # who is cancelled before its turn has taken none
-                now = time.monotonic()
+                now = runtime.monotonic()
                 turn = max(now, self._next_at)
                 await asyncio.sleep(turn - now)
                 self._next_at = turn + self._pause_s

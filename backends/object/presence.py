@@ -1,10 +1,10 @@
 """Cache of which objects are there, for lookups."""
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kvxfer import runtime
 from kvxfer.storage.keys import BlockKey
 
 MAX_KEYS = 1 << 18
@@ -38,7 +38,7 @@ class Presence:
         found_ttl_s: float,
         missing_ttl_s: float,
         max_keys: int = MAX_KEYS,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = runtime.monotonic,
     ) -> None:
         self._found_ttl_s = found_ttl_s
         self._missing_ttl_s = missing_ttl_s

@@ -3,13 +3,12 @@
 import contextlib
 import os
 import socket
-import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.host import HostPool, Integrity, PoolShape
 from kvxfer.backends.host.shared_memory import SharedMemory
 from kvxfer.backends.pool.messages import (
@@ -72,7 +71,7 @@ class Attachment:
         self.timed_out = False
         self._path = path
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._is_cut = False  # whether a message was sent in part
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -146,7 +145,7 @@ class Attachment:
             return pool
 
     def _greet(self, namespace: Namespace) -> tuple[Welcome, int]:
-        self._deadline_s = time.monotonic() + self._timeout_s
+        self._deadline_s = runtime.monotonic() + self._timeout_s
         self._socket.settimeout(self._timeout_s)
         self._socket.connect(self._path)
         _, user = peer_of(self._socket)
@@ -178,7 +177,7 @@ class Attachment:
     def _send(self, message: Message) -> None:
         if self.error:
             raise OSError(self.error)
-        self._deadline_s = time.monotonic() + self._timeout_s
+        self._deadline_s = runtime.monotonic() + self._timeout_s
         self._socket.settimeout(self._timeout_s)
         self._is_cut = True
         self._socket.sendall(encode(message))
@@ -190,7 +189,7 @@ class Attachment:
     def _receive_exactly(self, count: int) -> bytearray:
         received = bytearray()
         while len(received) < count:
-            left_s = self._deadline_s - time.monotonic()
+            left_s = self._deadline_s - runtime.monotonic()
             if left_s <= 0:
                 raise TimeoutError("timed out")
             self._socket.settimeout(left_s)

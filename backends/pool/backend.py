@@ -3,13 +3,12 @@
 import asyncio
 import itertools
 import logging
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.pool.attachment import Attachment
 from kvxfer.backends.pool.messages import (
     Delete,
@@ -124,7 +123,7 @@ class PoolBackend(Backend):
         self._threads = Threads("kvxfer-pool", NUM_THREADS)
         self._numbers = itertools.count()
         self._memory: list[MemoryRegion] = []  # of GPUs, to be registered with each new attachment
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._attachment: Attachment | None = None
         self._users: dict[Attachment, int] = {}
         self._pause, self._silence = Pause(RETRY_S), Pause(SILENT_RETRY_S)
@@ -162,7 +161,7 @@ class PoolBackend(Backend):
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
         self._guard.check_batch(keys, blocks)
         outcomes: list[Outcome | None] = [None] * len(keys)
-        ends_at = time.monotonic() + self._config.timeout_s
+        ends_at = runtime.monotonic() + self._config.timeout_s
         left, pause = list(range(len(keys))), Pause(BUSY_PAUSE_S, LONGEST_BUSY_PAUSE_S)
         while True:
             chosen = [keys[index] for index in left]
@@ -170,7 +169,7 @@ class PoolBackend(Backend):
             for index, outcome in zip(left, given, strict=True):
                 outcomes[index] = outcome
             left = [index for index in left if outcomes[index] is None]
-            if not left or time.monotonic() > ends_at:
+            if not left or runtime.monotonic() > ends_at:
                 return [outcome or _BUSY for outcome in outcomes]
             await asyncio.sleep(pause.next_s())
             self._guard.check()
@@ -298,7 +297,7 @@ class PoolBackend(Backend):
             self._wait(silent=lost.timed_out)
             if lost not in self._users:
                 lost.close()
-        now = time.monotonic()
+        now = runtime.monotonic()
         if self._pause.is_on(now) or self._silence.is_on(now):
             raise BackendUnavailableError(f"no host pool at {self._config.path} for now")
         try:
@@ -322,7 +321,7 @@ class PoolBackend(Backend):
         return attachment
 
     def _wait(self, *, silent: bool) -> None:
-        (self._silence if silent else self._pause).begin(time.monotonic())
+        (self._silence if silent else self._pause).begin(runtime.monotonic())
 
 
 _BUSY = Outcome(Status.FAILED, reason="another engine has been storing it for too long")

@@ -1,11 +1,11 @@
 """Command `kvxfer ls`: lists the namespaces of a store."""
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.cli.block_stores import STORE, open_store
 from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.text import printable
@@ -69,7 +69,7 @@ def _print_keys(store: "BlockStore") -> None:
 
 def _format_table(usages: "Sequence[NamespaceUsage]") -> str:
     """Format namespaces as a table, with a total below."""
-    now = time.time()
+    now = runtime.wall_time()
     rows = [COLUMNS, *(_row(usage, now) for usage in usages), _total(usages, now)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = (zip(row, widths, strict=True) for row in rows)

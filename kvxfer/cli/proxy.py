@@ -1,10 +1,10 @@
 """Command `kvxfer proxy`: a router for prefill and decode in separate engines."""
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvxfer import runtime
 from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.cli.service import (
     add_log_level,
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         drain_timeout_s=Duration.parse(arguments.drain_timeout, name="drain-timeout"),
         max_body_bytes=ByteSize.parse(arguments.max_body, name="max-body"),
     )
-    asyncio.run(_route(config))
+    runtime.run(_route(config))
     return 0
 
 

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from kvxfer import runtime
 from kvxfer.cli.serve_options import make_parser, require_for_pool
 from kvxfer.cli.service import log_to_stderr, stop_signal
 from kvxfer.endpoint import Endpoint
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         observers = [each for each in (metrics, events) if each is not None]
         holder = _make_holder(arguments, observers)
         pages = _make_pages(arguments, holder, metrics)
-        asyncio.run(_serve(holder, pages, drain_timeout_s))
+        runtime.run(_serve(holder, pages, drain_timeout_s))
     return 0
 
 

@@ -3,11 +3,11 @@
 import asyncio
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from kvxfer import runtime
 from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
@@ -51,9 +51,9 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     if arguments.once or not sys.stdout.isatty() or console.is_dumb_terminal:
         once = console if sys.stdout.isatty() else Console(width=WIDTH)
-        asyncio.run(_show_once(processes, once, interval_s))
+        runtime.run(_show_once(processes, once, interval_s))
         return int(any(process.error for process in processes))
-    asyncio.run(_show_live(processes, console, interval_s))
+    runtime.run(_show_live(processes, console, interval_s))
     return 0
 
 
@@ -105,10 +105,10 @@ async def _show_live(
     async with _session() as session:
         with Live(draw(), console=console, screen=True, auto_refresh=False) as live:
             while True:
-                began_s = time.monotonic()
+                began_s = runtime.monotonic()
                 await _ask(processes, session, interval_s)
                 live.update(draw(), refresh=True)
-                await asyncio.sleep(max(0.0, began_s + interval_s - time.monotonic()))
+                await asyncio.sleep(max(0.0, began_s + interval_s - runtime.monotonic()))
 
 
 def _session() -> "aiohttp.ClientSession":
@@ -133,6 +133,6 @@ def _drawing(
 
     def draw() -> "RenderableType":
         when = datetime.now().astimezone()
-        return picture(processes, interval_s=interval_s, when=when, now_s=time.monotonic())
+        return picture(processes, interval_s=interval_s, when=when, now_s=runtime.monotonic())
 
     return draw

@@ -1,12 +1,12 @@
 """Calibration at start-up: measures which method copies fragments of a size fastest on a GPU."""
 
 import mmap
-import time
 from functools import partial
 
 import numpy as np
 import torch
 
+from kvxfer import runtime
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.method_table import CopyMethod, MethodTable, Way
 from kvxfer.copy_engine.triton import FragmentKernel
@@ -55,12 +55,12 @@ def _time(
     on_host = _scatter(host_address, HOST, fragment_bytes, seed=0)
     on_device = _scatter(device_address, gpu.device, fragment_bytes, seed=1)
     gpu.methods = BY_METHOD[method]
-    began = time.perf_counter()
+    began = runtime.monotonic()
     if way is Way.TO_DEVICE:
         gpu.copy(on_host, on_device)
     else:
         gpu.copy(on_device, on_host)
-    return time.perf_counter() - began
+    return runtime.monotonic() - began
 
 
 def _scatter(address: int, device: torch.device, fragment_bytes: int, *, seed: int) -> Descriptors:

@@ -1,7 +1,6 @@
 """Copy streams: GPU streams that copy one batch after the other."""
 
 import mmap
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer import runtime
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaEvent, CudaStream
 from kvxfer.copy_engine.engine import Copy
 from kvxfer.copy_engine.pinned_memory import PinnedMemory
@@ -60,7 +60,7 @@ class CopyStream:
     def __init__(self, driver: CudaDriver, table_fragments: int = TABLE_FRAGMENTS) -> None:
         self._driver = driver
         self._stream = driver.open_stream()
-        self._turn = threading.Lock()
+        self._turn = runtime.lock()
         self._idle = _Idle(events=[], tables=[], table_fragments=table_fragments)
 
     @contextmanager

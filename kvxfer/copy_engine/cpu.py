@@ -13,6 +13,7 @@ from resource import RUSAGE_THREAD, getrusage
 
 import numpy as np
 
+from kvxfer import runtime
 from kvxfer.copy_engine.cpu_methods import (
     LARGEST_BYTES,
     TRIAL_BYTES,
@@ -181,9 +182,9 @@ class CPUCopyEngine(CopyEngine):
             times.append(time.thread_time() - began)
             faults.append(getrusage(RUSAGE_THREAD).ru_minflt - before)
 
-        began = time.perf_counter()
+        began = runtime.monotonic()
         self._run([partial(timed, task) for task in tasks])
-        seconds = time.perf_counter() - began
+        seconds = runtime.monotonic() - began
         # Numpy may be given the memory of its arrays anew each time.
         expected = num_bytes // PAGESIZE if isinstance(rows, Bounce) else 0
         if sum(faults) > expected + MOST_FAULTS:

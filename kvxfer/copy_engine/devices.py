@@ -1,10 +1,10 @@
 """Device copy engine: copies within host memory, and between it and any GPU."""
 
-import threading
 from collections.abc import Sequence
 
 import torch
 
+from kvxfer import runtime
 from kvxfer.copy_engine.calibration import measure_methods
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.cuda import CudaCopyEngine
@@ -29,7 +29,7 @@ class DeviceCopyEngine(CopyEngine):
     def __init__(self, *, methods: MethodTable | None = None) -> None:
         self._methods = methods
         self._cpu = CPUCopyEngine()
-        self._opening = threading.Lock()
+        self._opening = runtime.lock()
         self._gpus: dict[torch.device, CudaCopyEngine] = {}
         self._host_memory: list[MemoryRegion] = []
         self._closed = False

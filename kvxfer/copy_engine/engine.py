@@ -1,9 +1,9 @@
 """Interface of copy engines, which copy bytes between described blocks."""
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from kvxfer import runtime
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Pause
@@ -30,7 +30,7 @@ class Copy:
         """Block until the copy has ended; errors as `has_ended`."""
         pause = Pause(SHORTEST_WAIT_S, LONGEST_WAIT_S)
         while not self.has_ended():
-            time.sleep(pause.next_s())
+            runtime.sleep(pause.next_s())
 
 
 class CopyEngine(ABC):

@@ -1,10 +1,11 @@
 """Tasks that a thread does itself, together with whichever threads of a pool come in time."""
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
+
+from kvxfer import runtime
 
 Task = Callable[[], None]
 
@@ -22,7 +23,7 @@ class SharedTasks:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._left = deque(tasks)
         self._num_running = 0
-        self._changed = threading.Condition()
+        self._changed = runtime.condition()
         self._errors: list[BaseException] = []
 
     def run(self, pool: Executor, num_helpers: int) -> None:

@@ -1,11 +1,10 @@
 """Check of a bucket of object storage: whether it answers, and what may be done there."""
 
-import asyncio
-import time
 from dataclasses import dataclass
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.object import Bucket, ObjectConfig, RequestFailedError
 from kvxfer.doctor.finding import Check, Examined, Finding
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
@@ -45,7 +44,7 @@ def check_bucket(config: ObjectConfig, *, timeout_s: float) -> Finding:
     at = Examined(Check.BUCKET, config.url)
     hurried = msgspec.structs.replace(config, timeout_s=timeout_s)
     try:
-        access = asyncio.run(_ask(hurried))
+        access = runtime.run(_ask(hurried))
     except MissingExtraError as exc:
         return at.error(str(exc), why=_MISSES, mend="pip install 'kvxfer[object]'")
     except (BackendUnavailableError, InvalidArgumentError) as exc:
@@ -76,10 +75,10 @@ def check_bucket(config: ObjectConfig, *, timeout_s: float) -> Finding:
 
 async def _ask(config: ObjectConfig) -> _Access:
     bucket = Bucket.open(config)
-    began_at = time.monotonic()
+    began_at = runtime.monotonic()
     try:
         await bucket.list_folder(config.prefix)
-        answer_s = time.monotonic() - began_at
+        answer_s = runtime.monotonic() - began_at
         name, text = f"{config.prefix}{PROBE}", memoryview(b"made by kvxfer doctor")
         try:
             # One that is left over is not made anew, either.

@@ -1,7 +1,6 @@
 """Check of discovery: whether etcd answers, and who is announced there."""
 
-import asyncio
-
+from kvxfer import runtime
 from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.nixl.discovery import EtcdError, decode_announcement, look_once
 from kvxfer.doctor.finding import Check, Examined, Finding
@@ -28,7 +27,7 @@ def check_discovery(config: NixlConfig, *, timeout_s: float) -> Finding:
     etcd = config.etcd
     assert etcd is not None
     try:
-        entries = asyncio.run(look_once(etcd, timeout_s))
+        entries = runtime.run(look_once(etcd, timeout_s))
     except EtcdError as exc:
         mend = f"etcdctl --endpoints {etcd.endpoints[0]} get --prefix {etcd.prefix}"
         return at.error(str(exc), why=_NO_PEERS, mend=mend)

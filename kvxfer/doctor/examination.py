@@ -1,13 +1,13 @@
 """Examination: all checks of this machine and of what URLs name, each within a deadline."""
 
 import concurrent.futures
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.file import FileConfig
 from kvxfer.backends.host import HostConfig
 from kvxfer.backends.mooncake import MooncakeConfig
@@ -88,13 +88,13 @@ def run_checks(planned: Sequence[PlannedCheck], *, timeout_s: float) -> list[Fin
         All findings, the worst first.
     """
     threads = DaemonThreads("kvxfer-doctor", max(1, len(planned)))
-    began = time.monotonic()
+    began = runtime.monotonic()
     running = [threads.submit(_collect, check) for check in planned]
     findings: list[Finding] = []
     for check, future in zip(planned, running, strict=True):
         stop = began + timeout_s * check.num_steps
         try:
-            findings += future.result(max(0.0, stop - time.monotonic()))
+            findings += future.result(max(0.0, stop - runtime.monotonic()))
         except concurrent.futures.TimeoutError:
             findings.append(_late(check, timeout_s * check.num_steps))
     threads.shutdown()

@@ -1,6 +1,5 @@
 """Checks of packages: their releases, NIXL's plug-ins, and the driver of a GPU."""
 
-import asyncio
 import importlib.metadata
 import os
 import re
@@ -8,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from kvxfer import runtime
 from kvxfer.backends.host.control_groups import read_or_empty
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.copy_engine.cuda_driver import CudaDriver
@@ -108,7 +108,7 @@ def check_nixl(make_agent: Callable[[], NixlAgent] = NixlAgent) -> Finding:
     try:
         return at.ok(f"opens, with plug-ins {', '.join(agent.plugins)}")
     finally:
-        asyncio.run(agent.aclose())
+        runtime.run(agent.aclose())
 
 
 def check_cuda(

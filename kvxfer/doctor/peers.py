@@ -1,10 +1,10 @@
 """Checks of a peer: whether it is reached, accepts this process, and how its bytes travel."""
 
-import asyncio
 from collections.abc import Iterator
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.nixl import NixlConfig, PeerProbe, probe_peer
 from kvxfer.doctor.finding import Check, Examined, Finding
 from kvxfer.endpoint import Endpoint
@@ -37,7 +37,7 @@ def check_peer(config: NixlConfig, endpoint: Endpoint, *, timeout_s: float) -> I
     limit_s = min(timeout_s, config.handshake_timeout_s)
     hasty = msgspec.structs.replace(config, handshake_timeout_s=limit_s)
     try:
-        probe = asyncio.run(probe_peer(hasty, endpoint))
+        probe = runtime.run(probe_peer(hasty, endpoint))
     except (PeerError, InvalidArgumentError, BackendUnavailableError) as exc:
         yield refuse_peer(endpoint, exc)
         return

@@ -1,6 +1,5 @@
 """Sharing: whether two engines, stores or descriptions have one namespace, else what differs."""
 
-import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from urllib.parse import unquote
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.file import BlockTree, load_namespace, read_namespaces
 from kvxfer.backends.nixl import NixlConfig, PeerProbe, probe_peer
 from kvxfer.connect import parse_backend
@@ -150,7 +150,7 @@ def _find(arguments: Sequence[str], timeout_s: float) -> list[Finding]:
         if _is_peer(argument):
             config, endpoint = _parse_peer(argument, timeout_s)
             try:
-                parties.append(_of_peer(argument, asyncio.run(probe_peer(config, endpoint))))
+                parties.append(_of_peer(argument, runtime.run(probe_peer(config, endpoint))))
             except (PeerError, BackendUnavailableError) as exc:
                 findings.append(refuse_peer(endpoint, exc))
         else:

@@ -1,8 +1,6 @@
 """Replay against real backends, with tiny blocks of known bytes, to compare with the model."""
 
-import asyncio
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvxfer import runtime
 from kvxfer.backends.host import PoolShape
 from kvxfer.connect import open_backend
 from kvxfer.errors import InvalidArgumentError, KVXferError
@@ -86,9 +85,9 @@ def replay_real(trace: Trace, plans: Sequence[TierPlan], folder: Path) -> tuple[
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvxfer-replay-", dir=folder) as root:
         backend = [_choice(plan, f"{root}/{index}") for index, plan in enumerate(plans)]
-        began = time.monotonic()
-        num_hits = asyncio.run(_open_and_replay(backend, trace))
-        return num_hits, modelled, time.monotonic() - began
+        began = runtime.monotonic()
+        num_hits = runtime.run(_open_and_replay(backend, trace))
+        return num_hits, modelled, runtime.monotonic() - began
 
 
 async def _open_and_replay(backend: Sequence[Mapping[str, Any]], trace: Trace) -> int:

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 FutureT = TypeVar("FutureT", bound=Future[Any])
+RuntimeT = TypeVar("RuntimeT", bound="Runtime")
 
 
 class Lock(Protocol):
@@ -191,12 +192,12 @@ _current: Runtime = OrdinaryRuntime()
 
 
 @contextlib.contextmanager
-def use(runtime: Runtime) -> Iterator[None]:
+def use(runtime: RuntimeT) -> Iterator[RuntimeT]:
     """Put a runtime in the place of the ordinary one, for all threads; for simulations."""
     global _current  # noqa: PLW0603 - the one that all functions below ask
     before, _current = _current, runtime
     try:
-        yield
+        yield runtime
     finally:
         _current = before
 

@@ -1,9 +1,9 @@
 """Observed backend: a wrapper that tells observers what is moved to and from a backend."""
 
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
+from kvxfer import runtime
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Backend, Begun, BlockMover, ImmediateMover, Outcome, Status
@@ -79,7 +79,7 @@ class ObservedBackend(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
-        began = time.perf_counter()
+        began = runtime.monotonic()
         found = await self.inner.lookup(keys)
         self._tell_lookup(keys, found, began)
         return found
@@ -121,7 +121,7 @@ class ObservedBackend(Backend):
     def _tell_lookup(self, keys: Sequence[BlockKey], found: Sequence[bool], began: float) -> None:
         if len(found) != len(keys):
             return
-        seconds, tier = time.perf_counter() - began, self._reports.tier
+        seconds, tier = runtime.monotonic() - began, self._reports.tier
         self._reports.tell(Asked(tier, keys, found, seconds))
         self._reports.looked_up(keys, [tier if there else "" for there in found], began)
 
@@ -186,7 +186,7 @@ class _Immediate(ObservedBackend, ImmediateMover):
     def _begin(
         self, operation: Operation, begin: Begin, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> Begun | None:
-        began = time.perf_counter()
+        began = runtime.monotonic()
 
         def tell(outcomes: Sequence[Outcome]) -> None:
             sizes = blocks.block_sizes.tolist()
@@ -208,14 +208,14 @@ class _Lending(ObservedBackend, LendingBackend):
     @asynccontextmanager
     async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
         """See `Lender.lend`; told when the blocks are ready to be read."""
-        began = time.perf_counter()
+        began = runtime.monotonic()
         async with self._lender.lend(wanted, fenced=fenced) as lent:
             self._reports.moved(Operation.LOAD, wanted.keys, lent.outcomes, wanted.sizes, began)
             yield lent
 
     def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
         """See `Lender.peek`; counts as a lookup, since nobody is told what the reader does."""
-        began = time.perf_counter()
+        began = runtime.monotonic()
         seen = self._lender.peek(keys, fenced=fenced)
         if seen is not None and seen.blocks is not None:  # else `lookup` is asked as well
             self._tell_lookup(keys, [outcome.done for outcome in seen.outcomes], began)
@@ -224,7 +224,7 @@ class _Lending(ObservedBackend, LendingBackend):
     @asynccontextmanager
     async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
         """See `Lender.make_room`; told when the blocks have arrived."""
-        began = time.perf_counter()
+        began = runtime.monotonic()
         waited: set[int] = set()
         room: ReservedBlocks | None = None
         try:

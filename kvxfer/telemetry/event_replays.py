@@ -1,7 +1,6 @@
 """Replays of events: batches that subscribers ask for again, sent as fast as each takes them."""
 
 import logging
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,6 +8,7 @@ from typing import TypeAlias
 
 import zmq
 
+from kvxfer import runtime
 from kvxfer.runtime import Pause
 
 SEQUENCE_BYTES = 8
@@ -45,7 +45,7 @@ class _Replay:
     Attributes:
         next_sequence: Number of the next batch.
         last_sequence: Number of the last one.
-        took_s: When the subscriber took a message, on the clock of `time.monotonic`.
+        took_s: When the subscriber took a message, on the clock of `runtime.monotonic`.
         pause: Pause since it could take nothing.
     """
 
@@ -86,7 +86,7 @@ class EventReplays:
     @property
     def timeout_s(self) -> float | None:
         """Time after which `go_on` is to be called; None where nothing is to be sent."""
-        now = time.monotonic()
+        now = runtime.monotonic()
         return min((each.pause.left_s(now) for each in self._replays.values()), default=None)
 
     def begin(self) -> None:
@@ -104,7 +104,7 @@ class EventReplays:
             return
         client, _, start = parts
         last = self._sent[-1][0] if self._sent else -1
-        self._replays[client] = _Replay(int.from_bytes(start, "big"), last, time.monotonic())
+        self._replays[client] = _Replay(int.from_bytes(start, "big"), last, runtime.monotonic())
 
     def go_on(self) -> None:
         """Send each subscriber what it takes now."""
@@ -131,17 +131,17 @@ class EventReplays:
 
     def _send_message(self, client: bytes, replay: _Replay, parts: list[bytes]) -> None:
         self.socket.send_multipart([client, b"", *parts], zmq.NOBLOCK)
-        replay.took_s = time.monotonic()
+        replay.took_s = runtime.monotonic()
         replay.pause.reset()
 
     def _is_given_up(self, replay: _Replay, exc: zmq.ZMQError) -> bool:
         if exc.errno != zmq.EAGAIN:
             logger.debug("a replay ends, since whoever asked is gone: %s", exc)
             return True
-        if time.monotonic() - replay.took_s > REPLAY_TIMEOUT_S:
+        if runtime.monotonic() - replay.took_s > REPLAY_TIMEOUT_S:
             logger.debug(
                 "a replay ends, since whoever asked took nothing in %g s", REPLAY_TIMEOUT_S
             )
             return True
-        replay.pause.begin(time.monotonic())
+        replay.pause.begin(runtime.monotonic())
         return False

@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Literal, NamedTuple, Self, TypeAlias, get_args
 import msgspec
 import zmq
 
+from kvxfer import runtime
 from kvxfer.checks import require_integer, require_positive, require_text
 from kvxfer.endpoint import Endpoint, remove_abandoned
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
@@ -139,7 +139,7 @@ class EventPublisher(Observer):
         self._whole_hashes = hashes == "bytes"
         rank = data_parallel_rank
         self._rank = None if rank is None else require_integer("data_parallel_rank", rank)
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._noted: deque[_Noted] = deque(maxlen=buffer_batches)
         self._sent: Sent = deque(maxlen=buffer_batches)
         self._next_sequence = 0
@@ -196,7 +196,7 @@ class EventPublisher(Observer):
     def _append(self, event: Added | Removed | None, keys: Sequence[BlockKey]) -> None:
         with self._lock:
             if not self._closing:
-                self._noted.append(_Noted(self._next_sequence, time.time(), event, keys))
+                self._noted.append(_Noted(self._next_sequence, runtime.wall_time(), event, keys))
                 self._next_sequence += 1
                 self._rouse()
 

@@ -5,7 +5,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from errno import ENOSPC
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import IO
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.checks import require_positive
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.observer import ENGINE, Added, Asked, AskGauges, Event, Moved, Observer
@@ -69,8 +69,8 @@ class Journal:
     def __init__(self, folder: str, *, max_bytes: int = MAX_BYTES) -> None:
         self._folder = Path(folder)
         self._max_part_bytes = require_positive("max_bytes", max_bytes) // NUM_PARTS
-        self._process = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}"
-        self._lock = threading.Lock()
+        self._process = f"{socket.gethostname()}-{os.getpid()}-{int(1e9 * runtime.wall_time()):x}"
+        self._lock = runtime.lock()
         self._waiting: list[tuple[float, JournalObserver, Event | None]] = []
         self._num_waiting_keys = 0
         self._num_lost = 0
@@ -84,8 +84,8 @@ class Journal:
         self._has_failed = False
         self._is_closing = False
         self._is_closed = False
-        self._wake = threading.Event()
-        self._flushing = threading.Lock()
+        self._wake = runtime.event()
+        self._flushing = runtime.lock()
         self._thread = threading.Thread(target=self._run, name="kvxfer-journal", daemon=True)
         self._thread.start()
 
@@ -107,7 +107,7 @@ class Journal:
 
     def append(self, observer: "JournalObserver", event: Event | None) -> None:
         """Note an event; None for a change of what is known of the observer."""
-        at_s, num_keys = time.time(), 1 + (0 if event is None else len(event.keys))
+        at_s, num_keys = runtime.wall_time(), 1 + (0 if event is None else len(event.keys))
         with self._lock:
             has_room = self._num_waiting_keys + num_keys <= MAX_WAITING_KEYS or not self._waiting
             if has_room and not self._is_closing:
@@ -185,7 +185,7 @@ class Journal:
                         self._append(self._file, b"".join(data))
                     data.clear()
                     noted = (each.at_s for each in records[index:] if isinstance(each, Noted))
-                    self._open_part(next(noted, time.time()))
+                    self._open_part(next(noted, runtime.wall_time()))
                     num_bytes = self._num_bytes
                 data.append(self._frame(record))
                 num_bytes += len(data[-1])

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import os
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import IO, TypeAlias
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import Namespace
 
@@ -205,7 +205,7 @@ def mark_alive(file: IO[bytes]) -> None:
 def still_alive(file: IO[bytes]) -> None:
     """Tell by the time of the file, too, now and then, for file systems without locks."""
     with contextlib.suppress(OSError, ValueError):  # or it is closed
-        if time.time() - os.fstat(file.fileno()).st_mtime > ALIVE_S / 4:
+        if runtime.wall_time() - os.fstat(file.fileno()).st_mtime > ALIVE_S / 4:
             os.utime(file.fileno())
 
 
@@ -239,7 +239,7 @@ def _has_ended(path: Path) -> bool:
         except BlockingIOError:
             return False
         except OSError:  # a file system without locks
-            return time.time() - os.fstat(file.fileno()).st_mtime > ALIVE_S
+            return runtime.wall_time() - os.fstat(file.fileno()).st_mtime > ALIVE_S
     return True
 
 

@@ -1,7 +1,6 @@
 """Metrics of Prometheus about blocks: an observer that counts into a registry."""
 
 import logging
-import threading
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvxfer import runtime
 from kvxfer.storage.backend import Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observer import (
@@ -183,7 +183,7 @@ class Metrics(Observer, Collector):
             for name, (meaning, labels) in HISTOGRAMS.items()
         }
         self._asked: list[tuple[str, AskGauges]] = []
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self.registry.register(self)
 
     def text(self) -> bytes:

@@ -3,12 +3,12 @@
 import functools
 import importlib.metadata
 import logging
-import time
 from collections.abc import Mapping, Sequence
 
 from opentelemetry import trace
 from opentelemetry.trace import StatusCode, TracerProvider
 
+from kvxfer import runtime
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.observer import Ended, Event, LookedUp, Moved, Observer
 
@@ -63,7 +63,7 @@ class Spans(Observer):
         attributes: Mapping[str, str | float],
         outcomes: Sequence[Outcome] = (),
     ) -> None:
-        now = time.time_ns()
+        now = int(1e9 * runtime.wall_time())
         began = now - int(seconds * 1e9)
         span = self._tracer.start_span(f"kvxfer.{name}", attributes=attributes, start_time=began)
         wrong = next((each for each in outcomes if each.status in _ERRORS), None)

@@ -5,7 +5,6 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from errno import ENOSPC
@@ -14,6 +13,7 @@ from typing import IO, Annotated, Self
 import msgspec
 import xxhash
 
+from kvxfer import runtime
 from kvxfer.checks import INT64_MAX
 
 DEFAULT_TOKENS_PER_BLOCK = 512
@@ -110,14 +110,14 @@ class TraceRecorder:
 
     def close(self) -> None:
         """Write what waits, for no longer than `CLOSE_TIMEOUT_S`; may be called again."""
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        while self._thread.is_alive() and time.monotonic() < deadline:
+        deadline = runtime.monotonic() + CLOSE_TIMEOUT_S
+        while self._thread.is_alive() and runtime.monotonic() < deadline:
             try:
                 self._waiting.put_nowait(None)
                 break
             except queue.Full:
-                time.sleep(0.01)
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+                runtime.sleep(0.01)
+        self._thread.join(max(0.0, deadline - runtime.monotonic()))
         if self._num_left_out:
             text = "%s: %d requests were left out of the trace"
             logger.warning(text, self._path, self._num_left_out)

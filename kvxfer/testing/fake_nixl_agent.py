@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import ctypes
-import threading
-import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.agents import (
     Flight,
     Fragments,
@@ -66,7 +65,7 @@ class FakeNixlAgent(TransferAgent):
     )
 
     def __init__(self) -> None:
-        self.name = f"kvxfer-{uuid.uuid4()}"
+        self.name = f"kvxfer-{runtime.unique_id()}"
         self.delay_s = 0.0
         self.failing = False
         self._copy_engine = DeviceCopyEngine(methods=MethodTable())
@@ -77,8 +76,8 @@ class FakeNixlAgent(TransferAgent):
         self._flights: set[_Flight] = set()
         self._holding = self._closed = False
         # Engines run backends on a loop of their own, and tests release them from another thread.
-        self._lock = threading.Lock()
-        self._someone_is_held = threading.Event()
+        self._lock = runtime.lock()
+        self._someone_is_held = runtime.event()
         self._agents[self.name] = self
 
     def __repr__(self) -> str:

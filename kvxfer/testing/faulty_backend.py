@@ -2,7 +2,6 @@
 
 import asyncio
 import enum
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
+from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
@@ -111,10 +111,10 @@ class FaultyBackend(Backend):
         self._seed = seed
         self._attempts: Counter[tuple[Operation, BlockKey]] = Counter()
         # Engines run backends on a loop of their own, and tests release them from another thread.
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._released = False
         self._waiters: set[asyncio.Future[None]] = set()
-        self._someone_waits = threading.Event()
+        self._someone_waits = runtime.event()
 
     @property
     def waiting(self) -> int:

@@ -1,12 +1,12 @@
 """Isolated tier: one of several backends, called so that its failures do not reach the others."""
 
 import logging
-import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import TypeVar
 
+from kvxfer import runtime
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.runtime import Calls, Suspension
 from kvxfer.storage.backend import (
@@ -79,22 +79,22 @@ class IsolatedTier:
     @property
     def is_available(self) -> bool:
         """Whether the backend may be called: not suspended, no late call runs, a buffer is left."""
-        is_late = self._calls.num_late or self._suspension.is_on(time.monotonic())
+        is_late = self._calls.num_late or self._suspension.is_on(runtime.monotonic())
         return not (is_late or self._share.is_spent)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Look up which of `keys` are present; none when the backend fails or is late."""
         if not keys or not self._may_call(Operation.LOOKUP, keys):
             return set()
-        what, began = f"lookup of {len(keys)} blocks", time.perf_counter()
+        what, began = f"lookup of {len(keys)} blocks", runtime.monotonic()
         call = self.backend.lookup(keys)
         found = await self._ask(Operation.LOOKUP, what, keys, self._timeouts.lookup_s, call)
         is_answer, status = found is not None and len(found) == len(keys), Status.DONE
         if found is None or not is_answer:
-            is_late = self._suspension.is_on(time.monotonic())
+            is_late = self._suspension.is_on(runtime.monotonic())
             found, status = [False] * len(keys), Status.TIMED_OUT if is_late else Status.FAILED
         if self.reports:
-            seconds = time.perf_counter() - began
+            seconds = runtime.monotonic() - began
             self.reports.tell(Asked(self.reports.tier, keys, found, seconds, status))
         return {key for key, there in zip(keys, found, strict=True) if there}
 
@@ -197,7 +197,7 @@ class IsolatedTier:
         def note_late() -> None:
             nonlocal is_late
             is_late = True
-            self._suspension.note_late(time.monotonic(), what, timeout_s or 0.0)
+            self._suspension.note_late(runtime.monotonic(), what, timeout_s or 0.0)
             self.reports.late(operation, keys)
 
         is_lookup = operation is Operation.LOOKUP

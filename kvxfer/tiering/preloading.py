@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-import time
 from typing import Protocol, runtime_checkable
 
+from kvxfer import runtime
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import Lender
@@ -38,7 +38,7 @@ async def preload(backend: Backend, num_blocks: int, timeout_s: float) -> int:
     Returns:
         Number of blocks that are in the first tier.
     """
-    began = time.monotonic()
+    began = runtime.monotonic()
     tiers = backend.tiers if isinstance(backend, TieredBackend) else []
     found: list[BlockKey] = []
     num_known = 0
@@ -59,5 +59,5 @@ async def preload(backend: Backend, num_blocks: int, timeout_s: float) -> int:
     if found and isinstance(tiers[0], Lender):
         tiers[0].peek(found)  # counts as a use: the last one used is the last one to be evicted
     text = "preloaded %d of the %d blocks used last in %.1f s"
-    logger.info(text, len(found), num_known, time.monotonic() - began)
+    logger.info(text, len(found), num_known, runtime.monotonic() - began)
     return len(found)

@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from itertools import groupby
 
+from kvxfer import runtime
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.runtime import await_call, wait_despite_cancel
 from kvxfer.storage.backend import Outcome, Status, positions_done
@@ -85,7 +85,7 @@ class TierWriter:
         if len(self.queue):
             self._run()
             self._added.set()
-            if not self.queue.pause_s(time.monotonic()):
+            if not self.queue.pause_s(runtime.monotonic()):
                 self._settled.clear()
 
     async def settle(self) -> None:
@@ -124,16 +124,16 @@ class TierWriter:
         """Copy until the queue is empty; whatever ends the copy of a batch ends only that."""
         try:
             while len(self.queue):
-                if self.queue.pause_s(time.monotonic()):
+                if self.queue.pause_s(runtime.monotonic()):
                     await self._pause()
                     continue
-                taken = self.queue.take(time.monotonic(), self._num_fitting())
+                taken = self.queue.take(runtime.monotonic(), self._num_fitting())
                 try:
                     await await_call(self._copy_taken(taken))
                 except Exception:
                     text = "tier %d: writing back %d blocks failed"
                     logger.warning(text, self._target.index, len(taken), exc_info=True)
-                    self._give_up(self.queue.end(time.monotonic(), stored=[], failed=taken))
+                    self._give_up(self.queue.end(runtime.monotonic(), stored=[], failed=taken))
                 finally:
                     self.queue.skip(taken)
                 if self.queue.is_failing:
@@ -144,7 +144,7 @@ class TierWriter:
     async def _copy_taken(self, taken: Mapping[BlockKey, StoredBlock]) -> None:
         """Copy blocks by way of a buffer, which is held before their keys are locked."""
         if not self._target.is_available:
-            self.queue.give_back(time.monotonic(), taken)
+            self.queue.give_back(runtime.monotonic(), taken)
             return
         blocks = taken.values()
         sizes, starts = [one.num_bytes for one in blocks], [one.start for one in blocks]
@@ -152,7 +152,7 @@ class TierWriter:
             try:
                 staged = await held.enter_async_context(self._target.hold(sizes, starts))
             except TimeoutError:
-                self.queue.give_back(time.monotonic(), taken)
+                self.queue.give_back(runtime.monotonic(), taken)
                 return
             await held.enter_async_context(self._locks.acquire(list(taken)))
             # A key that was stored again meanwhile waits again, with its new bytes.
@@ -171,10 +171,10 @@ class TierWriter:
             return
         source = self._tiers[batch[keys[0]].source]
         if not self._target.is_available:
-            self.queue.give_back(time.monotonic(), keys)
+            self.queue.give_back(runtime.monotonic(), keys)
             return
         if not source.is_available:
-            self.queue.put_off(time.monotonic(), keys, failed=False)
+            self.queue.put_off(runtime.monotonic(), keys, failed=False)
             return
         load = source.copying(Operation.LOAD, Cause.WRITE_BACK)
         loaded = await staged.move(load, keys, buffer, drain=source.drain)
@@ -192,7 +192,7 @@ class TierWriter:
         self._target.reports.not_written_back(gone)
         lost = {*gone}
         failed = [k for k, e in zip(keys, loaded, strict=True) if not e.done and k not in lost]
-        self._give_up(self.queue.put_off(time.monotonic(), failed, failed=True))
+        self._give_up(self.queue.put_off(runtime.monotonic(), failed, failed=True))
 
     def _end(
         self, source: IsolatedTier, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]
@@ -204,7 +204,7 @@ class TierWriter:
             copy_retentions(stored, source.backend, self._target.backend)
         except Exception:
             logger.exception("the wishes for %d blocks cannot be noted", len(stored))
-        self._give_up(self.queue.end(time.monotonic(), stored=stored, failed=failed))
+        self._give_up(self.queue.end(runtime.monotonic(), stored=stored, failed=failed))
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
         """Tell of blocks that were tried often enough."""
@@ -218,9 +218,9 @@ class TierWriter:
         self._settled.set()
         self._added.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(self.queue.pause_s(time.monotonic())):
+            async with asyncio.timeout(self.queue.pause_s(runtime.monotonic())):
                 await self._added.wait()
-        if len(self.queue) and not self.queue.pause_s(time.monotonic()):
+        if len(self.queue) and not self.queue.pause_s(runtime.monotonic()):
             self._settled.clear()
 
     def _num_fitting(self) -> int:

@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
+from kvxfer import runtime
 from kvxfer.checks import require_instance, require_instances, require_positive
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -206,7 +206,7 @@ class TieredBackend(Backend):
         Those of which a part is stored stay where they are, and are verified when it is loaded.
         """
         self._guard.check_batch(keys)
-        began = time.perf_counter()
+        began = runtime.monotonic()
         moving = {key for key in keys if key in self._locks}
         found = await self._find(keys)
         if lost := [key for key in keys if key not in found and self._is_moving(key, moving)]:

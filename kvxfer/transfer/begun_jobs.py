@@ -1,14 +1,13 @@
 """Jobs that are begun on the thread that submits them: no event loop and no thread takes part."""
 
 import asyncio
-import threading
-import time
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 
+from kvxfer import runtime
 from kvxfer.checks import require_number, set_counts
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.backend import Begun, BlockMover, ImmediateMover, Outcome, Status
@@ -77,8 +76,8 @@ class BegunJobs:
         self._reports = reports
         self._begun: dict[JobId, _BegunJob] = {}
         self._ended: deque[Job] = deque()
-        self._looked_s = time.monotonic()
-        self._lock = threading.Lock()  # held while bytes are moved
+        self._looked_s = runtime.monotonic()
+        self._lock = runtime.lock()  # held while bytes are moved
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -96,7 +95,9 @@ class BegunJobs:
         Returns:
             False when nothing was done: the job has to be moved on the event loop.
         """
-        if self._backend is None or (job.deadline is not None and job.deadline <= time.monotonic()):
+        if self._backend is None or (
+            job.deadline is not None and job.deadline <= runtime.monotonic()
+        ):
             return False
         on_host = job.blocks.device == HOST
         is_load, slices = job.direction is Direction.LOAD, self._slices
@@ -117,16 +118,16 @@ class BegunJobs:
 
         Args:
             hurry: Jobs to move to their end instead.
-            until: When to stop that, on the clock of `time.monotonic`.
+            until: When to stop that, on the clock of `runtime.monotonic`.
         """
         with self._turn() as has_turn:
             if has_turn and self._backend is not None:
                 self._ask_all()
                 if not hurry:
-                    now = time.monotonic()
+                    now = runtime.monotonic()
                     until = now + self._slices.share * (now - self._looked_s)
                 self._go_on(self._backend, hurry or list(self._begun), until)
-                self._looked_s = time.monotonic()
+                self._looked_s = runtime.monotonic()
 
     def take_ended(self) -> list[Job]:
         """Return the jobs that ended since the last call, as far as a look has shown."""
@@ -192,7 +193,7 @@ class BegunJobs:
         for each in sorted(waiting, key=lambda each: each.job.direction):
             while not (each.transfer or each.job.ended) and self._begin_piece(backend, each):
                 self._settle(each)
-                if time.monotonic() >= until:
+                if runtime.monotonic() >= until:
                     return
 
     def _begin_piece(self, backend: ImmediateMover, each: _BegunJob) -> bool:
@@ -225,7 +226,7 @@ class BegunJobs:
                 each.transfer = None
                 each.pieces.popleft()
                 self._note(job, piece, outcomes)
-        if job.deadline is not None and job.deadline <= time.monotonic():
+        if job.deadline is not None and job.deadline <= runtime.monotonic():
             left = job.end(Status.TIMED_OUT, "deadline passed")
             self._reports.late(Operation[job.direction.name], left)
 

@@ -3,14 +3,13 @@
 import asyncio
 import inspect
 import sys
-import threading
-import time
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from kvxfer import runtime
 from kvxfer.errors import ClosedError, EventLoopError, KVXferError
 from kvxfer.runtime import LoopThread
 
@@ -33,7 +32,7 @@ class EngineLoop:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: LoopThread | None = None
         self._given: dict[Future[Any], Coroutine[Any, Any, Any]] = {}  # and not done
@@ -96,13 +95,13 @@ class EngineLoop:
         Raises:
             EventLoopError: The caller runs on this event loop, or the loop does not run.
         """
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        end = None if timeout_s is None else runtime.monotonic() + timeout_s
         left = wait_for_futures(futures, 0).not_done
         if left:
             self.require_other_thread("wait")
         while left:
             self._require_running()
-            step = LIVENESS_S if end is None else min(end - time.monotonic(), LIVENESS_S)
+            step = LIVENESS_S if end is None else min(end - runtime.monotonic(), LIVENESS_S)
             if step <= 0:
                 return False
             left = wait_for_futures(left, step).not_done
@@ -123,7 +122,7 @@ class EngineLoop:
             work.close()
             raise
         except RuntimeError:  # of a thread that cannot be started
-            return asyncio.run(work)
+            return runtime.run(work)
         future = self.submit(work)
         if not self.wait([future], timeout_s):
             raise EventLoopError(self._what, f"its event loop stood still for {timeout_s:g} s")

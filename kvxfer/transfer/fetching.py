@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import logging
-import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, islice
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvxfer import runtime
 from kvxfer.backends.nixl import Client, Endpoint, Exchange
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import CacheMismatchError, DeviceError, KVXferError, PeerTimeoutError
@@ -165,7 +165,7 @@ class Fetcher:
         stop = asyncio.get_running_loop().time() + self._timeout_s
         parts: list[_Part] = []
         match: PeerMatch | None = None
-        began = time.perf_counter()
+        began = runtime.monotonic()
         try:
             async with asyncio.timeout_at(stop):
                 match = self._matching(await self._exchange.peer(endpoint).describe())

@@ -2,11 +2,11 @@
 
 import enum
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
+from kvxfer import runtime
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import BlockMover, Outcome, Status
 from kvxfer.storage.eviction.retention import Retention, retain_in
@@ -63,7 +63,7 @@ class Job:
     """Batch of blocks and its outcomes so far; owned by the engine's event loop.
 
     Attributes:
-        deadline: Deadline on the clock of `time.monotonic`, None for no limit.
+        deadline: Deadline on the clock of `runtime.monotonic`, None for no limit.
         retention: Wish for the blocks of a store.
         in_backend: Per block, whether it was passed to the backend.
         outcomes: Per block, None until it has one.
@@ -76,7 +76,7 @@ class Job:
     blocks: Descriptors
     deadline: float | None
     retention: Retention | None = None
-    submitted: float = field(default_factory=time.monotonic)
+    submitted: float = field(default_factory=runtime.monotonic)
     in_backend: list[bool] = field(init=False)
     outcomes: list[Outcome | None] = field(init=False)
     waited_s: float = 0.0
@@ -154,5 +154,5 @@ class Job:
             direction=self.direction,
             outcomes=outcomes,
             num_bytes=blocks.num_bytes if all(done) else int(blocks.block_sizes[done].sum()),
-            seconds=time.monotonic() - self.submitted,
+            seconds=runtime.monotonic() - self.submitted,
         )

@@ -1,10 +1,9 @@
 """Load or compute: whether loading blocks is faster than computing them, from what both took."""
 
 import math
-import threading
-import time
 from collections.abc import Callable, Sequence
 
+from kvxfer import runtime
 from kvxfer.checks import (
     require_instances,
     require_integer,
@@ -73,7 +72,7 @@ class LoadOrCompute(Observer):
         prefill_tokens_per_s: float | None = None,
         observers: Sequence[Observer] = (),
         tier: str = "lower",
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = runtime.monotonic,
     ) -> None:
         require_instances("observers", observers, Observer)
         require_text("tier", tier)
@@ -83,7 +82,7 @@ class LoadOrCompute(Observer):
             self._stated = _require_rate("prefill_tokens_per_s", prefill_tokens_per_s)
         self._reports = Reports(observers, tier)
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._bandwidth = _Speed()
         self._prefill = _Speed()
         self._loaded_s = -math.inf  # end of the last load

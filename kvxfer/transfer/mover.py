@@ -1,9 +1,9 @@
 """Mover of jobs: passes them to a backend piece by piece, and tracks memory still in use."""
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 
+from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.runtime import await_call
 from kvxfer.storage.backend import BlockMover, Outcome, Status
@@ -76,7 +76,7 @@ class JobMover:
             task.add_done_callback(self._moving.pop)
         status, reason = Status.TIMED_OUT, "deadline passed"
         try:
-            left = None if job.deadline is None else max(0.0, job.deadline - time.monotonic())
+            left = None if job.deadline is None else max(0.0, job.deadline - runtime.monotonic())
             _, running = await asyncio.wait(tasks, timeout=left)
             if not running:  # a block that has no outcome then has failed
                 status, reason = Status.FAILED, _error_of(tasks)
@@ -136,10 +136,10 @@ class JobMover:
             await asyncio.wait(list(self._moving))
 
     async def _move(self, job: Job, piece: Piece) -> None:
-        began = time.monotonic()
+        began = runtime.monotonic()
         await self.begun.wait_for_devices()
         async with self._admission.admit(job.direction, piece.num_bytes):
-            job.waited_s = max(job.waited_s, time.monotonic() - began)
+            job.waited_s = max(job.waited_s, runtime.monotonic() - began)
             outcomes = await self._pass_to_backend(job, piece)
         for index, outcome in enumerate(outcomes, piece.start):
             if job.outcomes[index] is None:

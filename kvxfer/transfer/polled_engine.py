@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
+from kvxfer import runtime
 from kvxfer.checks import (
     require_instance,
     require_instances,
@@ -292,7 +292,7 @@ class PolledEngine(Generic[MoverT]):
             self._describer, keys, block_ids, first_block_indices, direction=direction
         )
         timeout_s = self._timeout(timeout_s)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else runtime.monotonic() + timeout_s
         if retention is not None:
             require_instance("retention", retention, Retention)
         job = Job(JobId(next(self._job_ids)), direction, list(keys), blocks, deadline, retention)

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
+from kvxfer import runtime
 from kvxfer.backends.nixl import Endpoint, NixlConfig
 from kvxfer.checks import (
     require_instance,
@@ -158,7 +158,7 @@ class PromptExchange:
         stop = prompt.num_tokens if num_computed_tokens is None else num_computed_tokens
         stop = require_integer("num_computed_tokens", stop, maximum=prompt.num_tokens)
         is_new = not require_text("ticket", ticket)
-        lease = secrets.token_hex(16) if is_new else self._read(ticket)[1]
+        lease = runtime.token_bytes(16).hex() if is_new else self._read(ticket)[1]
         keys: list[BlockKey] = []
         blocks: list[int] = []
         for group, size in enumerate(self._sizes):

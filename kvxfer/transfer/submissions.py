@@ -1,14 +1,13 @@
 """Submitted jobs of the polled interface: added from any thread, moved on the engine's loop."""
 
 import asyncio
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import inf
 
+from kvxfer import runtime
 from kvxfer.errors import ClosedError
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.calls import MARK_PAUSE_S
@@ -42,7 +41,7 @@ class Submissions:
     def __init__(self, loop: EngineLoop, mover: JobMover) -> None:
         self._loop = loop
         self._mover = mover
-        self._adding = threading.Lock()
+        self._adding = runtime.lock()
         self._is_closed = False
         self._submitted: dict[JobId, _Submission] = {}  # moved on the loop
         self._begun: set[JobId] = set()  # begun on the thread that submitted them, not ended
@@ -85,15 +84,15 @@ class Submissions:
 
     def wait(self, job_ids: Sequence[JobId], timeout_s: float | None) -> None:
         """Block until these jobs ended, or time is up; unknown ones count as ended."""
-        end = inf if timeout_s is None else time.monotonic() + timeout_s
+        end = inf if timeout_s is None else runtime.monotonic() + timeout_s
         while begun := self._begun.intersection(job_ids):
-            if time.monotonic() >= end:
+            if runtime.monotonic() >= end:
                 return
             self._mover.begun.look(begun, end)
             self._take_ended()
             if not self._begun.isdisjoint(begun):
-                time.sleep(MARK_PAUSE_S)
-        left = None if timeout_s is None else max(0.0, end - time.monotonic())
+                runtime.sleep(MARK_PAUSE_S)
+        left = None if timeout_s is None else max(0.0, end - runtime.monotonic())
         found = [self._submitted.get(job_id) for job_id in job_ids]
         self._loop.wait([submission.ended for submission in found if submission], left)
 

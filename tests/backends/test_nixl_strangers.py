@@ -21,6 +21,7 @@ from kvxfer.backends.nixl.wire import (
 )
 from kvxfer.testing import BlockMemory
 from kvxfer.units import ByteSize
+from tests.clock import Clock
 
 HOST = "127.0.0.1"
 CAPACITY = ByteSize(1 << 20)
@@ -108,23 +109,6 @@ async def test_text_of_a_stranger_is_one_short_line_without_control_characters(
 OLD = bytes(
     FrameCodec("peer").encode(Hello(version=1, oldest_version=1, incarnation=b"", namespace=None))
 )
-
-
-class Clock:
-    """Clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(refusals, "time", clock)
-    return clock
 
 
 async def be_refused(peer: StandalonePeer, num: int, source: str = HOST) -> None:

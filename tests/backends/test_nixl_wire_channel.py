@@ -4,7 +4,6 @@ import asyncio
 import socket
 import struct
 import time
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -32,6 +31,7 @@ from kvxfer.errors import (
     ProtocolError,
 )
 from tests.backends.nixl_wire import Authority, Ends, Offer, connected, hello
+from tests.clock import Clock
 
 PING: msgspec.msgpack.Decoder[Ping] = msgspec.msgpack.Decoder(Ping)
 PROOF: msgspec.msgpack.Decoder[Proof] = msgspec.msgpack.Decoder(Proof)
@@ -146,10 +146,8 @@ async def test_who_talks_too_fast_is_read_more_slowly() -> None:
     ids=["frames", "bytes"],
 )
 def test_a_second_worth_may_come_at_once_and_silence_saves_no_more(
-    limit: RateLimit, monkeypatch: pytest.MonkeyPatch
+    limit: RateLimit, clock: Clock
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: now))
     pace = channel._Pace(limit)
     for _ in range(2):
         for _ in range(20):
@@ -158,7 +156,7 @@ def test_a_second_worth_may_come_at_once_and_silence_saves_no_more(
         for _ in range(5):
             pace.count(1000)
         assert pace.ahead_s() == pytest.approx(5 / 20)
-        now += 3600
+        clock.now += 3600
 
 
 @pytest.mark.parametrize("how", ["closes", "resets"])

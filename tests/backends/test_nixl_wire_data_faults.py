@@ -7,19 +7,19 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.wire import (
     HEADER_BYTES,
     Reading,
     Regions,
     Role,
-    data,
 )
 from kvxfer.errors import PeerClosedError, PeerError, PeerTimeoutError, ProtocolError
+from kvxfer.runtime import OrdinaryRuntime
 from tests.backends.nixl_data import (
     LIMIT_S,
     MEMORY_BYTES,
@@ -209,7 +209,7 @@ def test_a_socket_keeps_its_number_while_a_thread_uses_it(ends: Ends) -> None:
 
 @pytest.mark.parametrize("step", range(7))
 def test_a_read_that_is_closed_at_any_step_takes_the_right_bytes_or_none(
-    ends: Ends, step: int, monkeypatch: pytest.MonkeyPatch
+    ends: Ends, step: int
 ) -> None:
     """With TLS, encrypted ones lie in the kernel's buffer, and can be received all the same."""
     there = ends.memories[Role.SERVING][:1000]
@@ -217,14 +217,14 @@ def test_a_read_that_is_closed_at_any_step_takes_the_right_bytes_or_none(
         ends.server_socket.sendall(said)
     steps = itertools.count()
 
-    def monotonic() -> float:
-        if next(steps) == step:
-            ends.client.close()
-        return time.monotonic()
+    class Closing(OrdinaryRuntime):
+        def monotonic(self) -> float:
+            if next(steps) == step:
+                ends.client.close()
+            return time.monotonic()
 
-    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=monotonic))
     into = np.zeros(1000, np.uint8)
-    with contextlib.suppress(PeerError):
+    with contextlib.suppress(PeerError), runtime.use(Closing()):
         ends.client.read(words([address(into)]), words([address(there)]), words([1000]))
         assert np.array_equal(into, there)
     assert not into.any() or np.array_equal(into, there)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxfer import runtime
 from kvxfer.backends.nixl import Endpoint, NixlConfig, retry_pause
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.reconnect import Reconnect
@@ -18,6 +19,7 @@ from kvxfer.errors import PeerClosedError
 from kvxfer.replay.fleet import Fleet
 from kvxfer.replay.fleet.holders import HoldersTier, Outage, SimulatedHolders
 from kvxfer.replay.fleet.placement import place
+from tests.clock import Clock
 from tests.examples import examples
 
 PEERS = NixlConfig(address="localhost:1")
@@ -33,7 +35,7 @@ def draw(a: float, b: float) -> float:
 
 
 @dataclass
-class World:
+class World(Clock):
     """Holder, its clock, and what connects to it in place of `Connection`."""
 
     kind: Kind
@@ -138,8 +140,7 @@ def test_the_simulator_reaches_a_holder_as_an_engine_does(
     world = World(kind, fails_at)
     connected = connected and kind != "is full"
     with pytest.MonkeyPatch.context() as patch:
-        clock = SimpleNamespace(monotonic=lambda: world.now)
-        patch.setattr("kvxfer.backends.nixl.reconnect.time", clock)
         patch.setattr(Connection, "open", world.open)
-        really = asyncio.run(reach_really(world, times, connected=connected))
+        with runtime.use(world):
+            really = asyncio.run(reach_really(world, times, connected=connected))
     assert reach_in_simulation(kind, world.fails_at, times, connected=connected) == really

@@ -7,11 +7,10 @@ import itertools
 import os
 import stat
 import struct
-import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from kvxfer import runtime
 from kvxfer.backends.file.folders.block_tree import FoundBlock
 from kvxfer.backends.file.folders.names import FOLDER_MODE, LEDGER_NAME
 from kvxfer.backends.file.folders.process_claim import (
@@ -71,7 +70,7 @@ class Ledger:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._others = OtherClaims(root)
         self._lists: set[int] = set()
         self.known = False
@@ -93,7 +92,7 @@ class Ledger:
             OSError: The count cannot be read or written, or somebody has locked it for
                 `LOCK_TIMEOUT_S`; nothing was changed.
         """
-        ends_at = time.monotonic() + LOCK_TIMEOUT_S
+        ends_at = runtime.monotonic() + LOCK_TIMEOUT_S
         with self._locked_here(ends_at):
             self._reopen_if_removed()
             self._lock_file(ends_at)
@@ -115,7 +114,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _locked_here(self, ends_at: float) -> Iterator[None]:
-        if not self._lock.acquire(timeout=max(0.0, ends_at - time.monotonic())):
+        if not self._lock.acquire(timeout=max(0.0, ends_at - runtime.monotonic())):
             raise _late("another thread")
         try:
             yield
@@ -128,9 +127,9 @@ class Ledger:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() >= ends_at:
+                if runtime.monotonic() >= ends_at:
                     raise _late("another process") from None
-                time.sleep(LOCK_PAUSE_S)
+                runtime.sleep(LOCK_PAUSE_S)
             else:
                 return
 

@@ -3,11 +3,11 @@
 import contextlib
 import functools
 import os
-import secrets
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Self
 
+from kvxfer import runtime
 from kvxfer.backends.file.folders.names import (
     OWNER_BYTES,
     QUARANTINE,
@@ -308,7 +308,7 @@ class NamespaceFolder:
 
 def _write_text(name: str, text: str, folder_fd: int) -> None:
     for attempt in range(_WRITE_ATTEMPTS):
-        temporary = temporary_name(secrets.token_hex(OWNER_BYTES), 0)
+        temporary = temporary_name(runtime.token_bytes(OWNER_BYTES).hex(), 0)
         fd = os.open(temporary, CREATE_FLAGS, FILE_MODE, dir_fd=folder_fd)
         with open(fd, "w", encoding="utf-8") as file:
             file.write(text)

@@ -3,11 +3,11 @@
 import contextlib
 import errno
 import os
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
+from kvxfer import runtime
 from kvxfer.backends.file.folders.names import FOLDER_MODE
 
 OWN = "."
@@ -55,7 +55,7 @@ class OpenFolders:
         self._root = root
         self._fingerprint = fingerprint
         self._on_made = on_made
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self.num_renewed = 0
         self._opened: dict[str, int] = {}
         self.root_fd = open_folder(root)

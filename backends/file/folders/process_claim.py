@@ -6,7 +6,6 @@ import fcntl
 import functools
 import logging
 import os
-import secrets
 import stat
 import struct
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from kvxfer import runtime
 from kvxfer.backends.file.folders.names import CLAIM_SUFFIX, OWNER_BYTES, claim_path, is_owner
 from kvxfer.backends.file.io.file_io import (
     CREATE_FLAGS,
@@ -62,7 +62,7 @@ class ProcessClaim:
     def __init__(self, root: Path, reserved: int) -> None:
         self._root = root
         while True:
-            self.owner = secrets.token_hex(OWNER_BYTES)
+            self.owner = runtime.token_bytes(OWNER_BYTES).hex()
             self._fd = open_locked(claim_path(root, self.owner), CREATE_FLAGS)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             # Until it was locked it looked like that of a dead process, and may have been removed.

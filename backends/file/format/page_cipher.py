@@ -1,9 +1,9 @@
 """Cipher of sealed pages: AES-256-GCM, under a key of its own for every page."""
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 
+from kvxfer import runtime
 from kvxfer.extras import require_extra
 
 SECRET_BYTES = 32
@@ -73,7 +73,7 @@ class PageCipher:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         key_id, namespace_key = next(iter(self._keys_of(namespace).items()))
-        salt = os.urandom(SALT_BYTES)
+        salt = runtime.token_bytes(SALT_BYTES)
         page_key = _expand(namespace_key, salt + key)
         context = Cipher(algorithms.AES256(page_key), modes.GCM(_NONCE)).encryptor()
         named = key_id + salt.hex()

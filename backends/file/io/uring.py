@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer import runtime
 from kvxfer.backends.file.io.file_io import (
     CREATE_FLAGS,
     FILE_MODE,
@@ -60,7 +61,7 @@ class UringFileIO(FileIO):
         self._posix = PosixFileIO()
         self._has_noreplace = True  # until the file system refuses RENAME_NOREPLACE
         self._local = threading.local()
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._rings: list[Ring] = []
         self._add_ring()
 

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import math
-import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from kvxfer import runtime
 from kvxfer.backends.file.folders.block_tree import FoundBlock
 from kvxfer.backends.file.io.file_io import FULL_ERRORS
 from kvxfer.backends.file.maintenance.block_store import (
@@ -84,7 +84,7 @@ class GarbageCollection:
         self._store = store
         self._check = check
         self._capacity_bytes = capacity_bytes
-        self._oldest = -math.inf if max_age_s is None else time.time() - max_age_s
+        self._oldest = -math.inf if max_age_s is None else runtime.wall_time() - max_age_s
         self._order = _UseOrder()
         self._num_bytes_going = 0
         self._removed = RemovedCounts()

@@ -1,13 +1,13 @@
 """Transfer agent over NIXL."""
 
 import asyncio
-import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent, to_its_end
 from kvxfer.backends.nixl.agents.nixl_limits import NixlLimits
 from kvxfer.backends.nixl.agents.nixl_reads import PiecewiseRead
@@ -33,7 +33,7 @@ class NixlAgent(TransferAgent):
     """
 
     def __init__(self, limits: NixlLimits = NixlLimits()) -> None:  # noqa: B008 - it is frozen
-        self.name = f"kvxfer-{uuid.uuid4()}"
+        self.name = f"kvxfer-{runtime.unique_id()}"
         self._thread = NixlThread(self.name, limits)
         # Also at the interpreter's exit, which a thread inside of NIXL would crash.
         self._finalizer = weakref.finalize(self, self._thread.stop)

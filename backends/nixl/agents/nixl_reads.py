@@ -1,7 +1,6 @@
 """Reads of a NIXL agent, which take turns, a piece each, and the pace of polling them."""
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.agents.base import Fragments
 from kvxfer.backends.nixl.agents.nixl_memory import describe
 from kvxfer.backends.nixl.agents.nixl_module import nixl_errors
@@ -204,7 +204,7 @@ class Pace:
     """Pace of polling: longer pauses the longer polls have found nothing."""
 
     def __init__(self) -> None:
-        self._active_at = time.perf_counter()
+        self._active_at = runtime.monotonic()
 
     def pause_s(self, *, active: bool, waiting: bool) -> float:
         """Compute the seconds until the next poll.
@@ -213,7 +213,7 @@ class Pace:
             active: The last poll found something.
             waiting: Reads are in flight.
         """
-        now = time.perf_counter()
+        now = runtime.monotonic()
         if active:
             self._active_at = now
         is_quiet = now - self._active_at > SOON_S

@@ -1,10 +1,8 @@
 """NIXL thread: one NIXL agent, and the thread that makes all calls of it."""
 
 import contextlib
-import os
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -14,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.agents.base import Fragments
 from kvxfer.backends.nixl.agents.carrier import choose_ucx_settings
 from kvxfer.backends.nixl.agents.nixl_connections import NixlConnections
@@ -67,9 +66,9 @@ class NixlThread:
         self._limits = limits
         self._memory: list[MemoryRegion] = []
         self._gpu_was_refused = False
-        self._beacon = np.frombuffer(os.urandom(BEACON_BYTES), np.uint8)
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._beacon = np.frombuffer(runtime.token_bytes(BEACON_BYTES), np.uint8)
+        self._commands: queue.SimpleQueue[Callable[[], None]] = runtime.queue()
+        self._lock = runtime.lock()
         self._stopping = False
         self._stopped: Future[None] = Future()
         opened: Future[None] = Future()
@@ -222,10 +221,10 @@ class NixlThread:
             while not self._stopping:
                 acted = self._obey(pause_s)
                 posted = self._reads.post()
-                late = time.monotonic() - polled_at > POLL_WITHIN_S
+                late = runtime.monotonic() - polled_at > POLL_WITHIN_S
                 if self._reads.in_flight or not posted or late:
                     acted |= self._reads.poll()
-                    polled_at = time.monotonic()
+                    polled_at = runtime.monotonic()
                 self._reads.end_finished()
                 self._peers.end_removed()
                 acted |= posted

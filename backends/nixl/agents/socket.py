@@ -1,13 +1,12 @@
 """Transfer agent over data connections, where NIXL has no faster way to a peer's memory."""
 
 import asyncio
-import threading
-import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
 from kvxfer.backends.nixl.agents.socket_lines import MAX_LINES, Connect, Line, Remote
 from kvxfer.backends.nixl.wire import (
@@ -42,7 +41,7 @@ class SocketAgent(TransferAgent):
     def __init__(
         self, timeout_s: float, *, piece_bytes: int = 4 << 20, piece_fragments: int = 4096
     ) -> None:
-        self.name = f"kvxfer-{uuid.uuid4()}"
+        self.name = f"kvxfer-{runtime.unique_id()}"
         self._timeout_s = timeout_s
         self._piece = piece_bytes, piece_fragments
         self._memory: list[MemoryRegion] = []
@@ -242,7 +241,7 @@ class _Batch:
     def __init__(self, runs: list[list[Fragments]], landed: Callable[[int], None]) -> None:
         self._runs = enumerate(runs)
         self._landed = landed
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._pieces: deque[tuple[int, Fragments]] = deque()
         self._num_missing: list[int] = []
         self._begin_run()

@@ -1,11 +1,11 @@
 """Announcement: what a holder says of itself where peers are discovered."""
 
 import functools
-import time
 from typing import Annotated
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.wire import OLDEST_VERSION, PROTOCOL_VERSION
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
@@ -43,7 +43,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
 
     capacity: _Count = 0
     namespace: _Text = ""
-    started: float = msgspec.field(default_factory=time.time)
+    started: float = msgspec.field(default_factory=runtime.wall_time)
     version: _Text = msgspec.field(default_factory=_release)
     protocol: _Count = PROTOCOL_VERSION
     oldest_protocol: _Count = OLDEST_VERSION

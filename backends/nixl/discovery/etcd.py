@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.discovery.announcement import Announcement
 from kvxfer.backends.nixl.discovery.discovery import Discovery
 from kvxfer.backends.nixl.discovery.etcd_config import EtcdConfig
@@ -123,7 +123,7 @@ class EtcdDiscovery(Discovery):
         """See `Discovery.follow`."""
         if self._is_closed or self._follower.is_tried:
             return
-        now = time.monotonic()
+        now = runtime.monotonic()
         if self._waits_until is None:
             self._waits_until = now + FIRST_LIST_S
             self._follower.start()
@@ -267,10 +267,10 @@ class _Follower(_EtcdTask):
     async def _work(self, session: EtcdSession) -> None:
         prefix = self._config.prefix.encode()
         revision, entries = await session.entries(prefix)
-        self.roster.replace(entries, time.monotonic())
+        self.roster.replace(entries, runtime.monotonic())
         async with contextlib.aclosing(session.changes(prefix, revision + 1)) as changes:
             async for changed in changes:
-                now = time.monotonic()
+                now = runtime.monotonic()
                 self.roster.change(changed, now)
                 self.roster.settle(now)
                 self._succeed()

@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import socket
 import ssl
-import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.wire.data import describe_error
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
@@ -327,18 +327,18 @@ class _Pace:
 
     def __init__(self, limit: RateLimit) -> None:
         self._limit = limit
-        self._frames_until = self._bytes_until = time.monotonic()
+        self._frames_until = self._bytes_until = runtime.monotonic()
 
     def count(self, num_bytes: int) -> None:
         """Charge one frame."""
-        now = time.monotonic()
+        now = runtime.monotonic()
         self._frames_until = max(self._frames_until, now) + 1 / self._limit.frames_per_second
         spent_s = num_bytes / self._limit.bytes_per_second
         self._bytes_until = max(self._bytes_until, now) + spent_s
 
     def ahead_s(self) -> float:
         """Compute the seconds to wait until the charges are at most one second ahead."""
-        return max(self._frames_until, self._bytes_until) - time.monotonic() - 1
+        return max(self._frames_until, self._bytes_until) - runtime.monotonic() - 1
 
 
 def _endpoint(address: tuple[str, int] | tuple[str, int, int, int]) -> Endpoint:

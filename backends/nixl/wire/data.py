@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import socket
 import ssl
-import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
@@ -13,6 +11,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
     FrameCodec,
@@ -61,7 +60,7 @@ class DataConnection:
         self._socket = connection
         self._codec = FrameCodec(peer)
         self._timeout_s = 0.0
-        self._closing = threading.Lock()
+        self._closing = runtime.lock()
         self._in_call = False
         self._closed = False
         self._watched: int | None = None
@@ -171,7 +170,7 @@ class DataConnection:
             TransferFailedError: The other side refuses; the connection can be used again.
             PeerError: The bytes did not arrive.
         """
-        stop = time.monotonic() + self._timeout_s
+        stop = runtime.monotonic() + self._timeout_s
         request = self._codec.encode(Read(addresses=remote.tobytes(), lengths=lengths.tobytes()))
         with self._call():
             self._move([memoryview(request)], stop, send=True)
@@ -193,7 +192,7 @@ class DataConnection:
             while True:
                 self._socket.settimeout(None)  # the session ends a peer that is silent
                 header = self._receive_bytes(HEADER_BYTES, None, is_header=True)
-                stop = time.monotonic() + self._timeout_s
+                stop = runtime.monotonic() + self._timeout_s
                 body = self._receive_bytes(self._codec.body_size(header), stop, is_header=False)
                 request = self._codec.decode(self._codec.open(body), _READ)
                 try:
@@ -292,7 +291,7 @@ class DataConnection:
 
     def _set_deadline(self, stop: float | None) -> None:
         if stop is not None:
-            left_s = stop - time.monotonic()
+            left_s = stop - runtime.monotonic()
             if left_s <= 0:
                 raise TimeoutError
             self._socket.settimeout(left_s)

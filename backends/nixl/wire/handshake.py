@@ -22,12 +22,12 @@ import asyncio
 import contextlib
 import enum
 import hmac
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.nixl.wire.channel import FrameChannel
 from kvxfer.backends.nixl.wire.frames import FrameKeys, MessageT
 from kvxfer.backends.nixl.wire.messages import (
@@ -278,7 +278,7 @@ class _Greeting:
     """
 
     def __init__(self, channel: FrameChannel, ours: Hello, role: Role, secret: bytes) -> None:
-        self.ours = msgspec.structs.replace(ours, nonce=secrets.token_bytes(NONCE_BYTES))
+        self.ours = msgspec.structs.replace(ours, nonce=runtime.token_bytes(NONCE_BYTES))
         self._channel = channel
         self._peer = str(channel.peer)
         self._role = role

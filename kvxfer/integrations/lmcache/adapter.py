@@ -3,14 +3,13 @@
 import contextlib
 import itertools
 import logging
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
+from kvxfer import runtime
 from kvxfer.backends.file import FileBackend
 from kvxfer.backends.host import HostBackend
 from kvxfer.connect import open_backend
@@ -76,10 +75,10 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         self._settings = settings
         self._memory = l1_memory_desc
         self._task_ids = itertools.count()
-        self._submission = threading.Lock()
+        self._submission = runtime.lock()
         # How often, and until when; in that order.
         self._pins = OrderedDict[ObjectKey, tuple[int, float]]()
-        self._pins_lock = threading.Lock()
+        self._pins_lock = runtime.lock()
         self._closed = False
         self._ready = False
         namespace = settings.namespace
@@ -252,7 +251,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
                 self._deliver()
 
         with self._submission:
-            deadline = time.monotonic() + self._settings.timeout_s
+            deadline = runtime.monotonic() + self._settings.timeout_s
             task = Task(num_keys, deadline, lambda ended: answer(task_id, ended))
             if not self._closed:
                 self._deadlines.watch(task)
@@ -288,7 +287,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
     def _pin(self, keys: Sequence[ObjectKey]) -> None:
         with self._pins_lock:
             self._drop_expired_pins()
-            until = time.monotonic() + PIN_S
+            until = runtime.monotonic() + PIN_S
             for key in keys:
                 self._pins[key] = self._pins.get(key, (0, 0.0))[0] + 1, until
                 self._pins.move_to_end(key)
@@ -299,7 +298,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             return key in self._pins
 
     def _drop_expired_pins(self) -> None:
-        now = time.monotonic()
+        now = runtime.monotonic()
         while self._pins and next(iter(self._pins.values()))[1] < now:
             self._pins.popitem(last=False)
 

@@ -2,11 +2,11 @@
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from kvxfer import runtime
 from kvxfer.integrations.lmcache.interface import create_event_notifier
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class Answers(Generic[T]):
     def __init__(self) -> None:
         self._notifier: Any = create_event_notifier()
         self._given: dict[int, T] = {}
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._closed = False
 
     @property
@@ -63,7 +63,7 @@ class Task:
 
     Args:
         num_keys: Keys of the task.
-        deadline: Deadline on the clock of `time.monotonic`.
+        deadline: Deadline on the clock of `runtime.monotonic`.
         answer: Called once, with this task.
 
     Attributes:
@@ -76,10 +76,10 @@ class Task:
         self.deadline = deadline
         self.done = [False] * num_keys
         self.num_bytes = 0
-        self.answered = time.monotonic()
+        self.answered = runtime.monotonic()
         self.ended = False
         self._answer = answer
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
 
     def touch(self, func: Callable[[], object]) -> bool:
         """Call a function that touches LMCache's memory, unless the task has ended.
@@ -116,7 +116,7 @@ class Deadlines:
     def __init__(self, grace_s: float = 0.25) -> None:
         self._grace_s = grace_s
         self._tasks: deque[Task] = deque()
-        self._changed = threading.Condition()
+        self._changed = runtime.condition()
         self._closed = False
         threading.Thread(target=self._run, name="kvxfer-lmcache-deadlines", daemon=True).start()
 
@@ -146,7 +146,7 @@ class Deadlines:
                     self._changed.wait()
                     continue
                 task = self._tasks[0]
-                left = task.deadline + self._grace_s - time.monotonic()
+                left = task.deadline + self._grace_s - runtime.monotonic()
                 if left > 0:
                     self._changed.wait(left)
                     continue

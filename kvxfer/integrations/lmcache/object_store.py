@@ -8,7 +8,6 @@ import asyncio
 import ctypes
 import logging
 import struct
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from kvxfer import runtime
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.integrations.lmcache.answers import Task
 from kvxfer.integrations.lmcache.interface import ObjectKey
@@ -122,7 +122,7 @@ class ObjectStore:
     @property
     def is_suspended(self) -> bool:
         """Whether the backend is not called, since it missed a deadline."""
-        return self._suspension.is_on(time.monotonic())
+        return self._suspension.is_on(runtime.monotonic())
 
     def start(self) -> None:
         """Start the backend; blocks the thread."""
@@ -200,12 +200,12 @@ class ObjectStore:
         self._residents.discard([key for key in keys if key not in kept])
 
     async def _work(self, task: Task, work: Coroutine[Any, Any, None]) -> None:
-        left = task.deadline - time.monotonic()
+        left = task.deadline - runtime.monotonic()
         call = f"a task of {len(task.done)} objects"
         try:
             await self._calls.wait_for(max(0.0, left), work)
         except TimeoutError:
-            now, timeout_s = time.monotonic(), self._settings.timeout_s
+            now, timeout_s = runtime.monotonic(), self._settings.timeout_s
             if now - task.answered > timeout_s / 2:  # else it is slow, but it is there
                 self._suspension.note_late(now, call, timeout_s)
         except Exception as exc:
@@ -221,7 +221,7 @@ class ObjectStore:
         }
         asked = [key for pieces in needed.values() for key in pieces]
         answer = await self._backend.lookup(asked) if asked else []
-        task.answered = time.monotonic()
+        task.answered = runtime.monotonic()
         found = dict(zip(asked, answer, strict=True))
         self._residents.miss([key for key, is_there in found.items() if not is_there])
         self._residents.find([key for key, is_there in found.items() if is_there])
@@ -268,7 +268,7 @@ class ObjectStore:
                 outcomes = await staged.move(self._backend.store, keys, staged.blocks)
             else:
                 outcomes = await staged.move(self._backend.load, keys, staged.blocks)
-            task.answered = time.monotonic()
+            task.answered = runtime.monotonic()
             statuses = dict(zip(pieces, (each.status for each in outcomes), strict=True))
             done = [each.key for each in pieces if statuses[each] is Status.DONE]
             if direction is Direction.STORE:

@@ -1,11 +1,11 @@
 """Residents: which objects the backend has, as its tiers tell it, and LMCache is told of them."""
 
-import threading
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvxfer import runtime
 from kvxfer.integrations.lmcache.interface import ObjectKey
 from kvxfer.integrations.lmcache.object_keys import object_id_of, object_key_of, piece_key, piece_of
 from kvxfer.storage.gauge import Gauge
@@ -87,8 +87,8 @@ class Residents(Observer):
         self._changed: deque[bytes] = deque()
         self._broken: set[bytes] = set()
         self._asks: list[AskGauges] = []
-        self._lock = threading.Lock()
-        self._delivery = threading.Lock()
+        self._lock = runtime.lock()
+        self._delivery = runtime.lock()
 
     def note(self, event: Event) -> None:
         """See `Observer.note`."""

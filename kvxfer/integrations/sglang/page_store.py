@@ -2,9 +2,7 @@
 
 import asyncio
 import logging
-import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
@@ -14,6 +12,7 @@ from functools import partial
 
 import torch
 
+from kvxfer import runtime
 from kvxfer.connect import BackendChoice, open_backend
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, ClosedError
@@ -79,9 +78,9 @@ class PageStore:
     used for something else as soon as a call has returned. Rows that a late transfer may touch
     are not used before it has ended. Loads and stores have rows of their own.
 
-    Every call ends by its deadline, a time of `time.monotonic`, give or take a copy. After one that
-    did not get its answer the backend is left alone for a while, in which every page is a miss, and
-    none is stored. Thread-safe.
+    Every call ends by its deadline, a time of `runtime.monotonic`, give or take a copy. After one
+    that did not get its answer the backend is left alone for a while, in which every page is a
+    miss, and none is stored. Thread-safe.
 
     Args:
         pools: Caches of each pool, with one group.
@@ -133,7 +132,7 @@ class PageStore:
         self._salt = b""
         self._old_salts: dict[bytes, None] = {}  # whose pages are still to be deleted
         self._num_purges = 0
-        self._beginning = threading.Lock()  # held by a store until its job is one to drain
+        self._beginning = runtime.lock()  # held by a store until its job is one to drain
         complete = portable_namespace(namespace, mappings)
         with ExitStack() as undo:
             self._copy_engine = CPUCopyEngine()
@@ -201,7 +200,7 @@ class PageStore:
             self._old_salts[self._salt] = None
             with suppress(ClosedError):
                 self._engine.submit_call(self._purge_salts(medium))
-        self._salt = secrets.token_bytes(SALT_BYTES)
+        self._salt = runtime.token_bytes(SALT_BYTES)
 
     def close(self) -> None:
         """Close the backend; ends in time even if that hangs."""
@@ -234,7 +233,7 @@ class PageStore:
         while start < len(keys) or in_flight:
             left = 0 if self._is_suspended() else len(keys) - start
             if left and len(in_flight) < JOBS_IN_FLIGHT:
-                wait_s = 0 if in_flight else deadline - time.monotonic()
+                wait_s = 0 if in_flight else deadline - runtime.monotonic()
                 rows = pool.take(min(left, max(1, pool.num_rows // JOBS_IN_FLIGHT)), wait_s)
                 if rows:
                     some = slice(start, start + len(rows))
@@ -347,14 +346,14 @@ class PageStore:
             pool.give_back(late)
 
     def _is_suspended(self) -> bool:
-        return self._suspension.is_on(time.monotonic())
+        return self._suspension.is_on(runtime.monotonic())
 
     def _suspend(self, what: str) -> None:
-        self._suspension.note_late(time.monotonic(), what, self._timeout_s)
+        self._suspension.note_late(runtime.monotonic(), what, self._timeout_s)
 
 
 def _left_s(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
+    return max(0.0, deadline - runtime.monotonic())
 
 
 class RowPool:
@@ -367,7 +366,7 @@ class RowPool:
     def __init__(self, rows: Collection[int]) -> None:
         self.num_rows = len(rows)
         self._free = list(rows)
-        self._changed = threading.Condition()
+        self._changed = runtime.condition()
 
     def take(self, most: int, timeout_s: float) -> list[int]:
         """Take at least one row and at most `most`; none after the timeout."""

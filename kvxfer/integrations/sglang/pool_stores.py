@@ -2,13 +2,12 @@
 
 import logging
 import math
-import threading
-import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from kvxfer import runtime
 from kvxfer.connect import choice_of_replica
 from kvxfer.errors import InvalidArgumentError, UnsupportedEngineError
 from kvxfer.integrations.sglang.host_pools import HostPages, read_pool
@@ -45,7 +44,7 @@ class PoolStores:
         self._stores: dict[str, tuple[PageStore, int] | None] = {}
         self._retired: list[PageStore] = []
         self._version = weight_version()
-        self._lock = threading.Lock()  # held for a few lines, never while something is opened
+        self._lock = runtime.lock()  # held for a few lines, never while something is opened
         self._opening: Future[None] | None = None
         self._is_late = False
         self._failed: set[str] = set()  # pools whose opening is tried again after the pause
@@ -94,7 +93,7 @@ class PoolStores:
 
         Args:
             name: Name of the pool.
-            deadline: Time of `time.monotonic`.
+            deadline: Time of `runtime.monotonic`.
         """
         while True:
             self._retire()
@@ -106,9 +105,9 @@ class PoolStores:
                     logger.error(text, name)
                     self._stores[name] = None
                     return None
-                if name in self._failed and self._pause.is_on(time.monotonic()):
+                if name in self._failed and self._pause.is_on(runtime.monotonic()):
                     return None
-                wait_s = 0.0 if self._is_late else max(0.0, deadline - time.monotonic())
+                wait_s = 0.0 if self._is_late else max(0.0, deadline - runtime.monotonic())
             if (opening := self._begin_opening()) and not self._wait(opening, name, wait_s):
                 return None
 
@@ -206,7 +205,7 @@ class PoolStores:
                 found = dict.fromkeys(names)
             self._stores |= found
             self._failed = set(names) - found.keys()
-            self._pause.begin(time.monotonic())
+            self._pause.begin(runtime.monotonic())
             self._opening, self._is_late = None, bool(self._failed)
             closed = self._closed
         if closed and failure is None:

@@ -1,13 +1,13 @@
 """Storage of SGLang's hierarchical cache, over any backends of kvxfer."""
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 
+from kvxfer import runtime
 from kvxfer.engine_side.plug import Plug
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.sglang.interface import (
@@ -216,7 +216,7 @@ class KVXferStorage(Plug, HiCacheStorage):
 
     def _deadline(self) -> float:
         """The time by which a call that begins now ends, whatever it is about."""
-        return time.monotonic() + self._settings.timeout_s
+        return runtime.monotonic() + self._settings.timeout_s
 
     def _look_up(self, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[bool]]:
         """Look up all keys in some pools, with one question to the backend."""
@@ -262,10 +262,10 @@ class KVXferStorage(Plug, HiCacheStorage):
             store, group = place
             pages = _page_ids(self._stores.pages(name).rows_per_page, len(keys), host_indices)
             block_keys = [_block_key(key, group) for key in keys]
-            began = time.perf_counter()
+            began = runtime.monotonic()
             move = store.load if direction is Direction.LOAD else store.store
             done = move(group, block_keys, pages, deadline)
-            self._count(direction, name, sum(done), time.perf_counter() - began)
+            self._count(direction, name, sum(done), runtime.monotonic() - began)
         except Exception:
             logger.exception("%s of %d pages of %s failed", direction.name, len(keys), name)
             return [False] * len(keys)

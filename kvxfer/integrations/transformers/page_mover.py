@@ -1,9 +1,9 @@
 """Mover of pages: calls of an engine that end by a deadline, and slots that late ones may touch."""
 
 import logging
-import time
 from collections.abc import Sequence
 
+from kvxfer import runtime
 from kvxfer.errors import ClosedError
 from kvxfer.storage.keys import BlockKey
 from kvxfer.transfer.engine import TransferEngine
@@ -23,12 +23,12 @@ class Deadline:
     """
 
     def __init__(self, timeout_s: float | None) -> None:
-        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._end = None if timeout_s is None else runtime.monotonic() + timeout_s
 
     @property
     def left_s(self) -> float | None:
         """Seconds that are left, None for no limit."""
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
+        return None if self._end is None else max(0.0, self._end - runtime.monotonic())
 
     @property
     def has_passed(self) -> bool:

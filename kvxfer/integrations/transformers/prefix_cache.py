@@ -1,7 +1,6 @@
 """Prefix cache: keys and values of prompts that `generate()` of transformers need not compute."""
 
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
+from kvxfer import runtime
 from kvxfer.checks import require_positive, require_text, require_timeout
 from kvxfer.connect import BackendChoice, connect
 from kvxfer.engine_side.vllm_keys import VLLMKeys
@@ -132,7 +132,7 @@ class PrefixCache:
         )
         self._mover = PageMover(self._engine, self._pool.num_pages)
         self._guard = CallGuard("prefix cache")
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._loaded: WeakKeyDictionary[Past, _Loaded] = WeakKeyDictionary()
 
     def load(

@@ -1,10 +1,10 @@
 """Retaining policy: an eviction policy, and the wishes of callers above it."""
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvxfer import runtime
 from kvxfer.storage.eviction.policies import POLICIES, EvictionPolicy, PolicyName, Ranking
 from kvxfer.storage.eviction.retention import (
     DEFAULT_PRIORITY_HALF_LIFE_S,
@@ -75,7 +75,7 @@ class RetainingPolicy(EvictionPolicy):
         *,
         priority_share: float = DEFAULT_PRIORITY_SHARE,
         priority_half_life_s: float = DEFAULT_PRIORITY_HALF_LIFE_S,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = runtime.monotonic,
     ) -> None:
         super().__init__(num_slots)
         require_limits(priority_share, priority_half_life_s)

@@ -1,10 +1,10 @@
 """Book of leases: which blocks are offered, under which tickets, and until when."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from kvxfer import runtime
 from kvxfer.checks import require_number, require_text
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import BlockKey
@@ -90,7 +90,7 @@ class LeaseBook:
         lease_s: float,
         *,
         longest_s: float = LONGEST_S,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = runtime.monotonic,
     ) -> None:
         self._lease_s = require_number("lease_s", lease_s)
         self._longest_s = require_number("longest_s", longest_s)

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -10,6 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvxfer import runtime
 from kvxfer.checks import find_repeated, require_flag, require_instance, require_integers
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import (
@@ -93,7 +93,7 @@ class CacheLender(LendingBackend, LeaseDesk):
         staging_bytes: int | None = None,
         hash_early: bool = False,
         longest_s: float = LONGEST_S,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = runtime.monotonic,
     ) -> None:
         require_instance("description", description, bytes)
         self._describer = BlockDescriber(caches)

@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 from weakref import WeakMethod
 
+from kvxfer import runtime
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.gauge import Gauge
@@ -145,7 +145,7 @@ class Reports:
         for key, tier in zip(keys, tiers, strict=True):
             group = group_of(key)
             bytes_of[tier] += self._chunk_sizes[group] if group < len(self._chunk_sizes) else 0
-        self.tell(LookedUp(keys, tiers, time.perf_counter() - began, bytes_of))
+        self.tell(LookedUp(keys, tiers, runtime.monotonic() - began, bytes_of))
 
     def moved(
         self,
@@ -164,11 +164,11 @@ class Reports:
             keys: Keys of the batch.
             outcomes: One per key.
             sizes: Bytes of each block; none where they are not known.
-            began: When it began, on the clock of `time.perf_counter`.
+            began: When it began, on the clock of `runtime.monotonic`.
             cause: Why it was moved.
         """
         if self:
-            seconds, bytes_of = time.perf_counter() - began, count_bytes(outcomes, sizes)
+            seconds, bytes_of = runtime.monotonic() - began, count_bytes(outcomes, sizes)
             self.tell(Moved(self.tier, operation, keys, outcomes, bytes_of, seconds, cause))
 
     async def move(
@@ -183,7 +183,7 @@ class Reports:
         """Await a store or a load, and tell how it ended, also when it raised or was cancelled."""
         if not self:
             return list(await call)
-        began, sizes = time.perf_counter(), blocks.block_sizes.tolist()
+        began, sizes = runtime.monotonic(), blocks.block_sizes.tolist()
         try:
             outcomes = list(await call)
         except BaseException as exc:

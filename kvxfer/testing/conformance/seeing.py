@@ -7,12 +7,12 @@ import dataclasses
 import gc
 import operator
 import random
-import time
 import weakref
 
 import numpy as np
 import pytest
 
+from kvxfer import runtime
 from kvxfer.errors import (
     BackendUnavailableError,
     ClosedError,
@@ -223,7 +223,7 @@ class VisibilityTests(BackendSuite):
                 blocks = dataclasses.replace(memory.describe(0, [0, 1]), owners=(owner,))
                 assert statuses(await move(keys, blocks)) == [Status.DONE] * 2
                 del blocks, owner
-                stop = time.monotonic() + PATIENCE_S
-                while owner_ref() is not None and time.monotonic() < stop:
+                stop = runtime.monotonic() + PATIENCE_S
+                while owner_ref() is not None and runtime.monotonic() < stop:
                     await asyncio.to_thread(gc.collect, 1)
                 assert owner_ref() is None, f"{move.__name__} kept the descriptors"

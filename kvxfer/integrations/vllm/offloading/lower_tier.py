@@ -1,8 +1,6 @@
 """Lower tier under vLLM: stores rows of host memory in a backend and loads them, by polling."""
 
 import logging
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -13,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent
 from kvxfer.integrations.vllm.offloading.lower_tier_timeouts import LowerTierTimeouts
@@ -164,7 +163,7 @@ class LowerTier:
         """
         if self._name(key) in self._unwanted:
             return False
-        if self._suspension.is_on(time.monotonic()) and not self.results.is_found(key):
+        if self._suspension.is_on(runtime.monotonic()) and not self.results.is_found(key):
             if not self.results.is_answered(key):
                 self._reports.skipped(Operation.LOOKUP, [key])
             return False
@@ -173,7 +172,7 @@ class LowerTier:
     @property
     def takes_stores(self) -> bool:
         """Whether rows may be stored now: not while it is suspended, nor while a reset deletes."""
-        is_suspended = self._suspension.is_on(time.monotonic())
+        is_suspended = self._suspension.is_on(runtime.monotonic())
         return not is_suspended and all(purge.done() for purge in self._purges)
 
     @property
@@ -206,7 +205,7 @@ class LowerTier:
         unknown = {key: known.pop(key) for key in keys if key in known}
         self._load(known, self._jobs)
         if keys:
-            lookup = RowLookup(keys, unknown, time.monotonic() + self._lookup_s)
+            lookup = RowLookup(keys, unknown, runtime.monotonic() + self._lookup_s)
             names = [self._name(key) for key in keys]
             lookup.call = self._engine.submit_call(self._look_up(lookup, names))
             self._lookups.append(lookup)
@@ -268,7 +267,7 @@ class LowerTier:
                     self.results.deny([key])
                     if outcome.status is Status.TIMED_OUT:
                         self._suspension.note_late(
-                            time.monotonic(), "a load", self._timeouts.move_s
+                            runtime.monotonic(), "a load", self._timeouts.move_s
                         )
         late, self._late = self._late, []
         for each in late:
@@ -319,7 +318,7 @@ class LowerTier:
         self.results.clear()
         if self._salt and self._purgeable is not None:
             self._old_salts[self._salt] = None
-        self._salt = secrets.token_bytes(SALT_BYTES)
+        self._salt = runtime.token_bytes(SALT_BYTES)
         if self._events is not None:
             self._events.reset(self._salt)
         self.drain(timeout_s=self._timeouts.reset_s)
@@ -348,7 +347,7 @@ class LowerTier:
         Returns:
             Whether that was done in time. If not, the backend may still touch rows.
         """
-        deadline = time.monotonic() + self._timeouts.close_s
+        deadline = runtime.monotonic() + self._timeouts.close_s
         self._end_lookups()
         stores = []
         for job_id, job in self._jobs.items():
@@ -359,7 +358,7 @@ class LowerTier:
         self._engine.wait(stores, timeout_s=self._timeouts.close_s)
         self._end_deletions(deadline)
         closing = begin_aside("kvxfer-close", self._close_engine)
-        wait([closing], max(1.0, deadline - time.monotonic()))
+        wait([closing], max(1.0, deadline - runtime.monotonic()))
         flush_journal()
         if not closing.done():
             logger.warning("the lower tier did not close in time; its unfinished stores are lost")
@@ -442,11 +441,11 @@ class LowerTier:
                 logger.warning("%d rows cannot be deleted yet: %r", len(names), error)
             left = set(names if error is not None else call.result())
             gone = [name for name in names if name not in left]
-            self._deletions.end(time.monotonic(), stored=gone, failed=left)
+            self._deletions.end(runtime.monotonic(), stored=gone, failed=left)
             for name in gone:
                 self._unwanted.pop(name, None)
         if self._deleting is None and self._unwanted:
-            taken = list(self._deletions.take(time.monotonic(), len(self._deletions)))
+            taken = list(self._deletions.take(runtime.monotonic(), len(self._deletions)))
             if taken:
                 self._deleting = taken, self._engine.submit_call(self._delete(taken))
 
@@ -461,11 +460,11 @@ class LowerTier:
     def _end_deletions(self, deadline: float) -> None:
         """Try for the last time to delete what is not wanted."""
         if self._deleting is not None:
-            wait([self._deleting[1]], max(0.0, deadline - time.monotonic()))
+            wait([self._deleting[1]], max(0.0, deadline - runtime.monotonic()))
             self._delete_unwanted()
         if self._unwanted and self._deleting is None:
             last = self._engine.submit_call(self._delete(list(self._unwanted)))
-            wait([last], max(0.0, deadline - time.monotonic()))
+            wait([last], max(0.0, deadline - runtime.monotonic()))
             if last.done() and not last.exception() and not last.result():
                 self._unwanted.clear()
         if self._unwanted:
@@ -485,7 +484,7 @@ class LowerTier:
 
     def _take_answers(self) -> None:
         """End the lookups that were answered, and those that are late: all of their keys miss."""
-        now = time.monotonic()
+        now = runtime.monotonic()
         waiting = []
         for lookup in self._lookups:
             if lookup.answer.done():

@@ -1,11 +1,11 @@
 """Offloading manager, the scheduler's side: the index of the chunks in host memory."""
 
 import logging
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvxfer import runtime
 from kvxfer.backends.host import HostPool
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.offloading import metrics
@@ -291,7 +291,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._counters.add(metrics.CORRUPT)
             self._counters.add(metrics.DROPPED)
         logger.warning("dropped chunk %s: %s", key.hex(), outcome)
-        self._reports.moved(Operation.LOAD, [key], [outcome], [], time.perf_counter())
+        self._reports.moved(Operation.LOAD, [key], [outcome], [], runtime.monotonic())
         if outcome.status is Status.CORRUPT:
             self._reports.removed([key], Removal.CORRUPT)
         for held in self._held.values():
@@ -323,7 +323,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._events.append(event)
 
     def _tell_failed_stores(self, keys: Sequence[BlockKey], outcome: Outcome) -> None:
-        self._reports.moved(Operation.STORE, keys, [outcome] * len(keys), [], time.perf_counter())
+        self._reports.moved(Operation.STORE, keys, [outcome] * len(keys), [], runtime.monotonic())
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return self._index.gauges(self._pool.shape.slot_size_bytes)

@@ -4,12 +4,11 @@ They are those of `kvxfer.telemetry.metrics`, with the same labels. Their names 
 because vLLM exports no others.
 """
 
-import threading
-import time
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from kvxfer import runtime
 from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingConnectorStats,
     OffloadingCounterMetadata,
@@ -179,7 +178,7 @@ class TierMetrics(Observer):
         self._seconds: deque[Sample] = deque(maxlen=MAX_DURATIONS)
         self._asked: list[tuple[str, AskGauges]] = []
         self._ask_at = 0.0
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
 
     def note(self, event: Event) -> None:
         """See `Observer.note`."""
@@ -212,8 +211,8 @@ class TierMetrics(Observer):
                 stats.increase_counter(PREFIX + name, number, labels)
         for name, value, labels in seconds:
             stats.observe_histogram(PREFIX + name, value, labels)
-        if time.monotonic() >= self._ask_at:
-            self._ask_at = time.monotonic() + ASK_AGAIN_S
+        if runtime.monotonic() >= self._ask_at:
+            self._ask_at = runtime.monotonic() + ASK_AGAIN_S
             for (gauge, tier), value in ask_all(self._asked).items():
                 stats.set_gauge(PREFIX + gauge, value, (tier,))
         return stats

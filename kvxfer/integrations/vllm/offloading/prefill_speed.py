@@ -1,9 +1,9 @@
 """Prefill speed: what the engine computes of prompts in its steps, as the scheduler sees it."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from kvxfer import runtime
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.transfer.load_or_compute import LoadOrCompute
 
@@ -34,7 +34,7 @@ class PrefillSpeed:
         group: int,
         tokens_per_chunk: int,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = runtime.monotonic,
     ) -> None:
         self._group = group
         self._tokens_per_chunk = tokens_per_chunk

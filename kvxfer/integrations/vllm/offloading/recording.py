@@ -1,10 +1,10 @@
 """Recording of the requests that vLLM schedules, for `kvxfer replay`."""
 
 import logging
-import time
 from collections.abc import Iterable
 from typing import Any
 
+from kvxfer import runtime
 from kvxfer.integrations.vllm.offloading.interface import ReqContext, key_positions
 from kvxfer.storage.keys import group_of
 from kvxfer.telemetry.trace_recorder import RecordedRequest, TraceRecorder
@@ -29,7 +29,7 @@ class RequestRecorder:
 
     def arrive(self, req_context: ReqContext) -> None:
         """Note the arrival of a request."""
-        self._arrived.setdefault(req_context.req_id, (time.time(), req_context))
+        self._arrived.setdefault(req_context.req_id, (runtime.wall_time(), req_context))
 
     def schedule(self, req_ids: Iterable[str]) -> None:
         """Record requests that are scheduled for the first time."""

@@ -57,7 +57,7 @@ class RowLookup:
     Attributes:
         keys: The keys.
         rows: Row of each key that is to be loaded at once.
-        deadline: Deadline of the lookup, on the clock of `time.monotonic`.
+        deadline: Deadline of the lookup, on the clock of `runtime.monotonic`.
         answer: For each key whether the backend has it.
         jobs: Loads that were begun; complete when `answer` is done.
         call: The coroutine on the event loop.

@@ -1,7 +1,6 @@
 """Secondary tier under vLLM's own CPU offloading, for its `TieringOffloadingSpec`."""
 
 import ctypes
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -9,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer import runtime
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import ModelIdentity, require_no_adapters
@@ -49,7 +49,7 @@ class _Job:
     num_left: int
     done: list[BlockKey] = field(default_factory=list)
     failed: bool = False
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=runtime.monotonic)
 
 
 class KVXferTier(VLLMPlug, SecondaryTierManager):
@@ -211,7 +211,7 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
             job_id=job.job_id,
             success=not job.failed,
             successful_keys=successful,
-            transfer_time=time.monotonic() - job.started,
+            transfer_time=runtime.monotonic() - job.started,
             transfer_bytes=len(job.done) * self.block_size_bytes,
         )
 

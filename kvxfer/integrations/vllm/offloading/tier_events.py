@@ -1,9 +1,9 @@
 """Events of the tiers below host memory, for vLLM to publish."""
 
-import threading
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
+from kvxfer import runtime
 from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent, event_of_tier
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Added, Event, Observer, Removed
@@ -21,7 +21,7 @@ class TierEvents(Observer):
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._salt = b""
         self._told: dict[str, _LastTold] = defaultdict(_LastTold)
         self._events: list[OffloadingEvent] = []

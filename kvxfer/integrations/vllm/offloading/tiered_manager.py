@@ -2,12 +2,12 @@
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from kvxfer import runtime
 from kvxfer.backends.host import HostPool
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.interface import (
@@ -181,10 +181,10 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             self._drop_stores(self._write_back.clear())
 
     def _yield(self) -> None:
-        step_s = time.monotonic() - self._step_ended_s
+        step_s = runtime.monotonic() - self._step_ended_s
         if step_s < YIELD_S and (self._going_up or self._tier.is_asked):
-            time.sleep(YIELD_S)
-        self._step_ended_s = time.monotonic()
+            runtime.sleep(YIELD_S)
+        self._step_ended_s = runtime.monotonic()
 
     def _decline_slow(self, prefill: PrefillSpeed) -> None:
         """Turn chunks into misses that were wanted in this step and are computed sooner.
@@ -238,7 +238,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         """Begin to write back chunks that wait, up to the bound on chunks in flight."""
         if not self._tier.takes_stores:
             return
-        now = time.monotonic()
+        now = runtime.monotonic()
         room = self._max_going_down - self._write_back.num_taken - len(self._copied)
         taken = self._write_back.take(now, room)
         if waiting := [key for key in taken if self._tier.is_unwanted(key)]:
@@ -266,7 +266,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         stored = {moved.key for moved in copied if moved.outcome.done}
         self._write_back.skip(changed)  # no other attempt makes them intact
         self._write_back.end(
-            time.monotonic(),
+            runtime.monotonic(),
             stored=stored,
             failed=[moved.key for moved in copied if moved.key not in stored | changed],
         )

@@ -2,12 +2,12 @@
 
 import logging
 import math
-import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kvxfer import runtime
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
@@ -79,7 +79,7 @@ class DecodeScheduler:
         prompts: Prompts,
         counters: Counters,
         own: Endpoint | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = runtime.monotonic,
         reports: Reports = Reports(),  # noqa: B008 - without observers it does nothing
     ) -> None:
         self._handover = handover

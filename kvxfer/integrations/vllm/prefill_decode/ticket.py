@@ -10,11 +10,11 @@ is found by the tokens of D's own prompt.
 """
 
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvxfer import runtime
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.checks import require_integer
 from kvxfer.errors import InvalidArgumentError
@@ -46,7 +46,7 @@ class Ticket:
 
 def make_lease() -> str:
     """Make the name of a lease: 128 random bits, which nobody guesses."""
-    return secrets.token_hex(16)
+    return runtime.token_bytes(16).hex()
 
 
 def wants_prefill(params: object) -> bool:

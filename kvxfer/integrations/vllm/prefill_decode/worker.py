@@ -1,11 +1,11 @@
 """Worker: lends the blocks of P's prompts, and reads the pages of D's."""
 
 import logging
-import time
 from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+from kvxfer import runtime
 from kvxfer.errors import KVXferError
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, StepData
@@ -85,7 +85,7 @@ class PrefillDecodeWorker:
                     fetch.endpoint, fetch.wanted, waits_for=fetch.lease if fetch.waits else None
                 )
             )
-            self._loads[fetch.request_id] = fetch, loading, time.monotonic()
+            self._loads[fetch.request_id] = fetch, loading, runtime.monotonic()
 
     def take_ended(self) -> Ended:
         """Return what ended since the last call; each request once."""
@@ -99,7 +99,7 @@ class PrefillDecodeWorker:
         self._num_expired = num_expired
         for request_id in [each for each, (_, load, _) in self._loads.items() if load.done()]:
             fetch, load, began = self._loads.pop(request_id)
-            bad = self._count(fetch, load, time.monotonic() - began)
+            bad = self._count(fetch, load, runtime.monotonic() - began)
             if load.exception() or load.result().memory_safe:
                 ended.end_load(request_id, bad)
                 continue
