@@ -215,6 +215,20 @@ class Descriptors:
         )
 
 
+def overlap(one: Descriptors, other: Descriptors) -> bool:
+    """Whether two batches have a byte of one device in common."""
+    if one.device != other.device or not (len(one) and len(other)):
+        return False
+    order = np.argsort(other.addresses)
+    begins = other.addresses[order]
+    # Blocks may be named twice: of the fragments that begin before another one's end, the one that
+    # ends last decides.
+    ends = np.maximum.accumulate(begins + other.lengths[order])
+    num_before = begins.searchsorted(one.addresses + one.lengths)
+    reached = ends[num_before - 1] > one.addresses
+    return bool((reached & (num_before > 0)).any())
+
+
 def view_memory(addresses: Addresses, lengths: Addresses) -> list[memoryview]:
     """Make a writable view of each stretch of memory; the caller keeps the memory alive."""
     pairs = zip(addresses.tolist(), (addresses + lengths).tolist(), strict=True)

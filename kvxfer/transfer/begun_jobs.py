@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -155,9 +155,18 @@ class BegunJobs:
         self._is_closed = True
         self._lock.release()
 
-    async def wait_for_devices(self) -> None:
-        """Wait until no device moves bytes."""
-        while self.bytes_in_flight:
+    async def wait_for_blocks(self, job: Job) -> None:
+        """Wait until devices have moved the blocks of a job that they were moving before.
+
+        What is begun meanwhile does not count, or a store might wait for ever.
+        """
+        moving = [each for each in list(self._begun.values()) if each.transfer is not None]
+        shared = [each for each in moving if each.job.meets(job)]
+        await self.wait_until(lambda: all(each.transfer is None for each in shared))
+
+    async def wait_until(self, is_met: Callable[[], bool]) -> None:
+        """Look at what devices move until a condition holds."""
+        while not is_met():
             self._ask_in_turn()
             await asyncio.sleep(MARK_PAUSE_S)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NewType
 
 from kvxfer import runtime
-from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.descriptors import Descriptors, overlap
 from kvxfer.storage.backend import BlockMover, Outcome, Status
 from kvxfer.storage.eviction.retention import Retention, retain_in
 from kvxfer.storage.keys import BlockKey
@@ -102,6 +102,12 @@ class Job:
             Piece(start, stop, int(sizes[start:stop].sum()))
             for start, stop in self.blocks.cut(max_bytes)
         ]
+
+    def meets(self, other: "Job") -> bool:
+        """Whether one of two jobs writes what the other one reads or writes."""
+        are_loads = self.direction is other.direction is Direction.LOAD
+        share_keys = not are_loads and not set(self.keys).isdisjoint(other.keys)
+        return share_keys or overlap(self.blocks, other.blocks)
 
     def end(self, status: Status, reason: str) -> list[BlockKey]:
         """Set the outcome of blocks that have none; memory passed to the backend is not safe.

@@ -31,7 +31,8 @@ class JobMover:
         reports: Reports of the engine.
 
     Attributes:
-        begun: Jobs that need no event loop. Loads of these go before whatever is moved here.
+        begun: Jobs that need no event loop. What is moved here waits for those that move the same
+            blocks, and counts them among the bytes in flight.
     """
 
     def __init__(
@@ -137,8 +138,11 @@ class JobMover:
 
     async def _move(self, job: Job, piece: Piece) -> None:
         began = runtime.monotonic()
-        await self.begun.wait_for_devices()
+        await self.begun.wait_for_blocks(job)
         async with self._admission.admit(job.direction, piece.num_bytes):
+            # No load is begun that leaves no room for the piece, so those that were come to an end.
+            has_room = self._admission.has_room
+            await self.begun.wait_until(lambda: has_room(self.begun.bytes_in_flight))
             job.waited_s = max(job.waited_s, runtime.monotonic() - began)
             outcomes = await self._pass_to_backend(job, piece)
         for index, outcome in enumerate(outcomes, piece.start):

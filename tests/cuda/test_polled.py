@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -69,6 +70,15 @@ def wait_until_quiet(engine: PolledEngine[SlotMover], job_id: JobId) -> None:
         assert time.monotonic() < end, "the memory stays in use"
 
 
+@contextmanager
+def going_on(gpu: SimulatedGpu) -> Iterator[None]:
+    """Let the device go on when the context ends, however it ends."""
+    try:
+        yield
+    finally:
+        gpu.set("paused", 0)
+
+
 def refuse_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         pytest.fail("an event loop took part")
@@ -129,18 +139,76 @@ def test_a_lost_device_is_an_outcome_of_every_block(
         assert "CUDA_ERROR_ECC_UNCORRECTABLE" in outcome.reason
 
 
-def test_a_store_waits_for_loads_that_were_begun(
-    gpu: SimulatedGpu, engine: PolledEngine[SlotMover]
+@pytest.mark.parametrize("shared", ["slots", "memory"])
+def test_a_store_waits_for_loads_of_its_blocks_that_were_begun(
+    gpu: SimulatedGpu, engine: PolledEngine[SlotMover], shared: str
 ) -> None:
     gpu.set("paused", 1)
     batches = gpu.get("num_batches")
-    load = engine.submit_load(SLOT_KEYS, LOADED)
-    store = engine.submit_store(SLOT_KEYS, STORED)
+    load = engine.submit_load(SLOT_KEYS[:4], [range(20, 24)])
+    if shared == "slots":
+        store = engine.submit_store(SLOT_KEYS[3:], [range(5)])
+    else:
+        store = engine.submit_store(SLOT_KEYS[4:], [range(23, 27)])
     assert not engine.wait([store], timeout_s=0.05)
     assert gpu.get("num_batches") == batches + 1
     gpu.set("paused", 0)
     assert engine.wait([load, store], timeout_s=10)
     assert all(job.done for job in engine.get_finished())
+
+
+def test_a_store_is_moved_beside_steady_loads_of_other_blocks(
+    gpu: SimulatedGpu, engine: PolledEngine[SlotMover], engine_caches: EngineCaches
+) -> None:
+    """Each direction has its stream; two loads at least are under way at every moment."""
+    gpu.set("delay_us", 500)
+    loads = {engine.submit_load(SLOT_KEYS[:4], [range(20 + 4 * n, 24 + 4 * n)]) for n in range(3)}
+    store = engine.submit_store(SLOT_KEYS[4:], [range(10, 14)])
+    num_loads, stored = len(loads), False
+    while not stored:
+        for job in engine.get_finished():
+            assert job.done
+            if job.job_id == store:
+                stored = True
+                break
+            loads.remove(job.job_id)
+            num_loads += 1
+            assert num_loads < 60, "the store starves"
+            at = 20 + 4 * (num_loads % 4)
+            loads.add(engine.submit_load(SLOT_KEYS[:4], [range(at, at + 4)]))
+    assert loads
+    gpu.set("delay_us", 0)
+    assert engine.wait([engine.submit_load(SLOT_KEYS[4:], [range(40, 44)])], timeout_s=10)
+    assert np.array_equal(engine_caches.blocks[:, 40:44], engine_caches.blocks[:, 10:14])
+
+
+def test_loads_that_were_begun_count_among_the_bytes_in_flight(
+    gpu: SimulatedGpu, engine_caches: EngineCaches
+) -> None:
+    """A store is moved beside loads only where the bound has room for it."""
+    layers, _, page_bytes = engine_caches.blocks.shape
+    block_bytes = layers * page_bytes
+    shape = PoolShape(num_slots=NUM_KEYS, num_parts=1, part_size_bytes=block_bytes)
+    pool = HostPool(shape, NAMESPACE, DeviceCopyEngine())
+    bound = 4 * block_bytes
+    mover = SlotMover(pool, part=0)
+    with (
+        PolledEngine(engine_caches.caches, mover, max_bytes_in_flight=bound) as engine,
+        going_on(gpu),
+    ):
+        assert engine.wait([engine.submit_store(SLOT_KEYS, STORED)], timeout_s=10)
+        gpu.set("paused", 1)
+        batches = gpu.get("num_batches")
+        jobs = [engine.submit_load(SLOT_KEYS[:3], [range(20, 23)])]
+        jobs += [engine.submit_store(SLOT_KEYS[n : n + 1], [[n]]) for n in (4, 5)]
+        gpu.wait_for_more("num_batches", batches + 1)
+        assert not engine.wait(jobs, timeout_s=0.05)
+        assert gpu.get("num_batches") == batches + 2
+        late = engine.submit_load(SLOT_KEYS[7:], [[40]])
+        assert gpu.get("num_batches") == batches + 2, "begun beside more bytes than are allowed"
+        gpu.set("paused", 0)
+        assert len(engine.wait([*jobs, late], timeout_s=10)) == 4
+        assert all(job.done for job in engine.get_finished())
 
 
 @pytest.mark.parametrize("ended", ["drained", "closed"])

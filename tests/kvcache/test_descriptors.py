@@ -2,7 +2,7 @@
 
 import ctypes
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.describer import BlockDescriber, describe
-from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.descriptors import Descriptors, overlap
 from kvxfer.kvcache.fragment_pairs import pair_fragments
 from kvxfer.testing.payloads import describe_buffer
 from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
@@ -248,6 +248,23 @@ def test_concatenated_batches_are_one_batch_in_order(several: list[Case]) -> Non
     assert read(together) == [chunk for case in several for chunk in expected_chunks(case)]
     for case in several:
         assert any(owner is case.caches for owner in together.owners)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_batches_overlap_where_they_have_a_byte_in_common(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    places = [
+        (generator.integers(0, 100, count).astype(np.uint64), generator.integers(1, 5, count))
+        for count in generator.integers(0, 6, 2)
+    ]
+    one, other = (Descriptors.of_pieces(*each) for each in places)
+    bytes_of_one, bytes_of_other = (
+        {at for start, size in zip(*each, strict=True) for at in range(start, start + size)}
+        for each in (tuple(map(np.ndarray.tolist, each)) for each in places)
+    )
+    expected = not bytes_of_one.isdisjoint(bytes_of_other)
+    assert (overlap(one, other), overlap(other, one)) == (expected, expected)
+    assert not overlap(one, replace(other, device=torch.device("cuda", 0)))
 
 
 def test_nothing_and_batches_on_several_devices_cannot_be_concatenated() -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.descriptors import Descriptors, overlap
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Operation
@@ -79,7 +79,7 @@ class WrapperTests(ABC):
             assert statuses(await backend.load(keys[1:2], target)) == [Status.DONE]
             assert statuses(await backend.store(keys[3:], memory.describe(0, [3]))) == [Status.DONE]
             for seen in inner.seen:
-                assert not any(_overlap(seen, late) for late in faulty.late), "used too early"
+                assert not any(overlap(seen, late) for late in faulty.late), "used too early"
             drained = asyncio.ensure_future(backend.drain())
             await asyncio.sleep(0)
             assert not drained.done(), "drained before the memory is quiet"
@@ -100,10 +100,3 @@ async def _cancel_when_late(call: Coroutine[Any, Any, object], faulty: FaultyBac
         await task
     assert faulty.late, "no call was late"
     assert faulty.injected[-1].operation in {Operation.LOAD, Operation.STORE}
-
-
-def _overlap(one: Descriptors, other: Descriptors) -> bool:
-    """Whether two batches have a byte in common."""
-    ends = one.addresses + one.lengths
-    other_ends = other.addresses + other.lengths
-    return bool(((one.addresses[:, None] < other_ends) & (other.addresses < ends[:, None])).any())
