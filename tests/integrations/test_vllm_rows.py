@@ -1,5 +1,6 @@
 """Rows of host memory as portable pages, which engines of other shapes read."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from vllm import _custom_ops
 from kvxfer.backends.host import PoolShape
 from kvxfer.errors import NamespaceMismatchError
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
+from kvxfer.integrations.vllm.common.model_identity import ModelIdentity
 from kvxfer.integrations.vllm.common.worker_pages import (
     CPU_AXES,
     GroupLayers,
@@ -26,14 +28,18 @@ from kvxfer.integrations.vllm.common.worker_pages import (
     describe_pages,
     unpack,
 )
+from kvxfer.integrations.vllm.offloading.identity import row_namespace
 from kvxfer.integrations.vllm.offloading.interface import group_ids
 from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
+from kvxfer.integrations.vllm.prefill_decode.worker_caches import describe_worker
+from kvxfer.kvcache import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.page_box import Digit, PageBox
-from kvxfer.kvcache.portable import PageMapping
+from kvxfer.kvcache.portable import CacheDescription, PageMapping
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.testing import BlockMemory
 from tests.integrations.test_vllm import make_config
+from tests.integrations.vllm_tensors import STATES, pretend_gpu
 
 has_kernel = pytest.mark.skipif(
     not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"),
@@ -304,6 +310,86 @@ def described(told: dict[str, Any], tp_size: int, *, draft: Any = None) -> Worke
     )
     caches = BlockMemory([[64]], num_blocks=2).caches
     return describe_pages(caches, [GroupLayers(["layers.0"], TOKENS)], vllm_config)
+
+
+def layer(kind: str, spec: Any, **fields: Any) -> Any:
+    """Make a layer whose cache has the spec."""
+    attn_backend = SimpleNamespace(get_name=lambda: kind)
+    shapes = [(2, *shape) for shape in getattr(spec, "shapes", ())]
+    return SimpleNamespace(
+        get_attn_backend=lambda: attn_backend,
+        get_kv_cache_spec=lambda _: spec,
+        kv_cache=[torch.zeros(shape) for shape in shapes],
+        **fields,
+    )
+
+
+def describe_on(
+    monkeypatch: pytest.MonkeyPatch, vllm_layer: Any, gpu: tuple[Any, ...] | None
+) -> CacheDescription:
+    """Describe the caches of a worker with one layer, on a GPU of a name and capability."""
+    if gpu is not None:
+        pretend_gpu(monkeypatch, *gpu)
+    spec = vllm_layer.get_kv_cache_spec(None)
+    caches = BlockMemory([[64]], num_blocks=2).caches
+    if vllm_layer.kv_cache:  # the states, in one piece
+        raw = torch.zeros(2, spec.page_size_bytes, dtype=torch.int8)
+        views, start = [], 0
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+            size = math.prod(shape) * dtype.itemsize
+            part = raw[:, start : start + size].view(dtype)
+            views.append(part.view(-1, *shape))
+            start += size
+        vllm_layer.kv_cache = views
+        ref = CanonicalKVCacheRef(0, spec.page_size_bytes)
+        caches = CanonicalKVCaches([CanonicalKVCacheTensor(raw, spec.page_size_bytes)], [[ref]])
+    vllm_config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 1, hf_text_config=None),
+        speculative_config=None,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
+        cache_config=SimpleNamespace(),
+        compilation_config=SimpleNamespace(static_forward_context={"layers.0": vllm_layer}),
+    )
+    group = SimpleNamespace(layer_names=["layers.0"], kv_cache_spec=spec)
+    return describe_worker(caches, SimpleNamespace(kv_cache_groups=[group]), vllm_config)
+
+
+H100, H200, B200 = ("NVIDIA H100", (9, 0)), ("NVIDIA H200", (9, 0)), ("NVIDIA H100", (10, 0))
+
+
+@pytest.mark.parametrize("kind", ["states", "unknown"])
+def test_what_only_kernels_know_is_named_by_the_gpu_that_it_is_from(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = STATES if kind == "states" else SimpleNamespace(block_size=TOKENS)
+    found = set()
+    for gpu in (None, H100, H200, B200):
+        for name, prefill in (("GDN_ATTN", "triton"), ("GDN_ATTN", "flashinfer"), ("X", "triton")):
+            vllm_layer = layer(name, spec, gdn_prefill_backend=prefill)
+            described = describe_on(monkeypatch, vllm_layer, gpu)
+            (group,) = described.groups
+            assert bool(group.boxes) == (kind == "states")
+            words = group.opaque or group.boxes[0].encoding
+            found.add(words)
+            if gpu is None:
+                assert words.count(cpu_kernels()) == 1
+            else:
+                assert cpu_kernels() not in words
+                assert all(word in words for word in (gpu[0], name, prefill))
+    num_on_cpu = 2 if kind == "states" else 1
+    assert len(found) == num_on_cpu + 3 * 3
+
+
+def test_rows_and_their_groups_are_named_by_the_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for gpu in (H100, H200, B200):
+        pretend_gpu(monkeypatch, *gpu)
+        namespace = row_namespace(make_config(), ModelIdentity(revision="r"), row_size_bytes=64)
+        assert gpu[0] in namespace.instruction_set
+        names.add(namespace.instruction_set)
+        (group,) = described({}, 1).groups
+        assert gpu[0] in group.packing
+    assert len(names) == 3
 
 
 def block_of(heads: int) -> dict[str, Any]:

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-import vllm
+import vllm.platforms
 from packaging.version import Version
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1 import kv_cache_interface as interface
 from vllm.v1.worker import utils
 
@@ -36,6 +38,18 @@ STATES = interface.MambaSpec(
     dtypes=(DTYPE, torch.float32),
     page_size_padded=PAGE_BYTES,
 )
+
+
+def pretend_gpu(
+    monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H100", capability: tuple[int, int] = (9, 0)
+) -> None:
+    """Let vLLM's platform be that of a GPU."""
+    gpu = SimpleNamespace(
+        is_cpu=lambda: False,
+        get_device_name=lambda: name,
+        get_device_capability=lambda: DeviceCapability(*capability),
+    )
+    monkeypatch.setattr(vllm.platforms, "current_platform", gpu, raising=False)
 
 
 def backend(name: str) -> Any:

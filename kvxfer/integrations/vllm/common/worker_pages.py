@@ -67,7 +67,8 @@ class GroupPages(msgspec.Struct, frozen=True, kw_only=True):
         payload_size_bytes: Bytes of the block.
         boxes: Boxes of elements in these bytes; empty when they are unknown.
         axes: Portable order of the axes of some parts, where it is not the usual one.
-        packing: Name of the packing of the keys and values, empty where there is none.
+        packing: Name of the packing of the keys and values, empty where there is none. On a GPU, if
+            the boxes are unknown, name of the kernels that the bytes are of.
         reason: Reason why the boxes are unknown.
     """
 
@@ -128,6 +129,36 @@ def describe_pages(
             getattr(vllm_config.parallel_config, "cp_kv_cache_interleave_size", 1)
         ),
     )
+
+
+def is_cpu() -> bool:
+    """Whether vLLM runs on a CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def platform_kernels() -> str:
+    """Name what vLLM picks its kernels by: features of the processor, or the GPU."""
+    from vllm.platforms import current_platform
+
+    if is_cpu():
+        return cpu_kernels()
+    capability = current_platform.get_device_capability()
+    version = capability.as_version_str() if capability is not None else "unknown"
+    return f"{current_platform.get_device_name()} of capability {version}"
+
+
+def layer_kernels(layer_names: Sequence[str], vllm_config: Any) -> str:
+    """Name what layers' bytes mean something to: the platform, on a GPU with their kernels."""
+    if is_cpu():
+        return cpu_kernels()
+    layers = vllm_config.compilation_config.static_forward_context
+    names = {
+        f"{each.get_attn_backend().get_name()} {getattr(each, 'gdn_prefill_backend', '')}".rstrip()
+        for each in (layers[name] for name in layer_names if name in layers)
+    }
+    return ", ".join((platform_kernels(), *sorted(names)))
 
 
 def _require_one_number_of_heads(vllm_config: Any) -> None:
@@ -208,7 +239,11 @@ def _describe_group(
         if not isinstance(exc, KVXferError):
             text = "blocks of %s are bytes for equal engines only: its cache was not understood"
             logger.warning(text, group.layer_names[0], exc_info=True)
-        return GroupPages(payload_size_bytes=size, reason=f"{type(exc).__name__}: {exc}")
+        return GroupPages(
+            payload_size_bytes=size,
+            packing="" if is_cpu() else layer_kernels(group.layer_names, vllm_config),
+            reason=f"{type(exc).__name__}: {exc}",
+        )
     return GroupPages(
         payload_size_bytes=size,
         boxes=tuple(boxes),
@@ -279,7 +314,8 @@ def _say_packing(
     if is_state(boxes[0]):
         kind = attention.get_attn_backend().get_name()
         backend = getattr(getattr(vllm_config, "mamba_config", None), "backend", None)
-        encoding = f"{kind} of vLLM {installed_version()}, {backend}, {cpu_kernels()}"
+        kernels = layer_kernels([name], vllm_config)
+        encoding = f"{kind} of vLLM {installed_version()}, {backend}, {kernels}"
         return _Layer([replace(box, encoding=encoding) for box in boxes])
     if attention.get_attn_backend().get_name() != CPU_BACKEND or "head" not in boxes[0].axes:
         return _Layer(boxes)

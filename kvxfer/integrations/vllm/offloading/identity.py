@@ -8,13 +8,11 @@ import torch
 
 from kvxfer.backends.host.segment import HEADER_BYTES, SharedSegment
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
 from kvxfer.integrations.vllm.common.model_identity import ModelIdentity
 from kvxfer.integrations.vllm.common.release import installed_version
-from kvxfer.integrations.vllm.common.worker_pages import WorkerPages
+from kvxfer.integrations.vllm.common.worker_pages import WorkerPages, platform_kernels
 from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingConfig,
-    current_platform,
     group_ids,
     host_layout,
     layout_name,
@@ -43,7 +41,6 @@ def row_namespace(
     }
     unused = GroupIdentity(page_sizes_bytes=(row_size_bytes,), spec="not offloaded")
     parallel = config.parallel
-    is_cpu = current_platform.is_cpu()
     return Namespace(
         model=config.model.name,
         revision=identity.revision,
@@ -61,7 +58,7 @@ def row_namespace(
             "bytes_per_block": config.worker_kv_bytes_per_block,
             **host_layout(config),
         },
-        instruction_set=cpu_kernels() if is_cpu else current_platform.device_name,
+        instruction_set=platform_kernels(),
     )
 
 

@@ -3,9 +3,13 @@
 from typing import Any
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
 from kvxfer.integrations.vllm.common.release import installed_version
-from kvxfer.integrations.vllm.common.worker_pages import GroupLayers, GroupPages, describe_pages
+from kvxfer.integrations.vllm.common.worker_pages import (
+    GroupLayers,
+    GroupPages,
+    describe_pages,
+    layer_kernels,
+)
 from kvxfer.integrations.vllm.prefill_decode.groups import has_states
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import CacheDescription, GroupDescription, WorkerShard
@@ -40,20 +44,21 @@ def describe_worker(
     return CacheDescription(
         shard=shard,
         groups=tuple(
-            _describe(each, group.kv_cache_spec, shard.num_token_shares, vllm_config)
+            _describe(each, group, shard.num_token_shares, vllm_config)
             for each, group in zip(pages.groups, groups, strict=True)
         ),
     )
 
 
 def _describe(
-    pages: GroupPages, spec: Any, num_token_shares: int, vllm_config: Any
+    pages: GroupPages, group: Any, num_token_shares: int, vllm_config: Any
 ) -> GroupDescription:
-    opaque = ""
+    opaque, spec = "", group.kv_cache_spec
     if not pages.boxes:  # to be read by equal workers of the same release only
         layout = getattr(vllm_config.cache_config, "kv_cache_layout", None)
-        parts = (f"vLLM {installed_version()}", f"layout {layout}", repr(spec), cpu_kernels())
-        opaque = "; ".join((*parts, pages.reason))
+        parts = (f"vLLM {installed_version()}", f"layout {layout}", repr(spec))
+        kernels = layer_kernels(group.layer_names, vllm_config)
+        opaque = "; ".join((*parts, kernels, pages.reason))
     return GroupDescription(
         tokens_per_block=spec.block_size * num_token_shares,
         payload_size_bytes=pages.payload_size_bytes,
