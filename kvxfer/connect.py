@@ -1,15 +1,14 @@
 """Entry point `connect`: opens backends named by URLs or mappings, and an engine on top of them."""
 
-import asyncio
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any, Protocol, TypeAlias
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.object import ObjectConfig
 from kvxfer.checks import require_instance, require_instances, require_positive
@@ -17,6 +16,7 @@ from kvxfer.endpoint import split_url
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import PageMapping, WorkerShard
+from kvxfer.runtime import begin_aside
 from kvxfer.settings import convert_settings, is_credential, shown
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import GroupIdentity, Namespace
@@ -344,8 +344,7 @@ def _close(backends: Sequence[Backend]) -> None:
             for backend in backends:
                 stack.push_async_callback(backend.aclose)
 
-    with ThreadPoolExecutor(1) as executor:
-        executor.submit(asyncio.run, close()).result()
+    runtime.result(begin_aside("kvxfer-close", lambda: runtime.run(close())))
 
 
 def _split_url(url: str) -> tuple[str, dict[str, Any]]:

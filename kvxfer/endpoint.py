@@ -2,7 +2,6 @@
 
 import contextlib
 import ipaddress
-import random
 import socket
 import stat
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import SplitResult, urlsplit
 
+from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.text import find_control
 
@@ -79,10 +79,11 @@ def free_ports(number: int = 1) -> int:
     For the servers of benchmarks and tests: so no connection takes a port before its server does.
     """
     while True:
-        first = random.SystemRandom().randrange(10_000, 32_000)
+        first = runtime.random().randrange(10_000, 32_000)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in range(first, first + number):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                at = "127.0.0.1", port
+                stack.enter_context(runtime.listen(at, family=socket.AF_INET, backlog=1))
             return first
 
 
@@ -119,7 +120,7 @@ def remove_abandoned(path: Path) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise FileExistsError(f"{path} is there and is no socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    with runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(0)
         try:
             probe.connect(str(path))

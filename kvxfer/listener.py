@@ -5,6 +5,7 @@ import logging
 import socket
 from collections.abc import Callable
 
+from kvxfer import runtime
 from kvxfer.endpoint import Endpoint
 
 ACCEPT_PAUSE_S = 0.1
@@ -66,7 +67,7 @@ class Listener:
         try:
             for family, _, _, _, address in dict.fromkeys(found):
                 at = address[0], self.endpoint.port, *address[2:]
-                made = socket.create_server(at, family=family, backlog=BACKLOG)
+                made = runtime.listen(at, family=family, backlog=BACKLOG)
                 self._listening.append(made)
                 made.setblocking(False)
                 self.endpoint = Endpoint(host, made.getsockname()[1])

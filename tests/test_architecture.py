@@ -4,7 +4,7 @@ import ast
 import importlib
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from itertools import takewhile
 from pathlib import Path
@@ -63,6 +63,29 @@ BUDGETS = {
     "kvxfer/transfer": 3_810,
 }
 MAX_FUNCTION_LINES = 70
+# What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.
+OF_THE_RUNTIME = {
+    f"{module}.{name}"
+    for module, names in {
+        "asyncio": "new_event_loop open_connection run start_server to_thread",
+        "concurrent.futures": "ThreadPoolExecutor as_completed wait",
+        "os": "getrandom urandom",
+        "queue": "LifoQueue PriorityQueue Queue SimpleQueue",
+        "random": "SystemRandom choice randbytes randint random randrange sample shuffle uniform",
+        "secrets": "SystemRandom choice randbelow randbits token_bytes token_hex token_urlsafe",
+        "socket": "create_server socket",
+        "threading": "Barrier BoundedSemaphore Condition Event Lock RLock Semaphore Thread Timer",
+        "time": "monotonic monotonic_ns perf_counter perf_counter_ns sleep time time_ns",
+        "uuid": "uuid1 uuid4",
+    }.items()
+    for name in names.split()
+}
+SEEDED = {"asyncio.Runner", "numpy.random.default_rng", "random.Random"}
+# What measures the machine, leaves the package, or is a runtime itself.
+BESIDE_THE_RUNTIME = (
+    *("benchmarks/", "examples/", "kvxfer/cli/bench.py", "kvxfer/proxy/", "kvxfer/runtime/"),
+    *("kvxfer/testing/simulation/", "kvxfer/top/"),
+)
 FACES = ("kvxfer", "kvxfer.kvcache", "kvxfer.storage", "kvxfer.tiering", "kvxfer.transfer")
 
 
@@ -173,6 +196,100 @@ def test_no_function_is_too_long_to_read() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {name: count for name, count in lengths.items() if count > MAX_FUNCTION_LINES} == {}
+
+
+def imported_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """Full names of what code imports, by the names that it gives them."""
+    names: dict[str, str] = {}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {each.asname or each.name: each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+    return names
+
+
+def types_and_owners(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Find the parts of code that name a type, or what has the attribute that is used."""
+    for node in nodes:
+        for field in ("annotation", "returns", "slice"):
+            if isinstance(part := getattr(node, field, None), ast.AST):
+                yield from ast.walk(part)
+        if isinstance(node, ast.Attribute):
+            yield node.value
+
+
+def uses_beside_runtime(source: str) -> Iterator[str]:
+    """Find what code asks of the machine itself.
+
+    A lock at module level is none of a runtime: it outlives any.
+    """
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    names, apart = imported_names(nodes), {*types_and_owners(nodes)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            apart |= {node.value.func} if ast.unparse(node.value) == "threading.Lock()" else set()
+    for node in nodes:
+        call = node if isinstance(node, ast.Call) else None
+        part = call.func if call else node
+        if not isinstance(part, ast.Name | ast.Attribute):
+            continue
+        module, _, name = ast.unparse(part).rpartition(".")
+        first, _, rest = module.partition(".")
+        full = f"{names.get(module) or f'{names.get(first)}.{rest}'}.{name}"
+        full = full if module else names.get(name, "")
+        is_unseeded = call and full in SEEDED and not (call.args or call.keywords)
+        is_pool = call and name == "run_in_executor" and ast.unparse(call.args[0]) == "None"
+        if is_unseeded or is_pool or (full in OF_THE_RUNTIME and part is node not in apart):
+            yield f"{ast.unparse(part)}, line {part.lineno}"
+
+
+def test_only_the_runtime_asks_the_machine_for_time_threads_sockets_and_chance() -> None:
+    found = {
+        str(path.relative_to(ROOT)): uses
+        for path in FILES
+        if not str(path.relative_to(ROOT)).startswith(BESIDE_THE_RUNTIME)
+        if (uses := list(uses_beside_runtime(path.read_text())))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time\ndef f(now=time.monotonic): ...",
+        "from time import monotonic as now\nnow()",
+        "import time as clock\nclock.sleep(1)",
+        "import threading\nclass A:\n    lock = threading.Lock()",
+        "import threading\nthreading.Thread(target=print)",
+        "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(1): ...",
+        "import concurrent.futures\nconcurrent.futures.wait([])",
+        "import concurrent.futures as futures\nfutures.wait([])",
+        "async def f(loop): await loop.run_in_executor(None, print)",
+        "import random\nrandom.Random()",
+        "import numpy as np\nnp.random.default_rng()",
+        "import socket\nsocket.socket()",
+        "import uuid\nstr(uuid.uuid4())",
+    ],
+)
+def test_what_is_asked_of_the_machine_itself_is_seen(source: str) -> None:
+    assert len(list(uses_beside_runtime(source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import threading\n_lock = threading.Lock()",
+        "import threading\ndef f(thread: threading.Thread) -> threading.Event: ...",
+        "import random\nrandom.Random(1).random()",
+        "import numpy as np\nnp.random.default_rng(1)",
+        "import socket\nKind = list[socket.socket]\nsocket.socket.recv(1, 2)",
+        "async def f(loop, pool): await loop.run_in_executor(pool, print)",
+    ],
+)
+def test_what_arguments_decide_is_let_alone(source: str) -> None:
+    assert list(uses_beside_runtime(source)) == []
 
 
 @pytest.mark.parametrize("face", FACES)

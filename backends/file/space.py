@@ -5,7 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from itertools import chain
 
 from kvxfer import runtime
@@ -416,7 +416,8 @@ class Space:
         if not (is_due or self.is_walking):
             return False
         walk = self.begin_scan()
-        if walk in wait([walk], WALK_WAIT_S).done:
+        runtime.wait_futures([walk], WALK_WAIT_S)
+        if walk.done():
             walk.result()
             return True
         return False

@@ -3,6 +3,7 @@
 import socket
 from typing import TYPE_CHECKING, Literal
 
+from kvxfer import runtime
 from kvxfer.checks import require_number, require_positive
 from kvxfer.configuration import Configuration
 from kvxfer.endpoint import Endpoint
@@ -153,7 +154,7 @@ def _local_host(master: Endpoint) -> str:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(
             master.host, master.port, type=socket.SOCK_DGRAM
         )
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        with runtime.open_socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as exc:

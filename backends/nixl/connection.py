@@ -382,11 +382,11 @@ async def open_channel(node: LocalNode, endpoint: Endpoint) -> FrameChannel:
     timeout_s = node.config.handshake_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(
+            reader, writer = await runtime.connect(
                 endpoint.host,
                 endpoint.port,
-                ssl=await node.tls.client(),
-                limit=STREAM_BUFFER_BYTES,
+                tls=await node.tls.client(),
+                buffer_bytes=STREAM_BUFFER_BYTES,
             )
     except TimeoutError as exc:
         raise PeerTimeoutError(str(endpoint), "connecting", timeout_s) from exc

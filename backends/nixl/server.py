@@ -129,10 +129,10 @@ class Server:
                 raise ClosedError(f"server at {at}")
             family, *_, address = found[0]
             waiting = self._config.max_connections
-            control = socket.create_server(address, family=family, backlog=waiting)
+            control = runtime.listen(address, family=family, backlog=waiting)
             self._port = control.getsockname()[1]
             at = Endpoint(host, self._data_port)
-            data = socket.create_server(
+            data = runtime.listen(
                 (address[0], self._data_port, *address[2:]), family=family, backlog=waiting
             )
             self._data_port = data.getsockname()[1]

@@ -74,7 +74,7 @@ class Attachment:
         self._lock = runtime.lock()
         self._is_cut = False  # whether a message was sent in part
         try:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as exc:  # no descriptor is left
             raise BackendUnavailableError(f"no host pool at {path}: {exc}") from exc
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.host.available_memory import require_memory
 from kvxfer.backends.pool.messages import (
@@ -266,7 +267,7 @@ def _welcome(host: HostBackend) -> tuple[Message, int]:
 
 def _make_socket(path: Path) -> socket.socket:
     """Make the socket, in place of one that a dead process left; nobody can connect yet."""
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    listening = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         remove_abandoned(path)
         listening.bind(str(path))

@@ -5,7 +5,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from mmap import PAGESIZE
@@ -28,6 +27,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import FragmentPairs, pair_fragments, require_same_blocks
 from kvxfer.kvcache.fragments import Addresses, cut_evenly, join, touch
+from kvxfer.runtime import DaemonThreads
 
 # Measured by `make bench NAME=mapping`: pairing such small pieces takes as long as copying them.
 SMALL_PIECE_BYTES = 4 << 10
@@ -80,7 +80,7 @@ class CPUCopyEngine(CopyEngine):
         self.num_threads = num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._num_shares = self.num_threads * SHARES_PER_THREAD if self.num_threads > 1 else 1
         self._methods = methods or MEASURED
-        self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="kvxfer-copy")
+        self._pool = DaemonThreads("kvxfer-copy", self.num_threads)
 
     def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """See `CopyEngine.copy`."""
@@ -125,6 +125,7 @@ class CPUCopyEngine(CopyEngine):
     def close(self) -> None:
         """See `CopyEngine.close`."""
         self._pool.shutdown()
+        self._pool.join()
 
     def _copy_pairs(self, pairs: FragmentPairs) -> None:
         typical, done = pairs.mean_bytes, 0

@@ -1,6 +1,5 @@
 """Examination: all checks of this machine and of what URLs name, each within a deadline."""
 
-import concurrent.futures
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -94,9 +93,10 @@ def run_checks(planned: Sequence[PlannedCheck], *, timeout_s: float) -> list[Fin
     for check, future in zip(planned, running, strict=True):
         stop = began + timeout_s * check.num_steps
         try:
-            findings += future.result(max(0.0, stop - runtime.monotonic()))
-        except concurrent.futures.TimeoutError:
-            findings.append(_late(check, timeout_s * check.num_steps))
+            found = runtime.result(future, max(0.0, stop - runtime.monotonic()))
+        except TimeoutError:
+            found = [_late(check, timeout_s * check.num_steps)]
+        findings += found
     threads.shutdown()
     return sort_findings(findings)
 

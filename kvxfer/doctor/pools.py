@@ -3,6 +3,7 @@
 import os
 import socket
 
+from kvxfer import runtime
 from kvxfer.backends.pool import PoolConfig
 from kvxfer.backends.pool.messages import peer_of
 from kvxfer.doctor.finding import Check, Examined, Finding
@@ -14,7 +15,7 @@ def check_pool(config: PoolConfig) -> Finding:
     """Check that a process of this user serves the pool; it is not asked for its model."""
     at = Examined(Check.POOL, f"pool://{config.path}")
     serve = f"kvxfer serve --pool {config.path} --capacity SIZE"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+    with runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(config.timeout_s)
         try:
             connection.connect(config.path)

@@ -7,13 +7,14 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import ssl
 import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Iterator
-from concurrent import futures as concurrent_futures
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from itertools import compress
 from queue import SimpleQueue
 from random import Random, SystemRandom
 from types import TracebackType
@@ -174,9 +175,15 @@ class OrdinaryRuntime(Runtime):
         self, futures: Collection[FutureT], timeout_s: float | None = None
     ) -> tuple[list[FutureT], list[FutureT]]:
         """See `Runtime.wait_futures`."""
-        done = concurrent_futures.wait(futures, timeout_s).done
-        return [each for each in futures if each in done], [
-            each for each in futures if each not in done
+        ends_at = None if timeout_s is None else time.monotonic() + timeout_s
+        for each in futures:  # `concurrent.futures.wait` is not told of one that is cancelled
+            if not each.done():
+                left_s = None if ends_at is None else max(0.0, ends_at - time.monotonic())
+                with contextlib.suppress(CancelledError, TimeoutError):
+                    each.exception(left_s)
+        done = [each.done() for each in futures]
+        return list(compress(futures, done)), [
+            each for each, is_done in zip(futures, done, strict=True) if not is_done
         ]
 
     def open_socket(self, family: int, kind: int, /) -> socket.socket:
@@ -288,6 +295,18 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on an event loop of its own, as `asyncio.run` does."""
     with asyncio.Runner(loop_factory=_current.new_event_loop) as runner:
         return runner.run(work)
+
+
+async def connect(
+    host: str, port: int, *, tls: ssl.SSLContext | None, buffer_bytes: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a server by the running event loop, which is one of the runtime.
+
+    Raises:
+        OSError: It cannot be reached; `ssl.SSLError` is one.
+        UnicodeError: The host is no name of one.
+    """
+    return await asyncio.open_connection(host, port, ssl=tls, limit=buffer_bytes)
 
 
 def open_socket(family: int, kind: int) -> socket.socket:

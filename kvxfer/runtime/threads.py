@@ -59,7 +59,7 @@ class DaemonThreads(ThreadPoolExecutor):
             self._num_busy -= 1
         return future
 
-    def join(self, timeout_s: float) -> None:
+    def join(self, timeout_s: float = END_OF_THREADS_S) -> None:
         """Wait for the threads after `shutdown`, no longer than `timeout_s`; blocks."""
         ends_at = monotonic() + timeout_s
         for thread in self._started:

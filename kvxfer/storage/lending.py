@@ -1,6 +1,5 @@
 """Lending: memory of a backend's blocks that another process or device reads or fills directly."""
 
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -9,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer import runtime
 from kvxfer.checks import require_integers
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
@@ -68,7 +68,7 @@ class Generations:
 
     def __init__(self, num_slots: int) -> None:
         # Counted on from a random number, so that no other process ever had the same ones.
-        self._words = np.full(num_slots, secrets.randbits(64), np.uint64)
+        self._words = np.full(num_slots, runtime.random().getrandbits(64), np.uint64)
         self.region = MemoryRegion(self._words.ctypes.data, self._words.nbytes, self._words)
 
     def change(self, slots: Sequence[int]) -> None:

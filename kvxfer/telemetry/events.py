@@ -2,7 +2,6 @@
 
 import logging
 import os
-import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -162,9 +161,8 @@ class EventPublisher(Observer):
             raise
         self._wakes, self._wake = os.pipe()
         os.set_blocking(self._wakes, False)
-        self._thread = threading.Thread(target=self._run, name="kvxfer-events", daemon=True)
         self._append(None, [])
-        self._thread.start()
+        self._thread = runtime.start_thread(self._run, name="kvxfer-events")
 
     def __enter__(self) -> Self:
         """Return the publisher, which is closed on exit."""

@@ -86,8 +86,7 @@ class Journal:
         self._is_closed = False
         self._wake = runtime.event()
         self._flushing = runtime.lock()
-        self._thread = threading.Thread(target=self._run, name="kvxfer-journal", daemon=True)
-        self._thread.start()
+        self._thread = runtime.start_thread(self._run, name="kvxfer-journal")
 
     def observer(
         self, namespace: Namespace | None = None, *, engine: str = ""

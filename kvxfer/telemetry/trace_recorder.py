@@ -3,11 +3,10 @@
 import contextlib
 import logging
 import os
-import queue
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from errno import ENOSPC
+from queue import Empty, SimpleQueue
 from typing import IO, Annotated, Self
 
 import msgspec
@@ -89,9 +88,8 @@ class TraceRecorder:
         self._max_bytes = max_bytes
         self._num_left_out = 0
         self._has_ended = False
-        self._waiting: queue.Queue[RecordedRequest | None] = queue.Queue(MAX_WAITING)
-        self._thread = threading.Thread(target=self._write_all, name="kvxfer-trace", daemon=True)
-        self._thread.start()
+        self._waiting: SimpleQueue[RecordedRequest | None] = runtime.queue()
+        self._thread = runtime.start_thread(self._write_all, name="kvxfer-trace")
 
     @classmethod
     def from_environment(cls) -> Self | None:
@@ -103,21 +101,15 @@ class TraceRecorder:
         """Have a request written; it is left out where too many wait."""
         if self._has_ended:  # the log has said so
             return
-        try:
-            self._waiting.put_nowait(request)
-        except queue.Full:
+        if self._waiting.qsize() < MAX_WAITING:
+            self._waiting.put(request)
+        else:
             self._num_left_out += 1
 
     def close(self) -> None:
         """Write what waits, for no longer than `CLOSE_TIMEOUT_S`; may be called again."""
-        deadline = runtime.monotonic() + CLOSE_TIMEOUT_S
-        while self._thread.is_alive() and runtime.monotonic() < deadline:
-            try:
-                self._waiting.put_nowait(None)
-                break
-            except queue.Full:
-                runtime.sleep(0.01)
-        self._thread.join(max(0.0, deadline - runtime.monotonic()))
+        self._waiting.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
         if self._num_left_out:
             text = "%s: %d requests were left out of the trace"
             logger.warning(text, self._path, self._num_left_out)
@@ -130,7 +122,7 @@ class TraceRecorder:
         except Exception as exc:  # noqa: BLE001 - an engine goes on without its trace
             logger.warning("%s: no requests are recorded: %s", self._path, exc)
         self._has_ended = True
-        with contextlib.suppress(queue.Empty):  # an engine may live for long, and has more of them
+        with contextlib.suppress(Empty):  # an engine may live for long, and has more of them
             while True:
                 self._waiting.get_nowait()
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -35,6 +36,7 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+from kvxfer.runtime import begin_aside
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +107,8 @@ class FakeNixlAgent(TransferAgent):
         Raises:
             TimeoutError: No transfer was held in time.
         """
-        if not await asyncio.to_thread(self._someone_is_held.wait, timeout_s):
+        waiting = partial(self._someone_is_held.wait, timeout_s)
+        if not await asyncio.wrap_future(begin_aside("kvxfer-testing", waiting)):
             raise TimeoutError("no transfer is held")
 
     def make_unreachable(self, peer: str) -> None:

@@ -5,6 +5,7 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -13,6 +14,7 @@ from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.runtime import begin_aside
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
@@ -134,7 +136,8 @@ class FaultyBackend(Backend):
         Raises:
             TimeoutError: No call did within ten seconds.
         """
-        if not await asyncio.to_thread(self._someone_waits.wait, UNTIL_WAITING_TIMEOUT_S):
+        waiting = partial(self._someone_waits.wait, UNTIL_WAITING_TIMEOUT_S)
+        if not await asyncio.wrap_future(begin_aside("kvxfer-testing", waiting)):
             raise TimeoutError("no call hangs")
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:

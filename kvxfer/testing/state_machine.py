@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from kvxfer import runtime
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
@@ -45,7 +46,7 @@ class BackendStateMachine(RuleBasedStateMachine):
             blocks_per_chunk=BLOCKS_PER_CHUNK,
         )
         self.model: dict[BlockKey, set[int]] = {}
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner(loop_factory=runtime.new_event_loop)
         self.backend = self.run(self.make_backend(self.memory.namespace()))
 
     async def make_backend(self, namespace: Namespace) -> Backend:

@@ -5,7 +5,6 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future, InvalidStateError
-from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -96,7 +95,7 @@ class EngineLoop:
             EventLoopError: The caller runs on this event loop, or the loop does not run.
         """
         end = None if timeout_s is None else runtime.monotonic() + timeout_s
-        left = wait_for_futures(futures, 0).not_done
+        left = [each for each in futures if not each.done()]
         if left:
             self.require_other_thread("wait")
         while left:
@@ -104,7 +103,7 @@ class EngineLoop:
             step = LIVENESS_S if end is None else min(end - runtime.monotonic(), LIVENESS_S)
             if step <= 0:
                 return False
-            left = wait_for_futures(left, step).not_done
+            _, left = runtime.wait_futures(left, step)
         return True
 
     def run_blocking(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+from kvxfer import runtime
 from kvxfer.backends.nixl import Endpoint, Exchange, NixlConfig, why_not_straight
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.copy_engine.cpu import MAX_THREADS, CPUCopyEngine
@@ -434,8 +435,8 @@ def _choose_way(
     if hashed or config.transport == "socket":
         why = "integrity=full" if hashed else f"transport={config.transport}"
     else:
-        trying = partial(asyncio.run, why_not_straight(config, memory, make_agent))
-        why = begin_aside("kvxfer-nixl-try", trying).result()
+        trying = partial(runtime.run, why_not_straight(config, memory, make_agent))
+        why = runtime.result(begin_aside("kvxfer-nixl-try", trying))
     if why:
         return config, f"{where} pass through host memory, and are hashed there: {why}", False
     straight = msgspec.structs.replace(config, transport="nixl", integrity="fenced")

@@ -5,9 +5,10 @@ import enum
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
+from kvxfer import runtime
 from kvxfer.backends.file.folders.block_tree import FoundBlock
 from kvxfer.backends.file.folders.integrity_record import (
     NUM_SAMPLES,
@@ -21,6 +22,7 @@ from kvxfer.backends.file.format.header import BlockFileError, BlockHeader, Othe
 from kvxfer.backends.file.format.verification import check_data, check_header
 from kvxfer.backends.file.maintenance.block_store import BlockStore, OpenBlock, StoredNamespace
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.runtime import DaemonThreads
 from kvxfer.storage.integrity import Integrity
 
 FILES_IN_LINE = 1024
@@ -251,9 +253,13 @@ def _expected_in(folder: TextFolder) -> Integrity:
 def _map_in_threads(
     check: Callable[[FoundBlock], Finding], blocks: Iterator[FoundBlock], num_threads: int
 ) -> Iterator[Finding]:
-    executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kvxfer-fsck")
+    threads, checks = DaemonThreads("kvxfer-fsck", num_threads), list[Future[Finding]]()
     try:
         while line := list(itertools.islice(blocks, FILES_IN_LINE)):
-            yield from executor.map(check, line)
+            checks = [threads.submit(check, block) for block in line]
+            yield from map(runtime.result, checks)
     finally:
-        executor.shutdown(cancel_futures=True)
+        for each in checks:
+            each.cancel()
+        threads.shutdown()
+        threads.join()

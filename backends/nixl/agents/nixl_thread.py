@@ -72,11 +72,8 @@ class NixlThread:
         self._stopping = False
         self._stopped: Future[None] = Future()
         opened: Future[None] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=[opened], name=f"{name[:15]}-nixl", daemon=True
-        )
-        self._thread.start()
-        opened.result()
+        self._thread = runtime.start_thread(self._run, name=f"{name[:15]}-nixl", args=(opened,))
+        runtime.result(opened)
 
     @property
     def peers(self) -> dict[str, Regions]:
@@ -102,7 +99,7 @@ class NixlThread:
         """
         done: Future[T] = Future()
         self.order(done, lambda: done.set_result(func()))
-        return done.result()
+        return runtime.result(done)
 
     def cancel(self, readings: Sequence[PiecewiseRead]) -> None:
         """Post no more pieces of some reads; from any thread."""
@@ -128,7 +125,7 @@ class NixlThread:
         """Do as `begin_stop`, and wait for the end."""
         stopped = self.begin_stop()
         if threading.current_thread() is not self._thread:  # where garbage may be collected
-            stopped.result()
+            runtime.result(stopped)
             self._thread.join()
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:

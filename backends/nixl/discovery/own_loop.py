@@ -11,9 +11,11 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from kvxfer.runtime import LoopThread
+
 T = TypeVar("T")
 
-_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
+_THREADS: dict[int, LoopThread] = {}
 _LOCK = threading.Lock()
 
 
@@ -21,10 +23,9 @@ def own_loop() -> asyncio.AbstractEventLoop:
     """Get the loop, which begins with the first call, on a thread that ends with the process."""
     with _LOCK:
         pid = os.getpid()  # a forked process has none of the threads
-        if pid not in _LOOPS:
-            loop = _LOOPS[pid] = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="kvxfer-etcd", daemon=True).start()
-        return _LOOPS[pid]
+        if pid not in _THREADS:
+            _THREADS[pid] = LoopThread("kvxfer-etcd")
+        return _THREADS[pid].loop
 
 
 async def run_there(work: Coroutine[Any, Any, T], timeout_s: float) -> T | None:

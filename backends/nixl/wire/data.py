@@ -82,7 +82,7 @@ class DataConnection:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-            plain = socket.socket(found[0][0], socket.SOCK_STREAM)
+            plain = runtime.open_socket(found[0][0], socket.SOCK_STREAM)
         except OSError as exc:
             raise PeerClosedError(str(endpoint), f"cannot connect: {describe_error(exc)}") from exc
         plain.setblocking(False)

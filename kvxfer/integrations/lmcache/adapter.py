@@ -5,7 +5,6 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -183,7 +182,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             ids = [object_id_of(key) for key in keys if not self._is_pinned(key)]
             if ids and not self._objects.is_suspended:
                 limit_s = self._settings.timeout_s
-                self._objects.ask(self._objects.delete(ids)).result(limit_s + 1)
+                runtime.result(self._objects.ask(self._objects.delete(ids)), limit_s + 1)
             self._deliver()
         except Exception as exc:
             logger.warning("%d objects were not deleted", len(keys), exc_info=exc)
@@ -227,7 +226,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             self._closed = True
         self._deadlines.close()
         closing = begin_aside("kvxfer-close", self._objects.close)
-        wait([closing], 2 * self._settings.close_timeout_s)
+        runtime.wait_futures([closing], 2 * self._settings.close_timeout_s)
         for each in (self._stored, self._found, self._loaded):
             each.close()
 

@@ -1,7 +1,6 @@
 """Answers to LMCache's controllers, which wait for an event file descriptor."""
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -118,7 +117,7 @@ class Deadlines:
         self._tasks: deque[Task] = deque()
         self._changed = runtime.condition()
         self._closed = False
-        threading.Thread(target=self._run, name="kvxfer-lmcache-deadlines", daemon=True).start()
+        runtime.start_thread(self._run, name="kvxfer-lmcache-deadlines")
 
     def watch(self, task: Task) -> None:
         """Watch a task; each has a later deadline than those before."""

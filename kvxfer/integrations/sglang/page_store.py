@@ -145,7 +145,7 @@ class PageStore:
                 close_timeout_s=CLOSE_TIMEOUT_S,
             )
             undo.callback(self._engine.close)
-            self._engine.submit_call(self._engine.backend.start()).result(timeout_s)
+            runtime.result(self._engine.submit_call(self._engine.backend.start()), timeout_s)
             undo.pop_all()
 
     def lookup(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
@@ -157,7 +157,7 @@ class PageStore:
             self._engine.backend.lookup([self._name(key) for key in keys])
         )
         try:
-            return answer.result(_left_s(deadline))
+            return runtime.result(answer, _left_s(deadline))
         except TimeoutError:
             answer.cancel()
             self._suspend(f"a lookup of {len(keys)} pages")
@@ -192,7 +192,7 @@ class PageStore:
             self._num_purges += 1
         try:
             if can_purge_all(medium):
-                self._engine.submit_call(self._purge(medium)).result(_left_s(deadline))
+                runtime.result(self._engine.submit_call(self._purge(medium)), _left_s(deadline))
                 return
         except Exception as exc:  # noqa: BLE001 - the serving engine goes on
             logger.warning("pages cannot be deleted: %r", exc)
@@ -308,7 +308,7 @@ class PageStore:
         unsafe = Outcome(Status.FAILED, memory_safe=False)
         outcomes = [unsafe] * len(job.rows)
         try:
-            outcomes = job.outcomes.result(_left_s(deadline) + GRACE_S)
+            outcomes = runtime.result(job.outcomes, _left_s(deadline) + GRACE_S)
             arrived = positions_done(outcomes)
             if arrived and direction is Direction.LOAD:
                 self._copy_engine.copy(

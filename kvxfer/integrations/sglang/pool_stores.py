@@ -83,7 +83,7 @@ class PoolStores:
             UnsupportedEngineError: This release does not tell its settings as those known do.
         """
         while opening := self._begin_opening():
-            opening.result()
+            runtime.result(opening)
 
     def find(self, name: str, deadline: float) -> tuple[PageStore, int] | None:
         """Find the store of a pool, and its group there; None if there is none by the deadline.
@@ -164,7 +164,7 @@ class PoolStores:
     def _wait(self, opening: Future[None], name: str, wait_s: float) -> bool:
         """Wait until a store was opened or could not be; return whether to look for it again."""
         try:
-            opening.result(wait_s)
+            runtime.result(opening, wait_s)
         except Exception as exc:
             if not opening.done():
                 text = "nothing of %s is stored or found: its store is still opening"

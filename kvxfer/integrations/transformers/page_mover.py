@@ -59,7 +59,7 @@ class PageMover:
         left_s = deadline.left_s
         call = self._engine.submit_lookup(keys, timeout_s=left_s)
         try:
-            return call.result(None if left_s is None else left_s + GRACE_S)
+            return runtime.result(call, None if left_s is None else left_s + GRACE_S)
         except ClosedError:
             raise
         except Exception as exc:  # noqa: BLE001 - whatever a backend does, the model can compute

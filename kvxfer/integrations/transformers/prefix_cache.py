@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Self
@@ -167,7 +166,7 @@ class PrefixCache:
             try:
                 past = self._find_prefix(tokens, None if is_altered else expected, deadline)
             finally:
-                wait([finding])
+                runtime.wait_futures([finding])
             change = self._note(finding.result())
             if is_altered:
                 change = None

@@ -8,6 +8,7 @@ import gc
 import operator
 import random
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from kvxfer.errors import (
     InvalidArgumentError,
     LengthMismatchError,
 )
+from kvxfer.runtime import begin_aside
 from kvxfer.storage.backend import Purgeable, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.prompt_keys import PromptKeys
@@ -225,5 +227,5 @@ class VisibilityTests(BackendSuite):
                 del blocks, owner
                 stop = runtime.monotonic() + PATIENCE_S
                 while owner_ref() is not None and runtime.monotonic() < stop:
-                    await asyncio.to_thread(gc.collect, 1)
+                    await asyncio.wrap_future(begin_aside("kvxfer-testing", partial(gc.collect, 1)))
                 assert owner_ref() is None, f"{move.__name__} kept the descriptors"

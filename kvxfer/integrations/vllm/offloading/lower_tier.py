@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -131,7 +131,7 @@ class LowerTier:
             observers=[self.metrics, *renamed],
         )
         try:
-            self._engine.submit_call(backend.start()).result()
+            runtime.result(self._engine.submit_call(backend.start()))
         except BaseException:
             self._engine.close()
             raise
@@ -286,7 +286,7 @@ class LowerTier:
         ended = len(self._engine.wait(jobs, timeout_s=timeout_s)) == len(jobs)
         quiet = self._engine.submit_call(self._engine.drain())
         try:
-            quiet.result(timeout_s if ended else 0)
+            runtime.result(quiet, timeout_s if ended else 0)
         except TimeoutError:
             quiet.cancel()
             return False
@@ -358,7 +358,7 @@ class LowerTier:
         self._engine.wait(stores, timeout_s=self._timeouts.close_s)
         self._end_deletions(deadline)
         closing = begin_aside("kvxfer-close", self._close_engine)
-        wait([closing], max(1.0, deadline - runtime.monotonic()))
+        runtime.wait_futures([closing], max(1.0, deadline - runtime.monotonic()))
         flush_journal()
         if not closing.done():
             logger.warning("the lower tier did not close in time; its unfinished stores are lost")
@@ -460,11 +460,11 @@ class LowerTier:
     def _end_deletions(self, deadline: float) -> None:
         """Try for the last time to delete what is not wanted."""
         if self._deleting is not None:
-            wait([self._deleting[1]], max(0.0, deadline - runtime.monotonic()))
+            runtime.wait_futures([self._deleting[1]], max(0.0, deadline - runtime.monotonic()))
             self._delete_unwanted()
         if self._unwanted and self._deleting is None:
             last = self._engine.submit_call(self._delete(list(self._unwanted)))
-            wait([last], max(0.0, deadline - runtime.monotonic()))
+            runtime.wait_futures([last], max(0.0, deadline - runtime.monotonic()))
             if last.done() and not last.exception() and not last.result():
                 self._unwanted.clear()
         if self._unwanted:
@@ -507,7 +507,8 @@ class LowerTier:
         """End every lookup now: after this none begins to load a row."""
         for lookup in self._lookups:
             if not lookup.give_up():
-                wait([lookup.answer])  # it is beginning its loads, which asks nothing of a backend
+                # It is beginning its loads, which asks nothing of a backend.
+                runtime.wait_futures([lookup.answer])
             self._end_lookup(lookup)
         self._lookups.clear()
 
