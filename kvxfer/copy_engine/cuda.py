@@ -94,6 +94,8 @@ class CudaCopyEngine(CopyEngine):
         way = self._way(source, destination)
         host = destination if way is Way.TO_HOST else source
         pairs = pair_fragments(source, destination)
+        if not pairs.lengths.all():  # a driver may refuse a batch with a copy of no bytes
+            pairs = pairs.take(pairs.lengths > 0)
         if not pairs.num_pairs:
             return Copy()
         is_pinned = any(memory.covers(host) for memory in self._pinned)

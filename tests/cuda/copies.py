@@ -1,9 +1,10 @@
 """Tests of copies to and from a GPU, byte for byte, for any GPU, real or simulated."""
 
 import mmap
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from kvxfer.copy_engine.compute_stream import ComputeStream
 from kvxfer.copy_engine.cuda import CudaCopyEngine
-from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaEvent
+from kvxfer.copy_engine.cuda_driver import LEGACY_STREAM, CudaDriver, CudaEvent, CudaStream
 from kvxfer.copy_engine.method_table import MethodTable, Way
 from kvxfer.copy_engine.triton import FragmentKernel
 from kvxfer.errors import InvalidArgumentError
@@ -24,6 +26,9 @@ from tests.cuda.gpu import Gpu
 NUM_BYTES = 1 << 20
 Columns: TypeAlias = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
 """Sources, destinations and lengths."""
+
+Current: TypeAlias = Callable[[int], AbstractContextManager[None]]
+"""Makes a stream, by its handle, torch's current one of device 0 meanwhile."""
 
 EVERYTHING = np.array([0], np.uint64), np.array([NUM_BYTES], np.uint64)
 """Offsets and lengths."""
@@ -148,6 +153,18 @@ def computing(memory: Memory, byte: int) -> Iterator["_Mark"]:
     """Have the device fill memory with a byte, again and again, and then pass a mark."""
     driver = CudaDriver(0)
     compute, event = driver.open_stream(), driver.open_event()
+    with filling(memory, byte, compute):
+        driver.record(event, compute)
+        yield _Mark(event, driver)
+    driver.close_event(event)
+    driver.close_stream(compute)
+    driver.close()
+
+
+@contextmanager
+def filling(memory: Memory, byte: int, stream: CudaStream) -> Iterator[None]:
+    """Give a stream the work of filling memory with a byte, again and again."""
+    driver = CudaDriver(0)
     fresh = np.frombuffer(mmap.mmap(-1, NUM_BYTES), np.uint8)
     fresh[:] = byte
     to, from_, size = (
@@ -155,16 +172,24 @@ def computing(memory: Memory, byte: int) -> Iterator["_Mark"]:
         for each in (memory.device_address, fresh.ctypes.data, NUM_BYTES)
     )
     for _ in range(20):
-        driver.copy_each(to, from_, size, compute)
-    driver.record(event, compute)
-    yield _Mark(event, driver)
-    driver.close_event(event)
-    driver.close_stream(compute)
+        driver.copy_each(to, from_, size, stream)
+    yield
     driver.close()
 
 
+def open_engine(pool: MemoryRegion, method: str, kernel: FragmentKernel) -> CudaCopyEngine:
+    """Open a copy engine that copies by batch, by kernel, or one by one."""
+    engine = CudaCopyEngine(0, ALWAYS if method == "kernel" else NEVER, kernel)
+    engine.driver.has_batch = method != "one by one"
+    engine.attach([pool])
+    return engine
+
+
 class CopyContract:
-    """Tests of copies on any GPU, the simulated one included. Subclasses have a fixture `gpu`."""
+    """Tests of copies on any GPU, the simulated one included.
+
+    Subclasses have fixtures: `gpu`, and `current`, which makes a stream torch's current one.
+    """
 
     @pytest.fixture
     def memory(self, gpu: Gpu) -> Memory:
@@ -236,6 +261,92 @@ class CopyContract:
         rows = np.arange(64, dtype=np.uint64)
         backwards, lengths = rows[::-1] * np.uint64(1024), np.full(64, 512, np.uint64)
         copy(engine, memory, Way.TO_HOST, (backwards, rows * np.uint64(1024), lengths))
+
+    @pytest.mark.parametrize("way", Way)
+    def test_so_do_rows_of_memory_that_is_not_pinned(self, memory: Memory, way: Way) -> None:
+        engine = CudaCopyEngine(0, NEVER)
+        rows = np.arange(64, dtype=np.uint64)
+        columns = rows * np.uint64(16384), rows * np.uint64(4096), np.full(64, 4096, np.uint64)
+        copy(engine, memory, way, columns)
+        engine.close()
+
+    @pytest.mark.parametrize("way", Way)
+    @pytest.mark.parametrize("method", ["batch", "kernel", "one by one"])
+    def test_fragments_without_bytes_copy_nothing(
+        self, memory: Memory, way: Way, method: str, kernel: FragmentKernel
+    ) -> None:
+        engine = open_engine(memory.region, method, kernel)
+        offsets = np.array([0, 100, 200, 300], np.uint64) * np.uint64(1024)
+        copy(engine, memory, way, (offsets, offsets, np.array([0, 4096, 0, 512], np.uint64)))
+        copy(engine, memory, way, (offsets[:1], offsets[:1], np.zeros(1, np.uint64)))
+        engine.close()
+
+    @pytest.mark.parametrize("way", Way)
+    @pytest.mark.parametrize("method", ["batch", "kernel", "one by one"])
+    def test_blocks_lie_anywhere_in_a_large_pool(
+        self, gpu: Gpu, way: Way, method: str, kernel: FragmentKernel
+    ) -> None:
+        """A driver refuses copies across the border of two registrations."""
+        border = 1 << 30
+        pool = np.frombuffer(mmap.mmap(-1, border + NUM_BYTES), np.uint8)
+        engine = open_engine(MemoryRegion(pool.ctypes.data, pool.nbytes, pool), method, kernel)
+        end = pool[border - NUM_BYTES // 2 :][:NUM_BYTES]
+        memory = make_memory(gpu)
+        end[:] = memory.host
+        offsets = np.array([0, NUM_BYTES // 2 - 4096], np.uint64)
+        copy(
+            engine, replace(memory, host=end), way, (offsets, offsets, np.full(2, 8192, np.uint64))
+        )
+        engine.close()
+
+    @pytest.mark.parametrize("way", Way)
+    def test_memory_that_others_have_pinned_counts_as_pinned_and_stays_so(
+        self, gpu: Gpu, way: Way, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        memory = replace(make_memory(gpu), host=gpu.allocate_pinned(NUM_BYTES))
+        engine = CudaCopyEngine(0, NEVER)
+        engine.attach([memory.region])
+        copy(engine, memory, way, scatter(1))
+        engine.close()
+        driver = CudaDriver(0)
+        assert driver.has_pinned(memory.region.address, NUM_BYTES)
+        driver.close()
+        assert not caplog.messages
+
+    def test_a_segment_is_pinned_at_each_place_that_it_is_mapped_at(self, gpu: Gpu) -> None:
+        """The scheduler's and the worker's mapping of one pool, where they share a process."""
+        descriptor = os.memfd_create("pool")
+        os.ftruncate(descriptor, NUM_BYTES)
+        memories = [
+            replace(
+                make_memory(gpu), host=np.frombuffer(mmap.mmap(descriptor, NUM_BYTES), np.uint8)
+            )
+            for _ in range(2)
+        ]
+        os.close(descriptor)
+        engine = CudaCopyEngine(0, NEVER)
+        engine.attach([memory.region for memory in memories])
+        for memory in memories:
+            assert engine.driver.has_pinned(memory.region.address, NUM_BYTES)
+            copy(engine, memory, Way.TO_HOST, scatter(2))
+        engine.close()
+
+    @pytest.mark.parametrize("name", ["default", "other"])
+    def test_a_mark_is_at_the_end_of_the_work_of_the_current_stream(
+        self, engine: CudaCopyEngine, memory: Memory, current: Current, name: str
+    ) -> None:
+        driver = engine.driver
+        stream = driver.open_stream() if name == "other" else LEGACY_STREAM
+        marks = ComputeStream(driver, engine.device)
+        for byte in range(1, 6):
+            with current(stream if name == "other" else 0), filling(memory, byte, stream):
+                computed = replace(memory.describe("device", *EVERYTHING), after=marks.mark())
+                engine.copy(computed, memory.describe("host", *EVERYTHING))
+            assert (memory.host == byte).all()
+        del computed
+        marks.close()
+        if name == "other":
+            driver.close_stream(stream)
 
     def test_more_fragments_than_a_table_has_room_for(
         self, memory: Memory, kernel: FragmentKernel

@@ -1,10 +1,13 @@
 """Access of tests to memory of a GPU."""
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from cuda.bindings import driver
+from numpy.typing import NDArray
 
 
 class Gpu:
@@ -12,6 +15,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self._allocated: list[tuple[int, int]] = []
+        self._pinned: list[int] = []
         self._call("cuInit", 0)
         self._contexts = [
             self._call("cuDevicePrimaryCtxRetain", index)
@@ -24,6 +28,10 @@ class Gpu:
             with self._current(device_index):
                 self._call("cuMemFree", address)
         self._allocated.clear()
+        with self._current(0):
+            for address in self._pinned:
+                self._call("cuMemFreeHost", address)
+        self._pinned.clear()
 
     def allocate(self, num_bytes: int, *, device_index: int = 0) -> int:
         """Allocate memory of a device, filled with zeros; return its address."""
@@ -32,6 +40,15 @@ class Gpu:
         self._allocated.append((device_index, address))
         self.write(address, bytes(num_bytes))
         return address
+
+    def allocate_pinned(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Allocate host memory that the driver has pinned, as torch does."""
+        with self._current(0):
+            address = int(self._call("cuMemHostAlloc", num_bytes, 0))
+        self._pinned.append(address)
+        return np.frombuffer(
+            memoryview((ctypes.c_char * num_bytes).from_address(address)), np.uint8
+        )
 
     def write(self, address: int, data: bytes) -> None:
         """Write memory of a device."""

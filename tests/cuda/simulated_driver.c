@@ -28,7 +28,7 @@ struct op {
     char *read; /* what was read of the source before its turn; NULL if nothing was */
     size_t num_bytes;
     struct CUevent_st *event;
-    unsigned long turn;
+    unsigned long turn, process;
     struct op *next;
 };
 
@@ -42,7 +42,6 @@ struct CUstream_st {
     unsigned long num_waits, process;
     pthread_t thread;
     struct op *first, **last;
-    int busy;
 };
 
 struct CUctx_st {
@@ -54,14 +53,15 @@ struct range {
     uintptr_t address;
     size_t num_bytes;
     char *behind; /* where the bytes of device memory can be reached; NULL for registered host memory */
-    int device;
+    int device; /* of host memory: HOST, or REGISTERED by the program that owns it */
 };
+enum { HOST = -1, REGISTERED = -2 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static struct CUctx_st contexts[NUM_DEVICES] = {{.device = 0}, {.device = 1}};
 static struct range ranges[MAX_RANGES];
-static int num_ranges;
+static int num_ranges, num_busy; /* streams that copy at this moment */
 static __thread struct CUctx_st *stack[16];
 static __thread int depth;
 
@@ -71,13 +71,13 @@ static unsigned delay_us;
 static unsigned long num_batches, num_read_at_once, num_single, num_2d, num_pageable, num_live_events, num_live_streams;
 static unsigned long process; /* what an earlier one opened is not among the live ones, nor missed when it is closed */
 
-/* As in a new process: the device is there, and whatever was registered is forgotten. */
+/* As in a new process: the device is there, and whatever was registered or left to be copied is forgotten. */
 static void find_again(struct CUctx_st *context) {
     process++;
     context->lost = context->num_owners = 0;
     num_live_events = num_live_streams = registered_bytes = 0;
     for (int i = num_ranges; i--;)
-        if (!ranges[i].behind) ranges[i] = ranges[--num_ranges];
+        if (ranges[i].device == REGISTERED) ranges[i] = ranges[--num_ranges];
 }
 
 /* For tests. */
@@ -139,14 +139,14 @@ static void *work(void *argument) {
         while (!stream->first || paused) pthread_cond_wait(&changed, &lock);
         struct op *op = stream->first;
         while (op->kind == WAIT && op->event->passed < op->turn) pthread_cond_wait(&changed, &lock);
-        if (op->kind == COPY && !stream->context->lost) {
-            stream->busy = 1;
+        if (op->kind == COPY && !stream->context->lost && op->process == process) {
+            num_busy++;
             unsigned pause_us = delay_us;
             pthread_mutex_unlock(&lock);
             if (pause_us) usleep(pause_us);
             memcpy(op->to, op->read ? op->read : op->from, op->num_bytes);
             pthread_mutex_lock(&lock);
-            stream->busy = 0;
+            num_busy--;
         }
         if (op->kind == RECORD && op->event->passed < op->turn) op->event->passed = op->turn;
         stream->first = op->next;
@@ -164,7 +164,7 @@ static void *work(void *argument) {
 static void enqueue(struct CUstream_st *stream, struct op op) {
     struct op *copy = malloc(sizeof op);
     *copy = op;
-    copy->next = NULL;
+    copy->process = process, copy->next = NULL;
     *stream->last = copy;
     stream->last = &copy->next;
     pthread_cond_broadcast(&changed);
@@ -256,6 +256,7 @@ static CUresult add_range(struct range range) {
     return CUDA_SUCCESS;
 }
 static CUresult remove_range(uintptr_t address, struct range *removed) {
+    while (num_busy) pthread_cond_wait(&changed, &lock); /* memory is freed when no copy is under way */
     for (int i = 0; i < num_ranges; i++)
         if (ranges[i].address == address) {
             *removed = ranges[i];
@@ -295,7 +296,7 @@ CUresult cuMemHostRegister_v2(void *address, size_t num_bytes, unsigned flags) {
     pthread_mutex_lock(&lock);
     if (range_of((uintptr_t)address, 1)) result = CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
     else if (registered_bytes + num_bytes > bytes_that_may_be_registered) result = CUDA_ERROR_OUT_OF_MEMORY;
-    else result = add_range((struct range){(uintptr_t)address, num_bytes, NULL, -1});
+    else result = add_range((struct range){(uintptr_t)address, num_bytes, NULL, REGISTERED});
     if (!result) registered_bytes += num_bytes;
     pthread_mutex_unlock(&lock);
     return result;
@@ -309,6 +310,23 @@ CUresult cuMemHostUnregister(void *address) {
     if (result) result = CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
     else registered_bytes -= range.num_bytes;
     pthread_mutex_unlock(&lock);
+    return result;
+}
+CUresult cuMemHostAlloc(void **out, size_t num_bytes, unsigned flags) {
+    CUresult result = check();
+    if (result || flags) return result ? result : CUDA_ERROR_INVALID_VALUE;
+    *out = mmap(NULL, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    pthread_mutex_lock(&lock);
+    result = *out == MAP_FAILED ? CUDA_ERROR_OUT_OF_MEMORY : add_range((struct range){(uintptr_t)*out, num_bytes, NULL, HOST});
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+CUresult cuMemFreeHost(void *address) {
+    struct range range;
+    pthread_mutex_lock(&lock);
+    CUresult result = remove_range((uintptr_t)address, &range);
+    pthread_mutex_unlock(&lock);
+    if (!result) munmap(address, range.num_bytes);
     return result;
 }
 CUresult cuPointerGetAttribute(void *out, CUpointer_attribute attribute, CUdeviceptr address) {
@@ -478,6 +496,7 @@ static const struct { const char *name; void *function; } calls[] = {
     CALL("cuCtxGetStreamPriorityRange", cuCtxGetStreamPriorityRange),
     CALL("cuMemAlloc", cuMemAlloc_v2), CALL("cuMemFree", cuMemFree_v2),
     CALL("cuMemHostRegister", cuMemHostRegister_v2), CALL("cuMemHostUnregister", cuMemHostUnregister),
+    CALL("cuMemHostAlloc", cuMemHostAlloc), CALL("cuMemFreeHost", cuMemFreeHost),
     CALL("cuPointerGetAttribute", cuPointerGetAttribute),
     CALL("cuStreamCreateWithPriority", cuStreamCreateWithPriority),
     CALL("cuStreamDestroy", cuStreamDestroy_v2), CALL("cuStreamGetPriority", cuStreamGetPriority),

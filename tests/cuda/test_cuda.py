@@ -1,9 +1,10 @@
 """CudaCopyEngine over the simulated GPU: its driver calls, and their failures."""
 
-import mmap
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from tests.cuda.copies import (
     NEVER,
     NUM_BYTES,
     CopyContract,
+    Current,
     Memory,
     copy,
     in_series,
@@ -81,6 +83,19 @@ class TestSimulatedGpu(CopyContract):
         gpu.set("delay_us", 20)
 
     @pytest.fixture
+    def current(self, monkeypatch: pytest.MonkeyPatch) -> Current:
+        """A torch without CUDA has no current stream."""
+
+        @contextmanager
+        def current(handle: int) -> Iterator[None]:
+            with monkeypatch.context() as patch:
+                stream = SimpleNamespace(cuda_stream=handle)
+                patch.setattr(torch.cuda, "current_stream", lambda _: stream)
+                yield
+
+        return current
+
+    @pytest.fixture
     def kernel(self) -> Iterator["KernelOfTheDriver"]:
         kernel = KernelOfTheDriver(CudaDriver(0))
         yield kernel
@@ -106,32 +121,6 @@ def test_only_host_memory_is_read_before_its_turn(
     before = gpu.get("num_read_at_once")
     copy(engine, memory, way, scatter(0))
     assert gpu.get("num_read_at_once") - before == (way is Way.TO_DEVICE)
-
-
-@pytest.mark.parametrize("way", Way)
-@pytest.mark.parametrize("batches", [True, False])
-def test_blocks_lie_anywhere_in_a_large_pool(gpu: SimulatedGpu, way: Way, *, batches: bool) -> None:
-    """A driver refuses copies across the border of two registrations."""
-    gpu.set("version", 13000 if batches else 12040)
-    host = np.frombuffer(mmap.mmap(-1, (1 << 30) + (1 << 16)), np.uint8)
-    engine = CudaCopyEngine(0, NEVER)
-    engine.attach([MemoryRegion(host.ctypes.data, host.nbytes, host)])
-    device, num_bytes = gpu.allocate(NUM_BYTES), 8192
-    ours = host.ctypes.data + (1 << 30) - 4096
-    there, here = (
-        Descriptors.of_pieces(np.array([address], np.uint64), [num_bytes], device=place)
-        for address, place in ((device, engine.device), (ours, torch.device("cpu")))
-    )
-    payload = bytes(range(256)) * (num_bytes // 256)
-    if way is Way.TO_HOST:
-        gpu.write(device, payload)
-        engine.copy(there, here)
-        assert host[(1 << 30) - 4096 :][:num_bytes].tobytes() == payload
-    else:
-        host[(1 << 30) - 4096 :][:num_bytes] = np.frombuffer(payload, np.uint8)
-        engine.copy(here, there)
-        assert gpu.read(device, num_bytes) == payload
-    engine.close()
 
 
 @pytest.mark.parametrize("version", [13000, 12040])
