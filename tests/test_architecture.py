@@ -58,7 +58,7 @@ BUDGETS = {
     "kvxfer/storage": 5_150,
     "kvxfer/telemetry": 1_900,
     "kvxfer/testing": 5_050,
-    "kvxfer/tiering": 1_400,
+    "kvxfer/tiering": 1_475,
     "kvxfer/top": 700,
     "kvxfer/transfer": 3_810,
 }

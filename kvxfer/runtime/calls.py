@@ -127,6 +127,7 @@ class Calls:
         *,
         note_late: Callable[[], None] = lambda: None,
         outlives_caller: bool = False,
+        keeps_caller: bool = False,
     ) -> T:
         """Wait for a call, but no longer than `timeout_s`; without a limit for None.
 
@@ -136,6 +137,8 @@ class Calls:
             note_late: Called if the call still runs then, whoever gave it up before.
             outlives_caller: Whether the call goes on until then when its caller is cancelled: how
                 long it takes is found out although no caller has so much time.
+            keeps_caller: Whether a caller that is cancelled waits for the end of the call: it may
+                write to the caller's memory.
 
         Raises:
             TimeoutError: The call did not end in time.
@@ -154,6 +157,8 @@ class Calls:
                 task.cancel()
             timer = loop.call_at(ends_at, self._end_late, task, note_late)
             task.add_done_callback(lambda _: timer.cancel())
+            if keeps_caller:
+                await wait_despite_cancel(asyncio.wait([task]))
             raise
         if not task.done():
             self._leave(task)

@@ -103,15 +103,14 @@ class IsolatedTier:
 
         Below the first tier there is a deadline: keys are locked meanwhile.
         """
-        if not self.index or self._staging is None:
-            return await self._move(Operation.STORE, keys, blocks, Cause.REQUEST)
-        num_moves = -(-blocks.num_bytes // self._staging.buffer_bytes)
-        timeout_s = self._timeouts.move_s * max(num_moves, 1)
-        return await self._move_in_time(Operation.STORE, Cause.REQUEST, timeout_s, keys, blocks)
+        return await self._move_for_caller(Operation.STORE, keys, blocks)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.load`; every block is `FAILED` when the backend fails."""
-        return await self._move(Operation.LOAD, keys, blocks, Cause.REQUEST)
+        """See `Backend.load`; every block is `FAILED` when the backend fails.
+
+        Below the first tier there is a deadline: the tiers below have the blocks, too, maybe.
+        """
+        return await self._move_for_caller(Operation.LOAD, keys, blocks)
 
     def copying(self, operation: Operation, cause: Cause) -> Move:
         """Make a store or load with a deadline, for copies between tiers.
@@ -186,11 +185,13 @@ class IsolatedTier:
         keys: Sequence[BlockKey],
         timeout_s: float | None,
         call: Awaitable[T],
+        *,
+        keeps_caller: bool = False,
     ) -> T | None:
         """Await an answer; None when the backend fails or is late.
 
         A lookup goes on to its deadline, so that a tier that hangs is found out although no caller
-        waits so long.
+        waits so long. `keeps_caller` as of `Calls.wait_for`.
         """
         is_late = False
 
@@ -200,10 +201,13 @@ class IsolatedTier:
             self._suspension.note_late(runtime.monotonic(), what, timeout_s or 0.0)
             self.reports.late(operation, keys)
 
-        is_lookup = operation is Operation.LOOKUP
         try:
             return await self._calls.wait_for(
-                timeout_s, call, note_late=note_late, outlives_caller=is_lookup
+                timeout_s,
+                call,
+                note_late=note_late,
+                outlives_caller=operation is Operation.LOOKUP,
+                keeps_caller=keeps_caller,
             )
         except Exception as exc:
             if timeout_s is None or type(exc) is not TimeoutError:
@@ -211,6 +215,15 @@ class IsolatedTier:
             elif not is_late:  # it is the backend's own
                 note_late()
         return None
+
+    async def _move_for_caller(
+        self, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        if not self.index or self._staging is None:
+            return await self._move(operation, keys, blocks, Cause.REQUEST)
+        num_moves = -(-blocks.num_bytes // self._staging.buffer_bytes)
+        timeout_s = self._timeouts.move_s * max(num_moves, 1)
+        return await self._move_in_time(operation, Cause.REQUEST, timeout_s, keys, blocks)
 
     async def _move_in_time(
         self,
@@ -222,7 +235,11 @@ class IsolatedTier:
     ) -> list[Outcome]:
         what = f"moving {len(keys)} blocks"
         call = self._move(operation, keys, blocks, cause)
-        outcomes = await self._ask(operation, what, keys, timeout_s, call)
+        # A load writes to the caller's memory; what moves between tiers has buffers, to be drained.
+        keeps_caller = operation is Operation.LOAD and cause is Cause.REQUEST
+        outcomes = await self._ask(
+            operation, what, keys, timeout_s, call, keeps_caller=keeps_caller
+        )
         reason = f"{self.name} took longer than {timeout_s:g} s"
         late = Outcome(Status.TIMED_OUT, memory_safe=False, reason=reason)
         return [late] * len(keys) if outcomes is None else list(outcomes)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from kvxfer import runtime
@@ -23,7 +23,7 @@ from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS, WriteBackQueue
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class StoredBlock:
     """Block that a tier has stored, and that the tiers below are to get.
 
@@ -37,7 +37,7 @@ class StoredBlock:
     source: int
     start: int
     num_bytes: int
-    is_new: bool
+    is_new: bool = field(compare=False)
 
 
 class TierWriter:
@@ -71,6 +71,7 @@ class TierWriter:
         self._settled = asyncio.Event()
         self._settled.set()
         self._added = asyncio.Event()
+        self._ended = asyncio.Event()  # set for a moment whenever blocks have left the queue
 
     def observe(self) -> None:
         """Tell the reports of the tier how many blocks wait for it."""
@@ -93,9 +94,11 @@ class TierWriter:
         await self._settled.wait()
 
     async def flush(self) -> None:
-        """Wait until the queue is empty and nothing is being copied."""
-        while len(self.queue) or (self._worker is not None and not self._worker.done()):
-            await asyncio.wait([self._run()])
+        """Wait until no block of now waits or is being copied, however many are added since."""
+        mark = self.queue.mark()
+        while self.queue.has_older(mark):
+            self._run()
+            await self._ended.wait()
 
     async def cancel(self) -> None:
         """Stop copying and drop the queue; staging buffers in use are drained in the background."""
@@ -110,6 +113,7 @@ class TierWriter:
     def drop(self, prefix: bytes = b"") -> None:
         """Drop the queue, of keys that begin with a prefix; what is being copied goes on."""
         self._target.reports.not_written_back(self.queue.clear(prefix))
+        self._tell_ended()
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return {Gauge.WRITE_BACK_BLOCKS: len(self.queue)}
@@ -119,6 +123,10 @@ class TierWriter:
             self._settled.clear()
             self._worker = asyncio.create_task(self._copy_all())
         return self._worker
+
+    def _tell_ended(self) -> None:
+        self._ended.set()
+        self._ended.clear()
 
     async def _copy_all(self) -> None:
         """Copy until the queue is empty; whatever ends the copy of a batch ends only that."""
@@ -136,10 +144,12 @@ class TierWriter:
                     self._give_up(self.queue.end(runtime.monotonic(), stored=[], failed=taken))
                 finally:
                     self.queue.skip(taken)
+                    self._tell_ended()
                 if self.queue.is_failing:
                     await self._pause()
         finally:
             self._settled.set()
+            self._tell_ended()
 
     async def _copy_taken(self, taken: Mapping[BlockKey, StoredBlock]) -> None:
         """Copy blocks by way of a buffer, which is held before their keys are locked."""
@@ -155,8 +165,7 @@ class TierWriter:
                 self.queue.give_back(runtime.monotonic(), taken)
                 return
             await held.enter_async_context(self._locks.acquire(list(taken)))
-            # A key that was stored again meanwhile waits again, with its new bytes.
-            batch = {key: block for key, block in taken.items() if key not in self.queue}
+            batch = self.queue.claim(taken)
             wanted = [index for index, key in enumerate(taken) if key in batch]
             await self._copy(batch, staged, staged.blocks.take(wanted))
 

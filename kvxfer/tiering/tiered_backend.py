@@ -193,7 +193,7 @@ class TieredBackend(Backend):
     async def start(self) -> None:
         """See `Backend.start`."""
         for tier in self.tiers:
-            await tier.start()
+            await await_call(tier.start())
 
     @property
     def tiers(self) -> list[Backend]:

@@ -12,8 +12,8 @@ class TierTimeouts:
     Attributes:
         lookup_s: For a lookup; after it every key is a miss there. None for no limit.
         move_s: For moving one staging buffer of blocks, or for a delete, or until a buffer comes
-            back; for a store below the first tier as often as its blocks fill a buffer. A disk that
-            writes 2 MB/s is still in time.
+            back; for a store or load below the first tier as often as its blocks fill
+            a buffer. A disk that moves 2 MB/s is still in time.
         close_s: For closing the tier, after which the call is abandoned; also for the last blocks
             to be written back before, and for staging buffers in use to come back.
         pause_s: Time that the tier is not used after it missed a deadline: whoever asks it waits

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import chain, islice
+from itertools import chain, count, islice
 from math import inf
 from typing import Generic, TypeVar
 
@@ -28,12 +28,14 @@ class _Entry(Generic[T]):
     """Block of the queue.
 
     Attributes:
+        number: Smaller for a block that waits for longer, under whatever entries of its key.
         num_failures: Failures while the tier worked for other blocks; there is no retry from
             `MAX_ATTEMPTS` on.
         pause: Pause after it was put off.
     """
 
     block: T
+    number: int
     num_failures: int = 0
     pause: Pause | None = None
 
@@ -70,6 +72,7 @@ class WriteBackQueue(Generic[T]):
         self._waiting = OrderedDict[BlockKey, _Entry[T]]()
         self._taken: dict[BlockKey, _Entry[T]] = {}
         self._put_off: dict[BlockKey, _Entry[T]] = {}
+        self._numbers = count()
         self._due: list[tuple[float, BlockKey]] = []  # of those; some are there no more
 
     def __len__(self) -> int:
@@ -102,9 +105,10 @@ class WriteBackQueue(Generic[T]):
 
     def add(self, blocks: Mapping[BlockKey, T]) -> list[BlockKey]:
         """Add blocks, in place of earlier ones of their keys; return those that were dropped."""
-        for key in blocks.keys() & self._put_off.keys():
-            del self._put_off[key]
-        self._waiting |= {key: _Entry(block) for key, block in blocks.items()}
+        number = next(self._numbers)
+        for key, block in blocks.items():
+            earlier = self._put_off.pop(key, None) or self._waiting.get(key)
+            self._waiting[key] = _Entry(block, number if earlier is None else earlier.number)
         oldest = chain(self._put_off, self._waiting)
         dropped = list(islice(oldest, max(0, len(self) - self.max_blocks)))
         for key in dropped:
@@ -135,6 +139,33 @@ class WriteBackQueue(Generic[T]):
         keys = list(islice(free, max(0, limit)))
         self._taken |= {key: self._waiting.pop(key) for key in keys}
         return {key: self._taken[key].block for key in keys}
+
+    def claim(self, keys: Iterable[BlockKey]) -> dict[BlockKey, T]:
+        """Say which taken blocks are to be copied now, whose bytes are read only after this.
+
+        One that was added anew meanwhile, as it was, is copied for both. As another part of its
+        chunk it waits again, in the turn of this one.
+        """
+        claimed = {}
+        for key in keys:
+            entry, anew = self._taken.get(key), self._waiting.get(key)
+            if entry is None:
+                continue
+            if anew is None or anew.block == entry.block:
+                self._waiting.pop(key, None)
+                claimed[key] = entry.block
+            else:
+                self._merge(anew, entry)
+        return claimed
+
+    def mark(self) -> int:
+        """Mark this moment, for `has_older`."""
+        return next(self._numbers)
+
+    def has_older(self, mark: int) -> bool:
+        """Whether a block waits, or is being copied, that was added before a moment."""
+        entries = chain(self._waiting.values(), self._taken.values(), self._put_off.values())
+        return any(entry.number < mark for entry in entries)
 
     def end(
         self, now: float, *, stored: Iterable[BlockKey], failed: Iterable[BlockKey]
@@ -170,6 +201,7 @@ class WriteBackQueue(Generic[T]):
         for key in keys:
             entry = self._taken.pop(key, None)
             if entry is None or key in self._waiting:
+                self._merge(self._waiting.get(key), entry)
                 continue
             entry.num_failures += failed
             if entry.num_failures >= MAX_ATTEMPTS:
@@ -210,9 +242,14 @@ class WriteBackQueue(Generic[T]):
         entry = self._taken.pop(key, None)
         if entry is None or entry.num_failures < MAX_ATTEMPTS:
             if entry is not None:
-                self._waiting.setdefault(key, entry)
+                self._merge(self._waiting.setdefault(key, entry), entry)
             return True
         return key in self._waiting  # added anew meanwhile
+
+    def _merge(self, anew: _Entry[T] | None, earlier: _Entry[T] | None) -> None:
+        """Let a block that was added anew have the turn of an earlier one that is not copied."""
+        if anew is not None and earlier is not None:
+            anew.number = min(anew.number, earlier.number)
 
     def _drop(self, key: BlockKey) -> bool:
         found = self._waiting.pop(key, None) or self._put_off.pop(key, None)

@@ -263,7 +263,7 @@ def test_a_hook_is_named_once_and_pages_are_found_without_it(
         assert num_loaded(cache, prompt) == 32
 
 
-class HalvedProducts(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class HalvedProducts(TorchFunctionMode):
     """Mode of a thread that alters what functions of torch return."""
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -271,7 +271,7 @@ class HalvedProducts(TorchFunctionMode):  # type: ignore[no-untyped-call]
         return result * 0.5 if function is torch.nn.functional.linear else result
 
 
-class PassedOn(TorchDispatchMode):
+class PassedOn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode below the functions of torch, of which nobody knows that it alters nothing."""
 
     def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,10 +1,10 @@
 """Tiers that fail, hang or return wrong bytes, and the closing of all of them."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -23,7 +23,13 @@ from kvxfer.testing import (
     FaultyBackend,
     Operation,
 )
-from kvxfer.testing.conformance.suite import cancel, statuses, store_generated, yield_to_loop
+from kvxfer.testing.conformance.suite import (
+    cancel,
+    make_keys,
+    statuses,
+    store_generated,
+    yield_to_loop,
+)
 from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.tiering.isolated_tier import IsolatedTier
 from kvxfer.tiering.tier_writer import StoredBlock
@@ -683,6 +689,83 @@ async def test_deleting_has_its_turn_while_others_store(memory: BlockMemory, cal
             await cancel(each)
 
 
+@pytest.mark.parametrize("others", ["new blocks", "this block"])
+async def test_flushing_ends_while_others_go_on_storing(memory: BlockMemory, others: str) -> None:
+    class Slow(DictBackend):
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            await yield_to_loop(10)
+            return await super().store(keys, blocks)
+
+    namespace, stored = memory.namespace(), make_keys(2000)
+    lower = Slow(None, namespace)
+    async with TieredBackend([open_dict(namespace), lower], namespace) as backend:
+
+        async def store_on_and_on() -> None:
+            for key in stored[1:]:
+                await store_generated(backend, [key], memory.describe(0, [1]))
+                await yield_to_loop(3)
+
+        async def store_again_and_again() -> None:
+            while True:
+                backend._writers[0].add({stored[0]: again})
+                await yield_to_loop(1)
+
+        again = StoredBlock(0, 0, BLOCK_SIZE_BYTES, is_new=False)
+        await store_generated(backend, stored[:1], memory.describe(0, [0]))
+        store_more = store_on_and_on if others == "new blocks" else store_again_and_again
+        busy = asyncio.ensure_future(store_more())
+        await yield_to_loop(10)
+        async with asyncio.timeout(LIMIT_S):
+            await backend.flush()
+        assert not busy.done()
+        await cancel(busy)
+        assert await lower.lookup(stored[:1]) == [True]
+
+
+@pytest.mark.parametrize("caller_s", [0.05, None])
+async def test_a_tier_whose_loads_hang_is_found_out_and_the_next_one_asked(
+    memory: BlockMemory, caller_s: float | None
+) -> None:
+    class Stuck(Scripted):
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            await self.stay()
+            return await super().load(keys, blocks)
+
+    namespace = memory.namespace()
+    stuck, lower = Stuck(namespace), open_dict(namespace)
+    for each in (stuck, lower):
+        await store_generated(each, KEYS[:1], memory.describe(0, [0]))
+    tiers = [open_dict(namespace), stuck, lower]
+    loading: list[asyncio.Task[list[Outcome]]] = []
+    async with TieredBackend(tiers, namespace, timeouts=replace(SHORT, pause_s=60)) as backend:
+        outcome = Outcome(Status.TIMED_OUT)
+        async with asyncio.timeout(LIMIT_S):
+            while not outcome.done:
+                blocks = memory.describe(0, [4 + len(loading) % 8])
+                loading.append(asyncio.create_task(backend.load(KEYS[:1], blocks)))
+                await asyncio.wait(loading[-1:], timeout=caller_s)
+                if loading[-1].done():
+                    [outcome] = loading[-1].result()
+                loading[-1].cancel()  # it goes on as long as memory may be written
+        stuck.may_go_on.set()
+        await asyncio.gather(*loading, return_exceptions=True)
+        await backend.drain()
+
+
+async def test_a_tier_that_cancels_its_start_has_failed_and_cancels_nobody(
+    memory: BlockMemory,
+) -> None:
+    class Cancelling(DictBackend):
+        async def start(self) -> None:
+            raise asyncio.CancelledError
+
+    namespace = memory.namespace()
+    tiers = [open_dict(namespace), Cancelling(None, namespace)]
+    async with TieredBackend(tiers, namespace) as backend:
+        with pytest.raises(BackendUnavailableError):
+            await backend.start()
+
+
 # Errors of others in the way down
 
 
@@ -727,7 +810,9 @@ async def test_a_tier_that_cancels_itself_has_failed_and_cancels_nobody(
         [outcome] = await backend.load(KEYS[1:2], memory.describe(0, [2]))
         assert outcome.status is (Status.FAILED if call == "load" else Status.DONE)
         assert await backend.delete(KEYS[1:2]) == [call != "delete"]
-        with pytest.raises(BackendUnavailableError) if call == "drain" else nullcontext():
+        with (
+            pytest.raises(BackendUnavailableError) if call == "drain" else contextlib.nullcontext()
+        ):
             await backend.drain()
         lower.is_on = False
 

@@ -36,6 +36,41 @@ def test_the_oldest_blocks_go_first() -> None:
     assert take(queue, limit=3) == []
 
 
+def test_a_block_that_is_added_again_and_again_is_copied_at_its_first_turn() -> None:
+    queue = open_queue(*KEYS[:2])
+    mark = queue.mark()
+    assert take(queue) == KEYS[:2]
+    queue.add({KEYS[0]: 0, KEYS[1]: 1, KEYS[2]: 2})
+    assert queue.claim(KEYS[:2]) == {KEYS[0]: 0}  # the other one has become another
+    queue.end(0.0, stored=KEYS[:1], failed=[])
+    queue.skip(KEYS[:2])
+    assert queue.has_older(mark)
+    assert take(queue, limit=1) == KEYS[1:2]
+    queue.add({KEYS[0]: 0})
+    assert queue.claim(KEYS[1:2]) == {KEYS[1]: 1}
+    queue.end(0.0, stored=KEYS[1:2], failed=[])
+    assert not queue.has_older(mark)
+    assert len(queue) == 2
+
+
+def test_a_block_keeps_its_turn_when_a_copy_of_it_fails() -> None:
+    queue, now = open_queue(KEYS[0]), 100.0
+    mark = queue.mark()
+    fail(queue, now, *take(queue, now))
+    assert queue.has_older(mark)
+    assert take(queue, now + 1) == KEYS[:1]
+    queue.add({KEYS[0]: 0})
+    fail(queue, now + 1, KEYS[0])
+    assert queue.has_older(mark)
+    assert take(queue, now + 3) == KEYS[:1]
+    queue.add({KEYS[0]: 0})
+    queue.put_off(now + 3, KEYS[:1], failed=True)
+    assert queue.has_older(mark)
+    queue.end(now + 9, stored=take(queue, now + 9), failed=[])
+    assert not queue.has_older(mark)
+    assert len(queue) == 0
+
+
 def test_blocks_of_a_prefix_are_forgotten_wherever_they_are() -> None:
     salted = [BlockKey(b"salt" + key) for key in KEYS]
     queue = open_queue(*salted[:3], *KEYS[:3])
