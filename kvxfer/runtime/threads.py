@@ -14,6 +14,9 @@ from kvxfer.runtime.runtime import lock, monotonic, new_event_loop, queue, resul
 END_OF_THREADS_S = 5.0
 """Time for calls on other threads that were given up to end, when their loop ends."""
 
+END_OF_TASKS_S = 1.0
+"""Time for tasks that the end of their loop cancels, to end."""
+
 NUM_BLOCKING = 32
 """Most threads for calls that block, as many as asyncio has at most."""
 
@@ -142,9 +145,10 @@ class LoopThread:
         return result(self.submit(work), timeout_s)
 
     def stop(self) -> None:
-        """End the loop and its threads; tasks must have ended before. May be called again.
+        """Cancel the tasks that are left, end the loop and its threads. May be called again.
 
-        A call that blocks beyond `END_OF_THREADS_S` is left behind, with its thread.
+        A task that goes on for longer than `END_OF_TASKS_S` is left behind, as is a call that
+        blocks beyond `END_OF_THREADS_S`.
         """
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -154,11 +158,20 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
+            self.loop.run_until_complete(_end_tasks())
         finally:
             # `shutdown_default_executor` of asyncio has no time limit before Python 3.12.
             self._blocking.shutdown()
             self._blocking.join(END_OF_THREADS_S)
             self.loop.close()
+
+
+async def _end_tasks() -> None:
+    """Cancel all other tasks of the running loop, as `asyncio.run` does at its end."""
+    if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=END_OF_TASKS_S)
 
 
 def _run(future: Future[T], fn: Callable[..., T], args: Any, kwargs: Any) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from kvxfer import runtime
@@ -34,6 +35,7 @@ class EngineLoop:
         self._lock = runtime.lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: LoopThread | None = None
+        self._stopping = False
         self._given: dict[Future[Any], Coroutine[Any, Any, Any]] = {}  # and not done
 
     def require_other_thread(self, verb: str) -> None:
@@ -72,9 +74,10 @@ class EngineLoop:
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin a coroutine on this loop and return at once; errors as `run`."""
+        future: Future[T] = Future()
         try:
             loop = self._open()
-            future = asyncio.run_coroutine_threadsafe(work, loop)
+            loop.call_soon_threadsafe(self._begin, work, future)
         except BaseException:
             work.close()
             raise
@@ -135,11 +138,36 @@ class EngineLoop:
     def stop(self) -> None:
         """Stop the loop's own thread, if it has one; may be called again.
 
-        Work that has not ended never will, nor do its deadlines: who waits for it gets an error.
+        Work that has not ended is cancelled: who waits for it gets an error.
         """
         if self._thread is not None:
+            self._stopping = True
             self._thread.stop()
             self._end_given()
+
+    def _begin(self, work: Coroutine[Any, Any, T], future: Future[T]) -> None:
+        """Begin work on the running loop; what cancels the future cancels the work."""
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(work)
+        task.add_done_callback(partial(self._hand_over, future))
+
+        def cancel(done: Future[T]) -> None:
+            if done.cancelled() and not loop.is_closed():
+                loop.call_soon_threadsafe(task.cancel)
+
+        future.add_done_callback(cancel)
+
+    def _hand_over(self, future: Future[T], task: asyncio.Task[T]) -> None:
+        """Give the end of work to those who wait for it: that of the loop is `ClosedError`."""
+        if task.cancelled() and not self._stopping:
+            future.cancel()
+        error = ClosedError(self._what) if task.cancelled() else task.exception()
+        if not future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(task.result())
 
     def _end_given(self) -> None:
         for future, work in list(self._given.items()):

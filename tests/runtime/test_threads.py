@@ -63,3 +63,43 @@ def test_a_coroutine_runs_on_the_loop_and_its_caller_waits_no_longer_than_told()
     thread.loop.call_soon_threadsafe(ended.set)
     assert going_on.result(10) == thread.run(wait_for(ended)) == "through"
     thread.stop()
+
+
+def test_stop_cancels_what_is_left_and_lets_it_end() -> None:
+    thread, begun, ended = LoopThread("loop"), threading.Event(), threading.Event()
+
+    async def wait_and_tidy_up() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    left = thread.submit(wait_and_tidy_up())
+    assert begun.wait(10)
+    thread.stop()
+    assert ended.is_set()
+    assert left.cancelled()
+
+
+def test_a_task_that_ignores_its_cancellation_does_not_hold_up_the_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threads, "END_OF_TASKS_S", 0.05)
+    thread, begun, may_end = LoopThread("loop"), threading.Event(), asyncio.Event()
+
+    async def go_on() -> None:
+        asyncio.current_task()._log_destroy_pending = False  # type: ignore[union-attr]
+        begun.set()
+        while not may_end.is_set():
+            try:
+                await may_end.wait()
+            except asyncio.CancelledError:
+                continue
+
+    left = thread.submit(go_on())
+    assert begun.wait(10)
+    thread.stop()
+    assert thread.loop.is_closed()
+    assert not left.done()
