@@ -25,7 +25,7 @@ FLOORS = (
     {"telemetry"},
     {"connect", "engine_side"},
     {"integrations", "proxy"},
-    {"cli", "doctor", "explain", "replay", "top", "testing"},
+    {"cli", "doctor", "explain", "replay", "testing"},
     {"public", "kvxfer", "__main__"},
     {"benchmarks"},
 )
@@ -59,7 +59,6 @@ BUDGETS = {
     "kvxfer/telemetry": 1_900,
     "kvxfer/testing": 5_050,
     "kvxfer/tiering": 1_475,
-    "kvxfer/top": 700,
     "kvxfer/transfer": 3_840,
 }
 MAX_FUNCTION_LINES = 70

@@ -140,7 +140,6 @@ BARE_COMMANDS = {
     ("explain", "cmpl-1", "--journal", "STORE"): "files of a journal",
     ("doctor",): "",
     ("proxy", "--prefill", "http://p:1", "--decode", "http://d:1"): "kvxfer[proxy]",
-    ("top", "127.0.0.1:9"): "kvxfer[top]",
     ("bench", "host://?capacity=128MiB", "--seconds", "0.01s"): "",
     ("bench", "s3://bucket"): "kvxfer[object]",
     ("benchmarks", "describe"): "kvxfer[bench]",

@@ -15,7 +15,6 @@ _COMMANDS = {
     "serve": ("kvxfer.cli.serve", "hold blocks for other processes"),
     "proxy": ("kvxfer.cli.proxy", "route requests between prefill and decode engines"),
     "doctor": ("kvxfer.cli.doctor", "find what silently costs hits or speed"),
-    "top": ("kvxfer.cli.top", "show live what metrics count"),
     "explain": ("kvxfer.cli.explain", "say why a request missed"),
     "replay": ("kvxfer.cli.replay", "plan caches with a trace of requests"),
     "vllm-args": ("kvxfer.cli.vllm_args", "print the configuration of vLLM for tiers"),

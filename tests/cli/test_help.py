@@ -126,7 +126,6 @@ def test_a_path_with_a_nul_is_named(name: str, capsys: pytest.CaptureFixture[str
         ("doctor", "doctor.md", "--json"),
         ("explain", "explain.md", "--journal"),
         ("replay", "replay.md", "--budget"),
-        ("top", "top.md", "--once"),
     ],
 )
 def test_every_option_is_in_the_table_of_a_page(command: str, page: str, example: str) -> None:

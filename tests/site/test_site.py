@@ -17,7 +17,7 @@ LOOK = (Path(__file__).parent / "look.js").read_text() % MIN_TEXT_PIXELS
 FAULTS = ("too_wide", "cut_off", "broken_names", "no_picture", "small_pictures")
 NUM_RESULTS = 3
 # Pages whose names are typed are the first result.
-FIRST = {"explain", "top", "events", "host pool", "retention", "kvxfer replay", "doctor"}
+FIRST = {"explain", "events", "host pool", "retention", "kvxfer replay", "doctor"}
 # Words that a reader types, and the pages of which one is meant.
 SEARCHES = {
     "PYTHONHASHSEED": {"doctor/"},
@@ -47,7 +47,6 @@ SEARCHES = {
     "doctor": {"doctor/"},
     "explain": {"explain/"},
     "why a request missed": {"explain/"},
-    "top": {"top/"},
     "events": {"events/"},
     "host pool": {"host-pool/"},
     "shared memory": {"host-pool/"},
