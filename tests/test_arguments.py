@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import kvxfer
+from examples.proxy.config import ProxyConfig
 from kvxfer.backends.host import HostConfig
 from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.object import S3Config
@@ -23,7 +24,6 @@ from kvxfer.checks import require_timeout
 from kvxfer.configuration import Configuration
 from kvxfer.connect import ENTRY_POINT_GROUP
 from kvxfer.errors import InvalidArgumentError, KVXferError
-from kvxfer.proxy.config import ProxyConfig
 from kvxfer.transfer import PolledEngine, PromptExchange
 from kvxfer.units import ByteSize
 from tests.public_calls import VALID_CALLS, public_callables

@@ -139,7 +139,6 @@ BARE_COMMANDS = {
     ("replay", "--synthetic", "rag", "--chart", "x.svg"): "kvxfer[chart]",
     ("explain", "cmpl-1", "--journal", "STORE"): "files of a journal",
     ("doctor",): "",
-    ("proxy", "--prefill", "http://p:1", "--decode", "http://d:1"): "kvxfer[proxy]",
     ("bench", "host://?capacity=128MiB", "--seconds", "0.01s"): "",
     ("bench", "s3://bucket"): "kvxfer[object]",
     ("benchmarks", "describe"): "kvxfer[bench]",

@@ -25,7 +25,7 @@ EXCERPT = re.compile(r'python title="(.+)"')
 SERVER_LIMIT_S = 60
 SOURCES = [path for folder in ("kvxfer", "backends") for path in (ROOT / folder).rglob("*.py")]
 METRIC = re.compile(r"vllm:kvxfer_\w+")
-PATH = re.compile(r"`((?:kvxfer|backends|tests|examples)/[\w/.]*)`")
+PATH = re.compile(r"`((?:kvxfer|backends|benchmarks|tests|examples)/[\w/.]*)`")
 MAX_LINES_OF_TUTORIAL = 250
 MIN_WORDS = 2
 MAX_WORDS_OF_A_VALUE = 2

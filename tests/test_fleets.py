@@ -13,7 +13,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvxfer.cli import proxy, replay, serve_options
+from examples.proxy import __main__ as proxy
+from kvxfer.cli import replay, serve_options
 from kvxfer.connect import parse_backend
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
@@ -66,8 +67,9 @@ def check_command(words: list[str]) -> None:
             Endpoint.parse("listen", arguments.listen)
             for tier in arguments.tier:
                 parse_backend(tier)
-        case ["kvxfer", "proxy"]:
-            proxy._parser().parse_args(words[2:])
+        case ["python", "-m"]:
+            assert words[2] == "examples.proxy"
+            proxy._parser().parse_args(words[3:])
         case ["kvxfer", "replay"]:
             arguments = replay._parse(words[2:])
             if arguments.fleet:
@@ -223,7 +225,7 @@ def test_the_commands_of_the_page_are_those_of_this_release() -> None:
     found = list(commands())
     assert {tuple(words[:2]) for words in found} >= {
         ("kvxfer", "serve"),
-        ("kvxfer", "proxy"),
+        ("python", "-m"),
         ("kvxfer", "replay"),
         ("vllm", "serve"),
         ("kubectl", "apply"),

@@ -13,7 +13,6 @@ _COMMANDS = {
     "ls": ("kvxfer.cli.ls", "list the namespaces of a store"),
     "inspect": ("kvxfer.cli.inspect", "show what a block file holds"),
     "serve": ("kvxfer.cli.serve", "hold blocks for other processes"),
-    "proxy": ("kvxfer.cli.proxy", "route requests between prefill and decode engines"),
     "doctor": ("kvxfer.cli.doctor", "find what silently costs hits or speed"),
     "explain": ("kvxfer.cli.explain", "say why a request missed"),
     "replay": ("kvxfer.cli.replay", "plan caches with a trace of requests"),

@@ -122,7 +122,6 @@ def test_a_path_with_a_nul_is_named(name: str, capsys: pytest.CaptureFixture[str
     ("command", "page", "example"),
     [
         ("serve", "peers.md", "--capacity"),
-        ("proxy", "prefill-decode.md", "--overlap"),
         ("doctor", "doctor.md", "--json"),
         ("explain", "explain.md", "--journal"),
         ("replay", "replay.md", "--budget"),

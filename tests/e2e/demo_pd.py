@@ -1,6 +1,6 @@
 """`make demo-pd`: two vLLM engines answer, one computes the prompts and the other one goes on.
 
-Four questions about this repository go to `kvxfer proxy`. Before the third one the prefill engine
+Four questions about this repository go to `examples/proxy`. Before the third one the prefill engine
 is killed, and the decode engine computes the prompt by itself; before the fourth it is started
 again at the same address. Every answer has to be that of one engine alone.
 
@@ -28,7 +28,8 @@ from benchmarks.vllm.engine_process import (
     EngineProcess,
     Generation,
 )
-from kvxfer.proxy import Proxy, ProxyConfig
+from examples.proxy.config import ProxyConfig
+from examples.proxy.server import Proxy
 from tests.e2e import models, oracle, text
 from tests.e2e.demo_console import Step, add_dtype, show_steps
 from tests.e2e.prefill_decode.deployment import SOURCE
@@ -50,7 +51,7 @@ LOGS = text.REPOSITORY / "build" / "demo-pd"
 NEXT = """
 What to try next:
   your own model   vllm serve MODEL --kv-transfer-config ... (docs/prefill-decode.md has it)
-  the router       .venv/bin/kvxfer proxy --prefill http://HOST:8000 --decode http://HOST:8000
+  the router       .venv/bin/python -m examples.proxy --prefill http://HOST:8000 --decode http://HOST:8000
   what can happen  .venv/bin/python -m tests.e2e.prefill_decode
 """
 
@@ -88,9 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(
         "One vLLM engine computes prompts, another one answers, and kvxfer hands over the cache.\n"
         f"\nThe model is SmolLM2-135M-Instruct, on this CPU in {options.dtype}. {NUM_PROMPTS} "
-        f"prompts of {len(prompts[0])} tokens ask about this repository, by way of kvxfer proxy.\n"
+        f"prompts of {len(prompts[0])} tokens ask about this repository, by way of a proxy.\n"
     )
-    logging.getLogger("kvxfer.proxy").addHandler(logging.NullHandler())  # its part is in the table
+    logging.getLogger("examples.proxy").addHandler(logging.NullHandler())  # the table has it
     try:
         with show_steps(console) as step:
             reference = _run_alone(folder, options.dtype, prompts, step)

@@ -10,7 +10,8 @@ from typing import Any, Self
 import aiohttp
 from aiohttp import web
 
-from kvxfer.proxy import Proxy, ProxyConfig
+from examples.proxy.config import ProxyConfig
+from examples.proxy.server import Proxy
 
 HOST = "127.0.0.1"
 LIMIT_S = 10.0

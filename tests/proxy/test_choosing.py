@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from kvxfer.proxy.engines import Engine, EnginePool
+from examples.proxy.engines import Engine, EnginePool
 from tests.proxy.fake_engines import LIMIT_S, routed
 
 URLS = ("http://a", "http://b", "http://c")

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from examples.proxy import client, server
 from kvxfer.endpoint import Endpoint
-from kvxfer.proxy import client, server
 from tests.proxy.fake_engines import BODY, COMPLETIONS, LIMIT_S, PIECES, routed
 
 HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nX-A: "

@@ -56,7 +56,6 @@ SEARCHES = {
     "compare": {"beside/"},
     "kvxfer replay": {"replay/"},
     "kvxfer serve": {"peers/"},
-    "kvxfer proxy": {"prefill-decode/"},
     "kvxfer gc": {"cli/"},
 }
 # Types into the search, waits for what it says of the words, and returns the pages of the results.

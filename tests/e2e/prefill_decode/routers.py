@@ -26,7 +26,7 @@ TOY_PROXY = audit.REPOSITORY / "build" / "toy_proxy_server.py"
 """vLLM's, which its wheel does not have: tests/v1/kv_connector/nixl_integration/ of its sources."""
 SIDECAR = audit.REPOSITORY / "build" / "llm-d-routing-sidecar"
 """llm-d's, which is built from its sources, in Go: github.com/llm-d/llm-d-routing-sidecar."""
-KVXFER = [sys.executable, "-c", "import sys; from kvxfer.cli import main; sys.exit(main())"]
+PROXY = [sys.executable, "-m", "examples.proxy"]
 ROUTER_LIMIT_S = 60.0
 
 Command = Callable[[Deployment, int], Sequence[str]]
@@ -38,7 +38,7 @@ def _kvxfer(deployment: Deployment, port: int, *options: str) -> list[str]:
     decodes = [engine.url for engine in deployment.decodes]
     listen = f"{HOST}:{port}"
     legs = ["--prefill", *prefills, "--decode", *decodes]
-    return [*KVXFER, "proxy", *legs, "--listen", listen, *options]
+    return [*PROXY, *legs, "--listen", listen, *options]
 
 
 def _toy(deployment: Deployment, port: int) -> list[str]:
@@ -73,7 +73,7 @@ def _vllm_router(deployment: Deployment, port: int) -> list[str]:
 
 
 async def proxy(deployment: Deployment) -> str:
-    """`kvxfer proxy`; then P dies, and D goes on alone."""
+    """Proxy of the examples; then P dies, and D goes on alone."""
     with _running(deployment, _kvxfer, "proxy") as url:
         note = await _through(deployment, url)
         deployment.prefills[0].close()
@@ -86,7 +86,7 @@ async def proxy(deployment: Deployment) -> str:
 
 
 async def proxy_overlap(deployment: Deployment) -> str:
-    """`kvxfer proxy --overlap`, which sends both legs at once."""
+    """Proxy of the examples with `--overlap`, which sends both legs at once."""
     with _running(deployment, _overlapping, "proxy-overlap") as url:
         return await _through(deployment, url)
 

@@ -9,9 +9,9 @@ import aiohttp
 from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
+from examples.proxy.engines import EngineFailedError
+from examples.proxy.legs import MESSAGES
 from kvxfer.errors import KVXferError
-from kvxfer.proxy.engines import EngineFailedError
-from kvxfer.proxy.legs import MESSAGES
 
 REQUEST_ID = "X-Request-Id"
 BODY_TIMEOUT_S, MIN_BODY_BYTES_PER_S = 20.0, 500

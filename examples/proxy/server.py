@@ -14,14 +14,14 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from examples.proxy.client import Client, RefusedError, error_response
+from examples.proxy.config import ProxyConfig
+from examples.proxy.engine_client import EnginePoolClient, EngineTimeoutError
+from examples.proxy.engines import Engine, EngineFailedError
+from examples.proxy.legs import Completion, Lender, params_of_answer
+from examples.proxy.metrics import ProxyMetrics
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.listener import Listener
-from kvxfer.proxy.client import Client, RefusedError, error_response
-from kvxfer.proxy.config import ProxyConfig
-from kvxfer.proxy.engine_client import EnginePoolClient, EngineTimeoutError
-from kvxfer.proxy.engines import Engine, EngineFailedError
-from kvxfer.proxy.legs import Completion, Lender, params_of_answer
-from kvxfer.proxy.metrics import ProxyMetrics
 from kvxfer.text import printable
 
 MAX_DESCRIPTORS = 1 << 20
@@ -41,7 +41,7 @@ PROMETHEUS = "text/plain; version=0.0.4"
 logger = logging.getLogger(__name__)
 
 # aiohttp would log what is malformed, word for word, with the keys in it.
-_SILENT = logging.Logger("kvxfer.proxy.silent", logging.CRITICAL)  # noqa: LOG001 - in no tree
+_SILENT = logging.Logger("examples.proxy.silent", logging.CRITICAL)  # noqa: LOG001 - in no tree
 
 
 class NoParamsError(KVXferError):

@@ -5,8 +5,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from examples.proxy.legs import Lender
 from kvxfer.errors import KVXferError
-from kvxfer.proxy.legs import Lender
 
 FIRST_BACK_OFF_S = 0.5
 MAX_BACK_OFF_S = 30.0

@@ -11,9 +11,9 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
+from examples.proxy.engines import Engine, EngineFailedError, EnginePool
+from examples.proxy.metrics import ProxyMetrics
 from kvxfer.errors import KVXferError
-from kvxfer.proxy.engines import Engine, EngineFailedError, EnginePool
-from kvxfer.proxy.metrics import ProxyMetrics
 from kvxfer.text import printable
 
 Leg = Literal["prefill", "decode"]

@@ -1,24 +1,27 @@
-"""Command `kvxfer proxy`: a router for prefill and decode in separate engines."""
+"""`python -m examples.proxy`: a router for prefill and decode in separate engines."""
 
 import logging
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer import runtime
-from kvxfer.cli.command_line import CommandLine, exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses, run_command
 from kvxfer.cli.service import (
     add_log_level,
     log_to_stderr,
     raise_descriptor_limit,
     stop_signal,
 )
-from kvxfer.extras import require_extra
+from kvxfer.errors import KVXferError
 from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:
-    from kvxfer.proxy import ProxyConfig
+    from examples.proxy.server import Proxy
 
-logger = logging.getLogger(__name__)
+PROGRAM = "python -m examples.proxy"
+
+logger = logging.getLogger("examples.proxy")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,10 +31,15 @@ def main(argv: Sequence[str]) -> int:
         KVXferError: aiohttp is not installed, or an argument cannot be used.
     """
     arguments = _parser().parse_args(argv)
-    require_extra("proxy", "aiohttp", "prometheus_client")
-    from kvxfer.proxy import ProxyConfig
+    try:
+        from examples.proxy.config import ProxyConfig
+        from examples.proxy.server import Proxy
+    except ModuleNotFoundError as exc:
+        wanted = "pip install aiohttp prometheus_client"
+        raise KVXferError(f"needs the package {exc.name}: {wanted}") from exc
 
     log_to_stderr(arguments.log_level)
+    logging.getLogger("examples").setLevel(arguments.log_level.upper())
     raise_descriptor_limit()
     config = ProxyConfig(
         prefill=tuple(arguments.prefill),
@@ -43,13 +51,13 @@ def main(argv: Sequence[str]) -> int:
         drain_timeout_s=Duration.parse(arguments.drain_timeout, name="drain-timeout"),
         max_body_bytes=ByteSize.parse(arguments.max_body, name="max-body"),
     )
-    runtime.run(_route(config))
+    runtime.run(_route(Proxy(config)))
     return 0
 
 
 def _parser() -> CommandLine:
     parser = CommandLine(
-        prog="kvxfer proxy",
+        prog=PROGRAM,
         description="Route requests for completions to vLLM's OpenAI servers: the prompt is "
         "computed by a prefill engine and continued by a decode engine. SIGTERM or Ctrl-C ends "
         "the process once no request is under way any more, a second signal at once.",
@@ -97,10 +105,12 @@ def _parser() -> CommandLine:
     return parser
 
 
-async def _route(config: "ProxyConfig") -> None:
-    from kvxfer.proxy import Proxy
-
+async def _route(proxy: "Proxy") -> None:
     asked_to_end = stop_signal()
-    async with Proxy(config):
+    async with proxy:
         await asked_to_end.wait()
     logger.info("ended")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(PROGRAM, lambda: main(sys.argv[1:])))

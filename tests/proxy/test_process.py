@@ -1,4 +1,4 @@
-"""`kvxfer proxy` as a process: its start, its log, its end, and arguments that it refuses."""
+"""`python -m examples.proxy`: its start, its log, its end, and arguments that it refuses."""
 
 import asyncio
 import contextlib
@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Iterator
 import aiohttp
 import pytest
 
-from kvxfer.cli import main
-from tests.cli.peers import COMMAND, LIMIT_S
+from examples.proxy.__main__ import PROGRAM, main
+from kvxfer.cli.command_line import run_command
+from tests.cli.peers import LIMIT_S
 from tests.proxy.fake_engines import BODY, COMPLETIONS, HOST, PIECES, FakeEngine
 from tests.proxy.test_connections import HALF_BODY, HALF_HEAD
 
@@ -23,12 +24,12 @@ pytestmark = pytest.mark.processes
 WITHOUT_AIOHTTP = """
 import sys
 sys.modules["aiohttp"] = None
-from kvxfer.cli import main
-sys.exit(main(sys.argv[1:]))
+import runpy
+runpy.run_module("examples.proxy", run_name="__main__", alter_sys=False)
 """
 USE_NO_TORCH = """
 import sys
-from kvxfer.proxy import Proxy
+from examples.proxy.server import Proxy
 assert "torch" not in sys.modules, "torch was imported"
 """
 
@@ -38,7 +39,7 @@ TIMEOUT = aiohttp.ClientTimeout(LIMIT_S)
 
 
 class ProxyProcess:
-    """Running `kvxfer proxy`, observed through its log."""
+    """Running proxy, observed through its log."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -67,7 +68,7 @@ async def proxy_process(
     *options: str, num_descriptors: int | None = None
 ) -> AsyncIterator[ProxyProcess]:
     within = () if num_descriptors is None else ("prlimit", f"--nofile={num_descriptors}")
-    command = *within, *COMMAND, "proxy", "--listen", f"{HOST}:0", *options
+    command = *within, sys.executable, "-m", "examples.proxy", "--listen", f"{HOST}:0", *options
     process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
     proxy = ProxyProcess(process)
     try:
@@ -154,23 +155,23 @@ def taken() -> Iterator[str]:
 def test_a_bad_argument_is_one_line_and_status_2(
     arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["proxy", *arguments]) == 2
+    assert run_command(PROGRAM, lambda: main(arguments)) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"kvxfer proxy: {complaint}")
+    assert said.startswith(f"{PROGRAM}: {complaint}")
     assert said.count("\n") == 1
 
 
 def test_a_port_that_is_in_use_is_named(taken: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["proxy", *ENGINES, "--listen", taken]) == 2
+    assert run_command(PROGRAM, lambda: main([*ENGINES, "--listen", taken])) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"kvxfer proxy: listen is '{taken}'; expected an address to listen at")
+    assert said.startswith(f"{PROGRAM}: listen is '{taken}'; expected an address to listen at")
     assert "in use" in said
 
 
 @pytest.mark.parametrize("engines", [(), ENGINES[:2], ENGINES[2:], ("--prefill", *ENGINES[2:])])
 def test_engines_of_both_kinds_are_required(engines: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as raised:
-        main(["proxy", *engines])
+        main(engines)
     assert raised.value.code == 2
 
 
@@ -185,10 +186,10 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_without_aiohttp_one_line_says_how_to_install_it() -> None:
-    result = run(WITHOUT_AIOHTTP, "proxy", *ENGINES)
+    result = run(WITHOUT_AIOHTTP, *ENGINES)
     assert result.returncode == 2
-    wanted = "kvxfer proxy: needs the package aiohttp: pip install 'kvxfer[proxy]'\n"
-    assert result.stderr == wanted
+    wanted = "needs the package aiohttp: pip install aiohttp prometheus_client"
+    assert result.stderr == f"{PROGRAM}: {wanted}\n"
 
 
 def test_a_proxy_needs_no_torch() -> None:
