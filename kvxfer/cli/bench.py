@@ -1,9 +1,9 @@
 """Command `kvxfer bench`: measures stores and loads of blocks against the raw medium."""
 
 import asyncio
+import functools
 import itertools
 import os
-import secrets
 import shutil
 import statistics
 import time
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kvxfer import runtime
 from kvxfer.cli.command_line import CommandLine, ending_by_sigterm, exit_statuses
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.units import ByteSize, Duration, format_size
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from kvxfer.storage.backend import Backend
     from kvxfer.storage.staging_memory import Buffer
 
-BATCH_BYTES = 64 << 20
-MIN_ROUNDS = 3
+BATCH_BYTES, MIN_ROUNDS = 64 << 20, 3
 
 
 class Raw(NamedTuple):
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     seconds = Duration.parse(arguments.seconds, name="seconds")
     with ending_by_sigterm():
         for url in arguments.url:
-            asyncio.run(_measure(url, size, seconds))
+            runtime.run(_measure(url, size, seconds))
     return 0
 
 
@@ -69,9 +69,9 @@ async def _measure(url: str, size: int, seconds: float) -> None:
     async with open_backend(url, namespace) as backend:
         await backend.start()
         batch = _Batch(backend, size, max(BATCH_BYTES // size, 1))
-        raw, end = _raw_medium(parse_backend(url)[1], batch), time.monotonic() + seconds
+        raw, end = _raw_medium(parse_backend(url)[1], batch), runtime.monotonic() + seconds
         # The first round is not counted: it starts threads, and makes connections and folders.
-        while len(rounds) <= MIN_ROUNDS or time.monotonic() < end:
+        while len(rounds) <= MIN_ROUNDS or runtime.monotonic() < end:
             ours = await batch.move()
             try:
                 began = time.perf_counter()
@@ -99,7 +99,7 @@ class _Batch:
         self.num_blocks, self.size, self._backend = num_blocks, size, backend
         self.source, self.target = (allocate_aligned(num_blocks * size) for _ in range(2))
         self.source[:] = np.frombuffer(np.random.default_rng().bytes(self.source.nbytes), np.uint8)
-        self._run, self._numbers = secrets.token_bytes(24), itertools.count()
+        self._run, self._numbers = runtime.token_bytes(24), itertools.count()
 
     async def move(self) -> tuple[float, float]:
         """Store, look up, load and delete the blocks; return the seconds of store and load."""
@@ -136,17 +136,21 @@ class _Batch:
         return ended - began
 
 
+def _aside(call: Callable[[], None]) -> Awaitable[None]:
+    from kvxfer.storage.threads import run_aside
+
+    return run_aside("raw medium", call)
+
+
 def _raw_medium(config: "msgspec.Struct", batch: _Batch) -> Raw:
     from kvxfer.backends.file import FileConfig
     from kvxfer.backends.object import ObjectConfig
-
-    def copy() -> Awaitable[object]:
-        return asyncio.to_thread(np.copyto, batch.target, batch.source)
 
     if isinstance(config, FileConfig):
         return _plain_files(Path(config.path), batch)
     if isinstance(config, ObjectConfig):
         return _plain_objects(config, batch)
+    copy = functools.partial(_aside, lambda: np.copyto(batch.target, batch.source))
     return Raw("copy in memory", copy, copy, lambda: asyncio.sleep(0))
 
 
@@ -154,7 +158,7 @@ def _plain_files(root: Path, batch: _Batch) -> Raw:
     """Files one after the other, past the page cache where the file system can."""
     from kvxfer.backends.file.io import probe_direct
 
-    alignment, folder = probe_direct(root), root / f"kvxfer-bench-{secrets.token_hex(8)}"
+    alignment, folder = probe_direct(root), root / f"kvxfer-bench-{runtime.token_bytes(8).hex()}"
     direct = os.O_DIRECT if alignment and not batch.size % alignment else 0
 
     def each(flags: int, move: Callable[..., int], memory: "Buffer") -> None:
@@ -168,9 +172,9 @@ def _plain_files(root: Path, batch: _Batch) -> Raw:
 
     return Raw(
         "plain files",
-        lambda: asyncio.to_thread(each, os.O_WRONLY | os.O_CREAT, os.writev, batch.source),
-        lambda: asyncio.to_thread(each, os.O_RDONLY, os.readv, batch.target),
-        lambda: asyncio.to_thread(shutil.rmtree, folder),
+        lambda: _aside(lambda: each(os.O_WRONLY | os.O_CREAT, os.writev, batch.source)),
+        lambda: _aside(lambda: each(os.O_RDONLY, os.readv, batch.target)),
+        lambda: _aside(lambda: shutil.rmtree(folder)),
     )
 
 
@@ -179,7 +183,7 @@ def _plain_objects(config: "ObjectConfig", batch: _Batch) -> Raw:
     import obstore
 
     client, requests = config.open_store(), asyncio.Semaphore(config.max_requests)
-    name, rows = config.prefix + secrets.token_hex(8), batch.source.reshape(-1, batch.size)
+    name, rows = config.prefix + runtime.token_bytes(8).hex(), batch.source.reshape(-1, batch.size)
 
     async def one(ask: Callable[[int], Awaitable[Any]], number: int) -> None:
         async with requests:
