@@ -34,7 +34,7 @@ from kvxfer.checks import require_instance
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.runtime import CircuitBreaker, fetch_error
+from kvxfer.runtime import CircuitBreaker
 from kvxfer.storage.backend import DONE, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction.retaining_policy import open_policy
@@ -254,13 +254,8 @@ class FileBackend(Backend):
         self, keys: Sequence[BlockKey], func: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Remove blocks on a thread; stores of these keys wait, though the call is cancelled."""
-        await self._deletes.wait(keys)
-        held = contextlib.ExitStack()
-        held.enter_context(self._deletes.hold(keys))
-        removing = asyncio.ensure_future(self._ask(self._removers, func, *args, **kwargs))
-        removing.add_done_callback(lambda _: held.close())
-        removing.add_done_callback(fetch_error)
-        return await asyncio.shield(removing)
+        removing = partial(self._ask, self._removers, func, *args, **kwargs)
+        return await self._deletes.hold_during(keys, removing)
 
     def _open(
         self,

@@ -43,7 +43,7 @@ from kvxfer.errors import (
     ProtocolError,
     TransferFailedError,
 )
-from kvxfer.runtime import fetch_error
+from kvxfer.runtime import end_tasks, fetch_error
 from kvxfer.storage.keys import BlockKey
 
 AnswerT = TypeVar("AnswerT", bound=Message)
@@ -243,13 +243,9 @@ class Connection:
     async def aclose(self) -> None:
         """End the connection; may be called again. Returns when nothing is read for it any more."""
         self._end(PeerClosedError(str(self.endpoint), "the connection was closed on this side"))
-        tasks = [*self._tasks, *self._lending]
-        for task in tasks:
-            task.cancel()
         if self._telling is not None:
             self._telling.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await end_tasks([*self._tasks, *self._lending])
         await self._channel.aclose()
         await self.memory.aclose()
 

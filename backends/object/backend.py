@@ -21,7 +21,7 @@ from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.checks import require_instance
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.runtime import Calls, fetch_error
+from kvxfer.runtime import Calls, end_tasks, fetch_error
 from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.gauge import Gauge
@@ -149,15 +149,9 @@ class ObjectBackend(Backend):
         """
         self._guard.check_batch(keys)
         names = [self._pages.name(key) for key in keys]
-        await self._deletes.wait(keys)
-        held = contextlib.ExitStack()
-        held.enter_context(self._deletes.hold(keys))
-        deleting = asyncio.ensure_future(
-            self._each(lambda i: self._delete(keys[i], names[i]), len(keys))
+        return await self._deletes.hold_during(
+            keys, lambda: self._each(lambda i: self._delete(keys[i], names[i]), len(keys))
         )
-        deleting.add_done_callback(lambda _: held.close())
-        deleting.add_done_callback(fetch_error)
-        return await asyncio.shield(deleting)
 
     async def purge(self, prefix: bytes) -> int:
         """Remove the blocks whose keys begin with a prefix, whoever stored them; return how many.
@@ -194,9 +188,7 @@ class ObjectBackend(Backend):
 
     async def _release(self) -> None:
         self._calls.cancel()
-        if self._listing is not None:
-            self._listing.cancel()
-            await asyncio.wait([self._listing])
+        await end_tasks(filter(None, [self._listing]))
         await self._texts.aclose(self._config.close_timeout_s)
         await self._bucket.aclose(self._config.close_timeout_s)
         if not await self._threads.aclose(self._config.close_timeout_s):

@@ -10,7 +10,7 @@ from kvxfer.backends.object.config import ObjectConfig
 from kvxfer.backends.object.object_version import ListedObject
 from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.errors import BackendUnavailableError
-from kvxfer.runtime import LoopThread
+from kvxfer.runtime import LoopThread, end_tasks
 
 T = TypeVar("T")
 
@@ -71,10 +71,7 @@ class BlockingBucket:
         return False
 
     async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})
         await self.bucket.aclose(self._close_timeout_s)
 
 

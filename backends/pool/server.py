@@ -26,6 +26,7 @@ from kvxfer.backends.pool.messages import (
 from kvxfer.backends.pool.session import PoolSession, PoolStore
 from kvxfer.endpoint import remove_abandoned
 from kvxfer.errors import BackendUnavailableError, KVXferError, NamespaceMismatchError
+from kvxfer.runtime import end_tasks
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
@@ -140,10 +141,7 @@ class PoolServer:
         if self._listening is not None:
             asyncio.get_running_loop().remove_reader(self._listening[0])
         await asyncio.sleep(0)  # a task that never began would leave its connection open
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await end_tasks(self._tasks)
         if self._listening is not None:
             (listening, made), self._listening = self._listening, None
             listening.close()

@@ -11,6 +11,7 @@ from typing import Self
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.listener import Listener
+from kvxfer.runtime import end_tasks
 
 MAX_REQUEST_BYTES = 8192
 """Bytes of a request at most, the limit of nginx and Apache for its head."""
@@ -83,10 +84,7 @@ class HTTPPages:
         """Stop listening, and end the answers under way; may be called again."""
         if self._listener is not None:
             self._listener.stop()
-        for task in self._answering:
-            task.cancel()
-        if self._answering:
-            await asyncio.wait(self._answering)
+        await end_tasks(self._answering)
 
     @property
     def num_connections(self) -> int:

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvxfer.errors import BackendUnavailableError
@@ -37,24 +38,94 @@ async def await_call(call: Awaitable[T]) -> T:
         raise BackendUnavailableError("the call was cancelled, and its caller was not") from exc
 
 
-async def wait_despite_cancel(work: "Coroutine[Any, Any, T] | asyncio.Future[T]") -> T:
+async def wait_despite_cancel(
+    work: "Coroutine[Any, Any, T] | asyncio.Future[T] | Future[T]",
+    on_cancel: Callable[[], object] = lambda: None,
+    *,
+    within_s: float | None = None,
+) -> T:
     """Wait for the end of what must not be abandoned, however often cancelled.
+
+    Args:
+        work: What is waited for; a future may be set on any thread.
+        on_cancel: Called at the first cancellation, to bring the end about.
+        within_s: Seconds that the end may take from then on; no limit by default.
 
     Returns:
         Its result.
 
     Raises:
-        asyncio.CancelledError: The caller was cancelled; the work has ended all the same.
+        asyncio.CancelledError: The caller was cancelled; the work has ended all the same, unless
+            `within_s` have passed.
+        BackendUnavailableError: The work was cancelled, and the caller was not.
+        Exception: Those of the work.
     """
-    future = asyncio.ensure_future(work)
+    future = work if isinstance(work, Future) else asyncio.ensure_future(work)
     try:
-        return await asyncio.shield(future)
+        await until_done(future)
     except asyncio.CancelledError:
-        while not future.done():
+        on_cancel()
+        left = asyncio.wrap_future(future) if isinstance(future, Future) else future
+        left.add_done_callback(fetch_error)
+        ending = asyncio.ensure_future(asyncio.wait([left], timeout=within_s))
+        while not ending.done():
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([future])
-        fetch_error(future)
+                await asyncio.wait([ending])
         raise
+    if future.cancelled():
+        raise BackendUnavailableError("the call was cancelled, and its caller was not")
+    return future.result()
+
+
+async def until_done(future: "asyncio.Future[Any] | Future[Any]") -> None:
+    """Wait until a future is done, which goes on when the caller is cancelled.
+
+    `asyncio.wrap_future` and `asyncio.shield` do the same in four turns of the event loop.
+    """
+    if future.done():
+        return
+    if not isinstance(future, Future):
+        await asyncio.wait([future])
+        return
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def wake_soon(_: "Future[Any]") -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
+            loop.call_soon_threadsafe(wake)
+
+    future.add_done_callback(wake_soon)
+    await waiter
+
+
+async def outlive_caller(call: "Coroutine[Any, Any, T] | asyncio.Future[T]") -> T:
+    """Await a call that goes on when its caller is cancelled; its error is then nobody's.
+
+    Raises:
+        asyncio.CancelledError: The caller was cancelled.
+        BackendUnavailableError: The call was, and the caller was not.
+        Exception: Those of the call.
+    """
+    future = asyncio.ensure_future(call)
+    future.add_done_callback(fetch_error)
+    return await await_call(asyncio.shield(future))
+
+
+async def end_tasks(tasks: "Iterable[asyncio.Future[Any]]", timeout_s: float | None = None) -> None:
+    """Cancel tasks, and wait for their end, but no longer than `timeout_s`.
+
+    The errors of those that still run are nobody's.
+    """
+    ending = [task for task in tasks if not task.done()]
+    for task in ending:
+        task.add_done_callback(fetch_error)
+        task.cancel()
+    if ending:
+        await asyncio.wait(ending, timeout=timeout_s)
 
 
 def fetch_error(future: "asyncio.Future[Any]") -> None:
@@ -90,14 +161,8 @@ class Once:
         task, loop = self._task, asyncio.get_running_loop()
         if not self.is_done and (task is None or task.done() or task.get_loop() is not loop):
             self._task = task = loop.create_task(attempt())
-            task.add_done_callback(fetch_error)
         assert task is not None
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as exc:
-            if is_cancelled_alone(task):
-                raise BackendUnavailableError("cancelled before its end") from exc
-            raise
+        await outlive_caller(task)
 
     async def wait(self, timeout_s: float) -> None:
         """Wait for the end of an attempt that is under way."""
@@ -189,5 +254,4 @@ class Calls:
     def _end(self, call: "asyncio.Future[Any]") -> None:
         self._abandoned.discard(call)
         self._late.discard(call)
-        if not call.cancelled():
-            call.exception()  # fetched, or asyncio reports it as never retrieved
+        fetch_error(call)

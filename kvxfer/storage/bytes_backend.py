@@ -4,7 +4,6 @@ import asyncio
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
@@ -13,7 +12,6 @@ import xxhash
 from kvxfer.checks import require_instance, require_positive
 from kvxfer.errors import BackendUnavailableError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, view_blocks
-from kvxfer.runtime import fetch_error
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.integrity import Integrity
@@ -178,13 +176,7 @@ class BytesBackend(Backend):
 
     async def _change(self, keys: Sequence[BlockKey], func: Callable[[], T]) -> T:
         """Call what changes values; keys are locked until it has ended, also if cancelled."""
-        await self._locks.wait(keys)
-        held = ExitStack()
-        held.enter_context(self._locks.hold(keys))
-        call = asyncio.ensure_future(self._threads.run(self._call, func))
-        call.add_done_callback(fetch_error)
-        call.add_done_callback(lambda _: held.close())
-        return await asyncio.shield(call)
+        return await self._locks.hold_during(keys, partial(self._threads.run, self._call, func))
 
     def _checksum(self, name: str, payload: bytes | memoryview) -> bytes:
         seed = xxhash.xxh3_64_intdigest(name.encode())

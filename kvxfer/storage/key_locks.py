@@ -1,10 +1,14 @@
 """Locks of keys: exclusive use of a key by one operation at a time."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from typing import Any, TypeVar
 
+from kvxfer.runtime import outlive_caller
 from kvxfer.storage.keys import BlockKey
+
+T = TypeVar("T")
 
 
 class KeyLocks:
@@ -64,6 +68,20 @@ class KeyLocks:
             for key in keys:
                 del self._ends[key]
             end.set()
+
+    async def hold_during(
+        self, keys: Sequence[BlockKey], call: Callable[[], Coroutine[Any, Any, T]]
+    ) -> T:
+        """Wait until the keys are not locked, and lock them while a call runs.
+
+        Once begun the call goes on when its caller is cancelled, and the keys stay locked.
+        """
+        await self.wait(keys)
+        held = ExitStack()
+        held.enter_context(self.hold(keys))
+        calling = asyncio.ensure_future(call())
+        calling.add_done_callback(lambda _: held.close())
+        return await outlive_caller(calling)
 
     @asynccontextmanager
     async def acquire(self, keys: Sequence[BlockKey]) -> AsyncIterator[None]:

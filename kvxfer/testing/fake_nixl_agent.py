@@ -19,7 +19,6 @@ from kvxfer.backends.nixl.agents import (
     Flight,
     Fragments,
     TransferAgent,
-    to_its_end,
 )
 from kvxfer.backends.nixl.wire import (
     AgentMetadata,
@@ -36,7 +35,7 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from kvxfer.runtime import begin_aside
+from kvxfer.runtime import begin_aside, wait_despite_cancel
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +156,7 @@ class FakeNixlAgent(TransferAgent):
             flight.error = PeerLostError(peer, "it was removed")
         for flight in flights:
             with contextlib.suppress(TransferFailedError):  # raised in the caller of `transfer`
-                await to_its_end(flight.done)
+                await wait_despite_cancel(flight.done)
 
     def begin(
         self,
@@ -217,7 +216,7 @@ class FakeNixlAgent(TransferAgent):
             asyncio.get_running_loop().call_later(self.delay_s, self._land, flight)
         else:
             self._land(flight)
-        await to_its_end(flight.done)
+        await wait_despite_cancel(flight.done)
 
     async def aclose(self) -> None:
         """See `TransferAgent.aclose`."""

@@ -12,7 +12,7 @@ from kvxfer.checks import require_instance, require_instances, require_positive
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.runtime import await_call, fetch_error
+from kvxfer.runtime import await_call, outlive_caller
 from kvxfer.storage.backend import (
     MISSING,
     PARTIAL,
@@ -282,8 +282,7 @@ class TieredBackend(Backend):
             held.callback(self._forget_delete, keys)
             await held.enter_async_context(self._locks.acquire(keys))
             deleting = asyncio.create_task(self._delete(keys, held.pop_all()))
-            deleting.add_done_callback(fetch_error)
-        return await asyncio.shield(deleting)
+        return await outlive_caller(deleting)
 
     async def _delete(self, keys: Sequence[BlockKey], held: AsyncExitStack) -> list[bool]:
         deleted = [False] * len(keys)

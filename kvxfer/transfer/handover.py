@@ -23,6 +23,7 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
 from kvxfer.kvcache.descriptors import StreamMark
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.kvcache.portable import CacheDescription
+from kvxfer.runtime import end_tasks
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -403,12 +404,9 @@ class Handover:
         self._ended.extend(self._lender.take_ended())
 
     async def _shut_down(self) -> None:
-        for call in self._calls:
-            call.cancel()
         try:
             async with asyncio.timeout(CLOSE_S):
-                if self._calls:
-                    await asyncio.wait(self._calls)
+                await end_tasks(self._calls)
                 if self._watching is not None:
                     self._watching.cancel()
                 await self._exchange.aclose()

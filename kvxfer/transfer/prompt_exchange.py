@@ -18,10 +18,10 @@ from kvxfer.checks import (
     require_sequence,
     require_text,
 )
-from kvxfer.errors import ClosedError, InvalidArgumentError
+from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import WorkerShard, describe_caches
-from kvxfer.runtime import is_cancelled_alone, wait_despite_cancel
+from kvxfer.runtime import wait_despite_cancel
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import require_ticket
 from kvxfer.storage.observer import Observer, Reports
@@ -270,11 +270,11 @@ class PromptExchange:
         return f"{Endpoint(self._host, self._handover.port - self._rank)}/{lease}"
 
     async def _run(self, call: Coroutine[Any, Any, T]) -> T:
-        running = asyncio.wrap_future(self._handover.submit(call))
+        running = self._handover.submit(call)
         try:
             return await wait_despite_cancel(running)
-        except asyncio.CancelledError as exc:
-            if is_cancelled_alone(running):
+        except BackendUnavailableError as exc:
+            if running.cancelled():
                 raise ClosedError("exchange") from exc
             raise
 

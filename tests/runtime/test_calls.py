@@ -1,13 +1,24 @@
 """Calls with deadlines, and calls that end although their caller was cancelled."""
 
 import asyncio
+import gc
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvxfer.runtime import Calls, wait_despite_cancel
+from kvxfer.errors import BackendUnavailableError
+from kvxfer.runtime import Calls, end_tasks, outlive_caller, wait_despite_cancel
 from kvxfer.testing.conformance.suite import cancel, yield_to_loop
 
 LIMIT_S = 10.0
+NUM_TICKS = 8
+"""Turns of the event loop in which whatever can go on has gone on."""
+
+Wait = Callable[[Any], Awaitable[str]]
 
 
 @pytest.mark.parametrize("outlives_caller", [False, True])
@@ -44,3 +55,125 @@ async def test_a_call_that_ended_in_time_is_not_late_although_its_caller_left() 
     await calls.drain()
     await asyncio.sleep(0.02)
     assert calls.num_late == 0
+
+
+# Calls of callers that are cancelled
+
+STEPS = st.lists(st.sampled_from(["cancel the caller", "turn"]), max_size=6)
+ENDS = st.sampled_from(["returns", "raises", "is cancelled"])
+KINDS = st.sampled_from(["coroutine", "future", "future of a thread"])
+
+
+class Caller:
+    """Caller of work that the test ends, and what happened to both, in order."""
+
+    def __init__(self, wait: Wait, kind: str) -> None:
+        self.happened: list[str] = []
+        is_thread = kind == "future of a thread"
+        self.future: Any = Future() if is_thread else asyncio.get_running_loop().create_future()
+        work = asyncio.ensure_future(self.work()) if kind == "coroutine" else self.future
+        self.task = asyncio.ensure_future(self.call(wait, work))
+
+    async def work(self) -> str:
+        return str(await self.future)
+
+    async def call(self, wait: Wait, work: Any) -> None:
+        try:
+            self.happened.append(await wait(work))
+        except (asyncio.CancelledError, KeyError, BackendUnavailableError) as exc:
+            self.happened.append(type(exc).__name__)
+
+    async def take(self, steps: list[str]) -> None:
+        for step in steps:
+            if step == "cancel the caller" and self.task.cancel():
+                self.happened.append("cancelled")
+            await yield_to_loop(1)
+
+    def end(self, end: str) -> None:
+        self.happened.append(end)
+        if end == "returns":
+            self.future.set_result("result")
+        elif end == "raises":
+            self.future.set_exception(KeyError(0))
+        else:
+            self.future.cancel()
+            if isinstance(self.future, Future):
+                self.future.set_running_or_notify_cancel()
+
+
+async def order(wait: Wait, kind: str, before: list[str], end: str, after: list[str]) -> list[str]:
+    """End work at one point among cancellations of its caller; return what happened, in order."""
+    complaints: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
+    caller = Caller(wait, kind)
+    await yield_to_loop(1)
+    await caller.take(before)
+    caller.end(end)
+    await caller.take(after)
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.wait([caller.task])
+    await yield_to_loop(NUM_TICKS)
+    happened = caller.happened
+    del caller
+    gc.collect(0)
+    assert complaints == []
+    return happened
+
+
+@given(kind=KINDS, before=STEPS, end=ENDS, after=STEPS)
+def test_a_cancelled_caller_waits_for_the_end_and_is_cancelled_after_it(
+    kind: str, before: list[str], end: str, after: list[str]
+) -> None:
+    num_told: list[int] = []
+    wait = lambda work: wait_despite_cancel(work, lambda: num_told.append(1))  # noqa: E731
+    happened = asyncio.run(order(wait, kind, before, end, after))
+    ends = {"CancelledError", "result", "KeyError", "BackendUnavailableError"}
+    [(at, ended_by)] = [(n, each) for n, each in enumerate(happened) if each in ends]
+    assert at > happened.index(end)
+    is_cancelled = "cancelled" in happened[:at]
+    assert len(num_told) == is_cancelled
+    of_work = {"returns": "result", "raises": "KeyError", "is cancelled": "BackendUnavailableError"}
+    assert ended_by == ("CancelledError" if is_cancelled else of_work[end])
+
+
+@given(kind=st.sampled_from(["coroutine", "future"]), before=STEPS, end=ENDS, after=STEPS)
+def test_a_call_that_outlives_its_caller_ends_whatever_becomes_of_him(
+    kind: str, before: list[str], end: str, after: list[str]
+) -> None:
+    happened = asyncio.run(order(outlive_caller, kind, before, end, after))
+    ends = {"CancelledError", "result", "KeyError", "BackendUnavailableError"}
+    [ended_by] = [each for each in happened if each in ends]
+    assert ended_by == "CancelledError" or "cancelled" not in happened[: happened.index(ended_by)]
+    if "cancel the caller" in before:
+        assert ended_by == "CancelledError"
+        assert happened.index(ended_by) < happened.index(end), "he waits for it"
+
+
+async def test_the_end_of_what_was_cancelled_may_take_so_long() -> None:
+    work: Future[None] = Future()
+    caller = asyncio.ensure_future(wait_despite_cancel(work, within_s=0.01))
+    await yield_to_loop(2)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(caller, LIMIT_S)
+    work.set_exception(KeyError(0))
+
+
+async def test_tasks_that_are_ended_have_ended_and_their_errors_are_nobodys() -> None:
+    async def fail_when_cancelled() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise KeyError(0)
+
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda *args: complaints.append(args))
+    tasks = [asyncio.ensure_future(fail_when_cancelled()) for _ in range(2)]
+    await yield_to_loop(2)
+    await end_tasks(tasks)
+    assert all(task.done() for task in tasks)
+    del tasks
+    gc.collect()
+    assert complaints == []
+    await end_tasks([])

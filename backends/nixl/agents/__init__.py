@@ -1,6 +1,6 @@
 """Transfer agents of the NIXL backend: what reads the memory of peers."""
 
-from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent, to_its_end
+from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
 from kvxfer.backends.nixl.agents.nixl_limits import NixlLimits
 from kvxfer.backends.nixl.agents.socket import SocketAgent
@@ -15,5 +15,4 @@ __all__ = [
     "NixlLimits",
     "SocketAgent",
     "TransferAgent",
-    "to_its_end",
 ]

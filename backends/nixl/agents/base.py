@@ -1,7 +1,5 @@
 """Transfer agent: the interface to read registered memory of another process."""
 
-import asyncio
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -20,6 +18,7 @@ from kvxfer.backends.nixl.wire import (
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.fragments import cut_long, cut_runs, join, run_starts, touch
 from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.runtime import until_done, wait_despite_cancel
 
 T = TypeVar("T")
 
@@ -142,8 +141,7 @@ class Flight:
 
     async def wait(self) -> None:
         """Wait for the end, and raise the read's error; when cancelled, the read goes on."""
-        while not self.done.done():
-            await _until_done(self.done)
+        await until_done(self.done)
         self.done.result()
 
 
@@ -252,7 +250,7 @@ class TransferAgent(ABC):
                 and the memory is quiet: this waits for it, for ever if the peer stalls.
         """
         flight = self.begin(peer, runs, landed)
-        await to_its_end(flight.done, flight.cancel)
+        await wait_despite_cancel(flight.done, flight.cancel)
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -260,37 +258,3 @@ class TransferAgent(ABC):
 
         May be called again. When this returns, local memory is quiet.
         """
-
-
-async def to_its_end(future: "Future[T]", cancel: Callable[[], None] | None = None) -> T:
-    """Await a future of another thread; when cancelled, call `cancel`, and wait before raising.
-
-    `asyncio.wrap_future` and `asyncio.shield` do the same in four turns of the event loop.
-    """
-    cancellation: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await _until_done(future)
-        except asyncio.CancelledError as exc:
-            if cancel and not cancellation:
-                cancel()
-            cancellation = exc
-    if cancellation:
-        raise cancellation
-    return future.result()
-
-
-async def _until_done(future: "Future[T]") -> None:
-    loop = asyncio.get_running_loop()
-    waiter = loop.create_future()
-
-    def wake() -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    def wake_soon(_: "Future[T]") -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
-            loop.call_soon_threadsafe(wake)
-
-    future.add_done_callback(wake_soon)
-    await waiter

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import count
 
 from kvxfer import runtime
-from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent, to_its_end
+from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
 from kvxfer.backends.nixl.agents.nixl_limits import NixlLimits
 from kvxfer.backends.nixl.agents.nixl_reads import PiecewiseRead
 from kvxfer.backends.nixl.agents.nixl_thread import BACKEND, NixlThread
@@ -17,6 +17,7 @@ from kvxfer.backends.nixl.wire import (
 )
 from kvxfer.errors import ClosedError, TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.runtime import outlive_caller, wait_despite_cancel
 
 
 class NixlAgent(TransferAgent):
@@ -61,11 +62,9 @@ class NixlAgent(TransferAgent):
         peer = AgentMetadata.decode(metadata)
         done: Future[str] = Future()
         self._thread.order(done, partial(self._thread.add_peer, peer, done))
-        waiter = asyncio.wrap_future(done)
         try:
-            return await asyncio.shield(waiter)
+            return await outlive_caller(asyncio.wrap_future(done))
         except asyncio.CancelledError:
-            waiter.add_done_callback(asyncio.Future.exception)  # fetched, or asyncio complains
             self._thread.forget(peer.name, done)
             raise
 
@@ -73,7 +72,7 @@ class NixlAgent(TransferAgent):
         """See `TransferAgent.remove_peer`."""
         done: Future[None] = Future()
         self._thread.order(done, partial(self._thread.remove_peer, peer, done))
-        await to_its_end(done)
+        await wait_despite_cancel(done)
 
     def begin(
         self,
@@ -109,7 +108,7 @@ class NixlAgent(TransferAgent):
     async def aclose(self) -> None:
         """See `TransferAgent.aclose`."""
         self._finalizer.detach()
-        await to_its_end(self._thread.begin_stop())
+        await wait_despite_cancel(self._thread.begin_stop())
 
 
 def _all_over(futures: "Sequence[Future[None]]") -> "Future[None]":

@@ -168,13 +168,9 @@ class SocketAgent(TransferAgent):
     async def _read(self, peer: str, remote: Remote, batch: "_Batch") -> None:
         lines = await self._take(peer, remote, 1 if batch.is_short else MAX_LINES)
         reads = [asyncio.ensure_future(line.run(partial(batch.read, line))) for line in lines]
-        try:
-            await asyncio.wait(reads)
-        except asyncio.CancelledError:
-            for read in reads:
-                read.cancel()  # ends the connection under the thread
-            await wait_despite_cancel(asyncio.wait(reads))
-            raise
+        try:  # a read that is cancelled ends the connection under its thread
+            ended = asyncio.gather(*reads, return_exceptions=True)
+            await wait_despite_cancel(ended, lambda: [read.cancel() for read in reads])
         finally:
             await remote.give_back(lines, [_has_failed(read) for read in reads])
         for read in reads:

@@ -10,7 +10,7 @@ from kvxfer.backends.nixl.wire import (
     Regions,
 )
 from kvxfer.errors import PeerError
-from kvxfer.runtime import fetch_error, wait_despite_cancel
+from kvxfer.runtime import wait_despite_cancel
 from kvxfer.storage.threads import Threads
 
 MAX_LINES = 2
@@ -36,14 +36,7 @@ class Line:
 
     async def run(self, call: Callable[[], T]) -> T:
         """Make a blocking call on the thread; when cancelled, end the connection under it."""
-        running = asyncio.ensure_future(self._threads.run(call))
-        running.add_done_callback(fetch_error)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            self.connection.close()
-            await wait_despite_cancel(asyncio.wait([running]))
-            raise
+        return await wait_despite_cancel(self._threads.run(call), self.connection.close)
 
     async def aclose(self) -> None:
         """End the connection, and wait for its thread; may be called again."""

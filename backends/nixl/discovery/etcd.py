@@ -22,7 +22,7 @@ from kvxfer.backends.nixl.discovery.etcd_session import (
 from kvxfer.backends.nixl.discovery.own_loop import own_loop, run_there
 from kvxfer.backends.nixl.discovery.roster import Roster
 from kvxfer.endpoint import Endpoint
-from kvxfer.runtime import Pause, uniform
+from kvxfer.runtime import Pause, end_tasks, uniform
 from kvxfer.storage.gauge import Gauge
 from kvxfer.text import printable
 
@@ -200,9 +200,7 @@ class _EtcdTask(ABC):
 
     async def end(self) -> None:
         """End the task; whatever hangs in gRPC is left behind."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task], timeout=2 * CLOSE_TIMEOUT_S)
+        await end_tasks(filter(None, [self._task]), 2 * CLOSE_TIMEOUT_S)
         self._is_ended = True
 
     @abstractmethod

@@ -5,14 +5,11 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import chain
 
-from kvxfer.backends.nixl.agents import (
-    to_its_end,
-)
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.runtime import DaemonThreads
+from kvxfer.runtime import DaemonThreads, wait_despite_cancel
 from kvxfer.storage.integrity import checksum_blocks
 
 NUM_THREADS = 2
@@ -44,7 +41,7 @@ class BlockHasher:
             done = self._hashing.submit(checksum_blocks, blocks, self._copy_engine)
         except RuntimeError as exc:
             raise ClosedError("hasher") from exc
-        return await to_its_end(done)
+        return await wait_despite_cancel(done)
 
     def hash_runs(self, blocks: Descriptors, bounds: Sequence[tuple[int, int]]) -> "RunHashing":
         """Hash blocks as they arrive.
@@ -57,7 +54,7 @@ class BlockHasher:
 
     async def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """Copy blocks within this process; see `CopyEngine.copy`."""
-        await to_its_end(self._copying.submit(self._copy_engine.copy, source, destination))
+        await wait_despite_cancel(self._copying.submit(self._copy_engine.copy, source, destination))
 
     async def aclose(self) -> None:
         """Wait for running calls and end the threads; may be called again."""
@@ -65,7 +62,7 @@ class BlockHasher:
             ended: Future[None] = Future()
             threads.shutdown()
             threads.when_ended(partial(ended.set_result, None))
-            await to_its_end(ended)
+            await wait_despite_cancel(ended)
         self._copy_engine.close()
 
 

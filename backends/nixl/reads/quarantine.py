@@ -1,13 +1,11 @@
 """Quarantine of memory that a read may still change after its deadline."""
 
 import asyncio
-import contextlib
-from concurrent.futures import Future
 
 import numpy as np
 
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.runtime import fetch_error, wait_despite_cancel
+from kvxfer.runtime import fetch_error
 
 
 class Quarantine:
@@ -64,14 +62,3 @@ class Quarantine:
         """Wait until the late reads of some blocks, or all that there are now, have ended."""
         if reads := self.reads(blocks):
             await asyncio.wait(reads)
-
-
-async def end_within(future: "Future[None]", timeout_s: float | None) -> None:
-    """Wait for the end of a read, at most so long, however often the caller is cancelled.
-
-    The caller was cancelled before, and raises `CancelledError` itself.
-    """
-    waiter = asyncio.wrap_future(future)
-    waiter.add_done_callback(fetch_error)
-    with contextlib.suppress(asyncio.CancelledError):
-        await wait_despite_cancel(asyncio.wait([waiter], timeout=timeout_s))

@@ -14,13 +14,13 @@ from kvxfer.backends.nixl.agents import (
 )
 from kvxfer.backends.nixl.agents.carrier import Carrier
 from kvxfer.backends.nixl.reads.hashing import BlockHasher
-from kvxfer.backends.nixl.reads.quarantine import end_within
 from kvxfer.backends.nixl.wire import (
     Regions,
 )
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors, view_memory
 from kvxfer.kvcache.fragment_pairs import pair_fragments
+from kvxfer.runtime import wait_despite_cancel
 from kvxfer.storage.calls import Drain
 from kvxfer.storage.lending import GENERATION_BYTES, Fences
 from kvxfer.storage.staging_memory import StagingMemory
@@ -174,11 +174,10 @@ def _cut(whole: Fragments, blocks: Descriptors, bounds: list[tuple[int, int]]) -
 
 async def _end(flight: Flight, ours: Descriptors, late: Late | None) -> None:
     """Wait for the end of a read; see `RemoteMemory.read` for `late` and the errors."""
+    within_s = None if late is None else GRACE_S
     try:
-        await flight.wait()
+        await wait_despite_cancel(flight.done, flight.cancel, within_s=within_s)
     except asyncio.CancelledError:
-        flight.cancel()
-        await end_within(flight.done, None if late is None else GRACE_S)
         if late is not None and not flight.done.done():
             late(asyncio.wrap_future(flight.done), ours)
         raise
