@@ -31,7 +31,7 @@ from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.runtime import Calls, Suspension, await_call
+from kvxfer.runtime import Calls, Suspension
 from kvxfer.storage.backend import MISSING, Backend, Outcome, Status, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -112,7 +112,7 @@ class NixlBackend(Backend):
         )
         self.memory_kinds = self._exchange.memory_kinds
         self._suspensions: dict[Endpoint, Suspension] = {}
-        self._calls = Calls()
+        self._calls, self._listing = Calls(), Calls()
 
     def __repr__(self) -> str:
         peers = ", ".join(f"{peer} by {each[0]}" for peer, each in self.statistics.items())
@@ -258,10 +258,12 @@ class NixlBackend(Backend):
         return homes, rank(keys, endpoints, self._config.replicas)
 
     async def _list_peers(self) -> list[Endpoint]:
-        """List the present peers, each once; those of before when the directory fails."""
+        """List the present peers, each once; those of before when the directory fails or hangs."""
+        if self._listing.num_late:
+            return list(self._exchange.clients)
         try:
-            async with asyncio.timeout(self._config.timeout_s):
-                endpoints = list(dict.fromkeys(await await_call(self._directory.peers())))
+            listing = self._listing.wait_for(self._config.timeout_s, self._directory.peers())
+            endpoints = list(dict.fromkeys(await listing))
         except Exception as exc:  # noqa: BLE001 - the directory may be anybody's
             logger.warning("the directory of peers failed; keeping the last ones: %r", exc)
             return list(self._exchange.clients)

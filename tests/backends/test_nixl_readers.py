@@ -8,6 +8,7 @@ import pytest
 
 from kvxfer.backends.nixl import Connection, Endpoint, NixlBackend, NixlConfig
 from kvxfer.errors import PeerClosedError
+from kvxfer.runtime import wait_despite_cancel
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import (
@@ -15,6 +16,7 @@ from kvxfer.testing.conformance.suite import (
     make_memory,
     statuses,
     store_generated,
+    yield_to_loop,
 )
 from kvxfer.testing.payloads import read_payloads, write_payloads
 from kvxfer.units import ByteSize
@@ -131,6 +133,37 @@ async def test_a_directory_that_fails_is_empty_or_repeats_itself_costs_no_more_t
                 await asyncio.sleep(0.01)
     for holder in holders:
         await holder.aclose()
+
+
+async def test_a_directory_that_hangs_costs_one_deadline_although_it_cannot_be_cancelled(
+    memory: BlockMemory,
+) -> None:
+    namespace, answers = memory.namespace(), asyncio.Event()
+    holder = NixlBackend(NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(1 << 20)), namespace)
+    await holder.start()
+    assert holder.server is not None
+    num_asked = 0
+
+    class HangingDirectory(Directory):
+        async def peers(self) -> Sequence[Endpoint]:
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked == 2:
+                await wait_despite_cancel(answers.wait())
+            return await super().peers()
+
+    directory = HangingDirectory([holder.server.endpoint])
+    config = NixlConfig(address="127.0.0.1:1", timeout_s=0.2, lookup_timeout_s=0.1)
+    async with asyncio.timeout(5), NixlBackend(config, namespace, directory=directory) as client:
+        await store_generated(client, KEYS, memory.describe(0, range(4)))
+        for _ in range(2):
+            assert await client.lookup(KEYS) == [True] * 4, "the peers known last are used"
+        assert num_asked == 2, "asked again beside the call that hangs"
+        answers.set()
+        await yield_to_loop(9)
+        assert await client.lookup(KEYS) == [True] * 4
+        assert num_asked == 3
+    await holder.aclose()
 
 
 async def test_many_peers_that_do_not_answer_cost_one_deadline_together(
