@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kvxfer.errors import BackendUnavailableError
 
 T = TypeVar("T")
+
+Work: TypeAlias = "Coroutine[Any, Any, T] | asyncio.Future[T] | Future[T]"
+"""What can be awaited here; a future may be set on any thread."""
 
 
 def is_caller_cancelled() -> bool:
@@ -39,7 +42,7 @@ async def await_call(call: Awaitable[T]) -> T:
 
 
 async def wait_despite_cancel(
-    work: "Coroutine[Any, Any, T] | asyncio.Future[T] | Future[T]",
+    work: "Work[T]",
     on_cancel: Callable[[], object] = lambda: None,
     *,
     within_s: float | None = None,
@@ -47,7 +50,7 @@ async def wait_despite_cancel(
     """Wait for the end of what must not be abandoned, however often cancelled.
 
     Args:
-        work: What is waited for; a future may be set on any thread.
+        work: What is waited for.
         on_cancel: Called at the first cancellation, to bring the end about.
         within_s: Seconds that the end may take from then on; no limit by default.
 
@@ -60,7 +63,7 @@ async def wait_despite_cancel(
         BackendUnavailableError: The work was cancelled, and the caller was not.
         Exception: Those of the work.
     """
-    future = work if isinstance(work, Future) else asyncio.ensure_future(work)
+    future = _begun(work)
     try:
         await until_done(future)
     except asyncio.CancelledError:
@@ -72,6 +75,29 @@ async def wait_despite_cancel(
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([ending])
         raise
+    return _result_of(future)
+
+
+async def outlive_caller(call: "Work[T]") -> T:
+    """Await a call that goes on when its caller is cancelled; its error is then nobody's.
+
+    Raises:
+        asyncio.CancelledError: The caller was cancelled.
+        BackendUnavailableError: The call was, and the caller was not.
+        Exception: Those of the call.
+    """
+    future = _begun(call)
+    if not isinstance(future, Future):
+        future.add_done_callback(fetch_error)
+    await until_done(future)
+    return _result_of(future)
+
+
+def _begun(call: "Work[T]") -> "asyncio.Future[T] | Future[T]":
+    return call if isinstance(call, Future) else asyncio.ensure_future(call)
+
+
+def _result_of(future: "asyncio.Future[T] | Future[T]") -> T:
     if future.cancelled():
         raise BackendUnavailableError("the call was cancelled, and its caller was not")
     return future.result()
@@ -100,19 +126,6 @@ async def until_done(future: "asyncio.Future[Any] | Future[Any]") -> None:
 
     future.add_done_callback(wake_soon)
     await waiter
-
-
-async def outlive_caller(call: "Coroutine[Any, Any, T] | asyncio.Future[T]") -> T:
-    """Await a call that goes on when its caller is cancelled; its error is then nobody's.
-
-    Raises:
-        asyncio.CancelledError: The caller was cancelled.
-        BackendUnavailableError: The call was, and the caller was not.
-        Exception: Those of the call.
-    """
-    future = asyncio.ensure_future(call)
-    future.add_done_callback(fetch_error)
-    return await await_call(asyncio.shield(future))
 
 
 async def end_tasks(tasks: "Iterable[asyncio.Future[Any]]", timeout_s: float | None = None) -> None:

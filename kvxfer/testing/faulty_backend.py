@@ -14,7 +14,7 @@ from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.runtime import begin_aside
+from kvxfer.runtime import begin_aside, outlive_caller, wait_despite_cancel
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
@@ -194,7 +194,7 @@ class FaultyBackend(Backend):
             late = asyncio.ensure_future(self._move_late(operation, keys, blocks, tickets))
             self._late_moves.add(late)
             late.add_done_callback(self._late_moves.discard)
-            return await asyncio.shield(late)
+            return await outlive_caller(late)
         outcomes = await self._move_now(operation, keys, blocks, tickets)
         if cancelled:
             raise asyncio.CancelledError
@@ -270,11 +270,10 @@ class FaultyBackend(Backend):
         if self._hit(Fault.HANG, rates.hang, operation, key, ticket):
             await self._wait_for_release()
         if self._hit(Fault.STUCK, rates.stuck, operation, key, ticket):
-            while not self._released:
-                try:
-                    await self._wait_for_release()
-                except asyncio.CancelledError:
-                    cancelled = True
+            try:
+                await wait_despite_cancel(self._wait_for_release())
+            except asyncio.CancelledError:
+                cancelled = True
         if self._hit(Fault.ERROR, rates.error, operation, key, ticket):
             raise BackendUnavailableError("injected error")
         return cancelled

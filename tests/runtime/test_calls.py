@@ -137,7 +137,7 @@ def test_a_cancelled_caller_waits_for_the_end_and_is_cancelled_after_it(
     assert ended_by == ("CancelledError" if is_cancelled else of_work[end])
 
 
-@given(kind=st.sampled_from(["coroutine", "future"]), before=STEPS, end=ENDS, after=STEPS)
+@given(kind=KINDS, before=STEPS, end=ENDS, after=STEPS)
 def test_a_call_that_outlives_its_caller_ends_whatever_becomes_of_him(
     kind: str, before: list[str], end: str, after: list[str]
 ) -> None:

@@ -63,7 +63,7 @@ class NixlAgent(TransferAgent):
         done: Future[str] = Future()
         self._thread.order(done, partial(self._thread.add_peer, peer, done))
         try:
-            return await outlive_caller(asyncio.wrap_future(done))
+            return await outlive_caller(done)
         except asyncio.CancelledError:
             self._thread.forget(peer.name, done)
             raise
