@@ -54,7 +54,7 @@ BUDGETS = {
     "kvxfer/integrations": 11_500,
     "kvxfer/kvcache": 6_020,
     "kvxfer/replay": 3_950,
-    "kvxfer/runtime": 1_020,
+    "kvxfer/runtime": 1_050,
     "kvxfer/storage": 5_150,
     "kvxfer/telemetry": 1_900,
     "kvxfer/testing": 5_050,

@@ -7,8 +7,8 @@ from kvxfer import runtime
 from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.endpoint import Endpoint
-from kvxfer.errors import ClosedError, KVXferError, PeerClosedError
-from kvxfer.runtime import Pause, Uniform, fetch_error, is_cancelled_alone, uniform
+from kvxfer.errors import BackendUnavailableError, ClosedError, KVXferError, PeerClosedError
+from kvxfer.runtime import Pause, Uniform, outlive_caller, uniform
 from kvxfer.storage.keys import BlockKey
 
 FIRST_RETRY_S = 0.1
@@ -101,12 +101,11 @@ class Reconnect:
                 await asyncio.sleep(0)  # or who tries again at once would starve the event loop
                 raise PeerClosedError(str(self.endpoint), f"not retried yet after: {self._failure}")
             self._opening = asyncio.create_task(self._open())
-            self._opening.add_done_callback(fetch_error)
         opening = self._opening
         try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError as exc:
-            if is_cancelled_alone(opening):
+            return await outlive_caller(opening)
+        except BackendUnavailableError as exc:
+            if opening.cancelled():
                 raise ClosedError(f"connection to {self.endpoint}") from exc
             raise
 

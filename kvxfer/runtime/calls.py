@@ -20,11 +20,6 @@ def is_caller_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def is_cancelled_alone(waited_for: "asyncio.Future[Any]") -> bool:
-    """Whether what the current task waited for was cancelled, and the task itself was not."""
-    return waited_for.cancelled() and not is_caller_cancelled()
-
-
 async def await_call(call: Awaitable[T]) -> T:
     """Await a call of code that may be anybody's: only the caller's cancellation is one.
 
