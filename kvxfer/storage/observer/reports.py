@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import traceback
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -196,8 +197,12 @@ class Reports:
         return outcomes
 
     def _leave_out(self, observer: Observer, exc: Exception) -> None:
-        text = "%s failed, and is told nothing from now on"
-        logger.warning(text, type(observer).__name__, exc_info=exc)
+        # As text: a record that a handler keeps must not keep the frames, and with them the memory.
+        text, told = (
+            "%s failed, and is told nothing from now on\n%s",
+            traceback.format_exception(exc),
+        )
+        logger.warning(text, type(observer).__name__, "".join(told))
         self._observers[:] = [each for each in self._observers if each is not observer]
 
 
