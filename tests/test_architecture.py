@@ -80,6 +80,7 @@ OF_THE_RUNTIME = {
     for name in names.split()
 }
 SEEDED = {"asyncio.Runner", "numpy.random.default_rng", "random.Random"}
+LAST_NAMES = {each.rpartition(".")[2] for each in {"run_in_executor", *OF_THE_RUNTIME, *SEEDED}}
 # What measures the machine, leaves the package, or is a runtime itself.
 BESIDE_THE_RUNTIME = (
     *("benchmarks/", "examples/", "kvxfer/cli/bench.py", "kvxfer/proxy/", "kvxfer/runtime/"),
@@ -228,13 +229,14 @@ def uses_beside_runtime(source: str) -> Iterator[str]:
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
     names, apart = imported_names(nodes), {*types_and_owners(nodes)}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            apart |= {node.value.func} if ast.unparse(node.value) == "threading.Lock()" else set()
+    for line in tree.body:
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Call):
+            apart |= {line.value.func} if ast.unparse(line.value) == "threading.Lock()" else set()
     for node in nodes:
         call = node if isinstance(node, ast.Call) else None
         part = call.func if call else node
-        if not isinstance(part, ast.Name | ast.Attribute):
+        last = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "")
+        if last not in names and last not in LAST_NAMES:
             continue
         module, _, name = ast.unparse(part).rpartition(".")
         first, _, rest = module.partition(".")
@@ -243,7 +245,7 @@ def uses_beside_runtime(source: str) -> Iterator[str]:
         is_unseeded = call and full in SEEDED and not (call.args or call.keywords)
         is_pool = call and name == "run_in_executor" and ast.unparse(call.args[0]) == "None"
         if is_unseeded or is_pool or (full in OF_THE_RUNTIME and part is node not in apart):
-            yield f"{ast.unparse(part)}, line {part.lineno}"
+            yield f"{ast.unparse(part)}, line {getattr(part, 'lineno', 0)}"
 
 
 def test_only_the_runtime_asks_the_machine_for_time_threads_sockets_and_chance() -> None:

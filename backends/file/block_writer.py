@@ -66,13 +66,13 @@ class BlockWriter:
 
     def sync_again(self, keys: Sequence[BlockKey]) -> dict[BlockKey, Outcome]:
         """Sync the folders of files that have their names since a failure; return what fails."""
-        owed = self._unsynced.intersection(keys)
+        owed = [key for key in keys if key in self._unsynced]
         try:
             if owed and self._durable:
-                self._files.folder.sync(list(owed))
+                self._files.folder.sync(owed)
         except OSError as exc:
             return dict.fromkeys(owed, failure(exc))
-        self._unsynced -= owed
+        self._unsynced.difference_update(owed)
         return {}
 
     def _write_round(

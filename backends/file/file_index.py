@@ -66,7 +66,7 @@ class _WalkChanges:
     found: dict[FileId, FoundBlock] = field(default_factory=dict)
     found_in_quarantine: dict[FileId, int] = field(default_factory=dict)
     num_bytes_found: int = 0
-    stored: set[FileId] = field(default_factory=set)
+    stored: dict[FileId, None] = field(default_factory=dict)
     removed: set[FileId] = field(default_factory=set)
     quarantined: set[FileId] = field(default_factory=set)
     evicted_from_quarantine: set[FileId] = field(default_factory=set)
@@ -130,7 +130,7 @@ class FileIndex:
                 self._entries[file] = _Entry(num_bytes, now, held=True)
                 self._policy.admit(file)
             if self._changes is not None:
-                self._changes.stored.update(files)
+                self._changes.stored |= dict.fromkeys(files)
                 self._changes.num_bytes_reserved += sum(sizes)
         return vanished
 
@@ -238,8 +238,8 @@ class FileIndex:
     def begin_walk(self) -> None:
         """Begin to note this process's changes, until `end_walk`."""
         with self._lock:
-            held = {file for file, entry in self._entries.items() if entry.held}
-            self._changes = _WalkChanges(stored=held)
+            held = (file for file, entry in self._entries.items() if entry.held)
+            self._changes = _WalkChanges(stored=dict.fromkeys(held))
 
     def learn_walk(self, found: Iterable[FoundBlock]) -> Iterator[bool]:
         """Drop the files that a walk did not find and add those that it found, some at a time.
@@ -278,15 +278,16 @@ class FileIndex:
             changes, self._changes = self._changes or _WalkChanges(), None
             total = changes.num_bytes_found
             self._quarantined = OrderedDict(
-                (file, self._quarantined[file])
-                for file in changes.quarantined & self._quarantined.keys()
+                (file, num_bytes)
+                for file, num_bytes in self._quarantined.items()
+                if file in changes.quarantined
             )
             for file, num_bytes in changes.found_in_quarantine.items():
                 if file not in changes.evicted_from_quarantine:
                     self._quarantined.setdefault(file, num_bytes)
             total += sum(self._quarantined.values())
             gone = changes.removed | changes.quarantined
-            for file in changes.stored | gone:
+            for file in {*changes.stored, *gone}:
                 entry, block = self._entries.get(file), changes.found.get(file)
                 is_counted = file in gone if entry is None else False
                 if entry is not None and file in changes.stored:

@@ -267,7 +267,7 @@ class NixlBackend(Backend):
         except Exception as exc:  # noqa: BLE001 - the directory may be anybody's
             logger.warning("the directory of peers failed; keeping the last ones: %r", exc)
             return list(self._exchange.clients)
-        for endpoint in self._exchange.clients.keys() - endpoints:
+        for endpoint in [each for each in self._exchange.clients if each not in endpoints]:
             self._exchange.leave(endpoint)
             self._suspensions.pop(endpoint, None)
         return endpoints

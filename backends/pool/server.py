@@ -96,7 +96,7 @@ class PoolServer:
         self._listening: tuple[socket.socket, os.stat_result] | None = None
         self._pause: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sessions: set[PoolSession] = set()
+        self._sessions: dict[PoolSession, None] = {}
 
     def observe(self, reports: Reports) -> None:
         """See `Observable.observe`; the blocks are observed by whoever opens their backend."""
@@ -184,12 +184,12 @@ class PoolServer:
                 await self._refuse(connection, exc)
                 return
             session = PoolSession(connection, store)
-            self._sessions.add(session)
+            self._sessions[session] = None
             try:
                 logger.info("%s attached", session)
                 await session.serve(*_welcome(store.host))
             finally:
-                self._sessions.discard(session)
+                del self._sessions[session]
                 logger.info("%s ended", session)
 
     async def _admit(self, hello: Hello) -> PoolStore:

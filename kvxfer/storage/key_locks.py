@@ -86,7 +86,7 @@ class KeyLocks:
     @asynccontextmanager
     async def acquire(self, keys: Sequence[BlockKey]) -> AsyncIterator[None]:
         """Wait until the keys are not locked, and lock them until the context ends."""
-        before = {self._turns[key] for key in keys if key in self._turns}
+        before = dict.fromkeys(self._turns[key] for key in keys if key in self._turns)
         turn = asyncio.Event()
         self._turns |= dict.fromkeys(keys, turn)
         try:

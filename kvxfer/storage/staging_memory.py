@@ -197,7 +197,9 @@ class StagingMemory:
             if staged.quiet:
                 self._give_back(buffer, share)
             else:
-                task = asyncio.create_task(self._settle(buffer, share, set(staged.drains)))
+                task = asyncio.create_task(
+                    self._settle(buffer, share, [*dict.fromkeys(staged.drains)])
+                )
                 self._settling.add(task)
                 task.add_done_callback(self._settling.discard)
 

@@ -74,7 +74,7 @@ class FakeNixlAgent(TransferAgent):
         self._regions = Regions()
         self._peers: dict[str, Regions] = {}
         self._num_users: Counter[str] = Counter()
-        self._flights: set[_Flight] = set()
+        self._flights: dict[_Flight, None] = {}
         self._holding = self._closed = False
         # Engines run backends on a loop of their own, and tests release them from another thread.
         self._lock = runtime.lock()
@@ -207,7 +207,7 @@ class FakeNixlAgent(TransferAgent):
         flight = _Flight(peer, list(fragments.group(self._regions, theirs)))
         if self.failing:
             flight.error = TransferFailedError(peer, "injected failure")
-        self._flights.add(flight)
+        self._flights[flight] = None
         if peer not in self._agents:
             self._land(flight)
         elif self._holding:
@@ -222,7 +222,7 @@ class FakeNixlAgent(TransferAgent):
         """See `TransferAgent.aclose`."""
         with self._lock:
             self._closed = True
-            flights, self._flights = self._flights, set()
+            flights, self._flights = self._flights, {}
         for flight in flights:
             flight.done.set_exception(TransferFailedError(flight.peer, "the agent was closed"))
         self._agents.pop(self.name, None)
@@ -238,7 +238,7 @@ class FakeNixlAgent(TransferAgent):
         with self._lock:
             if flight not in self._flights:
                 return
-            self._flights.remove(flight)
+            del self._flights[flight]
             if flight.peer not in self._agents:
                 flight.error = PeerLostError(flight.peer, "it is gone")
             else:

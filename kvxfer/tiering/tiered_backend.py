@@ -373,7 +373,7 @@ class TieredBackend(Backend):
         for tier in self._lower:
             below = await tier.lookup([key for key in keys if key not in found])
             verified = await self._promote(tier, [key for key in keys if key in below])
-            found |= dict.fromkeys(verified, tier.reports.tier)
+            found |= {key: tier.reports.tier for key in keys if key in verified}
         return found
 
     async def _promote(self, tier: IsolatedTier, keys: Sequence[BlockKey]) -> set[BlockKey]:

@@ -161,7 +161,7 @@ class IntegrityRecord:
             if not any(map(self._has, Integrity)):  # made by an earlier version
                 heads = (read_head(self._folder, block.key, block.folder) for block in blocks)
                 headers = filter(None, map(_header_in, heads))
-                for said in {(each.integrity, key_id_in(each.checksum)) for each in headers}:
+                for said in dict.fromkeys((h.integrity, key_id_in(h.checksum)) for h in headers):
                     self.note(*said)
             record = self._with_ours(self._read(self._kind))
             self._folder.put_text(RECORDS[self._kind], record)

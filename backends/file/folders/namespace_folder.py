@@ -60,7 +60,7 @@ class NamespaceFolder:
     def sizes(self, keys: Sequence[BlockKey]) -> Sequence[Size]:
         """Get the bytes of each key's file; None where it is missing or a link."""
         names, since = [file_name(key) for key in keys], self._folders.num_renewed
-        fds = {name: self._known_folder(name) for name in {name[:2] for name in names}}
+        fds = {name: self._known_folder(name) for name in dict.fromkeys(each[:2] for each in names)}
         sizes = [size_in(fds[name[:2]], name) for name in names]
         missing = [index for index, size in enumerate(sizes) if not isinstance(size, int)]
         if missing and self._folders.have_changed({names[i][:2] for i in missing}, since):
@@ -106,7 +106,7 @@ class NamespaceFolder:
 
     def sync(self, keys: Sequence[BlockKey]) -> None:
         """Make the names of published files durable, one call per folder."""
-        for name in {file_name(key)[:2] for key in keys}:
+        for name in dict.fromkeys(file_name(key)[:2] for key in keys):
             self._folders.within(name, os.fsync)
 
     def sync_file_system(self) -> None:
@@ -236,9 +236,9 @@ class NamespaceFolder:
             return False
         texts = dict[str, str]()
         try:
-            for name in inner:
+            for name in sorted(inner):
                 os.rmdir(name, dir_fd=folder)
-            for name in names:
+            for name in sorted(names):
                 texts[name] = self.read_text(name)
                 os.unlink(name, dir_fd=folder)
             os.rmdir(self.fingerprint, dir_fd=self._folders.root_fd)

@@ -93,7 +93,7 @@ class Reads:
         self._nixl = nixl
         self._errors = nixl_errors(nixl)
         self._agent = agent
-        self._readings: set[PiecewiseRead] = set()
+        self._readings: dict[PiecewiseRead, None] = {}  # in the order of their beginning
         self._turns: deque[PiecewiseRead] = deque()
         self._flights: list[tuple[Any, PiecewiseRead, ReadPiece]] = []
 
@@ -109,7 +109,7 @@ class Reads:
 
     def begin(self, reading: PiecewiseRead, *, is_next: bool = False) -> None:
         """Begin a read, which takes turns with others, as the last one of them or as the next."""
-        self._readings.add(reading)
+        self._readings[reading] = None
         if is_next:
             self._turns.appendleft(reading)
         else:
@@ -173,7 +173,7 @@ class Reads:
         """End the reads of which no piece is left."""
         over = [each for each in self._readings if each.is_over]
         for reading in over:
-            self._readings.remove(reading)
+            del self._readings[reading]
             reading.end()
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class SocketAgent(TransferAgent):
         self._memory: list[MemoryRegion] = []
         self._regions = Regions()
         self._remotes: dict[str, Remote] = {}
-        self._serving: set[Line] = set()
+        self._serving: dict[Line, None] = {}
         self._closed = False
 
     def __repr__(self) -> str:
@@ -121,11 +121,11 @@ class SocketAgent(TransferAgent):
         self._require_open()
         connection.begin(self._timeout_s)
         line = Line(connection)
-        self._serving.add(line)
+        self._serving[line] = None
         try:
             await line.run(lambda: connection.serve(lambda: self._regions))
         finally:
-            self._serving.discard(line)
+            del self._serving[line]
             await line.aclose()
 
     def begin(

@@ -58,7 +58,7 @@ class Remote:
     regions: Regions
     connect: Connect | None = None
     num_users: int = 0
-    _lines: set[Line] = field(default_factory=set)
+    _lines: dict[Line, None] = field(default_factory=dict)
     _idle: list[Line] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _dropping: "set[asyncio.Future[None]]" = field(default_factory=set)
@@ -91,7 +91,7 @@ class Remote:
 
     def add(self, line: Line) -> None:
         """Add a connection."""
-        self._lines.add(line)
+        self._lines[line] = None
         self._rest(line)
 
     async def give_back(self, lines: Sequence[Line], lost: Sequence[bool]) -> None:
@@ -127,7 +127,7 @@ class Remote:
         dropping.add_done_callback(self._dropping.discard)
 
     def _forget(self, line: Line) -> None:
-        self._lines.discard(line)
+        self._lines.pop(line, None)
         if line in self._idle:
             self._idle.remove(line)
             line.connection.unwatch()

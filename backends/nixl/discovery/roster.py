@@ -57,7 +57,7 @@ class Roster:
         self._was_listed = True
         self._warned &= entries.keys()
         self._doubtful.clear()
-        for name in list(self._present.keys() - entries.keys()):
+        for name in [each for each in self._present if each not in entries]:
             self._drop(name, now)
         for name, data in entries.items():
             self._take(name, data, now)
