@@ -72,7 +72,6 @@ class FileBackend(Backend):
             below the root.
         file_io: I/O engine in place of the one that the configuration names; closed with the
             backend.
-        clock: Monotonic clock of the circuit breaker for writes, in seconds.
 
     Raises:
         InvalidArgumentError: The namespace has no groups, not one block fits, a parameter is out of
@@ -88,7 +87,6 @@ class FileBackend(Backend):
         namespace: Namespace,
         *,
         file_io: FileIO | None = None,
-        clock: Callable[[], float] = runtime.monotonic,
     ) -> None:
         largest = require_room(config, namespace)
         digester = Digester(config.integrity, read_secret(config.secret_file), config.tenant)
@@ -112,8 +110,7 @@ class FileBackend(Backend):
         )
         self._reader = BlockReader(self._files, self._space)
         self._writer = BlockWriter(self._files, self._ledger, config.durability)
-        self._breaker = CircuitBreaker(f"storing to {self._root}", clock=clock)
-        self._clock = clock
+        self._breaker = CircuitBreaker(f"storing to {self._root}")
         most = self._files.file_io.max_threads
         self._num_readers = min(config.read_threads, most)
         self._num_writers = min(config.write_threads, most)
@@ -384,7 +381,7 @@ class FileBackend(Backend):
     @contextlib.contextmanager
     def _noting_write(self) -> Iterator[None]:
         """Note since when a write has been waiting for the disk."""
-        began = self._clock()
+        began = runtime.monotonic()
         self._writing_since.append(began)
         try:
             yield
@@ -395,7 +392,7 @@ class FileBackend(Backend):
         return {Gauge.BREAKER_OPEN: not self._breaker.closed}
 
     def _may_write(self) -> bool:
-        if self._writing_since and self._clock() - min(self._writing_since) > STALLED_S:
+        if self._writing_since and runtime.monotonic() - min(self._writing_since) > STALLED_S:
             self._breaker.trip(f"a write takes longer than {STALLED_S:g} s")
         return self._breaker.allows()
 

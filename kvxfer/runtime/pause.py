@@ -117,7 +117,6 @@ class CircuitBreaker:
         name: Name of the calls in the log.
         max_errors: Failures in a row that open it.
         pause_s: Seconds for which it stays open before the next probe.
-        clock: Monotonic clock, in seconds.
 
     Source: M. Nygard, "Release It!", chapter 5, Circuit Breaker.
     """
@@ -128,12 +127,10 @@ class CircuitBreaker:
         *,
         max_errors: int = MAX_ERRORS,
         pause_s: float = PAUSE_S,
-        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._name = name
         self._max_errors = max_errors
         self._pause = Pause(pause_s)
-        self._clock = clock
         self._state = _State.CLOSED
         self._num_errors = 0
         self._num_probes = 0
@@ -150,7 +147,7 @@ class CircuitBreaker:
 
     def allows(self) -> bool:
         """Whether to make a call now; one that is allowed must be followed by `record`."""
-        if self._state is _State.OPEN and not self._pause.is_on(self._clock()):
+        if self._state is _State.OPEN and not self._pause.is_on(monotonic()):
             self._state = _State.HALF_OPEN
             self._num_probes += 1
             return True
@@ -173,7 +170,7 @@ class CircuitBreaker:
             text = "%s: stopped, tried again every %g s: %s"
             logger.warning(text, self._name, self._pause.first_s, error)
         self._state = _State.OPEN
-        self._pause.begin(self._clock())
+        self._pause.begin(monotonic())
 
     def abandon(self, probe: int) -> None:
         """Uncount a call that showed neither success nor failure, such as a cancelled probe.

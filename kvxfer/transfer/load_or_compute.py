@@ -1,7 +1,7 @@
 """Load or compute: whether loading blocks is faster than computing them, from what both took."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvxfer import runtime
 from kvxfer.checks import (
@@ -59,7 +59,6 @@ class LoadOrCompute(Observer):
             `computed` measures.
         observers: Told which blocks are not loaded.
         tier: Name of the tier that they would be loaded from, for the observers.
-        clock: Monotonic clock, in seconds.
 
     Raises:
         InvalidArgumentError: A number is not positive.
@@ -72,7 +71,6 @@ class LoadOrCompute(Observer):
         prefill_tokens_per_s: float | None = None,
         observers: Sequence[Observer] = (),
         tier: str = "lower",
-        clock: Callable[[], float] = runtime.monotonic,
     ) -> None:
         require_instances("observers", observers, Observer)
         require_text("tier", tier)
@@ -81,7 +79,6 @@ class LoadOrCompute(Observer):
         if prefill_tokens_per_s is not None:
             self._stated = _require_rate("prefill_tokens_per_s", prefill_tokens_per_s)
         self._reports = Reports(observers, tier)
-        self._clock = clock
         self._lock = runtime.lock()
         self._bandwidth = _Speed()
         self._prefill = _Speed()
@@ -91,7 +88,7 @@ class LoadOrCompute(Observer):
     def bytes_per_s(self) -> float | None:
         """Bandwidth of late loads; None when there were none for `STALE_S`."""
         with self._lock:
-            self._forget_old(self._clock())
+            self._forget_old(runtime.monotonic())
             return self._bandwidth.value
 
     @property
@@ -118,7 +115,7 @@ class LoadOrCompute(Observer):
         num_bytes = require_integer("num_bytes", num_bytes)
         seconds = require_number("seconds", seconds)
         with self._lock:
-            now = self._clock()
+            now = runtime.monotonic()
             self._forget_old(now)
             self._bandwidth.add(num_bytes, min(seconds, max(0.0, now - self._loaded_s)))
             self._loaded_s = now
@@ -147,7 +144,7 @@ class LoadOrCompute(Observer):
         num_tokens = require_integer("num_tokens", num_tokens)
         queued_bytes = require_integer("queued_bytes", queued_bytes)
         with self._lock:
-            self._forget_old(self._clock())
+            self._forget_old(runtime.monotonic())
             bandwidth, speed = self._bandwidth.value, self._stated or self._prefill.value
         if bandwidth is None or not speed:
             return True

@@ -71,8 +71,8 @@ def config(path: Path, **fields: object) -> FileConfig:
 
 
 def open_store(path: Path, namespace: Namespace, **fields: Any) -> FileBackend:
-    """Open a backend; `file_io` and `clock` are its arguments, all else its configuration."""
-    arguments = {name: fields.pop(name) for name in ("file_io", "clock") if name in fields}
+    """Open a backend; `file_io` is its argument, all else its configuration."""
+    arguments = {name: fields.pop(name) for name in ("file_io",) if name in fields}
     return FileBackend(config(path, **fields), namespace, **arguments)
 
 

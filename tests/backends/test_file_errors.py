@@ -41,6 +41,7 @@ from tests.backends.file_store import (
     temporary_folder,
     tmpfs,
 )
+from tests.clock import Clock
 
 REPOSITORY = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -130,16 +131,6 @@ def break_file_system(folder: Path) -> None:
     if not trigger.exists():
         pytest.skip("this kernel cannot be made to find errors")
     trigger.write_text("test")
-
-
-class Clock:
-    """Clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 AS_NOBODY = """
@@ -493,12 +484,12 @@ def test_a_root_that_cannot_be_is_reported_with_its_path(tmp_path: Path) -> None
 
 
 async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    memory, keys, clock = one_page_memory(), hashed_keys(20), Clock()
+    memory, keys = one_page_memory(), hashed_keys(20)
     blocks, target = memory.describe(0, [0]), memory.describe(0, [1])
     disk = OtherEngine()
-    async with open_store(tmp_path, memory.namespace(), file_io=disk, clock=clock) as backend:
+    async with open_store(tmp_path, memory.namespace(), file_io=disk) as backend:
         await store(backend, keys[:1], blocks)
         disk.engine = Failing()
         with caplog.at_level(logging.WARNING, logger="kvxfer"):
@@ -531,13 +522,12 @@ async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
 
 
 async def test_a_hung_disk_times_out_and_everything_goes_on_when_it_is_back(
-    tmp_path: Path,
+    tmp_path: Path, clock: Clock
 ) -> None:
     image = make_image(tmp_path)
     memory, keys = BlockMemory([[65536]], num_blocks=16), hashed_keys(8)
     with mounted("-o", "loop", str(image)) as folder:
-        clock = Clock()
-        backend = open_store(folder / "store", memory.namespace(), clock=clock)
+        backend = open_store(folder / "store", memory.namespace())
         await backend.wait_indexed()
         async with TransferEngine(memory.caches, backend) as engine:
             assert statuses(await engine.store(keys[:2], [[0, 1]])) == [DONE] * 2

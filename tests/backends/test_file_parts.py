@@ -140,10 +140,11 @@ async def test_a_part_that_another_process_is_storing_is_waited_for_and_replaced
         assert await load_verified(ours, keys, memory.describe(0, range(12, 16))) == [DONE]
 
 
+@pytest.mark.usefixtures("clock")
 async def test_while_stores_are_paused_a_part_does_not_pass_for_the_whole(tmp_path: Path) -> None:
     memory, keys = one_page_chunks(), hashed_keys(2)
-    disk, now = OtherEngine(), 0.0
-    async with open_store(tmp_path, memory.namespace(), file_io=disk, clock=lambda: now) as backend:
+    disk = OtherEngine()
+    async with open_store(tmp_path, memory.namespace(), file_io=disk) as backend:
         await store(backend, keys, memory.describe(0, range(6)))
         disk.engine = Failing()
         for key in hashed_keys(5, first=2):

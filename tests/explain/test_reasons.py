@@ -285,10 +285,11 @@ async def test_back_pressure_of_memory_that_is_all_in_use(memory: BlockMemory, a
     assert "no room" in report["runs"][1]["text"]
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_paused_tier_whose_breaker_is_open(
     memory: BlockMemory, tmp_path: Path, ask: Ask
 ) -> None:
-    inner = open_store(tmp_path / "kv", memory.namespace(), clock=lambda: 0.0)
+    inner = open_store(tmp_path / "kv", memory.namespace())
     async with watch(inner, memory) as backend:
         inner._breaker.trip("a test")
         assert await store(backend, memory, KEYS[:2]) == [Status.FAILED] * 2

@@ -8,6 +8,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.observer import Operation
 from kvxfer.testing import FaultRates, FaultyBackend
 from kvxfer.transfer.load_or_compute import LoadOrCompute
+from tests.clock import Clock
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
@@ -72,21 +73,22 @@ def test_a_fast_load_is_begun(start: Start) -> None:
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
-def test_the_speed_of_computing_is_that_of_the_steps(*, is_asynchronous: bool) -> None:
-    now = 0.0
+def test_the_speed_of_computing_is_that_of_the_steps(
+    clock: Clock, *, is_asynchronous: bool
+) -> None:
     loads = LoadOrCompute(1.0)
-    speed = PrefillSpeed(loads, 0, TOKENS_PER_CHUNK, clock=lambda: now)
+    speed = PrefillSpeed(loads, 0, TOKENS_PER_CHUNK)
     for _ in range(5):  # each step computes 300 tokens in half a second
         speed.begin_step()
         speed.compute([*keys_of(3), *keys_of(3, group=1)])
         if is_asynchronous:
             speed.begin_step()  # planned before the first one has ended
             speed.compute(keys_of(3, first=3))
-            now += 0.5
+            clock.now += 0.5
             speed.end_step()
-        now += 0.5
+        clock.now += 0.5
         speed.end_step()
-        now += 100.0  # no request
+        clock.now += 100.0  # no request
     assert loads.prefill_tokens_per_s == pytest.approx(600)
 
 

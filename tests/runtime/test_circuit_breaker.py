@@ -5,19 +5,10 @@ import logging
 import pytest
 
 from kvxfer.runtime import CircuitBreaker
+from tests.clock import Clock
 
 MAX_ERRORS = 5
 PAUSE_S = 30.0
-
-
-class Clock:
-    """Clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def fail(breaker: CircuitBreaker, num_errors: int) -> None:
@@ -27,7 +18,7 @@ def fail(breaker: CircuitBreaker, num_errors: int) -> None:
 
 
 def test_it_opens_after_errors_in_a_row_and_not_before() -> None:
-    breaker = CircuitBreaker("test", clock=Clock())
+    breaker = CircuitBreaker("test")
     fail(breaker, MAX_ERRORS - 1)
     assert breaker.allows()
     breaker.record("")
@@ -38,36 +29,35 @@ def test_it_opens_after_errors_in_a_row_and_not_before() -> None:
     assert not breaker.allows()
 
 
-def test_one_probe_is_let_through_after_the_pause() -> None:
-    clock = Clock()
-    breaker = CircuitBreaker("test", clock=clock)
+def test_one_probe_is_let_through_after_the_pause(clock: Clock) -> None:
+    start = clock.now
+    breaker = CircuitBreaker("test")
     fail(breaker, MAX_ERRORS)
-    clock.now = PAUSE_S - 0.001
+    clock.now = start + PAUSE_S - 0.001
     assert not breaker.allows()
-    clock.now = PAUSE_S
+    clock.now = start + PAUSE_S
     assert [breaker.allows() for _ in range(3)] == [True, False, False]
     breaker.record("still no luck")
     assert not breaker.allows()
-    clock.now = 2 * PAUSE_S
+    clock.now = start + 2 * PAUSE_S
     assert breaker.allows()
     breaker.record("")
     assert breaker.closed
     assert [breaker.allows() for _ in range(3)] == [True] * 3
 
 
-def test_an_abandoned_probe_is_made_again_at_once() -> None:
-    clock = Clock()
-    breaker = CircuitBreaker("test", clock=clock)
+def test_an_abandoned_probe_is_made_again_at_once(clock: Clock) -> None:
+    start = clock.now
+    breaker = CircuitBreaker("test")
     fail(breaker, MAX_ERRORS)
-    clock.now = PAUSE_S
+    clock.now = start + PAUSE_S
     assert breaker.allows()
     breaker.abandon(breaker.probe)
     assert [breaker.allows() for _ in range(2)] == [True, False]
 
 
-def test_a_call_that_is_abandoned_ends_no_probe_of_another() -> None:
-    clock = Clock()
-    breaker = CircuitBreaker("test", clock=clock)
+def test_a_call_that_is_abandoned_ends_no_probe_of_another(clock: Clock) -> None:
+    breaker = CircuitBreaker("test")
     assert breaker.allows()
     before = breaker.probe
     fail(breaker, MAX_ERRORS)
@@ -84,7 +74,7 @@ def test_a_call_that_is_abandoned_ends_no_probe_of_another() -> None:
 
 
 def test_an_abandoned_call_does_not_open_or_close_it() -> None:
-    breaker = CircuitBreaker("test", clock=Clock())
+    breaker = CircuitBreaker("test")
     fail(breaker, MAX_ERRORS - 1)
     breaker.abandon(breaker.probe)
     assert breaker.closed
@@ -94,10 +84,9 @@ def test_an_abandoned_call_does_not_open_or_close_it() -> None:
 
 
 def test_it_says_once_that_it_stops_and_once_that_it_works(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    clock = Clock()
-    breaker = CircuitBreaker("storing to /nowhere", clock=clock)
+    breaker = CircuitBreaker("storing to /nowhere")
     with caplog.at_level(logging.WARNING):
         fail(breaker, MAX_ERRORS)
         for _ in range(3):
@@ -116,14 +105,14 @@ def test_it_says_once_that_it_stops_and_once_that_it_works(
     ]
 
 
-def test_tripping_opens_it_whatever_was_counted() -> None:
-    clock = Clock()
-    breaker = CircuitBreaker("test", clock=clock)
+def test_tripping_opens_it_whatever_was_counted(clock: Clock) -> None:
+    start = clock.now
+    breaker = CircuitBreaker("test")
     breaker.trip("hangs")
     assert not breaker.allows()
-    clock.now = PAUSE_S - 1
+    clock.now = start + PAUSE_S - 1
     breaker.trip("hangs still")
-    clock.now = PAUSE_S
+    clock.now = start + PAUSE_S
     assert not breaker.allows(), "the pause begins with the last word of it"
-    clock.now = 2 * PAUSE_S - 1
+    clock.now = start + 2 * PAUSE_S - 1
     assert breaker.allows()

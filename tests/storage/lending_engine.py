@@ -47,7 +47,6 @@ class LendingEngine:
     """Engine in whose caches every block has bytes of its own, and its lender."""
 
     def __init__(self, *, hash_early: bool = False) -> None:
-        self.now = 1000.0
         self.memory = make_memory()
         self.threads = GatedThreads()
         self.copy_engine = CPUCopyEngine()
@@ -58,7 +57,6 @@ class LendingEngine:
             threads=self.threads,
             copy_engine=self.copy_engine,
             hash_early=hash_early,
-            clock=lambda: self.now,
         )
 
     def compute(self, keys: list[BlockKey], block_ids: list[int], *, version: int = 0) -> None:

@@ -26,6 +26,7 @@ from kvxfer.storage.lending import BlockParts, Fences
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses
 from kvxfer.testing.payloads import read_payloads
+from tests.clock import Clock
 from tests.storage.lending_engine import LEASE_S, LendingEngine
 
 KEYS = make_keys(3)
@@ -90,10 +91,12 @@ async def test_a_ticket_ends_when_it_is_over_and_nobody_reads(engine: LendingEng
     assert engine.lender.take_ended() == []
 
 
-async def test_leases_run_out_for_readers_before_the_engine_asks(engine: LendingEngine) -> None:
+async def test_leases_run_out_for_readers_before_the_engine_asks(
+    engine: LendingEngine, clock: Clock
+) -> None:
     for ticket in "abcd":
         engine.offer(KEYS, [0, 1, 2], ticket=ticket)
-        engine.now += LEASE_S
+        clock.now += LEASE_S
         if ticket == "a":
             assert await engine.lender.lookup(KEYS) == [False] * 3
         elif ticket == "b":
@@ -108,7 +111,9 @@ async def test_leases_run_out_for_readers_before_the_engine_asks(engine: Lending
         assert engine.lender.take_ended() == [ticket]
 
 
-async def test_a_reader_that_holds_a_ticket_learns_what_is_there(engine: LendingEngine) -> None:
+async def test_a_reader_that_holds_a_ticket_learns_what_is_there(
+    engine: LendingEngine, clock: Clock
+) -> None:
     engine.compute(KEYS, [0, 1, 2])
     engine.lender.offer("t", KEYS[:1], [0], complete=False)
     held = engine.lender.hold("t", KEYS, "reader")
@@ -118,10 +123,10 @@ async def test_a_reader_that_holds_a_ticket_learns_what_is_there(engine: Lending
     assert held == Held(is_known=True, is_complete=True, there=[True] * 3)
     unknown = engine.lender.hold("u\0", KEYS, "reader")
     assert unknown == Held(is_known=False, is_complete=False, there=[True] * 3)
-    engine.now += 3 * LEASE_S
+    clock.now += 3 * LEASE_S
     assert engine.lender.take_ended() == []
     engine.lender.drop("reader")
-    engine.now += LEASE_S
+    clock.now += LEASE_S
     assert engine.lender.take_ended() == ["t"]
 
 
@@ -380,6 +385,7 @@ async def test_memory_that_no_processor_reads_is_lent_without_checksums_only() -
 
 async def test_a_lender_that_was_closed_lends_nothing_but_its_tickets_end(
     engine: LendingEngine,
+    clock: Clock,
 ) -> None:
     engine.offer(KEYS, [0, 1, 2])
     await engine.lender.aclose()
@@ -392,5 +398,5 @@ async def test_a_lender_that_was_closed_lends_nothing_but_its_tickets_end(
         await engine.read(KEYS)
     with pytest.raises(ClosedError):
         engine.lender.peek(KEYS)
-    engine.now += LEASE_S
+    clock.now += LEASE_S
     assert engine.lender.take_ended() == ["t"]

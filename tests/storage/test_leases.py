@@ -5,6 +5,7 @@ import pytest
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.leases import MAX_TICKET_CHARACTERS, LeaseBook, require_ticket
 from kvxfer.testing.conformance.suite import make_keys
+from tests.clock import Clock
 
 LEASE_S = 8.0
 LONGEST_S = 100.0
@@ -12,24 +13,9 @@ KEYS = make_keys(3)
 BLOCKS = dict(zip(KEYS, [4, 5, 6], strict=True))
 
 
-class Clock:
-    """Clock that stands still until it is set."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 @pytest.fixture
 def book(clock: Clock) -> LeaseBook:
-    return LeaseBook(LEASE_S, longest_s=LONGEST_S, clock=clock)
+    return LeaseBook(LEASE_S, longest_s=LONGEST_S)
 
 
 def ended_at(book: LeaseBook, clock: Clock) -> float:

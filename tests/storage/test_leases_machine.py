@@ -1,15 +1,18 @@
 """LeaseBook: all of its rules, in any order, against a slow, obvious model."""
 
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.storage.leases import LeaseBook
+from tests.clock import Clock
 from tests.examples import examples
 
 LEASE_S = 8
@@ -57,8 +60,9 @@ class LeaseBookMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0.0
-        self.book = LeaseBook(LEASE_S, longest_s=LONGEST_S, clock=lambda: self.now)
+        self.undo = ExitStack()
+        self.clock = self.undo.enter_context(runtime.use(Clock(0.0)))
+        self.book = LeaseBook(LEASE_S, longest_s=LONGEST_S)
         self.tickets: dict[str, Ticket] = {}
         self.pins: Counter[int] = Counter()
 
@@ -90,14 +94,14 @@ class LeaseBookMachine(RuleBasedStateMachine):
         before = self.offered()
         known.offers |= set() if known.is_over else set(by_key.items())
         if complete:
-            known.completed = known.alone_since = self.now
+            known.completed = known.alone_since = self.clock.now
         added = self.book.offer(ticket, by_key, complete=complete)
         assert sorted(added) == sorted(self.offered() - before)
 
     @rule(ticket=TICKETS, holder=HOLDERS)
     def hold(self, ticket: str, holder: int) -> None:
         known = self.tickets.get(ticket)
-        is_known = known is not None and not known.is_over and known.ends > self.now
+        is_known = known is not None and not known.is_over and known.ends > self.clock.now
         assert self.book.hold(ticket, holder) == is_known
         if known is not None and is_known:
             known.holders.add(holder)
@@ -109,7 +113,7 @@ class LeaseBookMachine(RuleBasedStateMachine):
             if holder in ticket.holders:
                 ticket.holders.discard(holder)
                 if ticket.completed < NEVER:
-                    ticket.alone_since = self.now
+                    ticket.alone_since = self.clock.now
 
     @rule(ticket=TICKETS, by_engine=st.booleans())
     def release_or_revoke(self, ticket: str, *, by_engine: bool) -> None:
@@ -119,14 +123,14 @@ class LeaseBookMachine(RuleBasedStateMachine):
             return
         assert sorted(gone) == sorted(self.end(ticket))
         if by_engine:
-            self.tickets[ticket].completed = min(self.now, self.tickets[ticket].completed)
+            self.tickets[ticket].completed = min(self.clock.now, self.tickets[ticket].completed)
 
     @rule(seconds=st.integers(0, 10))
     def wait(self, seconds: int) -> None:
-        self.now += seconds
+        self.clock.now += seconds
         gone: set[int] = set()
         for name, ticket in self.tickets.items():
-            if not ticket.is_over and ticket.ends <= self.now:
+            if not ticket.is_over and ticket.ends <= self.clock.now:
                 gone |= self.end(name)
         assert sorted(self.book.expire()) == sorted(gone)
 
@@ -189,15 +193,16 @@ class LeaseBookMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Every ticket ends once its engine is done, the time over, and nobody reads."""
-        for name, ticket in self.tickets.items():
-            if ticket.completed == NEVER:
-                self.book.offer(name, {}, complete=True)
-        self.now += LONGEST_S
-        self.book.expire()
-        self.book.unpin(list(self.pins.elements()))
-        assert sorted(self.book.take_ended()) == sorted(self.tickets)
-        assert self.book.num_tickets == self.book.num_offered == self.book.num_pinned == 0
-        assert not [*self.book._places, *self.book._offers, *self.book._pins]
+        with self.undo:
+            for name, ticket in self.tickets.items():
+                if ticket.completed == NEVER:
+                    self.book.offer(name, {}, complete=True)
+            self.clock.now += LONGEST_S
+            self.book.expire()
+            self.book.unpin(list(self.pins.elements()))
+            assert sorted(self.book.take_ended()) == sorted(self.tickets)
+            assert self.book.num_tickets == self.book.num_offered == self.book.num_pinned == 0
+            assert not [*self.book._places, *self.book._offers, *self.book._pins]
 
 
 TestLeaseBookMachine = LeaseBookMachine.TestCase

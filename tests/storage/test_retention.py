@@ -3,12 +3,14 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvxfer import runtime
 from kvxfer.backends.file.file_index import FINGERPRINT_BYTES, FileId, FileIndex
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.eviction.policies import ARC, LRU, EvictionPolicy
@@ -16,6 +18,7 @@ from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
 from kvxfer.storage.eviction.retention import NORMAL, Retention
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, make_block_key
+from tests.clock import Clock
 from tests.examples import examples
 
 NUM_SLOTS = 6
@@ -25,16 +28,6 @@ HALF_LIFE_S = 10.0
 
 def key(number: int) -> BlockKey:
     return make_block_key(number.to_bytes(8, "big"), 0)
-
-
-class Clock:
-    """Clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass
@@ -53,13 +46,13 @@ class RetainingMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.undo = ExitStack()
+        self.clock = self.undo.enter_context(runtime.use(Clock()))
         self.policy = RetainingPolicy(
             LRU(NUM_SLOTS),
             NUM_SLOTS,
             priority_share=MAX_SPARED / NUM_SLOTS,
             priority_half_life_s=HALF_LIFE_S,
-            clock=self.clock,
         )
         self.blocks: dict[BlockKey, Block] = {}
         self.order: list[BlockKey] = []  # least recently used first
@@ -178,20 +171,22 @@ class RetainingMachine(RuleBasedStateMachine):
         for each, block in self.blocks.items():
             assert self.policy.is_held(each) == block.held
 
+    def teardown(self) -> None:
+        self.undo.close()
+
 
 TestRetainingMachine = RetainingMachine.TestCase
 TestRetainingMachine.settings = examples(60, steps=60)
 
 
 def make_policy(
-    policy_type: Callable[[int], EvictionPolicy], num_slots: int, clock: Clock, share: float = 0.5
+    policy_type: Callable[[int], EvictionPolicy], num_slots: int, share: float = 0.5
 ) -> RetainingPolicy:
     return RetainingPolicy(
         policy_type(num_slots),
         num_slots,
         priority_share=share,
         priority_half_life_s=HALF_LIFE_S,
-        clock=clock,
     )
 
 
@@ -209,9 +204,10 @@ policies = pytest.mark.parametrize("policy_type", [LRU, ARC])
 
 
 @policies
-def test_a_priority_lasts_as_many_half_lives(policy_type: Callable[[int], EvictionPolicy]) -> None:
-    clock = Clock()
-    index = BlockIndex(4, make_policy(policy_type, 4, clock))
+def test_a_priority_lasts_as_many_half_lives(
+    policy_type: Callable[[int], EvictionPolicy], clock: Clock
+) -> None:
+    index = BlockIndex(4, make_policy(policy_type, 4))
     store(index, [0], Retention(priority=2))
     store(index, [1, 2, 3])
     assert store(index, [4]) == [key(3)]  # of a prompt, its end first
@@ -225,9 +221,9 @@ def test_a_priority_lasts_as_many_half_lives(policy_type: Callable[[int], Evicti
 @policies
 def test_what_has_expired_goes_first_and_then_what_is_below_normal(
     policy_type: Callable[[int], EvictionPolicy],
+    clock: Clock,
 ) -> None:
-    clock = Clock()
-    index = BlockIndex(4, make_policy(policy_type, 4, clock))
+    index = BlockIndex(4, make_policy(policy_type, 4))
     store(index, [0])
     store(index, [1], Retention(priority=-1))
     store(index, [2], Retention(priority=10, ttl_s=5))
@@ -237,9 +233,8 @@ def test_what_has_expired_goes_first_and_then_what_is_below_normal(
     assert [*store(index, [5]), *store(index, [6]), *store(index, [7])] == [key(2), key(1), key(0)]
 
 
-def test_an_expired_block_is_found_and_a_use_makes_it_normal() -> None:
-    clock = Clock()
-    index = BlockIndex(3, make_policy(LRU, 3, clock))
+def test_an_expired_block_is_found_and_a_use_makes_it_normal(clock: Clock) -> None:
+    index = BlockIndex(3, make_policy(LRU, 3))
     store(index, [0], Retention(ttl_s=5))
     store(index, [1])
     store(index, [2])
@@ -251,9 +246,8 @@ def test_an_expired_block_is_found_and_a_use_makes_it_normal() -> None:
     assert store(index, [3]) == [key(1)]
 
 
-def test_nobody_shortens_the_life_that_another_one_asked_for() -> None:
-    clock = Clock()
-    index = BlockIndex(2, make_policy(LRU, 2, clock))
+def test_nobody_shortens_the_life_that_another_one_asked_for(clock: Clock) -> None:
+    index = BlockIndex(2, make_policy(LRU, 2))
     store(index, [0], Retention(priority=3, ttl_s=100))
     index.retain([key(0)], Retention(priority=-5, ttl_s=1))
     assert index.retentions([key(0)]) == [Retention(priority=3, ttl_s=100)]
@@ -262,9 +256,9 @@ def test_nobody_shortens_the_life_that_another_one_asked_for() -> None:
 @policies
 def test_a_prompt_above_normal_loses_its_end_first(
     policy_type: Callable[[int], EvictionPolicy],
+    clock: Clock,
 ) -> None:
-    clock = Clock()
-    index = BlockIndex(8, make_policy(policy_type, 8, clock, share=1.0))
+    index = BlockIndex(8, make_policy(policy_type, 8, share=1.0))
     store(index, [0, 1, 2, 3], Retention(priority=1))
     store(index, [4, 5, 6, 7], Retention(priority=1))
     assert store(index, [8, 9]) == [key(3), key(2)]
@@ -276,9 +270,9 @@ def test_a_prompt_above_normal_loses_its_end_first(
 @policies
 def test_a_flood_of_the_highest_priority_evicts_itself(
     policy_type: Callable[[int], EvictionPolicy],
+    clock: Clock,
 ) -> None:
-    clock = Clock()
-    index = BlockIndex(100, make_policy(policy_type, 100, clock))
+    index = BlockIndex(100, make_policy(policy_type, 100))
     normal = list(range(46))  # and the next prompt finds room beside them
     store(index, normal)
     for number in range(1000, 3000, 4):
@@ -295,7 +289,7 @@ def test_a_flood_of_the_highest_priority_evicts_itself(
 def test_no_store_fails_in_a_pool_full_of_wishes(
     policy_type: Callable[[int], EvictionPolicy], share: float
 ) -> None:
-    index = BlockIndex(10, make_policy(policy_type, 10, Clock(), share=share))
+    index = BlockIndex(10, make_policy(policy_type, 10, share=share))
     for number in range(0, 400, 5):  # `store` asserts that nothing is refused
         evicted = store(index, list(range(number, number + 5)), Retention(priority=10, ttl_s=3600))
         assert len(evicted) == (5 if number >= 10 else 0)
@@ -321,7 +315,7 @@ def test_a_wish_out_of_range_is_refused(wish: dict[str, object]) -> None:
 
 def test_an_eviction_among_100000_wishes_costs_little_more_than_among_1000() -> None:
     def seconds_per_store(num_slots: int) -> float:
-        index = BlockIndex(num_slots, make_policy(LRU, num_slots, Clock()))
+        index = BlockIndex(num_slots, make_policy(LRU, num_slots))
         wish = Retention(priority=1, ttl_s=60)
         for number in range(0, num_slots, 100):
             store(index, list(range(number, number + 100)), wish)

@@ -13,19 +13,10 @@ from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.transfer import LoadOrCompute, TransferEngine
 from kvxfer.transfer.load_or_compute import STALE_S
+from tests.clock import Clock
 
 KEYS = make_keys(8)
 MB = 1_000_000
-
-
-class Clock:
-    """Clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Noting(Observer):
@@ -38,14 +29,9 @@ class Noting(Observer):
         self.events.append(event)
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 def make(clock: Clock, *, ratio: float = 1.0, observers: Sequence[Observer] = ()) -> LoadOrCompute:
     """Make one that has measured 100 MB/s, and 1,000 tokens a second."""
-    loads = LoadOrCompute(ratio, observers=observers, tier="file", clock=clock)
+    loads = LoadOrCompute(ratio, observers=observers, tier="file")
     clock.now += 1
     loads.loaded(100 * MB, 1.0)
     loads.computed(500, 0.5)
@@ -53,7 +39,7 @@ def make(clock: Clock, *, ratio: float = 1.0, observers: Sequence[Observer] = ()
 
 
 def test_nothing_is_decided_on_no_data(clock: Clock) -> None:
-    loads = LoadOrCompute(1e-9, clock=clock)
+    loads = LoadOrCompute(1e-9)
     assert loads.pays(KEYS, 100 * MB, 1)
     loads.computed(1000, 0.001)
     assert loads.pays(KEYS, 100 * MB, 1)
@@ -89,7 +75,7 @@ def test_a_bandwidth_that_is_old_is_forgotten_and_the_store_tried_anew(clock: Cl
 
 
 def test_loads_at_the_same_time_share_it(clock: Clock) -> None:
-    loads = LoadOrCompute(1.0, clock=clock)
+    loads = LoadOrCompute(1.0)
     clock.now += 1
     for _ in range(4):  # each took the whole second
         loads.loaded(25 * MB, 1.0)
@@ -106,7 +92,7 @@ def test_the_last_loads_count_most(clock: Clock) -> None:
 
 
 def test_a_stated_speed_needs_no_measurement(clock: Clock) -> None:
-    loads = LoadOrCompute(1.0, prefill_tokens_per_s=1000, clock=clock)
+    loads = LoadOrCompute(1.0, prefill_tokens_per_s=1000)
     clock.now += 1
     loads.loaded(100 * MB, 1.0)
     loads.computed(1, 1000.0)
@@ -117,7 +103,7 @@ def test_a_load_that_timed_out_counts_and_one_of_what_is_gone_does_not(clock: Cl
     def ended(outcome: Outcome) -> Ended:
         return Ended(Operation.LOAD, KEYS[:1], [outcome], 0, 5.0, 0.0)
 
-    loads = LoadOrCompute(1.0, prefill_tokens_per_s=1000, clock=clock)
+    loads = LoadOrCompute(1.0, prefill_tokens_per_s=1000)
     bandwidths = [loads.bytes_per_s]
     for event in (
         ended(MISSING),

@@ -1,7 +1,6 @@
 """Retaining policy: an eviction policy, and the wishes of callers above it."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvxfer import runtime
@@ -62,7 +61,6 @@ class RetainingPolicy(EvictionPolicy):
         num_slots: Keys that can be resident at once.
         priority_share: Largest share of them that is above normal.
         priority_half_life_s: Seconds that one step of priority lasts.
-        clock: Monotonic clock, in seconds.
 
     Raises:
         InvalidArgumentError: The share is not within 0 and 1, or the half-life not positive.
@@ -75,14 +73,12 @@ class RetainingPolicy(EvictionPolicy):
         *,
         priority_share: float = DEFAULT_PRIORITY_SHARE,
         priority_half_life_s: float = DEFAULT_PRIORITY_HALF_LIFE_S,
-        clock: Callable[[], float] = runtime.monotonic,
     ) -> None:
         super().__init__(num_slots)
         require_limits(priority_share, priority_half_life_s)
         self._policy = policy
         self._max_spared = int(priority_share * num_slots)
         self._half_life_s = priority_half_life_s
-        self._clock = clock
         self._wishes: dict[BlockKey, _Wish] = {}
         self._num_spared = 0
         # Of keys that are not held:
@@ -142,7 +138,7 @@ class RetainingPolicy(EvictionPolicy):
         """See `EvictionPolicy`."""
         self._policy.touch(key)
         wish = self._wishes.get(key)
-        if wish and (wish.priority < 0 or wish.expires_at <= self._clock()):
+        if wish and (wish.priority < 0 or wish.expires_at <= runtime.monotonic()):
             self._spare(key, wish, spared=False)
             self._forget(key)
 
@@ -165,7 +161,7 @@ class RetainingPolicy(EvictionPolicy):
 
     def retain(self, key: BlockKey, retention: Retention) -> None:
         """See `EvictionPolicy`."""
-        now = self._clock()
+        now = runtime.monotonic()
         priority, ttl_s = retention.priority, retention.ttl_s
         normal_at = now + priority * self._half_life_s if priority > 0 else -math.inf
         expires_at = math.inf if ttl_s is None else now + ttl_s
@@ -190,7 +186,7 @@ class RetainingPolicy(EvictionPolicy):
         wish = self._wishes.get(key)
         if wish is None:
             return NORMAL
-        now = self._clock()
+        now = runtime.monotonic()
         left = max(0.0, wish.normal_at - now) / self._half_life_s
         ttl_s = None if wish.expires_at == math.inf else max(0.0, wish.expires_at - now)
         return Retention(priority=wish.priority or min(left, 10.0), ttl_s=ttl_s)
@@ -200,7 +196,7 @@ class RetainingPolicy(EvictionPolicy):
 
     def _take_victim(self) -> BlockKey | None:
         """Remove and return the key that wishes make the next one; None to ask the policy."""
-        now = self._clock()
+        now = runtime.monotonic()
         self.reason = Removal.EXPIRED
         victim = self._expiring.first(now)
         if victim is None:

@@ -1,7 +1,7 @@
 """Book of leases: which blocks are offered, under which tickets, and until when."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvxfer import runtime
@@ -79,7 +79,6 @@ class LeaseBook:
     Args:
         lease_s: Seconds that the blocks of a ticket are kept for readers that do not hold it.
         longest_s: Seconds after which a complete ticket ends in spite of those that hold it.
-        clock: Monotonic clock, in seconds.
 
     Raises:
         InvalidArgumentError: A time is not a number of at least 0.
@@ -90,11 +89,9 @@ class LeaseBook:
         lease_s: float,
         *,
         longest_s: float = LONGEST_S,
-        clock: Callable[[], float] = runtime.monotonic,
     ) -> None:
         self._lease_s = require_number("lease_s", lease_s)
         self._longest_s = require_number("longest_s", longest_s)
-        self._clock = clock
         self._tickets: dict[str, _Ticket] = {}
         self._places: dict[BlockKey, dict[int, None]] = {}  # blocks of a key, the oldest first
         self._offers: dict[int, dict[BlockKey, set[str]]] = {}  # of a block: tickets of each key
@@ -146,7 +143,7 @@ class LeaseBook:
         self._tickets[ticket] = entry
         added = [] if entry.is_over else self._add(ticket, entry, blocks)
         if complete:
-            now = self._clock()
+            now = runtime.monotonic()
             entry.is_complete = True
             entry.expires, entry.latest = now + self._lease_s, now + self._longest_s
         return added
@@ -171,14 +168,14 @@ class LeaseBook:
     def hold(self, ticket: str, holder: Hashable) -> bool:
         """Keep a ticket from running out until its holder is dropped; False if it is over."""
         entry = self._tickets.get(ticket)
-        if entry is None or entry.is_over or entry.ends <= self._clock():
+        if entry is None or entry.is_over or entry.ends <= runtime.monotonic():
             return False
         entry.holders.add(holder)
         return True
 
     def drop(self, holder: Hashable) -> None:
         """Drop a holder from every ticket; those that it held alone run out a lease later."""
-        expires = self._clock() + self._lease_s
+        expires = runtime.monotonic() + self._lease_s
         for entry in self._tickets.values():
             if holder in entry.holders:
                 entry.holders.discard(holder)
@@ -204,7 +201,7 @@ class LeaseBook:
 
     def expire(self) -> list[int]:
         """Revoke the tickets whose time is over; return the blocks that are offered no more."""
-        now = self._clock()
+        now = runtime.monotonic()
         over = [(t, e) for t, e in self._tickets.items() if not e.is_over and e.ends <= now]
         self.num_expired += len(over)
         return [block for ticket, entry in over for block in self._withdraw(ticket, entry)]

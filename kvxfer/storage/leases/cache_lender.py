@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvxfer import runtime
 from kvxfer.checks import find_repeated, require_flag, require_instance, require_integers
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import (
@@ -72,7 +71,6 @@ class CacheLender(LendingBackend, LeaseDesk):
         hash_early: Whether to compute checksums when blocks are offered, so that their first reader
             does not wait for them; else when they are first lent to a reader that asks for them.
         longest_s: Seconds after which a ticket ends in spite of the readers that hold it.
-        clock: Monotonic clock, in seconds.
 
     Attributes:
         book: The leases, to be counted.
@@ -93,7 +91,6 @@ class CacheLender(LendingBackend, LeaseDesk):
         staging_bytes: int | None = None,
         hash_early: bool = False,
         longest_s: float = LONGEST_S,
-        clock: Callable[[], float] = runtime.monotonic,
     ) -> None:
         require_instance("description", description, bytes)
         self._describer = BlockDescriber(caches)
@@ -110,7 +107,7 @@ class CacheLender(LendingBackend, LeaseDesk):
         if hash_early:
             self._require_hashable("hash_early", hash_early)
         self.description = description
-        self.book = LeaseBook(lease_s, longest_s=longest_s, clock=clock)
+        self.book = LeaseBook(lease_s, longest_s=longest_s)
         # A generation for each block of each group: groups may have the same ids.
         self._slots_per_group = max(self._num_blocks)
         self._generations = Generations(self._slots_per_group * len(groups))

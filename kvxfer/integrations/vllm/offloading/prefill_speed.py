@@ -1,7 +1,7 @@
 """Prefill speed: what the engine computes of prompts in its steps, as the scheduler sees it."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvxfer import runtime
 from kvxfer.storage.keys import BlockKey, group_of
@@ -22,7 +22,6 @@ class PrefillSpeed:
         loads: Told what was computed.
         group: Group whose chunks are counted.
         tokens_per_chunk: Tokens of a chunk of that group.
-        clock: Monotonic clock, in seconds.
 
     Attributes:
         loads: As given.
@@ -33,19 +32,16 @@ class PrefillSpeed:
         loads: LoadOrCompute,
         group: int,
         tokens_per_chunk: int,
-        *,
-        clock: Callable[[], float] = runtime.monotonic,
     ) -> None:
         self._group = group
         self._tokens_per_chunk = tokens_per_chunk
         self.loads = loads
-        self._clock = clock
         self._steps: deque[list[float]] = deque(maxlen=MAX_STEPS)  # begin, and tokens
         self._ended_s = 0.0
 
     def begin_step(self) -> None:
         """Note that a step was planned."""
-        self._steps.append([self._clock(), 0])
+        self._steps.append([runtime.monotonic(), 0])
 
     def compute(self, keys: Sequence[BlockKey]) -> None:
         """Note chunks that the last step computes."""
@@ -64,7 +60,7 @@ class PrefillSpeed:
         if not self._steps:
             return
         began_s, num_tokens = self._steps.popleft()
-        now = self._clock()
+        now = runtime.monotonic()
         if num_tokens:
             self.loads.computed(int(num_tokens), now - max(began_s, self._ended_s))
         self._ended_s = now
