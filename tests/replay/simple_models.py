@@ -71,7 +71,6 @@ def lru_tier_hits(
         new = [block for block in rest if block not in only_below]
         host.store(new)
         down = [block for block in new if block in host.blocks and block not in file.blocks]
-        host.use(down)
         file.store(down)
         file.store([block for block in new if block not in host.blocks])
     return hits[0], hits[1]

@@ -29,7 +29,7 @@ from kvxfer.storage.backend import Outcome
 from kvxfer.storage.eviction.policies import PolicyName
 from kvxfer.storage.keys import BlockKey
 from kvxfer.units import ByteSize
-from tests.replay.traces import FOLDER, needs_mooncake, trace_of
+from tests.replay.traces import COPIED_DOWN, FOLDER, needs_mooncake, trace_of
 
 CHATS = MultiTurn(requests=120, requests_per_s=4, system_tokens=300)
 AGENTS = Agentic(requests=60, system_tokens=1000, steps=6)
@@ -115,6 +115,12 @@ def test_the_model_has_the_hits_of_real_backends_for_larger_traces(
     difference, num_evicted = differing(trace, tiers, tmp_path)
     assert difference <= MAX_DIFFERENCE
     assert num_evicted > trace.num_unique / 10
+
+
+def test_a_copy_to_files_is_no_use_of_the_block_in_host_memory(tmp_path: Path) -> None:
+    plans = [TierPlan("host", "lru", 5), TierPlan("file", "lru", 4)]
+    num_hits, modelled, _ = replay_real(trace_of(COPIED_DOWN), plans, tmp_path)
+    assert (num_hits, modelled) == (5, 5)
 
 
 class Flipping(HostBackend):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvxfer.replay import Medium, TierPlan, lru_curve, simulate
@@ -12,7 +12,7 @@ from kvxfer.storage.eviction.policies import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import make_block_key
 from tests.replay.simple_models import lru_tier_hits
-from tests.replay.traces import prompt_lists, request_lists, trace_of
+from tests.replay.traces import COPIED_DOWN, prompt_lists, request_lists, trace_of
 
 policies = pytest.mark.parametrize("policy", get_args(PolicyName))
 media = pytest.mark.parametrize("medium", ["host", "file"])
@@ -74,6 +74,7 @@ def test_both_media_evict_the_same_blocks_with_lru(
 
 @pytest.mark.slow
 @given(requests=prompt_lists(), host=st.integers(1, 12), file=st.integers(1, 40))
+@example(requests=COPIED_DOWN, host=5, file=4)
 def test_tiers_of_lru_give_the_hits_of_lists(
     requests: list[list[int]], host: int, file: int
 ) -> None:
