@@ -1,6 +1,7 @@
 """Entry point `connect`: opens backends named by URLs or mappings, and an engine on top of them."""
 
 import importlib.metadata
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any, Protocol, TypeAlias
@@ -31,6 +32,8 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.polled_engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S
 from kvxfer.transfer.prompt_exchange import PromptExchange
 from kvxfer.transfer.staged_backend import stage
+
+logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "kvxfer.backends"
 
@@ -187,9 +190,12 @@ def open_backend(
 ) -> Backend:
     """Open the backend that a URL or mapping names, or the tiers that several name.
 
+    Stores that were made without a revision can be opened, too; a warning says that blocks of other
+    weights of the model would be found there.
+
     Args:
         backend: As in `connect`.
-        namespace: Identity of the stored bytes, groups included.
+        namespace: Identity of the stored bytes, groups included, and the revision of the weights.
         observers: Told what happens to blocks.
 
     Returns:
@@ -202,6 +208,12 @@ def open_backend(
         CapacityError: There is not as much memory or disk as was configured; nothing is left open.
     """
     require_instances("observers", observers, Observer)
+    require_instance("namespace", namespace, Namespace)
+    if (lasting := _find_lasting(backend)) and not namespace.revision:
+        text = (
+            "%s: the namespace of %r has no revision: other weights of that name share its blocks"
+        )
+        logger.warning(text, lasting, namespace.model)
     return _open_backend(backend, namespace, [*observers, *environment_observers(namespace)])
 
 
@@ -255,14 +267,21 @@ def require_revision(
         InvalidArgumentError: There is none, and a backend outlives the process; or there is no
             such backend.
     """
-    for choice in backend_choices(backend):
-        backend_type, _ = parse_backend(choice)
-        if not revision and getattr(backend_type, "outlives_process", True):
-            kept = f"the blocks of {shown(choice)!r} outlive the engine"
-            wanted = (
-                f"the revision of the weights, such as a commit or a hash of files, since {kept}"
-            )
-            raise InvalidArgumentError(argument, revision, wanted)
+    if (lasting := _find_lasting(backend)) and not revision:
+        kept = f"the blocks of {lasting!r} outlive the engine"
+        wanted = f"the revision of the weights, such as a commit or a hash of files, since {kept}"
+        raise InvalidArgumentError(argument, revision, wanted)
+
+
+def _find_lasting(backend: BackendChoice | Sequence[BackendChoice]) -> str:
+    """Find the first backend whose blocks outlive the process, as it may be shown; empty if none.
+
+    Raises:
+        InvalidArgumentError: There is no such backend.
+    """
+    kinds = [(choice, parse_backend(choice)[0]) for choice in backend_choices(backend)]
+    lasting = (shown(c) for c, kind in kinds if getattr(kind, "outlives_process", True))
+    return str(next(lasting, ""))
 
 
 def choice_of_replica(backend: BackendChoice, replica: int) -> BackendChoice:

@@ -548,6 +548,21 @@ def test_the_revision_is_required_where_blocks_outlive_the_process(
     assert (caught.value.argument, caught.value.value) == ("namespace.revision", "")
 
 
+async def test_a_store_that_was_made_without_a_revision_is_opened_with_a_warning(
+    memory: BlockMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, host = f"file://{tmp_path}?capacity=1MiB&min_free=1B", "host://?capacity=1MiB"
+    for backend, namespace in (
+        (host, memory.namespace()),
+        ([host, url], memory.namespace(revision="1")),
+        ([host, url], memory.namespace()),
+    ):
+        assert "no revision" not in caplog.text
+        async with open_backend(backend, namespace):
+            pass
+    assert f"{url}: the namespace of 'model' has no revision" in caplog.text
+
+
 def test_the_revision_is_required_where_prompts_are_handed_over(memory: BlockMemory) -> None:
     with pytest.raises(InvalidArgumentError, match=r"namespace\.revision is ''"):
         exchange("nixl://", memory.caches, namespace=Namespace(model="model"))
