@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 from numbers import Real
+from threading import TIMEOUT_MAX
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -12,6 +13,7 @@ import msgspec
 
 from kvxfer.checks import INT64_MAX, require_flag, require_instance, require_integer, require_text
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.text import find_control
 from kvxfer.units import ByteSize
 
 
@@ -19,8 +21,9 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Base of the configurations of backends, which checks the type of each field.
 
     msgspec checks what it decodes, such as the parameters of a URL, but nothing that Python passes.
-    Numbers of any type become those of the declared one; text is no number, and no member of an
-    enumeration. A subclass that has a `__post_init__` of its own calls this one first.
+    Numbers of any type become those of the declared one, infinity as long as the platform can wait;
+    text is no number, no member of an enumeration, and has no control characters. A subclass that
+    has a `__post_init__` of its own calls this one first.
 
     Raises:
         InvalidArgumentError: A field is of another type; the error names it and its value.
@@ -65,10 +68,17 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> object:
 
 
 def _number(name: str, value: object) -> float:
-    number: Any = value if isinstance(value, Real) else math.nan
-    if isinstance(value, bool) or math.isnan(number):
+    number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not (number >= 0 or number < 0):  # of any size, also such as no float has
         raise InvalidArgumentError(name, value, "0 or more, a number")
-    return float(number)
+    return float(max(-TIMEOUT_MAX, min(number, TIMEOUT_MAX)))
+
+
+def _text(name: str, value: object) -> str:
+    text = require_text(name, value)
+    if control := find_control(text):
+        raise InvalidArgumentError(name, value, f"text without {control}")
+    return text
 
 
 def _whole(name: str, value: object) -> int:
@@ -81,7 +91,7 @@ def _size(name: str, value: object) -> ByteSize:
 
 _CONVERTERS: dict[Any, Callable[[str, object], object]] = {
     bool: require_flag,
-    str: require_text,
+    str: _text,
     float: _number,
     int: _whole,
     ByteSize: _size,

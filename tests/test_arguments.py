@@ -1,10 +1,12 @@
 """Arguments: every public callable works, or names the wrong argument and its value."""
 
 import asyncio
+import contextlib
 import copy
 import functools
 import importlib.metadata
 import inspect
+import math
 import threading
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -227,6 +229,24 @@ def test_a_configuration_made_in_python_takes_no_other_type_than_the_declared_on
                 config_type(**valid | {field.name: value})
             assert caught.value.argument == field.name
             assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", VALID_CONFIGS)
+def test_a_configuration_made_in_python_has_no_control_character_and_no_endless_number(
+    name: str,
+) -> None:
+    [entry_point] = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
+    config_type = entry_point.load().config_type
+    for field in msgspec.structs.fields(config_type):
+        kinds = {field.type, *getattr(field.type, "__args__", ())}
+        for value in ("a\nb", "a\tb", "\0a") if str in kinds else ():
+            with pytest.raises(InvalidArgumentError) as caught:
+                config_type(**VALID_CONFIGS[name] | {field.name: value})
+            assert caught.value.argument == field.name
+        for number in (math.inf, 10**400, -math.inf, -(10**400)) if float in kinds else ():
+            with contextlib.suppress(InvalidArgumentError):  # whatever it is, no other error
+                made = config_type(**VALID_CONFIGS[name] | {field.name: number})
+                assert 0 < getattr(made, field.name) <= threading.TIMEOUT_MAX
 
 
 def test_a_backend_has_a_valid_configuration_here() -> None:
