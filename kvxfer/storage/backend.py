@@ -58,8 +58,6 @@ MISSING = Outcome(Status.MISSING)
 PARTIAL = Outcome(Status.MISSING, reason="a part of the chunk is stored, without all these bytes")
 NO_ROOM_REASON = "no room"
 """Beginning of the reason of a block that a full medium refused."""
-MAX_FAILED_PURGES = 16
-"""Prefixes that are purged again after a failure: a tier may never be able to."""
 PAUSED = Outcome(Status.FAILED, reason="writing is paused after repeated errors")
 
 _RANKS = {
@@ -209,30 +207,6 @@ class Purgeable(Protocol):
 def can_purge_all(backend: object) -> TypeGuard[Purgeable]:
     """Whether a backend, or a class of them, can delete the blocks of everybody at once."""
     return hasattr(backend, "purge") and getattr(backend, "purges_all", True)
-
-
-async def purge_prefixes(backend: Purgeable, prefixes: dict[bytes, None]) -> None:
-    """Delete the blocks of prefixes that only the caller knows, and whose blocks nobody wants.
-
-    Args:
-        backend: The backend.
-        prefixes: The prefixes, oldest first. Those that were purged are removed, and of those that
-            could not be, for another attempt, all but the last `MAX_FAILED_PURGES`.
-
-    Raises:
-        Exception: As the backend raises for the last prefix that could not be purged.
-    """
-    failure: Exception | None = None
-    for prefix in list(prefixes):
-        try:
-            await backend.purge(prefix)
-            prefixes.pop(prefix, None)
-        except Exception as exc:  # noqa: BLE001 - raised when all were tried
-            failure = exc
-    for prefix in list(prefixes)[:-MAX_FAILED_PURGES]:
-        prefixes.pop(prefix, None)
-    if failure is not None:
-        raise failure
 
 
 @runtime_checkable

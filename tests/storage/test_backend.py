@@ -1,27 +1,22 @@
 """Backend interface: the parts that all backends share."""
 
-from typing import ClassVar
-
 import numpy as np
 import pytest
 
 from kvxfer.backends.file import FileBackend
 from kvxfer.backends.object import ObjectBackend
 from kvxfer.errors import (
-    BackendUnavailableError,
     DuplicateError,
     InvalidArgumentError,
     LengthMismatchError,
 )
 from kvxfer.storage.backend import (
     DONE,
-    MAX_FAILED_PURGES,
     MISSING,
     Outcome,
     Purgeable,
     Status,
     can_purge_all,
-    purge_prefixes,
     require_batch,
 )
 from kvxfer.storage.keys import BlockKey, make_block_key
@@ -99,25 +94,6 @@ def test_what_has_no_order_or_no_length_is_no_batch() -> None:
     for keys in (iter([A]), {A}, {A: 0}, A, None, 1):
         with pytest.raises(InvalidArgumentError, match="keys is"):
             require_batch(keys)  # type: ignore[arg-type]
-
-
-async def test_prefixes_that_are_never_purged_have_a_bound_and_hold_up_no_other() -> None:
-    class Refusing:
-        purged: ClassVar[list[bytes]] = []
-
-        async def purge(self, prefix: bytes = b"") -> None:
-            if prefix.startswith(b"never"):
-                raise BackendUnavailableError(prefix.decode())
-            self.purged.append(prefix)
-
-    prefixes: dict[bytes, None] = {}
-    for n in range(3 * MAX_FAILED_PURGES):
-        prefixes |= dict.fromkeys([b"never %d" % n, b"good %d" % n])
-        with pytest.raises(BackendUnavailableError, match=f"never {n}"):
-            await purge_prefixes(Refusing(), prefixes)
-        last = range(max(0, n + 1 - MAX_FAILED_PURGES), n + 1)
-        assert list(prefixes) == [b"never %d" % each for each in last]
-    assert Refusing.purged == [b"good %d" % n for n in range(3 * MAX_FAILED_PURGES)]
 
 
 def test_object_storage_is_never_purged_of_the_blocks_of_everybody() -> None:

@@ -16,6 +16,7 @@ from kvxfer import runtime
 from kvxfer.connect import BackendChoice, open_backend
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, ClosedError
+from kvxfer.face import SaltedKeys
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -30,7 +31,6 @@ from kvxfer.storage.backend import (
     Status,
     can_purge_all,
     positions_done,
-    purge_prefixes,
 )
 from kvxfer.storage.calls import drain_in_the_end
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -48,9 +48,6 @@ GRACE_S = 0.5
 """Time beyond a deadline for the answer of the engine, which keeps the deadline itself."""
 
 CLOSE_TIMEOUT_S = 10.0
-
-SALT_BYTES = 16
-"""Random bytes in the keys after a purge of what cannot be purged."""
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +126,6 @@ class PageStore:
             for direction in Direction
         }
         self._num_groups = len(sizes)
-        self._salt = b""
-        self._old_salts: dict[bytes, None] = {}  # whose pages are still to be deleted
         self._num_purges = 0
         self._beginning = runtime.lock()  # held by a store until its job is one to drain
         complete = portable_namespace(namespace, mappings)
@@ -138,6 +133,7 @@ class PageStore:
             self._copy_engine = CPUCopyEngine()
             undo.callback(self._copy_engine.close)
             self._medium = open_backend(backend, complete)
+            self._keys = SaltedKeys(unwrapped(self._medium))
             self._engine = TransferEngine(
                 rows,
                 PortableBackend(self._medium, mappings),
@@ -154,7 +150,7 @@ class PageStore:
         if not keys or self._is_suspended():
             return missing
         answer = self._engine.submit_call(
-            self._engine.backend.lookup([self._name(key) for key in keys])
+            self._engine.backend.lookup([self._keys.name(key) for key in keys])
         )
         try:
             return runtime.result(answer, _left_s(deadline))
@@ -196,11 +192,9 @@ class PageStore:
                 return
         except Exception as exc:  # noqa: BLE001 - the serving engine goes on
             logger.warning("pages cannot be deleted: %r", exc)
-        if self._salt and isinstance(medium, Purgeable):
-            self._old_salts[self._salt] = None
+        if self._keys.renew():
             with suppress(ClosedError):
-                self._engine.submit_call(self._purge_salts(medium))
-        self._salt = runtime.token_bytes(SALT_BYTES)
+                self._engine.submit_call(self._delete_former())
 
     def close(self) -> None:
         """Close the backend; ends in time even if that hangs."""
@@ -211,10 +205,9 @@ class PageStore:
         await self._engine.drain()  # a store that is late would put its pages there afterwards
         await medium.purge()
 
-    async def _purge_salts(self, medium: Purgeable) -> None:
+    async def _delete_former(self) -> None:
         try:
-            await self._engine.drain()
-            await purge_prefixes(medium, self._old_salts)
+            await self._keys.delete_former(self._engine.drain)
         except Exception as exc:  # noqa: BLE001 - the next purge tries it again
             logger.warning("pages that nobody finds cannot be deleted: %r", exc)
 
@@ -272,7 +265,7 @@ class PageStore:
             deadline: When the job ends.
             num_purges: Purges when the call began: nothing that is older than a purge is stored.
         """
-        names, limit_s = [self._name(key) for key in keys], _left_s(deadline)
+        names, limit_s = [self._keys.name(key) for key in keys], _left_s(deadline)
         try:
             of_groups: list[Sequence[int]] = [()] * self._num_groups
             of_groups[group] = rows
@@ -326,10 +319,6 @@ class PageStore:
         if any(outcome.status is Status.TIMED_OUT for outcome in outcomes):
             self._suspend(what)
         return [outcome.done for outcome in outcomes]
-
-    def _name(self, key: BlockKey) -> BlockKey:
-        """Make the backend's key: the salt of this process, and the key."""
-        return BlockKey(self._salt + key)
 
     def _give_back(
         self, direction: Direction, rows: Sequence[int], outcomes: Sequence[Outcome]

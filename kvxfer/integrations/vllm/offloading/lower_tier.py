@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError
+from kvxfer.face import SaltedKeys
 from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent
 from kvxfer.integrations.vllm.offloading.lower_tier_timeouts import LowerTierTimeouts
 from kvxfer.integrations.vllm.offloading.metrics import LOWER, TierMetrics
@@ -26,11 +27,9 @@ from kvxfer.storage.backend import (
     DONE,
     Backend,
     Outcome,
-    Purgeable,
     Status,
     can_purge_all,
     positions_done,
-    purge_prefixes,
 )
 from kvxfer.storage.eviction.retention import Retention, retain_in
 from kvxfer.storage.keys import BlockKey, group_of
@@ -44,9 +43,6 @@ from kvxfer.tiering.tiered_backend import TieredBackend, observe
 from kvxfer.tiering.write_back_queue import WriteBackQueue
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
-
-SALT_BYTES = 16
-"""Random bytes in the keys after a reset, as many as in a UUID: no chunk of before is found."""
 
 JOB_BYTES = 16 << 20
 """Bytes of rows that are loaded in one job: the first have landed, and are hashed, while others are
@@ -109,13 +105,13 @@ class LowerTier:
             group_data_refs=[[CanonicalKVCacheRef(0, row_size_bytes)]] * num_groups,
         )
         self.name = LOWER if isinstance(backend, TieredBackend) else medium_of(backend)
+        self._keys = SaltedKeys(backend)
         self._events = TierEvents() if emit_events else None
         self.metrics = TierMetrics()
         self._reports = Reports([self.metrics, *observers], self.name)
-        renamed = [RenamedKeys(observers, self._keys_of)] if len(observers) else []
+        renamed = [RenamedKeys(observers, self._keys.keys_of)] if len(observers) else []
         told = [self.metrics, *renamed, *([self._events] if self._events else [])]
-        self._purgeable = backend if isinstance(backend, Purgeable) else None
-        self._purges_all = purge_on_reset and can_purge_all(backend)
+        self._purgeable = backend if purge_on_reset and can_purge_all(backend) else None
         backend = observe(backend, Reports(told, self.name, chunk_sizes=chunk_sizes))
         self._storing: dict[BlockKey, tuple[int, BlockKey]] = {}  # row and key of a backend's key
         self._verify: Verify | None = None
@@ -148,8 +144,6 @@ class LowerTier:
         self._deleting: tuple[list[BlockKey], Future[list[BlockKey]]] | None = None
         self._row_size_bytes = int(row_size_bytes)
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
-        self._salt = b""
-        self._old_salts: dict[bytes, None] = {}  # whose blocks are still to be deleted
         self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
 
     def verify_by(self, verify: Verify) -> None:
@@ -161,7 +155,7 @@ class LowerTier:
 
         Keys are looked up in batches, by `flush`; a result stays until the request is released.
         """
-        if self._name(key) in self._unwanted:
+        if self._keys.name(key) in self._unwanted:
             return False
         if self._suspension.is_on(runtime.monotonic()) and not self.results.is_found(key):
             if not self.results.is_answered(key):
@@ -206,7 +200,7 @@ class LowerTier:
         self._load(known, self._jobs)
         if keys:
             lookup = RowLookup(keys, unknown, runtime.monotonic() + self._lookup_s)
-            names = [self._name(key) for key in keys]
+            names = [self._keys.name(key) for key in keys]
             lookup.call = self._engine.submit_call(self._look_up(lookup, names))
             self._lookups.append(lookup)
 
@@ -231,20 +225,20 @@ class LowerTier:
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
         """Note a wish for rows, if the backend knows wishes; a failure is logged."""
         try:
-            retain_in(self._engine.backend, [self._name(key) for key in keys], retention)
+            retain_in(self._engine.backend, [self._keys.name(key) for key in keys], retention)
         except Exception:
             logger.exception("the wish for %d rows cannot be noted", len(keys))
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Begin to delete keys, which are misses from now on; tried again until they are gone."""
-        names = dict.fromkeys(self._name(key) for key in keys)
+        names = dict.fromkeys(self._keys.name(key) for key in keys)
         self._unwanted |= names
         self._deletions.add(names)
         self._delete_unwanted()
 
     def is_unwanted(self, key: BlockKey) -> bool:
         """Whether a key is still to be deleted, and so must not be stored yet."""
-        return self._name(key) in self._unwanted
+        return self._keys.name(key) in self._unwanted
 
     def is_late(self, key: BlockKey) -> bool:
         """Whether a load of this key was abandoned while its memory is still in use."""
@@ -316,27 +310,25 @@ class LowerTier:
         self._late = [replace(each, void=True) for each in self._late]
         self._missing.clear()
         self.results.clear()
-        if self._salt and self._purgeable is not None:
-            self._old_salts[self._salt] = None
-        self._salt = runtime.token_bytes(SALT_BYTES)
+        deletes_former = self._keys.renew()
         if self._events is not None:
-            self._events.reset(self._salt)
+            self._events.reset(self._keys.salt)
         self.drain(timeout_s=self._timeouts.reset_s)
         self.poll()
         stay = "stay, for others, and are not found here"
-        if self._old_salts:
+        if deletes_former:
             stay += " (those that were found here only are deleted)"
-        rest = "are deleted" if self._purges_all else stay
+        rest = stay if self._purgeable is None else "are deleted"
         text = (
             "the lower tier, %s: blocks of before %s; those stored from now on are found here only"
         )
         logger.warning(text, self.name, rest)
-        if self._purgeable is not None and self._purges_all:
+        if self._purgeable is not None:
             purge = self._engine.submit_call(self._purgeable.purge())
             purge.add_done_callback(_log_failure)
             self._purges = [purge, *(each for each in self._purges if not each.done())]
-        if self._purgeable is not None and self._old_salts:
-            purge = self._engine.submit_call(self._purge_salts(self._purgeable))
+        if deletes_former:
+            purge = self._engine.submit_call(self._keys.delete_former(self._engine.drain))
             purge.add_done_callback(_log_failure)
         unfinished = [row for job in self._jobs.values() for row in job.rows]
         return unfinished + [each.row for each in self._late]
@@ -369,11 +361,6 @@ class LowerTier:
             self._engine.close()
         except Exception:
             logger.exception("the lower tier cannot be closed")
-
-    async def _purge_salts(self, medium: Purgeable) -> None:
-        """Delete rows that nobody finds any more; if that fails, the next reset tries it again."""
-        await self._engine.drain()  # a store that is late would put its rows there afterwards
-        await purge_prefixes(medium, self._old_salts)
 
     async def _look_up(self, lookup: RowLookup, names: Sequence[BlockKey]) -> None:
         """Look up keys and begin to load those that are found, on the engine's event loop."""
@@ -414,7 +401,7 @@ class LowerTier:
         of_groups: list[list[int]] = [[] for _ in range(self._num_groups)]
         for key, row in zip(job.keys, job.rows, strict=True):
             of_groups[group_of(key)].append(row)
-        names = [self._name(key) for key in job.keys]
+        names = [self._keys.name(key) for key in job.keys]
         if direction is Direction.STORE:
             job.names = names
             self._storing |= zip(names, zip(job.rows, job.keys, strict=True), strict=True)
@@ -471,16 +458,6 @@ class LowerTier:
             text = "the lower tier: %d rows stay that changed before they were stored there"
             logger.warning(text, len(self._unwanted))
             self._unwanted.clear()
-
-    def _name(self, key: BlockKey) -> BlockKey:
-        """Make the backend's key: the salt of this process, and the key."""
-        return BlockKey(self._salt + key)
-
-    def _keys_of(self, names: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """Return the keys of a backend's keys, without those of before a reset."""
-        if not self._salt:
-            return names
-        return [BlockKey(each[SALT_BYTES:]) for each in names if each.startswith(self._salt)]
 
     def _take_answers(self) -> None:
         """End the lookups that were answered, and those that are late: all of their keys miss."""
