@@ -32,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests that have processes, packages or targets of their own.
 APART := --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
 
-.PHONY: setup demo demo-pd test needs pins sglang azurite storages engines e2e exhaustive faults chaos simulate compat lint type docs layouts bench check-dist check
+.PHONY: setup demo demo-pd test needs pins sglang azurite storages engines e2e exhaustive faults gpu gpu-engines gpu-pd chaos simulate compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -93,6 +93,30 @@ exhaustive: $(MODELS) $(SGLANG)/.installed pins
 	PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "e2e or exhaustive" tests/sglang
 	tests/environment/fresh-machine --plain-pip . make demo
 	tests/environment/fresh-machine --plain-pip . make test
+
+# On a machine with a GPU: all that needs one, and copies against one cudaMemcpyAsync. The set-up is that
+# of .venv, or of the machine where there is none: `make gpu GPU_PYTHON=/path/to/python` names another.
+# What is missing is said before anything runs.
+GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) $(PYTHON))
+GPU_TESTS = $(shell grep -rlE '^ *@pytest.mark.gpu$$' tests --include=*.py)
+gpu:
+	@$(GPU_PYTHON) -m tests.environment.gpu
+	$(GPU_PYTHON) -m pytest -m gpu --timeout 120 $(GPU_TESTS); tested=$$?; \
+	$(GPU_PYTHON) -m benchmarks copy --check && exit $$tested
+
+# The same, with vLLM's build for GPUs: engines with each kind of cache, or with the tests of TESTS; and
+# prefill and decode in two engines that share the GPU.
+TESTS ?= tests/e2e/test_models.py
+gpu-engines gpu-pd: export TORCHDYNAMO_DISABLE := 0
+gpu-engines:
+	@$(GPU_PYTHON) -m tests.environment.gpu vllm
+	$(GPU_PYTHON) -m tests.e2e.models
+	$(GPU_PYTHON) -m pytest -m e2e --durations=0 $(TESTS)
+gpu-pd:
+	@$(GPU_PYTHON) -m tests.environment.gpu vllm
+	$(GPU_PYTHON) -m tests.e2e.models build/models smollm2
+	$(GPU_PYTHON) -m tests.e2e.demo_pd; shown=$$?; \
+	$(GPU_PYTHON) -m benchmarks pd --check && exit $$shown
 
 # Fifty rounds of everything that can happen to a peer, some ten minutes.
 faults: $(INSTALLED) ; $(BIN)/pytest tests/backends/test_nixl_faults.py
