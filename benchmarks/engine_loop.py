@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import xxhash
 
 from benchmarks.report import BenchRow, compare, time_in_turn
 from kvxfer.connect import connect
@@ -21,6 +22,8 @@ SMALL, LARGE = 128 * KIB, 2048 * KIB
 NUM_BLOCKS = (1, 16, 256)
 HIT = (28, LARGE)
 """Blocks of a hit of 2448 tokens of SmolLM2, 56 MB, and their bytes."""
+LONG_HIT = (128, LARGE)
+"""Blocks of a hit of 8192 tokens of a model of 1 billion parameters, 256 MiB, and their bytes."""
 
 HIT_GOAL = "<= 1.15"
 FIXED_COST_S = 60e-6
@@ -33,6 +36,7 @@ def run(
     quick: bool,
     block_sizes: tuple[int, int] = (SMALL, LARGE),
     hit: tuple[int, int] = HIT,
+    long_hit: tuple[int, int] = LONG_HIT,
 ) -> list[BenchRow]:
     """Measure polled loads from and stores to host memory, from submission to end.
 
@@ -44,6 +48,7 @@ def run(
         quick: Fewer rounds, and no batch of 256 blocks.
         block_sizes: Bytes of a block; of the second size there is a batch of a hit, too.
         hit: Blocks of a hit, and their bytes.
+        long_hit: The same of one whose load is compared with one that verifies nothing.
 
     Raises:
         RuntimeError: A block was not moved.
@@ -55,6 +60,7 @@ def run(
     for device in [HOST, *gpus]:
         for size, more in zip(block_sizes, ((), hit[:1]), strict=True):
             rows += _measure(size, sorted({*counts, *more}), rounds, device, hit)
+        rows += _measure_verifying(long_hit, 5 if quick else 15, device)
     return rows
 
 
@@ -69,15 +75,8 @@ def _measure(
     shape = counts[-1], block_bytes
     memory, target = (torch.ones(shape, dtype=torch.int8, device=device) for _ in range(2))
     source = torch.ones(shape, dtype=torch.int8, pin_memory=on_gpu)
-    caches = CanonicalKVCaches(
-        tensors=[CanonicalKVCacheTensor(memory, block_bytes)],
-        group_data_refs=[[CanonicalKVCacheRef(0, block_bytes)]],
-    )
-    url = f"host://?capacity={(2 * counts[-1] + 1) * (block_bytes + 4 * KIB)}"
     rows = []
-    with contextlib.closing(
-        connect(url, caches, namespace=Namespace(model="bench", revision="1"))
-    ) as engine:
+    with _open(memory) as engine:
         loop = _Loop(engine)
         for count in counts:
             sides = source[:count], target[:count]
@@ -91,6 +90,41 @@ def _measure(
                 case += f" {device}," if on_gpu else ""
                 rows += _rows(case, ours, theirs, is_hit=(count, block_bytes) == hit)
     return rows
+
+
+def _measure_verifying(hit: tuple[int, int], rounds: int, device: torch.device) -> list[BenchRow]:
+    """Measure what it costs to hash the blocks of a hit before they are copied."""
+    memory = torch.ones(hit, dtype=torch.int8, device=device)
+    host = torch.ones(hit, dtype=torch.int8, pin_memory=device != HOST)
+    count, block_bytes = hit
+    size = f"{count} x {block_bytes // KIB} KiB," + (f" {device}," if device != HOST else "")
+    with _open(memory) as verifying, _open(memory, "&integrity=off") as trusting:
+        loads = [_Loop(engine).loading(count) for engine in (verifying, trusting)]
+        verified, trusted, hashed, copied = time_in_turn(
+            [*loads, partial(_hash, host), partial(_copy, host, memory)], rounds=rounds
+        )
+    one_copy, load = f"{size} against one copy", f"load {size} polled, verified, against not"
+    return [
+        compare(load, verified, trusted, unit="ms", scale=1e3, of_time=True),
+        compare(f"XXH3 of {one_copy}", hashed, copied, unit="ms", scale=1e3, of_time=True),
+    ]
+
+
+def _open(memory: torch.Tensor, parameters: str = "") -> contextlib.closing[TransferEngine]:
+    """Open an engine over blocks `(num_blocks, block_bytes)`, and host memory for two of each."""
+    num_blocks, block_bytes = memory.shape
+    caches = CanonicalKVCaches(
+        tensors=[CanonicalKVCacheTensor(memory, block_bytes)],
+        group_data_refs=[[CanonicalKVCacheRef(0, block_bytes)]],
+    )
+    url = f"host://?capacity={(2 * num_blocks + 1) * (block_bytes + 4 * KIB)}{parameters}"
+    namespace = Namespace(model="bench", revision="1")
+    return contextlib.closing(connect(url, caches, namespace=namespace))
+
+
+def _hash(blocks: torch.Tensor) -> None:
+    for block in blocks.numpy():
+        xxhash.xxh3_64_intdigest(block)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -19,7 +19,9 @@ def test_every_case_is_compared_with_a_copy_and_with_a_fixed_cost(
             return original(*args)  # type: ignore[operator]
 
         monkeypatch.setattr(TransferEngine, name, submit)
-    rows = engine_loop.run(quick=True, block_sizes=(4 << 10, 8 << 10), hit=(3, 8 << 10))
+    rows = engine_loop.run(
+        quick=True, block_sizes=(4 << 10, 8 << 10), hit=(3, 8 << 10), long_hit=(5, 8 << 10)
+    )
     counts = {"4 KiB": [1, 16], "8 KiB": [1, 3, 16]}
     assert [row.case for row in rows] == [
         f"{move} {count} x {size}, polled, {against}"
@@ -27,9 +29,11 @@ def test_every_case_is_compared_with_a_copy_and_with_a_fixed_cost(
         for count in each
         for move in ("load", "store")
         for against in ("against one copy", "beyond one copy, against 60 us")
-    ]
+    ] + ["load 5 x 8 KiB, polled, verified, against not", "XXH3 of 5 x 8 KiB, against one copy"]
     rounds = 10 + 1
-    assert submitted == 5 * (2 * rounds + 1), "a load is stored once, before it is measured"
+    of_long_hit = 2 * (1 + 5 + 1)
+    stored_once = "a load is stored once, before it is measured"
+    assert submitted == 5 * (2 * rounds + 1) + of_long_hit, stored_once
     goals = [row.case for row in rows if row.goal]
     assert [case for case in goals if "against one copy" in case] == [
         "load 3 x 8 KiB, polled, against one copy",
