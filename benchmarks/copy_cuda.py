@@ -14,11 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.report import BenchRow, compare, time_in_turn
+from kvxfer.copy_engine.calibration import measure_methods
 from kvxfer.copy_engine.copy_stream import CopyStream
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.devices import open_gpu
 from kvxfer.copy_engine.method_table import CopyMethod, MethodTable, Way
+from kvxfer.copy_engine.triton import open_kernel
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.fragment_pairs import pair_fragments
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 
 Pair: TypeAlias = tuple[Descriptors, Descriptors]
@@ -26,10 +29,16 @@ Pair: TypeAlias = tuple[Descriptors, Descriptors]
 
 KIB = 1 << 10
 LARGE_BYTES = 256 * KIB
-GOALS = {4: ">= 0.7", 8: "", 16: ">= 0.85", 32: "", 64: ">= 0.95", 256: ">= 0.95", 2048: ">= 0.95"}
+GOALS = {4: ">= 0.7", 8: "", 16: ">= 0.85", 32: "", 64: ">= 0.95", 256: ">= 0.95", 2048: ">= 0.98"}
 """Goals by KiB of a fragment."""
 BOTH_WAYS_GOAL = ">= 1.6"
 BESIDE_GOAL = "<= 1.05"
+WAITED = (64 * KIB, 1 << 20, 8 << 20)
+"""Bytes of copies whose end is waited for."""
+ORDERED = (8 * KIB, 32 * KIB, 128 * KIB, 2048 * KIB)
+"""Bytes of a fragment of batches whose sources are read in an order, or in none."""
+CALIBRATION_S = 1.0
+"""Longest time of the calibration."""
 
 BATCH_BUDGET_S = 100e-6
 FRAGMENT_BUDGET_S = 1e-9
@@ -67,7 +76,11 @@ def run(
             for row in _measure_scattered(sides, way, fragment * KIB, rounds)
         ]
         rows.append(_measure_both_ways(sides, rounds))
+        rows += [_measure_waiting(sides, each, rounds) for each in WAITED if each <= num_bytes]
+        rows += [_measure_order(sides, each, rounds) for each in ORDERED]
         rows += _measure_overhead(sides, rounds, max_fragments)
+        if sides.gpu.has_kernel:
+            rows.append(_measure_calibration(device_index))
         if torch.cuda.is_available():
             rows.append(_measure_beside_compute(sides, rounds))
     return rows
@@ -178,6 +191,49 @@ def _at_once(gpu: CudaCopyEngine, *pairs: Pair) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def _measure_waiting(sides: _Sides, num_bytes: int, rounds: int) -> BenchRow:
+    """Measure `Copy.wait`, which sleeps between two looks, against looks without a pause."""
+    pair = sides.pair(Way.TO_DEVICE, num_bytes, 1, scattered=False)
+
+    def look() -> None:
+        copy = sides.gpu.begin(*pair)
+        while not copy.has_ended():
+            pass
+
+    waited, seen = time_in_turn([partial(sides.gpu.copy, *pair), look], rounds=rounds)
+    case = f"to device, {num_bytes // KIB} KiB, waited for against looked at without a pause"
+    return compare(case, waited, seen, unit="us", scale=1e6, of_time=True)
+
+
+def _measure_order(sides: _Sides, fragment_bytes: int, rounds: int) -> BenchRow:
+    """Measure a batch whose sources may be read before their turn, against one in turn."""
+    count = sides.num_bytes // fragment_bytes
+    pairs = pair_fragments(*sides.pair(Way.TO_DEVICE, fragment_bytes, count, scattered=True))
+    driver = sides.gpu.driver
+
+    def copy(*, in_turn: bool) -> None:  # as copies to the host are, which the device computes
+        columns = pairs.destinations, pairs.sources, pairs.lengths
+        with sides.plain.batch([]) as batch:
+            driver.copy_batch(*columns, batch.stream, to_host=in_turn)
+        batch.wait()
+
+    calls = [partial(copy, in_turn=in_turn) for in_turn in (False, True)]
+    any_order, in_turn = time_in_turn(calls, rounds=rounds)
+    case = f"to device, scattered, {fragment_bytes // KIB} KiB, read in any order against in turn"
+    return compare(case, any_order, in_turn, unit="ns/B", scale=1e9 / sides.num_bytes)
+
+
+def _measure_calibration(device_index: int) -> BenchRow:
+    """Measure how long it takes to find out what is small, as a GPU is opened."""
+    kernel = open_kernel(torch.device("cuda", device_index))
+    assert kernel is not None, "there was one a moment ago"
+    began = time.perf_counter()
+    table = measure_methods(device_index, kernel)
+    seconds = time.perf_counter() - began
+    case = f"calibration, which finds {table}, against a second"
+    return compare(case, [seconds], [CALIBRATION_S], unit="s", goal="<= 1")
 
 
 def _measure_overhead(sides: _Sides, rounds: int, max_fragments: int) -> list[BenchRow]:

@@ -44,7 +44,7 @@ BUDGETS = {
     "backends/nixl": 9_810,
     "backends/object": 2_040,
     "backends/pool": 1_400,
-    "benchmarks": 6_050,
+    "benchmarks": 6_350,
     "examples": 2_500,
     "kvxfer/cli": 2_210,
     "kvxfer/copy_engine": 2_350,
