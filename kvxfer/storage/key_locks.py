@@ -20,7 +20,7 @@ class KeyLocks:
 
     def __init__(self) -> None:
         self._ends: dict[BlockKey, asyncio.Event] = {}
-        self._turns: dict[BlockKey, asyncio.Event] = {}  # the last of each key's queue
+        self._turns: dict[BlockKey, _Turn] = {}  # the last of each key's queue
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -86,17 +86,46 @@ class KeyLocks:
     @asynccontextmanager
     async def acquire(self, keys: Sequence[BlockKey]) -> AsyncIterator[None]:
         """Wait until the keys are not locked, and lock them until the context ends."""
-        before = dict.fromkeys(self._turns[key] for key in keys if key in self._turns)
-        turn = asyncio.Event()
+        turn = _Turn({key: self._turns[key] for key in keys if key in self._turns})
         self._turns |= dict.fromkeys(keys, turn)
         try:
-            for each in before:
-                await each.wait()
+            for key in keys:
+                while before := turn.find_before(key):
+                    await before.wait()
             await self.wait(keys)
+            turn.before.clear()
             with self.hold(keys):
                 yield
         finally:
             turn.set()
             for key in keys:
-                if self._turns.get(key) is turn:
+                if self._turns.get(key) is not turn:
+                    continue
+                if before := turn.find_before(key):
+                    self._turns[key] = before
+                else:
                     del self._turns[key]
+
+
+class _Turn(asyncio.Event):
+    """Turn of a batch in the queues of its keys; set when it has ended, or was given up.
+
+    Attributes:
+        before: Turns that it waits for, by key; none once it has come.
+    """
+
+    def __init__(self, before: dict[BlockKey, "_Turn"]) -> None:
+        super().__init__()
+        self.before = before
+
+    def find_before(self, key: BlockKey) -> "_Turn | None":
+        """Find the last turn before this one that has not ended; None if it is the first.
+
+        One that was given up had waited for others, which this one waits for now.
+        """
+        before = self.before.pop(key, None)
+        while before is not None and before.is_set():
+            before = before.before.get(key)
+        if before is not None:
+            self.before[key] = before
+        return before

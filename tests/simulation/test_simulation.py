@@ -11,8 +11,17 @@ from random import Random
 import pytest
 
 from kvxfer import runtime
-from kvxfer.testing.simulation import Scenario, Simulation, Step, cut_down, run_seed
+from kvxfer.testing.simulation import (
+    Scenario,
+    Simulation,
+    Step,
+    cut_down,
+    run_seed,
+    scheduler,
+)
+from tests.simulation import mutations
 from tests.simulation.__main__ import SCENARIOS
+from tests.simulation.mutations import MUTATIONS, Mutation, is_found
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(4)
@@ -48,6 +57,18 @@ class Written(Scenario):
 def test_seeds_find_nothing(scenario: Scenario) -> None:
     found = {seed: run_seed(scenario, seed).violations for seed in SEEDS}
     assert {seed: list(map(str, each)) for seed, each in found.items() if each} == {}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_the_text_that_a_mutation_replaces_is_there_once(mutation: Mutation) -> None:
+    assert (ROOT / mutation.path).read_text().count(mutation.old) == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(mutations.LIMIT_S)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_a_mutation_is_found(mutation: Mutation) -> None:
+    assert is_found(mutation)
 
 
 @pytest.mark.processes
@@ -114,6 +135,17 @@ def test_a_loop_that_never_waits_is_reported() -> None:
     [violation] = run_seed(Written(body), 1).violations
     assert violation.kind == "stuck"
     assert "no end after 1000 steps" in violation.detail
+
+
+def test_a_thread_that_goes_on_without_a_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spin() -> None:
+        while True:
+            pass
+
+    monkeypatch.setattr(scheduler, "MOST_REAL_S", 0.05)
+    [violation] = run_seed(Written(lambda simulation, steps: spin()), 1).violations
+    assert violation.kind == "stuck"
+    assert "spin" in violation.detail
 
 
 def test_a_count_without_a_lock_is_wrong_in_some_order() -> None:

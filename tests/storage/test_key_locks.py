@@ -101,3 +101,41 @@ async def test_a_turn_that_is_given_up_holds_nobody_up() -> None:
         assert not locks.is_wanted(KEYS[1])
     async with locks.acquire(KEYS[:2]):
         pass
+
+
+async def test_those_who_wait_keep_their_turns_when_the_last_of_them_gives_up() -> None:
+    locks, order = KeyLocks(), []
+
+    async def work(name: str) -> None:
+        async with locks.acquire(KEYS[:1]):
+            order.append(name)
+            await yield_to_loop(3)
+
+    first, second, third = (asyncio.create_task(work(name)) for name in "abc")
+    await yield_to_loop(2)
+    third.cancel()
+    await yield_to_loop(1)
+    assert order == ["a"]
+    fourth = asyncio.create_task(work("d"))
+    await first
+    assert locks.is_wanted(KEYS[0]), "nobody would wait for those who wait"
+    others = asyncio.create_task(locks.wait_for_others(KEYS[:1]))
+    await asyncio.gather(second, fourth, others)
+    assert order == ["a", "b", "d"]
+    assert not locks.is_wanted(KEYS[0])
+
+
+async def test_who_gives_up_in_the_middle_lets_nobody_overtake() -> None:
+    locks, order = KeyLocks(), []
+
+    async def work(name: str) -> None:
+        async with locks.acquire(KEYS[:1]):
+            order.append(name)
+            await yield_to_loop(3)
+
+    tasks = [asyncio.create_task(work(name)) for name in "abcd"]
+    await yield_to_loop(2)
+    tasks[2].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == ["a", "b", "d"]
+    assert len(locks) == 0

@@ -150,6 +150,8 @@ def _run_all(chosen: Sequence[Scenario], given: argparse.Namespace) -> int:
     began = time.monotonic()
     until_s = began + given.seconds if given.seconds else 0.0
     totals = {each.name: [0.0] * 4 for each in chosen}
+    if given.until_one:
+        return _run_until_one_fails(chosen, range(given.first, given.first + given.seeds))
     for ran in _shares(chosen, given.first, given.seeds, until_s, given.processes):
         total = totals[ran.name]
         for at, more in enumerate((ran.num_seeds, ran.num_calls, ran.virtual_s, len(ran.failed))):
@@ -173,6 +175,15 @@ def _run_one(scenarios: Sequence[Scenario], seed: int, *, is_traced: bool) -> in
         else:
             _say(f"{scenario.name}, seed {seed}: nothing is wrong, {ended.digest()}")
     return int(num_failed > 0)
+
+
+def _run_until_one_fails(scenarios: Sequence[Scenario], seeds: Sequence[int]) -> int:
+    for seed in seeds:
+        for scenario in scenarios:
+            if violations := _run(scenario, seed).violations:
+                _say(f"{scenario.name}, seed {seed}: {violations[0]}")
+                return 1
+    return 0
 
 
 def _say_totals(totals: Mapping[str, Sequence[float]], took_s: float) -> None:
@@ -237,6 +248,7 @@ def _parse(scenarios: Sequence[Scenario], arguments: Sequence[str] | None) -> ar
     parser.add_argument("--seconds", type=float, default=0.0, help="most time for all of them")
     parser.add_argument("--processes", type=int, default=1, help="processes that share the seeds")
     parser.add_argument("--seed", type=int, default=None, help="run this seed alone")
+    parser.add_argument("--until-one", action="store_true", help="end when one has failed")
     parser.add_argument("--trace", action="store_true", help="and print all that happens")
     given = parser.parse_args(arguments)
     require_positive("processes", given.processes)

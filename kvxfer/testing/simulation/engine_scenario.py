@@ -12,7 +12,7 @@ from kvxfer.storage.backend import Backend, Purgeable
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.simulation.faults import FaultyTier, TierFault
 from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step
-from kvxfer.testing.simulation.world import Part, World, draw_parts
+from kvxfer.testing.simulation.world import NUM_KEYS, Part, World, draw_parts
 from kvxfer.transfer import TransferEngine
 
 SLACK_S = 0.1
@@ -21,6 +21,8 @@ ENGINE_TIMEOUT_S = 20.0
 CLOSE_TIMEOUT_S = 60.0
 MOST_S = 900.0
 """Virtual time after which a call without a deadline is said to hang."""
+
+BURST_S = 0.02
 
 CALLS = {
     "store": 25,
@@ -79,20 +81,24 @@ class EngineScenario(Scenario):
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`."""
         steps, length_s = [], random.choice((2.0, 5.0, 15.0))
+        num_keys, bursts = random.choice((1, 3, NUM_KEYS)), random.choice((0, 3, 12))
+        moments = [random.random() * length_s for _ in range(bursts)]
         weights = dict(CALLS)
         if random.random() < 0.3:
             del weights["evict"]
         for _ in range(random.choice((20, 60, 150))):
             at_s = random.random() * length_s
+            if moments and random.random() < 0.7:
+                at_s = random.choice(moments) + random.random() * BURST_S
             what = random.choices(list(weights), list(weights.values()))[0]
             arguments: dict[str, Any] = {
                 "timeout_s": random.choice(TIMEOUTS_S),
                 "cancel_s": random.choice(CANCELS_S),
             }
             if what not in ("flush", "drain", "purge"):
-                arguments["parts"] = draw_parts(random)
+                arguments["parts"] = draw_parts(random, num_keys)
             steps.append(Step(at_s, what, arguments))
-        num_faults = random.choice((0, 1, 3, 8)) if self.num_faulty else 0
+        num_faults = random.choice((0, 0, 1, 3, 8)) if self.num_faulty else 0
         steps += [self._draw_fault(random, length_s) for _ in range(num_faults)]
         if random.random() < 0.3:
             steps.append(Step(random.random() * length_s, "close"))

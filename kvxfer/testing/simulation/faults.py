@@ -2,6 +2,7 @@
 
 import asyncio
 import enum
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 from typing import Any, TypeVar
@@ -57,7 +58,7 @@ class FaultyTier(Backend):
         self.name = name
         self.memory_kinds = inner.memory_kinds
         self._simulation = simulation
-        self._random = simulation.random(f"tier {name}")
+        self._num_calls: Counter[tuple[str, ...]] = Counter()
         self._windows: list[tuple[TierFault, float, float]] = []
         self._late: dict[asyncio.Future[Any], None] = {}
 
@@ -75,29 +76,27 @@ class FaultyTier(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
-        return await self._call("lookup", lambda: self.inner.lookup(keys))
+        return await self._call("lookup", keys, lambda: self.inner.lookup(keys))
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`."""
-        fault = self._draw()
-        call = _Move(self, keys, blocks, is_load=False)
-        return await self._move(fault, call)
+        random = self._random_of("store", keys)
+        return await self._move(_Move(self, keys, blocks, random, is_load=False))
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`."""
-        fault = self._draw()
-        call = _Move(self, keys, blocks, is_load=True)
-        return await self._move(fault, call)
+        random = self._random_of("load", keys)
+        return await self._move(_Move(self, keys, blocks, random, is_load=True))
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
-        return await self._call("delete", lambda: self.inner.delete(keys))
+        return await self._call("delete", keys, lambda: self.inner.delete(keys))
 
     async def purge(self, prefix: bytes = b"") -> None:
         """See `Purgeable.purge`."""
         if isinstance(self.inner, Purgeable):
             purgeable = self.inner
-            await self._call("purge", lambda: purgeable.purge(prefix))
+            await self._call("purge", [], lambda: purgeable.purge(prefix))
             return
         raise BackendUnavailableError("it cannot purge")
 
@@ -113,79 +112,74 @@ class FaultyTier(Backend):
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
-        await self._latency()
+        await _latency(self._random_of("aclose", []))
         await self.drain()
         await self.inner.aclose()
 
-    def _draw(self) -> tuple[TierFault, float] | None:
+    def _random_of(self, name: str, keys: Sequence[BlockKey]) -> Random:
+        """Make the random numbers of a call, which do not depend on other calls.
+
+        A plan is cut down: what is left of it should happen as before.
+        """
+        call = (name, *(key.hex() for key in keys))
+        self._num_calls[call] += 1
+        return self._simulation.random(f"{self.name} {call} {self._num_calls[call]}")
+
+    def _draw(self, random: Random) -> tuple[TierFault, float] | None:
         """Draw the fault of a call, and when its window ends."""
         now = self._simulation.now
         self._windows = [each for each in self._windows if each[1] > now]
         for fault, ends_at, share in self._windows:
-            if self._random.random() < share:
+            if random.random() < share:
                 return fault, ends_at
         return None
 
-    async def _call(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        drawn = self._draw()
-        await self._latency()
-        was_cancelled = await self._delay(drawn)
-        self._raise(drawn, name)
+    async def _call(
+        self, name: str, keys: Sequence[BlockKey], call: Callable[[], Awaitable[T]]
+    ) -> T:
+        random = self._random_of(name, keys)
+        drawn = self._draw(random)
+        await _latency(random)
+        was_cancelled = await self._delay(drawn, random)
+        _raise(drawn, random)
         given = await call()
-        await self._latency()
+        await _latency(random)
         if was_cancelled:
             raise asyncio.CancelledError
         return given
 
-    async def _move(self, drawn: tuple[TierFault, float] | None, move: "_Move") -> list[Outcome]:
-        name = "load" if move.is_load else "store"
-        await self._latency()
-        was_cancelled = await self._delay(drawn)
-        self._raise(drawn, name)
+    async def _move(self, move: "_Move") -> list[Outcome]:
+        drawn = self._draw(move.random)
+        await _latency(move.random)
+        was_cancelled = await self._delay(drawn, move.random)
+        _raise(drawn, move.random)
         if drawn and drawn[0] is TierFault.LATE:
             return await asyncio.shield(self._go_on(move.run_late(drawn[1])))
         if drawn and drawn[0] in (TierFault.FAILED, TierFault.UNSAFE):
             return await self._fail_some(drawn, move)
         outcomes = await move.run()
-        await self._latency()
+        await _latency(move.random)
         if was_cancelled:
             raise asyncio.CancelledError
         return outcomes
 
-    async def _latency(self) -> None:
-        drawn = self._random.random()
-        if drawn > 0.35:
-            await asyncio.sleep(0 if drawn < 0.5 else self._random.random() * MAX_LATENCY_S)
-
-    async def _delay(self, drawn: tuple[TierFault, float] | None) -> bool:
+    async def _delay(self, drawn: tuple[TierFault, float] | None, random: Random) -> bool:
         """Wait as long as a fault lets a call wait; return whether it was cancelled meanwhile."""
         if drawn is None:
             return False
         fault, ends_at = drawn
         left_s = ends_at - self._simulation.now
         if fault is TierFault.SLOW:
-            await asyncio.sleep(self._random.random() * left_s)
+            await asyncio.sleep(random.random() * left_s)
         elif fault is TierFault.HANG:
             await asyncio.sleep(left_s)
         elif fault is TierFault.STUCK:
             return await _sleep_despite_cancel(ends_at, self._simulation)
         return False
 
-    def _raise(self, drawn: tuple[TierFault, float] | None, name: str) -> None:
-        if drawn and drawn[0] is TierFault.FOREIGN_CANCEL:
-            raise asyncio.CancelledError
-        if drawn and drawn[0] is TierFault.ERROR:
-            errors = (
-                BackendUnavailableError(f"injected in {name}"),
-                OSError(5, "injected"),
-                RuntimeError("injected"),
-                TimeoutError("injected"),
-            )
-            raise self._random.choice(errors)
-
     async def _fail_some(self, drawn: tuple[TierFault, float], move: "_Move") -> list[Outcome]:
         fault, ends_at = drawn
-        kept = [at for at in range(len(move.keys)) if self._random.random() < 0.5]
+        kept = [at for at in range(len(move.keys)) if move.random.random() < 0.5]
         failed = [at for at in range(len(move.keys)) if at not in kept]
         is_safe = fault is TierFault.FAILED
         outcomes = [Outcome(Status.FAILED, memory_safe=is_safe, reason="injected")] * len(move.keys)
@@ -208,8 +202,15 @@ class _Move:
     """Store or load of a batch in the inner backend of a tier."""
 
     def __init__(
-        self, tier: FaultyTier, keys: Sequence[BlockKey], blocks: Descriptors, *, is_load: bool
+        self,
+        tier: FaultyTier,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        random: Random,
+        *,
+        is_load: bool,
     ) -> None:
+        self.random = random
         self.keys = keys
         self.is_load = is_load
         self._tier = tier
@@ -217,7 +218,8 @@ class _Move:
 
     def take(self, chosen: Sequence[int]) -> "_Move":
         keys = [self.keys[at] for at in chosen]
-        return _Move(self._tier, keys, self._blocks.take(chosen), is_load=self.is_load)
+        blocks = self._blocks.take(chosen)
+        return _Move(self._tier, keys, blocks, self.random, is_load=self.is_load)
 
     async def run(self) -> list[Outcome]:
         inner = self._tier.inner
@@ -235,7 +237,26 @@ class _Move:
         while simulation.now < ends_at:
             await asyncio.sleep(0.1 + (ends_at - simulation.now) / 3)
             if self.is_load:
-                _scribble(self._blocks, self._tier._random)  # noqa: SLF001 - the same
+                _scribble(self._blocks, self.random)
+
+
+async def _latency(random: Random) -> None:
+    drawn = random.random()
+    if drawn > 0.35:
+        await asyncio.sleep(0 if drawn < 0.5 else random.random() * MAX_LATENCY_S)
+
+
+def _raise(drawn: tuple[TierFault, float] | None, random: Random) -> None:
+    if drawn and drawn[0] is TierFault.FOREIGN_CANCEL:
+        raise asyncio.CancelledError
+    if drawn and drawn[0] is TierFault.ERROR:
+        errors = (
+            BackendUnavailableError("injected"),
+            OSError(5, "injected"),
+            RuntimeError("injected"),
+            TimeoutError("injected"),
+        )
+        raise random.choice(errors)
 
 
 async def _sleep_despite_cancel(ends_at: float, simulation: Simulation) -> bool:

@@ -141,7 +141,7 @@ def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None)
         try:
             scenario.run(simulation, steps)
         except StuckError as exc:
-            simulation.fail("stuck", exc)
+            simulation.fail("stuck", simulation.runtime.scheduler.stuck_at or exc)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the seed has found it
             simulation.fail("raised", _describe(exc))
 

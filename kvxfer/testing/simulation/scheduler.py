@@ -1,5 +1,6 @@
 """Scheduler of simulated threads: one of them runs at a time, and a seed decides which."""
 
+import ctypes
 import sys
 import threading
 import traceback
@@ -7,6 +8,8 @@ from collections.abc import Callable
 from random import Random
 
 FIRST_TIME_S = 1000.0
+MOST_REAL_S = 30.0
+"""Seconds, of a real clock, that may pass between two steps."""
 STEP_S = 1e-6
 """Virtual time that passes at each step, so that a loop that never waits reaches its deadline."""
 
@@ -15,8 +18,11 @@ class SimulationEnded(BaseException):
     """Raised in threads that a simulation leaves behind, to end them."""
 
 
-class StuckError(AssertionError):
-    """Nothing can go on any more, or something goes on for ever; says where everything stands."""
+class StuckError(KeyboardInterrupt):
+    """Nothing can go on any more, or something goes on for ever; says where everything stands.
+
+    An interrupt, as no task may take it for the failure of a call.
+    """
 
 
 class SimulatedThread:
@@ -69,12 +75,14 @@ class Scheduler:
         random: As given.
         num_steps: Points and waits so far.
         max_steps: As given.
+        stuck_at: Where all stood when a thread went on without a step; empty if none has.
     """
 
-    def __init__(self, random: Random, *, max_steps: int = 3_000_000) -> None:
+    def __init__(self, random: Random, *, max_steps: int = 300_000) -> None:
         self.now = FIRST_TIME_S
         self.random = random
         self.num_steps = 0
+        self.stuck_at = ""
         self.describe_waiting: Callable[[], str] = str
         self.max_steps = max_steps
         self._restlessness = random.choice((0.0, 0.02, 0.1, 0.4))
@@ -101,9 +109,12 @@ class Scheduler:
     def run(self, main: Callable[[], None]) -> None:
         """Run a function on the calling thread as the main one, then end all others."""
         self._main.ident = threading.get_ident()
+        ended = threading.Event()
+        threading.Thread(target=self._watch, args=(ended,), daemon=True).start()
         try:
             main()
         finally:
+            ended.set()
             self._is_ending = True
             for thread in self.alive():
                 self._hand_over(thread)
@@ -182,6 +193,16 @@ class Scheduler:
             ours = [line.rstrip() for line in lines if "/simulation/scheduler" not in line]
             parts.append("\n".join([f"thread {thread.name}:", *ours[-6:]]))
         return "\n".join([*parts, self.describe_waiting()])
+
+    def _watch(self, ended: threading.Event) -> None:
+        """Raise an error in a thread that goes on for ever, without a step."""
+        num_steps = -1
+        while not ended.wait(MOST_REAL_S):
+            if num_steps == self.num_steps:
+                self.stuck_at = self.stuck_at or self.stacks()
+                ident = ctypes.c_ulong(self._current.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(StuckError))
+            num_steps = self.num_steps
 
     def _wake(self, on: object) -> None:
         for thread in self._threads:

@@ -37,12 +37,12 @@ class Part:
         return f"{self.group}.{self.key}" + ("" if whole else f"[{self.first}+{self.num_blocks}]")
 
 
-def draw_parts(random: Random) -> tuple[Part, ...]:
+def draw_parts(random: Random, num_keys: int = NUM_KEYS) -> tuple[Part, ...]:
     """Draw the blocks of a batch: of one group or two, the first chunk perhaps only in part."""
     parts: list[Part] = []
     groups = range(len(PAGE_SIZES_BYTES))
     for group in random.choice([(0,), (1,), tuple(groups)]):
-        keys = random.sample(range(NUM_KEYS), random.choice((1, 1, 2, 3)))
+        keys = random.sample(range(num_keys), min(num_keys, random.choice((1, 1, 2, 3))))
         if random.random() < 0.2:
             first = random.randrange(BLOCKS_PER_CHUNK)
             num_blocks = random.randint(1, BLOCKS_PER_CHUNK - first)
