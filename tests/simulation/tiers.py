@@ -20,6 +20,8 @@ LISTS = (
     ("host", "dict"),
     ("dict", "dict"),
     ("host", "dict", "dict"),
+    ("dict", "dict", "dict"),
+    ("host", "host", "dict"),
     ("dict", "host"),
     ("host",),
     ("dict",),

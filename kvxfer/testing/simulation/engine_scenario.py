@@ -279,9 +279,10 @@ class _Run:
     async def _purge(self, timeout_s: float | None, cancel_s: float | None) -> None:
         del timeout_s
         if isinstance(self._opened.backend, Purgeable):
-            for part in self._world.every_part():
-                self._world.history.begin_removal(self._world.key(part))
-            await self._timed("purge", self._opened.backend.purge(), MOST_S, cancel_s)
+            self._world.history.begin_purge()
+            call = self._opened.backend.purge()
+            if await self._timed("purge", _true_after(call), MOST_S, cancel_s):
+                self._world.history.end_purge()
 
     async def _flush(self, timeout_s: float | None, cancel_s: float | None) -> None:
         await self._timed("flush", self._engine.flush(timeout_s=timeout_s), timeout_s, cancel_s)
@@ -395,6 +396,7 @@ class _Run:
         await asyncio.sleep(60)
         self._world.watched.look()
         self._require_no_leftovers("when all is quiet")
+        await self._compare_tiers()
         for part in self._world.every_part():
             batch = self._world.begin((part,), is_store=False)
             assert batch is not None
@@ -407,6 +409,27 @@ class _Run:
             if self._opened.is_roomy and must_be_there and not outcomes[0].done:
                 self._simulation.fail("lost", f"{part} is now {outcomes[0]}")
             self._world.end(batch, outcomes)
+
+    async def _compare_tiers(self) -> None:
+        """Look at the copies of each chunk in all tiers: they are of one store."""
+        tiers = [
+            each.inner if isinstance(each, FaultyTier) else each for each in self._opened.tiers
+        ]
+        for part in self._world.every_part():
+            key, versions = self._world.key(part), []
+            for tier in tiers:
+                batch = self._world.begin((part,), is_store=False)
+                assert batch is not None
+                blocks = self._world.memory.describe(part.group, batch.block_ids[0])
+                [outcome] = await tier.load([key], blocks)
+                if outcome.done:
+                    found = self._world.watched.read(part.group, batch.block_ids[0])
+                    history, began = self._world.history, self._simulation.now
+                    versions.append(history.judge_load(part.group, key, 0, found, began))
+                self._world.release(batch)
+            is_strict = self._world.history.is_strict and self._world.history.is_of_one_store(key)
+            if is_strict and len(set(versions)) > 1:
+                self._simulation.fail("tiers differ", f"{part}: stores {versions}")
 
     async def _within(self, seconds: float, what: str, call: Coroutine[Any, Any, T]) -> T | None:
         try:
@@ -441,6 +464,12 @@ class _Run:
     def _require_no_leftovers(self, when: str) -> None:
         for what in self._scenario.leftovers(self._engine, self._opened):
             self._simulation.fail("left", f"{what} {when}")
+
+
+async def _true_after(call: Coroutine[Any, Any, object]) -> bool:
+    """Await a call that returns nothing; True tells its end from a cancellation."""
+    await call
+    return True
 
 
 def _say(arguments: Mapping[str, Any]) -> str:

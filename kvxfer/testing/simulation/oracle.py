@@ -131,7 +131,8 @@ class History:
         self._removing: Counter[BlockKey] = Counter()
         self._removed: dict[BlockKey, float] = {}
         self._found: dict[BlockKey, list[tuple[float, float, int]]] = {}
-        self._num_versions = 0
+        self._num_versions = self._num_purges = 0
+        self._purged_meanwhile: set[BlockKey] = set()
         self.is_strict = True
 
     def begin_store(self, key: BlockKey, first: int, num_blocks: int) -> Stored:
@@ -139,6 +140,9 @@ class History:
         self._num_versions += 1
         stored = Stored(self._num_versions, first, num_blocks, self._simulation.now)
         self._stores.setdefault(key, []).append(stored)
+        if self._num_purges:
+            self._removing[key] += 1
+            self._purged_meanwhile.add(key)
         return stored
 
     def payload(self, group: int, key: BlockKey, version: int, index: int) -> bytes:
@@ -161,10 +165,26 @@ class History:
         if was_found:
             self._deleted.setdefault(key, []).append((began, self._simulation.now))
 
+    def begin_purge(self) -> None:
+        """Note that a purge begins: of stores beside it, one tier may keep what another lacks."""
+        self._num_purges += 1
+        for key, stores in self._stores.items():
+            self._removing[key] += 1
+            if any(each.ended is None for each in stores):
+                self._purged_meanwhile.add(key)
+
+    def end_purge(self) -> None:
+        """Note that a purge has ended, and removes nothing any more."""
+        self._num_purges -= 1
+
     def judge_load(
         self, group: int, key: BlockKey, first: int, blocks: Sequence[bytes], began: float
-    ) -> None:
-        """Check the bytes of a load that is `DONE`: all of one store that they may be of."""
+    ) -> int:
+        """Check the bytes of a load that is `DONE`: all of one store that they may be of.
+
+        Returns:
+            Version of the store; 0 if there is none, which is noted.
+        """
         now, matches = self._simulation.now, None
         for index, found in enumerate(blocks, first):
             fitting = {
@@ -176,28 +196,36 @@ class History:
             if not fitting:
                 detail = f"block {index} of {_name(key)} begins with {found[:8].hex()}"
                 self._simulation.fail("wrong bytes", f"{detail}, as no store of it")
-                return
+                return 0
         if not matches:
             self._simulation.fail("wrong bytes", f"{_name(key)} is of several stores")
-            return
+            return 0
         [version] = matches
-        if self.is_strict:
+        if self.is_strict and self.is_of_one_store(key):
             self._judge_order(key, version, began)
         self._found.setdefault(key, []).append((began, now, version))
+        return version
+
+    def is_of_one_store(self, key: BlockKey) -> bool:
+        """Whether all its copies are of one store: not of parts, or those beside a purge."""
+        parts = {(each.first, each.num_blocks) for each in self._stores.get(key, [])}
+        return len(parts) <= 1 and key not in self._purged_meanwhile
 
     def _judge_order(self, key: BlockKey, version: int, began: float) -> None:
-        """Check that a store is not found again after it was deleted, or others were found."""
+        """Check that a store is not found again after it was deleted, or a later one was found."""
         [stored] = [each for each in self._stores[key] if each.version == version]
+        if stored.ended is None:
+            return
         for delete_began, delete_ended in self._deleted.get(key, []):
-            if stored.ended and stored.ended < delete_began and delete_ended < began:
+            if stored.ended < delete_began and delete_ended < began:
                 detail = f"store {version} of {_name(key)}, deleted at {delete_ended:.4f}"
                 self._simulation.fail("deleted and found again", detail)
                 return
-        earlier = [each for each in self._found.get(key, []) if each[1] < began]
-        others = [each for each in earlier if each[2] != version]
-        if others and any(each[2] == version and each[1] < others[-1][0] for each in earlier):
-            detail = f"store {version} of {_name(key)} after store {others[-1][2]}"
-            self._simulation.fail("an older store came back", detail)
+        for found_began, found_ended, other in self._found.get(key, []):
+            if other != version and stored.ended < found_began and found_ended < began:
+                detail = f"store {version} of {_name(key)} after store {other}"
+                self._simulation.fail("an older store came back", detail)
+                return
 
     def must_be_there(self, key: BlockKey, num_blocks: int) -> bool:
         """Whether a whole chunk was stored, and nothing can have removed it since."""
