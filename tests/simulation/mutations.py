@@ -223,15 +223,15 @@ MUTATIONS = (
     Mutation(
         "blocks that a hanging tier misses are dropped",
         "kvxfer/tiering/tier_writer.py",
-        "        if not self._target.is_available:\n            self.queue.give_back(time.monotonic(), taken)\n            return\n        blocks",
+        "        if not self._target.is_available:\n            self.queue.give_back(runtime.monotonic(), taken)\n            return\n        blocks",
         "        if not self._target.is_available:\n            return\n        blocks",
         "tiers",
         100,
     ),
     Mutation(
-        "flush does not wait for what is being copied",
+        "flush does not wait for what is queued or being copied",
         "kvxfer/tiering/tier_writer.py",
-        "        while len(self.queue) or (self._worker is not None and not self._worker.done()):",
+        "        while self.queue.has_older(mark):",
         "        while False:",
         "tiers",
         100,

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, TypeVar
 from kvxfer import runtime
 from kvxfer.testing.simulation.runtime import SimulatedRuntime
 from kvxfer.testing.simulation.scheduler import FIRST_TIME_S, StuckError
-from kvxfer.testing.simulation.unmoved import move
 
 T = TypeVar("T")
 
@@ -132,7 +131,6 @@ def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None)
     Returns:
         The run; its violations say what was found to be wrong.
     """
-    move()
     simulation = Simulation(seed)
     if steps is None:
         steps = scenario.plan(simulation.random("plan"))
