@@ -56,7 +56,7 @@ BUDGETS = {
     "kvxfer/kvcache": 6_020,
     "kvxfer/replay": 3_950,
     "kvxfer/runtime": 1_050,
-    "kvxfer/storage": 5_125,
+    "kvxfer/storage": 5_160,
     "kvxfer/telemetry": 1_900,
     "kvxfer/testing": 5_050,
     "kvxfer/tiering": 1_475,
