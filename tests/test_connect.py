@@ -29,9 +29,9 @@ from kvxfer.connect import (
 from kvxfer.errors import CapacityError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.spec import FullAttentionSpec
+from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import GroupIdentity, Namespace, make_block_key
-from kvxfer.storage.threads import Threads
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import cancel, yield_to_loop
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads

@@ -34,7 +34,7 @@ from kvxfer.checks import require_instance
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.runtime import CircuitBreaker
+from kvxfer.runtime import CircuitBreaker, Threads
 from kvxfer.storage.backend import DONE, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction.retaining_policy import open_policy
@@ -44,7 +44,6 @@ from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Removal, Reports
-from kvxfer.storage.threads import Threads
 
 STALLED_S = 30.0
 """Seconds after which a write that has not ended counts as a failure."""

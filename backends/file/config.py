@@ -11,6 +11,7 @@ from kvxfer.backends.file.format.header import padded
 from kvxfer.backends.file.io.selection import Direct, EngineName
 from kvxfer.configuration import Configuration
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.runtime import CLOSE_TIMEOUT_S
 from kvxfer.storage.eviction.policies import PolicyName
 from kvxfer.storage.eviction.retention import (
     DEFAULT_PRIORITY_HALF_LIFE_S,
@@ -19,7 +20,6 @@ from kvxfer.storage.eviction.retention import (
 )
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
-from kvxfer.storage.threads import CLOSE_TIMEOUT_S
 from kvxfer.units import ByteSize
 
 

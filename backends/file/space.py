@@ -22,12 +22,12 @@ from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.header import padded
 from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, require_known
+from kvxfer.runtime import Threads
 from kvxfer.storage.eviction.policies import EvictionPolicy
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Removal, Reports
-from kvxfer.storage.threads import Threads
 
 KEYS_PER_LOCK = 256
 """Files that are removed at one time, while all other processes wait."""

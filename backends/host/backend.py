@@ -16,6 +16,7 @@ from kvxfer.checks import require_instance
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+from kvxfer.runtime import Threads
 from kvxfer.storage.backend import (
     DONE,
     MISSING,
@@ -41,7 +42,6 @@ from kvxfer.storage.lending import (
     require_parts_in_blocks,
 )
 from kvxfer.storage.observer import Removal, Reports
-from kvxfer.storage.threads import Threads
 
 NUM_THREADS = 2
 """Threads for batches: one stores while another loads; the copy engine adds its own."""

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+from kvxfer.runtime import Threads
 from kvxfer.storage.backend import DONE, Begun, ImmediateMover, Outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, make_block_key
-from kvxfer.storage.threads import Threads
 
 SLOT_BYTES = 8
 """Bytes of the slot's number in a key."""

@@ -15,6 +15,7 @@ from kvxfer.backends.mooncake.client import Ask, CallFailedError, Code, StoreCli
 from kvxfer.backends.mooncake.config import MooncakeConfig
 from kvxfer.backends.object.pages import Pages
 from kvxfer.kvcache.descriptors import Descriptors, view_memory
+from kvxfer.runtime import Threads
 from kvxfer.storage.backend import DONE, MISSING, NO_ROOM_REASON, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.gauge import Gauge
@@ -22,7 +23,6 @@ from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Removal, Reports
 from kvxfer.storage.staging_memory import StagingMemory
-from kvxfer.storage.threads import Threads
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore

@@ -10,9 +10,8 @@ from kvxfer import runtime
 from kvxfer.backends.mooncake.config import MooncakeConfig
 from kvxfer.errors import BackendUnavailableError, ClosedError, KVXferError
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.runtime import Calls, CircuitBreaker
+from kvxfer.runtime import Calls, CircuitBreaker, Threads
 from kvxfer.storage.backend import Outcome, Status
-from kvxfer.storage.threads import Threads
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore

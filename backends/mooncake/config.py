@@ -9,9 +9,9 @@ from kvxfer.configuration import Configuration
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.extras import require_extra
+from kvxfer.runtime import CLOSE_TIMEOUT_S
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
-from kvxfer.storage.threads import CLOSE_TIMEOUT_S
 from kvxfer.units import ByteSize
 
 if TYPE_CHECKING:

@@ -35,9 +35,8 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from kvxfer.runtime import fetch_error
+from kvxfer.runtime import Threads, fetch_error
 from kvxfer.storage.keys import Namespace
-from kvxfer.storage.threads import Threads
 from kvxfer.text import printable
 
 LINK_SHARE = 0.8

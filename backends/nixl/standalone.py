@@ -21,13 +21,13 @@ from kvxfer.backends.nixl.server import Server
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import Lender, StagedLender
 from kvxfer.storage.observed_backend import unwrapped
 from kvxfer.storage.observer import Reports
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
-from kvxfer.storage.threads import Threads
 from kvxfer.tiering import TieredBackend
 from kvxfer.units import format_size
 

@@ -21,7 +21,7 @@ from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.checks import require_instance
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.runtime import Calls, end_tasks, fetch_error
+from kvxfer.runtime import Calls, Threads, end_tasks, fetch_error
 from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.gauge import Gauge
@@ -29,7 +29,6 @@ from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Removal, Reports
-from kvxfer.storage.threads import Threads
 
 MAX_THREADS = 4
 """Most threads that copy and verify: a network feeds no more."""

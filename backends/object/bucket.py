@@ -16,9 +16,8 @@ from kvxfer.backends.object.request_failure import (
     open_client,
     request_failure,
 )
-from kvxfer.runtime import CircuitBreaker, Pause
+from kvxfer.runtime import CircuitBreaker, Pause, Threads
 from kvxfer.storage.backend import Status
-from kvxfer.storage.threads import Threads
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

@@ -10,8 +10,8 @@ from kvxfer.configuration import Configuration
 from kvxfer.endpoint import split_url
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import require_extra
+from kvxfer.runtime import CLOSE_TIMEOUT_S
 from kvxfer.storage.integrity import Integrity
-from kvxfer.storage.threads import CLOSE_TIMEOUT_S
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig

@@ -30,13 +30,12 @@ from kvxfer.copy_engine.method_table import MethodTable
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.runtime import Pause
+from kvxfer.runtime import Pause, Threads
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Reports
-from kvxfer.storage.threads import Threads
 
 NUM_THREADS = 2
 """Threads for batches: one stores while another loads; the copy engine adds its own."""

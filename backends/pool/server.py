@@ -26,13 +26,12 @@ from kvxfer.backends.pool.messages import (
 from kvxfer.backends.pool.session import PoolSession, PoolStore
 from kvxfer.endpoint import remove_abandoned
 from kvxfer.errors import BackendUnavailableError, KVXferError, NamespaceMismatchError
-from kvxfer.runtime import end_tasks
+from kvxfer.runtime import Threads, end_tasks
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.observed_backend import unwrapped
 from kvxfer.storage.observer import Reports
-from kvxfer.storage.threads import Threads
 from kvxfer.text import printable
 from kvxfer.tiering import TieredBackend
 from kvxfer.units import format_size

@@ -137,7 +137,7 @@ class _Batch:
 
 
 def _aside(call: Callable[[], None]) -> Awaitable[None]:
-    from kvxfer.storage.threads import run_aside
+    from kvxfer.runtime import run_aside
 
     return run_aside("raw medium", call)
 

@@ -36,9 +36,17 @@ from kvxfer.runtime.runtime import (
     wait_futures,
     wall_time,
 )
-from kvxfer.runtime.threads import DaemonThreads, LoopThread, begin_aside
+from kvxfer.runtime.threads import (
+    CLOSE_TIMEOUT_S,
+    DaemonThreads,
+    LoopThread,
+    Threads,
+    begin_aside,
+    run_aside,
+)
 
 __all__ = [
+    "CLOSE_TIMEOUT_S",
     "Calls",
     "CircuitBreaker",
     "DaemonThreads",
@@ -49,6 +57,7 @@ __all__ = [
     "Pause",
     "Runtime",
     "Suspension",
+    "Threads",
     "Uniform",
     "await_call",
     "begin_aside",
@@ -68,6 +77,7 @@ __all__ = [
     "random",
     "result",
     "run",
+    "run_aside",
     "sleep",
     "start_thread",
     "token_bytes",

@@ -1,7 +1,8 @@
-"""Threads of the runtime: a pool for calls that block, and an event loop on its own thread."""
+"""Threads of the runtime: pools for calls that block, and an event loop on its own thread."""
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,7 +10,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
+from kvxfer.runtime.calls import fetch_error, outlive_caller, wait_despite_cancel
 from kvxfer.runtime.runtime import lock, monotonic, new_event_loop, queue, result, start_thread
+
+CLOSE_TIMEOUT_S = 10.0
+"""Time that `Threads.aclose` waits for functions that still run, such as calls to a file server
+that is gone. A healthy disk takes less."""
 
 END_OF_THREADS_S = 5.0
 """Time for calls on other threads that were given up to end, when their loop ends."""
@@ -20,8 +26,78 @@ END_OF_TASKS_S = 1.0
 NUM_BLOCKING = 32
 """Most threads for calls that block, as many as asyncio has at most."""
 
+logger = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Threads:
+    """Bounded pool of threads for blocking functions, each of which runs to its end.
+
+    The process does not wait for these threads when it exits: a thread that hangs in the kernel
+    would keep it from exiting.
+
+    Args:
+        name: Prefix of the threads' names.
+        num_threads: Bound on concurrent calls; further ones wait.
+    """
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._name = name
+        self._executor = DaemonThreads(name, num_threads)
+        self._running: dict[Future[Any], None] = {}
+
+    def start(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run `func` on a thread, for which `aclose` waits, too; needs no event loop."""
+        started = self._executor.submit(func, *args, **kwargs)
+        self._running[started] = None
+        started.add_done_callback(self._running.pop)
+        return started
+
+    async def run(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `func` on a thread; when cancelled, wait for the thread before raising.
+
+        A thread cannot be interrupted: after an earlier return it would still write to memory
+        that its owner reuses.
+
+        Raises:
+            asyncio.CancelledError: The caller was cancelled; `func` has ended all the same.
+        """
+        return await wait_despite_cancel(self.start(func, *args, **kwargs))
+
+    async def ask(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `func`, which touches no memory of the caller, on a thread.
+
+        Raises:
+            asyncio.CancelledError: The caller was cancelled; `func` may still run.
+        """
+        return await outlive_caller(self.start(func, *args, **kwargs))
+
+    async def aclose(self, timeout_s: float | None = None) -> int:
+        """Wait for running functions and stop the threads; may be called again.
+
+        Args:
+            timeout_s: Seconds to wait; `CLOSE_TIMEOUT_S` by default.
+
+        Returns:
+            Number of functions that still run, also logged. No memory or file that they use may
+            be released.
+        """
+        timeout_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
+        running = [asyncio.wrap_future(each) for each in list(self._running)]
+        for each in running:
+            each.add_done_callback(fetch_error)
+        left = (await asyncio.wait(running, timeout=timeout_s))[1] if running else ()
+        if left:
+            text = "%s: %d calls still run after %g s and are abandoned"
+            logger.warning(text, self._name, len(left), timeout_s)
+        self._executor.shutdown()
+        return len(left)
+
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Make a call once no thread runs any more, after `aclose`: on the last one, or now."""
+        self._executor.when_ended(call)
 
 
 class DaemonThreads(ThreadPoolExecutor):
@@ -112,6 +188,14 @@ def begin_aside(name: str, func: Callable[[], T]) -> Future[T]:
     future = threads.submit(func)
     threads.shutdown()
     return future
+
+
+async def run_aside(name: str, func: Callable[[], T]) -> T:
+    """Run a function as `begin_aside` does; when cancelled, wait for its end before raising.
+
+    Closing uses it: `asyncio.to_thread` fails once the interpreter has begun to end.
+    """
+    return await wait_despite_cancel(begin_aside(name, func))
 
 
 class LoopThread:

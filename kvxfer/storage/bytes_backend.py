@@ -12,12 +12,12 @@ import xxhash
 from kvxfer.checks import require_instance, require_positive
 from kvxfer.errors import BackendUnavailableError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, view_blocks
+from kvxfer.runtime import CLOSE_TIMEOUT_S, Threads
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, groups_of, require_keys
-from kvxfer.storage.threads import CLOSE_TIMEOUT_S, Threads
 
 CHECKSUM_BYTES = 8
 

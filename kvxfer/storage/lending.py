@@ -14,12 +14,12 @@ from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Backend, Outcome, Status, positions_done
 from kvxfer.storage.call_guard import outside_of
 from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.keys import BlockKey, Namespace, groups_of
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
-from kvxfer.storage.threads import Threads
 
 GENERATION_BYTES = 8
 """Bytes of a slot's generation: a uint64, which one read fetches whole."""

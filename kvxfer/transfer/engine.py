@@ -7,11 +7,11 @@ from typing import Self
 
 from numpy.typing import ArrayLike
 
+from kvxfer.runtime import run_aside
 from kvxfer.storage.backend import Backend, Outcome
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
-from kvxfer.storage.threads import run_aside
 from kvxfer.transfer.job import Direction
 from kvxfer.transfer.polled_engine import PolledEngine
 

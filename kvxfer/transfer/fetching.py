@@ -21,11 +21,10 @@ from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.kvcache.portable import CacheDescription, PeerBlocks, match_caches
-from kvxfer.runtime import wait_despite_cancel
+from kvxfer.runtime import Threads, wait_despite_cancel
 from kvxfer.storage.backend import Outcome, Status, positions_done
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation, Reports
-from kvxfer.storage.threads import Threads
 from kvxfer.transfer.peer_engine import MAX_MATCHES, PeerEngine, PeerMatch
 from kvxfer.transfer.prompt_pages import Fetched, Wanted
 

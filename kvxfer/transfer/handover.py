@@ -23,14 +23,13 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
 from kvxfer.kvcache.descriptors import StreamMark
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.kvcache.portable import CacheDescription
-from kvxfer.runtime import begin_aside, end_tasks
+from kvxfer.runtime import Threads, begin_aside, end_tasks
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import CacheLender, require_ticket
 from kvxfer.storage.observer import Reports
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.storage.threads import Threads
 from kvxfer.transfer.asking import Asker, Found
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.event_loop import EngineLoop

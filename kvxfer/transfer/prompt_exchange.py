@@ -21,12 +21,11 @@ from kvxfer.checks import (
 from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import WorkerShard, describe_caches
-from kvxfer.runtime import wait_despite_cancel
+from kvxfer.runtime import run_aside, wait_despite_cancel
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import require_ticket
 from kvxfer.storage.observer import Observer, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.storage.threads import run_aside
 from kvxfer.transfer.handover import Handover
 from kvxfer.transfer.prompt_pages import Fetched
 

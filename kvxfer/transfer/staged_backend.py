@@ -14,12 +14,12 @@ from kvxfer.errors import ClosedError, DeviceError, DeviceLostError, InvalidArgu
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.runtime import Threads, run_aside
 from kvxfer.storage.backend import DONE, Backend, BlockMover, Outcome, Status, positions_done
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagedBlocks, StagingMemory
-from kvxfer.storage.threads import Threads, run_aside
 from kvxfer.transfer.job import Direction
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig, Integrity, PoolShape, SlotMover
 from kvxfer.errors import CapacityError, InvalidArgumentError
-from kvxfer.storage import threads as threads_module
+from kvxfer.runtime import threads as threads_module
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory

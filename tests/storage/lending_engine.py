@@ -7,11 +7,11 @@ from typing import Any, ParamSpec, TypeVar
 import xxhash
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.lending import BlockParts
-from kvxfer.storage.threads import Threads
 from kvxfer.testing.conformance.suite import make_memory, statuses
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 

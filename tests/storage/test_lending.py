@@ -10,11 +10,11 @@ import xxhash
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import BlockParts, Lender, StagedLender
-from kvxfer.storage.threads import Threads
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads

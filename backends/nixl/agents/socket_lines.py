@@ -10,8 +10,7 @@ from kvxfer.backends.nixl.wire import (
     Regions,
 )
 from kvxfer.errors import PeerError
-from kvxfer.runtime import wait_despite_cancel
-from kvxfer.storage.threads import Threads
+from kvxfer.runtime import Threads, wait_despite_cancel
 
 MAX_LINES = 2
 """Connections that one batch is read through: one moves bytes while the other one waits for its

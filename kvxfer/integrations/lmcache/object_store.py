@@ -24,12 +24,11 @@ from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_key, pie
 from kvxfer.integrations.lmcache.residents import Residents
 from kvxfer.integrations.lmcache.settings import UNIT_BYTES, AdapterSettings
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.runtime import Calls, Suspension
+from kvxfer.runtime import Calls, Suspension, Threads
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
-from kvxfer.storage.threads import Threads
 from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.job import Direction
 

@@ -22,6 +22,7 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST
+from kvxfer.runtime import Threads
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status, require_batch
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.gauge import Gauge
@@ -40,7 +41,6 @@ from kvxfer.storage.lending import (
 )
 from kvxfer.storage.observer import Reports
 from kvxfer.storage.staging_memory import StagingMemory
-from kvxfer.storage.threads import Threads
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.runtime import Suspension, begin_aside
+from kvxfer.runtime import Suspension, Threads, begin_aside
 from kvxfer.storage.backend import (
     DONE,
     Backend,
@@ -35,7 +35,6 @@ from kvxfer.storage.eviction.retention import Retention, retain_in
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import ObservedBackend, medium_of
 from kvxfer.storage.observer import Observer, Operation, Reports
-from kvxfer.storage.threads import Threads
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.tiering.lookup_results import LookupResults

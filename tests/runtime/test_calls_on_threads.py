@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvxfer.storage.threads import Threads, run_aside
+from kvxfer.runtime import Threads, run_aside
 
 TIMEOUT_S = 10.0
 
@@ -158,7 +158,7 @@ async def test_threads_are_made_when_needed_and_end_when_closed() -> None:
 def test_a_process_exits_although_a_function_hangs() -> None:
     code = """
 import asyncio, threading
-from kvxfer.storage.threads import Threads, run_aside
+from kvxfer.runtime import Threads, run_aside
 
 async def main():
     threads, entered = Threads("test", 1), threading.Event()
