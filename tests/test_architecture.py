@@ -1,10 +1,11 @@
 """The floors of docs/architecture.md: imports go down, in no circle, and faces are true."""
 
 import ast
+import functools
 import importlib
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from graphlib import TopologicalSorter
 from itertools import takewhile
 from pathlib import Path
@@ -104,9 +105,15 @@ FILES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 MODULES = {name_of(path): path for path in FILES}
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Read a file, once for all tests."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """Find the modules of kvxfer that a file imports, also for its types alone."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
             ("kvxfer", *PROGRAMS)
         ):
@@ -195,7 +202,7 @@ def test_no_function_is_too_long_to_read() -> None:
     lengths = {
         f"{name}.{node.name}": (node.end_lineno or 0) - node.lineno + 1
         for name, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {name: count for name, count in lengths.items() if count > MAX_FUNCTION_LINES} == {}
@@ -222,15 +229,13 @@ def types_and_owners(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
             yield node.value
 
 
-def uses_beside_runtime(source: str) -> Iterator[str]:
+def uses_beside_runtime(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Find what code asks of the machine itself.
 
     A lock at module level is none of a runtime: it outlives any.
     """
-    tree = ast.parse(source)
-    nodes = list(ast.walk(tree))
     names, apart = imported_names(nodes), {*types_and_owners(nodes)}
-    for line in tree.body:
+    for line in getattr(nodes[0], "body", ()):
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Call):
             apart |= {line.value.func} if ast.unparse(line.value) == "threading.Lock()" else set()
     for node in nodes:
@@ -254,7 +259,7 @@ def test_only_the_runtime_asks_the_machine_for_time_threads_sockets_and_chance()
         str(path.relative_to(ROOT)): uses
         for path in FILES
         if not str(path.relative_to(ROOT)).startswith(BESIDE_THE_RUNTIME)
-        if (uses := list(uses_beside_runtime(path.read_text())))
+        if (uses := list(uses_beside_runtime(nodes_of(path))))
     }
     assert found == {}
 
@@ -278,7 +283,7 @@ def test_only_the_runtime_asks_the_machine_for_time_threads_sockets_and_chance()
     ],
 )
 def test_what_is_asked_of_the_machine_itself_is_seen(source: str) -> None:
-    assert len(list(uses_beside_runtime(source))) == 1
+    assert len(list(uses_beside_runtime(list(ast.walk(ast.parse(source)))))) == 1
 
 
 @pytest.mark.parametrize(
@@ -293,7 +298,7 @@ def test_what_is_asked_of_the_machine_itself_is_seen(source: str) -> None:
     ],
 )
 def test_what_arguments_decide_is_let_alone(source: str) -> None:
-    assert list(uses_beside_runtime(source)) == []
+    assert list(uses_beside_runtime(list(ast.walk(ast.parse(source))))) == []
 
 
 @pytest.mark.parametrize("face", FACES)
