@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kvxfer.copy_engine.cuda_driver import LEGACY_STREAM, CudaDriver, CudaEvent, CudaStream
+from kvxfer.copy_engine.cuda_driver import (
+    LEGACY_STREAM,
+    NUM_EVENTS,
+    CudaDriver,
+    CudaEvent,
+    CudaStream,
+)
 from kvxfer.errors import DeviceError
 from kvxfer.kvcache.descriptors import StreamMark
 
@@ -25,14 +31,15 @@ class ComputeStream:
     def __init__(self, driver: CudaDriver, device: torch.device) -> None:
         self._driver = driver
         self._device = device
-        self._idle: deque[CudaEvent] = deque()
+        self._idle = deque(driver.open_event() for _ in range(NUM_EVENTS))
         self._closed = False
 
     def mark(self) -> StreamMark:
         """Mark the end of the work on the calling thread's current stream; does not block.
 
         Raises:
-            DeviceError: The driver refused.
+            DeviceError: The driver refused, or the stream is captured as a graph: what copies
+                waited for would become a part of it, with the copies.
             DeviceLostError: The device is gone.
         """
         handle = torch.cuda.current_stream(self._device).cuda_stream
@@ -45,6 +52,9 @@ class ComputeStream:
         # Garbage is collected in any thread, at any moment, so `_take_back` must take no lock.
         weakref.finalize(mark, self._take_back, event).atexit = False
         self._driver.record(event, stream)
+        if self._driver.is_captured(stream):
+            call = "cuStreamIsCapturing"
+            raise DeviceError(self._driver.device_index, call, "a stream that is captured")
         return mark
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer import runtime
-from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaEvent, CudaStream
+from kvxfer.copy_engine.cuda_driver import NUM_EVENTS, CudaDriver, CudaEvent, CudaStream
 from kvxfer.copy_engine.engine import Copy
 from kvxfer.copy_engine.pinned_memory import PinnedMemory
 from kvxfer.errors import DeviceError, DeviceLostError
@@ -18,6 +18,9 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 
 TABLE_FRAGMENTS = 1 << 16
 """Fragments of one launch of the kernel: 1.5 MiB of pinned memory for their addresses."""
+
+NUM_TABLES = 4
+"""Tables of a stream that are pinned in advance: see `NUM_EVENTS`."""
 
 
 class FragmentTable:
@@ -55,32 +58,49 @@ class CopyStream:
     Args:
         driver: The GPU.
         table_fragments: Fragments of a table.
+        has_tables: Whether batches need tables.
+
+    Attributes:
+        has_tables: Whether there are tables: not where their memory cannot be pinned.
     """
 
-    def __init__(self, driver: CudaDriver, table_fragments: int = TABLE_FRAGMENTS) -> None:
+    def __init__(
+        self,
+        driver: CudaDriver,
+        table_fragments: int = TABLE_FRAGMENTS,
+        *,
+        has_tables: bool = False,
+    ) -> None:
         self._driver = driver
         self._stream = driver.open_stream()
         self._turn = runtime.lock()
-        self._idle = _Idle(events=[], tables=[], table_fragments=table_fragments)
+        events = [driver.open_event() for _ in range(NUM_EVENTS)]
+        self._idle = _Idle(events, tables=[], table_fragments=table_fragments)
+        while has_tables and len(self._idle.tables) < NUM_TABLES:
+            self._idle.tables.append(FragmentTable(driver, table_fragments))
+            has_tables = self._idle.tables[-1].is_pinned
+        self.has_tables = has_tables
 
     @contextmanager
-    def batch(self, marks: Sequence[int]) -> Iterator["Batch"]:
+    def batch(self, marks: Sequence[int], *, times: bool = False) -> Iterator["Batch"]:
         """Lock the stream to enqueue one batch, which goes on after the end of the context.
 
         On an error, copies that were enqueued before it end before it is raised.
 
         Args:
             marks: Events that the batch has to wait for.
+            times: Whether the device measures how long it takes.
 
         Raises:
             DeviceLostError: The end of the batch cannot be observed.
         """
-        batch = Batch(self._driver, self._stream, self._idle)
+        batch = Batch(self._driver, self._stream, self._idle, times=times)
         try:
             with self._turn:
-                for mark in marks:
-                    self._driver.wait(self._stream, CudaEvent(mark))
                 try:
+                    for mark in marks:
+                        self._driver.wait(self._stream, CudaEvent(mark))
+                    batch.begin()
                     yield batch
                 finally:
                     batch.record()
@@ -115,12 +135,15 @@ class Batch(Copy):
         is_recorded: Whether the end of the batch can be observed.
     """
 
-    def __init__(self, driver: CudaDriver, stream: CudaStream, idle: _Idle) -> None:
+    def __init__(
+        self, driver: CudaDriver, stream: CudaStream, idle: _Idle, *, times: bool = False
+    ) -> None:
         self._driver = driver
         self.stream = stream
         self._idle = idle
+        self._start = driver.open_event(times=True) if times else None
         try:
-            self._event = idle.events.pop()
+            self._event = driver.open_event(times=True) if times else idle.events.pop()
         except IndexError:  # more concurrent batches than ever before
             self._event = driver.open_event()
         self._tables: list[FragmentTable] = []
@@ -136,6 +159,17 @@ class Batch(Copy):
                 return []
             self._tables.append(table)
         return self._tables
+
+    def begin(self) -> None:
+        """Note when the device begins with the batch, if that is measured."""
+        if self._start is not None:
+            self._driver.record(self._start, self.stream)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the device took for a batch that has ended, if they are measured."""
+        assert self._start is not None
+        return self._driver.seconds_between(self._start, self._event)
 
     def record(self) -> None:
         """Mark the end of the batch, once everything was enqueued.
@@ -153,6 +187,7 @@ class Batch(Copy):
         """See `Copy.has_ended`. To be asked by one thread at a time."""
         if not self._ended and self._driver.has_passed(self._event):
             self._ended = True
-            self._idle.events.append(self._event)
+            events = (self._event, self._start)
+            self._idle.events.extend(event for event in events if event is not None)
             self._idle.tables.extend(self._tables)
         return self._ended

@@ -1,7 +1,7 @@
 """CUDA copy engine: copies between the memory of one GPU and host memory."""
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import torch
@@ -64,23 +64,36 @@ class CudaCopyEngine(CopyEngine):
     ) -> None:
         self.device = torch.device("cuda", device_index)
         self.methods = methods
-        self.driver = CudaDriver(device_index)
         self._table_fragments = table_fragments
-        self._kernel = kernel if self.driver.reads_registered_memory else None
-        self._streams = {way: CopyStream(self.driver, table_fragments) for way in Way}
+        self._streams: dict[Way, CopyStream] = {}
         self._pinned: list[PinnedMemory] = []
-        self._closed = False
+        with ExitStack() as opened:
+            self.driver = CudaDriver(device_index)
+            opened.callback(self.driver.close)
+            has_tables = kernel is not None and self.driver.reads_registered_memory
+            for way in Way:
+                stream = CopyStream(self.driver, table_fragments, has_tables=has_tables)
+                opened.callback(stream.close)
+                self._streams[way], has_tables = stream, stream.has_tables
+            self._kernel = kernel if has_tables else None
+            self._opened = opened.pop_all()
 
     @property
     def has_kernel(self) -> bool:
         """Whether small fragments may be copied by a kernel."""
         return self._kernel is not None
 
+    @property
+    def has_pinned_all(self) -> bool:
+        """Whether all attached host memory is pinned."""
+        return all(memory.is_pinned for memory in self._pinned)
+
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `CopyEngine.attach`. Host memory is pinned, with a warning where it cannot be."""
         for region in memory:
             if region.device == HOST:
                 self._pinned.append(PinnedMemory(self.driver, region))
+                self._opened.callback(self._pinned[-1].close)
             elif region.device != self.device or not self._holds(region):
                 said = f"{region.num_bytes} bytes at {region.address:#x} of {region.device}"
                 raise InvalidArgumentError("memory", said, f"memory of {self.device}")
@@ -89,7 +102,13 @@ class CudaCopyEngine(CopyEngine):
         """See `CopyEngine.copy`. One side must be in host memory."""
         self.begin(source, destination).wait()
 
-    def begin(self, source: Descriptors, destination: Descriptors) -> Copy:
+    def time(self, source: Descriptors, destination: Descriptors) -> float:
+        """Copy as `copy` does; return the seconds that the device took, by its own clock."""
+        batch = self.begin(source, destination, times=True)
+        batch.wait()
+        return batch.seconds if isinstance(batch, Batch) else 0.0
+
+    def begin(self, source: Descriptors, destination: Descriptors, *, times: bool = False) -> Copy:
         """See `CopyEngine.begin`."""
         way = self._way(source, destination)
         host = destination if way is Way.TO_HOST else source
@@ -100,21 +119,14 @@ class CudaCopyEngine(CopyEngine):
             return Copy()
         is_pinned = any(memory.covers(host) for memory in self._pinned)
         marks = [side.after.event for side in (source, destination) if side.after]
-        with self._streams[way].batch(marks) as batch:
+        with self._streams[way].batch(marks, times=times) as batch:
             self._enqueue(pairs, way, batch, is_pinned=is_pinned)
         return batch
 
     def close(self) -> None:
         """See `CopyEngine.close`; no copy may be under way."""
-        if self._closed:
-            return
-        self._closed = True
         with suppress(DeviceLostError):  # a lost device has released everything
-            for stream in self._streams.values():
-                stream.close()
-            for memory in self._pinned:
-                memory.close()
-            self.driver.close()
+            self._opened.close()
         self._pinned.clear()
 
     def _way(self, source: Descriptors, destination: Descriptors) -> Way:
@@ -141,9 +153,11 @@ class CudaCopyEngine(CopyEngine):
     def _enqueue_kernels(self, pairs: FragmentPairs, kernel: FragmentKernel, batch: Batch) -> bool:
         tables = batch.open_tables(pairs.num_pairs)
         starts = range(0, pairs.num_pairs, self._table_fragments)
-        for start, table in zip(starts, tables, strict=False):
-            part = pairs.take(slice(start, start + self._table_fragments))
-            kernel.launch(table.fill(part.sources, part.destinations, part.lengths), batch.stream)
+        with self.driver.current():
+            for start, table in zip(starts, tables, strict=False):
+                part = pairs.take(slice(start, start + self._table_fragments))
+                columns = part.sources, part.destinations, part.lengths
+                kernel.launch(table.fill(*columns), batch.stream)
         return bool(tables)
 
     def _enqueue_each(self, pairs: FragmentPairs, way: Way, stream: CudaStream) -> None:

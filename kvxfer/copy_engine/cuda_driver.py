@@ -22,6 +22,10 @@ LEGACY_STREAM = CudaStream(1)
 CudaEvent = NewType("CudaEvent", int)
 """Handle of an event."""
 
+NUM_EVENTS = 32
+"""Events that are opened in advance, for as many marks or batches of a direction at one time: an
+event that is opened later may meet the capture of a graph."""
+
 BATCH_VERSION = 12080
 """CUDA release that introduced `cuMemcpyBatchAsync`, whose signature stays in later ones.
 Source: cudaTypedefs.h, PFN_cuMemcpyBatchAsync_v12080."""
@@ -91,15 +95,18 @@ class CudaDriver:
         self._api = _import_bindings(device_index)
         self._success = self._api.CUresult.CUDA_SUCCESS
         self._not_ready = self._api.CUresult.CUDA_ERROR_NOT_READY
+        self._relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         try:
             self._call("cuInit", 0)
             self._device = self._call("cuDeviceGet", device_index)
             self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         except (DeviceError, RuntimeError) as exc:  # RuntimeError: the driver is not there
             raise DeviceUnavailableError(device_index, str(exc)) from exc
-        self._copy = _COPY(self._find("cuMemcpyAsync", COPY_VERSION))
+        copy = self._find("cuMemcpyAsync", COPY_VERSION)
         batch = self._find("cuMemcpyBatchAsync", BATCH_VERSION)
-        self._batch = _BATCH(batch) if batch else None
+        if not copy:
+            raise DeviceUnavailableError(device_index, "the driver has no cuMemcpyAsync")
+        self._copy, self._batch = _COPY(copy), _BATCH(batch) if batch else None
         self.has_batch = self._batch is not None
         order = self._api.CUmemcpySrcAccessOrder
         self._in_order, self._at_once = (self._api.CUmemcpyAttributes() for _ in range(2))
@@ -109,10 +116,19 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make the device current in the calling thread for as long as the context lasts."""
+        """Make the device current in the calling thread for as long as the context lasts.
+
+        Meanwhile calls do not break the capture of a graph, on this thread or another one: nothing
+        that is done here belongs to a graph. Source: CUDA driver API,
+        cuThreadExchangeStreamCaptureMode.
+        """
         self._call("cuCtxPushCurrent", self._context)
         try:
-            yield
+            mode = self._call("cuThreadExchangeStreamCaptureMode", self._relaxed)
+            try:
+                yield
+            finally:
+                self._call("cuThreadExchangeStreamCaptureMode", mode)
         finally:
             self._call("cuCtxPopCurrent")
 
@@ -142,11 +158,22 @@ class CudaDriver:
         with self.current():
             self._call("cuStreamDestroy", stream)
 
-    def open_event(self) -> CudaEvent:
-        """Create an event, which counts as passed until it is recorded."""
+    def is_captured(self, stream: CudaStream) -> bool:
+        """Whether what a stream is given becomes a part of a graph instead of being done."""
         with self.current():
-            flags = self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING
-            return CudaEvent(int(self._call("cuEventCreate", flags)))
+            none = self._api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+            return bool(self._call("cuStreamIsCapturing", stream) != none)
+
+    def open_event(self, *, times: bool = False) -> CudaEvent:
+        """Create an event, which counts as passed until it is recorded.
+
+        Args:
+            times: Whether it notes when it passes, for `seconds_between`.
+        """
+        flags = self._api.CUevent_flags
+        flag = flags.CU_EVENT_DEFAULT if times else flags.CU_EVENT_DISABLE_TIMING
+        with self.current():
+            return CudaEvent(int(self._call("cuEventCreate", flag)))
 
     def close_event(self, event: CudaEvent) -> None:
         """Destroy an event."""
@@ -164,15 +191,19 @@ class CudaDriver:
         Raises:
             DeviceLostError: The device is gone, and the event never passes.
         """
-        with self.current():
-            try:
+        try:
+            with self.current():
                 (result,) = self._ask("cuEventQuery", event)
-                if result == self._not_ready:
-                    return False
-                self._check("cuEventQuery", result)
-            except DeviceError as exc:  # of any kind: nobody learns of the event's end
-                raise DeviceLostError(exc.device_index, exc.call, exc.code) from exc
-            return True
+                if result != self._not_ready:
+                    self._check("cuEventQuery", result)
+                return bool(result == self._success)
+        except DeviceError as exc:  # of any kind: nobody learns of the event's end
+            raise DeviceLostError(exc.device_index, exc.call, exc.code) from exc
+
+    def seconds_between(self, start: CudaEvent, end: CudaEvent) -> float:
+        """Return the time between two events that have passed, by the device's clock."""
+        with self.current():
+            return float(self._call("cuEventElapsedTime", start, end)) / 1e3
 
     def wait(self, stream: CudaStream, event: CudaEvent) -> None:
         """Make later work of a stream wait for an event; does not block the caller."""
@@ -328,7 +359,7 @@ class CudaDriver:
 
     def _find(self, name: str, version: int) -> int:
         """Find the address of a call with its signature in a release; 0 if there is none."""
-        _result, address, _status = self._api.cuGetProcAddress(name.encode(), version, 0)
+        _result, address, _status = self._ask("cuGetProcAddress", name.encode(), version, 0)
         return int(address or 0)
 
     def _call(self, name: str, *args: Any) -> Any:

@@ -5,8 +5,8 @@ import logging
 import os
 import platform
 import threading
-import weakref
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +25,7 @@ PREFERRED, MOVE = 1, 2
 """Source: mbind(2), MPOL_PREFERRED and MPOL_MF_MOVE: pages that other processes map stay."""
 
 _lock = threading.Lock()
-_registrations: "weakref.WeakValueDictionary[tuple[int, int], _Registration]"
-_registrations = weakref.WeakValueDictionary()
+_registrations: dict[tuple[int, int], "_Registration"] = {}
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 
@@ -87,10 +86,16 @@ class PinnedMemory:
                     self._driver.unregister(self._region.address)
 
 
+@dataclass(slots=True)
 class _Registration:
-    """Memory that this process has registered, for all of its devices, and how many use it."""
+    """Memory that this process has registered, for all of its devices, and how many use it.
 
-    num_owners = 0
+    Kept until it is unregistered: other memory at its address would be taken for registered, and
+    the device would still read and write the old pages.
+    """
+
+    region: MemoryRegion
+    num_owners: int = 0
 
 
 def _register(driver: CudaDriver, region: MemoryRegion) -> _Registration:
@@ -99,7 +104,7 @@ def _register(driver: CudaDriver, region: MemoryRegion) -> _Registration:
         registration = _registrations.get((region.address, region.num_bytes))
         if registration is None:
             driver.register(region.address, region.num_bytes)
-            registration = _Registration()
+            registration = _Registration(region)
             _registrations[region.address, region.num_bytes] = registration
         registration.num_owners += 1
     return registration

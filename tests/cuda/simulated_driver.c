@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #define MAX_RANGES 1024
@@ -34,6 +35,8 @@ struct op {
 
 struct CUevent_st {
     unsigned long recorded, passed, process;
+    double passed_ms;
+    int has_timing, captured;
 };
 
 struct CUstream_st {
@@ -42,6 +45,7 @@ struct CUstream_st {
     unsigned long num_waits, process;
     pthread_t thread;
     struct op *first, **last;
+    int captured;
 };
 
 struct CUctx_st {
@@ -69,11 +73,16 @@ static int version = 13000, numa_node = -1, can_use_host_pointer = 1, paused, re
 static size_t bytes_that_may_be_registered = SIZE_MAX, registered_bytes;
 static unsigned delay_us;
 static unsigned long num_batches, num_read_at_once, num_single, num_2d, num_pageable, num_live_events, num_live_streams;
+static unsigned long num_opened; /* by calls that a capture on another thread does not allow */
+static struct { CUstream stream; CUstreamCaptureMode mode; pthread_t thread; int invalidated; } capture;
+static __thread CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 static unsigned long process; /* what an earlier one opened is not among the live ones, nor missed when it is closed */
 
 /* As in a new process: the device is there, and whatever was registered or left to be copied is forgotten. */
 static void find_again(struct CUctx_st *context) {
     process++;
+    if (capture.stream) capture.stream->captured = 0;
+    capture.stream = NULL;
     context->lost = context->num_owners = 0;
     num_live_events = num_live_streams = registered_bytes = 0;
     for (int i = num_ranges; i--;)
@@ -106,6 +115,7 @@ unsigned long sim_get(const char *name) {
     if (!strcmp(name, "num_pageable")) return num_pageable;
     if (!strcmp(name, "num_live_events")) return num_live_events;
     if (!strcmp(name, "num_live_streams")) return num_live_streams;
+    if (!strcmp(name, "num_opened")) return num_opened;
     if (!strcmp(name, "registered_bytes")) return registered_bytes;
     if (!strcmp(name, "num_contexts")) return (unsigned long)(contexts[0].num_owners + contexts[1].num_owners);
     abort();
@@ -132,6 +142,34 @@ static CUresult check(void) {
     return current()->lost ? CUDA_ERROR_ECC_UNCORRECTABLE : CUDA_SUCCESS;
 }
 
+/* For calls that are not in the order of a stream: "If the local thread has an ongoing capture sequence that was not
+ * initiated with RELAXED, or if any other thread has a concurrent capture sequence initiated with GLOBAL, this thread is
+ * prohibited from potentially unsafe API calls", unless its mode says otherwise. The capture is invalid then.
+ * https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html, cuThreadExchangeStreamCaptureMode;
+ * which calls those are: https://github.com/pytorch/pytorch/pull/148594 for cuEventQuery. Here all of them are. */
+static CUresult check_capture(void) {
+    CUresult result = check();
+    if (result || !capture.stream || thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED) return result;
+    int is_own = pthread_equal(capture.thread, pthread_self());
+    if (is_own ? capture.mode == CU_STREAM_CAPTURE_MODE_RELAXED
+               : thread_mode != CU_STREAM_CAPTURE_MODE_GLOBAL || capture.mode != CU_STREAM_CAPTURE_MODE_GLOBAL)
+        return CUDA_SUCCESS;
+    capture.invalidated = 1;
+    return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+}
+
+static CUresult check_opening(void) {
+    CUresult result = check_capture();
+    num_opened += !result;
+    return result;
+}
+
+static double now_ms(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec * 1e3 + (double)time.tv_nsec * 1e-6;
+}
+
 static void *work(void *argument) {
     struct CUstream_st *stream = argument;
     pthread_mutex_lock(&lock);
@@ -148,7 +186,8 @@ static void *work(void *argument) {
             pthread_mutex_lock(&lock);
             num_busy--;
         }
-        if (op->kind == RECORD && op->event->passed < op->turn) op->event->passed = op->turn;
+        if (op->kind == RECORD && op->event->passed < op->turn)
+            op->event->passed = op->turn, op->event->passed_ms = now_ms();
         stream->first = op->next;
         if (!stream->first) stream->last = &stream->first;
         int stop = op->kind == STOP;
@@ -161,7 +200,12 @@ static void *work(void *argument) {
     return NULL;
 }
 
+/* What a captured stream is given becomes a part of the graph, and does not happen. */
 static void enqueue(struct CUstream_st *stream, struct op op) {
+    if (stream->captured) {
+        free(op.read);
+        return;
+    }
     struct op *copy = malloc(sizeof op);
     *copy = op;
     copy->process = process, copy->next = NULL;
@@ -266,7 +310,7 @@ static CUresult remove_range(uintptr_t address, struct range *removed) {
     return CUDA_ERROR_INVALID_VALUE;
 }
 CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t num_bytes) {
-    CUresult result = check();
+    CUresult result = check_opening();
     if (result) return result;
     int file = memfd_create("simulated device", 0);
     if (file < 0 || ftruncate(file, (off_t)num_bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
@@ -281,8 +325,10 @@ CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t num_bytes) {
 }
 CUresult cuMemFree_v2(CUdeviceptr address) {
     struct range range;
+    CUresult result = check_capture();
+    if (result == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) return result;
     pthread_mutex_lock(&lock);
-    CUresult result = remove_range(address, &range);
+    result = remove_range(address, &range);
     pthread_mutex_unlock(&lock);
     if (result) return result;
     munmap((void *)range.address, range.num_bytes);
@@ -291,7 +337,7 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
 }
 CUresult cuMemHostRegister_v2(void *address, size_t num_bytes, unsigned flags) {
     (void)flags;
-    CUresult result = check();
+    CUresult result = check_opening();
     if (result) return result;
     pthread_mutex_lock(&lock);
     if (range_of((uintptr_t)address, 1)) result = CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
@@ -303,7 +349,7 @@ CUresult cuMemHostRegister_v2(void *address, size_t num_bytes, unsigned flags) {
 }
 CUresult cuMemHostUnregister(void *address) {
     struct range range;
-    CUresult result = check();
+    CUresult result = check_capture();
     if (result) return result;
     pthread_mutex_lock(&lock);
     result = remove_range((uintptr_t)address, &range);
@@ -344,7 +390,7 @@ CUresult cuPointerGetAttribute(void *out, CUpointer_attribute attribute, CUdevic
 
 /* Streams and events. */
 CUresult cuStreamCreateWithPriority(CUstream *out, unsigned flags, int priority) {
-    CUresult result = check();
+    CUresult result = check_opening();
     if (result) return result;
     if (flags != CU_STREAM_NON_BLOCKING) return CUDA_ERROR_INVALID_VALUE;
     *out = start_stream(current(), priority);
@@ -355,28 +401,31 @@ CUresult cuStreamCreateWithPriority(CUstream *out, unsigned flags, int priority)
     return CUDA_SUCCESS;
 }
 CUresult cuStreamDestroy_v2(CUstream stream) {
+    CUresult result = check_capture();
+    if (result == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) return result;
     pthread_mutex_lock(&lock);
     if (stream->process == process) num_live_streams--;
     enqueue(stream, (struct op){.kind = STOP});
     pthread_mutex_unlock(&lock);
     pthread_detach(stream->thread);
-    return check();
+    return result;
 }
 CUresult cuStreamGetPriority(CUstream stream, int *out) { *out = stream->priority; return CUDA_SUCCESS; }
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
     CUresult result = check();
     if (result || flags || !stream) return result ? result : CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&lock);
+    if (event->captured) resolve(stream)->captured = 1; /* it joins the capture */
     enqueue(resolve(stream), (struct op){.kind = WAIT, .event = event, .turn = event->recorded});
     resolve(stream)->num_waits++;
     pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }
 CUresult cuEventCreate(CUevent *out, unsigned flags) {
-    CUresult result = check();
+    CUresult result = check_opening();
     if (result) return result;
-    if (!(flags & CU_EVENT_DISABLE_TIMING)) return CUDA_ERROR_INVALID_VALUE;
     *out = calloc(1, sizeof **out);
+    (*out)->has_timing = !(flags & CU_EVENT_DISABLE_TIMING);
     pthread_mutex_lock(&lock);
     (*out)->process = process;
     num_live_events++;
@@ -384,10 +433,12 @@ CUresult cuEventCreate(CUevent *out, unsigned flags) {
     return CUDA_SUCCESS;
 }
 CUresult cuEventDestroy_v2(CUevent event) {
+    CUresult result = check_capture();
+    if (result == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) return result;
     pthread_mutex_lock(&lock);
     if (event->process == process) num_live_events--;
     pthread_mutex_unlock(&lock);
-    return check();
+    return result;
 }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
     CUresult result = check();
@@ -395,16 +446,63 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
     if (!stream) return CUDA_ERROR_INVALID_HANDLE;
     if (refuse_records) return CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&lock);
-    enqueue(resolve(stream), (struct op){.kind = RECORD, .event = event, .turn = ++event->recorded});
+    event->captured = resolve(stream)->captured;
+    if (!event->captured)
+        enqueue(resolve(stream), (struct op){.kind = RECORD, .event = event, .turn = ++event->recorded});
     pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }
 CUresult cuEventQuery(CUevent event) {
     pthread_mutex_lock(&lock); /* first: an event of copies that a lost device dropped must not have passed */
-    CUresult result = check();
+    CUresult result = check_capture();
+    if (!result && event->captured) result = CUDA_ERROR_CAPTURED_EVENT;
     if (!result && event->passed < event->recorded) result = CUDA_ERROR_NOT_READY;
     pthread_mutex_unlock(&lock);
     return result;
+}
+/* INVALID_HANDLE "if either event has not been recorded" or was created without timing, NOT_READY "if it has been called
+ * on both events but the device has not yet completed": cuEventElapsedTime_v2 of group__CUDA__EVENT.html. */
+CUresult cuEventElapsedTime_v2(float *out, CUevent start, CUevent end) {
+    pthread_mutex_lock(&lock);
+    CUresult result = check_capture();
+    if (!result && !(start->has_timing && end->has_timing && start->recorded && end->recorded))
+        result = CUDA_ERROR_INVALID_HANDLE;
+    if (!result && (start->passed < start->recorded || end->passed < end->recorded)) result = CUDA_ERROR_NOT_READY;
+    if (!result) *out = (float)(end->passed_ms - start->passed_ms);
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+/* Captures of graphs, one at a time. */
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+    CUstreamCaptureMode before = thread_mode;
+    thread_mode = *mode, *mode = before;
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode) {
+    CUresult result = check();
+    if (result) return result;
+    if (!stream || stream == CU_STREAM_LEGACY || capture.stream) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    pthread_mutex_lock(&lock);
+    stream->captured = 1;
+    capture.stream = stream, capture.mode = mode, capture.thread = pthread_self(), capture.invalidated = 0;
+    pthread_mutex_unlock(&lock);
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamEndCapture(CUstream stream, CUgraph *out) {
+    if (stream != capture.stream) return CUDA_ERROR_ILLEGAL_STATE;
+    *out = NULL;
+    pthread_mutex_lock(&lock);
+    stream->captured = 0;
+    capture.stream = NULL;
+    pthread_mutex_unlock(&lock);
+    return capture.invalidated ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS;
+}
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *out) {
+    CUresult result = check();
+    if (result || !stream) return result ? result : CUDA_ERROR_INVALID_HANDLE;
+    *out = resolve(stream)->captured ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+    return CUDA_SUCCESS;
 }
 
 /* Copies. */
@@ -440,7 +538,10 @@ static CUresult copy_batch(CUdeviceptr *to, CUdeviceptr *from, size_t *num_bytes
                            CUmemcpyAttributes *attributes, size_t *first, size_t num_attributes, CUstream stream) {
     CUresult result = check();
     if (result) return result;
-    if (!stream || !count || num_attributes != 1 || first[0] != 0) return CUDA_ERROR_INVALID_VALUE;
+    /* "hStream must not be legacy NULL stream": cuMemcpyBatchAsync of group__CUDA__MEM.html */
+    if (!stream || stream == CU_STREAM_LEGACY || !count || num_attributes != 1 || first[0] != 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (stream->captured) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     int reads_at_once = attributes->srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_ANY;
     if (!reads_at_once && attributes->srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
         return CUDA_ERROR_INVALID_VALUE;
@@ -502,7 +603,10 @@ static const struct { const char *name; void *function; } calls[] = {
     CALL("cuStreamDestroy", cuStreamDestroy_v2), CALL("cuStreamGetPriority", cuStreamGetPriority),
     CALL("cuStreamWaitEvent", cuStreamWaitEvent), CALL("cuEventCreate", cuEventCreate),
     CALL("cuEventDestroy", cuEventDestroy_v2), CALL("cuEventRecord", cuEventRecord),
-    CALL("cuEventQuery", cuEventQuery), CALL("cuMemcpyAsync", cuMemcpyAsync),
+    CALL("cuEventQuery", cuEventQuery), CALL("cuEventElapsedTime", cuEventElapsedTime_v2),
+    CALL("cuThreadExchangeStreamCaptureMode", cuThreadExchangeStreamCaptureMode),
+    CALL("cuStreamBeginCapture", cuStreamBeginCapture_v2), CALL("cuStreamEndCapture", cuStreamEndCapture),
+    CALL("cuStreamIsCapturing", cuStreamIsCapturing), CALL("cuMemcpyAsync", cuMemcpyAsync),
     CALL("cuMemcpy2DAsync", cuMemcpy2DAsync_v2), CALL("cuMemcpyHtoD", cuMemcpyHtoD_v2),
     CALL("cuMemcpyDtoH", cuMemcpyDtoH_v2), CALL("cuGetErrorName", cuGetErrorName),
 };

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from kvxfer.copy_engine.compute_stream import ComputeStream
-from kvxfer.copy_engine.cuda_driver import LEGACY_STREAM, CudaDriver, CudaEvent, CudaStream
+from kvxfer.copy_engine.cuda_driver import (
+    LEGACY_STREAM,
+    NUM_EVENTS,
+    CudaDriver,
+    CudaEvent,
+    CudaStream,
+)
 from kvxfer.errors import DeviceLostError
 from tests.cuda.simulated_gpu import SimulatedGpu
 
@@ -77,10 +83,10 @@ def test_marks_that_are_garbage_give_their_events_to_the_next_ones(
     before = gpu.get("num_live_events")
     stream = ComputeStream(driver, DEVICE)
     for _ in range(20):
-        marks = [stream.mark() for _ in range(3)]
-        assert len({mark.event for mark in marks}) == 3
+        marks = [stream.mark() for _ in range(NUM_EVENTS)]
+        assert len({mark.event for mark in marks}) == NUM_EVENTS
         del marks
-    assert gpu.get("num_live_events") == before + 3
+    assert gpu.get("num_live_events") == before + NUM_EVENTS
     stream.close()
     assert gpu.get("num_live_events") == before
 

@@ -1,7 +1,9 @@
 """PinnedMemory: all of it is pinned, or none and a warning tells the cost."""
 
+import gc
 import logging
 import mmap
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -96,6 +98,18 @@ def test_memory_of_two_engines_is_unpinned_by_the_last_one(
     assert gpu.get("registered_bytes") == NUM_BYTES
     second.close()
     assert gpu.get("registered_bytes") == 0
+
+
+def test_memory_stays_where_it_is_as_long_as_it_is_registered(driver: CudaDriver) -> None:
+    """Other memory at its address would count as pinned, and the device would use the old pages."""
+    memory = np.frombuffer(mmap.mmap(-1, NUM_BYTES), np.uint8)
+    place, is_there = (memory.ctypes.data, NUM_BYTES), weakref.ref(memory)
+    pinned = PinnedMemory(driver, MemoryRegion(*place, memory))
+    del pinned, memory
+    gc.collect()
+    assert is_there() is not None
+    driver.unregister(place[0])
+    pinned_memory._registrations.pop(place)
 
 
 def test_a_lost_device_does_not_keep_memory_from_being_let_go(

@@ -1,0 +1,173 @@
+"""Captures of CUDA graphs: no call of kvxfer breaks one, on whichever thread it is made."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda.bindings import driver as cuda
+
+import kvxfer
+from kvxfer.copy_engine import devices
+from kvxfer.copy_engine.compute_stream import ComputeStream
+from kvxfer.copy_engine.cuda import CudaCopyEngine
+from kvxfer.copy_engine.cuda_driver import NUM_EVENTS, CudaDriver, CudaEvent
+from kvxfer.copy_engine.method_table import Way
+from kvxfer.errors import DeviceError
+from tests.cuda.copies import ALWAYS, copy, make_memory, scatter
+from tests.cuda.engine_caches import EngineCaches
+from tests.cuda.simulated_gpu import SimulatedGpu
+from tests.cuda.test_cuda import KernelOfTheDriver
+
+DEVICE = torch.device("cuda", 0)
+MODES, SUCCESS = cuda.CUstreamCaptureMode, cuda.CUresult.CUDA_SUCCESS
+NAMESPACE = kvxfer.Namespace(model="model", revision="1", dtype="bfloat16")
+KEYS = [kvxfer.make_block_key(bytes([i]), 0) for i in range(20)]
+
+
+def call(name: str, *args: object) -> Any:
+    result, *values = getattr(cuda, name)(*args)
+    assert result == SUCCESS, f"{name}: {result}"
+    return values[0] if values else None
+
+
+class Capture:
+    """Stream of an engine that captures a graph on the calling thread."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+        self.stream = driver.open_stream()
+
+    @contextmanager
+    def going_on(
+        self, mode: Any = MODES.CU_STREAM_CAPTURE_MODE_GLOBAL, result: Any = SUCCESS
+    ) -> Iterator[None]:
+        with self._driver.current():
+            call("cuStreamBeginCapture", self.stream, mode)
+        yield
+        with self._driver.current():
+            assert cuda.cuStreamEndCapture(self.stream)[0] == result
+
+
+@pytest.fixture
+def capture(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Capture]:
+    """A torch without CUDA has no current stream; the engine computes in one without a name."""
+
+    class Stream:
+        cuda_stream = 0
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    driver = CudaDriver(0)
+    capture = Capture(driver)
+    yield capture
+    driver.close_stream(capture.stream)
+    driver.close()
+
+
+@pytest.mark.parametrize("name", ["cuEventQuery", "cuEventCreate", "cuMemAlloc"])
+def test_the_simulated_driver_refuses_calls_that_may_be_unsafe_on_any_thread(
+    capture: Capture, name: str
+) -> None:
+    """Whoever does not say that a call belongs to no graph breaks the one that is captured."""
+    driver = CudaDriver(0)
+    arguments = {"cuEventQuery": driver.open_event(), "cuEventCreate": 0, "cuMemAlloc": 4096}
+    results: list[object] = []
+
+    def ask() -> None:
+        call("cuCtxPushCurrent", call("cuDevicePrimaryCtxRetain", 0))
+        results.append(getattr(cuda, name)(arguments[name])[0])
+        call("cuDevicePrimaryCtxRelease", 0)
+
+    with capture.going_on(result=cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    assert results == [cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED]
+    driver.close_event(arguments["cuEventQuery"])  # type: ignore[arg-type]
+    driver.close()
+
+
+@pytest.mark.parametrize("mode", list(MODES), ids=lambda mode: mode.name)
+@pytest.mark.parametrize("url", ["host://?capacity=4MiB", "file://{folder}?capacity=4MiB"])
+async def test_blocks_are_moved_while_a_graph_is_captured(
+    gpu: SimulatedGpu, capture: Capture, tmp_path: Path, url: str, mode: Any
+) -> None:
+    """Nothing is opened then that `connect` has not opened, and the capture is never met."""
+    caches = EngineCaches(gpu)
+    before = caches.blocks
+    url = url.format(folder=tmp_path)
+    async with kvxfer.connect(url, caches.caches, namespace=NAMESPACE) as engine:
+        opened = gpu.get("num_opened")
+        with capture.going_on(mode):
+            stored = await engine.store(KEYS, [range(20)])
+            loaded = await engine.load(KEYS, [range(20, 40)])
+            assert gpu.get("num_opened") == opened
+        assert all(outcome.done for outcome in stored + loaded)
+    assert np.array_equal(caches.blocks[:, 20:40], before[:, :20])
+
+
+def test_polled_jobs_are_moved_while_a_graph_is_captured(
+    gpu: SimulatedGpu, capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = KernelOfTheDriver(CudaDriver(0))
+    monkeypatch.setattr(devices, "open_kernel", lambda device: kernel)
+    caches = EngineCaches(gpu)
+    before = caches.blocks
+    url = "host://?capacity=4MiB&methods=to_device=1MiB,to_host=1MiB"
+    with kvxfer.connect(url, caches.caches, namespace=NAMESPACE) as engine:
+        assert engine.wait([engine.submit_store(KEYS, [range(20)])], timeout_s=10)
+        opened, launched = gpu.get("num_opened"), kernel.num_fragments
+        with capture.going_on():
+            loads = [engine.submit_load(KEYS, [range(20, 40)]) for _ in range(3)]
+            assert len(engine.wait(loads, timeout_s=10)) == len(loads)
+            assert engine.wait([engine.submit_store(KEYS[:3], [range(3)])], timeout_s=10)
+        assert kernel.num_fragments > launched
+        assert gpu.get("num_opened") <= opened + 3, "more than the stand-in's own events"
+        assert all(job.done for job in engine.get_finished())
+    kernel.close()
+    assert np.array_equal(caches.blocks[:, 20:40], before[:, :20])
+
+
+def test_more_marks_and_batches_than_were_opened_break_no_capture(
+    gpu: SimulatedGpu, capture: Capture
+) -> None:
+    memory = make_memory(gpu)
+    engine = CudaCopyEngine(0, ALWAYS)
+    engine.attach([memory.region])
+    source = ComputeStream(engine.driver, DEVICE)
+    gpu.set("paused", 1)
+    with capture.going_on():
+        marks = [source.mark() for _ in range(NUM_EVENTS + 1)]
+        size = np.full(1, 64, np.uint64)
+        host, on_device = (memory.describe(side, size, size) for side in ("host", "device"))
+        copies = [engine.begin(host, on_device) for _ in range(NUM_EVENTS + 1)]
+        gpu.set("paused", 0)
+        for each in copies:
+            each.wait()
+    copy(engine, memory, Way.TO_HOST, scatter(0))
+    del marks
+    source.close()
+    engine.close()
+
+
+def test_a_job_that_would_become_a_part_of_the_graph_is_refused(
+    gpu: SimulatedGpu, capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = CudaDriver(0)
+    source = ComputeStream(driver, DEVICE)
+
+    class Stream:
+        cuda_stream = capture.stream
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    with capture.going_on(), pytest.raises(DeviceError, match="a stream that is captured"):
+        source.mark()
+    mark = source.mark()
+    driver.wait(capture.stream, CudaEvent(mark.event))
+    source.close()
+    del mark
+    driver.close()
