@@ -68,7 +68,8 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> object:
 
 
 def _number(name: str, value: object) -> float:
-    number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    is_other = isinstance(value, bool) or not isinstance(value, Real)
+    number: Any = math.nan if is_other else value
     if not (number >= 0 or number < 0):  # of any size, also such as no float has
         raise InvalidArgumentError(name, value, "0 or more, a number")
     return float(max(-TIMEOUT_MAX, min(number, TIMEOUT_MAX)))
