@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from benchmarks.pd.prefill import HOST
 from benchmarks.vllm.engine_process import EngineConfig, EngineProcess, Generation
-from benchmarks.vllm.model import EngineModel
+from benchmarks.vllm.model import EngineModel, share_of_gpu
 from kvxfer.endpoint import free_ports
 
 MAX_MODEL_LEN = 8192
@@ -172,7 +174,7 @@ def _start(model: EngineModel, connector: str | None) -> EngineProcess:
         settings = {"listen": f"{HOST}:{port}", "lease_s": LEASE_S, "ask_timeout_s": TIMEOUT_S}
         transfer["kv_connector_extra_config"] = settings
     elif transfer is not None:
-        transfer["kv_buffer_device"] = "cpu"
+        transfer["kv_buffer_device"] = "cuda" if torch.cuda.is_available() else "cpu"
         transfer["kv_connector_extra_config"] = {"kv_lease_duration": LEASE_S}
         environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
         environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
@@ -184,6 +186,7 @@ def _start(model: EngineModel, connector: str | None) -> EngineProcess:
             multiprocessing=True,
             kv_cache_memory_bytes=CACHE_BYTES,
             max_model_len=MAX_MODEL_LEN,
+            gpu_memory_utilization=share_of_gpu(),
             environment=environment,
         )
     )

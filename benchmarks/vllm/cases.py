@@ -12,13 +12,13 @@ from typing import Any
 
 from benchmarks.file import FOLDER_VARIABLE
 from benchmarks.report import BenchRow, compare
-from benchmarks.vllm.engine_process import EngineConfig, EngineProcess
-from benchmarks.vllm.model import VOCAB_SIZE, find_model
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK, EngineConfig, EngineProcess
+from benchmarks.vllm.model import VOCAB_SIZE, find_model, share_of_gpu
 
-CACHED_TOKENS = 19 * 128
+CACHED_TOKENS = 19 * TOKENS_PER_BLOCK
 PROMPT_TOKENS = CACHED_TOKENS + 16  # a last block that is always computed, as in most real prompts
 HITS_PER_ROUND = 3
-BATCH_TOKENS = 2 * 128 + 45
+BATCH_TOKENS = 2 * TOKENS_PER_BLOCK + 45
 OUTPUT_TOKENS = 16
 REQUESTS_AT_A_TIME = (4, 16)
 
@@ -55,8 +55,15 @@ def run(*, quick: bool) -> list[BenchRow]:
 
     def start(connector: Mapping[str, Any] | None) -> EngineProcess:
         settings = dict(connector) if connector else None
-        config = EngineConfig(model=str(model.folder), dtype=model.dtype, connector=settings)
-        return EngineProcess(config)
+        return EngineProcess(
+            EngineConfig(
+                model=str(model.folder),
+                dtype=model.dtype,
+                connector=settings,
+                block_size=TOKENS_PER_BLOCK,
+                gpu_memory_utilization=share_of_gpu(),
+            )
+        )
 
     case = f"first token of {PROMPT_TOKENS} tokens in {model.dtype}"
     prompts = _prompts()

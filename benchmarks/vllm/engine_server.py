@@ -36,10 +36,18 @@ class _Engine:
 
         offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
         transfer = config.connector and offloading | {"kv_connector_extra_config": config.connector}
+        chosen = {
+            name: getattr(config, name)
+            for name in ("block_size", "gpu_memory_utilization", "attention_backend")
+            if getattr(config, name) is not None
+        }
+        if config.max_lora_rank:
+            chosen |= {"enable_lora": True, "max_lora_rank": config.max_lora_rank}
         self._llm = LLM(
             config.model,
             skip_tokenizer_init=True,
-            enforce_eager=True,
+            enforce_eager=config.enforce_eager,
+            load_format=config.load_format,
             enable_prefix_caching=True,
             disable_log_stats=False,
             dtype=config.dtype,
@@ -51,6 +59,7 @@ class _Engine:
             tensor_parallel_size=config.tensor_parallel_size,
             kv_transfer_config=transfer or config.transfer,
             kv_events_config=config.events,
+            **chosen,
         )
         self._num_requests = 0
         self._step_times: list[float] = []
@@ -73,8 +82,10 @@ class _Engine:
 
     def _generate(self, command: Generate) -> list[Generation]:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         engine = self._llm.llm_engine
+        lora = command.adapter and LoRARequest("adapter", command.adapter_id, command.adapter)
 
         def sampling(index: int) -> SamplingParams:
             params = command.params.get(index)
@@ -102,7 +113,7 @@ class _Engine:
                 del waiting[index]
                 start_s[names[index]] = time.perf_counter()
                 prompt = {"prompt_token_ids": command.prompts[index]}
-                engine.add_request(names[index], prompt, sampling(index))
+                engine.add_request(names[index], prompt, sampling(index), lora_request=lora or None)
             for index, after in command.abort_after_steps.items():
                 if num_steps == after:
                     engine.abort_request([names[index]])

@@ -157,7 +157,9 @@ class PlainWorker(OffloadingWorker):
         pairs = []
         for cache in caches.tensors:
             blocks = _as_words(cache.tensor)
-            pairs.append((blocks, blocks.new_zeros(num_slots * blocks_per_chunk, blocks.shape[1])))
+            shape = (num_slots * blocks_per_chunk, blocks.shape[1])
+            pinned = blocks.device.type != "cpu"
+            pairs.append((blocks, torch.zeros(shape, dtype=blocks.dtype, pin_memory=pinned)))
         self._tensors_of_group = [
             [pairs[index] for index in sorted({ref.tensor_idx for ref in refs})]
             for refs in caches.group_data_refs
@@ -219,7 +221,14 @@ def _as_words(cache: torch.Tensor) -> torch.Tensor:
 def _copy(
     target: torch.Tensor, target_rows: torch.Tensor, source: torch.Tensor, source_rows: torch.Tensor
 ) -> None:
-    """Copy rows in one call of torch where either side's rows are neighbours, else in two."""
+    """Copy rows in one call of torch where either side's rows are neighbours, else in two.
+
+    Between a GPU and the host, rows are gathered on one side and scattered on the other.
+    """
+    if target.device != source.device:
+        rows = source[source_rows.to(source.device)].to(target.device)
+        target.index_copy_(0, target_rows.to(target.device), rows)
+        return
     into, out_of = _neighbours(target, target_rows), _neighbours(source, source_rows)
     if into is None:
         target.index_copy_(0, target_rows, source[source_rows] if out_of is None else out_of)

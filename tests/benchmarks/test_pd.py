@@ -10,11 +10,12 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from benchmarks.nixl.far import FarProcess
 from benchmarks.nixl.raw import allocate
-from benchmarks.pd import engines
+from benchmarks.pd import engines, pair
 from benchmarks.pd.decode import Decode
 from benchmarks.pd.moves import LARGE_ROWS, PAGES, SMALL_ROWS
 from benchmarks.pd.pair import EnginePair, NotLoadedError
@@ -200,3 +201,19 @@ def test_the_benchmark_runs() -> None:
     rows = json.loads(printed)
     assert len(rows) == 18
     assert all(each["value"] > 0 and each["baseline"] > 0 for each in rows)
+
+
+def test_on_a_gpu_engines_share_it_and_take_the_ways_that_their_connectors_choose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pair, "EngineProcess", lambda config: config)
+    model = EngineModel(Path("model"), "bfloat16")
+    for there, device, share in ((False, "cpu", None), (True, "cuda", 0.2)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        ours, nixl, alone = pair.start_engines(model, ["KVXferConnector", "NixlConnector", None])
+        configs: list[Any] = [ours, nixl, alone]
+        assert [each.gpu_memory_utilization for each in configs] == [share] * 3
+        assert configs[1].transfer["kv_buffer_device"] == device
+        assert (
+            not {"transport", "integrity"} & configs[0].transfer["kv_connector_extra_config"].keys()
+        )

@@ -102,14 +102,14 @@ def test_chunks_have_slots_of_their_own_and_a_reset_frees_them_all() -> None:
     assert store(manager, NEW, LATER, TAIL) == []
 
 
-def make_caches(page_bytes: int, *, padding: int = 0) -> CanonicalKVCaches:
+def make_caches(page_bytes: int, *, padding: int = 0, device: str = "cpu") -> CanonicalKVCaches:
     """Make two caches with random bytes; the first group has both, the second the last one."""
     torch.manual_seed(page_bytes)
     tensors = [
         CanonicalKVCacheTensor(
-            torch.randint(-128, 128, (NUM_BLOCKS, page_bytes + padding), dtype=torch.int8)[
-                :, :page_bytes
-            ],
+            torch.randint(
+                -128, 128, (NUM_BLOCKS, page_bytes + padding), dtype=torch.int8, device=device
+            )[:, :page_bytes],
             page_bytes,
         )
         for _ in range(2)
@@ -123,10 +123,11 @@ def make_caches(page_bytes: int, *, padding: int = 0) -> CanonicalKVCaches:
     "to", [[3, 4, 5], [11, 2, 7]], ids=["to neighbours", "to scattered blocks"]
 )
 @pytest.mark.parametrize("slots", [[2, 3], [4, 1]], ids=["slots in order", "slots out of order"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_worker_copies_blocks_out_and_back_to_the_byte(
-    page_bytes: int, padding: int, to: list[int], slots: list[int]
+    page_bytes: int, padding: int, to: list[int], slots: list[int], device: str
 ) -> None:
-    caches = make_caches(page_bytes, padding=padding)
+    caches = make_caches(page_bytes, padding=padding, device=device)
     before = [cache.tensor.clone() for cache in caches.tensors]
     worker = PlainWorker(caches, 6, blocks_per_chunk=2)
     stored = GPULoadStoreSpec([9, 8, 10, 1, 6, 0], group_sizes=[4, 2], block_indices=[0, 4])

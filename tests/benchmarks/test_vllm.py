@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.file import FOLDER_VARIABLE
 from benchmarks.vllm import cases, model
-from benchmarks.vllm.engine_process import EngineConfig, Generation
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK, EngineConfig, Generation
 
 COMPUTED_S, DEVICE_S, HOST_S, PLAIN_S, FILES_S = 8.0, 0.1, 0.2, 0.25, 0.15
 NUM_STEPS = {COMPUTED_S: 1, DEVICE_S: 1, HOST_S: 2, PLAIN_S: 3, FILES_S: 40}
@@ -100,9 +100,12 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[PretendedEn
     return engines
 
 
-def test_each_kind_of_hit_is_compared_with_its_own_baseline() -> None:
+def test_each_kind_of_hit_is_compared_with_its_own_baseline(
+    engines: type[PretendedEngine],
+) -> None:
     first, steps = "first token of 2448 tokens in float16, ", "engine steps until the first token, "
     rows = {row.case: (round(row.ratio, 4), row.goal) for row in cases.run(quick=True)}
+    assert {each.block_size for each in engines.started} == {TOKENS_PER_BLOCK}
     assert rows == {
         f"{first}host hit against device hit": (2.0, ""),
         f"{first}host hit against 1.05 device hits + 5 ms": (1.8182, "<= 1.0"),

@@ -15,21 +15,23 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.vllm.engine_process import (
+    TOKENS_PER_BLOCK,
     EngineConfig,
     EngineDiedError,
     EngineProcess,
     Generation,
 )
+from benchmarks.vllm.model import share_of_gpu
 from tests.e2e import audit, models, oracle, text
 from tests.e2e.demo_console import Step, add_dtype, show_steps
 
 NUM_PROMPTS = 4
-TOKENS_PER_BLOCK = 128
 NUM_BLOCKS = 19
 MAX_TOKENS = 8
 CAPACITY = "1GiB"
@@ -141,13 +143,18 @@ def _engine_config(folder: Path, dtype: str, audited: Path | None) -> EngineConf
         "spec_module_path": "kvxfer.integrations.vllm",
         "backend": [f"host://?capacity={CAPACITY}", f"file://{FILES}?capacity={FILE_CAPACITY}"],
     }
+    engine: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": dtype,
+        "block_size": TOKENS_PER_BLOCK,
+        "gpu_memory_utilization": share_of_gpu(),
+    }
     if audited is None:
-        return EngineConfig(model=str(folder), dtype=dtype, connector=connector)
+        return EngineConfig(connector=connector, **engine)
     return EngineConfig(
-        model=str(folder),
-        dtype=dtype,
         connector=connector | audit.SPEC,
         environment=audit.environment(audited, [audit.Hook.FLIP_LOADED_BIT]),
+        **engine,
     )
 
 

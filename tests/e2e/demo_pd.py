@@ -23,11 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.vllm.engine_process import (
+    TOKENS_PER_BLOCK,
     EngineConfig,
     EngineDiedError,
     EngineProcess,
     Generation,
 )
+from benchmarks.vllm.model import share_of_gpu
 from examples.proxy.config import ProxyConfig
 from examples.proxy.server import Proxy
 from tests.e2e import models, oracle, text
@@ -41,7 +43,6 @@ KILLED_BEFORE = 2
 STARTED_BEFORE = 3
 """Index of the question before which it is started again."""
 NUM_BLOCKS = 12
-TOKENS_PER_BLOCK = 128
 MAX_TOKENS = 12
 CACHE_MIB = 512
 LIMIT_S = 180.0
@@ -132,6 +133,8 @@ def _run_alone(
         model=str(folder),
         dtype=dtype,
         max_model_len=MAX_MODEL_LEN,
+        block_size=TOKENS_PER_BLOCK,
+        gpu_memory_utilization=share_of_gpu(),
         environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
     )
     advance = step("start one engine alone", 1)

@@ -8,12 +8,29 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vllm.engine_process import EngineConfig, EngineProcess, Generation
+import pytest
+import torch
+
+from benchmarks.vllm.engine_process import (
+    TOKENS_PER_BLOCK,
+    EngineConfig,
+    EngineProcess,
+    Generation,
+)
+from benchmarks.vllm.model import share_of_gpu
 from tests.e2e import audit, models, oracle
 
 REPOSITORY = audit.REPOSITORY
 MIB = 1 << 20
 DTYPES = {"qwen3-next": "bfloat16"}  # every other one computes exactly enough in float32
+if torch.cuda.is_available():
+    DTYPES["mla"] = "bfloat16"  # MLA's kernels for GPUs know no float32
+CHOOSES_BLOCKS = {"qwen3-next", "mla"}
+"""Models whose blocks nobody counts: vLLM fits them to their states, or to their kernel."""
+
+on_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="changes vLLM's attention for CPUs, which a GPU does not run"
+)
 
 
 class AuditedEngine(EngineProcess):
@@ -32,7 +49,7 @@ class AuditedEngine(EngineProcess):
         connector: Further settings of the connector.
         python_path: Where else the engine finds modules.
         environment: Environment variables on top of what the audit needs.
-        settings: Fields of `EngineConfig`.
+        settings: Fields of `EngineConfig`; by default blocks have `TOKENS_PER_BLOCK`.
     """
 
     def __init__(
@@ -54,6 +71,10 @@ class AuditedEngine(EngineProcess):
     ) -> None:
         self.dtype = dtype or DTYPES.get(model, "float32")
         self._directory = directory
+        require_gpus(settings.get("tensor_parallel_size", 1))
+        if model not in CHOOSES_BLOCKS:
+            settings.setdefault("block_size", TOKENS_PER_BLOCK)
+        settings.setdefault("gpu_memory_utilization", share_of_gpu())
         backend = [f"host://?capacity={capacity}"]
         backend += [f"file://{files}?capacity=4GiB"] if files else []
         backend += [each for each in (peers, objects) if each]
@@ -99,6 +120,13 @@ class AuditedEngine(EngineProcess):
             except (ProcessLookupError, FileNotFoundError):
                 continue
         return sorted(found)
+
+
+def require_gpus(number: int) -> None:
+    """Skip a test whose workers need a GPU each, where there are fewer."""
+    there = torch.cuda.device_count()
+    if 0 < there < number:
+        pytest.skip(f"{number} workers need a GPU each, and there is {there}")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.audit import Hook
 from tests.e2e.conftest import Start
 from tests.e2e.harness import (
@@ -28,7 +29,7 @@ def test_a_flipped_bit_in_a_loaded_page_fails_the_audit(start: Start) -> None:
     (returned,) = engine.generate(prompts, max_tokens=MAX_TOKENS)
 
     audit = engine.audit()
-    assert returned.cached_tokens == 5 * 128
+    assert returned.cached_tokens == 5 * TOKENS_PER_BLOCK
     assert len(audit.different) == 1
     assert not audit.clean
 
@@ -63,7 +64,7 @@ def test_a_pool_smaller_than_one_prompt_keeps_what_fits(start: Start) -> None:
 
 def test_preempted_requests_go_on_with_the_same_tokens(start: Start) -> None:
     engine = start("llama", kv_cache_memory_bytes=24 * BLOCK_BYTES, max_model_len=1024)
-    prompts = random_prompts(8, shared_tokens=128, own_tokens=240)
+    prompts = random_prompts(8, shared_tokens=TOKENS_PER_BLOCK, own_tokens=240)
     computed = engine.computed(prompts, max_tokens=60)
     engine.offload()
 
@@ -150,6 +151,6 @@ def test_corrupt_host_memory_is_recomputed_and_never_served(llama: AuditedEngine
     assert recomputed[0].cached_tokens == 0
     of_corrupt = 'vllm:kvxfer_load_blocks{cause="request",outcome="corrupt",tier="host"}'
     assert after[of_corrupt] > before.get(of_corrupt, 0)
-    assert returned[0].cached_tokens >= 128, "what was recomputed is stored anew"
+    assert returned[0].cached_tokens >= TOKENS_PER_BLOCK, "what was recomputed is stored anew"
     require_same([*recomputed, *returned], computed[:1] * 2, dtype=llama.dtype)
     assert llama.audit().clean, llama.audit()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from tests.e2e import demo
 
 pytestmark = pytest.mark.e2e
@@ -47,5 +48,5 @@ def test_it_fails_where_a_byte_of_a_page_was_altered(
 def test_it_fails_where_a_byte_of_a_file_was_altered(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--plant", "file"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"and {NUM_BLOCKS * demo.TOKENS_PER_BLOCK} in the engine's own hit" in shown
+    assert f"and {NUM_BLOCKS * TOKENS_PER_BLOCK} in the engine's own hit" in shown
     assert "kvxfer's memory: " not in shown

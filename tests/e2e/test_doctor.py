@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.vllm.engine_process import EngineConfig, EngineProcess
+from benchmarks.vllm.model import share_of_gpu
 from kvxfer.doctor import Finding, Severity, compare
 from tests.e2e import models
 from tests.e2e.harness import REPOSITORY, random_prompts
@@ -47,6 +48,7 @@ def test_a_configuration_has_the_namespaces_of_the_engine_that_it_starts(tmp_pat
         transfer=transfer,
         max_model_len=2048,
         kv_cache_memory_bytes=32 << 20,
+        gpu_memory_utilization=share_of_gpu(),
     )
     arguments = {
         "model": config.model,

@@ -6,14 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
 from tests.e2e import instruction_set
-from tests.e2e.harness import AuditedEngine, random_prompts, require_same, run_engine
+from tests.e2e.harness import (
+    AuditedEngine,
+    on_cpu,
+    random_prompts,
+    require_same,
+    run_engine,
+)
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, on_cpu]
 
 MAX_TOKENS = 8
-BLOCK_TOKENS = 128
 SHARED_BLOCKS = 3
 
 
@@ -39,14 +45,14 @@ def run(
 def test_packings_that_are_known_element_by_element_are_shared(
     tmp_path: Path, first: tuple[str, int], second: tuple[str, int], dtype: str
 ) -> None:
-    prompts = random_prompts(2, shared_tokens=SHARED_BLOCKS * BLOCK_TOKENS, own_tokens=64)
+    prompts = random_prompts(2, shared_tokens=SHARED_BLOCKS * TOKENS_PER_BLOCK, own_tokens=64)
     with run(tmp_path, "first", *first, dtype) as engine:
         computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
         engine.settle()
     with run(tmp_path, "second", *second, dtype) as engine:
         returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
     require_same(returned, computed, dtype=dtype)
-    assert all(one.cached_tokens == SHARED_BLOCKS * BLOCK_TOKENS for one in returned)
+    assert all(one.cached_tokens == SHARED_BLOCKS * TOKENS_PER_BLOCK for one in returned)
     assert len(list((tmp_path / "files").glob("*/namespace.json"))) == 1
 
 
@@ -58,7 +64,7 @@ def test_packings_that_are_known_element_by_element_are_shared(
 def test_what_is_packed_for_amx_is_found_by_engines_that_pack_so(
     tmp_path: Path, first: tuple[str, int], second: tuple[str, int]
 ) -> None:
-    prompts = random_prompts(2, shared_tokens=SHARED_BLOCKS * BLOCK_TOKENS, own_tokens=64)
+    prompts = random_prompts(2, shared_tokens=SHARED_BLOCKS * TOKENS_PER_BLOCK, own_tokens=64)
     with run(tmp_path, "first", *first, "bfloat16") as engine:
         computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
         engine.settle()
@@ -70,6 +76,6 @@ def test_what_is_packed_for_amx_is_found_by_engines_that_pack_so(
     require_same(missed + returned, computed[:1] * 2, dtype="bfloat16")
     with run(tmp_path, "third", first[0], 3 - first[1], "bfloat16") as engine:
         (hit, _) = engine.generate(prompts, max_tokens=MAX_TOKENS)
-    assert hit.cached_tokens == SHARED_BLOCKS * BLOCK_TOKENS
+    assert hit.cached_tokens == SHARED_BLOCKS * TOKENS_PER_BLOCK
     names = [path.read_text() for path in (tmp_path / "files").glob("*/namespace.json")]
     assert sorted("packed for amx" in name for name in names) == [False, True]

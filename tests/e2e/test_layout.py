@@ -6,9 +6,9 @@ import pytest
 
 from tests.e2e import block_outermost, oracle
 from tests.e2e.conftest import Start
-from tests.e2e.harness import random_prompts, require_same, require_same_bits
+from tests.e2e.harness import on_cpu, random_prompts, require_same, require_same_bits
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, on_cpu]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,19 @@
 
 import pytest
 
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from tests.e2e import models, oracle, text
 from tests.e2e.conftest import Start
-from tests.e2e.harness import REPOSITORY, random_prompts, require_same, require_same_bits
+from tests.e2e.harness import (
+    REPOSITORY,
+    random_prompts,
+    require_same,
+    require_same_bits,
+)
 
 pytestmark = pytest.mark.e2e
 
 SHARED_TOKENS = 900
-TOKENS_PER_BLOCK = 128
 MAX_TOKENS = 12
 HITS = "vllm:external_prefix_cache_hits"
 

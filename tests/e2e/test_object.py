@@ -8,15 +8,21 @@ from typing import Any
 import pytest
 
 from benchmarks.object_servers import BUCKET, CREDENTIALS, REGION, seaweedfs
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from kvxfer.endpoint import free_ports
 from tests.e2e import models, oracle, text
-from tests.e2e.harness import REPOSITORY, AuditedEngine, require_same, require_same_bits
+from tests.e2e.harness import (
+    REPOSITORY,
+    AuditedEngine,
+    require_same,
+    require_same_bits,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 
 SHARED_TOKENS = 400
-WHOLE_BLOCKS_TOKENS = 384
-NUM_SHARED = WHOLE_BLOCKS_TOKENS // 128
+WHOLE_BLOCKS_TOKENS = 3 * TOKENS_PER_BLOCK
+NUM_SHARED = WHOLE_BLOCKS_TOKENS // TOKENS_PER_BLOCK
 MAX_TOKENS = 8
 LOADED = 'vllm:kvxfer_load_blocks{cause="promotion",outcome="done",tier="lower"}'
 LOADED_BYTES = 'vllm:kvxfer_load_bytes{cause="promotion",outcome="done",tier="lower"}'

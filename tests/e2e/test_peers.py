@@ -10,16 +10,22 @@ from typing import Any
 
 import pytest
 
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from tests.cli.peers import serving
 from tests.e2e import oracle
 from tests.e2e.audit import DIE, Hook
-from tests.e2e.harness import AuditedEngine, random_prompts, require_same, require_same_bits
+from tests.e2e.harness import (
+    AuditedEngine,
+    random_prompts,
+    require_same,
+    require_same_bits,
+)
 
 pytestmark = pytest.mark.e2e
 
 MAX_TOKENS = 6
-SHARED_TOKENS = 640
 NUM_CHUNKS = 5
+SHARED_TOKENS = NUM_CHUNKS * TOKENS_PER_BLOCK
 SETTLE_ROUNDS = 50
 STORED = 'vllm:kvxfer_store_blocks{cause="write_back",outcome="done",tier="%s"}'
 LOADS = 'vllm:kvxfer_load_blocks{cause="promotion",outcome="%s",tier="%s"}'

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from tests.e2e import block_outermost, oracle
 from tests.e2e.harness import (
     AuditedEngine,
+    on_cpu,
     random_prompts,
     require_same,
     require_same_bits,
@@ -19,7 +22,6 @@ from tests.e2e.harness import (
 pytestmark = pytest.mark.e2e
 
 MAX_TOKENS = 8
-BLOCK_TOKENS = 128
 SHARED_BLOCKS = 5
 
 
@@ -49,7 +51,7 @@ def test_another_tensor_parallel_size_hits_what_was_stored(
     tmp_path: Path, first: int, second: int
 ) -> None:
     prompts = random_prompts(
-        2, shared_tokens=SHARED_BLOCKS * BLOCK_TOKENS, own_tokens=BLOCK_TOKENS // 2
+        2, shared_tokens=SHARED_BLOCKS * TOKENS_PER_BLOCK, own_tokens=TOKENS_PER_BLOCK // 2
     )
     with run(tmp_path, "first", first) as engine:
         computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
@@ -61,13 +63,14 @@ def test_another_tensor_parallel_size_hits_what_was_stored(
         metrics = engine.metrics()
         engine.settle()
     require_same(returned, computed, dtype=engine.dtype)
-    assert all(one.cached_tokens == SHARED_BLOCKS * BLOCK_TOKENS for one in returned)
-    assert metrics["vllm:external_prefix_cache_hits"] >= SHARED_BLOCKS * BLOCK_TOKENS
+    assert all(one.cached_tokens == SHARED_BLOCKS * TOKENS_PER_BLOCK for one in returned)
+    assert metrics["vllm:external_prefix_cache_hits"] >= SHARED_BLOCKS * TOKENS_PER_BLOCK
     assert block_files(tmp_path) == stored, "there is more than one copy"
     with safe_open(stored[0], framework="pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert shapes["layers.0.k"] == (2, 64, BLOCK_TOKENS)
-    assert shapes["layers.0.v"] == (2, BLOCK_TOKENS, 64)
+    keys = (TOKENS_PER_BLOCK, 64) if torch.cuda.is_available() else (64, TOKENS_PER_BLOCK)
+    assert shapes["layers.0.k"] == (2, *keys)
+    assert shapes["layers.0.v"] == (2, TOKENS_PER_BLOCK, 64)
 
 
 @pytest.mark.exhaustive
@@ -79,27 +82,32 @@ def test_groups_of_several_windows_are_mapped_one_by_one(tmp_path: Path) -> None
     with run(tmp_path, "second", 1, "gemma3", blocks_per_chunk=2) as engine:
         returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
     require_same(returned, computed, dtype=engine.dtype)
-    assert [one.cached_tokens for one in returned] == [768] * 2
+    assert [one.cached_tokens for one in returned] == [6 * TOKENS_PER_BLOCK] * 2
 
 
 @pytest.mark.exhaustive
 def test_heads_that_several_workers_keep_are_stored_once(tmp_path: Path) -> None:
-    prompts = random_prompts(2, shared_tokens=4 * BLOCK_TOKENS, own_tokens=BLOCK_TOKENS // 2)
+    prompts = random_prompts(
+        2, shared_tokens=4 * TOKENS_PER_BLOCK, own_tokens=TOKENS_PER_BLOCK // 2
+    )
     with run(tmp_path, "first", 2, "one-kv-head") as engine:
         computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
         engine.offload()
         again = engine.generate(prompts, max_tokens=MAX_TOKENS)
     with safe_open(block_files(tmp_path)[0], framework="pt") as file:
-        assert tuple(file.get_slice("layers.1.v").get_shape()) == (1, BLOCK_TOKENS, 64)
+        assert tuple(file.get_slice("layers.1.v").get_shape()) == (1, TOKENS_PER_BLOCK, 64)
     with run(tmp_path, "second", 1, "one-kv-head") as engine:
         returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
     require_same([*again, *returned], computed * 2, dtype=engine.dtype)
-    assert all(one.cached_tokens == 4 * BLOCK_TOKENS for one in [*again, *returned])
+    assert all(one.cached_tokens == 4 * TOKENS_PER_BLOCK for one in [*again, *returned])
 
 
+@on_cpu
 def test_blocks_of_all_layers_are_hit_by_an_engine_with_a_tensor_per_layer(tmp_path: Path) -> None:
     block_outermost.install(tmp_path)
-    prompts = random_prompts(2, shared_tokens=4 * BLOCK_TOKENS, own_tokens=BLOCK_TOKENS // 2)
+    prompts = random_prompts(
+        2, shared_tokens=4 * TOKENS_PER_BLOCK, own_tokens=TOKENS_PER_BLOCK // 2
+    )
     layouts: list[dict[str, Any]] = [
         {"python_path": [tmp_path], "environment": {"VLLM_KV_CACHE_LAYOUT": layout}}
         for layout in ("BLHNC", "LBHNC")
@@ -112,7 +120,7 @@ def test_blocks_of_all_layers_are_hit_by_an_engine_with_a_tensor_per_layer(tmp_p
         returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
         assert engine.audit().descriptors_per_block == [4]
     require_same(returned, computed, dtype=engine.dtype)
-    assert all(one.cached_tokens == 4 * BLOCK_TOKENS for one in returned)
+    assert all(one.cached_tokens == 4 * TOKENS_PER_BLOCK for one in returned)
 
 
 def test_states_come_back_to_an_equal_engine(tmp_path: Path) -> None:
@@ -133,7 +141,7 @@ def test_states_come_back_to_an_equal_engine(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_latents_are_kept_once_and_hit_by_another_tensor_parallel_size(tmp_path: Path) -> None:
     prompts = random_prompts(
-        2, shared_tokens=SHARED_BLOCKS * BLOCK_TOKENS, own_tokens=BLOCK_TOKENS // 2
+        2, shared_tokens=SHARED_BLOCKS * TOKENS_PER_BLOCK, own_tokens=TOKENS_PER_BLOCK // 2
     )
     with run(tmp_path, "first", 2, "mla") as engine:
         engine.computed(prompts, max_tokens=MAX_TOKENS)
@@ -151,5 +159,5 @@ def test_latents_are_kept_once_and_hit_by_another_tensor_parallel_size(tmp_path:
     with run(tmp_path, "second", 1, "mla") as engine:
         returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
         engine.settle()
-    assert all(one.cached_tokens >= SHARED_BLOCKS * BLOCK_TOKENS for one in returned)
+    assert all(one.cached_tokens >= SHARED_BLOCKS * TOKENS_PER_BLOCK for one in returned)
     assert block_files(tmp_path) == stored

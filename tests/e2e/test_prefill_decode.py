@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.harness import require_gpus
 from tests.e2e.prefill_decode.plan import SHAPES, run
 from tests.e2e.prefill_decode.routers import SIDECAR, TOY_PROXY
 
@@ -40,6 +41,8 @@ async def test_a_hand_over_gives_the_tokens_of_one_engine_whatever_happens(
     for name, program in (("toy-proxy", TOY_PROXY), ("sidecar", SIDECAR)):
         if name in scenarios and not program.exists():
             pytest.skip(f"there is no {program}, from the sources of its project")
+    engines = [*SHAPES[shape][0].prefills, *SHAPES[shape][0].decodes]
+    require_gpus(max(each.tensor_parallel_size * each.data_parallel_size for each in engines))
     results = [result async for result in run("kvxfer", {shape: scenarios}, tmp_path)]
 
     assert [one.scenario for one in results] == list(scenarios)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.vllm.engine_process import ENVIRONMENT
+from benchmarks.vllm.engine_process import ENVIRONMENT, TOKENS_PER_BLOCK
 from examples.engine.__main__ import open_engine
 from kvxfer.engine_side import VLLMKeys
 from kvxfer.errors import InvalidArgumentError
@@ -20,7 +20,7 @@ from tests.e2e.harness import REPOSITORY, AuditedEngine, run_engine
 
 pytestmark = pytest.mark.e2e
 
-TOKENS = 3 * 128
+TOKENS = 3 * TOKENS_PER_BLOCK
 """Tokens of whole blocks that vLLM keeps of a prompt."""
 MAX_TOKENS = 12
 KV_TOLERANCE = 1e-3
@@ -95,7 +95,7 @@ def test_transformers_and_vllm_continue_each_others_prompts(
         assert continue_prompt(cache.generate, prompt) == alone
     theirs, ours = pages(of_vllm), pages(of_transformers)
     assert theirs.keys() == ours.keys()
-    assert len(theirs) == TOKENS // 128
+    assert len(theirs) == TOKENS // TOKENS_PER_BLOCK
     largest = 0.0
     for name, file in theirs.items():
         one, other = load_file(file), load_file(ours[name])

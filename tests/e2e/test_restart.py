@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from tests.e2e import models, oracle, text
 from tests.e2e.audit import flip_a_bit
 from tests.e2e.harness import (
@@ -19,7 +20,7 @@ from tests.e2e.harness import (
 pytestmark = pytest.mark.e2e
 
 SHARED_TOKENS = 400
-WHOLE_BLOCKS_TOKENS = 384
+WHOLE_BLOCKS_TOKENS = 3 * TOKENS_PER_BLOCK
 MAX_TOKENS = 8
 NUM_PROMPTS = 2
 PROCESSES = pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_a_restarted_engine_gets_the_shared_prefix_from_disk(
     assert all(one.cached_tokens >= WHOLE_BLOCKS_TOKENS for one in returned)
     assert metrics[HITS] >= WHOLE_BLOCKS_TOKENS
     loaded = 'vllm:kvxfer_load_blocks{cause="promotion",outcome="done",tier="file"}'
-    assert metrics[loaded] >= WHOLE_BLOCKS_TOKENS // 128
+    assert metrics[loaded] >= WHOLE_BLOCKS_TOKENS // TOKENS_PER_BLOCK
     of_file = '{cause="request",outcome="done",tier="file"}'
     assert 1 <= metrics[f"vllm:kvxfer_load_seconds{of_file}"] <= metrics[loaded]
     assert metrics['vllm:kvxfer_used_bytes{tier="file"}'] > 0
@@ -107,7 +108,7 @@ def test_chunks_of_six_groups_come_back_from_disk(start_again: Start) -> None:
 
     require_same(returned, reference.computed, dtype=second.dtype)
     require_same_bits(returned_alone, reference.device_hits)
-    assert [one.cached_tokens for one in returned] == [768] * 2
+    assert [one.cached_tokens for one in returned] == [6 * TOKENS_PER_BLOCK] * 2
     assert second.audit().clean, second.audit()
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import AuditedEngine, random_prompts
 
 pytestmark = pytest.mark.e2e
 
-TOKENS_PER_BLOCK = 128
 
 Start = Callable[..., AuditedEngine]
 

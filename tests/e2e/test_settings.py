@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm.engine_process import EngineConfig, EngineProcess
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK, EngineConfig, EngineProcess
+from benchmarks.vllm.model import share_of_gpu
 from tests.e2e import models
-from tests.e2e.harness import REPOSITORY, random_prompts
+from tests.e2e.harness import REPOSITORY, random_prompts, require_gpus
 
 pytestmark = pytest.mark.e2e
 
 SHARED_TOKENS = 400
-WHOLE_BLOCKS_TOKENS = 384
+WHOLE_BLOCKS_TOKENS = 3 * TOKENS_PER_BLOCK
 MAX_TOKENS = 4
 
 
@@ -35,12 +36,15 @@ def test_the_environment_alone_configures_an_engine(num_workers: int, tmp_path: 
         tensor_parallel_size=num_workers,
         max_model_len=2048,
         kv_cache_memory_bytes=32 << 20,
+        block_size=TOKENS_PER_BLOCK,
+        gpu_memory_utilization=share_of_gpu(),
         environment={
             "KVXFER_BACKEND": f"host://?capacity=64MiB file://{store}?capacity=64MiB&min_free=1MiB",
             "KVXFER_CONFIG": str(file),
             "VLLM_LOGGING_LEVEL": "INFO",
         },
     )
+    require_gpus(num_workers)
     prompts = random_prompts(2, shared_tokens=SHARED_TOKENS, own_tokens=5)
     with EngineProcess(config) as engine:
         computed = engine.generate(prompts, max_tokens=MAX_TOKENS)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from kvxfer.explain import Answer, explain
 from kvxfer.replay import bytes_per_token, lru_curve, plan_tiers, read_trace, simulate
 from kvxfer.telemetry.journal_file import Request, list_files
@@ -13,7 +14,6 @@ from tests.e2e.harness import REPOSITORY, AuditedEngine, random_prompts
 
 pytestmark = pytest.mark.e2e
 
-TOKENS_PER_BLOCK = 128
 CAPACITY = "3200KiB"
 
 Start = Callable[..., AuditedEngine]
@@ -72,6 +72,8 @@ def test_a_recorded_trace_has_the_hits_of_the_engine(start: Start, tmp_path: Pat
     tiers = plan_tiers(f"host://?capacity={CAPACITY}", block_bytes)
     modelled = simulate(trace, tiers)
     assert trace.tokens_per_block == TOKENS_PER_BLOCK
-    assert [len(blocks) for blocks in trace.requests()] == [len(each) // 128 for each in order]
+    assert [len(blocks) for blocks in trace.requests()] == [
+        len(each) // TOKENS_PER_BLOCK for each in order
+    ]
     assert modelled.hits[:, 0].tolist() == hits
     assert 0 < sum(hits) < lru_curve(trace).ceiling  # some were evicted

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from tests.e2e import models
 from tests.e2e.harness import REPOSITORY
 from tests.e2e.trainer import PROMPT
 
 LIMIT_S = 300
-WHOLE_BLOCKS = len(PROMPT) // 128 * 128
+WHOLE_BLOCKS = len(PROMPT) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * LIMIT_S)]
 

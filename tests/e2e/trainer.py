@@ -11,6 +11,12 @@ import sys
 import time
 from typing import Any
 
+from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
+from benchmarks.vllm.model import share_of_gpu
+
+ENGINE: dict[str, Any] = {"block_size": TOKENS_PER_BLOCK}
+if (share := share_of_gpu()) is not None:
+    ENGINE["gpu_memory_utilization"] = share
 PROMPT = [3 + (7 * n) % 200 for n in range(1000)]
 
 
@@ -34,6 +40,7 @@ def start(model: str, folder: str) -> Any:
         enforce_eager=True,
         dtype="float32",
         max_model_len=2048,
+        **ENGINE,
         max_num_batched_tokens=2048,
         kv_cache_memory_bytes=32 << 20,
         disable_log_stats=False,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.vllm.engine_process import EngineConfig, EngineProcess, Generation
+from benchmarks.vllm.model import share_of_gpu
 from tests.e2e import audit, handover_audit, models, oracle
 from tests.e2e.prefill_decode.engines import (
     LEASE_S,
@@ -315,6 +316,7 @@ class Deployment:
                     scheduler=scheduler,
                     kv_cache_memory_bytes=shape.cache_mib << 20,
                     max_model_len=MAX_MODEL_LEN,
+                    gpu_memory_utilization=share_of_gpu(),
                     environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
                 )
             )

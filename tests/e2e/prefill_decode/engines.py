@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import torch
 
-from benchmarks.vllm.engine_process import ENVIRONMENT, Generation
+from benchmarks.vllm.engine_process import ENVIRONMENT, TOKENS_PER_BLOCK, Generation
+from benchmarks.vllm.model import share_of_gpu
 from kvxfer.endpoint import free_ports
 from tests.e2e import audit, models
 
@@ -53,7 +55,8 @@ class EngineShape:
         tokens_per_step: Most tokens of one step; longer prompts are computed in chunks.
         cache_mib: Size of the cache of each worker.
         uses_tcp: Bytes go through TCP connections, as between machines.
-        transport: Transport of the bytes otherwise, see `NixlConfig`; with kvxfer.
+        transport: Transport of the bytes otherwise, see `NixlConfig`; with kvxfer. None for what
+            kvxfer chooses.
         integrity: What proves a page, likewise.
         host_tier: Capacity of a host tier of its own; empty for none. With kvxfer only.
         is_audited: What lands is compared with what was lent; with kvxfer.
@@ -66,12 +69,12 @@ class EngineShape:
     dtype: str = "float32"
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
-    tokens_per_block: int = 128
+    tokens_per_block: int = TOKENS_PER_BLOCK
     tokens_per_step: int = MAX_MODEL_LEN
     cache_mib: int = 32
     uses_tcp: bool = False
-    transport: str = "auto"
-    integrity: str = "full"
+    transport: str | None = None
+    integrity: str | None = None
     host_tier: str = ""
     is_audited: bool = True
     alters_loads: bool = False
@@ -81,7 +84,7 @@ class EngineShape:
 def _nixl(port: int, shape: EngineShape) -> tuple[dict[str, Any], dict[str, str]]:
     transfer = {
         "kv_connector": "NixlConnector",
-        "kv_buffer_device": "cpu",
+        "kv_buffer_device": "cuda" if torch.cuda.is_available() else "cpu",
         "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
     }
     environment = {
@@ -101,6 +104,10 @@ def _kvxfer(port: int, shape: EngineShape) -> tuple[dict[str, Any], dict[str, st
     module, name = _AUDITED if shape.is_audited else _SOUND
     if shape.alters_loads:
         module, name = _ALTERING
+    chosen = {
+        "integrity": shape.integrity,
+        "transport": "socket" if shape.uses_tcp else shape.transport,
+    }
     transfer = {
         "kv_connector": name,
         "kv_connector_module_path": module,
@@ -108,8 +115,7 @@ def _kvxfer(port: int, shape: EngineShape) -> tuple[dict[str, Any], dict[str, st
             "listen": f"{HOST}:{port}",
             "lease_s": LEASE_S,
             "timeout_s": TIMEOUT_S,
-            "integrity": shape.integrity,
-            "transport": "socket" if shape.uses_tcp else shape.transport,
+            **{name: value for name, value in chosen.items() if value is not None},
             **({"backend": [f"host://?capacity={shape.host_tier}"]} if shape.host_tier else {}),
         },
     }
@@ -342,6 +348,7 @@ class Engine:
 
 
 def _options(shape: EngineShape, model: str, port: int) -> list[str]:
+    share = share_of_gpu()
     return [
         f"--model={model}",
         f"--served-model-name={shape.model}",
@@ -359,6 +366,7 @@ def _options(shape: EngineShape, model: str, port: int) -> list[str]:
         "--enforce-eager",
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
+        *([] if share is None else [f"--gpu-memory-utilization={share}"]),
     ]
 
 
