@@ -1,5 +1,6 @@
 """Worker and connector: each request is reported once, and what is not supported is refused."""
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +110,17 @@ def test_blocks_on_a_device_are_lent_when_their_request_is_finished() -> None:
     worker.prepare(StepData(offers=[Offer("p", LEASE, keys[:1], [5], is_complete=False)]))
     worker.prepare(StepData(offers=[Offer("p", LEASE, keys, [5, 6], is_complete=True)]))
     assert handover.offers == [(LEASE, [], [], False), (LEASE, keys, [5, 6], True)]
+
+
+def test_the_log_says_how_blocks_on_a_gpu_move(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    way = "blocks on cuda:0 go straight by NIXL"
+    monkeypatch.setattr(FakeHandover, "way", way)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, "vllm.kvxfer"):
+        start(folder, monkeypatch, full())
+    assert [line for line in caplog.messages if way in line] == [f"KVXferConnector: {way}"]
 
 
 def test_leases_are_revoked_before_a_step_and_given_up_after_its_offers(
