@@ -9,7 +9,7 @@ from kvxfer import runtime
 from kvxfer.endpoint import Endpoint
 
 ACCEPT_PAUSE_S = 0.1
-"""Time until another attempt to accept a connection, when there is no room or no descriptor."""
+"""Pause of a server that cannot accept a connection, for want of room or of a descriptor."""
 LOG_PAUSE_S = 60.0
 BACKLOG = 128
 

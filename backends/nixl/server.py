@@ -33,12 +33,10 @@ from kvxfer.errors import (
     PeerTimeoutError,
     ProtocolError,
 )
+from kvxfer.listener import ACCEPT_PAUSE_S
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
 from kvxfer.text import printable
-
-ACCEPT_PAUSE_S = 0.1
-"""Pause after an error of `accept`, such as too many open files, which comes again at once."""
 
 PROVE_S = 0.5
 """Time that a connection has in any case to authenticate. Where too many do at one time, others

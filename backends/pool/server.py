@@ -26,6 +26,7 @@ from kvxfer.backends.pool.messages import (
 from kvxfer.backends.pool.session import PoolSession, PoolStore
 from kvxfer.endpoint import remove_abandoned
 from kvxfer.errors import BackendUnavailableError, KVXferError, NamespaceMismatchError
+from kvxfer.listener import ACCEPT_PAUSE_S
 from kvxfer.runtime import Threads, end_tasks
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.gauge import Gauge
@@ -42,8 +43,6 @@ HANDSHAKE_TIMEOUT_S = 5.0
 ABANDON_AFTER_S = 0.2
 """Seconds that the end waits for memory that is being reserved; nothing is in it yet."""
 
-ACCEPT_PAUSE_S = 0.1
-"""Pause after an error of `accept`, such as too many open files, which comes again at once."""
 
 MODE = 0o600
 """Mode of the socket: whoever connects can read and write every block."""
