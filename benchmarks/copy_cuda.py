@@ -3,8 +3,8 @@
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -19,7 +19,7 @@ from kvxfer.copy_engine.copy_stream import CopyStream
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.devices import open_gpu
 from kvxfer.copy_engine.method_table import CopyMethod, MethodTable, Way
-from kvxfer.copy_engine.triton import open_kernel
+from kvxfer.copy_engine.triton import FragmentKernel, open_kernel
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import pair_fragments
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
@@ -45,6 +45,12 @@ FRAGMENT_BUDGET_S = 1e-9
 """Budgets of processor time for a batch, and for each of its fragments."""
 MANY_FRAGMENTS = 1 << 16
 
+GRIDS = tuple((programs, warps) for warps in (1, 4) for programs in (12, 16, 32, 64, 128))
+"""Programs, and warps of each, of kernels that are compared, to choose `NUM_PROGRAMS` and
+`NUM_WARPS`."""
+GRID_BYTES = (4 * KIB, 8 * KIB, 16 * KIB)
+"""Bytes of a fragment that these copy."""
+
 MATRIX_SIZE = 8192
 NUM_PRODUCTS = 40
 
@@ -55,6 +61,7 @@ def run(
     device_index: int = 0,
     num_bytes: int | None = None,
     max_fragments: int = MANY_FRAGMENTS,
+    grids: Sequence[tuple[int, int]] | None = None,
 ) -> list[BenchRow]:
     """Measure the copy engine of a GPU.
 
@@ -65,6 +72,7 @@ def run(
         device_index: Ordinal of the GPU.
         num_bytes: Bytes of a batch; by default as `quick` says.
         max_fragments: Most fragments of the batch whose processor time is measured.
+        grids: Programs and warps of kernels to compare; by default `GRIDS`, and none if `quick`.
     """
     num_bytes = num_bytes or (64 if quick else 512) << 20
     rounds = 5 if quick else 15
@@ -81,8 +89,15 @@ def run(
         rows += _measure_overhead(sides, rounds, max_fragments)
         if sides.gpu.has_kernel:
             rows.append(_measure_calibration(device_index))
+            grids = grids if grids is not None else () if quick else GRIDS
+            rows += [row for grid in grids for row in _measure_grid(sides, *grid, rounds)]
         if torch.cuda.is_available():
-            rows.append(_measure_beside_compute(sides, rounds))
+            case, pairs = "matrix products during copies, against without", _halves(sides)
+            rows.append(_measure_beside_compute(case, sides.gpu, pairs, rounds, BESIDE_GOAL))
+            if sides.gpu.has_kernel:
+                case, pairs = "matrix products beside the kernel, against without", _small(sides)
+                with _by_kernel(sides, open_kernel(sides.gpu.device)) as gpu:
+                    rows.append(_measure_beside_compute(case, gpu, pairs, rounds, BESIDE_GOAL))
     return rows
 
 
@@ -174,15 +189,15 @@ def _measure_both_ways(sides: _Sides, rounds: int) -> BenchRow:
     return compare("both directions at once", each, one, unit="ms", goal=BOTH_WAYS_GOAL, scale=1e3)
 
 
-def _halves(sides: _Sides) -> tuple[Pair, Pair]:
+def _halves(sides: _Sides) -> list[Pair]:
     """Make two copies: one half of the memory to the device, the other half to the host."""
     half = sides.num_bytes // 2 // LARGE_BYTES
     up = sides.pair(Way.TO_DEVICE, LARGE_BYTES, 2 * half, scattered=False)
     down = sides.pair(Way.TO_HOST, LARGE_BYTES, 2 * half, scattered=False)
-    return (
+    return [
         (up[0].select(0, half), up[1].select(0, half)),
         (down[0].select(half, 2 * half), down[1].select(half, 2 * half)),
-    )
+    ]
 
 
 def _at_once(gpu: CudaCopyEngine, *pairs: Pair) -> None:
@@ -274,16 +289,56 @@ def _processor_seconds(call: Callable[[], None], rounds: int) -> list[float]:
     return seconds[1:]
 
 
-def _measure_beside_compute(sides: _Sides, rounds: int) -> BenchRow:
+@contextmanager
+def _by_kernel(sides: _Sides, kernel: FragmentKernel | None) -> Iterator[CudaCopyEngine]:
+    """Open a copy engine that copies fragments of every size by a kernel."""
+    methods = MethodTable(dict.fromkeys(Way, sides.num_bytes + 1))
+    with closing(CudaCopyEngine(sides.gpu.driver.device_index, methods, kernel)) as gpu:
+        gpu.attach([MemoryRegion(sides.host_address, sides.num_bytes, sides)])
+        yield gpu
+
+
+def _measure_grid(sides: _Sides, programs: int, warps: int, rounds: int) -> Iterator[BenchRow]:
+    """Measure a kernel by the size of its grid, and what it does to matrix products beside it."""
+    kernel = FragmentKernel(sides.gpu.device, num_programs=programs, num_warps=warps)
+    with _by_kernel(sides, kernel) as gpu:
+        for way in Way:
+            for size in GRID_BYTES:
+                pair = sides.pair(way, size, sides.num_bytes // size, scattered=True)
+                ours, plain = time_in_turn(
+                    [partial(gpu.copy, *pair), partial(sides.copy_plainly, way)], rounds=rounds
+                )
+                case = f"{way.value.replace('_', ' ')}, scattered, {size // KIB} KiB"
+                case = f"{case}, by {programs} programs of {warps} warps"
+                yield compare(case, ours, plain, unit="ns/B", scale=1e9 / sides.num_bytes)
+        if torch.cuda.is_available():
+            case = f"matrix products beside {programs} programs of {warps} warps, against without"
+            yield _measure_beside_compute(case, gpu, _small(sides), rounds)
+
+
+def _small(sides: _Sides) -> list[Pair]:
+    """Make two copies of small fragments: half of the memory each way."""
+    count = sides.num_bytes // 2 // GRID_BYTES[1]
+    pairs = (sides.pair(way, GRID_BYTES[1], 2 * count, scattered=False) for way in Way)
+    order = np.random.default_rng(0).permutation(count)
+    chosen = (order, order + count)
+    return [
+        (source.take(np.sort(part)), destination.take(part))
+        for (source, destination), part in zip(pairs, chosen, strict=True)
+    ]
+
+
+def _measure_beside_compute(
+    case: str, gpu: CudaCopyEngine, pairs: Sequence[Pair], rounds: int, goal: str = ""
+) -> BenchRow:
     """Measure matrix products with concurrent copies in both directions, and without."""
     size = (MATRIX_SIZE, MATRIX_SIZE)
-    matrix = torch.randn(size, dtype=torch.bfloat16, device=sides.gpu.device)
+    matrix = torch.randn(size, dtype=torch.bfloat16, device=gpu.device)
     beside, alone = [], []
     for _ in range(rounds):
-        beside.append(_multiply_beside_copies(matrix, sides))
+        beside.append(_multiply_beside_copies(matrix, gpu, pairs))
         alone.append(_multiply(matrix))
-    case = "matrix products during copies, against without"
-    return compare(case, beside, alone, unit="ms", goal=BESIDE_GOAL, scale=1e3)
+    return compare(case, beside, alone, unit="ms", goal=goal, scale=1e3)
 
 
 def _multiply(matrix: torch.Tensor) -> float:
@@ -296,14 +351,16 @@ def _multiply(matrix: torch.Tensor) -> float:
     return time.perf_counter() - began
 
 
-def _multiply_beside_copies(matrix: torch.Tensor, sides: _Sides) -> float:
+def _multiply_beside_copies(
+    matrix: torch.Tensor, gpu: CudaCopyEngine, pairs: Sequence[Pair]
+) -> float:
     stop = threading.Event()
 
     def go_on_copying(pair: Pair) -> None:
         while not stop.is_set():
-            sides.gpu.copy(*pair)
+            gpu.copy(*pair)
 
-    threads = [threading.Thread(target=go_on_copying, args=(pair,)) for pair in _halves(sides)]
+    threads = [threading.Thread(target=go_on_copying, args=(pair,)) for pair in pairs]
     for thread in threads:
         thread.start()
     try:

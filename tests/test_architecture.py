@@ -48,7 +48,7 @@ BUDGETS = {
     "benchmarks": 6_350,
     "examples": 2_500,
     "kvxfer/cli": 2_210,
-    "kvxfer/copy_engine": 2_440,
+    "kvxfer/copy_engine": 2_455,
     "kvxfer/doctor": 1_800,
     "kvxfer/engine_side": 1_800,
     "kvxfer/explain": 950,

@@ -6,10 +6,11 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-TILE_BYTES = 4096
-"""Bytes that one program moves at a time if addresses and lengths are multiples of 16."""
+WARP_BYTES = 4096
+"""Bytes that one warp moves at a time if addresses and lengths are multiples of 16: eight accesses
+of each of its 32 threads."""
 
-LAUNCH_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
+LAUNCH_OPTIONS = {"enable_fp_fusion": False}
 """Compile options; without one about floating point Triton warns."""
 
 
@@ -24,8 +25,8 @@ def interpret_kernel() -> Any:
     return InterpretedFunction(copy_fragments)
 
 
-def copy_fragments(table: tl.int64, num_fragments: tl.int32) -> None:
-    """Copy every fragment of a table; runs as a grid of `(rows, shares)` programs of one warp.
+def copy_fragments(table: tl.int64, num_fragments: tl.int32, num_threads: tl.constexpr) -> None:
+    """Copy every fragment of a table; runs as a grid of `(rows, shares)` programs.
 
     Each row of programs takes every `rows`-th fragment, and each program of the row every
     `shares`-th tile of that fragment. Only builtins of `triton.language` are called: its standard
@@ -34,6 +35,7 @@ def copy_fragments(table: tl.int64, num_fragments: tl.int32) -> None:
     Args:
         table: Address of int64 `(3, num_fragments)`: sources, destinations, bytes.
         num_fragments: Columns of the table; may be 0.
+        num_threads: Threads of a program.
     """
     # The interpreter takes an integer for as many bits as its value needs.
     sources = table.to(tl.int64).to(tl.pointer_type(tl.int64))
@@ -52,8 +54,8 @@ def copy_fragments(table: tl.int64, num_fragments: tl.int32) -> None:
                 word = (tl.int8, tl.int16, tl.int32, tl.int64, tl.int64)[exponent]
                 words_per_access = 2 if exponent == 4 else 1
                 # Eight accesses of each thread are under way at a time.
-                words_per_tile = 256 * words_per_access
-                words = tl.arange(0, 512 if exponent == 4 else 256)
+                words_per_tile = 8 * num_threads * words_per_access
+                words = tl.arange(0, (16 if exponent == 4 else 8) * num_threads)
                 # This hint makes the accesses wide. It sticks to the value that it is given for:
                 # on `source` it would hold for every width.
                 from_ = tl.multiple_of(source.to(tl.pointer_type(word)), 1 << exponent)

@@ -16,10 +16,11 @@ from kvxfer.errors import BackendUnavailableError, DeviceError, InvalidArgumentE
 
 logger = logging.getLogger(__name__)
 
-# Not measured yet. With 4 KiB in flight in each, half a MiB crosses the bus at a time: several
-# times the bandwidth-delay product, and one warp on as many multiprocessors leaves the rest of the
-# device to the serving engine.
-NUM_PROGRAMS = 128
+# Not measured yet; rows of `make bench NAME=copy` do. 16 KiB in flight in each are a quarter of a
+# MiB: several times the bandwidth-delay product of a bus. A program has a multiprocessor, so 128 of
+# one warp would slow the serving engine on nearly all of an H100's 132. Source: vLLM's kernel for
+# the same purpose has 12 of 4 warps, https://github.com/vllm-project/vllm/pull/42212.
+NUM_PROGRAMS, NUM_WARPS = 16, 4
 
 # Triton's interpreter keeps the position in the grid, and its replacements of `triton.language`,
 # in global variables.
@@ -38,20 +39,30 @@ class FragmentKernel:
     Args:
         device: A CUDA device, with its index. On `cpu` Triton's interpreter runs the kernel,
             slowly, on any memory of the process.
-        num_programs: Warps that copy.
+        num_programs: Programs that copy, each on a multiprocessor of its own if there are as many.
+        num_warps: Warps of a program, a power of two.
 
     Raises:
         BackendUnavailableError: Triton is missing, or cannot compile or run the kernel.
-        InvalidArgumentError: The device is of another kind, or `num_programs` is below 1.
+        InvalidArgumentError: The device is of another kind, or there are no programs, or
+            not 1, 2, 4, ... or 32 warps.
     """
 
-    def __init__(self, device: torch.device, *, num_programs: int = NUM_PROGRAMS) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        num_programs: int = NUM_PROGRAMS,
+        num_warps: int = NUM_WARPS,
+    ) -> None:
         if device.type != "cpu" and (device.type != "cuda" or device.index is None):
             raise InvalidArgumentError("device", str(device), "cpu, or cuda with an index")
         if num_programs < 1:
             raise InvalidArgumentError("num_programs", num_programs, "one program or more")
+        if num_warps not in {1 << exponent for exponent in range(6)}:
+            raise InvalidArgumentError("num_warps", num_warps, "a power of two, up to 32")
         self.device = device
-        self.num_programs = num_programs
+        self.num_programs, self.num_warps = num_programs, num_warps
         try:
             self._module: Any = importlib.import_module("kvxfer.copy_engine.fragment_kernel")
         except ImportError as exc:
@@ -99,7 +110,7 @@ class FragmentKernel:
         With more shares a long fragment is done sooner, but every program visits more fragments
         that have no tile for it. The square root makes both take about as long.
         """
-        num_tiles = -(-int(lengths.max()) // self._module.TILE_BYTES)
+        num_tiles = -(-int(lengths.max()) // (self.num_warps * self._module.WARP_BYTES))
         shares = isqrt(num_tiles * self.num_programs // len(lengths))
         shares = max(1, min(shares, num_tiles, self.num_programs))
         return min(len(lengths), self.num_programs // shares), shares
@@ -119,7 +130,8 @@ class FragmentKernel:
             raise DeviceError(self.device.index, "the launch of a kernel", str(exc)) from exc
 
     def _run(self, grid: tuple[int, int], table: int, num_fragments: int) -> None:
-        self._kernel[grid](table, num_fragments, **self._module.LAUNCH_OPTIONS)
+        options = {"num_warps": self.num_warps, **self._module.LAUNCH_OPTIONS}
+        self._kernel[grid](table, num_fragments, num_threads=32 * self.num_warps, **options)
 
 
 def open_kernel(device: torch.device) -> FragmentKernel | None:

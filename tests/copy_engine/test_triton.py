@@ -16,7 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.copy_engine.triton import FragmentKernel, open_kernel
+from kvxfer.copy_engine.triton import NUM_WARPS, FragmentKernel, open_kernel
 from kvxfer.errors import BackendUnavailableError, DeviceError, InvalidArgumentError
 from tests.copy_engine.copies import Copy, Side
 
@@ -58,9 +58,9 @@ def make_table(copy: Copy) -> NDArray[np.uint64]:
     return np.stack([copy.source.addresses, copy.destination.addresses, lengths])
 
 
-def check(copy: Copy, *, num_programs: int = 4) -> None:
+def check(copy: Copy, *, num_programs: int = 4, num_warps: int = NUM_WARPS) -> None:
     """Copy it, and compare every byte of both buffers, those between the fragments included."""
-    kernel = FragmentKernel(CPU, num_programs=num_programs)
+    kernel = FragmentKernel(CPU, num_programs=num_programs, num_warps=num_warps)
     copy.check(lambda: kernel.launch(make_table(copy), NO_STREAM))
 
 
@@ -83,7 +83,7 @@ def store_widths(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
     def width_of(pointers: Any, mask: Any) -> int:
         word_bytes: int = pointers.get_element_ty().primitive_bitwidth // 8
-        words = 2 if pointers.data.size == 512 else 1  # to a thread and access
+        words = 2 if pointers.data.size == 16 * 32 * NUM_WARPS else 1  # to a thread and access
         made = np.broadcast_to(mask.data, pointers.data.shape)
         assert np.array_equal(made[::words], made[words - 1 :: words])
         assert not (pointers.data[::words][made[::words]] % (words * word_bytes)).any()
@@ -126,8 +126,12 @@ def test_every_length_is_copied(residue: int) -> None:
 
 @pytest.mark.parametrize("excess", [-16, 0, 16])
 @pytest.mark.parametrize("num_tiles", [1, 2, 5])
-def test_fragments_about_as_long_as_tiles_are_copied(num_tiles: int, excess: int) -> None:
-    check(aligned_copy([num_tiles * TILE_BYTES + excess] * 3))
+@pytest.mark.parametrize("num_warps", [1, 4])
+def test_fragments_about_as_long_as_tiles_are_copied(
+    num_warps: int, num_tiles: int, excess: int
+) -> None:
+    lengths = [num_tiles * num_warps * TILE_BYTES + excess] * 3
+    check(aligned_copy(lengths), num_warps=num_warps)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -175,7 +179,7 @@ def test_a_long_fragment_among_short_ones_is_copied_whole(num_programs: int) -> 
     ],
 )
 def test_long_fragments_are_shared_by_programs(lengths: list[int], grid: tuple[int, int]) -> None:
-    kernel = FragmentKernel(CPU, num_programs=128)
+    kernel = FragmentKernel(CPU, num_programs=128, num_warps=1)
     assert kernel._choose_grid(np.array(lengths, np.uint64)) == grid
 
 
@@ -210,6 +214,8 @@ def test_a_device_of_another_kind_or_without_an_index_is_refused(device: str) ->
 def test_no_programs_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="num_programs"):
         FragmentKernel(CPU, num_programs=0)
+    with pytest.raises(InvalidArgumentError, match="num_warps"):
+        FragmentKernel(CPU, num_warps=3)
 
 
 def test_a_missing_triton_is_said_and_done_without(
@@ -258,7 +264,7 @@ def test_triton_is_imported_only_for_a_kernel_and_changes_nothing_else() -> None
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 
 
-def compile_for_cuda(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def compile_for_cuda(folder: Path, monkeypatch: pytest.MonkeyPatch, num_warps: int) -> str:
     """The kernel's code for a Hopper GPU, in NVIDIA's assembly language."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -269,19 +275,21 @@ def compile_for_cuda(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     if "nvidia" not in triton.backends.backends:
         pytest.skip("this build of triton cannot compile for CUDA devices")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
-    source = ASTSource(fragment_kernel.compile_kernel(), {"table": "i64", "num_fragments": "i32"})
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options=fragment_kernel.LAUNCH_OPTIONS
-    )
+    signature = {"table": "i64", "num_fragments": "i32", "num_threads": "constexpr"}
+    constants = {"num_threads": 32 * num_warps}
+    source = ASTSource(fragment_kernel.compile_kernel(), signature, constants)
+    options = {"num_warps": num_warps, **fragment_kernel.LAUNCH_OPTIONS}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return str(compiled.asm["ptx"])
 
 
+@pytest.mark.parametrize("num_warps", [1, 4])
 def test_threads_access_16_bytes_where_they_can_and_wait_for_eight_accesses_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_warps: int
 ) -> None:
     # Interpreting replaces parts of Triton while it lasts; it must not be seen here.
     check(aligned_copy([100]))
-    ptx = compile_for_cuda(tmp_path, monkeypatch)
+    ptx = compile_for_cuda(tmp_path, monkeypatch, num_warps)
     accesses = re.findall(r"\b(?:ld|st)\.global\S*", ptx)
     kinds = ("b8", "b16", "b32", "b64", "v2.b64")
     loads, stores = ([f"{name}.global.{kind}" for kind in kinds] for name in ("ld", "st"))
@@ -302,11 +310,11 @@ def test_one_compiled_kernel_serves_every_batch() -> None:
     backend = make_backend(GPUTarget("cuda", 90, 32))
     specialize = create_function_from_signature(kernel.signature, kernel.params, backend)
     variants = {
-        str(specialize(table, num_fragments)[1])
+        str(specialize(table, num_fragments, num_threads=128)[1])
         for table in (0, 1, 16, 4104, 1 << 32, 0x7F00_1234_5670, 0x7F00_1234_5678)
         for num_fragments in (0, 1, 2, 16, 17, 4096, 1 << 30)
     }
-    assert variants == {"[('i64', None), ('i32', None)]"}
+    assert variants == {"[('i64', None), ('i32', None), ('constexpr', 128)]"}
 
 
 @pytest.mark.gpu
