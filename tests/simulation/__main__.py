@@ -3,9 +3,10 @@
 import sys
 
 from kvxfer.testing.simulation import Scenario, main
+from tests.simulation.polled import PolledScenario
 from tests.simulation.tiers import TiersScenario
 
-SCENARIOS: list[Scenario] = [TiersScenario()]
+SCENARIOS: list[Scenario] = [TiersScenario(), PolledScenario()]
 
 if __name__ == "__main__":
     sys.exit(main(SCENARIOS))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from kvxfer.errors import BackendUnavailableError, ClosedError, KVXferError
 from kvxfer.storage.backend import Backend, Purgeable
 from kvxfer.storage.keys import Namespace
+from kvxfer.testing.simulation.faults import CALLS as FAULTY_CALLS
 from kvxfer.testing.simulation.faults import FaultyTier, TierFault
 from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step
 from kvxfer.testing.simulation.world import NUM_KEYS, Part, World, draw_parts
@@ -110,6 +111,7 @@ class EngineScenario(Scenario):
             "fault": random.choice(list(TierFault)),
             "for_s": random.choice((0.2, 1.0, 4.0)),
             "share": random.choice((0.2, 1.0)),
+            "calls": random.choice((FAULTY_CALLS, ("load",), ("store",), ("load", "store"))),
         }
         return Step(random.random() * length_s, "fault", arguments)
 
@@ -191,9 +193,11 @@ class _Run:
             self._simulation.fail("undocumented error", f"{step.what}: {exc!r}")
         self._simulation.note(f"<- {step.what} {_say(given)}")
 
-    def _begin_fault(self, *, tier: int, fault: TierFault, for_s: float, share: float) -> None:
+    def _begin_fault(
+        self, *, tier: int, fault: TierFault, for_s: float, share: float, calls: tuple[str, ...]
+    ) -> None:
         if tier in self._opened.faulty:
-            self._opened.faulty[tier].begin_fault(fault, for_s, share)
+            self._opened.faulty[tier].begin_fault(fault, for_s, share, calls)
 
     async def _store(
         self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None

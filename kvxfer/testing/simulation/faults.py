@@ -3,7 +3,8 @@
 import asyncio
 import enum
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from kvxfer.testing.payloads import read_payloads, write_payloads
 from kvxfer.testing.simulation.scenario import Simulation
 
 MAX_LATENCY_S = 0.02
+CALLS = ("lookup", "store", "load", "delete", "purge")
 
 T = TypeVar("T")
 
@@ -44,6 +46,16 @@ class TierFault(enum.StrEnum):
     UNSAFE = "unsafe"
 
 
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Window of time in which a share of some calls has a fault."""
+
+    fault: TierFault
+    ends_at: float
+    share: float
+    calls: Collection[str]
+
+
 class FaultyTier(Backend):
     """Backend that takes some time for each call, and has faults in windows of time.
 
@@ -59,12 +71,14 @@ class FaultyTier(Backend):
         self.memory_kinds = inner.memory_kinds
         self._simulation = simulation
         self._num_calls: Counter[tuple[str, ...]] = Counter()
-        self._windows: list[tuple[TierFault, float, float]] = []
+        self._windows: list[_Window] = []
         self._late: dict[asyncio.Future[Any], None] = {}
 
-    def begin_fault(self, fault: TierFault, for_s: float, share: float) -> None:
-        """Let a share of the calls that begin from now on, and for a time, have a fault."""
-        self._windows.append((fault, self._simulation.now + for_s, share))
+    def begin_fault(
+        self, fault: TierFault, for_s: float, share: float, calls: Collection[str] = CALLS
+    ) -> None:
+        """Let a share of some calls that begin from now on, and for a time, have a fault."""
+        self._windows.append(_Window(fault, self._simulation.now + for_s, share, calls))
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `Backend.attach`."""
@@ -125,20 +139,20 @@ class FaultyTier(Backend):
         self._num_calls[call] += 1
         return self._simulation.random(f"{self.name} {call} {self._num_calls[call]}")
 
-    def _draw(self, random: Random) -> tuple[TierFault, float] | None:
+    def _draw(self, random: Random, name: str) -> tuple[TierFault, float] | None:
         """Draw the fault of a call, and when its window ends."""
         now = self._simulation.now
-        self._windows = [each for each in self._windows if each[1] > now]
-        for fault, ends_at, share in self._windows:
-            if random.random() < share:
-                return fault, ends_at
+        self._windows = [each for each in self._windows if each.ends_at > now]
+        for window in self._windows:
+            if name in window.calls and random.random() < window.share:
+                return window.fault, window.ends_at
         return None
 
     async def _call(
         self, name: str, keys: Sequence[BlockKey], call: Callable[[], Awaitable[T]]
     ) -> T:
         random = self._random_of(name, keys)
-        drawn = self._draw(random)
+        drawn = self._draw(random, name)
         await _latency(random)
         was_cancelled = await self._delay(drawn, random)
         _raise(drawn, random)
@@ -149,7 +163,7 @@ class FaultyTier(Backend):
         return given
 
     async def _move(self, move: "_Move") -> list[Outcome]:
-        drawn = self._draw(move.random)
+        drawn = self._draw(move.random, "load" if move.is_load else "store")
         await _latency(move.random)
         was_cancelled = await self._delay(drawn, move.random)
         _raise(drawn, move.random)

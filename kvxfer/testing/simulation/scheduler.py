@@ -5,9 +5,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
+from types import FrameType
+from typing import Any
 
 FIRST_TIME_S = 1000.0
+_PACKAGE = Path(__file__).parents[2]
+_ROOTS = (f"{_PACKAGE}/", f"{_PACKAGE.parent}/backends/")
+_NOT_TRACED = (f"{_PACKAGE}/testing/", f"{_PACKAGE}/runtime/")
 MOST_REAL_S = 30.0
 """Seconds, of a real clock, that may pass between two steps."""
 STEP_S = 1e-6
@@ -88,6 +94,7 @@ class Scheduler:
         self._restlessness = random.choice((0.0, 0.02, 0.1, 0.4))
         self._main = SimulatedThread(self, "main")
         self._threads = [self._main]
+        self._by_line = 0.0
         self._ready: list[SimulatedThread] = []
         self._current = self._main
         self._is_ending = self._is_over = False
@@ -129,11 +136,14 @@ class Scheduler:
             thread.turn.acquire()
             try:
                 if not self._is_ending:
+                    sys.settrace(self._trace if self._by_line else None)
                     target()
             except SimulationEnded:
                 pass
             except BaseException as exc:  # noqa: BLE001 - the main thread raises it
                 thread.error = exc
+                self._fail(f"thread {name} ended by {exc!r}")
+            sys.settrace(None)
             thread.ended = True
             if self._is_ending:
                 self._current = self._main
@@ -147,6 +157,29 @@ class Scheduler:
         threading.Thread(target=run, name=name, daemon=True).start()
         self.point()
         return thread
+
+    def switch_by_line(self, share: float) -> None:
+        """Let another thread go on after a share of the lines of kvxfer, in threads from now on.
+
+        Then it is seen, too, where a lock is missing. To trace lines makes the code ten times as
+        slow.
+        """
+        self._by_line = share
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        """Trace the lines of kvxfer, but not those that import it, which holds a lock of Python."""
+        del argument
+        code = frame.f_code
+        if event == "call":
+            is_ours = code.co_filename.startswith(_ROOTS) and code.co_name != "<module>"
+            is_ours = is_ours and not code.co_filename.startswith(_NOT_TRACED)
+            return self._trace if is_ours else None
+        if event == "line" and self.random.random() < self._by_line and not self._is_ending:
+            self._step()
+            if self._ready_now():
+                self._ready.append(self._current)
+                self._switch()
+        return self._trace
 
     def point(self) -> None:
         """Let another thread go on, if the seed says so."""

@@ -1,0 +1,225 @@
+"""Scenario of an engine that threads poll: its loop runs in a thread of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from kvxfer import runtime
+from kvxfer.errors import ClosedError
+from kvxfer.storage.backend import Outcome
+from kvxfer.storage.keys import Namespace
+from kvxfer.testing.simulation import FaultyTier, Opened, Scenario, Simulation, Step, TierFault
+from kvxfer.testing.simulation.world import NUM_KEYS, Batch, Part, World, draw_parts
+from kvxfer.transfer import JobId, TransferEngine
+from tests.simulation.tiers import TiersScenario
+
+NUM_THREADS = 2
+CLOSE_TIMEOUT_S = 30.0
+ENGINE_TIMEOUT_S = 5.0
+POLL_S = 0.004
+SLACK_S = 0.1
+MOST_S = 600.0
+BY_LINE = 0.02
+"""Share of the lines of kvxfer after which another thread goes on, in every second seed."""
+
+
+@dataclass(slots=True)
+class _Submitted:
+    """Job that a thread has submitted."""
+
+    batch: Batch
+    ends_at: float
+    cancel_at: float | None
+
+
+class PolledScenario(Scenario):
+    """Threads that submit, poll, wait for and cancel jobs, over tiers with faults."""
+
+    name = "polled"
+    num_faulty: ClassVar[int] = 3
+
+    def plan(self, random: Random) -> list[Step]:
+        """See `Scenario.plan`."""
+        steps, length_s = [], random.choice((0.5, 2.0))
+        num_keys = random.choice((1, 3, NUM_KEYS))
+        for _ in range(random.choice((10, 40))):
+            what = random.choices(("store", "load", "wait"), (4, 5, 2))[0]
+            arguments: dict[str, Any] = {"thread": random.randrange(NUM_THREADS)}
+            arguments["timeout_s"] = random.choice((None, None, 0.0, 0.05, 0.5))
+            if what != "wait":
+                arguments["parts"] = draw_parts(random, num_keys)
+                arguments["cancel_s"] = random.choice((None, None, None, 0.0, 0.01))
+            steps.append(Step(random.random() * length_s, what, arguments))
+        for _ in range(random.choice((0, 0, 1, 3))):
+            fault = {
+                "thread": 0,
+                "tier": random.randrange(self.num_faulty),
+                "fault": random.choice(list(TierFault)),
+                "for_s": random.choice((0.2, 1.0)),
+            }
+            steps.append(Step(random.random() * length_s, "fault", fault))
+        if random.random() < 0.3:
+            steps.append(Step(random.random() * length_s, "close", {"thread": 0}))
+        return sorted(steps, key=lambda step: step.at_s)
+
+    def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
+        """Open tiers, as the seed decides."""
+        return TiersScenario().open(simulation, namespace)
+
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        """See `Scenario.run`."""
+        run = _Run(self, simulation)
+        if simulation.random("lines").random() < 0.5:
+            simulation.runtime.scheduler.switch_by_line(BY_LINE)
+        shares = [[s for s in steps if s.arguments["thread"] == n] for n in range(NUM_THREADS)]
+        threads = [
+            runtime.start_thread(run.carry_out, name=f"client {number}", args=(share,))
+            for number, share in enumerate(shares)
+        ]
+        for thread in threads:
+            thread.join(MOST_S)
+            if thread.is_alive():
+                simulation.fail("never ended", simulation.runtime.scheduler.stacks())
+        run.end()
+
+
+class _Run:
+    """One run of the scenario."""
+
+    def __init__(self, scenario: PolledScenario, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._world = World(simulation)
+        self._opened = scenario.open(simulation, self._world.namespace)
+        self._engine = TransferEngine(
+            self._world.memory.caches,
+            self._opened.backend,
+            blocks_per_chunk=self._world.memory.blocks_per_chunk,
+            max_bytes_in_flight=simulation.random("engine").choice((1024, 1 << 20)),
+            timeout_s=ENGINE_TIMEOUT_S,
+            close_timeout_s=CLOSE_TIMEOUT_S,
+        )
+        self._world.history.is_strict = False
+        self._finished: dict[JobId, Sequence[Outcome]] = {}
+        self._held: list[tuple[JobId, Batch, float]] = []
+        self._is_closing = False
+
+    def carry_out(self, steps: Sequence[Step]) -> None:
+        """Carry out the steps of one thread, then wait for its jobs."""
+        jobs: dict[JobId, _Submitted] = {}
+        for step in steps:
+            self._poll(jobs, until=step.at_s)
+            self._simulation.note(f"-> {step}")
+            try:
+                self._step(step, jobs)
+            except ClosedError:
+                if not self._is_closing:
+                    self._simulation.fail("closed error of an open engine", step)
+        self._poll(jobs, until=self._simulation.now + MOST_S, is_last=True)
+        for job_id, left in jobs.items():
+            if not self._is_closing:
+                self._simulation.fail("late", f"job {job_id} of {left.batch.parts}")
+
+    def end(self) -> None:
+        """Close the engine, and look at what is left."""
+        began = self._simulation.now
+        self._is_closing = True
+        self._engine.close()
+        took_s = self._simulation.now - began
+        if took_s > CLOSE_TIMEOUT_S + SLACK_S:
+            self._simulation.fail("late", f"close took {took_s:.3f} s")
+        runtime.sleep(MOST_S)
+        self._world.watched.look()
+        for left in TiersScenario().leftovers(self._engine, self._opened):
+            self._simulation.fail("left", left)
+        if threads := self._simulation.runtime.scheduler.alive():
+            names = sorted(thread.name for thread in threads)
+            self._simulation.fail("threads left", names)
+
+    def _step(self, step: Step, jobs: dict[JobId, _Submitted]) -> None:
+        given = dict(step.arguments)
+        if step.what == "fault":
+            tier = self._opened.faulty.get(given["tier"])
+            if isinstance(tier, FaultyTier):
+                tier.begin_fault(given["fault"], given["for_s"], 1.0)
+        elif step.what == "wait":
+            self._wait(jobs, given["timeout_s"])
+        elif step.what == "close":
+            self._is_closing = True
+            self._engine.close()
+        else:
+            self._submit(step.what, given["parts"], given["timeout_s"], given["cancel_s"], jobs)
+
+    def _submit(
+        self,
+        what: str,
+        parts: tuple[Part, ...],
+        timeout_s: float | None,
+        cancel_s: float | None,
+        jobs: dict[JobId, _Submitted],
+    ) -> None:
+        batch = self._world.begin(parts, is_store=what == "store")
+        if batch is None:
+            return
+        self._simulation.num_calls += 1
+        submit = self._engine.submit_store if batch.is_store else self._engine.submit_load
+        try:
+            job_id = submit(
+                self._world.keys(parts),
+                batch.ids_by_group,
+                first_block_indices=batch.first_indices,
+                timeout_s=timeout_s,
+            )
+        except ClosedError:
+            self._world.release(batch)
+            raise
+        now = self._simulation.now
+        limit_s = ENGINE_TIMEOUT_S if timeout_s is None else timeout_s
+        cancel_at = None if cancel_s is None else now + cancel_s
+        jobs[job_id] = _Submitted(batch, now + limit_s, cancel_at)
+
+    def _wait(self, jobs: dict[JobId, _Submitted], timeout_s: float | None) -> None:
+        began = self._simulation.now
+        self._engine.wait(list(jobs), timeout_s=timeout_s)
+        took_s = self._simulation.now - began
+        limit_s = ENGINE_TIMEOUT_S if timeout_s is None else timeout_s
+        if took_s > limit_s + SLACK_S and not self._is_closing:
+            self._simulation.fail("late", f"wait took {took_s:.3f} s of {limit_s}")
+
+    def _poll(self, jobs: dict[JobId, _Submitted], *, until: float, is_last: bool = False) -> None:
+        """Take what has finished, until some time, or until there is no job left."""
+        while self._simulation.now < until and (jobs or self._held or not is_last):
+            for each in self._engine.get_finished():
+                if each.job_id in self._finished:
+                    self._simulation.fail("finished twice", each.job_id)
+                self._finished[each.job_id] = each.outcomes
+            for job_id in [each for each in jobs if each in self._finished]:
+                self._end(job_id, jobs.pop(job_id), self._finished[job_id])
+            self._release()
+            now = self._simulation.now
+            for job_id, job in jobs.items():
+                if job.cancel_at is not None and now >= job.cancel_at:
+                    job.cancel_at = None
+                    self._engine.cancel(job_id)
+                if now > job.ends_at + SLACK_S and not self._is_closing:
+                    self._simulation.fail("late", f"job {job_id} of {job.batch.parts}")
+                    job.ends_at = MOST_S * 10
+            if self._is_closing and now > until - MOST_S / 2:
+                return
+            runtime.sleep(POLL_S)
+
+    def _end(self, job_id: JobId, job: _Submitted, outcomes: Sequence[Outcome]) -> None:
+        self._world.end(job.batch, outcomes)
+        ends_at = self._simulation.now + MOST_S
+        self._held += [(job_id, batch, ends_at) for batch in self._world.take_unsafe()]
+
+    def _release(self) -> None:
+        """Release the memory of jobs that no transfer touches any more."""
+        held, self._held = self._held, []
+        for job_id, batch, ends_at in held:
+            if not self._engine.may_touch(job_id):
+                self._world.release(batch)
+            elif self._simulation.now < ends_at or self._is_closing:
+                self._held.append((job_id, batch, ends_at))
+            else:
+                self._simulation.fail("late", f"job {job_id} may touch its memory")
