@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, ClassVar, TypeVar
 
 from kvxfer.errors import BackendUnavailableError, ClosedError, KVXferError
-from kvxfer.storage.backend import Backend, Purgeable
+from kvxfer.storage.backend import Backend, Purgeable, Status
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.simulation.faults import CALLS as FAULTY_CALLS
 from kvxfer.testing.simulation.faults import FaultyTier, TierFault
@@ -234,6 +234,10 @@ class _Run:
             self._world.release(batch)
             raise
         self._world.end(batch, outcomes)
+        if outcomes and timeout_s is None and self._world.history.is_strict:
+            late = [each for each in outcomes if each.status is Status.TIMED_OUT]
+            if late and not self._is_closing:
+                self._simulation.fail("timed out without a fault", late[0])
         if outcomes:
             ended = zip(parts, outcomes, strict=True)
             said = ", ".join(f"{part}: {each.status.value}" for part, each in ended)
@@ -430,10 +434,18 @@ class _Run:
                     found = self._world.watched.read(part.group, batch.block_ids[0])
                     history, began = self._world.history, self._simulation.now
                     versions.append(history.judge_load(part.group, key, 0, found, began))
+                elif tier is tiers[-1] and self._must_be_below(part):
+                    self._simulation.fail("flush left the last tier without", part)
                 self._world.release(batch)
             is_strict = self._world.history.is_strict and self._world.history.is_of_one_store(key)
             if is_strict and len(set(versions)) > 1:
                 self._simulation.fail("tiers differ", f"{part}: stores {versions}")
+
+    def _must_be_below(self, part: Part) -> bool:
+        """Whether the last tier has a chunk after a flush; where it has a part, that may stay."""
+        key, history = self._world.key(part), self._world.history
+        must_be_there = self._opened.is_roomy and history.must_be_there(key, part.num_blocks)
+        return must_be_there and history.is_of_one_store(key)
 
     async def _within(self, seconds: float, what: str, call: Coroutine[Any, Any, T]) -> T | None:
         try:
