@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar, TypeVar
@@ -286,10 +286,10 @@ class _Run:
 
     async def _purge(self, timeout_s: float | None, cancel_s: float | None) -> None:
         del timeout_s
-        if isinstance(self._opened.backend, Purgeable):
+        backend = self._opened.backend
+        if isinstance(backend, Purgeable):
             self._world.history.begin_purge()
-            call = self._opened.backend.purge()
-            if await self._timed("purge", _true_after(call), MOST_S, cancel_s):
+            if await self._timed("purge", _true_after(backend.purge), MOST_S, cancel_s):
                 self._world.history.end_purge()
 
     async def _flush(self, timeout_s: float | None, cancel_s: float | None) -> None:
@@ -482,9 +482,9 @@ class _Run:
             self._simulation.fail("left", f"{what} {when}")
 
 
-async def _true_after(call: Coroutine[Any, Any, object]) -> bool:
+async def _true_after(call: Callable[[], Awaitable[object]]) -> bool:
     """Await a call that returns nothing; True tells its end from a cancellation."""
-    await call
+    await call()
     return True
 
 
