@@ -7,31 +7,31 @@ from kvxfer.doctor.configuration import (
 )
 from kvxfer.doctor.examination import PlannedCheck, examine, run_checks, sort_findings
 from kvxfer.doctor.finding import Check, Examined, Finding, Severity
-from kvxfer.doctor.memory import check_huge_pages, check_memory, check_shared_memory
-from kvxfer.doctor.packages import (
+from kvxfer.doctor.machine import (
+    check_cpus,
     check_cuda,
+    check_hash_seed,
+    check_huge_pages,
+    check_locked_memory,
+    check_memory,
     check_nixl,
+    check_open_files,
     check_packages,
     check_plugin,
+    check_shared_memory,
     check_vllm,
 )
-from kvxfer.doctor.peers import check_peer
-from kvxfer.doctor.process import (
-    check_cpus,
-    check_hash_seed,
-    check_locked_memory,
-    check_open_files,
-)
-from kvxfer.doctor.sharing import compare, is_comparable
-from kvxfer.doctor.stores import (
+from kvxfer.doctor.places import (
     check_direct_io,
     check_folder,
     check_inodes,
     check_io_uring,
     check_medium,
+    check_peer,
     check_secret,
     check_space,
 )
+from kvxfer.doctor.sharing import compare, is_comparable
 
 __all__ = [
     "Check",

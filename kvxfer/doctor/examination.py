@@ -1,8 +1,9 @@
-"""Examination: all checks of this machine and of what URLs name, each within a deadline."""
+"""Examination: one table of checks, each of which is made within a deadline."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,28 +15,81 @@ from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.object import ObjectConfig
 from kvxfer.backends.pool import PoolConfig
 from kvxfer.connect import BackendChoice, parse_backend
-from kvxfer.doctor import memory, packages, peers, process, stores
-from kvxfer.doctor.buckets import check_bucket
-from kvxfer.doctor.discovery import check_discovery
+from kvxfer.doctor import machine, places
 from kvxfer.doctor.finding import Check, Examined, Finding, Severity
-from kvxfer.doctor.mooncake import check_mooncake
-from kvxfer.doctor.pools import check_pool
+from kvxfer.endpoint import Endpoint
 from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
 from kvxfer.runtime import DaemonThreads
 from kvxfer.text import printable
 
-STEPS_OF_A_PEER = 6
-"""Steps to reach a peer, each with the time of a check: two connections of three steps."""
-
-STEPS_OF_DISCOVERY = 5
-"""Steps to list the holders: credentials, a token, the list, the end of the connection, and one to
-spare."""
-
-STEPS_OF_A_BUCKET = 5
-"""Steps to examine a bucket: a list, two stores, a removal, and one to spare."""
-
 MAX_CHARACTERS = 500
 """Most characters of an error that a check did not expect."""
+
+
+class Machine(NamedTuple):
+    """This machine, and what an engine on it needs: see `examine`."""
+
+    host_bytes: int
+    held_bytes: int
+    hashes: str
+
+    @property
+    def needed(self) -> int:
+        """Bytes of memory that are asked for."""
+        return self.host_bytes + self.held_bytes
+
+
+class Peer(NamedTuple):
+    """Peer of a backend, at one of its addresses."""
+
+    config: NixlConfig
+    endpoint: Endpoint
+
+
+_Run = Callable[[Any, str, float], Finding | Iterable[Finding]]
+
+CHECKS: dict[type, tuple[tuple[Check, str, _Run], ...]] = {
+    Machine: (
+        (
+            Check.HASH_SEED,
+            "environment",
+            lambda it, *_: machine.check_hash_seed(hash_name=it.hashes),
+        ),
+        (Check.OPEN_FILES, "limits", lambda *_: machine.check_open_files()),
+        (Check.LOCKED_MEMORY, "limits", lambda it, *_: machine.check_locked_memory(it.needed)),
+        (Check.CPUS, "control groups", lambda *_: machine.check_cpus()),
+        (Check.MEMORY, "control groups", lambda it, *_: machine.check_memory(it.needed)),
+        (Check.SHARED_MEMORY, "memory", lambda it, *_: machine.check_shared_memory(it.host_bytes)),
+        (Check.HUGE_PAGES, "kernel", lambda *_: machine.check_huge_pages()),
+        (Check.PACKAGE, "packages", lambda *_: machine.check_packages()),
+        (Check.NIXL, "package", lambda *_: machine.check_nixl()),
+        (Check.CUDA, "driver", lambda *_: machine.check_cuda()),
+        (Check.VLLM, "package", lambda *_: machine.check_vllm()),
+        (Check.VLLM_PLUGIN, "package", lambda *_: machine.check_plugin()),
+    ),
+    FileConfig: (
+        (Check.STORE_FOLDER, "", lambda it, url, _: places.check_folder(url, it)),
+        (Check.STORE_SECRET, "", lambda it, url, _: places.check_secret(url, it)),
+        (Check.STORE_SPACE, "", lambda it, url, _: places.check_space(url, it)),
+        (Check.STORE_INODES, "", lambda it, url, _: places.check_inodes(url, it)),
+        (Check.STORE_MEDIUM, "", lambda it, url, _: places.check_medium(url, it)),
+        (Check.DIRECT_IO, "", lambda it, url, _: places.check_direct_io(url, it)),
+        (Check.IO_URING, "", lambda it, url, _: places.check_io_uring(url, it)),
+    ),
+    Peer: ((Check.PEER, "", lambda it, _, time_s: places.check_peer(*it, timeout_s=time_s)),),
+    NixlConfig: ((Check.DISCOVERY, "", lambda it, _, s: places.check_discovery(it, timeout_s=s)),),
+    PoolConfig: ((Check.POOL, "", lambda it, *_: places.check_pool(it)),),
+    ObjectConfig: ((Check.BUCKET, "", lambda it, _, s: places.check_bucket(it, timeout_s=s)),),
+    MooncakeConfig: (
+        (Check.MOONCAKE, "", lambda it, _, s: places.check_mooncake(it, timeout_s=s)),
+    ),
+}
+"""Checks of each kind of thing: the name, the subject where that is not the thing's URL, and the
+check itself of the thing, its URL and the time for one step."""
+
+NUM_STEPS = {Check.PEER: 6, Check.BUCKET: 5}
+"""Times that the deadline of a check may pass: two connections to a peer of three steps; of a
+bucket a list, two stores, a removal, and one to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +128,16 @@ def examine(
     configs = [parse_backend(each)[1] for each in backends]
     host_bytes = sum(each.capacity for each in configs if isinstance(each, HostConfig))
     held_bytes = sum(each.capacity or 0 for each in configs if isinstance(each, NixlConfig))
-    planned = _plan_machine(host_bytes, held_bytes, hash_name)
-    for config in configs:
-        planned += _plan_backend(config, timeout_s)
+    things = [("", Machine(host_bytes, held_bytes, hash_name)), *_things(configs)]
+    planned = [
+        PlannedCheck(
+            name, subject or url, partial(run, thing, url, timeout_s), NUM_STEPS.get(name, 1)
+        )
+        for url, thing in things
+        for kind, checks in CHECKS.items()
+        if isinstance(thing, kind)
+        for name, subject, run in checks
+    ]
     return run_checks(planned, timeout_s=timeout_s)
 
 
@@ -107,66 +168,23 @@ def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
-def _plan_machine(host_bytes: int, held_bytes: int, hash_name: str) -> list[PlannedCheck]:
-    needed_bytes = host_bytes + held_bytes
-    return [
-        PlannedCheck(
-            Check.HASH_SEED, "environment", partial(process.check_hash_seed, hash_name=hash_name)
-        ),
-        PlannedCheck(Check.OPEN_FILES, "limits", process.check_open_files),
-        PlannedCheck(
-            Check.LOCKED_MEMORY, "limits", partial(process.check_locked_memory, needed_bytes)
-        ),
-        PlannedCheck(Check.CPUS, "control groups", process.check_cpus),
-        PlannedCheck(Check.MEMORY, "control groups", partial(memory.check_memory, needed_bytes)),
-        PlannedCheck(
-            Check.SHARED_MEMORY, "memory", partial(memory.check_shared_memory, host_bytes)
-        ),
-        PlannedCheck(Check.HUGE_PAGES, "kernel", memory.check_huge_pages),
-        PlannedCheck(Check.PACKAGE, "packages", packages.check_packages),
-        PlannedCheck(Check.NIXL, "package", packages.check_nixl),
-        PlannedCheck(Check.CUDA, "driver", packages.check_cuda),
-        PlannedCheck(Check.VLLM, "package", packages.check_vllm),
-        PlannedCheck(Check.VLLM_PLUGIN, "package", packages.check_plugin),
-    ]
-
-
-def _plan_backend(config: msgspec.Struct, timeout_s: float) -> list[PlannedCheck]:
-    if isinstance(config, FileConfig):
-        checks: list[tuple[Check, Callable[[str, FileConfig], Finding]]] = [
-            (Check.STORE_FOLDER, stores.check_folder),
-            (Check.STORE_SECRET, stores.check_secret),
-            (Check.STORE_SPACE, stores.check_space),
-            (Check.STORE_INODES, stores.check_inodes),
-            (Check.STORE_MEDIUM, stores.check_medium),
-            (Check.DIRECT_IO, stores.check_direct_io),
-            (Check.IO_URING, stores.check_io_uring),
-        ]
-        url = f"file://{config.path}"
-        return [PlannedCheck(name, url, partial(run, url, config)) for name, run in checks]
-    if isinstance(config, NixlConfig) and config.discover:
-        run_check = partial(check_discovery, config, timeout_s=timeout_s / STEPS_OF_DISCOVERY)
-        return [PlannedCheck(Check.DISCOVERY, config.discover, run_check)]
-    if isinstance(config, NixlConfig):
-        return [
-            PlannedCheck(
-                Check.PEER,
-                f"nixl://{endpoint}",
-                partial(peers.check_peer, config, endpoint, timeout_s=timeout_s),
-                STEPS_OF_A_PEER,
-            )
-            for endpoint in config.peers
-        ]
-    if isinstance(config, PoolConfig):
-        return [PlannedCheck(Check.POOL, f"pool://{config.path}", partial(check_pool, config))]
-    if isinstance(config, ObjectConfig):
-        check = partial(check_bucket, config, timeout_s=timeout_s)
-        return [PlannedCheck(Check.BUCKET, config.url, check, STEPS_OF_A_BUCKET)]
-    if isinstance(config, MooncakeConfig):
-        url = f"mooncake://{config.address}"
-        check = partial(check_mooncake, config, timeout_s=timeout_s)
-        return [PlannedCheck(Check.MOONCAKE, url, check)]
-    return []  # host:// is part of the machine; what others offer, only they can examine
+def _things(configs: Iterable[msgspec.Struct]) -> Iterator[tuple[str, object]]:
+    """List what is examined, with its URL: `host://` is part of the machine."""
+    for config in configs:
+        match config:
+            case NixlConfig() if config.discover:
+                yield config.discover, config
+            case NixlConfig():
+                for endpoint in config.peers:
+                    yield f"nixl://{endpoint}", Peer(config, endpoint)
+            case FileConfig():
+                yield f"file://{config.path}", config
+            case PoolConfig():
+                yield f"pool://{config.path}", config
+            case ObjectConfig():
+                yield config.url, config
+            case MooncakeConfig():
+                yield f"mooncake://{config.address}", config
 
 
 def _collect(check: PlannedCheck) -> list[Finding]:

@@ -83,22 +83,18 @@ class Examined:
 
     def ok(self, found: str) -> Finding:
         """Make the finding that all is well."""
-        return Finding(check=self.check, subject=self.subject, severity=Severity.OK, found=found)
+        return self._make(Severity.OK, found, "", "")
 
     def warning(self, found: str, *, why: str, mend: str) -> Finding:
         """Make the finding of what is slower or less than it could be."""
-        return self._bad(Severity.WARNING, found, why, mend)
+        return self._make(Severity.WARNING, found, why, mend)
 
     def error(self, found: str, *, why: str, mend: str) -> Finding:
         """Make the finding of what costs all hits, or keeps an engine from starting."""
-        return self._bad(Severity.ERROR, found, why, mend)
+        return self._make(Severity.ERROR, found, why, mend)
 
-    def _bad(self, severity: Severity, found: str, why: str, mend: str) -> Finding:
+    def _make(self, severity: Severity, found: str, why: str, mend: str) -> Finding:
+        check, subject = self.check, self.subject
         return Finding(
-            check=self.check,
-            subject=self.subject,
-            severity=severity,
-            found=found,
-            why=why,
-            mend=mend,
+            check=check, subject=subject, severity=severity, found=found, why=why, mend=mend
         )

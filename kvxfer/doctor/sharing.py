@@ -13,9 +13,9 @@ from kvxfer.backends.file import BlockTree, load_namespace, read_namespaces
 from kvxfer.backends.nixl import NixlConfig, PeerProbe, probe_peer
 from kvxfer.connect import parse_backend
 from kvxfer.doctor.configuration import is_configuration, plan_namespaces
-from kvxfer.doctor.examination import STEPS_OF_A_PEER, PlannedCheck, run_checks
+from kvxfer.doctor.examination import NUM_STEPS, PlannedCheck, run_checks
 from kvxfer.doctor.finding import Check, Examined, Finding
-from kvxfer.doctor.peers import refuse_peer
+from kvxfer.doctor.places import refuse_peer
 from kvxfer.endpoint import Endpoint, split_url
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -131,7 +131,9 @@ def compare(arguments: Sequence[str], *, timeout_s: float) -> list[Finding]:
             refused.append(exc)
             return []
 
-    num_steps = sum(STEPS_OF_A_PEER if _is_peer(each) else STEPS_OF_VLLM for each in arguments)
+    num_steps = sum(
+        NUM_STEPS[Check.PEER] if _is_peer(each) else STEPS_OF_VLLM for each in arguments
+    )
     planned = PlannedCheck(Check.SHARING, " ".join(arguments), run, num_steps)
     findings = run_checks([planned], timeout_s=timeout_s)
     for error in refused:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.pool import PoolConfig
-from kvxfer.doctor import Check, Finding, Severity, examine, pools
+from kvxfer.doctor import Check, Finding, Severity, examine, places
 from tests.backends.pool_servers import running_pool
 from tests.doctor.test_machine import is_complete
 
@@ -18,7 +18,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def check(path: Path) -> Finding:
-    finding = pools.check_pool(PoolConfig(path=str(path)))
+    finding = places.check_pool(PoolConfig(path=str(path)))
     assert finding.check is Check.POOL
     assert is_complete(finding)
     return finding
@@ -41,7 +41,7 @@ def test_a_pool_of_another_user_is_named_with_both_users(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_pool(path):
-        monkeypatch.setattr(pools, "peer_of", lambda _: (1, 65534))
+        monkeypatch.setattr(places, "peer_of", lambda _: (1, 65534))
         assert f"its user is 65534, that of this process is {os.geteuid()}" in check(path).found
 
 

@@ -1,0 +1,465 @@
+"""Checks of places for blocks: stores in files, buckets, peers, pools and Mooncake Store."""
+
+import os
+import socket
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvxfer import runtime
+from kvxfer.backends.file import (
+    BlockTree,
+    Digester,
+    FileConfig,
+    read_count,
+    read_namespaces,
+)
+from kvxfer.backends.file.io import open_engine, probe_direct
+from kvxfer.backends.file.space import MIN_FREE_FILES
+from kvxfer.backends.host.control_groups import read_mounts
+from kvxfer.backends.mooncake import MooncakeConfig
+from kvxfer.backends.nixl import NixlConfig, PeerProbe, probe_peer
+from kvxfer.backends.nixl.discovery import EtcdError, decode_announcement, look_once
+from kvxfer.backends.object import Bucket, ObjectConfig, RequestFailedError
+from kvxfer.backends.pool import PoolConfig
+from kvxfer.backends.pool.messages import peer_of
+from kvxfer.doctor.finding import Check, Examined, Finding
+from kvxfer.endpoint import Endpoint
+from kvxfer.errors import (
+    BackendUnavailableError,
+    HandshakeError,
+    InvalidArgumentError,
+    PeerError,
+    PeerTimeoutError,
+    ProtocolError,
+)
+from kvxfer.extras import MissingExtraError
+from kvxfer.storage.integrity import read_secret
+from kvxfer.storage.keys import Namespace
+from kvxfer.text import printable
+from kvxfer.units import format_size
+
+_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+_OF_CONTAINERS = frozenset({"overlay", "aufs"})
+
+
+def check_folder(url: str, config: FileConfig) -> Finding:
+    """Check that the folder of a store is there or can be made, and can be written to."""
+    at = Examined(Check.STORE_FOLDER, url)
+    path, folder = Path(config.path), standing_folder(config)
+    why = "The store cannot be opened, or every store fails: nothing is kept, and nothing is found."
+    if not folder.is_dir():
+        return at.error(f"{folder} is no folder", why=why, mend=f"mkdir -p {path.parent}")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as exc:
+        found = f"{folder} cannot be written to: {exc.strerror}"
+        return at.error(found, why=why, mend=f"install -d -m 700 -o $(id -un) {path}")
+    return at.ok(_summary(path) if folder == path else f"will be made in {folder}")
+
+
+def check_secret(url: str, config: FileConfig) -> Finding:
+    """Check that the checksums which were asked for can be made."""
+    at = Examined(Check.STORE_SECRET, url)
+    try:
+        Digester(config.integrity, read_secret(config.secret_file), config.tenant)
+    except (InvalidArgumentError, MissingExtraError) as exc:
+        return at.error(
+            str(exc),
+            why="The store is not opened without its secret and the package for it.",
+            mend="pip install 'kvxfer[keyed,sealed]'; head -c 32 /dev/urandom > SECRET_FILE",
+        )
+    return at.ok(f"integrity={config.integrity.value}")
+
+
+def check_space(url: str, config: FileConfig) -> Finding:
+    """Check that the capacity that was asked for can be reached."""
+    at = Examined(Check.STORE_SPACE, url)
+    found = os.statvfs(standing_folder(config))
+    if not found.f_blocks:
+        return at.ok("the file system does not say how much it has")
+    free = found.f_bavail * found.f_frsize
+    used = read_count(Path(config.path)) or 0
+    usable = min(config.capacity, used + max(0, free - config.min_free))
+    shown = f"{format_size(free)} free, {format_size(used)} of the capacity in use"
+    if usable >= config.capacity:
+        return at.ok(f"{shown}, {format_size(config.capacity)} asked for")
+    limits = f"{shown}; with min_free={format_size(config.min_free)} no more than "
+    limits += f"{format_size(usable)} of {format_size(config.capacity)} can be used"
+    why = "Blocks are evicted long before the capacity is reached, or none is stored at all."
+    if not usable:
+        return at.error(limits, why=why, mend=f"df {standing_folder(config)}  # and make room")
+    return at.warning(limits, why=why, mend=f"capacity={usable >> 20}MiB")
+
+
+def check_inodes(url: str, config: FileConfig) -> Finding:
+    """Check that the file system has room for as many files as the capacity has blocks."""
+    at = Examined(Check.STORE_INODES, url)
+    found = os.statvfs(standing_folder(config))
+    if not found.f_files:
+        return at.ok("the file system makes as many as are needed")
+    chunk_bytes = _mean_chunk_bytes(_namespaces(Path(config.path)))
+    used = read_count(Path(config.path)) or 0
+    missing = max(0, config.capacity - used) // chunk_bytes if chunk_bytes else 0
+    if found.f_favail >= max(MIN_FREE_FILES, missing):
+        return at.ok(f"{found.f_favail} files can be made")
+    return at.warning(
+        f"{found.f_favail} files can be made, {max(MIN_FREE_FILES, missing)} are needed",
+        why="Each block is a file. Without inodes blocks are evicted, or none is stored, although "
+        "there is space.",
+        mend="mkfs.ext4 -i 65536 ...  # or XFS, which makes them as needed",
+    )
+
+
+def check_medium(url: str, config: FileConfig, *, root: Path = Path("/")) -> Finding:
+    """Check that the file system keeps files: beyond a restart, and beyond the container."""
+    at = Examined(Check.STORE_MEDIUM, url)
+    folder = standing_folder(config).resolve()
+    kind = point = ""
+    for mount in read_mounts(root):
+        if folder.is_relative_to(mount.point) and len(mount.point) >= len(point):
+            kind, point = mount.kind, mount.point
+    if kind in _IN_MEMORY:
+        return at.warning(
+            f"{kind} at {point}",
+            why="Files in memory are lost at a restart of the machine, and take what host:// "
+            "could use without the way through a file system.",
+            mend=f"host://?capacity={config.capacity >> 20}MiB",
+        )
+    if kind in _OF_CONTAINERS:
+        return at.warning(
+            f"{kind} at {point}, the layer of a container",
+            why="Its files are gone with the container, and every access goes through one more "
+            "file system.",
+            mend=f"docker run -v {config.path}:{config.path} ...",
+        )
+    return at.ok(f"{kind or 'unknown'} at {point or '/'}")
+
+
+def check_direct_io(url: str, config: FileConfig) -> Finding:
+    """Check that the file system has O_DIRECT."""
+    at = Examined(Check.DIRECT_IO, url)
+    if config.direct == "off":
+        return at.ok("not asked for")
+    alignment = probe_direct(standing_folder(config))
+    if alignment:
+        return at.ok(f"works, aligned to {alignment} bytes")
+    return at.warning(
+        "the file system refuses O_DIRECT",
+        why="Every block is copied through the page cache, which takes memory from the engine.",
+        mend="a folder on ext4 or XFS; direct=off where this is meant",
+    )
+
+
+def check_io_uring(url: str, config: FileConfig) -> Finding:
+    """Check that the kernel permits io_uring."""
+    at = Examined(Check.IO_URING, url)
+    if config.engine == "posix":
+        return at.ok("not asked for")
+    try:
+        open_engine("uring").close()
+    except InvalidArgumentError as exc:
+        make = at.error if config.engine == "uring" else at.warning
+        return make(
+            exc.expected,
+            why="Small blocks are read and written with a system call each, several times slower.",
+            mend="sysctl kernel.io_uring_disabled=0  # in a container also: --security-opt "
+            "seccomp=PROFILE; engine=posix where this is meant",
+        )
+    return at.ok("works")
+
+
+def standing_folder(config: FileConfig) -> Path:
+    """Find the folder of the store, or the nearest one above that is there."""
+    path = Path(config.path)
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
+def _namespaces(path: Path) -> list[Namespace]:
+    return [*read_namespaces(BlockTree(path))] if path.is_dir() else []
+
+
+def _mean_chunk_bytes(namespaces: list[Namespace]) -> int:
+    sizes = [
+        each.chunk_size_bytes(group) for each in namespaces for group in range(len(each.groups))
+    ]
+    return sum(sizes) // len(sizes) if sizes else 0
+
+
+def _summary(path: Path) -> str:
+    """Say how many namespaces a store has, and in what those of one model differ."""
+    by_model = defaultdict(list)
+    for namespace in _namespaces(path):
+        by_model[namespace.model].append(namespace)
+    texts = []
+    for first, *others in by_model.values():
+        fields = {difference.field for each in others for difference in first.differences(each)}
+        if others:
+            differ = ", ".join(sorted(fields)[:3])
+            texts.append(f"{1 + len(others)} of {first.model}, which differ in {differ}")
+    num_namespaces = sum(map(len, by_model.values()))
+    return "; ".join([f"can be written to, namespaces: {num_namespaces}", *texts])
+
+
+PROBE = "kvxfer-doctor"
+"""Object that is made and removed again below the prefix."""
+
+_NO_BLOCKS = "Every lookup there is a miss, and nothing is stored."
+_CREDENTIALS = "docs/objects.md#credentials  # in the environment of the engine, never in the URL"
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    """What may be done in a bucket: the reason why not, or nothing.
+
+    Attributes:
+        answer_s: Time of a list.
+        store: Why nothing can be stored.
+        remove: Why nothing can be removed.
+        overwrites: Whether the server ignores `If-None-Match`.
+    """
+
+    answer_s: float
+    store: RequestFailedError | None = None
+    remove: RequestFailedError | None = None
+    overwrites: bool = False
+
+
+def check_bucket(config: ObjectConfig, *, timeout_s: float) -> Finding:
+    """Check that a bucket can be read and written: an object is made twice, and removed.
+
+    Args:
+        config: The bucket.
+        timeout_s: Time for each request.
+    """
+    at = Examined(Check.BUCKET, config.url)
+    hurried = msgspec.structs.replace(config, timeout_s=timeout_s)
+    try:
+        access = runtime.run(_ask(hurried))
+    except MissingExtraError as exc:
+        return at.error(str(exc), why=_NO_BLOCKS, mend="pip install 'kvxfer[object]'")
+    except (BackendUnavailableError, InvalidArgumentError) as exc:
+        return at.error(str(exc), why="An engine does not start.", mend=_CREDENTIALS)
+    except RequestFailedError as exc:
+        mend = _CREDENTIALS if exc.denied else f'kvxfer ls "{config.url}?..."  # when it answers'
+        return at.error(str(exc), why=_NO_BLOCKS, mend=mend)
+    if access.store is not None:
+        why = "Blocks that others stored are hits; nothing is stored."
+        mend = "allow the engine's role to put objects below the prefix"
+        if access.store.denied:
+            return at.warning(f"may be read only: {access.store}", why=why, mend=mend)
+        return at.error(f"stores nothing: {access.store}", why=why, mend="mend what it names")
+    if access.remove is not None:
+        return at.warning(
+            f"objects cannot be removed: {access.remove}",
+            why="Corrupt blocks stay, and are misses until a lifecycle rule removes them.",
+            mend="allow the engine's role to delete objects below the prefix",
+        )
+    if access.overwrites:
+        return at.warning(
+            "the server ignores If-None-Match",
+            why="Every store asks first, a request more for each block.",
+            mend="a release of the server that honours If-None-Match: *",
+        )
+    return at.ok(f"answers within {access.answer_s * 1e3:.0f} ms; blocks can be read and stored")
+
+
+async def _ask(config: ObjectConfig) -> _Access:
+    bucket = Bucket.open(config)
+    began_at = runtime.monotonic()
+    try:
+        await bucket.list_folder(config.prefix)
+        answer_s = runtime.monotonic() - began_at
+        name, text = f"{config.prefix}{PROBE}", memoryview(b"made by kvxfer doctor")
+        try:
+            # One that is left over is not made anew, either.
+            overwrites = await bucket.create(name, text) and await bucket.create(name, text)
+        except RequestFailedError as exc:
+            return _Access(answer_s, store=exc)
+        try:
+            await bucket.delete(name)
+        except RequestFailedError as exc:
+            return _Access(answer_s, remove=exc, overwrites=overwrites)
+        return _Access(answer_s, overwrites=overwrites)
+    finally:
+        await bucket.aclose(config.timeout_s)
+
+
+STEPS_OF_DISCOVERY = 5
+MAX_SHOWN = 8
+"""Most holders that a finding names."""
+
+_MAX_CHARACTERS = 200
+_NO_PEERS = "An engine that starts finds no peers, and no blocks; one that runs keeps its peers."
+
+
+def check_discovery(config: NixlConfig, *, timeout_s: float) -> Finding:
+    """Check that etcd answers, and that what is announced there can be used.
+
+    Args:
+        config: Configuration with `discover`.
+        timeout_s: Time for all steps: credentials, a token, the list, the end of the connection,
+            and one to spare.
+    """
+    at = Examined(Check.DISCOVERY, config.discover)
+    etcd = config.etcd
+    assert etcd is not None
+    try:
+        entries = runtime.run(look_once(etcd, timeout_s / STEPS_OF_DISCOVERY))
+    except EtcdError as exc:
+        mend = f"etcdctl --endpoints {etcd.endpoints[0]} get --prefix {etcd.prefix}"
+        return at.error(str(exc), why=_NO_PEERS, mend=mend)
+    except MissingExtraError as exc:
+        return at.error(str(exc), why=_NO_PEERS, mend="pip install 'kvxfer[etcd]'")
+    except InvalidArgumentError as exc:
+        return at.error(str(exc), why=_NO_PEERS, mend=f"{exc.argument}={exc.expected}")
+    holders: list[Endpoint] = []
+    reasons: list[str] = []
+    for name, data in entries.items():
+        try:
+            endpoint, _ = decode_announcement(name, data)
+            config.require_proof("peer", endpoint)
+            holders.append(endpoint)
+        except InvalidArgumentError as exc:
+            reasons.append(printable(exc, _MAX_CHARACTERS))
+    if reasons:
+        return at.warning(
+            f"{len(reasons)} of {len(entries)} entries are skipped; the first: {reasons[0]}",
+            why="What cannot be read as a holder that may be connected to is not used.",
+            mend=f"etcdctl --endpoints {etcd.endpoints[0]} get --prefix {etcd.prefix}",
+        )
+    if not holders:
+        return at.warning(
+            "answers, and no holder is announced there",
+            why=_NO_PEERS,
+            mend=f"kvxfer serve --listen HOST:PORT --capacity SIZE --discover {etcd}",
+        )
+    shown = ", ".join(map(str, holders[:MAX_SHOWN])) + (", ..." if len(holders) > MAX_SHOWN else "")
+    return at.ok(f"answers; {len(holders)} holders are announced: {shown}")
+
+
+def check_mooncake(config: MooncakeConfig, *, timeout_s: float) -> Finding:
+    """Check that the master answers; it is not asked which processes have memory.
+
+    Args:
+        config: Where the master is.
+        timeout_s: Time for its answer.
+    """
+    at = Examined(Check.MOONCAKE, f"mooncake://{config.address}")
+    try:
+        config.require_mooncake()
+        msgspec.structs.replace(config, lookup_timeout_s=timeout_s).require_answer()
+    except MissingExtraError as exc:
+        return at.error(str(exc), why=_NO_BLOCKS, mend="pip install 'kvxfer[mooncake]'")
+    except BackendUnavailableError as exc:
+        mend = f"mooncake_master -rpc_port={config.master.port}  # at {config.master.host}"
+        return at.error(str(exc), why=_NO_BLOCKS, mend=mend)
+    return at.ok("the master answers")
+
+
+_NO_POOL = "Every lookup there is a miss: what engines before this one computed is computed again."
+
+
+def check_pool(config: PoolConfig) -> Finding:
+    """Check that a process of this user serves the pool; it is not asked for its model."""
+    at = Examined(Check.POOL, f"pool://{config.path}")
+    serve = f"kvxfer serve --pool {config.path} --capacity SIZE"
+    with runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(config.timeout_s)
+        try:
+            connection.connect(config.path)
+        except PermissionError:
+            found = f"{config.path} is not for this user"
+            return at.error(found, why=_NO_POOL, mend="run the engine as the user of the pool")
+        except OSError as exc:
+            found = f"nobody serves {config.path}: {exc.strerror or exc}"
+            return at.error(found, why=_NO_POOL, mend=serve)
+        process, user = peer_of(connection)
+    if user not in (os.geteuid(), 0):
+        found = f"its user is {user}, that of this process is {os.geteuid()}"
+        return at.error(found, why=_NO_POOL, mend="run the engine as the user of the pool")
+    return at.ok(f"served by process {process}")
+
+
+_NO_PEER = "Every lookup at this peer is a miss, and every store fails; the log says it once."
+
+_PEER_MENDS = {
+    "secret": "the same secret_file, or KVXFER_SECRET, on both sides",
+    "version": "the same release of kvxfer on both sides: pip install -U kvxfer",
+    "authentication": "nixl://{endpoint}?secret_file=FILE, and --secret-file FILE at the peer",
+}
+
+
+def check_peer(config: NixlConfig, endpoint: Endpoint, *, timeout_s: float) -> Iterator[Finding]:
+    """Check that a peer is reached and accepts this process, and by what carrier.
+
+    Args:
+        config: Configuration of the backend that names the peer.
+        endpoint: Endpoint of the peer.
+        timeout_s: Time for each step of the handshake, if that of the configuration is longer.
+    """
+    limit_s = min(timeout_s, config.handshake_timeout_s)
+    hasty = msgspec.structs.replace(config, handshake_timeout_s=limit_s)
+    try:
+        probe = runtime.run(probe_peer(hasty, endpoint))
+    except (PeerError, InvalidArgumentError, BackendUnavailableError) as exc:
+        yield refuse_peer(endpoint, exc)
+        return
+    at = Examined(Check.PEER, f"nixl://{endpoint}")
+    if probe.namespace is None:
+        yield at.ok("reached and accepted; no engine has settled its model yet")
+        return
+    assert probe.round_trip_s is not None
+    model, fingerprint = probe.namespace.model, probe.namespace.fingerprint
+    yield at.ok(
+        f"reached by {probe.carrier}, round trip {probe.round_trip_s * 1e3:.2g} ms; "
+        f"{model!r}, namespace {fingerprint}"
+    )
+    yield _judge_carrier(config, probe)
+
+
+def refuse_peer(endpoint: Endpoint, exc: Exception) -> Finding:
+    """Make the finding of a peer that cannot be reached, or refuses this process.
+
+    Args:
+        endpoint: Endpoint of the peer.
+        exc: Error of `probe_peer`.
+    """
+    at = Examined(Check.PEER, f"nixl://{endpoint}")
+    return at.error(str(exc), why=_NO_PEER, mend=_mend_peer(endpoint, exc))
+
+
+def _judge_carrier(config: NixlConfig, probe: PeerProbe) -> Finding:
+    """Judge the carrier: sockets are what there is between machines without RDMA."""
+    at = Examined(Check.PEER_CARRIER, f"nixl://{probe.endpoint}")
+    if probe.carrier != "socket":
+        return at.ok(f"{probe.carrier}")
+    if config.transport == "socket":
+        return at.ok("socket, as asked for")
+    if not probe.is_here:
+        return at.ok("socket: there is no network card for RDMA, or the peer does not use NIXL")
+    return at.warning(
+        "socket, between two processes of one machine",
+        why="The kernel could copy from one process to the other, several times faster. It "
+        "refuses, or NIXL is missing on one side: the processes have other users or containers.",
+        mend="docker run --pid=host --cap-add=SYS_PTRACE ...  # both; pip install nixl",
+    )
+
+
+def _mend_peer(endpoint: Endpoint, exc: Exception) -> str:
+    if isinstance(exc, HandshakeError) and exc.field in _PEER_MENDS:
+        return _PEER_MENDS[exc.field].format(endpoint=endpoint)
+    if isinstance(exc, ProtocolError):
+        return f"the address of a kvxfer peer: something else listens at {endpoint}"
+    if isinstance(exc, PeerTimeoutError):
+        return f"restart the peer, or let the firewall pass TCP to {endpoint}"
+    if isinstance(exc, PeerError):
+        return f"kvxfer serve --listen {endpoint} --capacity SIZE  # on that machine"
+    if isinstance(exc, BackendUnavailableError):
+        return f"nixl://{endpoint}?transport=auto"
+    return f"nixl://{endpoint}?secret_file=FILE"
