@@ -147,7 +147,7 @@ docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict && $(BIN)/pytest tests/site
 layouts: $(INSTALLED) ; $(BIN)/python -m tests.kvcache.layout_page
 
 # All benchmarks, or one: `make bench NAME=copy`; `python -m benchmarks copy --help` says what else there is.
-BENCHES := $(if $(filter command%,$(origin NAME)),$(NAME),describe layout copy mapping engine-loop file nixl pool s3 mooncake vllm pd transformers journal)
+BENCHES := $(if $(filter command%,$(origin NAME)),$(NAME),describe layout copy mapping engine-loop file nixl pool s3 mooncake vllm pd transformers journal calls)
 bench: $(INSTALLED) $(if $(filter vllm pd transformers,$(BENCHES)),$(SMOLLM2))
 	for name in $(BENCHES); do $(BIN)/python -m benchmarks $$name --check || exit 1; done
 

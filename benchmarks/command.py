@@ -28,6 +28,7 @@ BENCHES = {
     "pd": ("vllm", "transformers"),
     "transformers": ("transformers",),
     "journal": (),
+    "calls": (),
 }
 """Benchmarks, with what each compares with: packages of the extra `bench`, or of its own."""
 COLUMNS = BenchRow.__struct_fields__

@@ -76,8 +76,8 @@ def _measure(
     memory, target = (torch.ones(shape, dtype=torch.int8, device=device) for _ in range(2))
     source = torch.ones(shape, dtype=torch.int8, pin_memory=on_gpu)
     rows = []
-    with _open(memory) as engine:
-        loop = _Loop(engine)
+    with open_engine(memory) as engine:
+        loop = Loop(engine)
         for count in counts:
             sides = source[:count], target[:count]
             moves = (
@@ -98,8 +98,8 @@ def _measure_verifying(hit: tuple[int, int], rounds: int, device: torch.device) 
     host = torch.ones(hit, dtype=torch.int8, pin_memory=device != HOST)
     count, block_bytes = hit
     size = f"{count} x {block_bytes // KIB} KiB," + (f" {device}," if device != HOST else "")
-    with _open(memory) as verifying, _open(memory, "&integrity=off") as trusting:
-        loads = [_Loop(engine).loading(count) for engine in (verifying, trusting)]
+    with open_engine(memory) as verifying, open_engine(memory, "&integrity=off") as trusting:
+        loads = [Loop(engine).loading(count) for engine in (verifying, trusting)]
         verified, trusted, hashed, copied = time_in_turn(
             [*loads, partial(_hash, host), partial(_copy, host, memory)], rounds=rounds
         )
@@ -110,7 +110,7 @@ def _measure_verifying(hit: tuple[int, int], rounds: int, device: torch.device) 
     ]
 
 
-def _open(memory: torch.Tensor, parameters: str = "") -> contextlib.closing[TransferEngine]:
+def open_engine(memory: torch.Tensor, parameters: str = "") -> contextlib.closing[TransferEngine]:
     """Open an engine over blocks `(num_blocks, block_bytes)`, and host memory for two of each."""
     num_blocks, block_bytes = memory.shape
     caches = CanonicalKVCaches(
@@ -161,7 +161,7 @@ def _rows(
     ]
 
 
-class _Loop:
+class Loop:
     """Loop of an engine that submits a batch and polls for its end."""
 
     def __init__(self, engine: TransferEngine) -> None:

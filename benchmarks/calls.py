@@ -1,0 +1,244 @@
+"""Benchmark of the fixed cost of a call: what Python does for it, counted instead of timed.
+
+Counts are the same on every machine with the same release of Python, so CI compares them with the
+limits of `calls.json`. Whoever makes a call cheaper lowers its limits; nobody raises one.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import subprocess
+import sys
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+
+from benchmarks.engine_loop import Loop, open_engine
+from benchmarks.report import BenchRow, compare
+from kvxfer import runtime
+from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import HOST
+from kvxfer.storage.keys import GroupIdentity, Namespace, make_block_key
+from kvxfer.units import ByteSize
+
+BLOCK_BYTES = 128 << 10
+KEY = make_block_key(b"block", 0)
+MESSAGE_BYTES = 4 << 10
+"""Bytes of a block that comes from a peer: more arrive in one piece today, in two tomorrow."""
+NUM_SLOTS = 4
+LIMITS = Path(__file__).with_name("calls.json")
+"""Limits by release of Python, and by the case of a row."""
+
+NUM_CALLS = 40
+"""Calls of which the least counts: threads and sockets make some of them longer."""
+
+Count: TypeAlias = Callable[[Callable[[], object]], int]
+"""Counts what one call does."""
+
+
+def run(*, quick: bool) -> list[BenchRow]:
+    """Count what a polled load, a polled store and a load from a peer do.
+
+    Baseline: the limits of this release of Python; without any there are no goals.
+
+    Args:
+        quick: Fewer calls, whose least may be above that of more.
+    """
+    release = "{}.{}".format(*sys.version_info)
+    limits = msgspec.json.decode(LIMITS.read_bytes(), type=dict[str, dict[str, int]])
+    rows = []
+    for counter in (_PythonCalls(), _Allocations(), _Locks()):
+        for name, least in counter.count(8 if quick else NUM_CALLS):
+            case = f"{name}, {counter.what}"
+            limit = limits.get(release, {}).get(case)
+            goal = "" if limit is None else "<= 1"
+            rows.append(compare(case, [least], [limit or least], unit="", goal=goal, of_time=True))
+    return rows
+
+
+class _Counter(ABC):
+    """Counter of one kind of what calls do, in all threads.
+
+    Attributes:
+        what: What is counted.
+    """
+
+    what: str
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Make what is opened meanwhile be counted."""
+        yield
+
+    @abstractmethod
+    def total(self) -> int:
+        """Count all until now."""
+
+    def count(self, num_calls: int) -> Iterator[tuple[str, int]]:
+        """Count each case several times; yield its name and the least."""
+        for name, opened in CASES.items():
+            with opened() as call:  # imports what it needs
+                call()
+            with self.watching(), opened() as call:
+                counts = [self._count(call) for _ in range(num_calls)]
+                nothing = min(self._count(int) for _ in range(3))  # what it takes to count
+            yield name, min(counts) - nothing
+
+    def _count(self, call: Callable[[], object]) -> int:
+        before = self.total()
+        call()
+        return self.total() - before
+
+
+class _PythonCalls(_Counter):
+    """Counter of functions and generators of Python that are entered."""
+
+    what = "Python calls"
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    def total(self) -> int:
+        return next(self._numbers)
+
+    def _note(self, _frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call":
+            next(self._numbers)
+
+
+class _Allocations(_Counter):
+    """Counter of memory that Python allocates for objects."""
+
+    what = "allocations"
+
+    def __init__(self) -> None:
+        source = Path(__file__).with_name("allocations.c")
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder, "allocations.so")
+            command = ["gcc", "-shared", "-fPIC", "-O2", "-o", str(library), str(source)]
+            subprocess.run(command, check=True)  # noqa: S603 - the set-up needs gcc, too
+            self._library = ctypes.PyDLL(str(library))
+        self._library.count_allocations()
+        self._total = ctypes.c_ulong.in_dll(self._library, "num_allocations")
+
+    def total(self) -> int:
+        return self._total.value
+
+
+class _Locks(_Counter):
+    """Counter of locks and conditions of the runtime that are acquired."""
+
+    what = "lock operations"
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        with runtime.use(_RuntimeOfLocks(self._numbers)):
+            yield
+
+    def total(self) -> int:
+        return next(self._numbers)
+
+
+class _RuntimeOfLocks(runtime.OrdinaryRuntime):
+    def __init__(self, numbers: "itertools.count[int]") -> None:
+        self._numbers = numbers
+
+    def lock(self) -> runtime.Lock:  # type: ignore[override]
+        return _Lock(self._numbers, threading.Lock())
+
+    def condition(self) -> threading.Condition:  # type: ignore[override]
+        return threading.Condition(_Lock(self._numbers, threading.RLock()))  # type: ignore[arg-type]
+
+
+class _Lock:
+    """Lock that counts how often it is acquired."""
+
+    def __init__(self, numbers: "itertools.count[int]", lock: Any) -> None:
+        self._numbers = numbers
+        self._lock = lock
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # noqa: FBT001, FBT002
+        next(self._numbers)
+        return bool(self._lock.acquire(blocking, timeout))
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+
+@contextlib.contextmanager
+def _polled_load() -> Iterator[Callable[[], object]]:
+    with open_engine(torch.ones((1, BLOCK_BYTES), dtype=torch.int8)) as engine:
+        yield Loop(engine).loading(1)
+
+
+@contextlib.contextmanager
+def _polled_store() -> Iterator[Callable[[], object]]:
+    with open_engine(torch.ones((1, BLOCK_BYTES), dtype=torch.int8)) as engine:
+        yield Loop(engine).storing(1, NUM_CALLS)
+
+
+@contextlib.contextmanager
+def _peer_load() -> Iterator[Callable[[], object]]:
+    """Open a holder and a backend that reads it through a socket; both sides are counted."""
+    namespace = _make_namespace(MESSAGE_BYTES)
+    memory = np.ones(MESSAGE_BYTES, np.uint8)
+    address = np.array([memory.ctypes.data], np.uint64)
+    block = Descriptors.of_pieces(address, [MESSAGE_BYTES], device=HOST, owners=(memory,))
+    capacity = ByteSize(NUM_SLOTS * MESSAGE_BYTES * 2)
+    served = NixlConfig(listen="127.0.0.1:0", capacity=capacity, transport="socket")
+    with contextlib.closing(runtime.new_event_loop()) as loop:
+        holder = NixlBackend(served, namespace)
+        loop.run_until_complete(holder.start())
+        assert holder.server is not None
+        config = NixlConfig(address=str(holder.server.endpoint), transport="socket")
+        reader = NixlBackend(config, namespace)
+        (stored,) = loop.run_until_complete(reader.store([KEY], block))
+
+        def load() -> None:
+            (outcome,) = loop.run_until_complete(reader.load([KEY], block))
+            if not (stored.done and outcome.done):
+                raise RuntimeError(f"a block was not moved: {stored}, {outcome}")
+
+        yield load
+        for backend in (reader, holder):
+            loop.run_until_complete(backend.aclose())
+
+
+def _make_namespace(block_bytes: int) -> Namespace:
+    groups = (GroupIdentity(page_sizes_bytes=(block_bytes,)),)
+    return Namespace(model="bench", revision="1", groups=groups)
+
+
+CASES = {
+    "polled load of 128 KiB": _polled_load,
+    "polled store of 128 KiB": _polled_store,
+    "load of 4 KiB from a peer": _peer_load,
+}
