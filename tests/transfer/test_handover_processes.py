@@ -1,9 +1,12 @@
 """Handover: engines in processes of their own, which die, stop and lie."""
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -177,3 +180,39 @@ def test_a_lender_that_stands_still_leaves_staging_memory_to_others() -> None:
         ours.close()
         for lender in (stopped, healthy):
             lender.end()
+
+
+AT_THE_END = """
+import atexit, sys, threading
+from tests.transfer.handover_engines import Engine, prompt
+
+transport, how = sys.argv[1:]
+tokens, ids = prompt(22), [[3, 9, 4, 12, 7, 1]]
+prefill, decode = Engine(transport=transport), Engine(transport=transport, lends=False)
+prefill.lend("0123456789abcdef", tokens, ids)
+if transport == "socket":
+    decode.fetch(prefill.endpoint, "0123456789abcdef", tokens, ids)
+    assert decode.all_good(tokens, ids)
+
+def refuse(_):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+def close():
+    if how == "without new threads":  # as Python 3.12 and later
+        threading.Thread.start = refuse
+    decode.close()
+    prefill.close()
+    print("closed")
+
+atexit.register(close)
+"""
+
+
+@pytest.mark.parametrize("how", ["", "without new threads"])
+@pytest.mark.parametrize("transport", ["socket", "nixl"])
+def test_a_hand_over_can_be_closed_when_the_interpreter_ends(transport: str, how: str) -> None:
+    """Its leases run still, and its connections are open."""
+    command = [sys.executable, "-c", AT_THE_END, transport, how]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
