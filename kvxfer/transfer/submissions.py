@@ -67,14 +67,14 @@ class Submissions:
         return job.job_id
 
     def take_finished(self) -> list[FinishedJob]:
-        """Return the jobs that ended since the last call."""
+        """Return the jobs that ended since the last call, on any thread."""
         self._mover.begun.look()
         self._take_ended()
         finished = []
-        while self._finished:
-            job_id, job = self._finished.popitem(last=False)
-            self._submitted.pop(job_id, None)
-            finished.append(job)
+        for job_id in list(self._finished):
+            if job := self._finished.pop(job_id, None):  # unless another thread took it
+                self._submitted.pop(job_id, None)
+                finished.append(job)
         return finished
 
     def find_finished(self, job_ids: Sequence[JobId]) -> list[FinishedJob]:

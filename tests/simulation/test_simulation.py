@@ -59,6 +59,12 @@ def test_seeds_find_nothing(scenario: Scenario) -> None:
     assert {seed: list(map(str, each)) for seed, each in found.items() if each} == {}
 
 
+@pytest.mark.timeout(LIMIT_S)
+def test_two_threads_that_take_finished_jobs_take_each_once() -> None:
+    [polled] = [each for each in SCENARIOS if each.name == "polled"]
+    assert run_seed(polled, 213).violations == []  # was a KeyError in one of them
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_the_text_that_a_mutation_replaces_is_there_once(mutation: Mutation) -> None:
     assert (ROOT / mutation.path).read_text().count(mutation.old) == 1
