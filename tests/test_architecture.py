@@ -56,7 +56,7 @@ BUDGETS = {
     "kvxfer/integrations": 11_470,
     "kvxfer/kvcache": 6_020,
     "kvxfer/replay": 3_920,
-    "kvxfer/runtime": 1_130,
+    "kvxfer/runtime": 1_140,
     "kvxfer/storage": 5_065,
     "kvxfer/telemetry": 1_900,
     "kvxfer/testing": 5_050,

@@ -126,7 +126,7 @@ def test_the_command_line_says_its_version(clean_python: Path) -> None:
     assert version.startswith("kvxfer 0.")
 
 
-CORE = ("msgspec", "nixl", "numpy", "torch", "tqdm", "xxhash")
+CORE = ("aiofiles", "msgspec", "nixl", "numpy", "torch", "tqdm", "xxhash")
 SERVE = ("serve", "--listen", "127.0.0.1:0", "--capacity", "1MiB")
 BARE_COMMANDS = {
     ("--version",): "",

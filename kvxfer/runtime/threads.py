@@ -10,6 +10,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
+import aiofiles.os
+
 from kvxfer.runtime.calls import fetch_error, outlive_caller, wait_despite_cancel
 from kvxfer.runtime.runtime import lock, monotonic, new_event_loop, queue, result, start_thread
 
@@ -46,7 +48,7 @@ class Threads:
     def __init__(self, name: str, num_threads: int) -> None:
         self._name = name
         self._executor = DaemonThreads(name, num_threads)
-        self._running: dict[Future[Any], None] = {}
+        self._running: dict[asyncio.Future[Any] | Future[Any], None] = {}
 
     def start(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run `func` on a thread, for which `aclose` waits, too; needs no event loop."""
@@ -54,6 +56,15 @@ class Threads:
         self._running[started] = None
         started.add_done_callback(self._running.pop)
         return started
+
+    def _begin(
+        self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> "asyncio.Future[T]":
+        call = aiofiles.os.wrap(func)(*args, executor=self._executor, **kwargs)
+        begun = asyncio.ensure_future(call)
+        self._running[begun] = None
+        begun.add_done_callback(self._running.pop)
+        return begun
 
     async def run(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `func` on a thread; when cancelled, wait for the thread before raising.
@@ -64,7 +75,7 @@ class Threads:
         Raises:
             asyncio.CancelledError: The caller was cancelled; `func` has ended all the same.
         """
-        return await wait_despite_cancel(self.start(func, *args, **kwargs))
+        return await wait_despite_cancel(self._begin(func, *args, **kwargs))
 
     async def ask(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `func`, which touches no memory of the caller, on a thread.
@@ -72,7 +83,7 @@ class Threads:
         Raises:
             asyncio.CancelledError: The caller was cancelled; `func` may still run.
         """
-        return await outlive_caller(self.start(func, *args, **kwargs))
+        return await outlive_caller(self._begin(func, *args, **kwargs))
 
     async def aclose(self, timeout_s: float | None = None) -> int:
         """Wait for running functions and stop the threads; may be called again.
