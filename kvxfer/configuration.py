@@ -21,9 +21,9 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Base of the configurations of backends, which checks the type of each field.
 
     msgspec checks what it decodes, such as the parameters of a URL, but nothing that Python passes.
-    Numbers of any type become those of the declared one, infinity as long as the platform can wait;
-    text is no number, no member of an enumeration, and has no control characters. A subclass that
-    has a `__post_init__` of its own calls this one first.
+    Numbers of any type become those of the declared one, the longest that the platform can wait at
+    most, and infinity is none; text is no number, no member of an enumeration, and has no control
+    characters. A subclass that has a `__post_init__` of its own calls this one first.
 
     Raises:
         InvalidArgumentError: A field is of another type; the error names it and its value.
@@ -70,7 +70,7 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> object:
 def _number(name: str, value: object) -> float:
     is_other = isinstance(value, bool) or not isinstance(value, Real)
     number: Any = math.nan if is_other else value
-    if not (number >= 0 or number < 0):  # of any size, also such as no float has
+    if not (-math.inf < number < math.inf):  # of any size, also such as no float has
         raise InvalidArgumentError(name, value, "0 or more, a number")
     return float(max(-TIMEOUT_MAX, min(number, TIMEOUT_MAX)))
 

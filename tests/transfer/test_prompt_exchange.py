@@ -236,9 +236,14 @@ async def test_an_offer_that_is_cancelled_lends_nothing(integrity: str, computed
         opened(lent, query=f"&integrity={integrity}") as lender,
         opened(read, lends=False, query=f"&integrity={integrity}") as reader,
     ):
-        offering = asyncio.create_task(lender.offer(TOKENS, blocks, num_computed_tokens=computed))
-        await asyncio.sleep(0)
-        offering.cancel()
+        while True:
+            offer = lender.offer(TOKENS, blocks, num_computed_tokens=computed)
+            offering = asyncio.create_task(offer)
+            await asyncio.sleep(0)
+            if offering.cancel():
+                break
+            lender.give_up(ended := offering.result())  # the thread was faster than this loop
+            await wait_until_ended(lender, ended)
         with pytest.raises(asyncio.CancelledError):
             await offering
         theirs[blocks[0]] = 7  # they are the caller's again
