@@ -310,8 +310,11 @@ class TieredBackend(Backend):
 
     async def drain(self) -> None:
         """See `Backend.drain`. Raises, after all others, what the drain of a tier raised."""
-        drains = (await_call(tier.drain()) for tier in self._tiers)
-        ended = await asyncio.gather(*drains, return_exceptions=True)
+
+        async def drain(tier: IsolatedTier) -> None:
+            await await_call(tier.drain())
+
+        ended = await asyncio.gather(*map(drain, self._tiers), return_exceptions=True)
         for error in filter(None, ended):
             raise error
 

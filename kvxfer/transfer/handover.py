@@ -267,8 +267,9 @@ class Handover:
     def take_ended(self) -> list[str]:
         """Take the tickets that have ended since the last call: no block is pinned."""
         taken = []
-        while self._ended:
-            taken.append(self._ended.popleft())
+        with suppress(IndexError):  # another thread may take some at the same time
+            while True:
+                taken.append(self._ended.popleft())
         return taken
 
     async def ask(

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -528,6 +530,21 @@ async def test_every_lower_tier_has_a_buffer(memory: BlockMemory) -> None:
     tiers = [open_dict(namespace) for _ in range(6)]
     async with TieredBackend(tiers, namespace, staging_bytes=1) as backend:
         assert backend._staging.num_buffers == 5
+
+
+async def test_a_drain_that_is_cancelled_at_once_leaves_no_coroutine(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    tiers = [open_dict(namespace), open_dict(namespace)]
+    async with TieredBackend(tiers, namespace, staging_bytes=1, timeouts=SHORT) as backend:
+        draining = asyncio.create_task(backend.drain())
+        await asyncio.sleep(0)
+        draining.cancel()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with pytest.raises(asyncio.CancelledError):
+                await draining
+            gc.collect()
+        assert [str(each.message) for each in said] == []
 
 
 async def test_a_tier_whose_drain_raises_is_a_miss_until_it_does_not(
