@@ -140,7 +140,7 @@ class FileBackend(Backend):
 
         Raises:
             BackendUnavailableError: The file system cannot tell: the process has no descriptors
-                left, for example.
+                or no memory left, for example.
         """
         self._check(keys)
         return await self._ask(self._lookups, self._files.have_files, keys)
@@ -243,8 +243,9 @@ class FileBackend(Backend):
         """Call a function that touches no memory of the caller on a thread."""
         try:
             return await threads.ask(func, *args, **kwargs)
-        except OSError as exc:
-            raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
+        except (OSError, MemoryError) as exc:
+            reason = getattr(exc, "strerror", None) or repr(exc)
+            raise BackendUnavailableError(f"{self._root}: {reason}") from exc
 
     async def _remove(
         self, keys: Sequence[BlockKey], func: Callable[P, T], *args: P.args, **kwargs: P.kwargs

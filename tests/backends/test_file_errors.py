@@ -331,6 +331,23 @@ async def test_any_error_of_a_round_is_the_outcome_of_its_blocks(
         assert statuses(await backend.load(keys[:2], memory.describe(0, [0, 1]))) == [FAILED] * 2
 
 
+@pytest.mark.parametrize("call", ["have_files", "remove"])
+async def test_a_lookup_or_a_delete_without_memory_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    memory, keys = one_page_memory(1), hashed_keys(1)
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await store(backend, keys, memory.describe(0, [0]))
+        with monkeypatch.context() as patched:
+            patched.setattr(backend._files if call == "have_files" else backend._space, call, fail)
+            with pytest.raises(BackendUnavailableError, match="MemoryError"):
+                await (backend.lookup(keys) if call == "have_files" else backend.delete(keys))
+        assert await backend.lookup(keys) == [True]
+
+
 ERRORS = [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EIO, errno.ESTALE]
 
 
