@@ -268,7 +268,7 @@ class _Run:
             inner = first.inner if isinstance(first, FaultyTier) else first
             began, keys = self._simulation.now, self._world.keys(parts)
             for key in keys:
-                self._world.history.begin_removal(key)
+                self._world.history.begin_eviction(key)
             await inner.delete(keys)
             for key in keys:
                 self._world.history.end_removal(key, began, was_found=False)

@@ -132,7 +132,7 @@ class History:
         self._removed: dict[BlockKey, float] = {}
         self._found: dict[BlockKey, list[tuple[float, float, int]]] = {}
         self._num_versions = self._num_purges = 0
-        self._purged_meanwhile: set[BlockKey] = set()
+        self._mixed: set[BlockKey] = set()
         self.is_strict = True
 
     def begin_store(self, key: BlockKey, first: int, num_blocks: int) -> Stored:
@@ -142,7 +142,7 @@ class History:
         self._stores.setdefault(key, []).append(stored)
         if self._num_purges:
             self._removing[key] += 1
-            self._purged_meanwhile.add(key)
+            self._mixed.add(key)
         return stored
 
     def payload(self, group: int, key: BlockKey, version: int, index: int) -> bytes:
@@ -158,6 +158,12 @@ class History:
         """Note that a key may be gone from now on, until `end_removal` says otherwise."""
         self._removing[key] += 1
 
+    def begin_eviction(self, key: BlockKey) -> None:
+        """Note that one tier evicts a key: of a store beside it, it may keep what another lacks."""
+        self.begin_removal(key)
+        if any(each.ended is None for each in self._stores.get(key, [])):
+            self._mixed.add(key)
+
     def end_removal(self, key: BlockKey, began: float, *, was_found: bool) -> None:
         """Note that nothing removes a key any more, and whether a delete has found it."""
         self._removing[key] -= 1
@@ -171,7 +177,7 @@ class History:
         for key, stores in self._stores.items():
             self._removing[key] += 1
             if any(each.ended is None for each in stores):
-                self._purged_meanwhile.add(key)
+                self._mixed.add(key)
 
     def end_purge(self) -> None:
         """Note that a purge has ended, and removes nothing any more."""
@@ -207,9 +213,9 @@ class History:
         return version
 
     def is_of_one_store(self, key: BlockKey) -> bool:
-        """Whether all its copies are of one store: not of parts, or those beside a purge."""
+        """Whether all its copies are of one store: not of parts, beside a purge or an eviction."""
         parts = {(each.first, each.num_blocks) for each in self._stores.get(key, [])}
-        return len(parts) <= 1 and key not in self._purged_meanwhile
+        return len(parts) <= 1 and key not in self._mixed
 
     def _judge_order(self, key: BlockKey, version: int, began: float) -> None:
         """Check that a store is not found again after it was deleted, or a later one was found."""
