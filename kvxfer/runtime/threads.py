@@ -57,15 +57,6 @@ class Threads:
         started.add_done_callback(self._running.pop)
         return started
 
-    def _begin(
-        self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> "asyncio.Future[T]":
-        call = aiofiles.os.wrap(func)(*args, executor=self._executor, **kwargs)
-        begun = asyncio.ensure_future(call)
-        self._running[begun] = None
-        begun.add_done_callback(self._running.pop)
-        return begun
-
     async def run(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `func` on a thread; when cancelled, wait for the thread before raising.
 
@@ -75,7 +66,7 @@ class Threads:
         Raises:
             asyncio.CancelledError: The caller was cancelled; `func` has ended all the same.
         """
-        return await wait_despite_cancel(self._begin(func, *args, **kwargs))
+        return await wait_despite_cancel(self.start(func, *args, **kwargs))
 
     async def ask(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `func`, which touches no memory of the caller, on a thread.
@@ -83,7 +74,12 @@ class Threads:
         Raises:
             asyncio.CancelledError: The caller was cancelled; `func` may still run.
         """
-        return await outlive_caller(self._begin(func, *args, **kwargs))
+        # In the way of aiofiles: two more turns of the event loop, which no disk notices.
+        call = aiofiles.os.wrap(func)(*args, executor=self._executor, **kwargs)
+        asked = asyncio.ensure_future(call)
+        self._running[asked] = None
+        asked.add_done_callback(self._running.pop)
+        return await outlive_caller(asked)
 
     async def aclose(self, timeout_s: float | None = None) -> int:
         """Wait for running functions and stop the threads; may be called again.

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 
@@ -132,9 +132,11 @@ class BegunJobs:
     def take_ended(self) -> list[Job]:
         """Return the jobs that ended since the last call, as far as a look has shown."""
         ended = []
-        with suppress(IndexError):  # there are no more, or another thread took them
-            while True:
+        while self._ended:
+            try:
                 ended.append(self._ended.popleft())
+            except IndexError:  # another thread took it
+                break
         return ended
 
     def may_touch(self, job_id: JobId) -> bool:
