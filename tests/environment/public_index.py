@@ -7,6 +7,8 @@ import functools
 import io
 import json
 import os
+import time
+import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Iterator
@@ -22,6 +24,8 @@ from packaging.version import Version
 INDEX = "https://pypi.org/simple"
 JSON = "application/vnd.pypi.simple.v1+json"
 TIMEOUT_S = 30
+PAUSES_S = (1.0, 4.0, 16.0)
+SERVER_ERROR = 500
 PIECE_BYTES = 1 << 16
 GLIBC = (2, 36)  # of Debian 12
 """The glibc of the oldest system that the pins are for."""
@@ -74,10 +78,23 @@ def _tags(python: Version) -> Iterator[Tag]:
 
 @functools.cache
 def _files(name: str) -> list[dict[str, Any]]:
-    request = urllib.request.Request(f"{INDEX}/{name}/", headers={"Accept": JSON})
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-        files: list[dict[str, Any]] = json.load(answer)["files"]
-        return files
+    files: list[dict[str, Any]] = json.loads(_fetch(f"{INDEX}/{name}/", {"Accept": JSON}))["files"]
+    return files
+
+
+def _fetch(url: str, headers: dict[str, str]) -> bytes:
+    """Ask the index, and again after a pause where the network or its names fail for a moment."""
+    request = urllib.request.Request(url, headers=headers)
+    for pause_s in (*PAUSES_S, None):
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                return bytes(answer.read())
+        except OSError as exc:
+            is_refused = isinstance(exc, urllib.error.HTTPError) and exc.code < SERVER_ERROR
+            if pause_s is None or is_refused:
+                raise
+            time.sleep(pause_s)
+    raise AssertionError("the last attempt returns or raises")
 
 
 class _RemoteFile(io.RawIOBase):
@@ -103,9 +120,7 @@ class _RemoteFile(io.RawIOBase):
         if end <= self._position:
             return 0
         wanted = {"Range": f"bytes={self._position}-{end - 1}"}
-        request = urllib.request.Request(self._wheel.url, headers=wanted)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            content = answer.read()
+        content = _fetch(self._wheel.url, wanted)
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)
