@@ -83,10 +83,10 @@ OF_THE_RUNTIME = {
 }
 SEEDED = {"asyncio.Runner", "numpy.random.default_rng", "random.Random"}
 LAST_NAMES = {each.rpartition(".")[2] for each in {"run_in_executor", *OF_THE_RUNTIME, *SEEDED}}
-# What measures the machine, leaves the package, or is a runtime itself.
+# What measures the machine, is not in the package, or is a runtime itself.
 BESIDE_THE_RUNTIME = (
-    *("benchmarks/", "examples/", "kvxfer/cli/bench.py", "kvxfer/proxy/", "kvxfer/runtime/"),
-    *("kvxfer/testing/simulation/", "kvxfer/top/"),
+    *("benchmarks/", "examples/", "kvxfer/cli/bench.py", "kvxfer/runtime/"),
+    "kvxfer/testing/simulation/",
 )
 FACES = ("kvxfer", "kvxfer.kvcache", "kvxfer.storage", "kvxfer.tiering", "kvxfer.transfer")
 

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import aiofiles.os
 
-from kvxfer.runtime.calls import fetch_error, outlive_caller, wait_despite_cancel
+from kvxfer.runtime.calls import end_tasks, fetch_error, outlive_caller, wait_despite_cancel
 from kvxfer.runtime.runtime import lock, monotonic, new_event_loop, queue, result, start_thread
 
 CLOSE_TIMEOUT_S = 10.0
@@ -74,7 +74,7 @@ class Threads:
         Raises:
             asyncio.CancelledError: The caller was cancelled; `func` may still run.
         """
-        # In the way of aiofiles: two more turns of the event loop, which no disk notices.
+        # aiofiles costs two more turns of the event loop, which a caller of a disk does not notice.
         call = aiofiles.os.wrap(func)(*args, executor=self._executor, **kwargs)
         asked = asyncio.ensure_future(call)
         self._running[asked] = None
@@ -249,7 +249,7 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
-            self.loop.run_until_complete(_end_tasks())
+            self.loop.run_until_complete(_end_all_tasks())
         finally:
             # `shutdown_default_executor` of asyncio has no time limit before Python 3.12.
             self._blocking.shutdown()
@@ -257,12 +257,9 @@ class LoopThread:
             self.loop.close()
 
 
-async def _end_tasks() -> None:
+async def _end_all_tasks() -> None:
     """Cancel all other tasks of the running loop, as `asyncio.run` does at its end."""
-    if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks, timeout=END_OF_TASKS_S)
+    await end_tasks(asyncio.all_tasks() - {asyncio.current_task()}, END_OF_TASKS_S)
 
 
 def _run(future: Future[T], fn: Callable[..., T], args: Any, kwargs: Any) -> None:

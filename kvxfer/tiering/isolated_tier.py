@@ -108,7 +108,7 @@ class IsolatedTier:
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; every block is `FAILED` when the backend fails.
 
-        Below the first tier there is a deadline: the tiers below have the blocks, too, maybe.
+        Below the first tier there is a deadline, since a tier below may have the blocks, too.
         """
         return await self._move_for_caller(Operation.LOAD, keys, blocks)
 

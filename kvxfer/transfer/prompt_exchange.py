@@ -94,7 +94,7 @@ class PromptExchange:
         self._windows = [getattr(spec, "sliding_window", None) for spec in caches.group_specs]
         self._handover = Handover(config.at_rank(shard.rank), namespace, description, caches)
         if self._handover.way:
-            logger.info("%s", self._handover.way)
+            logger.info("exchange: %s", self._handover.way)
         self._lent: set[str] = set()  # leases whose end is to be told
         self._handover.observe(Reports(observers, "nixl"))
 

@@ -198,11 +198,9 @@ class Reports:
 
     def _leave_out(self, observer: Observer, exc: Exception) -> None:
         # As text: a record that a handler keeps must not keep the frames, and with them the memory.
-        text, told = (
-            "%s failed, and is told nothing from now on\n%s",
-            traceback.format_exception(exc),
-        )
-        logger.warning(text, type(observer).__name__, "".join(told))
+        error = "".join(traceback.format_exception(exc))
+        text = "%s failed, and is told nothing from now on\n%s"
+        logger.warning(text, type(observer).__name__, error)
         self._observers[:] = [each for each in self._observers if each is not observer]
 
 
