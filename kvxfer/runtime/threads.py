@@ -208,12 +208,17 @@ async def run_aside(name: str, func: Callable[[], T]) -> T:
 class LoopThread:
     """Event loop on its own thread, from construction to `stop`; others make blocking calls.
 
+    Attributes:
+        is_ending: Whether the tasks that were left are cancelled: what is submitted now may never
+            begin.
+
     Raises:
         RuntimeError: No thread can be started, as at the end of the interpreter.
     """
 
     def __init__(self, name: str) -> None:
         self.loop = new_event_loop()
+        self.is_ending = False
         self._blocking = DaemonThreads(f"{name}-blocking", NUM_BLOCKING)
         self.loop.set_default_executor(self._blocking)
         try:
@@ -249,6 +254,7 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
+            self.is_ending = True
             self.loop.run_until_complete(_end_all_tasks())
         finally:
             # `shutdown_default_executor` of asyncio has no time limit before Python 3.12.

@@ -182,7 +182,7 @@ class EngineLoop:
                 self._thread = LoopThread("kvxfer-transfer")
                 self._loop = self._thread.loop
                 return self._loop
-        if self._loop.is_closed() and self._thread is not None:
+        if self._thread is not None and (self._thread.is_ending or self._loop.is_closed()):
             raise ClosedError(self._what)
         self._require_running()
         return self._loop

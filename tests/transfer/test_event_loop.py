@@ -32,6 +32,21 @@ async def test_work_that_a_stopped_loop_leaves_behind_is_an_error_on_every_other
         await asyncio.wait_for(running, LIMIT_S)
 
 
+def test_a_loop_whose_work_was_ended_takes_no_more() -> None:
+    for _ in range(200):  # it closes a moment later
+        loop, may_go_on = EngineLoop("the engine"), threading.Event()
+        loop.call_soon(may_go_on.wait, LIMIT_S)
+        stopping = threading.Thread(target=loop.stop)
+        stopping.start()
+        ended = loop.submit(asyncio.sleep(60))
+        may_go_on.set()
+        with pytest.raises(ClosedError, match="the engine"):
+            ended.result(LIMIT_S)
+        with pytest.raises(ClosedError, match="the engine"):
+            loop.submit(asyncio.sleep(0))
+        stopping.join(LIMIT_S)
+
+
 def test_work_that_is_submitted_while_the_loop_stops_is_an_error(loop: EngineLoop) -> None:
     may_go_on = threading.Event()
     loop.call_soon(may_go_on.wait, LIMIT_S)
