@@ -62,7 +62,6 @@ class DictBackend(Backend):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks without room are `FAILED`."""
         self._guard.check_batch(keys, blocks)
-        await asyncio.sleep(0)
         payloads = read_payloads(blocks)
         outcomes = []
         for key, payload, start in zip(keys, payloads, blocks.payload_starts.tolist(), strict=True):
@@ -74,6 +73,7 @@ class DictBackend(Backend):
                     continue
                 self._blocks[key] = _Stored(start, payload, xxhash.xxh3_64_intdigest(payload))
             outcomes.append(DONE)
+        await asyncio.sleep(0)
         return outcomes
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:

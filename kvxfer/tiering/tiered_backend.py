@@ -93,7 +93,8 @@ class TieredBackend(Backend):
     described memory, so a corrupt copy is no loss where another tier has an intact one.
 
     A key that any tier has is not stored again: no two tiers hold different bytes of one key,
-    as long as every tier answers lookups.
+    as long as every tier answers lookups, and the first evicts nothing between its answer and the
+    store right after it, as `host://` does not.
 
     While a tier raises, or a lower tier hangs, every key is a miss there, and the others work on.
     A lookup in a hanging tier ends after `timeouts.lookup_s`, and the tier is not used for a while.
@@ -220,18 +221,28 @@ class TieredBackend(Backend):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. A block is `FAILED` when no tier has room for it."""
         self._guard.check_batch(keys, blocks)
-        there = await self._first.lookup(keys)
-        while moving := [key for key in keys if self._has_to_wait(key, there)]:
-            await self._locks.wait_for_others(moving)
-            there = await self._first.lookup(keys)
         batch = _Batch(keys, blocks)
-        busy = [index for index, key in enumerate(keys) if self._is_busy(key, there)]
-        free = sorted({*range(len(keys))}.difference(busy))
-        with self._locks.hold([keys[index] for index in free]):
-            left = await self._store_where_found(batch, free, there)
-            # The first tier has the busy keys, but maybe not whole.
-            await self._store_in_first_with_room(batch, sorted(left + busy), there)
+        left: Sequence[int] = range(len(keys))
+        while left:
+            left = await self._store(batch, left)
         return batch.outcomes
+
+    async def _store(self, batch: _Batch, chosen: Sequence[int]) -> Sequence[int]:
+        """Store blocks; return which need another look: they moved, or the first evicted them."""
+        keys = [batch.keys[index] for index in chosen]
+        there = await self._first.lookup(keys)
+        if moving := [key for key in keys if self._has_to_wait(key, there)]:
+            await self._locks.wait_for_others(moving)
+            return chosen
+        busy = [index for index in chosen if self._is_busy(batch.keys[index], there)]
+        free = sorted({*chosen}.difference(busy))
+        with self._locks.hold([batch.keys[index] for index in free]):
+            left = await self._store_where_found(batch, free, there)
+            evicted = there - await self._first.lookup([key for key in keys if key in there])
+            # The first tier has the busy keys, but maybe not whole.
+            kept = [i for i in sorted(left + busy) if batch.keys[i] not in evicted]
+            await self._store_in_first_with_room(batch, kept, there)
+        return [index for index in chosen if batch.keys[index] in evicted]
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Each block is loaded from the first tier that has it intact."""

@@ -54,6 +54,7 @@ class TiersScenario(EngineScenario):
             tiers=() if is_alone else tiers,
             faulty=faulty,
             is_roomy=is_roomy,
+            may_evict_unseen=not is_roomy and 0 in faulty,
             may_raise=is_alone,
         )
 

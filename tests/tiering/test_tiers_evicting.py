@@ -1,5 +1,6 @@
 """Eviction in the first tier: the same as without tiers below it."""
 
+import asyncio
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +11,21 @@ from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.connect import open_backend
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import MISSING, Backend, Outcome
+from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
 from kvxfer.storage.eviction.policies import PolicyName
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.testing import BlockMemory, DictBackend
-from kvxfer.testing.conformance.suite import make_keys, store_generated
-from kvxfer.tiering import TieredBackend
-from tests.tiering.opened_tiers import host_capacity, open_host
+from kvxfer.testing import BlockMemory, DictBackend, FaultRates, Operation
+from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
+from kvxfer.testing.payloads import write_payloads
+from kvxfer.tiering import TieredBackend, TierTimeouts
+from tests.tiering.opened_tiers import (
+    host_capacity,
+    load_from,
+    made_up,
+    open_host,
+    opened,
+    settle,
+)
 
 NUM_SLOTS = 8
 KEYS = make_keys(200)
@@ -67,6 +76,25 @@ async def test_copies_to_a_lower_tier_change_no_hit_of_the_first(policy: PolicyN
     async with TieredBackend([open_first(namespace), archive], namespace) as tiered:
         assert await run(tiered, memory) == expected
         assert len(archive._blocks) > NUM_SLOTS
+
+
+async def test_what_is_evicted_while_its_batch_is_looked_up_below_is_not_stored_anew() -> None:
+    memory = BlockMemory([[48, 16]], num_blocks=32)
+    async with opened(memory, timeouts=TierTimeouts(lookup_s=None)) as tiers:
+        old = await store_generated(tiers.backend, KEYS[:1], memory.describe(0, [0]))
+        await settle(tiers.backend)
+        tiers.fail(Operation.LOOKUP, hang=1.0)
+        blocks = memory.describe(0, [1, 2])
+        write_payloads(blocks, made_up(KEYS[:2], version=1))
+        storing = asyncio.create_task(tiers.backend.store(KEYS[:2], blocks))
+        await tiers.faults.until_waiting()
+        await tiers.first.delete(KEYS[:1])  # as for room
+        tiers.faults.rates = FaultRates()
+        tiers.faults.release()
+        assert statuses(await storing) == [Status.DONE] * 2
+        await tiers.backend.flush()
+        for tier in (tiers.backend, tiers.lower):
+            assert await load_from(tier, memory, KEYS[:1]) == old
 
 
 async def test_purging_removes_every_block_from_every_tier(tmp_path: Path) -> None:
