@@ -54,7 +54,9 @@ def test_the_environment_alone_configures_an_engine(num_workers: int, tmp_path: 
         metrics = engine.metrics()
     assert [each.token_ids for each in loaded] == [each.token_ids for each in computed]
     assert {each.cached_tokens for each in loaded} == {WHOLE_BLOCKS_TOKENS}
-    assert metrics['vllm:kvxfer_load_blocks{cause="request",outcome="done",tier="host"}'] == 3
+    # Counts of loads themselves come in a step without tokens, which `LLM` of 0.27 does not report.
+    loaded_tokens = metrics['vllm:prompt_tokens_by_source{source="external_kv_transfer"}']
+    assert loaded_tokens == WHOLE_BLOCKS_TOKENS
     assert list(store.rglob("*.safetensors"))
     settings = [line for line in engine.log().splitlines() if "has settings" in line]
     expected = f"backend from KVXFER_BACKEND, max_load_ratio from KVXFER_CONFIG={file}"
