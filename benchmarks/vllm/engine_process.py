@@ -58,6 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         load_format: Where weights come from, `dummy` for none.
         enforce_eager: Whether no graphs are compiled.
         attention_backend: Name of vLLM's attention backend; None for vLLM's choice.
+        max_lora_rank: Largest rank of LoRA adapters; 0 for an engine without adapters.
         scheduler: Name of the scheduler's class, with its module; vLLM's by default.
         environment: Environment variables on top of `ENVIRONMENT`.
         start_timeout_s: Longest wait for the start.
@@ -79,6 +80,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     load_format: str = "auto"
     enforce_eager: bool = True
     attention_backend: str | None = None
+    max_lora_rank: int = 0
     scheduler: str | None = None
     environment: dict[str, str] = {}
     start_timeout_s: float = 300
@@ -120,6 +122,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         start_after_steps: Engine steps after which the prompt with this index is added; others are
             added at once.
         limits: Output tokens of the prompt with this index, in place of `max_tokens`.
+        adapter: Folder of a LoRA adapter, empty for none.
+        adapter_id: Id of the adapter: another one is loaded anew.
     """
 
     prompts: list[list[int]]
@@ -130,6 +134,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     params: dict[int, dict[str, Any]] = {}
     start_after_steps: dict[int, int] = {}
     limits: dict[int, int] = {}
+    adapter: str = ""
+    adapter_id: int = 1
 
 
 class Reset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -236,6 +242,8 @@ class EngineProcess:
         params: dict[int, dict[str, Any]] | None = None,
         start_after_steps: dict[int, int] | None = None,
         limits: dict[int, int] | None = None,
+        adapter: str = "",
+        adapter_id: int = 1,
     ) -> list[Generation]:
         """Run the prompts, see `Generate`; one result per prompt, in order."""
         command = Generate(
@@ -247,6 +255,8 @@ class EngineProcess:
             params=params or {},
             start_after_steps=start_after_steps or {},
             limits=limits or {},
+            adapter=adapter,
+            adapter_id=adapter_id,
         )
         return self._ask(command, list[Generation])
 

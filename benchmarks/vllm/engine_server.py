@@ -41,6 +41,8 @@ class _Engine:
             for name in ("block_size", "gpu_memory_utilization", "attention_backend")
             if getattr(config, name) is not None
         }
+        if config.max_lora_rank:
+            chosen |= {"enable_lora": True, "max_lora_rank": config.max_lora_rank}
         self._llm = LLM(
             config.model,
             skip_tokenizer_init=True,
@@ -80,8 +82,10 @@ class _Engine:
 
     def _generate(self, command: Generate) -> list[Generation]:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         engine = self._llm.llm_engine
+        lora = command.adapter and LoRARequest("adapter", command.adapter_id, command.adapter)
 
         def sampling(index: int) -> SamplingParams:
             params = command.params.get(index)
@@ -109,7 +113,7 @@ class _Engine:
                 del waiting[index]
                 start_s[names[index]] = time.perf_counter()
                 prompt = {"prompt_token_ids": command.prompts[index]}
-                engine.add_request(names[index], prompt, sampling(index))
+                engine.add_request(names[index], prompt, sampling(index), lora_request=lora or None)
             for index, after in command.abort_after_steps.items():
                 if num_steps == after:
                     engine.abort_request([names[index]])

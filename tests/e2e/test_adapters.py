@@ -1,0 +1,136 @@
+"""LoRA adapters that are trained anew at their path: no page of the old weights is ever used."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.vllm.engine_process import (
+    TOKENS_PER_BLOCK,
+    EngineConfig,
+    EngineDiedError,
+    EngineProcess,
+)
+from benchmarks.vllm.model import share_of_gpu
+from kvxfer.endpoint import free_ports
+from tests.e2e import models
+from tests.e2e.harness import REPOSITORY, random_prompts
+from tests.e2e.prefill_decode.deployment import ASK
+
+LIMIT_S = 900
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(LIMIT_S)]
+
+RANK, NUM_LAYERS, HIDDEN = 8, 4, 128
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+MAX_TOKENS = 6
+NUM_TOKENS = 700
+NUM_PAGES = -(-NUM_TOKENS // TOKENS_PER_BLOCK)
+
+
+def train(folder: Path, seed: int) -> None:
+    """Write an adapter as PEFT saves it; every seed has other weights."""
+    folder.mkdir(exist_ok=True)
+    source = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(NUM_LAYERS):
+        for module in MODULES:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=source) / 2
+            weights[f"{name}.lora_B.weight"] = torch.randn(HIDDEN, RANK, generator=source) / 2
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "llama",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "lora_dropout": 0.0,
+        "target_modules": list(MODULES),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def configure(**connector: Any) -> EngineConfig:
+    """Configure an engine with adapters."""
+    return EngineConfig(
+        model=str(models.make("llama", REPOSITORY / models.DEFAULT_DIRECTORY)),
+        dtype="float32",
+        max_lora_rank=RANK,
+        max_model_len=2048,
+        kv_cache_memory_bytes=32 << 20,
+        block_size=TOKENS_PER_BLOCK,
+        gpu_memory_utilization=share_of_gpu(),
+        environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        **connector,
+    )
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[EngineProcess, EngineProcess]]:
+    """Start an engine that lends and one that reads."""
+    configs = [
+        configure(
+            multiprocessing=True,  # P lends between its steps, too
+            transfer={
+                "kv_connector": "KVXferConnector",
+                "kv_connector_module_path": "kvxfer.integrations.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "listen": f"127.0.0.1:{free_ports(1)}",
+                    "lease_s": 120,
+                    "ask_timeout_s": 30,
+                    "timeout_s": 60,
+                },
+            },
+        )
+        for _ in range(2)
+    ]
+    with EngineProcess(configs[0]) as prefill, EngineProcess(configs[1]) as decode:
+        yield prefill, decode
+    for engine in (prefill, decode):
+        assert "Traceback" not in engine.log(), engine.log()
+
+
+def test_pages_of_an_adapter_are_handed_over_until_it_is_trained_anew(
+    pair: tuple[EngineProcess, EngineProcess], tmp_path: Path
+) -> None:
+    prefill, decode = pair
+    folder = tmp_path / "adapter"
+    [prompt] = random_prompts(1, shared_tokens=NUM_TOKENS, own_tokens=5)
+
+    def offer() -> dict[int, dict[str, Any]]:
+        [answer] = prefill.generate([prompt], max_tokens=1, params={0: ASK}, adapter=str(folder))
+        return {0: answer.params}
+
+    def go_on(adapter_id: int, **how: Any) -> tuple[list[int], float]:
+        """Generate on an empty device; return the tokens, and the pages verified until now."""
+        assert decode.reset()
+        [answer] = decode.generate(
+            [prompt], max_tokens=MAX_TOKENS, adapter=str(folder), adapter_id=adapter_id, **how
+        )
+        return answer.token_ids, decode.metrics().get("vllm:kvxfer_pd_pages_verified", 0)
+
+    train(folder, 1)
+    old, _ = go_on(1)
+    assert go_on(1, params=offer()) == (old, NUM_PAGES)
+
+    params = offer()  # of the weights that are about to go
+    train(folder, 2)
+    new, _ = go_on(2)
+    assert new != old
+    assert go_on(2, params=params) == (new, NUM_PAGES)
+
+
+def test_an_engine_with_adapters_and_tiers_says_why_it_does_not_start() -> None:
+    connector = {
+        "spec_name": "KVXferOffloadingSpec",
+        "spec_module_path": "kvxfer.integrations.vllm",
+        "backend": ["host://?capacity=64MiB"],
+    }
+    with pytest.raises(EngineDiedError, match=r"InvalidArgumentError: .*enable_lora is True"):
+        EngineProcess(configure(connector=connector))
