@@ -60,6 +60,7 @@ class EngineShape:
         integrity: What proves a page, likewise.
         host_tier: Capacity of a host tier of its own; empty for none. With kvxfer only.
         is_audited: What lands is compared with what was lent; with kvxfer.
+        takes_text: Whether it has a tokenizer, for prompts that are text.
         alters_loads: A page of each load is altered once it was verified; with kvxfer.
         release_folder: Folder of another release of vLLM, see `tests.compat`; empty for the
             installed one.
@@ -77,6 +78,7 @@ class EngineShape:
     integrity: str | None = None
     host_tier: str = ""
     is_audited: bool = True
+    takes_text: bool = False
     alters_loads: bool = False
     release_folder: str = ""
 
@@ -362,7 +364,7 @@ def _options(shape: EngineShape, model: str, port: int) -> list[str]:
         f"--max-num-batched-tokens={shape.tokens_per_step}",
         f"--max-model-len={MAX_MODEL_LEN}",
         "--max-num-seqs=16",
-        "--skip-tokenizer-init",
+        *([] if shape.takes_text else ["--skip-tokenizer-init"]),
         "--enforce-eager",
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
