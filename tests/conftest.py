@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,6 +21,10 @@ PROCESSES_TIMEOUT_S = 120
 SEED = 20
 
 examples.load_profile()
+
+# What a shell starts in the background ignores it, and so do its children, which tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Every event loop of this process is in debug mode: it watches its callbacks and threads. Without
 # what takes half of the time of asynchronous tests: the traceback that each future and handle keeps

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -46,12 +47,17 @@ class ServeProcess:
             self.wait_for(r"host pool at (\S+)")
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Read the log up to the first line with a pattern."""
+        """Read the log up to the first line with a pattern, for `LIMIT_S` at most."""
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.said.append(line)
-            if found := re.search(pattern, line):
-                return found
+        limit = threading.Timer(LIMIT_S, self.process.kill)
+        limit.start()
+        try:
+            for line in self.process.stderr:
+                self.said.append(line)
+                if found := re.search(pattern, line):
+                    return found
+        finally:
+            limit.cancel()
         raise AssertionError(f"{pattern!r} is not in:\n{''.join(self.said)}")
 
     def readiness(self) -> int:
