@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 
 from kvxfer import runtime
 from kvxfer.kvcache.descriptors import Descriptors
@@ -14,11 +14,11 @@ from kvxfer.storage.backend import Outcome, Status, positions_done
 from kvxfer.storage.eviction.retention import copy_retentions
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.key_locks import KeyLocks
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observer import Cause, Operation
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 from kvxfer.tiering.isolated_tier import IsolatedTier
-from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS, WriteBackQueue
+from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS, MAX_BLOCKS, WriteBackQueue
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class TierWriter:
         target: The tier to copy to.
         staging: Buffers that blocks pass through.
         locks: Locks of keys; each key is locked while it is copied.
+        chunk_sizes: Bytes of a whole chunk, by group: a part may grow after it was copied.
 
     Attributes:
         queue: The blocks that are to be copied.
@@ -61,12 +62,15 @@ class TierWriter:
         target: IsolatedTier,
         staging: StagingMemory,
         locks: KeyLocks,
+        chunk_sizes: Sequence[int],
     ) -> None:
         self.queue: WriteBackQueue[StoredBlock] = WriteBackQueue()
         self._tiers = tiers
         self._target = target
         self._staging = staging
         self._locks = locks
+        self._chunk_sizes = chunk_sizes
+        self._in_part: dict[BlockKey, None] = {}  # what the target got a part of, oldest first
         self._worker: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         self._settled.set()
@@ -173,7 +177,8 @@ class TierWriter:
         self, batch: Mapping[BlockKey, StoredBlock], staged: StagedBlocks, buffer: Descriptors
     ) -> None:
         """Copy the blocks of a batch that their tier still has and the target does not have."""
-        known = await self._target.lookup([k for k, block in batch.items() if not block.is_new])
+        old = [key for key, block in batch.items() if not (block.is_new or key in self._in_part)]
+        known = await self._target.lookup(old)
         wanted = [index for index, key in enumerate(batch) if key not in known]
         keys, buffer = [key for key in batch if key not in known], buffer.take(wanted)
         if not keys:
@@ -194,6 +199,18 @@ class TierWriter:
             store = self._target.copying(Operation.STORE, Cause.WRITE_BACK)
             stored = await staged.move(store, keys, buffer, drain=self._target.drain)
             self._end(source, keys, stored)
+            self._note_parts(batch, [keys[index] for index in positions_done(stored)])
+
+    def _note_parts(
+        self, batch: Mapping[BlockKey, StoredBlock], stored: Sequence[BlockKey]
+    ) -> None:
+        """Note which blocks the target has a part of, whose lookup does not say what is missing."""
+        for key in stored:
+            self._in_part.pop(key, None)
+            if batch[key].num_bytes < self._chunk_sizes[group_of(key)]:
+                self._in_part[key] = None
+        for key in list(islice(self._in_part, max(0, len(self._in_part) - MAX_BLOCKS))):
+            del self._in_part[key]
 
     def _end_unread(self, keys: Sequence[BlockKey], loaded: Sequence[Outcome]) -> None:
         """End the blocks that were not read: those that are gone, those that are tried again."""

@@ -167,7 +167,8 @@ class TieredBackend(Backend):
         self._locks = KeyLocks()
         self._to_delete: Counter[BlockKey] = Counter()
         self._writers = [
-            TierWriter(self._tiers, tier, self._staging, self._locks) for tier in self._lower
+            TierWriter(self._tiers, tier, self._staging, self._locks, self._guard.chunk_sizes)
+            for tier in self._lower
         ]
         self._settling: asyncio.Task[None] | None = None
         self._reports = Reports()

@@ -446,10 +446,10 @@ class _Run:
                 self._simulation.fail("tiers differ", f"{part}: stores {versions}")
 
     def _must_be_below(self, part: Part) -> bool:
-        """Whether the last tier has a chunk after a flush; where it has a part, that may stay."""
+        """Whether the last tier has a whole chunk after a flush."""
         key, history = self._world.key(part), self._world.history
         must_be_there = self._opened.is_roomy and history.must_be_there(key, part.num_blocks)
-        return must_be_there and history.is_of_one_store(key)
+        return must_be_there and not history.is_mixed(key)
 
     async def _within(self, seconds: float, what: str, call: Coroutine[Any, Any, T]) -> T | None:
         try:

@@ -215,7 +215,11 @@ class History:
     def is_of_one_store(self, key: BlockKey) -> bool:
         """Whether all its copies are of one store: not of parts, beside a purge or an eviction."""
         parts = {(each.first, each.num_blocks) for each in self._stores.get(key, [])}
-        return len(parts) <= 1 and key not in self._mixed
+        return len(parts) <= 1 and not self.is_mixed(key)
+
+    def is_mixed(self, key: BlockKey) -> bool:
+        """Whether it was stored beside a purge or an eviction, so that a tier may lack it."""
+        return key in self._mixed
 
     def _judge_order(self, key: BlockKey, version: int, began: float) -> None:
         """Check that a store is not found again after it was deleted, or a later one was found."""
