@@ -10,11 +10,15 @@ if TYPE_CHECKING:
     from kvxfer import errors, kvcache, storage, tiering, transfer  # noqa: F401
     from kvxfer.public import *  # noqa: F403
 
+    __version__: str
+
 
 class _Package(ModuleType):
     """Package that imports its public names at their first use; `kvxfer --help` needs none."""
 
     def __getattr__(self, name: str) -> object:
+        if name == "__version__":
+            return importlib.import_module("kvxfer.extras").installed_version("kvxfer")
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
         module = f"{self.__name__}.{name}"

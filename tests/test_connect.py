@@ -375,6 +375,7 @@ def test_kvxfer_runs_from_its_folder_without_being_installed(tmp_path: Path) -> 
     names = [value.partition(":")[2] for value in BACKENDS.values()]
     assert run("-c", program).split() == names
     assert run("-m", "kvxfer", "--version") == "kvxfer (not installed)\n"
+    assert run("-c", "import kvxfer; print(kvxfer.__version__)") == "(not installed)\n"
     assert "runs from a folder, and is not installed" in run("-m", "kvxfer", "doctor")
 
 

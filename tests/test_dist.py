@@ -123,7 +123,14 @@ def test_no_module_named_backends_is_installed(clean_python: Path) -> None:
 
 def test_the_command_line_says_its_version(clean_python: Path) -> None:
     version = run(clean_python.parent / "kvxfer", "--version", cwd=clean_python.parent)
-    assert version.startswith("kvxfer 0.")
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version == f"kvxfer {declared}\n"
+
+
+def test_the_package_says_its_version_without_importing_torch(clean_python: Path) -> None:
+    code = "import kvxfer, sys; print(kvxfer.__version__, 'torch' in sys.modules)"
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert run(clean_python, "-c", code, cwd=clean_python.parent) == f"{declared} False\n"
 
 
 CORE = ("aiofiles", "msgspec", "nixl", "numpy", "torch", "tqdm", "xxhash")
