@@ -97,7 +97,7 @@ def test_pages_of_vllm_are_read_and_continued(tmp_path: Path) -> None:
 def test_keys_called_vllm_are_those_of_an_engine_with_the_seed_of_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in the three lines of the README."""
+    """As in the three lines of docs/transformers.md."""
     model, prompt, files = saved_model(tmp_path / "model"), prompt_of(70), tmp_path / "files"
     store_as_vllm(model, prompt, files)
     alone = generate(model, prompt)
