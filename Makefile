@@ -138,7 +138,8 @@ simulate: $(INSTALLED)
 # disk.
 compat: $(MODELS) ; $(BIN)/pytest -m compat $(APART)
 
-lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check .
+# Of the changelog, whether its fragments can be joined.
+lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/towncrier build --draft --version next
 
 type: $(INSTALLED) ; $(BIN)/mypy && $(BIN)/pytest tests/typing
 
