@@ -226,10 +226,7 @@ class TierWriter:
         failures = {Status.FAILED, Status.TIMED_OUT}
         failed = {k for k, each in zip(keys, outcomes, strict=True) if each.status in failures}
         stored = [key for key in keys if key not in failed]
-        try:
-            copy_retentions(stored, source.backend, self._target.backend)
-        except Exception:
-            logger.exception("the wishes for %d blocks cannot be noted", len(stored))
+        copy_retentions(stored, source.backend, self._target.backend)
         self._give_up(self.queue.end(runtime.monotonic(), stored=stored, failed=failed))
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:

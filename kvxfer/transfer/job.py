@@ -1,7 +1,6 @@
 """Jobs: batches of blocks that are being moved, and their outcomes."""
 
 import enum
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType
@@ -14,8 +13,6 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Ended, Operation, Reports
 
 JobId = NewType("JobId", int)
-
-logger = logging.getLogger(__name__)
 
 
 class Direction(enum.IntEnum):
@@ -143,11 +140,8 @@ class Job:
             return
         pairs = zip(self.keys, self.outcomes, strict=True)
         stored = [key for key, outcome in pairs if outcome is not None and outcome.done]
-        try:
-            if stored:
-                retain_in(mover, stored, self.retention)
-        except Exception:
-            logger.exception("the wish for %d blocks cannot be noted", len(stored))
+        if stored:
+            retain_in(mover, stored, self.retention)
 
     def finished(self) -> FinishedJob:
         """Make the result of the job, once every block has an outcome."""

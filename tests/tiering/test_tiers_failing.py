@@ -834,6 +834,28 @@ async def test_a_tier_that_cancels_itself_has_failed_and_cancels_nobody(
         lower.is_on = False
 
 
+async def test_a_wish_that_a_tier_fails_to_note_reaches_the_next(
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wishing(Scripted):
+        wishes: tuple[BlockKey, ...] = ()
+
+        def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
+            if self is first:
+                raise RuntimeError("no wishes today")
+            self.wishes += tuple(keys)
+
+        def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
+            return [Retention()] * len(keys)
+
+    namespace = memory.namespace()
+    first, lower = Wishing(namespace), Wishing(namespace)
+    async with TieredBackend([first, lower], namespace) as backend:
+        backend.retain(KEYS[:2], Retention(priority=1))
+    assert lower.wishes == tuple(KEYS[:2])
+    assert "the wish for 2 blocks cannot be noted" in caplog.text
+
+
 @pytest.mark.parametrize("error", [RuntimeError("wish"), asyncio.CancelledError()], ids=repr)
 @pytest.mark.parametrize("call", ["store", "retentions"])
 async def test_an_error_on_the_way_down_is_that_of_its_blocks_alone(

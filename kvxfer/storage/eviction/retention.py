@@ -1,5 +1,6 @@
 """Retention: what callers wish of how long their blocks are kept, and backends that know wishes."""
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 from kvxfer.checks import require_number
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import BlockKey
+
+logger = logging.getLogger(__name__)
 
 MAX_PRIORITY = 10.0
 DEFAULT_PRIORITY_SHARE = 0.5
@@ -76,14 +79,22 @@ def require_limits(priority_share: float, priority_half_life_s: float) -> None:
 
 
 def retain_in(backend: object, keys: Sequence[BlockKey], retention: Retention) -> None:
-    """Note a wish in a backend, if that knows wishes."""
+    """Note a wish in a backend, if that knows wishes; a failure is logged."""
     if isinstance(backend, Retaining):
-        backend.retain(keys, retention)
+        try:
+            backend.retain(keys, retention)
+        except Exception:
+            logger.exception("the wish for %d blocks cannot be noted", len(keys))
 
 
 def retentions_in(backend: object, keys: Sequence[BlockKey]) -> list[Retention]:
-    """Return the wishes that a backend knows; `NORMAL` for all if it knows none."""
-    return backend.retentions(keys) if isinstance(backend, Retaining) else [NORMAL] * len(keys)
+    """Return the wishes that a backend knows; `NORMAL` for all if it knows none, or fails."""
+    if isinstance(backend, Retaining):
+        try:
+            return backend.retentions(keys)
+        except Exception:
+            logger.exception("the wishes for %d blocks cannot be asked", len(keys))
+    return [NORMAL] * len(keys)
 
 
 def copy_retentions(keys: Sequence[BlockKey], source: object, target: object) -> None:
@@ -91,4 +102,4 @@ def copy_retentions(keys: Sequence[BlockKey], source: object, target: object) ->
     if isinstance(target, Retaining):
         for key, retention in zip(keys, retentions_in(source, keys), strict=True):
             if retention != NORMAL:
-                target.retain([key], retention)
+                retain_in(target, [key], retention)

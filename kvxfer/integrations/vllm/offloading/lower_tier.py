@@ -223,10 +223,7 @@ class LowerTier:
 
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
         """Note a wish for rows, if the backend knows wishes; a failure is logged."""
-        try:
-            retain_in(self._engine.backend, [self._keys.name(key) for key in keys], retention)
-        except Exception:
-            logger.exception("the wish for %d rows cannot be noted", len(keys))
+        retain_in(self._engine.backend, [self._keys.name(key) for key in keys], retention)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Begin to delete keys, which are misses from now on; tried again until they are gone."""
