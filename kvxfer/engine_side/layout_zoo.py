@@ -76,7 +76,7 @@ SGLANG_LAYOUTS = (
         name="Host pool, page_unified",
         shape="block layer kv token head dim",
         memory="block layer kv token head dim",
-        note="As it is with one group of heads; a page with several has one such piece for each.",
+        note="With one group of heads; a page with several has one such piece for each.",
     ),
     EngineLayout(
         engine="SGLang",
