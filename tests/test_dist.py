@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -131,6 +132,27 @@ def test_the_package_says_its_version_without_importing_torch(clean_python: Path
     code = "import kvxfer, sys; print(kvxfer.__version__, 'torch' in sys.modules)"
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert run(clean_python, "-c", code, cwd=clean_python.parent) == f"{declared} False\n"
+
+
+def test_the_files_that_the_image_of_serve_copies_make_the_wheel(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    dockerfile = (ROOT / "examples" / "Dockerfile").read_text()
+    for names in re.findall(r"^COPY (.+) \S+$", dockerfile, re.MULTILINE):
+        for name in names.split():
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, source / name, symlinks=True)
+            else:
+                shutil.copy(ROOT / name, source)
+    build = ["-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation"]
+    run(sys.executable, *build, "--wheel-dir", tmp_path, source, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name.removeprefix("kvxfer/") for name in archive.namelist()} >= BACKEND_FILES
+    extras = re.search(r"\*\.whl\)\[(.+?)\]", dockerfile)
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extras
+    assert declared["optional-dependencies"].keys() >= set(extras[1].split(","))
 
 
 CORE = ("aiofiles", "msgspec", "nixl", "numpy", "torch", "tqdm", "xxhash")

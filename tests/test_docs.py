@@ -6,12 +6,14 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 from kvxfer.storage.backend import Status
 from kvxfer.storage.observer import Cause, Operation, Removal
@@ -128,6 +130,19 @@ def test_the_readme_links_every_guide() -> None:
     guides = {*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*/index.md")}
     assert {str(page.relative_to(ROOT)) for page in guides} - linked == set()
     assert not [name for name in sorted(linked) if not (ROOT / name).exists()]
+
+
+def test_the_citation_is_of_this_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    names = {"title": "name", "abstract": "description"}
+    names |= {name: name for name in ("authors", "version", "license", "keywords")}
+    declared = {name: project[theirs] for name, theirs in names.items()}
+    assert citation == {
+        **{name: citation[name] for name in ("cff-version", "message", "type")},
+        **declared,
+        "url": project["urls"]["Homepage"],
+    }
 
 
 def constants(path: Path) -> dict[str, Any]:
