@@ -132,6 +132,23 @@ def test_the_readme_links_every_guide() -> None:
     assert not [name for name in sorted(linked) if not (ROOT / name).exists()]
 
 
+def slugs(page: Path) -> set[str]:
+    """Find the anchors of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def test_links_of_pages_beside_the_documentation_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob(".github/*.md")]
+    link = re.compile(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)")
+    links = [(page, *found) for page in pages for found in link.findall(page.read_text())]
+    assert links
+    for page, name, anchor in links:
+        target = page.parent / name if name else page
+        assert target.exists(), (page.name, name)
+        assert not anchor or anchor in slugs(target), (page.name, name, anchor)
+
+
 def test_the_citation_is_of_this_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
