@@ -24,8 +24,8 @@ def find_control(text: str) -> str:
     return "NUL" if found == "\0" else found and repr(found)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Suggest the known name that is most like an unknown one; empty when none is."""
+def did_you_mean(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str:
+    """Suggest the known name that is most like an unknown one; empty when none is so like it."""
     by_letters = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(name.lower(), by_letters, n=1)
+    near = difflib.get_close_matches(name.lower(), by_letters, n=1, cutoff=likeness)
     return f" (did you mean {by_letters[near[0]]!r}?)" if near else ""

@@ -94,6 +94,14 @@ def test_an_error_says_where_the_setting_is_from(tmp_path: Path) -> None:
     assert "it is from" not in error({"backend": "file:///x"}, {})
 
 
+@pytest.mark.parametrize("name", ["max_load_ration", "purge_on_rest", "backends", "Backend"])
+def test_a_misspelt_setting_is_refused_and_a_setting_of_vllm_is_not(name: str) -> None:
+    explicit = {"backend": HOST, "block_size": 64, "spec_name": "X", "lookup_mode": "y"}
+    find_settings(explicit, {}).check_tiers()
+    with pytest.raises(InvalidArgumentError, match=f"^{EXPLICIT} is '{name}'; .*did you mean"):
+        find_settings(explicit | {name: 1}, {}).check_tiers()
+
+
 @pytest.mark.parametrize(
     "text", ["", "7", "[a]", "host://?capacity=1MiB", "{1: 2}", "{", "a: !!python/object:x.y {}"]
 )

@@ -16,10 +16,13 @@ from kvxfer.extras import require_extra
 from kvxfer.named_files import read_named_file
 from kvxfer.settings import shown
 from kvxfer.storage.backend import can_purge_all
+from kvxfer.text import did_you_mean
 from kvxfer.transfer.load_or_compute import LoadOrCompute
 
 EXPLICIT = "kv_connector_extra_config"
 URLS, FILE = "KVXFER_BACKEND", "KVXFER_CONFIG"
+OFFLOAD_SETTINGS = ("backend", "max_load_ratio", "prefill_tokens_per_s", "purge_on_reset")
+MISSPELT_LIKENESS = 0.8
 
 Tiers = tuple[HostConfig, list[tuple[BackendType, msgspec.Struct]]]
 """Configuration of the host pool, and types and configurations of the backends below it."""
@@ -68,9 +71,7 @@ class FoundSettings:
             InvalidArgumentError: One cannot be used; the error says where it was found.
         """
         with self.checked():
-            parse_load_or_compute(self.values)
-            _, lower = parse_tiers(self.values.get("backend"))
-            parse_purge(self.values, [kind for kind, _ in lower])
+            parse_offload(self.values)
 
 
 def find_settings(
@@ -112,6 +113,21 @@ def _read_file(path: str) -> Mapping[str, Any]:
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise InvalidArgumentError(FILE, path, form)
     return found
+
+
+def parse_offload(extra_config: Mapping[str, Any], replica: int = 0) -> tuple[Tiers, bool]:
+    """Read the settings of a replica that offloads: its tiers, and whether a reset purges them.
+
+    Raises:
+        InvalidArgumentError: One is wrong, or a name is nearly one of `OFFLOAD_SETTINGS`; any other
+            may be vLLM's.
+    """
+    for name in [each for each in extra_config if each not in OFFLOAD_SETTINGS]:
+        if hint := did_you_mean(name, OFFLOAD_SETTINGS, likeness=MISSPELT_LIKENESS):
+            raise InvalidArgumentError(EXPLICIT, name, f"the name of a setting{hint}")
+    parse_load_or_compute(extra_config)
+    tiers = parse_tiers(extra_config.get("backend"), replica)
+    return tiers, parse_purge(extra_config, [kind for kind, _ in tiers[1]])
 
 
 def parse_load_or_compute(extra_config: Mapping[str, Any]) -> LoadOrCompute | None:

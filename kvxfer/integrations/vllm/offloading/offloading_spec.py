@@ -13,8 +13,7 @@ from kvxfer.integrations.vllm.common.model_identity import identify_model, requi
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.settings import (
     parse_load_or_compute,
-    parse_purge,
-    parse_tiers,
+    parse_offload,
 )
 from kvxfer.integrations.vllm.common.worker_pages import GroupLayers, describe_pages
 from kvxfer.integrations.vllm.connector.hooks import convert_caches
@@ -85,11 +84,9 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
     def __init__(self, config: OffloadingConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         self.replicated_layout = workers_keep_the_same(config)  # vLLM: then only rank 0 stores
-        self._pool_config, self._lower = parse_tiers(
-            config.extra_config.get("backend"), config.parallel.data_parallel_index
-        )
-        self._purges = parse_purge(config.extra_config, [kind for kind, _ in self._lower])
-        parse_load_or_compute(config.extra_config)  # in every process, before it waits for others
+        replica = config.parallel.data_parallel_index
+        # In every process, before it waits for others.
+        (self._pool_config, self._lower), self._purges = parse_offload(config.extra_config, replica)
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
 
