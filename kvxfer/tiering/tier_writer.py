@@ -39,6 +39,12 @@ class StoredBlock:
     num_bytes: int
     is_new: bool = field(compare=False)
 
+    def covers(self, other: "StoredBlock") -> bool:
+        """Whether it is of the same tier as another block of its chunk, and has all of that."""
+        ends_at = self.start + self.num_bytes
+        covers = self.start <= other.start and other.start + other.num_bytes <= ends_at
+        return covers and self.source == other.source
+
 
 class TierWriter:
     """Writer of one tier: copies the blocks of its queue there, a staging buffer at a time.
@@ -64,7 +70,7 @@ class TierWriter:
         locks: KeyLocks,
         chunk_sizes: Sequence[int],
     ) -> None:
-        self.queue: WriteBackQueue[StoredBlock] = WriteBackQueue()
+        self.queue: WriteBackQueue[StoredBlock] = WriteBackQueue(covers=StoredBlock.covers)
         self._tiers = tiers
         self._target = target
         self._staging = staging

@@ -444,6 +444,7 @@ class TieredBackend(Backend):
             found = await tier.lookup([key for key in keys if key not in there])
             held = [index for index in left if batch.keys[index] in found]
             await batch.move(tier.store, held)
+            self._write_back(batch, tier, held, there)
             left = batch.still_open(left)
         return list(left)
 
@@ -454,17 +455,29 @@ class TieredBackend(Backend):
 
         A block that the first tier had already may be absent below; its write-back looks it up.
         """
-        starts, sizes = batch.blocks.payload_starts.tolist(), batch.blocks.block_sizes.tolist()
         for tier in self._tiers:
             await batch.move(tier.store, left)
-            stored = {}
-            for index in (each for each in left if batch.outcomes[each].done):
-                key = batch.keys[index]
-                is_new = key not in there
-                stored[key] = StoredBlock(tier.index, starts[index], sizes[index], is_new)
-            for writer in self._writers[tier.index :]:
-                writer.add(stored)
+            self._write_back(batch, tier, left, there, are_new=True)
             left = batch.still_open(left)
+
+    def _write_back(
+        self,
+        batch: _Batch,
+        tier: IsolatedTier,
+        chosen: Sequence[int],
+        there: set[BlockKey],
+        *,
+        are_new: bool = False,
+    ) -> None:
+        """Queue those blocks that a tier has stored for the tiers below it."""
+        starts, sizes = batch.blocks.payload_starts.tolist(), batch.blocks.block_sizes.tolist()
+        stored = {}
+        for index in (each for each in chosen if batch.outcomes[each].done):
+            key = batch.keys[index]
+            is_new = are_new and key not in there
+            stored[key] = StoredBlock(tier.index, starts[index], sizes[index], is_new)
+        for writer in self._writers[tier.index :]:
+            writer.add(stored)
 
     async def _load_from_any(self, batch: _Batch, left: Sequence[int]) -> None:
         """Load blocks from the first tier, those it does not have from the next, and so on."""

@@ -1,7 +1,7 @@
 """Write-back queue of a tier: which blocks are copied to it now, which later, and which never."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain, count, islice
@@ -57,6 +57,7 @@ class WriteBackQueue(Generic[T]):
     Args:
         max_blocks: Bound on the blocks that wait or are being copied.
         first_pause_s: Pause after the first of a row of failures.
+        covers: Whether a block has all of another one that is added under its key, and is kept.
 
     Attributes:
         max_blocks: As given.
@@ -64,8 +65,13 @@ class WriteBackQueue(Generic[T]):
     """
 
     def __init__(
-        self, *, max_blocks: int = MAX_BLOCKS, first_pause_s: float = FIRST_PAUSE_S
+        self,
+        *,
+        max_blocks: int = MAX_BLOCKS,
+        first_pause_s: float = FIRST_PAUSE_S,
+        covers: Callable[[T, T], bool] = lambda earlier, block: False,  # noqa: ARG005
     ) -> None:
+        self._covers = covers
         self.max_blocks = max_blocks
         self.pause = Pause(first_pause_s, LONGEST_PAUSE_S)
         # Oldest first; a dict finds its first only slowly when many were taken.
@@ -104,11 +110,13 @@ class WriteBackQueue(Generic[T]):
         return (entry.block for key, entry in self._waiting.items() if key not in self._taken)
 
     def add(self, blocks: Mapping[BlockKey, T]) -> list[BlockKey]:
-        """Add blocks, in place of earlier ones of their keys; return those that were dropped."""
+        """Add blocks, in place of earlier ones that do not cover them; return what was dropped."""
         number = next(self._numbers)
         for key, block in blocks.items():
             earlier = self._put_off.pop(key, None) or self._waiting.get(key)
-            self._waiting[key] = _Entry(block, number if earlier is None else earlier.number)
+            known = earlier or self._taken.get(key)
+            kept = known.block if known and self._covers(known.block, block) else block
+            self._waiting[key] = _Entry(kept, number if earlier is None else earlier.number)
         oldest = chain(self._put_off, self._waiting)
         dropped = list(islice(oldest, max(0, len(self) - self.max_blocks)))
         for key in dropped:
