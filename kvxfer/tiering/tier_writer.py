@@ -40,10 +40,10 @@ class StoredBlock:
     is_new: bool = field(compare=False)
 
     def covers(self, other: "StoredBlock") -> bool:
-        """Whether it is of the same tier as another block of its chunk, and has all of that."""
+        """Whether it has all of another block that its tier has stored since, beside it."""
         ends_at = self.start + self.num_bytes
         covers = self.start <= other.start and other.start + other.num_bytes <= ends_at
-        return covers and self.source == other.source
+        return covers and self.source == other.source and not other.is_new
 
 
 class TierWriter:
