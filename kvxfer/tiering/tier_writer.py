@@ -40,7 +40,7 @@ class StoredBlock:
     is_new: bool = field(compare=False)
 
     def covers(self, other: "StoredBlock") -> bool:
-        """Whether it has all of another block that its tier has stored since, beside it."""
+        """Whether it has all bytes of a block that its tier stored later, while it had this one."""
         ends_at = self.start + self.num_bytes
         covers = self.start <= other.start and other.start + other.num_bytes <= ends_at
         return covers and self.source == other.source and not other.is_new
@@ -205,15 +205,13 @@ class TierWriter:
             store = self._target.copying(Operation.STORE, Cause.WRITE_BACK)
             stored = await staged.move(store, keys, buffer, drain=self._target.drain)
             self._end(source, keys, stored)
-            self._note_parts(batch, [keys[index] for index in positions_done(stored)])
+            self._note_parts({keys[at]: batch[keys[at]] for at in positions_done(stored)})
 
-    def _note_parts(
-        self, batch: Mapping[BlockKey, StoredBlock], stored: Sequence[BlockKey]
-    ) -> None:
+    def _note_parts(self, stored: Mapping[BlockKey, StoredBlock]) -> None:
         """Note which blocks the target has a part of, whose lookup does not say what is missing."""
-        for key in stored:
+        for key, block in stored.items():
             self._in_part.pop(key, None)
-            if batch[key].num_bytes < self._chunk_sizes[group_of(key)]:
+            if block.num_bytes < self._chunk_sizes[group_of(key)]:
                 self._in_part[key] = None
         for key in list(islice(self._in_part, max(0, len(self._in_part) - MAX_BLOCKS))):
             del self._in_part[key]

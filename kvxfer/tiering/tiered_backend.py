@@ -224,14 +224,20 @@ class TieredBackend(Backend):
         self._guard.check_batch(keys, blocks)
         batch = _Batch(keys, blocks)
         left: Sequence[int] = range(len(keys))
+        evicted: set[BlockKey] = set()
         while left:
-            left = await self._store(batch, left)
+            left = await self._store(batch, left, evicted)
         return batch.outcomes
 
-    async def _store(self, batch: _Batch, chosen: Sequence[int]) -> Sequence[int]:
-        """Store blocks; return which need another look: they moved, or the first evicted them."""
+    async def _store(
+        self, batch: _Batch, chosen: Sequence[int], evicted: set[BlockKey]
+    ) -> Sequence[int]:
+        """Store blocks; return which need another look: they moved, or the first evicted them.
+
+        A key joins `evicted` only once, and is looked up below from then on: the looks have an end.
+        """
         keys = [batch.keys[index] for index in chosen]
-        there = await self._first.lookup(keys)
+        there = await self._first.lookup(keys) - evicted
         if moving := [key for key in keys if self._has_to_wait(key, there)]:
             await self._locks.wait_for_others(moving)
             return chosen
@@ -239,11 +245,12 @@ class TieredBackend(Backend):
         free = sorted({*chosen}.difference(busy))
         with self._locks.hold([batch.keys[index] for index in free]):
             left = await self._store_where_found(batch, free, there)
-            evicted = there - await self._first.lookup([key for key in keys if key in there])
+            lost = there - await self._first.lookup([key for key in keys if key in there])
+            evicted |= lost
             # The first tier has the busy keys, but maybe not whole.
-            kept = [i for i in sorted(left + busy) if batch.keys[i] not in evicted]
+            kept = [i for i in sorted(left + busy) if batch.keys[i] not in lost]
             await self._store_in_first_with_room(batch, kept, there)
-        return [index for index in chosen if batch.keys[index] in evicted]
+        return [index for index in chosen if batch.keys[index] in lost]
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Each block is loaded from the first tier that has it intact."""
@@ -444,7 +451,7 @@ class TieredBackend(Backend):
             found = await tier.lookup([key for key in keys if key not in there])
             held = [index for index in left if batch.keys[index] in found]
             await batch.move(tier.store, held)
-            self._write_back(batch, tier, held, there)
+            self._write_back(batch, tier, held, found)
             left = batch.still_open(left)
         return list(left)
 
@@ -457,25 +464,18 @@ class TieredBackend(Backend):
         """
         for tier in self._tiers:
             await batch.move(tier.store, left)
-            self._write_back(batch, tier, left, there, are_new=True)
+            self._write_back(batch, tier, left, there)
             left = batch.still_open(left)
 
     def _write_back(
-        self,
-        batch: _Batch,
-        tier: IsolatedTier,
-        chosen: Sequence[int],
-        there: set[BlockKey],
-        *,
-        are_new: bool = False,
+        self, batch: _Batch, tier: IsolatedTier, chosen: Sequence[int], old: set[BlockKey]
     ) -> None:
-        """Queue those blocks that a tier has stored for the tiers below it."""
+        """Queue what a tier has stored for the tiers below, which may have the `old` keys."""
         starts, sizes = batch.blocks.payload_starts.tolist(), batch.blocks.block_sizes.tolist()
         stored = {}
         for index in (each for each in chosen if batch.outcomes[each].done):
             key = batch.keys[index]
-            is_new = are_new and key not in there
-            stored[key] = StoredBlock(tier.index, starts[index], sizes[index], is_new)
+            stored[key] = StoredBlock(tier.index, starts[index], sizes[index], key not in old)
         for writer in self._writers[tier.index :]:
             writer.add(stored)
 

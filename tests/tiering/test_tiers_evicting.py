@@ -97,6 +97,22 @@ async def test_what_is_evicted_while_its_batch_is_looked_up_below_is_not_stored_
             assert await load_from(tier, memory, KEYS[:1]) == old
 
 
+async def test_a_first_tier_that_has_a_key_at_every_other_look_hangs_no_store() -> None:
+    class Flapping(DictBackend):
+        num_looks = 0
+
+        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+            self.num_looks += 1
+            return [self.num_looks % 2 == 1] * len(keys)
+
+    memory = BlockMemory([[48, 16]], num_blocks=32)
+    namespace = memory.namespace()
+    first, lower = Flapping(None, namespace), DictBackend(None, namespace)
+    async with TieredBackend([first, lower], namespace) as backend, asyncio.timeout(5):
+        payloads = await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
+        assert await load_from(backend, memory, KEYS[:2]) == payloads
+
+
 async def test_purging_removes_every_block_from_every_tier(tmp_path: Path) -> None:
     """Also those that wait to be copied, and those that are read; or it says that it did not."""
     memory = BlockMemory([[4096]], num_blocks=16)
