@@ -124,7 +124,7 @@ def parse_offload(extra_config: Mapping[str, Any], replica: int = 0) -> tuple[Ti
     """
     for name in [each for each in extra_config if each not in OFFLOAD_SETTINGS]:
         if hint := did_you_mean(name, OFFLOAD_SETTINGS, likeness=MISSPELT_LIKENESS):
-            raise InvalidArgumentError(EXPLICIT, name, f"the name of a setting{hint}")
+            raise InvalidArgumentError("setting", name, f"the name of a setting{hint}")
     parse_load_or_compute(extra_config)
     tiers = parse_tiers(extra_config.get("backend"), replica)
     return tiers, parse_purge(extra_config, [kind for kind, _ in tiers[1]])
