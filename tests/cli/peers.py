@@ -49,15 +49,11 @@ class ServeProcess:
     def wait_for(self, pattern: str) -> re.Match[str]:
         """Read the log up to the first line with a pattern, for `LIMIT_S` at most."""
         assert self.process.stderr is not None
-        limit = threading.Timer(LIMIT_S, self.process.kill)
-        limit.start()
-        try:
+        with self._limited():
             for line in self.process.stderr:
                 self.said.append(line)
                 if found := re.search(pattern, line):
                     return found
-        finally:
-            limit.cancel()
         raise AssertionError(f"{pattern!r} is not in:\n{''.join(self.said)}")
 
     def readiness(self) -> int:
@@ -73,13 +69,24 @@ class ServeProcess:
     def wait(self) -> int:
         """Read the rest of the log; return the exit status."""
         assert self.process.stderr is not None
-        self.said += self.process.stderr
+        with self._limited():
+            self.said += self.process.stderr
         return self.process.wait(LIMIT_S)
 
     def end(self) -> int:
         """Ask it to end, and wait; return the exit status."""
         self.process.terminate()
         return self.wait()
+
+    @contextlib.contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Kill the process after `LIMIT_S`, which ends its log."""
+        limit = threading.Timer(LIMIT_S, self.process.kill)
+        limit.start()
+        try:
+            yield
+        finally:
+            limit.cancel()
 
 
 @contextlib.contextmanager
