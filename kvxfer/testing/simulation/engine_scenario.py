@@ -120,20 +120,44 @@ class EngineScenario(Scenario):
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         """See `Scenario.run`."""
-        simulation.run(_Run(self, simulation, steps).run())
+        world = World(simulation)
+        opened = self.open(simulation, world.namespace)
+        world.history.is_strict = not (
+            opened.may_evict_unseen or any(step.what == "fault" for step in steps)
+        )
+        simulation.run(self._run(EngineRun(self, simulation, world, opened), steps))
+
+    async def _run(self, engine: "EngineRun", steps: Sequence[Step]) -> None:
+        """Carry out the steps, then look at what is left."""
+        await engine.start()
+        if await engine.carry_out_all(steps) and not engine.is_closing:
+            await engine.look_at_the_end()
+        await engine.close()
+        await engine.require_nothing_left()
 
 
-class _Run:
-    """One run of the scenario, on an event loop."""
+class EngineRun:
+    """Engine of a run, on an event loop: carries out steps, and looks at what they leave.
+
+    A process of a scenario is one of these, and after a restart another one with the same world.
+
+    Args:
+        scenario: The scenario, which says what may be left.
+        simulation: The run.
+        world: Memory and keys of the engine.
+        opened: Backend below the engine.
+
+    Attributes:
+        is_closing: Whether `close` was called.
+    """
 
     def __init__(
-        self, scenario: EngineScenario, simulation: Simulation, steps: Sequence[Step]
+        self, scenario: EngineScenario, simulation: Simulation, world: World, opened: Opened
     ) -> None:
         self._scenario = scenario
         self._simulation = simulation
-        self._steps = steps
-        self._world = World(simulation)
-        self._opened = scenario.open(simulation, self._world.namespace)
+        self._world = world
+        self._opened = opened
         random = simulation.random("engine")
         self._engine = TransferEngine(
             self._world.memory.caches,
@@ -143,17 +167,18 @@ class _Run:
             timeout_s=ENGINE_TIMEOUT_S,
             close_timeout_s=CLOSE_TIMEOUT_S,
         )
-        has_faults = any(step.what == "fault" for step in steps)
-        self._world.history.is_strict = not (has_faults or self._opened.may_evict_unseen)
-        self._is_closing = False
+        self.is_closing = False
         self._finished: dict[int, Any] = {}
 
-    async def run(self) -> None:
-        """Carry out the steps, then look at what is left."""
+    async def start(self) -> None:
+        """Start the backend and the engine."""
         for tier in self._opened.tiers or [self._opened.backend]:
             await tier.start()
         await self._engine.__aenter__()
-        running = [asyncio.create_task(self._carry_out(step)) for step in self._steps]
+
+    async def carry_out_all(self, steps: Sequence[Step]) -> bool:
+        """Carry out steps, each at its time from now on; return whether all have ended."""
+        running = [asyncio.create_task(self._carry_out(step)) for step in steps]
         keeper = asyncio.create_task(self._keep())
         left: set[asyncio.Task[None]] = set()
         if running:
@@ -163,17 +188,14 @@ class _Run:
         for task in (*left, keeper):
             task.cancel()
         await asyncio.wait([*left, keeper], timeout=MOST_S)
-        if not self._is_closing and not left:
-            await self._look_at_the_end()
-        await self._close()
-        await self._require_nothing_left()
+        return not left
 
     def _stacks(self) -> str:
         return "\n" + self._simulation.runtime.scheduler.describe_waiting()
 
     async def _carry_out(self, step: Step) -> None:
         await asyncio.sleep(step.at_s)
-        if self._is_closing:
+        if self.is_closing:
             return
         given = dict(step.arguments)
         self._simulation.note(f"-> {step.what} {_say(given)}")
@@ -181,12 +203,12 @@ class _Run:
             if step.what == "fault":
                 self._begin_fault(**given)
             elif step.what == "close":
-                await self._close()
+                await self.close()
             else:
                 self._simulation.num_calls += 1
                 await getattr(self, f"_{step.what}")(**given)
         except ClosedError:
-            if not self._is_closing:
+            if not self.is_closing:
                 self._simulation.fail("closed error of an open engine", step)
         except BackendUnavailableError as exc:
             if not (self._opened.may_raise or step.what in ("purge", "drain")):
@@ -240,7 +262,7 @@ class _Run:
         self._world.end(batch, outcomes)
         if outcomes and timeout_s is None and self._world.history.is_strict:
             late = [each for each in outcomes if each.status is Status.TIMED_OUT]
-            if late and not self._is_closing:
+            if late and not self.is_closing:
                 self._simulation.fail("timed out without a fault", late[0])
         if outcomes:
             ended = zip(parts, outcomes, strict=True)
@@ -339,7 +361,7 @@ class _Run:
         cancel_at = None if cancel_s is None else batch.began + cancel_s
         while job_id not in self._finished:
             now = self._simulation.now
-            if now > batch.began + limit_s + (CLOSE_TIMEOUT_S if self._is_closing else 0) + SLACK_S:
+            if now > batch.began + limit_s + (CLOSE_TIMEOUT_S if self.is_closing else 0) + SLACK_S:
                 self._simulation.fail("late", f"job of {_say({'parts': parts})}")
                 self._world.end(batch, None)
                 return
@@ -372,12 +394,12 @@ class _Run:
                     limit_s = MOST_S
         await asyncio.wait([task])
         took_s = self._simulation.now - began
-        if took_s > limit_s + SLACK_S and not self._is_closing:
+        if took_s > limit_s + SLACK_S and not self.is_closing:
             verb = "ended after its cancellation" if was_cancelled else "took"
             self._simulation.fail("late", f"{what} {verb} {took_s:.3f} s of {limit_s:g}")
         if task.cancelled():
             is_direct = self._opened.may_raise and what in ("delete", "purge")
-            if not (was_cancelled or is_direct or self._is_closing):
+            if not (was_cancelled or is_direct or self.is_closing):
                 self._simulation.fail("cancelled by nobody", what)
             return None
         return task.result()
@@ -396,7 +418,7 @@ class _Run:
                 for batch in unsafe:
                     self._world.release(batch)
 
-    async def _look_at_the_end(self) -> None:
+    async def look_at_the_end(self) -> None:
         """Look at what is there when all is quiet: what was stored, and nothing held."""
         if unsafe := self._world.take_unsafe():
             await self._within(MOST_S, "drain", self._engine.drain())
@@ -459,8 +481,9 @@ class _Run:
             self._simulation.fail("never ended", f"{what}: {self._stacks()}")
             return None
 
-    async def _close(self) -> None:
-        self._is_closing, began = True, self._simulation.now
+    async def close(self) -> None:
+        """Close the engine, within its time. Steps that come later are left out."""
+        self.is_closing, began = True, self._simulation.now
         task = asyncio.create_task(self._engine.aclose())
         await asyncio.wait([task], timeout=MOST_S)
         took_s = self._simulation.now - began
@@ -469,7 +492,8 @@ class _Run:
         elif error := task.exception():
             self._simulation.fail("undocumented error", f"aclose: {error!r}")
 
-    async def _require_nothing_left(self) -> None:
+    async def require_nothing_left(self) -> None:
+        """Look at what is left a while after the close: no task, thread or touched memory."""
         await asyncio.sleep(MOST_S)
         self._world.watched.look()
         self._require_no_leftovers("after the close")

@@ -92,22 +92,23 @@ class World:
 
     Args:
         simulation: The run.
+        history: History that engines share; one of its own by default.
 
     Attributes:
         memory: Memory of the engine.
         watched: The same, watched.
         history: What was stored, loaded and deleted.
         namespace: Namespace of the engine.
-        counts: How many blocks ended how.
     """
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, history: History | None = None) -> None:
         self._simulation = simulation
         self.memory = BlockMemory(
             PAGE_SIZES_BYTES, num_blocks=NUM_BLOCKS, blocks_per_chunk=BLOCKS_PER_CHUNK
         )
         self.watched = WatchedMemory(simulation, self.memory, simulation.random("blocks"))
-        self.history = History(simulation, [sum(pages) for pages in PAGE_SIZES_BYTES])
+        sizes = [sum(pages) for pages in PAGE_SIZES_BYTES]
+        self.history = history or History(simulation, sizes)
         self.namespace: Namespace = self.memory.namespace(revision="1")
         self._unsafe: list[Batch] = []
         self._keys = [
