@@ -345,6 +345,12 @@ def num_offered(directory: Path) -> int:
     return sum(line.get("is_complete", False) for line in _lines(directory, "handover"))
 
 
+def num_begun(directory: Path) -> int:
+    """Count the prompts that P began to compute and to lend: anew after each preemption."""
+    offers = [line for line in _lines(directory, "handover") if line["event"] == "offer"]
+    return sum(not (line["blocks"] or line["is_complete"]) for line in offers)
+
+
 def _lines(directory: Path, name: str) -> Iterator[Any]:
     """Read the events of some logs, without those that a killed process has not ended."""
     for path in sorted(directory.glob(f"{name}*.jsonl")):

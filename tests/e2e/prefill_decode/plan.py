@@ -78,9 +78,9 @@ SHAPES: Mapping[str, tuple[Shape, Sequence[str]]] = {
     ),
     "nixl-fenced": (_alike(_NIXL), ("basic", "many", "late", "killmid")),
     "chunked": (Shape([EngineShape(tokens_per_step=512)]), ("basic", "many", "abort", "overlap")),
-    "crowded": (Shape([EngineShape(tokens_per_step=256, cache_mib=20)]), ("preempted",)),
+    "crowded": (Shape([EngineShape(tokens_per_step=128, cache_mib=20)]), ("preempted",)),
     "crowded-fenced": (
-        Shape([replace(_FENCED, tokens_per_step=256, cache_mib=20)], [_FENCED]),
+        Shape([replace(_FENCED, tokens_per_step=128, cache_mib=20)], [_FENCED]),
         ("preempted",),
     ),
     "1p2d": (Shape(decodes=_TWO), ("basic", "many", "killd")),
