@@ -4,19 +4,21 @@
 `python -m tests.simulation.mutations [WORD ...]` tries those whose names have one of the words.
 """
 
-import os
-import shutil
-import subprocess
+import contextlib
+import importlib.util
+import io
+import multiprocessing
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 900
-COPIED = ("kvxfer", "backends", "tests/simulation")
+NUM_PROCESSES = 2
+PRELOADED = ("torch", "numpy", "msgspec", "xxhash", "aiofiles", "hypothesis", "pytest")
+"""Packages that the product imports, which the process of each mutation finds imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,41 +145,70 @@ MUTATIONS = (
 )
 
 
-@contextmanager
-def mutated(mutation: Mutation) -> Iterator[Path]:
-    """Copy the tree and put the fault into the copy."""
-    with tempfile.TemporaryDirectory(prefix="kvxfer-mutation-") as folder:
-        root = Path(folder)
-        for name in COPIED:
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=ignored)
-        path = root / mutation.path
-        path.write_text(path.read_text().replace(mutation.old, mutation.new))
-        yield root
+class _Mutated(SourceFileLoader):
+    """Loader of a module with a fault in it."""
+
+    def __init__(self, fullname: str, mutation: Mutation) -> None:
+        super().__init__(fullname, str(ROOT / mutation.path))
+        self._mutation = mutation
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the text of the module with the fault in it."""
+        del fullname
+        text = Path(self.path).read_text().replace(self._mutation.old, self._mutation.new)
+        return compile(text, self.path, "exec")
 
 
-def is_found(mutation: Mutation) -> bool:
-    """Whether the scenario finds a mutation within its seeds."""
+class _Finder:
+    """Finder of the one module that has a fault."""
+
+    def __init__(self, mutation: Mutation) -> None:
+        parts = Path(mutation.path).with_suffix("").parts
+        self._mutation = mutation
+        self._name = ".".join(("kvxfer", *parts) if parts[0] == "backends" else parts)
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> object:
+        """See `importlib.abc.MetaPathFinder.find_spec`."""
+        del path, target
+        if fullname != self._name:
+            return None
+        return importlib.util.spec_from_loader(fullname, _Mutated(fullname, self._mutation))
+
+
+def try_one(mutation: Mutation) -> tuple[Mutation, str]:
+    """Run seeds with a mutation, in a process that has not imported the product before.
+
+    Returns:
+        The mutation, and what a seed has found; empty if none has.
+    """
+    sys.meta_path.insert(0, _Finder(mutation))  # type: ignore[arg-type]
+    from kvxfer.testing.simulation import main
+    from tests.simulation.__main__ import SCENARIOS
+
     arguments = ["--scenario", mutation.scenario, "--seeds", str(mutation.num_seeds), "--until-one"]
-    with mutated(mutation) as root:
-        ended = subprocess.run(
-            [sys.executable, "-m", "tests.simulation", *arguments],
-            cwd=root,
-            env=os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-    assert ended.returncode in (0, 1), ended.stderr
-    sys.stdout.write(f"{'found' if ended.returncode else 'NOT FOUND'}: {mutation}\n")
-    sys.stdout.write("".join(f"    {line}\n" for line in ended.stdout.splitlines()[:3]))
-    sys.stdout.flush()
-    return ended.returncode == 1
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        ended = main(SCENARIOS, arguments)
+    return mutation, said.getvalue() if ended else ""
+
+
+def try_all(words: list[str]) -> bool:
+    """Try the mutations whose names have one of some words; whether all are found."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    chosen = [each for each in MUTATIONS if not words or any(word in each.name for word in words)]
+    with multiprocessing.get_context("fork").Pool(NUM_PROCESSES, maxtasksperchild=1) as pool:
+        trying = pool.imap_unordered(try_one, chosen)
+        all_found = True
+        for _ in chosen:
+            mutation, found = trying.next(LIMIT_S)
+            all_found &= bool(found)
+            first, *_ = found.splitlines() or [""]
+            sys.stdout.write(
+                f"{'found' if found else 'NOT FOUND'}: {mutation}\n    {first[:160]}\n"
+            )
+            sys.stdout.flush()
+    return all_found
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    chosen = [each for each in MUTATIONS if not words or any(word in each.name for word in words)]
-    found = [is_found(each) for each in chosen]
-    sys.exit(not all(found))
+    sys.exit(not try_all(sys.argv[1:]))
