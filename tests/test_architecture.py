@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = (
     {
-        *("checks", "configuration", "endpoint", "errors", "extras", "listener", "named_files"),
-        *("runtime", "settings", "text", "units"),
+        *("checks", "configuration", "deprecation", "endpoint", "errors", "extras", "listener"),
+        *("named_files", "runtime", "settings", "text", "units"),
     },
     {"kvcache"},
     {"copy_engine"},
@@ -38,7 +38,7 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 2_040,
+    "kvxfer": 2_060,
     "backends/file": 6_855,
     "backends/host": 1_650,
     "backends/mooncake": 750,
