@@ -48,7 +48,7 @@ BUDGETS = {
     "benchmarks": 6_500,
     "examples": 2_490,
     "kvxfer/cli": 1_960,
-    "kvxfer/copy_engine": 2_455,
+    "kvxfer/copy_engine": 2_456,
     "kvxfer/doctor": 1_770,
     "kvxfer/engine_side": 1_800,
     "kvxfer/explain": 950,

@@ -100,8 +100,10 @@ class CudaDriver:
             self._call("cuInit", 0)
             self._device = self._call("cuDeviceGet", device_index)
             self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
-        except (DeviceError, RuntimeError) as exc:  # RuntimeError: the driver is not there
+        except DeviceError as exc:
             raise DeviceUnavailableError(device_index, str(exc)) from exc
+        except RuntimeError as exc:  # each release of the bindings says it in words of its own
+            raise DeviceUnavailableError(device_index, f"no NVIDIA driver: {exc}") from exc
         copy = self._find("cuMemcpyAsync", COPY_VERSION)
         batch = self._find("cuMemcpyBatchAsync", BATCH_VERSION)
         if not copy:

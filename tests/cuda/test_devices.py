@@ -161,5 +161,4 @@ def test_without_a_driver_the_error_says_so() -> None:
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert result.stdout.startswith("device cuda:0 cannot be used: ")
-    assert "NVIDIA display driver" in result.stdout
+    assert result.stdout.startswith("device cuda:0 cannot be used: no NVIDIA driver: ")
