@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.runtime import Disk
+
 ROOT = Path(__file__).parents[1]
 FLOORS = (
     {
@@ -56,7 +58,7 @@ BUDGETS = {
     "kvxfer/integrations": 11_470,
     "kvxfer/kvcache": 6_020,
     "kvxfer/replay": 3_920,
-    "kvxfer/runtime": 1_140,
+    "kvxfer/runtime": 1_245,
     "kvxfer/storage": 5_065,
     "kvxfer/telemetry": 1_900,
     "kvxfer/testing": 5_050,
@@ -252,6 +254,19 @@ def uses_beside_runtime(nodes: Sequence[ast.AST]) -> Iterator[str]:
         is_pool = call and name == "run_in_executor" and ast.unparse(call.args[0]) == "None"
         if is_unseeded or is_pool or (full in OF_THE_RUNTIME and part is node not in apart):
             yield f"{ast.unparse(part)}, line {getattr(part, 'lineno', 0)}"
+
+
+def test_only_the_runtime_makes_the_calls_of_a_store_of_files() -> None:
+    calls = {f"{module}.{name}" for module in ("os", "fcntl") for name in vars(Disk)} | {"open"}
+    apart = {"kvxfer.backends.file.io.selection", "kvxfer.backends.file.io.ring"}  # no files of it
+    found = {
+        f"{name}, line {node.lineno}: {ast.unparse(node.func)}"
+        for name, path in MODULES.items()
+        if name.startswith("kvxfer.backends.file.") and name not in apart
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in calls
+    }
+    assert found == set()
 
 
 def test_only_the_runtime_asks_the_machine_for_time_threads_sockets_and_chance() -> None:

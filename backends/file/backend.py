@@ -264,7 +264,7 @@ class FileBackend(Backend):
         """Open the folder, the ledger and the I/O engine, which `aclose` closes."""
         with contextlib.ExitStack() as opened:
             try:
-                self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+                runtime.disk().makedirs(self._root, FOLDER_MODE, exist_ok=True)
                 warn_of_other_writers(self._root)
                 alignment = probe_direct(self._root) if config.direct == "auto" else 0
                 self._folder = NamespaceFolder(self._root, namespace.fingerprint)

@@ -2,10 +2,10 @@
 
 import contextlib
 import logging
-import os
 import stat
 from collections.abc import Sequence
 
+from kvxfer import runtime
 from kvxfer.backends.file.block_files import (
     BlockFiles,
     data_views,
@@ -152,7 +152,7 @@ class BlockReader:
                 return OTHER_SECRET
             return self._quarantine(key, fd, exc)
         finally:
-            os.close(fd)
+            runtime.disk().close(fd)
         return DONE
 
     def _note_other_integrity(self, exc: OtherIntegrityError) -> Outcome:
@@ -171,7 +171,7 @@ class BlockReader:
 
     def _data_size(self, key: BlockKey, fd: int) -> int:
         """Size of an open file's data: what a file of the key's group can hold."""
-        found = os.fstat(fd)
+        found = runtime.disk().fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise BlockFileError("not a regular file")
         return self._files.data_size(key, found.st_size)

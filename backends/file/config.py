@@ -2,9 +2,9 @@
 
 import contextlib
 import math
-import os
 from pathlib import Path
 
+from kvxfer import runtime
 from kvxfer.backends.file.block_writer import Durability
 from kvxfer.backends.file.format.group_format import GroupFormat
 from kvxfer.backends.file.format.header import padded
@@ -87,7 +87,7 @@ def require_root(config: FileConfig) -> Path:
     """
     try:
         with contextlib.suppress(OSError):
-            os.stat(config.path)
+            runtime.disk().stat(config.path)
     except ValueError as exc:
         wanted = f"a valid path; {exc}"
         raise InvalidArgumentError("path", config.path, wanted) from exc

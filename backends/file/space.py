@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import chain
@@ -252,7 +251,7 @@ class Space:
         with self._ledger.locked():
             was_there = self._folder.remove_open(key, fd)
             if was_there:
-                self._ledger.remove(padded(os.fstat(fd).st_size))
+                self._ledger.remove(padded(runtime.disk().fstat(fd).st_size))
                 self._index.remove(*self._files([key]))
                 self._reports.removed([key], reason)
         return was_there
@@ -424,7 +423,7 @@ class Space:
 
     def _free(self) -> tuple[float, float]:
         """Count the bytes and files that there is room for, less bytes reserved and not written."""
-        found = os.statvfs(self._tree.root)
+        found = runtime.disk().statvfs(self._tree.root)
         free = found.f_bavail * found.f_frsize - self._min_free_bytes
         free_files = found.f_favail - MIN_FREE_FILES if found.f_files else math.inf
         return free - self._ledger.reserved, free_files

@@ -1,7 +1,6 @@
 """Store of one batch on several threads."""
 
 import contextlib
-import os
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -187,7 +186,7 @@ class StoreBatch:
             if discard and not covers:
                 self._space.discard(key, fd)
         finally:
-            os.close(fd)
+            runtime.disk().close(fd)
         return covers
 
     def _settle(self, indices: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from kvxfer.runtime.calls import (
     until_done,
     wait_despite_cancel,
 )
+from kvxfer.runtime.file_calls import Disk
 from kvxfer.runtime.pause import CircuitBreaker, Pause, Suspension, Uniform, uniform
 from kvxfer.runtime.runtime import (
     Lock,
@@ -18,6 +19,7 @@ from kvxfer.runtime.runtime import (
     Runtime,
     condition,
     connect,
+    disk,
     event,
     listen,
     lock,
@@ -50,6 +52,7 @@ __all__ = [
     "Calls",
     "CircuitBreaker",
     "DaemonThreads",
+    "Disk",
     "Lock",
     "LoopThread",
     "Once",
@@ -63,6 +66,7 @@ __all__ = [
     "begin_aside",
     "condition",
     "connect",
+    "disk",
     "end_tasks",
     "event",
     "fetch_error",

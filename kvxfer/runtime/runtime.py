@@ -20,6 +20,8 @@ from random import Random, SystemRandom
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
+from kvxfer.runtime.file_calls import Disk
+
 T = TypeVar("T")
 FutureT = TypeVar("FutureT", bound=Future[Any])
 RuntimeT = TypeVar("RuntimeT", bound="Runtime")
@@ -118,6 +120,10 @@ class Runtime(ABC):
         """Make an event loop, which the caller closes."""
 
     @abstractmethod
+    def disk(self) -> Disk:
+        """Get the calls of files and folders."""
+
+    @abstractmethod
     def open_socket(self, family: int, kind: int, /) -> socket.socket:
         """Open a socket that is not connected.
 
@@ -138,6 +144,7 @@ class OrdinaryRuntime(Runtime):
     """Runtime of the operating system."""
 
     _random = SystemRandom()  # a forked process has other numbers
+    _disk = Disk()
 
     # The functions themselves: no call more on the way of a block.
     monotonic = staticmethod(time.monotonic)
@@ -185,6 +192,10 @@ class OrdinaryRuntime(Runtime):
         return list(compress(futures, done)), [
             each for each, is_done in zip(futures, done, strict=True) if not is_done
         ]
+
+    def disk(self) -> Disk:
+        """See `Runtime.disk`."""
+        return self._disk
 
     def open_socket(self, family: int, kind: int, /) -> socket.socket:
         """See `Runtime.open_socket`."""
@@ -307,6 +318,11 @@ async def connect(
         UnicodeError: The host is no name of one.
     """
     return await asyncio.open_connection(host, port, ssl=tls, limit=buffer_bytes)
+
+
+def disk() -> Disk:
+    """See `Runtime.disk`."""
+    return _current.disk()
 
 
 def open_socket(family: int, kind: int) -> socket.socket:

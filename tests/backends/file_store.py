@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from kvxfer import runtime
 from kvxfer.backends.file import BlockHeader, FileBackend, FileConfig, Integrity, StoreBatch
 from kvxfer.backends.file.io import (
     FileIO,
@@ -278,15 +279,15 @@ def fail_to_open(monkeypatch: pytest.MonkeyPatch, pattern: str, error: OSError) 
 
 
 def fail_to(monkeypatch: pytest.MonkeyPatch, call: str, pattern: str, error: OSError) -> None:
-    """Let a function of `os` fail for files and folders whose names match."""
-    really = getattr(os, call)
+    """Let a call of the disk fail for files and folders whose names match."""
+    really = getattr(runtime.disk(), call)
 
     def refuse(path: str | bytes | int | Path, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(path, int) and fnmatch.fnmatch(Path(os.fsdecode(path)).name, pattern):
             raise error
         return really(path, *args, **kwargs)
 
-    monkeypatch.setattr(os, call, refuse)
+    monkeypatch.setattr(runtime.disk(), call, refuse)
 
 
 async def store(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer import runtime
 from kvxfer.backends.file import Space
 from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
 from kvxfer.errors import BackendUnavailableError
@@ -283,9 +284,9 @@ async def test_what_a_failed_sync_leaves_is_counted_and_synced_before_it_is_done
     async with open_store(tmp_path, memory.namespace(), durability="fsync") as backend:
         await backend.wait_indexed()
         with monkeypatch.context() as patched:
-            patched.setattr(os, "fsync", fail)
+            patched.setattr(runtime.disk(), "fsync", fail)
             if not removable:
-                patched.setattr(os, "unlink", refuse)
+                patched.setattr(runtime.disk(), "unlink", refuse)
             for _ in range(2):
                 assert statuses(await store(backend, keys, blocks)) == [FAILED] * 4
                 assert await backend.lookup(keys) == [not removable] * 4

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer import runtime
 from kvxfer.backends.file import FileBackend
 from kvxfer.backends.file.folders import NamespaceFolder
 from kvxfer.backends.file.maintenance import FolderStore, GarbageCollection
@@ -185,5 +186,5 @@ async def test_blocks_that_are_there_are_found_without_a_look_at_their_folders(
             pytest.fail(f"looked at {fd}")
 
         with monkeypatch.context() as patched:
-            patched.setattr(os, "fstat", look)
+            patched.setattr(runtime.disk(), "fstat", look)
             assert await backend.lookup(keys) == [True] * 4

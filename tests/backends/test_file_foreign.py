@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvxfer import runtime
 from kvxfer.backends.file import BlockTree
 from kvxfer.cli import main
 from tests.backends.file_store import (
@@ -122,7 +123,7 @@ async def test_a_description_is_written_though_its_temporary_file_is_collected(
             collected.append(BlockTree(tmp_path).collect())
         really_rename(source, target, **fds)
 
-    monkeypatch.setattr(os, "rename", collect_first)
+    monkeypatch.setattr(runtime.disk(), "rename", collect_first)
     await fill(tmp_path)
     assert collected == [1]
     assert description.read_text() == before

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer import runtime
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.file.folders import Ledger, NamespaceFolder
 from kvxfer.cli import main
@@ -164,7 +165,7 @@ def test_a_block_that_is_stored_meanwhile_keeps_its_folder_and_the_description(
             path.write_bytes(block)
         really_remove(name, dir_fd=dir_fd)
 
-    monkeypatch.setattr(os, "rmdir", store_first)
+    monkeypatch.setattr(runtime.disk(), "rmdir", store_first)
     assert main(["gc", str(store.root)]) == 0
     assert path.read_bytes() == block
     assert description.read_text() == before

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer import runtime
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.storage.backend import DONE, Backend
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -91,7 +92,7 @@ class HungMetadata:
                 assert self.answers.wait(LIMIT_S)
             return stat(*args, **kwargs)
 
-        monkeypatch.setattr(os, "stat", hang)
+        monkeypatch.setattr(runtime.disk(), "stat", hang)
 
 
 async def test_files_whose_metadata_hangs_hold_up_neither_host_memory_nor_the_end(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvxfer import runtime
 from kvxfer.backends.file.folders.names import (
     LEDGER_NAME,
     NAMESPACE_FILE,
@@ -91,11 +92,10 @@ class BlockTree:
         """List the namespaces that have a folder."""
         root = open_folder(self.root)
         try:
-            with os.scandir(root) as entries:
-                folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            names = sorted(filter(is_fingerprint, runtime.disk().listdir(root)))
+            return [each for each in names if self._stat(each, root, stat.S_ISDIR)]
         finally:
-            os.close(root)
-        return sorted(filter(is_fingerprint, folders))
+            runtime.disk().close(root)
 
     def folder(self, fingerprint: str) -> NamespaceFolder:
         """Open the folder of a namespace; the caller closes it."""
@@ -113,7 +113,7 @@ class BlockTree:
                 continue
             for name in sorted(self._names(fd)):
                 key = key_in_name(name)
-                found = self._stat_file(name, fd) if key and key.startswith(prefix) else None
+                found = self._stat(name, fd) if key and key.startswith(prefix) else None
                 if found:
                     yield FoundBlock(namespace, folder, key, found.st_size, found.st_mtime)
 
@@ -122,7 +122,7 @@ class BlockTree:
         num_removed = 0
         for path, fd in self.abandoned():
             try:
-                os.unlink(os.path.basename(path), dir_fd=fd)
+                runtime.disk().unlink(os.path.basename(path), dir_fd=fd)
                 num_removed += 1
             except OSError as exc:
                 self._skip(exc)
@@ -136,14 +136,14 @@ class BlockTree:
             owner = owner_of(name)
             if owner and owner not in living:
                 living[owner] = is_alive(self.root, owner)
-            if owner and not living[owner] and self._stat_file(name, fd):
+            if owner and not living[owner] and self._stat(name, fd):
                 yield path, fd
 
     def others(self) -> Iterator[str]:
         """Walk through the paths below the root of all `entries` that are not block files."""
         for path, fd in self.entries():
             _, *folder, name = path.split("/")
-            if not (folder and key_in_name(name) and self._stat_file(name, fd)):
+            if not (folder and key_in_name(name) and self._stat(name, fd)):
                 yield path
 
     def entries(self) -> Iterator[tuple[str, int]]:
@@ -166,14 +166,15 @@ class BlockTree:
         root = open_folder(self.root)
         try:
             is_wanted = only.__eq__ if only else is_fingerprint
-            for fingerprint, parent in self._children(root, filter(is_wanted, os.listdir(root))):
+            wanted = filter(is_wanted, runtime.disk().listdir(root))
+            for fingerprint, parent in self._children(root, wanted):
                 if with_own:
                     yield fingerprint, "", parent
                 inner = filter(is_block_folder, self._names(parent))
                 for name, fd in self._children(parent, inner):
                     yield fingerprint, name, fd
         finally:
-            os.close(root)
+            runtime.disk().close(root)
 
     def _children(self, parent_fd: int, names: Iterable[str]) -> Iterator[tuple[str, int]]:
         """Walk through the names and descriptors of those that are folders in a folder."""
@@ -186,24 +187,26 @@ class BlockTree:
             try:
                 yield name, fd
             finally:
-                os.close(fd)
+                runtime.disk().close(fd)
 
     def _names(self, folder_fd: int) -> list[str]:
         """List the names in a folder below the root; none when it cannot be read."""
         try:
-            return os.listdir(folder_fd)
+            return runtime.disk().listdir(folder_fd)
         except OSError as exc:
             self._skip(exc)
             return []
 
-    def _stat_file(self, name: str, folder_fd: int) -> os.stat_result | None:
+    def _stat(
+        self, name: str, folder_fd: int, is_wanted: Callable[[int], bool] = stat.S_ISREG
+    ) -> os.stat_result | None:
         """Get the status of a regular file; None when there is none, or it cannot be read."""
         try:
-            found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+            found = runtime.disk().stat(name, dir_fd=folder_fd, follow_symlinks=False)
         except OSError as exc:
             self._skip(exc)
             return None
-        return found if stat.S_ISREG(found.st_mode) else None
+        return found if is_wanted(found.st_mode) else None
 
     def _skip(self, exc: OSError) -> None:
         """Go on behind a file or folder that is gone; tell of one that cannot be read."""
@@ -228,7 +231,7 @@ def require_store(tree: BlockTree) -> None:
 
 def _is_file(path: Path) -> bool:
     try:
-        return stat.S_ISREG(path.stat().st_mode)
+        return stat.S_ISREG(runtime.disk().stat(path).st_mode)
     except OSError as exc:
         if is_absent(exc):
             return False
@@ -241,7 +244,7 @@ def warn_of_other_writers(root: Path) -> None:
     Raises:
         OSError: The root does not exist.
     """
-    found = root.stat()
+    found = runtime.disk().stat(root)
     if found.st_uid not in (os.geteuid(), 0):  # to root, every folder is open anyway
         logger.warning(
             "%s: user %d owns it, and can plant, replace and remove blocks: chown it, or use a "

@@ -3,12 +3,12 @@
 import contextlib
 import itertools
 import logging
-import os
 import re
 from collections.abc import Iterable, Sequence
 
 import xxhash
 
+from kvxfer import runtime
 from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_file import TextFolder
@@ -241,7 +241,7 @@ def _read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> by
     except BlockFileError:
         return b""
     finally:
-        os.close(fd)
+        runtime.disk().close(fd)
 
 
 def has_keyed(folder: TextFolder, heads: Iterable[bytes]) -> bool:

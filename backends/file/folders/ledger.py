@@ -22,7 +22,7 @@ from kvxfer.backends.file.folders.process_claim import (
     open_locked,
     strip_checksum,
 )
-from kvxfer.backends.file.io.file_io import is_absent
+from kvxfer.backends.file.io.file_io import READ_FLAGS, is_absent
 
 MAX_CLAIMED = 64
 """Most files that a thread claims at one time: their names fit into its list in the claim."""
@@ -97,7 +97,8 @@ class Ledger:
             self._reopen_if_removed()
             self._lock_file(ends_at)
             try:
-                record = strip_checksum(os.pread(self._fd, _RECORD.size + DIGEST_BYTES, 0))
+                read = runtime.disk().pread(self._fd, _RECORD.size + DIGEST_BYTES, 0)
+                record = strip_checksum(read)
                 self.known = len(record) == _RECORD.size and record.startswith(_MAGIC)
                 _, self.used, self.added = _RECORD.unpack(record) if self.known else (b"", 0, 0)
                 reserved = self.reserved
@@ -108,9 +109,9 @@ class Ledger:
                         self._claim.reserve(self.reserved)
                     changed = _RECORD.pack(_MAGIC, _bounded(self.used), _bounded(self.added))
                     if self.known and changed != record:
-                        os.pwrite(self._fd, add_checksum(changed), 0)
+                        runtime.disk().pwrite(self._fd, add_checksum(changed), 0)
             finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                runtime.disk().flock(self._fd, fcntl.LOCK_UN)
 
     @contextlib.contextmanager
     def _locked_here(self, ends_at: float) -> Iterator[None]:
@@ -125,7 +126,7 @@ class Ledger:
         """Lock the file by a deadline: a stopped process, or a dead host, may never unlock it."""
         while True:
             try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                runtime.disk().flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if runtime.monotonic() >= ends_at:
                     raise _late("another process") from None
@@ -224,9 +225,9 @@ class Ledger:
             raise
 
     def _reopen_if_removed(self) -> None:
-        if os.fstat(self._fd).st_nlink and self._claim.is_there:
+        if runtime.disk().fstat(self._fd).st_nlink and self._claim.is_there:
             return
-        self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        runtime.disk().makedirs(self._root, FOLDER_MODE, exist_ok=True)
         fd, claim = self._open()
         self.close()
         self._fd, self._claim = fd, claim
@@ -242,8 +243,11 @@ def read_count(root: Path) -> int | None:
         OSError: The count cannot be read.
     """
     try:
-        with (root / LEDGER_NAME).open("rb") as file:
-            record = strip_checksum(file.read(_RECORD.size + DIGEST_BYTES))
+        fd = runtime.disk().open(root / LEDGER_NAME, READ_FLAGS)
+        try:
+            record = strip_checksum(runtime.disk().pread(fd, _RECORD.size + DIGEST_BYTES, 0))
+        finally:
+            runtime.disk().close(fd)
     except OSError as exc:
         if is_absent(exc):
             return None
@@ -266,7 +270,7 @@ def _open_ledger(path: Path) -> int:
         if exc.errno not in _NO_FILE:
             raise
     else:
-        found = os.fstat(fd)
+        found = runtime.disk().fstat(fd)
         if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
             return fd
         close_locked(fd)

@@ -24,11 +24,12 @@ from kvxfer.backends.file.io.file_io import (
     NewFile,
     Size,
     is_absent,
+    read_whole,
     regular_size,
     require_known,
     size_in,
+    write_whole,
 )
-from kvxfer.backends.file.io.posix import sync_file_system
 from kvxfer.storage.keys import BlockKey
 
 MAX_TEXT_BYTES = 16 << 20
@@ -107,17 +108,15 @@ class NamespaceFolder:
     def sync(self, keys: Sequence[BlockKey]) -> None:
         """Make the names of published files durable, one call per folder."""
         for name in dict.fromkeys(file_name(key)[:2] for key in keys):
-            self._folders.within(name, os.fsync)
+            self._folders.within(name, runtime.disk().fsync)
 
     def sync_file_system(self) -> None:
         """Make all that was written to the root's file system durable, in one call.
 
         Raises:
             OSError: A write has failed since the last time.
-
-        Source: https://man7.org/linux/man-pages/man2/syncfs.2.html
         """
-        sync_file_system(self._folders.root_fd)
+        runtime.disk().sync_file_system(self._folders.root_fd)
 
     def remove(self, key: BlockKey) -> bool:
         """Remove the file of a key; return whether it was there."""
@@ -149,15 +148,15 @@ class NamespaceFolder:
         name = file_name(key)
 
         def move(folder: int) -> None:
-            rename = functools.partial(os.rename, name, name, src_dir_fd=folder)
+            rename = functools.partial(runtime.disk().rename, name, name, src_dir_fd=folder)
             self._folders.within(QUARANTINE, lambda fd: rename(dst_dir_fd=fd), create=True)
 
         return self._if_named(name, found_in or name[:2], fd, move)
 
     def remove_open(self, key: BlockKey, fd: int) -> bool:
         """Remove the open file of a key; False when another process removed or replaced it."""
-        name = file_name(key)
-        return self._if_named(name, name[:2], fd, lambda folder: os.unlink(name, dir_fd=folder))
+        name, unlink = file_name(key), runtime.disk().unlink
+        return self._if_named(name, name[:2], fd, lambda folder: unlink(name, dir_fd=folder))
 
     def quarantined_size(self, key: BlockKey) -> int | None:
         """Get the bytes of a key's file in quarantine; None when there is none.
@@ -178,7 +177,7 @@ class NamespaceFolder:
     def remove_if_empty(self, key: BlockKey) -> bool:
         """Remove the folder of a key if it is empty; return whether it was removed."""
         with contextlib.suppress(OSError):
-            os.rmdir(file_name(key)[:2], dir_fd=self._folders.descriptor(OWN))
+            runtime.disk().rmdir(file_name(key)[:2], dir_fd=self._folders.descriptor(OWN))
             return True
         return False
 
@@ -187,7 +186,7 @@ class NamespaceFolder:
         name = file_name(key)
         with contextlib.suppress(OSError):  # it only orders the evictions of a later process
             self._folders.within(
-                name[:2], lambda fd: os.utime(name, dir_fd=fd, follow_symlinks=False)
+                name[:2], lambda fd: runtime.disk().utime(name, dir_fd=fd, follow_symlinks=False)
             )
 
     def read_text(self, name: str) -> str:
@@ -196,9 +195,12 @@ class NamespaceFolder:
         Raises:
             OSError: It cannot be read.
         """
-        fd = self._folders.within(OWN, lambda folder: os.open(name, READ_FLAGS, dir_fd=folder))
-        with open(fd, "rb") as file:
-            return file.read(MAX_TEXT_BYTES).decode(errors="replace")
+        disk = runtime.disk()
+        fd = self._folders.within(OWN, lambda folder: disk.open(name, READ_FLAGS, dir_fd=folder))
+        try:
+            return read_whole(fd, MAX_TEXT_BYTES).decode(errors="replace")
+        finally:
+            disk.close(fd)
 
     def has_text(self, name: str) -> bool:
         """Whether the folder has a text file.
@@ -229,7 +231,7 @@ class NamespaceFolder:
             text_names: Text files that describe the folder; they are removed with it, or stay.
         """
         folder = self._folders.descriptor(OWN)
-        found = set(os.listdir(folder))
+        found = set(runtime.disk().listdir(folder))
         inner = {name for name in found if is_block_folder(name)}
         names = found - inner
         if names - set(text_names):
@@ -237,11 +239,11 @@ class NamespaceFolder:
         texts = dict[str, str]()
         try:
             for name in sorted(inner):
-                os.rmdir(name, dir_fd=folder)
+                runtime.disk().rmdir(name, dir_fd=folder)
             for name in sorted(names):
                 texts[name] = self.read_text(name)
-                os.unlink(name, dir_fd=folder)
-            os.rmdir(self.fingerprint, dir_fd=self._folders.root_fd)
+                runtime.disk().unlink(name, dir_fd=folder)
+            runtime.disk().rmdir(self.fingerprint, dir_fd=self._folders.root_fd)
         except OSError:
             for name, text in texts.items():  # a block was stored meanwhile
                 with contextlib.suppress(FileNotFoundError):
@@ -279,8 +281,8 @@ class NamespaceFolder:
         """Act if the open file still has the name: another may have been published."""
 
         def check_and_act(folder_fd: int) -> bool:
-            named = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
-            is_ours = os.path.samestat(named, os.fstat(fd))
+            named = runtime.disk().stat(name, dir_fd=folder_fd, follow_symlinks=False)
+            is_ours = os.path.samestat(named, runtime.disk().fstat(fd))
             if is_ours:
                 act(folder_fd)
             return is_ours
@@ -292,11 +294,11 @@ class NamespaceFolder:
 
     def _open_block(self, key: BlockKey, folder: str, flags: int = 0) -> int:
         name, flags = file_name(key), READ_FLAGS | flags
-        return self._folders.within(folder, lambda fd: os.open(name, flags, dir_fd=fd))
+        return self._folders.within(folder, lambda fd: runtime.disk().open(name, flags, dir_fd=fd))
 
     def _unlink(self, name: str, folder: str) -> bool:
         try:
-            self._folders.within(folder, lambda fd: os.unlink(name, dir_fd=fd))
+            self._folders.within(folder, lambda fd: runtime.disk().unlink(name, dir_fd=fd))
         except IsADirectoryError:  # such a folder is foreign
             return False
         except OSError as exc:
@@ -307,19 +309,22 @@ class NamespaceFolder:
 
 
 def _write_text(name: str, text: str, folder_fd: int) -> None:
+    disk = runtime.disk()
     for attempt in range(_WRITE_ATTEMPTS):
         temporary = temporary_name(runtime.token_bytes(OWNER_BYTES).hex(), 0)
-        fd = os.open(temporary, CREATE_FLAGS, FILE_MODE, dir_fd=folder_fd)
-        with open(fd, "w", encoding="utf-8") as file:
-            file.write(text)
+        fd = disk.open(temporary, CREATE_FLAGS, FILE_MODE, dir_fd=folder_fd)
         try:
-            os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+            try:
+                write_whole(fd, text.encode())
+            finally:
+                disk.close(fd)
+            disk.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
         except FileNotFoundError:  # collected by another process, for which its owner looks dead
             if attempt + 1 == _WRITE_ATTEMPTS:
                 raise
         except OSError:
             with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=folder_fd)
+                disk.unlink(temporary, dir_fd=folder_fd)
             raise
         else:
             return

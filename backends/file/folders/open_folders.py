@@ -26,7 +26,7 @@ def open_folder(name: str | Path, parent_fd: int | None = None) -> int:
         OSError: It is not there, or not a folder.
     """
     flags = _FLAGS if parent_fd is not None else _FLAGS & ~os.O_NOFOLLOW
-    return os.open(name, flags, dir_fd=parent_fd)
+    return runtime.disk().open(name, flags, dir_fd=parent_fd)
 
 
 class OpenFolders:
@@ -99,7 +99,7 @@ class OpenFolders:
         with self._lock:
             if _is_removed(self.root_fd):
                 if create:
-                    self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+                    runtime.disk().makedirs(self._root, FOLDER_MODE, exist_ok=True)
                 self._replace(self.root_fd, open_folder(self._root))
             own = self._renew(OWN, self._fingerprint, self.root_fd, create=create)
             return own if name == OWN else self._renew(name, name, own, create=create)
@@ -121,10 +121,10 @@ class OpenFolders:
         """Close every descriptor; may be called again. No other call may be under way."""
         with self._lock:
             for fd in self._opened.values():
-                os.close(fd)
+                runtime.disk().close(fd)
             self._opened = {}
             if self.root_fd >= 0:
-                os.close(self.root_fd)
+                runtime.disk().close(self.root_fd)
             self.root_fd = -1
 
     def _renew(self, name: str, path: str, parent_fd: int, *, create: bool) -> int:
@@ -133,7 +133,7 @@ class OpenFolders:
             return known
         if create:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(path, FOLDER_MODE, dir_fd=parent_fd)
+                runtime.disk().mkdir(path, FOLDER_MODE, dir_fd=parent_fd)
         fd = open_folder(path, parent_fd)
         if known is None:
             self._opened[name] = fd
@@ -145,14 +145,14 @@ class OpenFolders:
 
     def _replace(self, known: int, fd: int) -> None:
         """Let a descriptor's number mean another folder."""
-        os.dup2(fd, known, inheritable=False)
-        os.close(fd)
+        runtime.disk().dup2(fd, known, inheritable=False)
+        runtime.disk().close(fd)
         self.num_renewed += 1
 
 
 def _is_removed(folder_fd: int) -> bool:
     """Whether an open folder was removed; True when that cannot be told."""
     try:
-        return os.fstat(folder_fd).st_nlink == 0
+        return runtime.disk().fstat(folder_fd).st_nlink == 0
     except OSError:  # as on NFS, where another host removed it
         return True

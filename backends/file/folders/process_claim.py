@@ -37,7 +37,6 @@ _LIST_BYTES = 16 << 10  # room for the longest names of the most files that a th
 _MAX_BYTES = _HEAD_BYTES + 256 * _LIST_BYTES  # more lists than a process has threads
 _READ_ATTEMPTS = 4  # its owner writes 24 bytes at a time: two in a row are rarely torn
 _decoder = msgspec.msgpack.Decoder(list[bytes])
-_locked: set[int] = set()
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class ProcessClaim:
         while True:
             self.owner = runtime.token_bytes(OWNER_BYTES).hex()
             self._fd = open_locked(claim_path(root, self.owner), CREATE_FLAGS)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            runtime.disk().flock(self._fd, fcntl.LOCK_EX)
             # Until it was locked it looked like that of a dead process, and may have been removed.
             if self.is_there:
                 break
@@ -78,11 +77,11 @@ class ProcessClaim:
     @property
     def is_there(self) -> bool:
         """Whether the file still exists for other processes."""
-        return os.fstat(self._fd).st_nlink > 0
+        return runtime.disk().fstat(self._fd).st_nlink > 0
 
     def reserve(self, num_bytes: int) -> None:
         """Write the number of reserved bytes."""
-        os.pwrite(self._fd, add_checksum(_HEAD.pack(_MAGIC, num_bytes)), 0)
+        runtime.disk().pwrite(self._fd, add_checksum(_HEAD.pack(_MAGIC, num_bytes)), 0)
 
     def list_files(self, number: int, files: Sequence[bytes]) -> None:
         """Write the list of files that a thread is writing; empty when it has written them.
@@ -93,13 +92,13 @@ class ProcessClaim:
         text = msgspec.msgpack.encode(list(files)) if files else b""
         length = _LENGTH.pack(len(text))
         data = length + xxhash.xxh3_64_digest(length + text) + text if text else length
-        os.pwrite(self._fd, data, _HEAD_BYTES + number * _LIST_BYTES)
+        runtime.disk().pwrite(self._fd, data, _HEAD_BYTES + number * _LIST_BYTES)
 
     def close(self) -> None:
         """Remove and close the file; may be called again."""
-        if self._fd in _locked:
+        if self._fd in runtime.disk().locked:
             with contextlib.suppress(OSError):  # another process removes it: its lock is gone
-                os.unlink(claim_path(self._root, self.owner))
+                runtime.disk().unlink(claim_path(self._root, self.owner))
             close_locked(self._fd)
         self._fd = -1
 
@@ -113,16 +112,17 @@ def open_locked(path: Path, flags: int) -> int:
         OSError: It cannot be opened.
     """
     _watch_forks()
-    fd = os.open(path, flags, FILE_MODE)
-    _locked.add(fd)
+    fd = runtime.disk().open(path, flags, FILE_MODE)
+    runtime.disk().locked.add(fd)
     return fd
 
 
 def close_locked(fd: int) -> None:
     """Close a file of `open_locked`; may be called again, and in a forked child."""
-    if fd in _locked:
-        _locked.remove(fd)
-        os.close(fd)
+    disk = runtime.disk()
+    if fd in disk.locked:
+        disk.locked.remove(fd)
+        disk.close(fd)
 
 
 @functools.cache
@@ -131,7 +131,7 @@ def _watch_forks() -> None:
 
 
 def _close_all() -> None:
-    for fd in tuple(_locked):
+    for fd in tuple(runtime.disk().locked):
         close_locked(fd)
 
 
@@ -159,7 +159,7 @@ class OtherClaims:
         return files
 
     def _read(self, ours: str) -> Iterator[tuple[str, bytes]]:
-        for name in os.listdir(self._root):
+        for name in runtime.disk().listdir(self._root):
             owner = name.removesuffix(CLAIM_SUFFIX)
             if owner not in (name, ours) and is_owner(owner):
                 try:
@@ -230,26 +230,26 @@ def _read_claim(root: Path, owner: str, *, remove: bool = False) -> bytes:
     """
     path = claim_path(root, owner)
     try:
-        fd = os.open(path, READ_FLAGS)
+        fd = runtime.disk().open(path, READ_FLAGS)
     except OSError as exc:
         if is_absent(exc) or exc.errno == errno.ENXIO:  # a socket
             return b""
         raise
     try:
-        found = os.fstat(fd)
+        found = runtime.disk().fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             return b""
         # Shared: two processes that read a claim must not take each other for its owner.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        runtime.disk().flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _read_whole(fd, min(found.st_size, _MAX_BYTES))
     else:
         if remove:
             with contextlib.suppress(OSError):
-                path.unlink()
+                runtime.disk().unlink(path)
         return b""
     finally:
-        os.close(fd)
+        runtime.disk().close(fd)
 
 
 def _read_whole(fd: int, num_bytes: int) -> bytes:
@@ -258,7 +258,7 @@ def _read_whole(fd: int, num_bytes: int) -> bytes:
     An empty claim is locked and not written yet: it is that of a living process.
     """
     for _ in range(_READ_ATTEMPTS):
-        data = os.pread(fd, num_bytes, 0)
+        data = runtime.disk().pread(fd, num_bytes, 0)
         if strip_checksum(data[:_HEAD_BYTES]):
             break
     return data or add_checksum(_HEAD.pack(_MAGIC, 0))

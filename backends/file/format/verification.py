@@ -1,9 +1,9 @@
 """Check of one block file against its name, its folder, its seal and its checksum."""
 
-import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 
+from kvxfer import runtime
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import (
     LENGTH_BYTES,
@@ -99,10 +99,10 @@ def read_header(fd: int) -> tuple[bytes, int]:
         BlockFileError: The file cannot be a block file.
         OSError: The file cannot be read.
     """
-    found = os.fstat(fd)
+    found = runtime.disk().fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise BlockFileError("not a block file: not a regular file")
-    return cut_header(found.st_size, lambda num_bytes: os.pread(fd, num_bytes, 0))
+    return cut_header(found.st_size, lambda num_bytes: runtime.disk().pread(fd, num_bytes, 0))
 
 
 def cut_header(file_size_bytes: int, read: Callable[[int], bytes]) -> tuple[bytes, int]:
@@ -140,6 +140,6 @@ def read_extent(fd: int) -> tuple[int, int]:
 def read_data(fd: int, offset: int) -> Iterator[memoryview]:
     """Read the data after the header, piece by piece; a piece is valid until the next."""
     memory = memoryview(bytearray(READ_BYTES))
-    while num_read := os.preadv(fd, [memory], offset):
+    while num_read := runtime.disk().preadv(fd, [memory], offset):
         yield memory[:num_read]
         offset += num_read

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer import runtime
+
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hang
@@ -46,6 +48,8 @@ MEDIUM_ERRORS = FULL_ERRORS | frozenset(
 
 DAMAGE_ERRORS = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
 """Errors of a damaged file or folder, beside which others may be whole."""
+
+_TEXT_BYTES = 64 << 10
 
 IOVector = NDArray[np.uint64]
 """Pieces of memory in the order of the file's bytes, uint64 `(n, 2)`: address and length.
@@ -147,14 +151,15 @@ class FileIO(ABC):
     ) -> list[Result]:
         results: list[Result] = [0] * len(files)
         opened: dict[int, int] = {}
+        disk = runtime.disk()
         with contextlib.ExitStack() as open_files:
             for index, file in enumerate(files):
                 try:
-                    fd = os.open(file.name, flags, dir_fd=file.folder_fd)
+                    fd = disk.open(file.name, flags, dir_fd=file.folder_fd)
                 except OSError as exc:
                     results[index] = exc
                 else:
-                    open_files.callback(os.close, fd)
+                    open_files.callback(disk.close, fd)
                     opened[index] = fd
             read = self.read(list(opened.values()), [vectors[index] for index in opened])
             for index, result in zip(opened, read, strict=True):
@@ -172,6 +177,7 @@ class FileIO(ABC):
     ) -> list[Result]:
         results: list[Result] = [0] * len(files)
         opened: dict[int, int] = {}
+        disk = runtime.disk()
         with contextlib.ExitStack() as open_files:
             for index, file in enumerate(files):
                 try:
@@ -179,16 +185,16 @@ class FileIO(ABC):
                 except OSError as exc:
                     results[index] = exc
                 else:
-                    open_files.callback(os.close, fd)
+                    open_files.callback(disk.close, fd)
                     opened[index] = fd
             written = self.write(list(opened.values()), [vectors[index] for index in opened])
             for (index, fd), result in zip(opened.items(), written, strict=True):
                 try:
                     _require_written(result, vectors[index])
                     if result != sizes[index]:
-                        os.ftruncate(fd, sizes[index])
+                        disk.ftruncate(fd, sizes[index])
                     if durable:
-                        os.fsync(fd)
+                        disk.fsync(fd)
                     _give_name(files[index])
                 except OSError as exc:
                     discard(files[index])
@@ -204,12 +210,14 @@ def _create(file: NewFile, flags: int) -> int:
         raise size
     if size is not None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-    return os.open(file.temporary, CREATE_FLAGS | flags, FILE_MODE, dir_fd=file.folder_fd)
+    return runtime.disk().open(
+        file.temporary, CREATE_FLAGS | flags, FILE_MODE, dir_fd=file.folder_fd
+    )
 
 
 def _give_name(file: NewFile) -> None:
     folder = file.folder_fd
-    os.rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
+    runtime.disk().rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def is_absent(exc: OSError) -> bool:
@@ -226,7 +234,7 @@ def regular_size(folder_fd: int, name: str | bytes) -> int | None:
     Raises:
         OSError: It does not exist, or `stat` fails.
     """
-    found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+    found = runtime.disk().stat(name, dir_fd=folder_fd, follow_symlinks=False)
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
@@ -250,10 +258,25 @@ def require_known(sizes: Sequence[Size]) -> list[int | None]:
     return [None if isinstance(size, OSError) else size for size in sizes]
 
 
+def read_whole(fd: int, most_bytes: int) -> bytes:
+    """Read an open file, but no more than `most_bytes`."""
+    data, disk = b"", runtime.disk()
+    while more := disk.pread(fd, min(_TEXT_BYTES, most_bytes - len(data)), len(data)):
+        data += more
+    return data
+
+
+def write_whole(fd: int, data: bytes) -> None:
+    """Write all bytes of an open file that is empty."""
+    done = 0
+    while done < len(data):
+        done += runtime.disk().pwrite(fd, data[done:], done)
+
+
 def discard(file: NewFile) -> None:
     """Remove a file under its temporary name; if that fails, it is collected later."""
     with contextlib.suppress(OSError):
-        os.unlink(file.temporary, dir_fd=file.folder_fd)
+        runtime.disk().unlink(file.temporary, dir_fd=file.folder_fd)
 
 
 def _require_written(result: Result, vector: IOVector) -> None:

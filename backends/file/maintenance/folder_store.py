@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kvxfer import runtime
 from kvxfer.backends.file.folders.block_tree import (
     BlockTree,
     FoundBlock,
@@ -81,11 +82,11 @@ class FolderStore(BlockStore):
     @contextlib.contextmanager
     def open_path(self, path: str) -> Iterator[OpenBlock]:
         """See `BlockStore.open_path`; a link is not followed."""
-        fd = os.open(self._root / path, READ_FLAGS)
+        fd = runtime.disk().open(self._root / path, READ_FLAGS)
         try:
             yield _OpenFile(fd)
         finally:
-            os.close(fd)
+            runtime.disk().close(fd)
 
     def open_count(self) -> Ledger:
         """See `BlockStore.open_count`.
@@ -116,10 +117,10 @@ class _Folder(StoredNamespace):
         fd = self._folder.open_found(block.key, block.folder)
         try:
             # Verify the bytes on the disk, not those in the page cache.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            runtime.disk().posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             yield _OpenFile(fd, self._folder, block)
         finally:
-            os.close(fd)
+            runtime.disk().close(fd)
 
     def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[bool]:
         return map(self._remove, blocks)
