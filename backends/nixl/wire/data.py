@@ -214,7 +214,7 @@ class DataConnection:
             self.unwatch()
             try:
                 peek = socket.MSG_PEEK | socket.MSG_DONTWAIT
-                said = socket.socket.recv(self._socket, 1, peek)  # that of SSLSocket would decrypt
+                said = _below_tls(self._socket).recv(self._socket, 1, peek)
                 if said and isinstance(self._socket, ssl.SSLSocket):  # it may be TLS that says it
                     return
             except BlockingIOError:
@@ -241,7 +241,7 @@ class DataConnection:
             self._closed = True
             with contextlib.suppress(OSError):  # the other side closed it first
                 # That of SSLSocket would make the thread go on without TLS.
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+                _below_tls(self._socket).shutdown(self._socket, socket.SHUT_RDWR)
             if not self._in_call:
                 self._socket.close()
 
@@ -326,6 +326,11 @@ class DataConnection:
             raise PeerClosedError(self.peer, f"connection lost: {describe_error(exc)}") from exc
         finally:
             self._end_call()
+
+
+def _below_tls(connection: socket.socket) -> type[socket.socket]:
+    """Find the methods of a socket below its TLS, which would decrypt or say goodbye."""
+    return socket.socket if isinstance(connection, ssl.SSLSocket) else type(connection)
 
 
 def describe_error(error: OSError) -> str:

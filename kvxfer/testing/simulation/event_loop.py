@@ -1,14 +1,21 @@
 """Event loop of a simulation: virtual time, and ready tasks in an order that a seed decides."""
 
 import asyncio
+import selectors
+import socket
 import traceback
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextvars import Context
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from kvxfer.testing.simulation.network import Network, Waitable
 from kvxfer.testing.simulation.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 _TASKS_SHOWN = 12
 
@@ -62,40 +69,103 @@ def _is_task(handle: asyncio.Handle) -> bool:
     return isinstance(getattr(callback, "__self__", None), asyncio.Task)
 
 
-class _Selector:
-    """Selector of a loop: to wait for other threads is all that there is."""
+class _Selector(selectors.BaseSelector):
+    """Selector of a loop: waits for other threads, and for sockets of the simulated network."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, network: Network) -> None:
         self._scheduler = scheduler
-        self._is_signalled = False
+        self._network = network
+        self._keys: dict[int, selectors.SelectorKey] = {}
+        self._is_signalled = self._is_changed = False
 
-    def select(self, timeout_s: float | None) -> list[Any]:
-        """Wait for a signal, no longer than some virtual time."""
-        if timeout_s is not None and timeout_s <= 0:
-            self._scheduler.point()
-        else:
-            self._scheduler.wait_until(lambda: self._is_signalled, self, timeout_s)
+    def register(
+        self, fileobj: "FileDescriptorLike", events: int, data: Any = None
+    ) -> selectors.SelectorKey:
+        """See `selectors.BaseSelector.register`."""
+        fd = _fileno(fileobj)
+        key = self._keys[fd] = selectors.SelectorKey(fileobj, fd, events, data)
+        self._network.sockets[fd].selectors[self] = None
+        return key
+
+    def unregister(self, fileobj: "FileDescriptorLike") -> selectors.SelectorKey:
+        """See `selectors.BaseSelector.unregister`."""
+        key = self._keys.pop(_fileno(fileobj))
+        if watched := self._network.sockets.get(key.fd):
+            watched.selectors.pop(self, None)
+        return key
+
+    def get_key(self, fileobj: "FileDescriptorLike") -> selectors.SelectorKey:
+        """See `selectors.BaseSelector.get_key`."""
+        return self._keys[_fileno(fileobj)]
+
+    def get_map(self) -> "Mapping[FileDescriptorLike, selectors.SelectorKey]":
+        """See `selectors.BaseSelector.get_map`."""
+        return cast("Mapping[FileDescriptorLike, selectors.SelectorKey]", self._keys)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait for a socket or a signal, no longer than some virtual time."""
+        scheduler = self._scheduler
+        if timeout is not None and timeout <= 0:
+            scheduler.point()
+        ends_at = None if timeout is None else scheduler.now + timeout
+        while not (ready := self._ready()) and not self._is_signalled:
+            now = scheduler.now
+            if scheduler.is_over or (ends_at is not None and ends_at <= now):
+                break
+            self._is_changed = False
+            times = [ends_at, *(each.changes_at() for each in self._watched())]
+            later = [at - now for at in times if at is not None and at > now]
+            scheduler.wait_until(
+                lambda: self._is_signalled or self._is_changed, self, min(later, default=None)
+            )
         self._is_signalled = False
-        return []
+        return ready
 
     def signal(self) -> None:
         """Let the loop go on; may be called on any thread."""
         self._is_signalled = True
         self._scheduler.wake(self)
 
+    def change(self) -> None:
+        """Look at the sockets again, since one has changed."""
+        self._is_changed = True
+        self._scheduler.wake(self)
 
-class SimulatedLoop(asyncio.BaseEventLoop):
+    def _watched(self) -> list[Waitable]:
+        sockets = self._network.sockets
+        return [sockets[fd] for fd in self._keys if fd in sockets]
+
+    def _ready(self) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = []
+        for fd, key in self._keys.items():
+            if found := self._network.sockets.get(fd):
+                can_read, can_write = found.ready()
+                events = can_read * selectors.EVENT_READ + can_write * selectors.EVENT_WRITE
+                if events & key.events:
+                    ready.append((key, events & key.events))
+        return ready
+
+
+class SimulatedLoop(BaseSelectorEventLoop):
     """Event loop of a simulation; several may run, each in a thread of its own.
 
     Args:
         scheduler: Scheduler of the simulation.
+        network: Network of the simulation.
+
+    Attributes:
+        scheduler: As given.
+        process: Process that has made it.
+        errors: Errors that nobody fetched.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__()
+    def __init__(self, scheduler: Scheduler, network: Network) -> None:
+        self._waker = _Selector(scheduler, network)
+        super().__init__(self._waker)
         self.scheduler = scheduler
+        self.process = scheduler.current.process
         self.errors: list[str] = []
-        self._selector = _Selector(scheduler)
+        self._network = network
         self._ready = _Ready(scheduler)
         self._clock_resolution = 1e-9
         self._serials = count(1)
@@ -111,6 +181,24 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         future = _Future(loop=self)
         future.serial = next(self._serials)
         return future
+
+    async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> Any:
+        """See `asyncio.AbstractEventLoop.getaddrinfo`; every name is an address."""
+        return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port))]
+
+    async def create_connection(
+        self, protocol_factory: Any, host: Any = None, port: Any = None, **given: Any
+    ) -> Any:
+        """See `asyncio.AbstractEventLoop.create_connection`."""
+        if host is not None:
+            made = self._network.open(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            try:
+                await self.sock_connect(made, (host, port))  # type: ignore[arg-type]
+            except BaseException:
+                made.close()
+                raise
+            given["sock"] = made
+        return await super().create_connection(protocol_factory, **given)  # type: ignore[misc]
 
     def describe_tasks(self) -> str:
         """Describe where tasks stand that have not ended."""
@@ -137,11 +225,21 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         task.__init__(coro, loop=loop, context=context, name=name, **kwargs)  # type: ignore[misc]
         return task
 
-    def _write_to_self(self) -> None:
-        self._selector.signal()
+    async def _ensure_resolved(self, address: Any, **_: Any) -> Any:
+        return await self.getaddrinfo(*address[:2])
 
-    def _process_events(self, event_list: list[Any]) -> None:
-        """Do nothing: what happens comes as calls."""
+    def _make_self_pipe(self) -> None:
+        """Make none: threads signal the selector."""
+
+    def _close_self_pipe(self) -> None:
+        """Close none."""
+
+    def _write_to_self(self) -> None:
+        self._waker.signal()
+
+
+def _fileno(fileobj: "FileDescriptorLike") -> int:
+    return fileobj if isinstance(fileobj, int) else fileobj.fileno()
 
 
 def _note_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from kvxfer.runtime import Lock, Runtime
 from kvxfer.testing.simulation.event_loop import SimulatedLoop
+from kvxfer.testing.simulation.network import Network
 from kvxfer.testing.simulation.primitives import (
     SimulatedCondition,
     SimulatedEvent,
@@ -32,12 +33,14 @@ class SimulatedRuntime(Runtime):
 
     Attributes:
         scheduler: Scheduler of the threads.
+        network: Network between the processes.
         loops: Event loops that were made, in order.
     """
 
     def __init__(self, seed: int) -> None:
         self.scheduler = Scheduler(Random(f"{seed}/order"))
         self.scheduler.describe_waiting = self._describe_tasks
+        self.network = Network(self.scheduler, Random(f"{seed}/network"))
         self.loops: list[SimulatedLoop] = []
         self._random = Random(f"{seed}/random")
 
@@ -97,17 +100,20 @@ class SimulatedRuntime(Runtime):
 
     def new_event_loop(self) -> asyncio.AbstractEventLoop:
         """See `Runtime.new_event_loop`."""
-        loop = SimulatedLoop(self.scheduler)
+        loop = SimulatedLoop(self.scheduler, self.network)
         self.loops.append(loop)
         return loop
 
     def open_socket(self, family: int, kind: int) -> socket.socket:
-        """See `Runtime.open_socket`: there is no network."""
-        raise OSError(f"a simulation has no sockets of family {family} and kind {kind}")
+        """See `Runtime.open_socket`."""
+        return cast("socket.socket", self.network.open(family, kind))
 
     def listen(self, address: tuple[Any, ...], *, family: int, backlog: int) -> socket.socket:
-        """See `Runtime.listen`: there is no network."""
-        raise OSError(f"a simulation has no listeners: {address}, {family}, {backlog}")
+        """See `Runtime.listen`."""
+        listening = self.network.open(family, socket.SOCK_STREAM)
+        listening.bind(address)
+        listening.listen(backlog)
+        return cast("socket.socket", listening)
 
     def _describe_tasks(self) -> str:
         return "\n".join(loop.describe_tasks() for loop in self.loops if not loop.is_closed())

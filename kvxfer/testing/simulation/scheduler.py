@@ -31,22 +31,45 @@ class StuckError(KeyboardInterrupt):
     """
 
 
+class SimulatedProcess:
+    """Process of a simulation: threads that are stopped and ended together.
+
+    Args:
+        name: Name of the process; one that is started again has the name of the one before.
+        pid: Number of the process.
+
+    Attributes:
+        name: As given.
+        pid: As given.
+        is_stopped: Whether its threads stand still, as after SIGSTOP.
+        has_ended: Whether it was killed; its threads stand still for ever.
+    """
+
+    def __init__(self, name: str, pid: int) -> None:
+        self.name = name
+        self.pid = pid
+        self.is_stopped = self.has_ended = False
+
+
 class SimulatedThread:
     """Thread of a simulation: an operating system's thread that runs when it is its turn.
 
     Args:
         scheduler: Scheduler of the simulation.
         name: Name of the thread.
+        process: Process of the thread.
 
     Attributes:
         name: As given.
+        process: As given.
         waits_for: Object that the thread waits for; None while it could go on.
         due: Virtual time until which it waits; None for no limit.
         woken: Whether what it waited for came before that time.
     """
 
-    def __init__(self, scheduler: "Scheduler", name: str) -> None:
+    def __init__(self, scheduler: "Scheduler", name: str, process: SimulatedProcess) -> None:
         self.name = name
+        self.process = process
         self.ident: int | None = None
         self.waits_for: object | None = None
         self.due: float | None = None
@@ -92,7 +115,7 @@ class Scheduler:
         self.describe_waiting: Callable[[], str] = str
         self.max_steps = max_steps
         self._restlessness = random.choice((0.0, 0.02, 0.1, 0.4))
-        self._main = SimulatedThread(self, "main")
+        self._main = SimulatedThread(self, "main", SimulatedProcess("main", 1))
         self._threads = [self._main]
         self._by_line = 0.0
         self._ready: list[SimulatedThread] = []
@@ -128,8 +151,8 @@ class Scheduler:
             self._is_over = True
 
     def start(self, target: Callable[[], object], name: str) -> SimulatedThread:
-        """Start a thread, which runs when it is its turn."""
-        thread = SimulatedThread(self, name)
+        """Start a thread of the running process, which runs when it is its turn."""
+        thread = SimulatedThread(self, name, self._current.process)
 
         def run() -> None:
             thread.ident = threading.get_ident()
@@ -276,8 +299,8 @@ class Scheduler:
         return bool(self._ready)
 
     def _choose(self) -> SimulatedThread:
-        while not self._ready_now():
-            due = [thread.due for thread in self._threads if thread.due is not None]
+        while not self._ready_now() or not (able := self._able()):
+            due = [each.due for each in self._threads if each.due is not None]
             if due:
                 self.now = max(self.now, min(due))
             elif self._main.waits_for is not None:
@@ -285,8 +308,13 @@ class Scheduler:
                 self._make_ready(self._main, woken=False)
             else:
                 raise AssertionError("nobody can go on")
-        index = self.random.randrange(len(self._ready)) if len(self._ready) > 1 else 0
-        return self._ready.pop(index)
+        chosen = able[self.random.randrange(len(able)) if len(able) > 1 else 0]
+        self._ready.remove(chosen)
+        return chosen
+
+    def _able(self) -> list[SimulatedThread]:
+        """List the threads that could go on and whose processes do."""
+        return [thread for thread in self._ready if not thread.process.is_stopped]
 
     def _switch(self) -> None:
         """Let the next thread go on, and wait for the turn of this one."""

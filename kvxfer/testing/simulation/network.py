@@ -1,0 +1,669 @@
+"""Network of a simulation: sockets in memory, with latency and faults that a seed decides."""
+
+import array
+import errno
+import os
+import socket
+import stat
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, Self
+
+from kvxfer.testing.simulation.scheduler import Scheduler, SimulatedProcess
+
+FIRST_FILENO = 1 << 20
+"""Descriptors of simulated sockets begin behind those that the operating system gives."""
+FIRST_PORT = 40_000
+LATENCIES_S = (0.0, 1e-5, 1e-4, 1e-3, 0.02)
+LATENCIES_ON_HOST_S = (0.0, 1e-6, 1e-5)
+CAPACITIES_BYTES = (4096, 65536, 1 << 20)
+"""Bytes that are under way or unread before a sender has to wait: small ones make slow readers."""
+CUT_SHARE = 0.15
+"""Share of what is sent that arrives in two parts."""
+SO_PEERPIDFD = 77
+
+Address = Any  # a path, or host and port
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Bytes under way, and the descriptors that come with the first of them."""
+
+    arrives_at: float
+    data: bytes
+    descriptors: list[int] = field(default_factory=list)
+
+
+class _Pipe:
+    """One direction of a connection: what one end sends and the other one receives."""
+
+    def __init__(self, latency_s: float, capacity: int) -> None:
+        self.segments: deque[_Segment] = deque()
+        self.num_bytes = 0
+        self.latency_s = latency_s
+        self.capacity = capacity
+        self.last_at = 0.0
+        self.ends_at: float | None = None
+        self.error: tuple[float, int] | None = None
+        self.lost_until: float | None = None
+
+    def changes_at(self) -> float | None:
+        """Time of the next change that its reader sees, in the past if it sees one now."""
+        times = [] if self.error is None else [self.error[0]]
+        if self.segments:
+            times.append(self.segments[0].arrives_at)
+        elif self.ends_at is not None:
+            times.append(self.ends_at)
+        return min(times, default=None)
+
+    def drop(self) -> None:
+        """Drop what has not been received."""
+        for segment in self.segments:
+            for descriptor in segment.descriptors:
+                os.close(descriptor)
+        self.segments.clear()
+        self.num_bytes = 0
+
+
+class Network:
+    """Network between the processes of a simulation, which a seed makes slow, late or cut.
+
+    Sockets of it have the methods of `socket.socket` that kvxfer and asyncio call. Connections over
+    paths take next to no time, and only their processes end them.
+
+    Args:
+        scheduler: Scheduler of the simulation.
+        random: Random numbers that decide.
+    """
+
+    def __init__(self, scheduler: Scheduler, random: Random) -> None:
+        self.scheduler = scheduler
+        self.random = random
+        self.sockets: dict[int, SimulatedSocket | WatchedProcess] = {}
+        self.listeners: dict[Address, SimulatedSocket] = {}
+        self._num_opened = self._num_ports = 0
+        self._partitions: dict[frozenset[str], float] = {}
+        self._refusing: dict[str, float] = {}
+        self._starving: dict[str, float] = {}
+
+    @property
+    def now(self) -> float:
+        """Virtual time."""
+        return self.scheduler.now
+
+    def open(self, family: int, kind: int) -> "SimulatedSocket":
+        """Open a socket for the process of the running thread.
+
+        Raises:
+            OSError: The process has no descriptor left.
+        """
+        process = self.scheduler.current.process
+        if self.is_starving(process.name):
+            raise OSError(errno.EMFILE, "no descriptor is left")
+        return self.make(family, kind, process)
+
+    def make(self, family: int, kind: int, process: SimulatedProcess) -> "SimulatedSocket":
+        """Make a socket for a process."""
+        self._num_opened += 1
+        fileno = FIRST_FILENO + self._num_opened
+        made = self.sockets[fileno] = SimulatedSocket(self, family, kind, process, fileno)
+        return made
+
+    def next_port(self) -> int:
+        """Get a port that nobody has."""
+        self._num_ports += 1
+        return FIRST_PORT + self._num_ports
+
+    def partition(self, one: str, other: str, for_s: float) -> None:
+        """Let nothing pass between two processes for a time; what is sent comes late."""
+        self._partitions[frozenset((one, other))] = self.now + for_s
+
+    def refuse(self, name: str, for_s: float) -> None:
+        """Refuse new connections to a process for a time."""
+        self._refusing[name] = self.now + for_s
+
+    def starve(self, name: str, for_s: float) -> None:
+        """Let a process open and accept no connection for a time, for want of descriptors."""
+        self._starving[name] = self.now + for_s
+
+    def heal(self) -> None:
+        """End all that hinders connections from now on."""
+        self._partitions.clear()
+        self._refusing.clear()
+        self._starving.clear()
+
+    def cut(self, one: str, other: str, share: float) -> None:
+        """Reset a share of the connections between two processes."""
+        for each in list(self.sockets.values()):
+            if not isinstance(each, SimulatedSocket) or each.peer is None:
+                continue
+            names = each.process.name, each.peer.process.name
+            is_cut = names == (one, other) and each.family != socket.AF_UNIX
+            if is_cut and self.random.random() < share:
+                each.reset()
+                each.peer.reset()
+
+    def end(self, process: SimulatedProcess, lost_for_s: float | None = None) -> None:
+        """End the sockets of a process that has ended.
+
+        Args:
+            process: The process.
+            lost_for_s: Time for which nobody is told, as when its machine has lost its power; None
+                where its system ends its connections.
+        """
+        for each in list(self.sockets.values()):
+            if isinstance(each, WatchedProcess):
+                each.look()
+            elif each.process is process:
+                if lost_for_s is None or each.family == socket.AF_UNIX:
+                    each.close()
+                else:
+                    each.vanish(self.now + lost_for_s)
+
+    def watch(self, process: SimulatedProcess) -> int:
+        """Open a descriptor that is readable when a process has ended, as `os.pidfd_open`."""
+        descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self.sockets[descriptor] = WatchedProcess(self, process)
+        return descriptor
+
+    def is_refusing(self, name: str) -> bool:
+        """Whether new connections to a process are refused."""
+        return self.now < self._refusing.get(name, 0.0)
+
+    def is_starving(self, name: str) -> bool:
+        """Whether a process has no descriptor left."""
+        return self.now < self._starving.get(name, 0.0)
+
+    def passes_at(self, one: SimulatedProcess, other: SimulatedProcess) -> float:
+        """Time from which on something passes between two processes."""
+        return max(self.now, self._partitions.get(frozenset((one.name, other.name)), 0.0))
+
+    def latency_s(self, pipe_latency_s: float) -> float:
+        """Draw the time that a segment takes."""
+        return pipe_latency_s * (0.5 + self.random.random())
+
+
+class Waitable:
+    """Something that a thread or a selector waits for.
+
+    Attributes:
+        selectors: Selectors that are told of changes.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.selectors: dict[Any, None] = {}
+        self._num_changes = 0
+
+    def ready(self) -> tuple[bool, bool]:
+        """Whether it can be read, and written."""
+        raise NotImplementedError
+
+    def changes_at(self) -> float | None:
+        """Time of the next change; None if only a call changes it."""
+        return None
+
+    def change(self) -> None:
+        """Tell those that wait."""
+        self._num_changes += 1
+        self.network.scheduler.wake(self)
+        for each in list(self.selectors):
+            each.change()
+
+
+class WatchedProcess(Waitable):
+    """Descriptor of a process, readable when that has ended."""
+
+    def __init__(self, network: Network, process: SimulatedProcess) -> None:
+        super().__init__(network)
+        self._process = process
+
+    def ready(self) -> tuple[bool, bool]:
+        """See `Waitable.ready`."""
+        return self._process.has_ended, False
+
+    def look(self) -> None:
+        """Tell those that wait for its end, if it has come."""
+        if self._process.has_ended:
+            self.change()
+
+
+class SimulatedSocket(Waitable):
+    """Socket of a simulated network, with the methods of `socket.socket`.
+
+    Attributes:
+        process: Process that has it.
+        peer: Other end of the connection; None without one.
+        address: Path, or host and port, of this end.
+        incoming, outgoing: Directions of the connection.
+        backlog: Ends of connections that wait to be accepted, and when each of them is there.
+    """
+
+    def __init__(
+        self, network: Network, family: int, kind: int, process: SimulatedProcess, fileno: int
+    ) -> None:
+        super().__init__(network)
+        self.family, self.type, self.proto = family, socket.SOCK_STREAM, 0
+        self.process = process
+        self.peer: SimulatedSocket | None = None
+        self._fileno = fileno
+        self._timeout_s: float | None = 0.0 if kind & socket.SOCK_NONBLOCK else None
+        self.address: Address = "" if family == socket.AF_UNIX else ("0.0.0.0", 0)  # noqa: S104
+        self.incoming = self.outgoing = _Pipe(0.0, 0)
+        self.backlog: deque[tuple[float, SimulatedSocket]] = deque()
+        self._most_waiting = 0
+        self._connecting: tuple[float, Address] | None = None
+        self._connect_error = 0
+        self._is_ended = False  # on this side, for reading
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"SimulatedSocket({self.address!r} of {self.process.name})"
+
+    # What asks or sets something.
+
+    def fileno(self) -> int:
+        """See `socket.socket.fileno`."""
+        return self._fileno
+
+    def setblocking(self, flag: bool) -> None:  # noqa: FBT001 - as in `socket`
+        """See `socket.socket.setblocking`."""
+        self._timeout_s = None if flag else 0.0
+
+    def settimeout(self, value: float | None) -> None:
+        """See `socket.socket.settimeout`."""
+        self._timeout_s = value
+
+    def gettimeout(self) -> float | None:
+        """See `socket.socket.gettimeout`."""
+        return self._timeout_s
+
+    def getsockname(self) -> Address:
+        """See `socket.socket.getsockname`."""
+        self._require_open()
+        return self.address
+
+    def getpeername(self) -> Address:
+        """See `socket.socket.getpeername`."""
+        self._require_open()
+        if self.peer is None or self._error():
+            raise OSError(errno.ENOTCONN, "not connected")
+        return self.peer.address
+
+    def setsockopt(self, *_: object) -> None:
+        """See `socket.socket.setsockopt`; nothing of it changes anything."""
+        self._require_open()
+
+    def getsockopt(self, level: int, option: int, num_bytes: int = 0) -> Any:  # noqa: ARG002 - as in `socket`
+        """See `socket.socket.getsockopt`, for those options that kvxfer and asyncio ask for."""
+        self._require_open()
+        if option == socket.SO_ERROR:
+            self._finish_connecting()
+            return self._connect_error
+        if option not in (socket.SO_PEERCRED, SO_PEERPIDFD) or self.family != socket.AF_UNIX:
+            raise OSError(errno.ENOPROTOOPT, f"no option {option}")
+        if self.peer is None:
+            raise OSError(errno.ENOTCONN, "not connected")
+        if option == SO_PEERPIDFD:
+            return self.network.watch(self.peer.process)
+        return struct.pack("3i", self.peer.process.pid, os.geteuid(), os.getegid())
+
+    # How connections begin and end.
+
+    def bind(self, address: Address) -> None:
+        """See `socket.socket.bind`; a path is one of the file system."""
+        if self.family == socket.AF_UNIX:
+            if Path(address).exists():
+                raise OSError(errno.EADDRINUSE, "address in use")
+            os.mknod(address, stat.S_IFSOCK | 0o755)
+        elif not address[1]:
+            address = (address[0], self.network.next_port(), *address[2:])
+        elif address in self.network.listeners:
+            raise OSError(errno.EADDRINUSE, "address in use")
+        self.address = address
+
+    def listen(self, backlog: int = 128) -> None:
+        """See `socket.socket.listen`."""
+        self._most_waiting = backlog
+        self.network.listeners[self.address] = self
+
+    def accept(self) -> tuple["SimulatedSocket", Address]:
+        """See `socket.socket.accept`."""
+        self._wait(lambda: self.ready()[0])
+        if self.network.is_starving(self.process.name):
+            raise OSError(errno.EMFILE, "no descriptor is left")
+        _, accepted = self.backlog.popleft()
+        self.network.scheduler.point()
+        return accepted, accepted.peer.address if accepted.peer else ("unknown", 0)
+
+    def connect(self, address: Address) -> None:
+        """See `socket.socket.connect`."""
+        self._require_open()
+        network = self.network
+        network.scheduler.point()
+        listener = network.listeners.get(address)
+        if self.family == socket.AF_UNIX:
+            if not Path(address).exists():
+                raise FileNotFoundError(errno.ENOENT, "no such file or directory")
+            self._wait(lambda: not (listener and listener.is_full))
+            self._meet(listener, LATENCIES_ON_HOST_S)
+            return
+        there = self.process if listener is None else listener.process
+        latency_s = network.random.choice(LATENCIES_S)
+        self._connecting = network.passes_at(self.process, there) + latency_s, address
+        if self._timeout_s == 0:
+            raise BlockingIOError(errno.EINPROGRESS, "in progress")
+        self._wait(lambda: self.ready()[1])
+        if error := self.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(error, os.strerror(error))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._fileno < 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further connection may wait to be accepted."""
+        return len(self.backlog) > self._most_waiting
+
+    def shutdown(self, how: int) -> None:
+        """See `socket.socket.shutdown`."""
+        self._require_open()
+        if self.peer is None or self._error():
+            raise OSError(errno.ENOTCONN, "not connected")
+        if how != socket.SHUT_WR:
+            self._is_ended = True
+        if how != socket.SHUT_RD:
+            self._end_sending()
+        self.change()
+        self.network.scheduler.point()
+
+    def close(self) -> None:
+        """See `socket.socket.close`; an end that has not received all resets the other one."""
+        if self._fileno < 0:
+            return
+        del self.network.sockets[self._fileno]
+        self._fileno = -1
+        if self.network.listeners.get(self.address) is self:
+            del self.network.listeners[self.address]
+        for _, waiting in self.backlog:
+            waiting.close()
+        self.backlog.clear()
+        if self.peer is not None:
+            had_more = bool(self.incoming.segments)
+            self.incoming.drop()
+            if had_more and self.outgoing.lost_until is None:
+                at = max(self.outgoing.last_at, self._arrival())
+                self.peer.fail_at(at, errno.ECONNRESET)
+            else:
+                self._end_sending()
+            self.incoming.error = self.incoming.error or (0.0, errno.EPIPE)
+            self.peer.change()
+        self.change()
+
+    def detach(self) -> int:
+        """See `socket.socket.detach`."""
+        raise OSError(errno.ENOTSUP, "a simulated socket has no descriptor")
+
+    def reset(self) -> None:
+        """End the connection at once, and lose what is under way to this end."""
+        self.incoming.drop()
+        self.fail_at(self.network.now, errno.ECONNRESET)
+
+    def vanish(self, lost_until: float) -> None:
+        """End without telling the other end, which has to find out, and is told from some time."""
+        if self.peer is not None:
+            self.incoming.lost_until = lost_until
+        self._fileno, fileno = -1, self._fileno
+        del self.network.sockets[fileno]
+        if self.network.listeners.get(self.address) is self:
+            del self.network.listeners[self.address]
+
+    def _meet(self, listener: "SimulatedSocket | None", latencies: Sequence[float]) -> None:
+        """Make the other end of a connection, for a listener to accept."""
+        network = self.network
+        if listener is None or listener.is_closed or network.is_refusing(listener.process.name):
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "connection refused")
+        other = network.make(self.family, 0, listener.process)
+        other.address = listener.address
+        if self.family != socket.AF_UNIX:
+            self.address = ("127.0.0.1", network.next_port())
+        random = network.random
+        latency_s, capacity = random.choice(latencies), random.choice(CAPACITIES_BYTES)
+        there, back = _Pipe(latency_s, capacity), _Pipe(latency_s, capacity)
+        self.peer, other.peer = other, self
+        self.outgoing = other.incoming = there
+        self.incoming = other.outgoing = back
+        listener.backlog.append((network.now + latency_s, other))
+        listener.change()
+
+    def _finish_connecting(self) -> None:
+        if self._connecting is None or self._connecting[0] > self.network.now:
+            return
+        (_, address), self._connecting = self._connecting, None
+        try:
+            self._meet(self.network.listeners.get(address), LATENCIES_S)
+        except OSError as exc:
+            self._connect_error = exc.errno or errno.ECONNREFUSED
+
+    # How bytes move.
+
+    def send(self, data: Any, flags: int = 0) -> int:  # noqa: ARG002 - as in `socket`
+        """See `socket.socket.send`."""
+        return self._send(memoryview(data).cast("B"), [])
+
+    def sendall(self, data: Any, flags: int = 0) -> None:  # noqa: ARG002 - as in `socket`
+        """See `socket.socket.sendall`."""
+        left, limit_s = memoryview(data).cast("B"), self._timeout_s
+        ends_at = None if limit_s is None else self.network.now + limit_s
+        try:
+            while left:
+                if ends_at is not None and limit_s:
+                    self._timeout_s = max(ends_at - self.network.now, 1e-9)
+                left = left[self._send(left, []) :]
+        finally:
+            self._timeout_s = limit_s
+
+    def sendmsg(
+        self, buffers: Iterable[Any], ancdata: Iterable[tuple[int, int, Any]] = (), *_: object
+    ) -> int:
+        """See `socket.socket.sendmsg`; ancillary data are descriptors."""
+        descriptors: list[int] = []
+        for _, kind, given in ancdata:
+            if kind == socket.SCM_RIGHTS:
+                descriptors += array.array("i", bytes(given))
+        whole = b"".join(bytes(memoryview(each).cast("B")) for each in buffers)
+        return self._send(memoryview(whole), descriptors)
+
+    def recv(self, num_bytes: int, flags: int = 0) -> bytes:
+        """See `socket.socket.recv`."""
+        return self._receive(num_bytes, flags)[0]
+
+    def recv_into(self, buffer: Any, num_bytes: int = 0, flags: int = 0) -> int:
+        """See `socket.socket.recv_into`."""
+        view = memoryview(buffer).cast("B")
+        data = self.recv(num_bytes or len(view), flags)
+        view[: len(data)] = data
+        return len(data)
+
+    def recvmsg(self, num_bytes: int, num_ancillary: int = 0, flags: int = 0) -> Any:  # noqa: ARG002 - as in `socket`
+        """See `socket.socket.recvmsg`."""
+        data, descriptors = self._receive(num_bytes, flags)
+        rights = array.array("i", descriptors).tobytes()
+        given = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
+        return data, given, 0, None
+
+    def recvmsg_into(self, buffers: Iterable[Any], *_: object) -> Any:
+        """See `socket.socket.recvmsg_into`."""
+        views = [memoryview(each).cast("B") for each in buffers]
+        data = memoryview(self.recv(sum(map(len, views))))
+        num_bytes, start = len(data), 0
+        for view in views:
+            some = data[start : start + len(view)]
+            view[: len(some)] = some
+            start += len(some)
+        return num_bytes, [], 0, None
+
+    def _send(self, data: memoryview, descriptors: Sequence[int]) -> int:
+        self._require_open()
+        self.network.scheduler.point()
+        self._wait(lambda: self.ready()[1])
+        if self.peer is None:
+            raise OSError(errno.ENOTCONN, "not connected")
+        if error := self._error() or self._refusal():
+            raise OSError(error, os.strerror(error))
+        pipe = self.outgoing
+        room = pipe.capacity - pipe.num_bytes
+        sent = bytes(data[:room])
+        if pipe.lost_until is not None and self.network.now >= pipe.lost_until:
+            self.fail_at(self._arrival(), errno.ECONNRESET)
+        pipe.num_bytes += len(sent)
+        if pipe.lost_until is None:
+            self._put(sent, descriptors)
+        return len(sent)
+
+    def _put(self, sent: bytes, descriptors: Sequence[int]) -> None:
+        assert self.peer is not None
+        pipe, random = self.outgoing, self.network.random
+        cut = len(sent)
+        if len(sent) > 1 and random.random() < CUT_SHARE:
+            cut = random.randrange(1, len(sent))
+        copies = [os.dup(each) for each in descriptors]
+        for part in (sent[:cut], sent[cut:]):
+            if part:
+                pipe.last_at = max(pipe.last_at, self._arrival())
+                pipe.segments.append(_Segment(pipe.last_at, part, copies))
+                copies = []
+        self.peer.change()
+
+    def _receive(self, num_bytes: int, flags: int) -> tuple[bytes, list[int]]:
+        self._require_open()
+        self.network.scheduler.point()
+        limit_s = self._timeout_s
+        if flags & socket.MSG_DONTWAIT:
+            self._timeout_s = 0.0
+        try:
+            self._wait(lambda: self.ready()[0])
+            if flags & socket.MSG_WAITALL:
+                self._wait(lambda: self._is_there(num_bytes))
+        finally:
+            self._timeout_s = limit_s
+        if self.peer is None:
+            raise OSError(errno.ENOTCONN, "not connected")
+        if not self._arrived() and (error := self._error()):
+            raise OSError(error, os.strerror(error))
+        return self._take(num_bytes, is_left=bool(flags & socket.MSG_PEEK))
+
+    def _take(self, num_bytes: int, *, is_left: bool) -> tuple[bytes, list[int]]:
+        taken, descriptors, segments = bytearray(), list[int](), self.incoming.segments
+        if self._is_ended:
+            return b"", []
+        if is_left:
+            return b"".join(each.data for each in self._arrived())[:num_bytes], []
+        while segments and segments[0].arrives_at <= self.network.now and len(taken) < num_bytes:
+            first = segments[0]
+            some = first.data[: num_bytes - len(taken)]
+            taken += some
+            descriptors += first.descriptors
+            first.descriptors = []
+            first.data = first.data[len(some) :]
+            if not first.data:
+                segments.popleft()
+        self.incoming.num_bytes -= len(taken)
+        if taken and self.peer is not None:
+            self.peer.change()
+        return bytes(taken), descriptors
+
+    def ready(self) -> tuple[bool, bool]:
+        """See `Waitable.ready`."""
+        if self._connecting is not None:
+            return False, self._connecting[0] <= self.network.now
+        if self._most_waiting:
+            return bool(self.backlog) and self.backlog[0][0] <= self.network.now, False
+        now, incoming, outgoing = self.network.now, self.incoming, self.outgoing
+        changes_at = incoming.changes_at()
+        can_read = self._is_ended or self._error() or (changes_at is not None and changes_at <= now)
+        can_write = outgoing.num_bytes < outgoing.capacity or self._error() or self._refusal()
+        return bool(can_read), bool(can_write or self.peer is None)
+
+    def changes_at(self) -> float | None:
+        """See `Waitable.changes_at`."""
+        if self._connecting is not None:
+            return self._connecting[0]
+        if self._most_waiting:
+            return self.backlog[0][0] if self.backlog else None
+        return self.incoming.changes_at()
+
+    def _wait(self, is_true: Callable[[], bool]) -> None:
+        """Wait as long as the time limit of the socket says."""
+        scheduler = self.network.scheduler
+        limit_s = self._timeout_s
+        ends_at = None if limit_s is None else scheduler.now + limit_s
+        while not is_true():
+            if limit_s == 0:
+                raise BlockingIOError(errno.EAGAIN, "would block")
+            if scheduler.is_over:
+                raise OSError(errno.ECONNRESET, "the simulation has ended")
+            if ends_at is not None and scheduler.now >= ends_at:
+                raise TimeoutError("timed out")
+            now, num_changes = scheduler.now, self._num_changes
+            times = [at for at in (ends_at, self.changes_at()) if at is not None and at > now]
+            scheduler.wait_until(
+                lambda seen=num_changes: self._num_changes != seen,  # type: ignore[misc]
+                self,
+                min(times) - now if times else None,
+            )
+            self._require_open()
+
+    def _arrived(self) -> list[_Segment]:
+        now = self.network.now
+        return [each for each in self.incoming.segments if each.arrives_at <= now]
+
+    def _is_there(self, num_bytes: int) -> bool:
+        """Whether so many bytes have arrived, or no more will."""
+        arrived = sum(len(each.data) for each in self._arrived())
+        ends_at = self.incoming.ends_at
+        has_ended = ends_at is not None and ends_at <= self.network.now
+        return arrived >= num_bytes or has_ended or self._is_ended or bool(self._error())
+
+    def _arrival(self) -> float:
+        """Time at which something arrives that is sent now."""
+        assert self.peer is not None
+        passes_at = self.network.passes_at(self.process, self.peer.process)
+        return passes_at + self.network.latency_s(self.outgoing.latency_s)
+
+    def _end_sending(self) -> None:
+        pipe = self.outgoing
+        if pipe.ends_at is None and self.peer is not None and pipe.lost_until is None:
+            pipe.ends_at = pipe.last_at = max(pipe.last_at, self._arrival())
+            self.peer.change()
+
+    def fail_at(self, at: float, error: int) -> None:
+        """Let calls of this end fail from some time on."""
+        self.incoming.error = self.incoming.error or (at, error)
+        self.change()
+
+    def _error(self) -> int:
+        error = self.incoming.error
+        return error[1] if error is not None and error[0] <= self.network.now else 0
+
+    def _refusal(self) -> int:
+        """Error of whoever sends to an end that is closed, or has ended sending itself."""
+        if self.outgoing.ends_at is not None:
+            return errno.EPIPE
+        is_gone = self.peer is not None and self.peer.is_closed
+        return errno.EPIPE if is_gone and self.outgoing.lost_until is None else 0
+
+    def _require_open(self) -> None:
+        if self._fileno < 0:
+            raise OSError(errno.EBADF, "the socket is closed")

@@ -1,0 +1,234 @@
+"""The simulated network does what that of the operating system does; its faults are as they say."""
+
+import asyncio
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvxfer import runtime
+from kvxfer.backends.host.shared_memory import SharedMemory
+from kvxfer.testing.simulation import Simulation
+
+BYTES = os.urandom(300_000)
+LOCAL = "127.0.0.1"
+
+Body = Callable[[], None]
+
+
+def run_ordinary(body: Body) -> None:
+    body()
+
+
+def run_simulated(body: Body) -> None:
+    for seed in range(5):
+        simulation = Simulation(seed)
+        with runtime.use(simulation.runtime):
+            simulation.runtime.scheduler.run(body)
+
+
+@pytest.fixture(params=[run_ordinary, run_simulated])
+def run(request: pytest.FixtureRequest) -> Callable[[Body], None]:
+    """The same body, on either network."""
+    chosen: Callable[[Body], None] = request.param
+    return chosen
+
+
+def listen_tcp() -> socket.socket:
+    return runtime.listen((LOCAL, 0), family=socket.AF_INET, backlog=8)
+
+
+def connect_tcp(listening: socket.socket) -> tuple[socket.socket, socket.socket]:
+    client = runtime.open_socket(socket.AF_INET, socket.SOCK_STREAM)
+    client.settimeout(10)
+    client.connect(listening.getsockname())
+    server, address = listening.accept()
+    assert address == client.getsockname()
+    assert server.getpeername() == client.getsockname()
+    server.settimeout(10)
+    return client, server
+
+
+def send_for_ever(connection: socket.socket) -> None:
+    while True:
+        connection.send(BYTES)
+
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    received = bytearray()
+    while len(received) < count and (data := connection.recv(count - len(received))):
+        received += data
+    return bytes(received)
+
+
+def test_bytes_arrive_in_order_and_then_the_end(run: Callable[[Body], None]) -> None:
+    def body() -> None:
+        with listen_tcp() as listening:
+            client, server = connect_tcp(listening)
+            with client, server:
+                sender = runtime.start_thread(client.sendall, name="sender", args=(BYTES,))
+                assert receive(server, len(BYTES)) == BYTES
+                sender.join()
+                client.shutdown(socket.SHUT_WR)
+                assert server.recv(10) == b""
+                server.sendall(b"still open")
+                assert receive(client, 10) == b"still open"
+
+    run(body)
+
+
+def test_who_does_not_read_makes_the_sender_wait(run: Callable[[Body], None]) -> None:
+    def body() -> None:
+        with listen_tcp() as listening:
+            client, server = connect_tcp(listening)
+            with client, server:
+                client.settimeout(0.2)
+                with pytest.raises(TimeoutError):
+                    client.sendall(BYTES * 100)
+                client.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    send_for_ever(client)
+
+    run(body)
+
+
+def test_nobody_there_is_a_refusal_and_a_silent_one_a_timeout(run: Callable[[Body], None]) -> None:
+    def body() -> None:
+        with listen_tcp() as listening:
+            address = listening.getsockname()
+            client, server = connect_tcp(listening)
+            with client, server:
+                client.settimeout(0.1)
+                with pytest.raises(TimeoutError):
+                    client.recv(1)
+        late = runtime.open_socket(socket.AF_INET, socket.SOCK_STREAM)
+        with late, pytest.raises(ConnectionRefusedError):
+            late.connect(address)
+
+    run(body)
+
+
+def test_to_close_with_unread_bytes_resets_the_other_end(run: Callable[[Body], None]) -> None:
+    def body() -> None:
+        with listen_tcp() as listening:
+            client, server = connect_tcp(listening)
+            with client:
+                client.sendall(b"unread")
+                runtime.sleep(0.1)
+                server.close()
+                with pytest.raises(ConnectionError):
+                    client.recv(1)
+                with pytest.raises(ConnectionError):
+                    send_for_ever(client)
+
+    run(body)
+
+
+def test_a_thread_that_waits_is_woken_when_its_end_is_shut(run: Callable[[Body], None]) -> None:
+    def body() -> None:
+        with listen_tcp() as listening:
+            client, server = connect_tcp(listening)
+            with client, server:
+                heard: list[bytes] = []
+                waiter = runtime.start_thread(lambda: heard.append(client.recv(1)), name="waiter")
+                runtime.sleep(0.05)
+                client.shutdown(socket.SHUT_RDWR)
+                waiter.join(5)
+                assert heard == [b""]
+
+    run(body)
+
+
+def test_a_path_carries_descriptors_and_says_who_is_there(run: Callable[[Body], None]) -> None:
+    def body() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "socket")
+            listening = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            client = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with pytest.raises(FileNotFoundError):
+                client.connect(path)
+            listening.bind(path)
+            with pytest.raises(ConnectionRefusedError):
+                client.connect(path)
+            listening.listen()
+            client.connect(path)
+            server, _ = listening.accept()
+            assert server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[4:8] == (
+                os.geteuid().to_bytes(4, "little")
+            )
+            shared = SharedMemory.create(4096)
+            socket.send_fds(server, [b"here"], [shared.fd])
+            header, [fd], *_ = socket.recv_fds(client, 4, 1, socket.MSG_WAITALL)
+            mapped = SharedMemory(fd, 4096)
+            shared.memory[:5] = memoryview(b"bytes")
+            assert (header, bytes(mapped.memory[:5])) == (b"here", b"bytes")
+            for each in (mapped, shared, client, server, listening):
+                each.close()
+            again = runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with again, pytest.raises(ConnectionRefusedError):
+                again.connect(path)
+
+    run(body)
+
+
+def test_streams_of_asyncio_work_and_a_reader_waits_for_no_thread(
+    run: Callable[[Body], None],
+) -> None:
+    async def echo(listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        listening.setblocking(False)
+        connection, _ = await loop.sock_accept(listening)
+        with connection:
+            while data := await loop.sock_recv(connection, 100_000):
+                await loop.sock_sendall(connection, data)
+
+    async def main() -> None:
+        with listen_tcp() as listening:
+            serving = asyncio.create_task(echo(listening))
+            port = listening.getsockname()[1]
+            reader, writer = await runtime.connect(LOCAL, port, tls=None, buffer_bytes=1 << 16)
+            writer.write(BYTES)
+            assert await reader.readexactly(len(BYTES)) == BYTES
+            writer.close()
+            await writer.wait_closed()
+            await serving
+
+    run(lambda: runtime.run(main()))
+
+
+def test_what_is_sent_in_a_partition_arrives_when_it_is_over() -> None:
+    def body() -> None:
+        with listen_tcp() as listening:
+            client, server = connect_tcp(listening)
+            with client, server:
+                simulation.runtime.network.partition("main", "main", 5.0)
+                began = simulation.now
+                client.sendall(b"late")
+                assert receive(server, 4) == b"late"
+                assert 5.0 <= simulation.now - began < 5.1
+
+    simulation = Simulation(1)
+    with runtime.use(simulation.runtime):
+        simulation.runtime.scheduler.run(body)
+
+
+def test_the_end_of_a_lost_machine_is_told_to_who_sends_later() -> None:
+    def body() -> None:
+        with listen_tcp() as listening:
+            client, server = connect_tcp(listening)
+            server.vanish(simulation.runtime.scheduler.now + 3)  # type: ignore[attr-defined]
+            client.settimeout(1)
+            client.sendall(b"into nothing")
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+            runtime.sleep(3)
+            client.sendall(b"still")
+            with pytest.raises(ConnectionResetError):
+                client.recv(1)
+
+    simulation = Simulation(1)
+    with runtime.use(simulation.runtime):
+        simulation.runtime.scheduler.run(body)
