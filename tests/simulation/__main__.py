@@ -4,9 +4,10 @@ import sys
 
 from kvxfer.testing.simulation import Scenario, main
 from tests.simulation.polled import PolledScenario
+from tests.simulation.pool import PoolScenario
 from tests.simulation.tiers import TiersScenario
 
-SCENARIOS: list[Scenario] = [TiersScenario(), PolledScenario()]
+SCENARIOS: list[Scenario] = [TiersScenario(), PolledScenario(), PoolScenario()]
 
 if __name__ == "__main__":
     sys.exit(main(SCENARIOS))

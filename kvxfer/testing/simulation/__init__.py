@@ -3,6 +3,8 @@
 from kvxfer.testing.simulation.campaign import cut_down, main
 from kvxfer.testing.simulation.engine_scenario import EngineRun, EngineScenario, Opened
 from kvxfer.testing.simulation.faults import FaultyTier, TierFault
+from kvxfer.testing.simulation.fleet_scenario import FleetScenario, Holder
+from kvxfer.testing.simulation.processes import ProcessRun
 from kvxfer.testing.simulation.runtime import SimulatedRuntime
 from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step, Violation, run_seed
 
@@ -10,7 +12,10 @@ __all__ = [
     "EngineRun",
     "EngineScenario",
     "FaultyTier",
+    "FleetScenario",
+    "Holder",
     "Opened",
+    "ProcessRun",
     "Scenario",
     "SimulatedRuntime",
     "Simulation",

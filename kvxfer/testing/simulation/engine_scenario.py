@@ -149,6 +149,7 @@ class EngineRun:
 
     Attributes:
         is_closing: Whether `close` was called.
+        was_stopped: Whether its process has stood still: its calls may end late.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class EngineRun:
             timeout_s=ENGINE_TIMEOUT_S,
             close_timeout_s=CLOSE_TIMEOUT_S,
         )
-        self.is_closing = False
+        self.is_closing = self.was_stopped = False
         self._finished: dict[int, Any] = {}
 
     async def start(self) -> None:
@@ -262,7 +263,7 @@ class EngineRun:
         self._world.end(batch, outcomes)
         if outcomes and timeout_s is None and self._world.history.is_strict:
             late = [each for each in outcomes if each.status is Status.TIMED_OUT]
-            if late and not self.is_closing:
+            if late and not (self.is_closing or self.was_stopped):
                 self._simulation.fail("timed out without a fault", late[0])
         if outcomes:
             ended = zip(parts, outcomes, strict=True)
@@ -361,7 +362,9 @@ class EngineRun:
         cancel_at = None if cancel_s is None else batch.began + cancel_s
         while job_id not in self._finished:
             now = self._simulation.now
-            if now > batch.began + limit_s + (CLOSE_TIMEOUT_S if self.is_closing else 0) + SLACK_S:
+            closing_s = CLOSE_TIMEOUT_S if self.is_closing else 0.0
+            is_late = now > batch.began + limit_s + closing_s + SLACK_S
+            if is_late and not self.was_stopped:
                 self._simulation.fail("late", f"job of {_say({'parts': parts})}")
                 self._world.end(batch, None)
                 return
@@ -394,7 +397,7 @@ class EngineRun:
                     limit_s = MOST_S
         await asyncio.wait([task])
         took_s = self._simulation.now - began
-        if took_s > limit_s + SLACK_S and not self.is_closing:
+        if took_s > limit_s + SLACK_S and not (self.is_closing or self.was_stopped):
             verb = "ended after its cancellation" if was_cancelled else "took"
             self._simulation.fail("late", f"{what} {verb} {took_s:.3f} s of {limit_s:g}")
         if task.cancelled():
@@ -501,7 +504,9 @@ class EngineRun:
         tasks = [task for task in asyncio.all_tasks() if task is not current]
         if tasks:
             self._simulation.fail("tasks left", self._stacks())
-        if threads := self._simulation.runtime.scheduler.alive():
+        scheduler = self._simulation.runtime.scheduler
+        mine = scheduler.current.process, scheduler.current
+        if threads := [t for t in scheduler.alive() if t.process is mine[0] and t is not mine[1]]:
             names = sorted(thread.name for thread in threads)
             self._simulation.fail("threads left", f"{names}: {self._stacks()}")
 

@@ -198,7 +198,7 @@ class SimulatedLoop(BaseSelectorEventLoop):
                 made.close()
                 raise
             given["sock"] = made
-        return await super().create_connection(protocol_factory, **given)  # type: ignore[misc]
+        return await super().create_connection(protocol_factory, **given)
 
     def describe_tasks(self) -> str:
         """Describe where tasks stand that have not ended."""

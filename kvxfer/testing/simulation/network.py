@@ -479,7 +479,7 @@ class SimulatedSocket(Waitable):
     ) -> int:
         """See `socket.socket.sendmsg`; ancillary data are descriptors."""
         descriptors: list[int] = []
-        for _, kind, given in ancdata:
+        for _level, kind, given in ancdata:
             if kind == socket.SCM_RIGHTS:
                 descriptors += array.array("i", bytes(given))
         whole = b"".join(bytes(memoryview(each).cast("B")) for each in buffers)
@@ -507,12 +507,12 @@ class SimulatedSocket(Waitable):
         """See `socket.socket.recvmsg_into`."""
         views = [memoryview(each).cast("B") for each in buffers]
         data = memoryview(self.recv(sum(map(len, views))))
-        num_bytes, start = len(data), 0
+        start = 0
         for view in views:
             some = data[start : start + len(view)]
             view[: len(some)] = some
             start += len(some)
-        return num_bytes, [], 0, None
+        return len(data), [], 0, None
 
     def _send(self, data: memoryview, descriptors: Sequence[int]) -> int:
         self._require_open()

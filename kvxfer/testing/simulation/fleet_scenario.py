@@ -1,0 +1,301 @@
+"""Scenario of several engines and holders of their blocks, each in a process of its own."""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, ClassVar, Protocol
+
+from kvxfer.storage.keys import Namespace
+from kvxfer.testing.simulation.engine_scenario import (
+    CLOSE_TIMEOUT_S,
+    MOST_S,
+    SLACK_S,
+    EngineRun,
+    EngineScenario,
+)
+from kvxfer.testing.simulation.oracle import History
+from kvxfer.testing.simulation.processes import ProcessRun
+from kvxfer.testing.simulation.scenario import Simulation, Step
+from kvxfer.testing.simulation.world import Part, World
+
+DRAIN_S = 2.0
+QUIET_S = 60.0
+"""Virtual time after which everything is connected again, and all leases have run out."""
+
+
+class Holder(Protocol):
+    """Holder of blocks: what `kvxfer serve` runs."""
+
+    async def start(self) -> None:
+        """Begin to serve."""
+
+    async def drain(self, timeout_s: float) -> None:
+        """Begin nothing new, and wait for what is under way."""
+
+    async def aclose(self) -> None:
+        """End."""
+
+
+@dataclass(slots=True)
+class _EngineLife:
+    """Life of an engine, from its start to its end."""
+
+    process: ProcessRun
+    run: EngineRun
+    world: World
+
+
+@dataclass(slots=True)
+class _HolderLife:
+    """Life of a holder."""
+
+    process: ProcessRun
+    holder: Holder
+
+
+class FleetScenario(EngineScenario):
+    """Scenario of engines whose blocks are at holders, with restarts, stops and cuts.
+
+    Attributes:
+        num_holders: Most holders.
+        num_engines: Most engines.
+        faults: Kinds of faults, and how often each is drawn.
+    """
+
+    num_faulty: ClassVar[int] = 0
+    num_holders: ClassVar[int] = 1
+    num_engines: ClassVar[int] = 3
+    faults: ClassVar[dict[str, int]] = {
+        "kill_engine": 3,
+        "stop_engine": 2,
+        "kill_holder": 2,
+        "end_holder": 1,
+        "stop_holder": 2,
+    }
+
+    @abstractmethod
+    def open_holder(self, simulation: Simulation, namespace: Namespace, number: int) -> Holder:
+        """Make a holder, in its process; the seed decides how large it is and what is below it."""
+
+    @abstractmethod
+    def leftovers_of_holder(self, holder: Any) -> list[str]:
+        """Describe what is left in a holder whose engines have ended, and should not be."""
+
+    @abstractmethod
+    def is_strict(self, simulation: Simulation, steps: Sequence[Step]) -> bool:
+        """Whether an order of stores and deletes is an order of their effects, too."""
+
+    def plan(self, random: Random) -> list[Step]:
+        """See `Scenario.plan`."""
+        engines = range(random.randint(1, self.num_engines))
+        steps = [
+            replace(step, arguments={"engine": random.choice(engines), **step.arguments})
+            for step in super().plan(random)
+        ]
+        length_s = steps[-1].at_s if steps else 1.0
+        for _ in range(random.choice((0, 1, 3, 8))):
+            what = random.choices(list(self.faults), list(self.faults.values()))[0]
+            fault = {
+                "engine": random.choice(engines),
+                "holder": random.randrange(self.num_holders),
+                "for_s": random.choice((0.01, 0.2, 1.0, 4.0, 8.0)),
+                "share": random.choice((0.3, 1.0)),
+            }
+            steps.append(Step(random.random() * length_s, what, fault))
+        return sorted(steps, key=lambda step: step.at_s)
+
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        """See `Scenario.run`."""
+        simulation.run(_Fleet(self, simulation, steps).run())
+
+
+class _Fleet:
+    """One run of the scenario: the processes, and the steps that happen to them."""
+
+    def __init__(
+        self, scenario: FleetScenario, simulation: Simulation, steps: Sequence[Step]
+    ) -> None:
+        self._scenario = scenario
+        self._simulation = simulation
+        self._network = simulation.runtime.network
+        self._steps = steps
+        self._keys = World(simulation)
+        self._history: History = self._keys.history
+        self._history.is_strict = scenario.is_strict(simulation, steps)
+        self._engines: dict[int, _EngineLife] = {}
+        self._holders: dict[int, _HolderLife] = {}
+        self._closed: list[_EngineLife] = []
+        self._killed: list[_EngineLife | _HolderLife] = []
+
+    async def run(self) -> None:
+        """Carry out the steps, then look at what is there, and at what is left."""
+        for number in range(self._scenario.num_holders):
+            await self._start_holder(number)
+        engines = {step.arguments["engine"] for step in self._steps} or {0}
+        for number in sorted(engines):
+            await self._start_engine(number)
+        running = [asyncio.create_task(self._carry_out(step)) for step in self._steps]
+        left = (await asyncio.wait(running, timeout=MOST_S))[1] if running else set()
+        if left:
+            self._simulation.fail("never ended", self._stacks())
+        for task in left:
+            task.cancel()
+        self._network.heal()
+        for _ in range(2):  # an idle engine finds out that a holder has ended, and connects again
+            await asyncio.sleep(QUIET_S)
+            for life in self._engines.values():
+                lookup = {"parts": (Part(0, 0),), "timeout_s": None, "cancel_s": None}
+                asked = life.run.carry_out_all([Step(0.0, "lookup", lookup)])
+                await life.process.run(asked)
+        for number in [] if left else sorted(self._engines):
+            await self._engines[number].process.run(self._engines[number].run.look_at_the_end())
+        await self._end_all()
+        verdict, trace = len(self._simulation.violations), len(self._simulation.trace)
+        await self._bury_all()
+        del self._simulation.violations[verdict:], self._simulation.trace[trace:]
+
+    def _stacks(self) -> str:
+        return "\n" + self._simulation.runtime.scheduler.describe_waiting()
+
+    async def _carry_out(self, step: Step) -> None:
+        await asyncio.sleep(step.at_s)
+        given = dict(step.arguments)
+        number = given.pop("engine")
+        if step.what in self._scenario.faults:
+            self._simulation.note(f"-> {step}")
+            await getattr(self, f"_{step.what}")(engine=number, **given)
+            return
+        life = self._engines.get(number)
+        if life is None or life.process.process.is_stopped:
+            return
+        if step.what == "close":
+            self._closed.append(self._engines.pop(number))
+            await life.process.run(life.run.close())
+            await self._start_engine(number)
+            return
+        ended = asyncio.create_task(
+            life.process.run(life.run.carry_out_all([replace(step, at_s=0.0, arguments=given)]))
+        )
+        while not ended.done() and life.process.is_alive:
+            await asyncio.wait([ended], timeout=1.0)
+        ended.cancel()
+
+    # The lives of processes.
+
+    async def _start_engine(self, number: int) -> None:
+        process = ProcessRun(self._simulation, f"engine {number}")
+
+        def open_engine() -> _EngineLife:
+            world = World(self._simulation, self._history)
+            opened = self._scenario.open(self._simulation, world.namespace)
+            return _EngineLife(
+                process, EngineRun(self._scenario, self._simulation, world, opened), world
+            )
+
+        life = await process.call(open_engine)
+        await process.run(life.run.start())
+        self._engines[number] = life
+
+    async def _start_holder(self, number: int) -> None:
+        process = ProcessRun(self._simulation, f"holder {number}")
+        holder = await process.call(
+            lambda: self._scenario.open_holder(self._simulation, self._keys.namespace, number)
+        )
+        await process.run(holder.start())
+        self._holders[number] = _HolderLife(process, holder)
+
+    def _begin_loss(self) -> float:
+        """Note that blocks may be gone from now on: a holder ends."""
+        for key in self._keys.keys(self._keys.every_part()):
+            self._history.begin_removal(key)
+        return self._simulation.now
+
+    def _end_loss(self, began: float) -> None:
+        """Note that the blocks of a holder are gone, if there is no other one."""
+        is_gone = self._scenario.num_holders == 1
+        for key in self._keys.keys(self._keys.every_part()):
+            self._history.end_removal(key, began, was_found=is_gone)
+
+    # Faults, by their names.
+
+    async def _kill_engine(self, *, engine: int, for_s: float, **_: Any) -> None:
+        if life := self._engines.pop(engine, None):
+            life.process.kill()
+            self._killed.append(life)
+            await asyncio.sleep(for_s)
+            await self._start_engine(engine)
+
+    async def _stop_engine(self, *, engine: int, for_s: float, **_: Any) -> None:
+        if life := self._engines.get(engine):
+            life.run.was_stopped = True
+            await self._stop(life.process, for_s)
+
+    async def _kill_holder(self, *, holder: int, for_s: float, **_: Any) -> None:
+        if life := self._holders.pop(holder, None):
+            began = self._begin_loss()
+            life.process.kill()
+            self._killed.append(life)
+            self._end_loss(began)
+            await asyncio.sleep(for_s)
+            await self._start_holder(holder)
+
+    async def _end_holder(self, *, holder: int, for_s: float, **_: Any) -> None:
+        life = self._holders.get(holder)
+        if life is None or life.process.process.is_stopped:
+            return
+        del self._holders[holder]
+        began = self._begin_loss()
+        await life.process.run(life.holder.drain(DRAIN_S))
+        await self._close_holder(life)
+        self._end_loss(began)
+        await asyncio.sleep(for_s)
+        await self._start_holder(holder)
+
+    async def _stop_holder(self, *, holder: int, for_s: float, **_: Any) -> None:
+        if life := self._holders.get(holder):
+            await self._stop(life.process, for_s)
+
+    async def _stop(self, process: ProcessRun, for_s: float) -> None:
+        if not process.process.is_stopped:
+            process.stop()
+            await asyncio.sleep(for_s)
+            process.go_on()
+
+    # The end.
+
+    async def _close_holder(self, life: _HolderLife) -> None:
+        began = self._simulation.now
+        try:
+            async with asyncio.timeout(MOST_S):
+                await life.process.run(life.holder.aclose())
+        except Exception as exc:  # noqa: BLE001 - that is what is looked for
+            self._simulation.fail("undocumented error", f"the end of a holder: {exc!r}")
+        took_s = self._simulation.now - began
+        if took_s > CLOSE_TIMEOUT_S + SLACK_S:
+            self._simulation.fail("late", f"the end of a holder took {took_s:.3f} s")
+        await asyncio.sleep(QUIET_S)
+        life.process.loop.stop()
+
+    async def _end_all(self) -> None:
+        for life in self._engines.values():
+            await life.process.run(life.run.close())
+        for life in [*self._closed, *self._engines.values()]:
+            await life.process.run(life.run.require_nothing_left())
+            life.process.loop.stop()
+        for holding in self._holders.values():
+            for what in self._scenario.leftovers_of_holder(holding.holder):
+                self._simulation.fail("left", f"{what} in a holder without engines")
+        for holding in self._holders.values():
+            await self._close_holder(holding)
+        alive = self._simulation.runtime.scheduler.alive()
+        if names := sorted(each.name for each in alive if not each.process.has_ended):
+            self._simulation.fail("threads left", f"{names}: {self._stacks()}")
+
+    async def _bury_all(self) -> None:
+        for life in self._killed:
+            close = life.run.close if isinstance(life, _EngineLife) else life.holder.aclose
+            await life.process.bury(close)
+        for life in self._killed:
+            life.process.loop.stop()

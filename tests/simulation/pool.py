@@ -1,0 +1,95 @@
+"""Scenario of engines whose blocks are in the host pool of another process, `pool://`."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.backends.pool import PoolBackend, PoolConfig, PoolServer
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import Namespace
+from kvxfer.testing.dict_backend import DictBackend, DictConfig
+from kvxfer.testing.simulation import FleetScenario, Opened, Simulation, Step
+from kvxfer.tiering import TieredBackend, TierTimeouts
+from kvxfer.transfer import TransferEngine
+from kvxfer.units import ByteSize
+from tests.simulation.tiers import (
+    ROOM,
+    SLOT_BYTES,
+    leftovers_of_engine,
+    leftovers_of_host,
+    leftovers_of_tiers,
+)
+
+
+class PoolScenario(FleetScenario):
+    """Engines that share a host pool, killed and stopped as its holder is."""
+
+    name = "pool"
+    num_holders: ClassVar[int] = 1
+
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        """See `Scenario.run`; the socket is in a folder that goes with the run."""
+        with tempfile.TemporaryDirectory(prefix=_FOLDER, suffix=f"-{os.getpid()}") as folder:
+            self._path = Path(folder) / "pool.sock"
+            super().run(simulation, steps)
+
+    def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
+        """See `EngineScenario.open`."""
+        timeout_s = simulation.random("pool").choice((0.5, 2.0, 5.0))
+        config = PoolConfig(path=str(self._path), timeout_s=timeout_s)
+        return Opened(backend=PoolBackend(config, namespace), is_roomy=_is_roomy(simulation))
+
+    def open_holder(self, simulation: Simulation, namespace: Namespace, number: int) -> PoolServer:
+        """See `FleetScenario.open_holder`."""
+        del number
+        num_slots = ROOM if _is_roomy(simulation) else simulation.random("slots").choice((2, 6))
+        has_tier = _has_tier(simulation)
+
+        def open_backend(namespace: Namespace) -> Backend:
+            config = HostConfig(capacity=ByteSize(num_slots * SLOT_BYTES), shared=True)
+            host = HostBackend(config, namespace)
+            if not has_tier:
+                return host
+            below = DictBackend(DictConfig(max_blocks=ROOM), namespace)
+            timeouts = TierTimeouts(lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=0.1)
+            return TieredBackend([host, below], namespace, staging_bytes=16384, timeouts=timeouts)
+
+        settled = namespace if simulation.random("settled").random() < 0.5 else None
+        return PoolServer(self._path, num_slots * SLOT_BYTES, open_backend, namespace=settled)
+
+    def is_strict(self, simulation: Simulation, steps: Sequence[Step]) -> bool:
+        """See `FleetScenario.is_strict`: a holder that stood still does late what was asked."""
+        stops = any(step.what == "stop_holder" for step in steps)
+        return not (stops or _has_tier(simulation))
+
+    def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
+        """See `EngineScenario.leftovers`."""
+        left = leftovers_of_engine(engine)
+        assert isinstance(opened.backend, PoolBackend)
+        if users := sum(opened.backend._users.values()):
+            left.append(f"{users} users of attachments")
+        return left
+
+    def leftovers_of_holder(self, holder: Any) -> list[str]:
+        """See `FleetScenario.leftovers_of_holder`."""
+        assert isinstance(holder, PoolServer)
+        left = [f"{session} is attached" for session in holder._sessions]
+        if holder._store is not None:
+            left += leftovers_of_host(holder._store.host)
+            if isinstance(holder._store.backend, TieredBackend):
+                left += leftovers_of_tiers(holder._store.backend)
+        return left
+
+
+_FOLDER = "kvxfer-simulation-"
+
+
+def _is_roomy(simulation: Simulation) -> bool:
+    return simulation.random("room").random() < 0.6
+
+
+def _has_tier(simulation: Simulation) -> bool:
+    return simulation.random("tier").random() < 0.3
