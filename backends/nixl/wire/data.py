@@ -6,7 +6,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -214,7 +214,7 @@ class DataConnection:
             self.unwatch()
             try:
                 peek = socket.MSG_PEEK | socket.MSG_DONTWAIT
-                said = _below_tls(self._socket).recv(self._socket, 1, peek)
+                said = _below_tls(self._socket, "recv")(1, peek)  # that of TLS would decrypt
                 if said and isinstance(self._socket, ssl.SSLSocket):  # it may be TLS that says it
                     return
             except BlockingIOError:
@@ -241,7 +241,7 @@ class DataConnection:
             self._closed = True
             with contextlib.suppress(OSError):  # the other side closed it first
                 # That of SSLSocket would make the thread go on without TLS.
-                _below_tls(self._socket).shutdown(self._socket, socket.SHUT_RDWR)
+                _below_tls(self._socket, "shutdown")(socket.SHUT_RDWR)
             if not self._in_call:
                 self._socket.close()
 
@@ -328,9 +328,13 @@ class DataConnection:
             self._end_call()
 
 
-def _below_tls(connection: socket.socket) -> type[socket.socket]:
-    """Find the methods of a socket below its TLS, which would decrypt or say goodbye."""
-    return socket.socket if isinstance(connection, ssl.SSLSocket) else type(connection)
+def _below_tls(connection: socket.socket, name: str) -> Callable[..., Any]:
+    """Find a method of a socket below its TLS."""
+    owner = (
+        super(ssl.SSLSocket, connection) if isinstance(connection, ssl.SSLSocket) else connection
+    )
+    method: Callable[..., Any] = getattr(owner, name)
+    return method
 
 
 def describe_error(error: OSError) -> str:
