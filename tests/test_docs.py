@@ -125,7 +125,7 @@ def test_the_files_that_pages_name_exist() -> None:
 
 
 def test_the_readme_links_every_guide() -> None:
-    """Pages of a folder are found by its index; decisions are found by their folder."""
+    """Pages of a folder are found by its index."""
     linked = set(re.findall(r"\]\((docs/[\w/.-]+)", (ROOT / "README.md").read_text()))
     guides = {*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*/index.md")}
     assert {str(page.relative_to(ROOT)) for page in guides} - linked == set()

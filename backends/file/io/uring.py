@@ -36,7 +36,7 @@ from kvxfer.backends.file.io.ring import (
 )
 
 FILES_PER_CALL = 64
-"""Files of a system call; see docs/decisions/0003-io-uring.md."""
+"""Files of a system call; see docs/decisions.md."""
 
 Operations = NDArray[np.void]
 StringAddresses = NDArray[np.int64]
