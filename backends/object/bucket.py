@@ -77,10 +77,8 @@ class Bucket:
         max_requests: int,
         max_requests_per_s: float = 0.0,
     ) -> None:
-        import obstore
         from obstore import exceptions
 
-        self._obstore = obstore
         self._is_there = exceptions.AlreadyExistsError, exceptions.PreconditionError
         self._store = store
         self._place = place
@@ -126,7 +124,7 @@ class Bucket:
         """Ask for the size of an object; None where there is none."""
         try:
             found = await self._request(
-                "HEAD", lambda: self._obstore.head_async(self._store, path), timeout_s
+                "HEAD", lambda: self._store.head_async(path), timeout_s
             )
         except FileNotFoundError:
             return None
@@ -141,7 +139,7 @@ class Bucket:
         """
 
         async def read() -> tuple[ObjectVersion, Any]:
-            found = await self._obstore.get_async(self._store, path)
+            found = await self._store.get_async(path)
             version = ObjectVersion.of(found.meta)
             if version.size_bytes > max_bytes:
                 return version, b""
@@ -163,9 +161,7 @@ class Bucket:
         """
 
         async def read() -> tuple[ObjectVersion, Any]:
-            found = await self._obstore.get_async(
-                self._store, path, options={"range": (0, num_bytes)}
-            )
+            found = await self._store.get_async(path, options={"range": (0, num_bytes)})
             return ObjectVersion.of(found.meta), await found.bytes_async()
 
         try:
@@ -188,7 +184,7 @@ class Bucket:
         try:
             data = await self._request(
                 "GET",
-                lambda: self._obstore.get_range_async(self._store, path, start=start, end=stop),
+                lambda: self._store.get_range_async(path, start=start, end=stop),
             )
         except FileNotFoundError:
             return None
@@ -215,7 +211,7 @@ class Bucket:
         if await self.head(path) != version:
             return False
         try:
-            await self._request("COPY", lambda: self._obstore.copy_async(self._store, path, to))
+            await self._request("COPY", lambda: self._store.copy_async(path, to))
         except FileNotFoundError:
             return False
         return await self.remove(path, version)
@@ -228,19 +224,19 @@ class Bucket:
         """
         if await self.head(path) != version:
             return False
-        await self._request("DELETE", lambda: self._obstore.delete_async(self._store, path))
+        await self._request("DELETE", lambda: self._store.delete_async(path))
         return True
 
     async def delete(self, path: str) -> None:
         """Remove an object; none is no failure."""
         with contextlib.suppress(FileNotFoundError):  # only S3 does not tell
-            await self._request("DELETE", lambda: self._obstore.delete_async(self._store, path))
+            await self._request("DELETE", lambda: self._store.delete_async(path))
 
     async def list_folder(self, prefix: str) -> tuple[list[str], list[str]]:
         """List what follows a prefix, as if slashes made folders: the folders, and the objects."""
-        ask = self._obstore.list_with_delimiter_async
+        ask = self._store.list_with_delimiter_async
         try:
-            found = await self._request("LIST", lambda: ask(self._store, prefix or None))
+            found = await self._request("LIST", lambda: ask(prefix or None))
         except FileNotFoundError as exc:
             raise RequestFailedError(f"LIST: {describe(exc)}", transient=False) from None
         names = (str(each["path"]) for each in found["objects"])
@@ -265,7 +261,7 @@ class Bucket:
         ) -> tuple[Iterator[Sequence[Any]], Sequence[Any] | None]:
             if answers is None:
                 options: dict[str, Any] = {"offset": offset, "chunk_size": LIST_CHUNK}
-                answers = self._obstore.list(self._store, prefix=prefix, **options)
+                answers = self._store.list(prefix=prefix, **options)
             return answers, next(answers, None)
 
         async def ask() -> Sequence[Any] | None:
@@ -292,8 +288,7 @@ class Bucket:
     async def _put(self, path: str, data: memoryview, mode: Any) -> bool:
         async def put() -> None:
             self.counts.sent_bytes += len(data)
-            store, use = self._obstore.put_async, self._store
-            await store(use, path, data, mode=mode, use_multipart=False)
+            await self._store.put_async(path, data, mode=mode, use_multipart=False)
 
         try:
             await self._request("PUT", put)

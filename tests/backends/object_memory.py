@@ -1,7 +1,7 @@
 """Object storage in the memory of a test, by obstore's own client, and calls that go elsewhere."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, cast
 
 from obstore.store import MemoryStore, ObjectStore
@@ -28,5 +28,19 @@ def open_in_memory(namespace: Namespace, store: MemoryStore | None = None) -> Ob
 
 
 def plant(bucket: Bucket, name: str, call: Callable[..., Any]) -> None:
-    """Let a call of obstore go elsewhere."""
-    bucket._obstore = cast("Any", SimpleNamespace(**(vars(bucket._obstore) | {name: call})))
+    """Let a call of obstore go elsewhere, with the client as its first argument."""
+    before = bucket._store
+    planted = before if isinstance(before, _Planted) else _Planted(before, {})
+    calls = {**planted.calls, name: partial(call, planted.store)}
+    bucket._store = cast("Any", _Planted(planted.store, calls))
+
+
+class _Planted:
+    """Client of which some calls go elsewhere."""
+
+    def __init__(self, store: ObjectStore, calls: Mapping[str, Callable[..., Any]]) -> None:
+        self.store = store
+        self.calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        return self.calls.get(name) or getattr(self.store, name)

@@ -5,7 +5,6 @@ import contextlib
 import tracemalloc
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import obstore
@@ -64,7 +63,7 @@ async def test_a_list_that_fails_in_the_middle_has_every_name_once(
     def begin_list(*args: Any, **kwargs: Any) -> FailingList:
         return FailingList(obstore.list(*args, **kwargs))
 
-    monkeypatch.setattr(opened, "_obstore", SimpleNamespace(list=begin_list))
+    plant(opened, "list", begin_list)
     found = [each async for answer in opened.list_objects("prefix/") for each in answer]
     await opened.aclose(1.0)
     assert [each.name for each in found] == NAMES

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from typing import Any
 
-import obstore
 from obstore.store import MemoryStore, ObjectStore
 
 from kvxfer.backends.object import PageMemory
@@ -53,7 +52,7 @@ async def test_a_page_of_a_store_that_is_late_is_left_as_it_is() -> None:
                 await backend.store(keys[1:2], MEMORY.describe(0, range(1)))
         (late,) = held
         before = bytes(late)
-        backend._bucket._obstore = obstore
+        backend._bucket._store = store
         for _ in range(3):
             await store_generated(backend, keys[2:], MEMORY.describe(0, range(6)), version=1)
             outcomes = await backend.load(keys[2:], MEMORY.describe(0, range(8, 14)))

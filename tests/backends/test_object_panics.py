@@ -44,6 +44,7 @@ def raising(exc: BaseException) -> Callable[..., Any]:
 async def test_a_panic_is_the_failure_of_its_block() -> None:
     async with open_in_memory(NAMESPACE) as backend:
         await store_generated(backend, KEYS[:2], MEMORY.describe(0, range(2)))
+        store = backend._bucket._store
         for call in CALLS:
             plant(backend._bucket, call, raising(PanicException("no reactor, secret=1")))
         loaded = await backend.load(KEYS[:2], MEMORY.describe(0, range(2, 4)))
@@ -57,7 +58,7 @@ async def test_a_panic_is_the_failure_of_its_block() -> None:
         assert backend._listing is not None
         await backend._listing
         assert await backend.delete(KEYS[:2]) == [False] * 2
-        backend._bucket._obstore = obstore
+        backend._bucket._store = store
         loaded = await backend.load(KEYS[:2], MEMORY.describe(0, range(2, 4)))
         assert statuses(loaded) == [Status.DONE] * 2
 
