@@ -31,7 +31,9 @@ def plant(bucket: Bucket, name: str, call: Callable[..., Any]) -> None:
     """Let a call of obstore go elsewhere, with the client as its first argument."""
     before = bucket._store
     planted = before if isinstance(before, _Planted) else _Planted(before, {})
-    calls = {**planted.calls, name: partial(call, planted.store)}
+    calls: dict[str, Callable[..., Any]] = dict(planted.calls) | {
+        name: partial(call, planted.store)
+    }
     bucket._store = cast("Any", _Planted(planted.store, calls))
 
 

@@ -3,11 +3,17 @@
 import sys
 
 from kvxfer.testing.simulation import Scenario, main
+from tests.simulation.objects import ObjectsScenario
 from tests.simulation.polled import PolledScenario
 from tests.simulation.pool import PoolScenario
 from tests.simulation.tiers import TiersScenario
 
-SCENARIOS: list[Scenario] = [TiersScenario(), PolledScenario(), PoolScenario()]
+SCENARIOS: list[Scenario] = [
+    TiersScenario(),
+    PolledScenario(),
+    PoolScenario(),
+    ObjectsScenario(),
+]
 
 if __name__ == "__main__":
     sys.exit(main(SCENARIOS))

@@ -3,7 +3,7 @@
 import ctypes
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
@@ -14,6 +14,8 @@ from kvxfer.testing.block_memory import BlockMemory
 from kvxfer.testing.simulation.scenario import Simulation
 
 MAX_PARTS = 16
+LOOK_S = 0.025
+"""Most time between a look at an object and its removal: the answer comes, and the client asks."""
 
 
 @dataclass(slots=True)
@@ -183,6 +185,15 @@ class History:
         """Note that a purge has ended, and removes nothing any more."""
         self._num_purges -= 1
 
+    def note_loss(self, key: BlockKey) -> None:
+        """Note that a fault has removed a key, in one place at least."""
+        self._removed[key] = self._simulation.now
+        self._mixed.add(key)
+
+    def note_late_store(self, key: BlockKey) -> None:
+        """Note that a store that had failed, or was given up, has stored a key all the same."""
+        self._mixed.add(key)
+
     def judge_load(
         self, group: int, key: BlockKey, first: int, blocks: Sequence[bytes], began: float
     ) -> int:
@@ -244,6 +255,58 @@ class History:
             each.is_done and each.covers(0, num_blocks) and each.began > removed
             for each in self._stores.get(key, [])
         )
+
+
+class BucketHistory:
+    """What was in a bucket when, and who removed what he had not looked at.
+
+    Args:
+        simulation: The run.
+
+    Attributes:
+        on_late: Called with the kind and the name of a request that arrives when its client has
+            given it up.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._changes: dict[str, list[tuple[float, bool]]] = {}
+        self._looks: dict[tuple[str, str], tuple[float, int]] = {}
+        self.on_late: Callable[[str, str], object] | None = None
+
+    def note_change(self, name: str, *, is_there: bool) -> None:
+        """Note that an object was stored, or removed."""
+        self._changes.setdefault(name, []).append((self._simulation.now, is_there))
+
+    def was(self, name: str, since: float, *, is_there: bool) -> bool:
+        """Whether there was an object, or none, at some moment since then."""
+        was_there = False
+        for at, is_there_now in self._changes.get(name, []):
+            if at > since and is_there in (was_there, is_there_now):
+                return True
+            was_there = is_there_now
+        return was_there is is_there
+
+    def note_look(self, client: str, name: str, serial: int) -> None:
+        """Note that a client is told which object has a name."""
+        self._looks[client, name] = self._simulation.now, serial
+
+    def note_removal(self, client: str, name: str, serial: int | None) -> None:
+        """Check that who asks for a removal has just looked at what is there.
+
+        What is stored between the look and the removal is lost: S3 removes without a condition. So
+        there is no other moment between the two.
+        """
+        at, looked_at = self._looks.get((client, name), (-1.0, None))
+        is_unseen = serial is not None and serial != looked_at
+        if is_unseen and self._simulation.now - at > LOOK_S:
+            detail = f"{client}: {name}, looked at {self._simulation.now - at:.3f} s before"
+            self._simulation.fail("removed what it had not looked at", detail)
+
+    def note_arrival(self, request: str, name: str, *, is_late: bool) -> None:
+        """Note that a request has reached the bucket."""
+        if is_late and self.on_late is not None:
+            self.on_late(request, name)
 
 
 def _pieces(memory: BlockMemory, group: int) -> list[list[tuple[int, int]]]:

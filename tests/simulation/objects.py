@@ -1,0 +1,429 @@
+"""Scenario of two processes on one bucket: the S3 backend, alone or below host memory."""
+
+import asyncio
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any, ClassVar
+
+from kvxfer.backends.file.folders.names import key_in_name
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.backends.object import S3Backend
+from kvxfer.errors import BackendUnavailableError
+from kvxfer.face import SaltedKeys
+from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.observer import Added, Event, Observer, Removed, Reports
+from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulation, Step
+from kvxfer.testing.simulation.engine_scenario import MOST_S, SLACK_S
+from kvxfer.testing.simulation.object_storage import (
+    REQUESTS,
+    BucketFault,
+    SimulatedBucket,
+)
+from kvxfer.testing.simulation.oracle import History
+from kvxfer.testing.simulation.world import Batch, Part, World, draw_parts
+from kvxfer.tiering import TieredBackend, TierTimeouts
+from kvxfer.transfer import TransferEngine
+from kvxfer.units import ByteSize
+from tests.simulation.tiers import (
+    ROOM,
+    SLOT_BYTES,
+    leftovers_of_engine,
+    leftovers_of_host,
+    leftovers_of_tiers,
+)
+
+NUM_PROCESSES = 2
+QUIET_S = 120.0
+
+
+class ObjectsScenario(EngineScenario):
+    """Two processes that store, load, delete and purge blocks of one bucket, and restart."""
+
+    name = "objects"
+    num_faulty: ClassVar[int] = 0
+
+    def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
+        """See `EngineScenario.open`: the backend of a process that is alone."""
+        bucket = SimulatedBucket(simulation)
+        return _Process(simulation, bucket, "alone", namespace).opened
+
+    def plan(self, random: Random) -> list[Step]:
+        """See `Scenario.plan`."""
+        steps: list[Step] = []
+        for process in range(NUM_PROCESSES):
+            made = super().plan(random)[:: random.choice((1, 1, 2))]
+            steps += [
+                replace(each, arguments={"process": process, **each.arguments}) for each in made
+            ]
+        length_s = max(step.at_s for step in steps)
+        for _ in range(random.choice((0, 0, 1, 3))):
+            arguments: dict[str, Any] = {"process": random.randrange(NUM_PROCESSES)}
+            arguments["is_killed"] = random.random() < 0.5
+            steps.append(Step(random.random() * length_s, "restart", arguments))
+        for _ in range(random.choice((0, 0, 3, 8))):
+            parts = draw_parts(random, random.choice((1, 3)))
+            what = random.choice(("damage", "look", "reset", "look"))
+            arguments = {"process": random.randrange(NUM_PROCESSES), "parts": parts}
+            steps.append(Step(random.random() * length_s, what, arguments))
+        for _ in range(random.choice((0, 0, 1, 3, 8))):
+            arguments = {
+                "fault": random.choice(list(BucketFault)),
+                "for_s": random.choice((0.2, 1.0, 4.0)),
+                "share": random.choice((0.2, 0.5, 1.0)),
+                "requests": random.choice((REQUESTS, ("PUT",), ("GET",), ("DELETE", "PUT"))),
+            }
+            steps.append(Step(random.random() * length_s, "fault", arguments))
+        return sorted(steps, key=lambda step: step.at_s)
+
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        """See `Scenario.run`."""
+        simulation.run(_Run(self, simulation, steps).run())
+
+    def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
+        """See `EngineScenario.leftovers`."""
+        left = leftovers_of_engine(engine)
+        if isinstance(opened.backend, TieredBackend):
+            left += leftovers_of_tiers(opened.backend)
+        for tier in opened.tiers or [opened.backend]:
+            if isinstance(tier, HostBackend):
+                left += leftovers_of_host(tier)
+            elif isinstance(tier, S3Backend):
+                left += leftovers_of_bucket(tier)
+        return left
+
+
+class _Counting(Observer):
+    """Count of the objects that processes have reported as added, and not as removed."""
+
+    def __init__(self) -> None:
+        self.num_added: Counter[BlockKey] = Counter()
+
+    def note(self, event: Event) -> None:
+        if isinstance(event, Added):
+            self.num_added.update(event.keys)
+        elif isinstance(event, Removed):
+            self.num_added.subtract(event.keys)
+
+
+class _World(World):
+    """World of an engine whose keys have a salt after a reset.
+
+    Args:
+        simulation: The run.
+        damaged: Objects that rot, and how often they were damaged; processes share it.
+        history: History that they share.
+    """
+
+    salts: SaltedKeys
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        damaged: Counter[BlockKey],
+        history: History | None = None,
+    ) -> None:
+        super().__init__(simulation, history)
+        self._damaged = damaged
+
+    def key(self, part: Part) -> BlockKey:
+        """See `World.key`."""
+        return self.salts.name(super().key(part))
+
+    def forget(self) -> None:
+        """Note that what the memory of the process alone had is lost."""
+        for part in self.every_part():
+            for key in (self.key(part), super().key(part)):
+                self.history.note_loss(key)
+
+    def _judge(
+        self, batch: Batch, at: int, part: Part, ids: Sequence[int], outcome: Outcome
+    ) -> None:
+        super()._judge(batch, at, part, ids, outcome)
+        key = self.key(part)
+        if outcome.status is Status.CORRUPT:  # and it was removed
+            if key not in self._damaged:
+                self._simulation.fail("corrupt", f"{part}, which was not damaged: {outcome}")
+            while self._damaged[key]:
+                self._damaged[key] -= 1
+                self.history.end_removal(key, batch.began, was_found=False)
+
+
+class _Process:
+    """Backends of a process, and its client of the bucket."""
+
+    def __init__(
+        self, simulation: Simulation, bucket: SimulatedBucket, name: str, namespace: Namespace
+    ) -> None:
+        random = simulation.random("objects")  # the same for all processes
+        is_alone = random.random() < 0.6
+        is_roomy = is_alone or random.random() < 0.6
+        self.is_alone = is_alone or name == "reader"
+        fields = {
+            "path": "prefix",
+            "timeout_s": random.choice((0.5, 2.0, 5.0)),
+            "lookup_timeout_s": random.choice((0.1, 0.4)),
+            "retry_after_s": random.choice((0.2, 1.0)),
+            "found_ttl_s": random.choice((0.0, 1.0, 300.0)),
+            "missing_ttl_s": random.choice((0.0, 0.2, 5.0)),
+            "max_requests": random.choice((1, 3, 32)),
+            "max_requests_per_s": random.choice((0.0, 0.0, 200.0)),
+            "close_timeout_s": 5.0,
+        }
+        self.config, self.client = bucket.open_client(name, **fields)
+        self.objects = S3Backend(self.config, namespace)
+        self.opened = Opened(backend=self.objects, is_roomy=is_roomy)
+        if not self.is_alone:
+            blocks = ROOM if is_roomy else random.choice((2, 4, 8))
+            host = HostBackend(HostConfig(capacity=ByteSize(blocks * SLOT_BYTES)), namespace)
+            tiers: list[Backend] = [host, self.objects]
+            timeouts = TierTimeouts(lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=0.1)
+            backend = TieredBackend(tiers, namespace, staging_bytes=16384, timeouts=timeouts)
+            self.opened = Opened(backend=backend, tiers=tiers, is_roomy=is_roomy)
+
+
+class _EngineRun(EngineRun):
+    """Engine of one process."""
+
+    def __init__(
+        self,
+        scenario: EngineScenario,
+        simulation: Simulation,
+        world: _World,
+        process: _Process,
+        bucket: SimulatedBucket,
+    ) -> None:
+        super().__init__(scenario, simulation, world, process.opened)
+        self._salted = world
+        self._process = process
+        self._bucket = bucket
+        self._damaged = world._damaged
+        self._num_moving = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        world.salts = SaltedKeys(process.opened.backend)
+
+    async def flush(self) -> None:
+        """Wait until every block is in the bucket."""
+        await self._flush(600.0, None)
+
+    async def end(self, *, is_killed: bool) -> None:
+        """End the process, in the middle of everything if it is killed."""
+        self._simulation.note(f"-> end, killed: {is_killed}")
+        if is_killed:
+            self._process.client.kill()
+        await self.close()
+
+    def forget_memory(self) -> None:
+        """Note the end of the process: nothing reads its memory, which nobody has any more."""
+        for batch in self._salted.take_unsafe():
+            self._salted.release(batch)
+        if not self._process.is_alone:
+            self._salted.forget()
+
+    def require_counts(self) -> None:
+        """Check that the counts of requests and bytes are those of the client."""
+        counts, client = self._process.objects.counts, self._process.client
+        said = counts.requests, counts.sent_bytes, counts.received_bytes
+        is_so = client.num_requests, client.sent_bytes, client.received_bytes
+        if said != is_so:
+            self._simulation.fail("counts", f"said {said}, and there were {is_so}")
+
+    async def _move(self, *args: Any, **kwargs: Any) -> None:
+        await self._while_idle_is_off(super()._move(*args, **kwargs))
+
+    async def _poll(self, *args: Any, **kwargs: Any) -> None:
+        await self._while_idle_is_off(super()._poll(*args, **kwargs))
+
+    async def _while_idle_is_off(self, moving: Awaitable[None]) -> None:
+        self._num_moving += 1
+        self._idle.clear()
+        try:
+            await moving
+        finally:
+            self._num_moving -= 1
+            if not self._num_moving:
+                self._idle.set()
+
+    async def _damage(self, parts: tuple[Part, ...]) -> None:
+        """Let objects rot; what is there may be lost, until somebody has found it corrupt."""
+        for key in self._salted.keys(parts):
+            name = self._process.objects._pages.name(key)
+            if self._bucket.damage(name, self._simulation.random(f"damage {name}")):
+                self._salted.history.begin_removal(key)
+                self._damaged[key] += 1
+
+    async def _look(self, parts: tuple[Part, ...]) -> None:
+        await self.look(parts)
+
+    async def look(self, parts: Sequence[Part]) -> None:
+        """Look blocks up in the backend itself: its answers come in time, and are true."""
+        began, keys, config = self._simulation.now, self._salted.keys(parts), self._process.config
+        answers = await self._process.objects.lookup(keys)
+        took_s = self._simulation.now - began
+        if took_s > config.lookup_timeout_s + SLACK_S:
+            self._simulation.fail("late", f"a lookup took {took_s:.3f} s")
+        if not self._salted.history.is_strict:
+            return
+        for key, is_there in zip(keys, answers, strict=True):
+            if not is_there and took_s >= config.lookup_timeout_s:
+                continue
+            age_s = config.found_ttl_s if is_there else config.missing_ttl_s
+            name = self._process.objects._pages.name(key)
+            if not self._bucket.history.was(name, began - age_s - SLACK_S, is_there=is_there):
+                self._simulation.fail("a stale answer", f"{name} is there: {is_there}")
+
+    async def _purge(self, timeout_s: float | None, cancel_s: float | None) -> None:
+        """Remove the blocks whose keys begin like one of them."""
+        del timeout_s
+        keys = self._salted.keys(self._salted.every_part())
+        prefix = keys[len(keys) // 3][:5]
+        chosen, began = [key for key in keys if key.startswith(prefix)], self._simulation.now
+        for key in chosen:
+            self._salted.history.begin_removal(key)
+        purging = self._process.objects.purge(prefix)
+        if await self._timed("purge", purging, MOST_S, cancel_s) is not None:
+            for key in chosen:
+                is_sure = self._process.is_alone
+                self._salted.history.end_removal(key, began, was_found=is_sure)
+
+    async def _reset(self, parts: tuple[Part, ...]) -> None:
+        """Forget every block, and delete those that the process alone could find."""
+        del parts
+        salts, former = self._salted.salts, self._salted.salts.salt
+        if not salts.renew():
+            return
+        await self._idle.wait()
+        with contextlib.suppress(BackendUnavailableError):
+            await salts.delete_former(self._engine.drain)
+            pages = self._process.objects._pages
+            names = self._bucket.names(pages.place(former))
+            left = [each for each in names if pages.key_in(each).startswith(former)]
+            if left and self._salted.history.is_strict:
+                self._simulation.fail("left", f"objects of a former salt: {left}")
+
+
+class _Run:
+    """One run: two processes, their restarts, and a reader at the end."""
+
+    def __init__(
+        self, scenario: ObjectsScenario, simulation: Simulation, steps: Sequence[Step]
+    ) -> None:
+        self._scenario = scenario
+        self._simulation = simulation
+        self._steps = steps
+        self._bucket = SimulatedBucket(simulation)
+        self._bucket.history.on_late = self._note_late
+        self._counting = _Counting()
+        self._damaged: Counter[BlockKey] = Counter()
+        self._worlds = [_World(simulation, self._damaged)]
+        self._history = self._worlds[0].history
+        self._worlds += [
+            _World(simulation, self._damaged, self._history) for _ in range(NUM_PROCESSES)
+        ]
+        self._engines: list[_EngineRun] = []
+        self._late: dict[BlockKey, None] = {}
+        faults = ("fault", "damage", "restart")
+        self._has_faults = any(step.what in faults for step in steps)
+
+    async def run(self) -> None:
+        """Carry out the steps, then look at what is left, also with the eyes of a third process."""
+        began = asyncio.create_task(self._begin_faults())
+        lives = [asyncio.create_task(self._live(number)) for number in range(NUM_PROCESSES)]
+        engines = [await life for life in lives]
+        await began
+        alive = [engine for engine in engines if not engine.is_closing]
+        await asyncio.sleep(QUIET_S)
+        for engine in alive:
+            await engine.flush()
+        alive.append(await self._open(NUM_PROCESSES, "reader"))
+        for engine in alive:
+            await engine.look_at_the_end()
+            await engine.look(self._worlds[0].every_part())
+            engine.require_counts()
+        self._require_events()
+        for engine in alive:
+            await engine.close()
+        for engine in self._engines:
+            await engine.require_nothing_left()
+
+    async def _open(self, number: int, name: str) -> "_EngineRun":
+        world = self._worlds[number]
+        process = _Process(self._simulation, self._bucket, name, world.namespace)
+        self._history.is_strict = process.is_alone and not self._has_faults
+        process.objects.observe(Reports([self._counting]))
+        engine = _EngineRun(self._scenario, self._simulation, world, process, self._bucket)
+        self._engines.append(engine)
+        await engine.start()
+        return engine
+
+    async def _live(self, number: int) -> "_EngineRun":
+        """Carry out the steps of one process: from its start to its restart, and so on."""
+        mine = [step for step in self._steps if step.arguments.get("process") == number]
+        restarts = [step for step in mine if step.what == "restart"]
+        began, at_s = self._simulation.now, -1.0
+        while True:
+            engine = await self._open(number, f"process {number}")
+            until_s = restarts[0].at_s if restarts else math.inf
+            chosen = [step for step in mine if at_s < step.at_s < until_s]
+            late_s = self._simulation.now - began
+            steps = [_of_process(step, late_s) for step in chosen]
+            working = asyncio.create_task(engine.carry_out_all(steps))
+            if restarts:
+                await asyncio.sleep(max(0.0, until_s - late_s))
+                if not engine.is_closing:
+                    await engine.end(is_killed=restarts[0].arguments["is_killed"])
+            await working
+            if engine.is_closing:
+                engine.forget_memory()
+            if not restarts:
+                return engine
+            at_s = restarts.pop(0).at_s
+
+    async def _begin_faults(self) -> None:
+        began = self._simulation.now
+        for step in self._steps:
+            if step.what == "fault":
+                await asyncio.sleep(max(0.0, began + step.at_s - self._simulation.now))
+                self._simulation.note(f"-> fault {step}")
+                self._bucket.begin_fault(**step.arguments)
+
+    def _note_late(self, request: str, name: str) -> None:
+        """Note a request that was given up, and has reached the bucket all the same."""
+        key = key_in_name(name.rpartition("/")[2])
+        self._late[key] = None
+        if request == "DELETE":
+            self._history.note_loss(key)
+        elif request == "PUT":
+            self._history.note_late_store(key)
+
+    def _require_events(self) -> None:
+        """Check that what processes have reported is what is there."""
+        if self._has_faults:
+            return
+        names = self._bucket.names()
+        there = {key for name in names if (key := key_in_name(name.rpartition("/")[2]))}
+        for key in dict.fromkeys([*sorted(there), *self._counting.num_added]):
+            num = self._counting.num_added[key]
+            if num != (key in there) and key not in self._late:
+                self._simulation.fail("events", f"{key.hex()} added {num} times, {key in there}")
+
+
+def _of_process(step: Step, late_s: float) -> Step:
+    arguments = {name: each for name, each in step.arguments.items() if name != "process"}
+    return Step(max(0.0, step.at_s - late_s), step.what, arguments)
+
+
+def leftovers_of_bucket(backend: S3Backend) -> list[str]:
+    """Describe locks, slots and calls that an idle backend of a bucket still has."""
+    counts = {
+        "locked keys": len(backend._stores) + len(backend._deletes),
+        "taken slots": backend._config.max_requests - backend._bucket._slots._value,
+        "late calls": backend._calls.num_late,
+        "abandoned calls": len(backend._calls._abandoned),
+    }
+    return [f"{count} {what}" for what, count in counts.items() if count]
