@@ -61,7 +61,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_245,
     "kvxfer/storage": 5_065,
     "kvxfer/telemetry": 1_900,
-    "kvxfer/testing": 5_900,
+    "kvxfer/testing": 6_260,
     "kvxfer/tiering": 1_520,
     "kvxfer/transfer": 3_840,
 }

@@ -123,9 +123,7 @@ class Bucket:
     async def head(self, path: str, timeout_s: float | None = None) -> ObjectVersion | None:
         """Ask for the size of an object; None where there is none."""
         try:
-            found = await self._request(
-                "HEAD", lambda: self._store.head_async(path), timeout_s
-            )
+            found = await self._request("HEAD", lambda: self._store.head_async(path), timeout_s)
         except FileNotFoundError:
             return None
         return ObjectVersion.of(found)
