@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from random import Random
 from typing import Any, TypeVar, cast
 
-from kvxfer.runtime import Lock, Runtime
+from kvxfer.runtime import Disk, Lock, Runtime
 from kvxfer.testing.simulation.event_loop import SimulatedLoop
 from kvxfer.testing.simulation.network import Network
 from kvxfer.testing.simulation.primitives import (
@@ -103,6 +103,10 @@ class SimulatedRuntime(Runtime):
         loop = SimulatedLoop(self.scheduler, self.network)
         self.loops.append(loop)
         return loop
+
+    def disk(self) -> Disk:
+        """See `Runtime.disk`: there are no files."""
+        raise OSError("a simulation has no files")
 
     def open_socket(self, family: int, kind: int) -> socket.socket:
         """See `Runtime.open_socket`."""
