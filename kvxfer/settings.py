@@ -1,6 +1,8 @@
 """Settings that people write: a mapping becomes a struct, or an error names what is wrong."""
 
 import enum
+import logging
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -14,11 +16,23 @@ from kvxfer.units import decode_size
 
 S = TypeVar("S", bound=msgspec.Struct)
 
+VARIABLES = tuple(
+    f"KVXFER_{each}" for each in ("BACKEND", "CONFIG", "JOURNAL", "METRICS", "SECRET", "TRACE")
+)
+"""Environment variables that kvxfer reads, all of them optional."""
+MISSPELT_VARIABLE_LIKENESS = 0.835
+OF_KUBERNETES = re.compile("_(PORT|SERVICE)(_|$)")
+"""Names of variables that Kubernetes sets for each service, also one called `kvxfer-metrics`."""
+
 HIDDEN = "..."
 CREDENTIAL = re.compile(
     "secret|token|passw|credential|signature|(access|account|api|private|sas|shared)_?key|key_?id|^sas"
 )
 """Names of parameters whose values no error tells, unless they are those of files."""
+
+logger = logging.getLogger(__name__)
+
+_warned_of: set[str] = set()
 
 _WORDS: Mapping[str, str] = {
     "int": "a whole number",
@@ -30,6 +44,15 @@ _WORDS: Mapping[str, str] = {
     "null": "nothing",
 }
 """Types of msgspec's errors, in words."""
+
+
+def warn_of_misspelt_variables(environ: Iterable[str] = os.environ) -> None:
+    """Warn once in a process of each variable whose name is nearly one of `VARIABLES`."""
+    for name in [each for each in environ if each not in (*VARIABLES, *_warned_of)]:
+        near = did_you_mean(name, VARIABLES, likeness=MISSPELT_VARIABLE_LIKENESS)
+        if near and not OF_KUBERNETES.search(name):
+            _warned_of.add(name)
+            logger.warning("the environment variable %s is ignored%s", name, near)
 
 
 def convert_settings(

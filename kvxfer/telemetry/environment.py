@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.endpoint import MAX_PORT, Endpoint
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.extras import require_extra
+from kvxfer.settings import warn_of_misspelt_variables
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.observer import Observer
 from kvxfer.telemetry.journal import journal_observers
@@ -34,7 +35,8 @@ _opening = threading.Lock()
 def environment_observers(namespace: Namespace, *, engine: str = "") -> list[Observer]:
     """Make the observers that the environment asks for: a journal, metrics, spans.
 
-    Variables are `KVXFER_JOURNAL`, `KVXFER_METRICS`, and those of `span_observers`.
+    Variables are `KVXFER_JOURNAL`, `KVXFER_METRICS`, and those of `span_observers`. A misspelt name
+    is a warning.
 
     `KVXFER_METRICS=host:port` shows the metrics of this process there. Of several processes, as of
     an engine's workers, each takes the next port that is free.
@@ -48,6 +50,7 @@ def environment_observers(namespace: Namespace, *, engine: str = "") -> list[Obs
         MissingExtraError: prometheus_client is not installed.
         BackendUnavailableError: No port is free, or the address is not one of this machine.
     """
+    warn_of_misspelt_variables()
     return [
         *journal_observers(namespace, engine=engine),
         *_metrics_of_process(),

@@ -1,6 +1,7 @@
 """Metrics that an environment variable shows: of each process, at a port of its own."""
 
 import asyncio
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from kvxfer.backends.nixl import NixlConfig
 from kvxfer.connect import open_backend
 from kvxfer.endpoint import Endpoint, free_ports
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.settings import VARIABLES
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.telemetry import environment
 from tests.cli import peers
@@ -252,3 +254,25 @@ def test_spans_are_off_unless_they_are_asked_for(
     assert len(environment.span_observers()) == number
     wanted = "console" if "OTEL_TRACES_EXPORTER" in variables else "otlp"
     assert asked == [(wanted,)] * number
+
+
+def test_a_misspelt_variable_is_named_once_with_the_one_that_was_meant(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    meant = {"KVXFER_METRIC": "KVXFER_METRICS", "kvxfer_secret": "KVXFER_SECRET"}
+    others = ["KVXFER_METRICS_PORT", "KVXFER_SERVICE_HOST", "KVXFER_BENCH_DIR", "MY_BACKEND"]
+    for name in (*meant, *others):
+        monkeypatch.setenv(name, "a secret")
+    for _ in range(2):
+        environment.environment_observers(NAMESPACE)
+    assert caplog.messages == [
+        f"the environment variable {name} is ignored (did you mean {near!r}?)"
+        for name, near in meant.items()
+    ]
+
+
+def test_every_variable_that_is_read_is_listed() -> None:
+    root = Path(__file__).parents[2]
+    files = [*(root / "kvxfer").rglob("*.py"), *(root / "backends").rglob("*.py")]
+    text = "".join(each.read_text() for each in files)
+    assert set(re.findall("KVXFER_[A-Z]+", text)) == {*VARIABLES} - {"KVXFER_"}

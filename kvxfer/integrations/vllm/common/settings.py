@@ -14,7 +14,7 @@ from kvxfer.connect import BackendType, parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import require_extra
 from kvxfer.named_files import read_named_file
-from kvxfer.settings import shown
+from kvxfer.settings import shown, warn_of_misspelt_variables
 from kvxfer.storage.backend import can_purge_all
 from kvxfer.text import did_you_mean
 from kvxfer.transfer.load_or_compute import LoadOrCompute
@@ -82,11 +82,13 @@ def find_settings(
     Args:
         explicit: `kv_connector_extra_config` of the connector; always wins.
         environ: Has `KVXFER_BACKEND`, URLs with spaces between, and `KVXFER_CONFIG`, the name of a
-            file of settings in YAML or JSON; both may be missing or empty.
+            file of settings in YAML or JSON; both may be missing or empty. A misspelt name is a
+            warning.
 
     Raises:
         InvalidArgumentError: The file cannot be read, or has no settings by name.
     """
+    warn_of_misspelt_variables(environ)
     sources: list[tuple[str, Mapping[str, Any]]] = [(EXPLICIT, explicit)]
     if urls := environ.get(URLS, "").split():
         sources.append((URLS, {"backend": urls}))
