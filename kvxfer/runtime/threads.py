@@ -158,6 +158,12 @@ class DaemonThreads(ThreadPoolExecutor):
                 self._calls.put(None)
             self._closed = True
 
+    def __exit__(self, *exc_info: object) -> None:
+        """Wait until all calls have ended, however long they take, as `Executor` does."""
+        self.shutdown()
+        for thread in self._started:
+            thread.join()
+
     def _start_thread(self) -> None:
         name = f"{self._name}-{len(self._started)}"
         with contextlib.suppress(RuntimeError):  # at the end of the interpreter

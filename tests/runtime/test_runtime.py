@@ -97,3 +97,12 @@ def _ended(outcome: int | Exception) -> "Future[int]":
     else:
         future.set_result(outcome)
     return future
+
+
+def test_threads_that_a_block_of_code_uses_touch_nothing_after_its_end() -> None:
+    with pytest.raises(ZeroDivisionError), DaemonThreads("test", 1) as threads:
+        adding = threads.submit(sum, range(10_000_000))
+        waiting = threads.submit(sum, range(1))
+        raise ZeroDivisionError
+    assert adding.done()
+    assert waiting.done()
