@@ -112,7 +112,7 @@ def connect(
     complete = complete_namespace(namespace, caches, blocks_per_chunk)
     require_revision("namespace.revision", namespace.revision, backend)
     if len(mappings):
-        complete = portable_namespace(complete, mappings)
+        complete = portable_namespace(complete, mappings, caches.group_specs)
     with ExitStack() as undo:
         observers = [*observers, *environment_observers(complete)]
         opened = _open_backend(backend, complete, observers)

@@ -8,6 +8,7 @@ import torch
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.portable import PageMapping, PortableTensor
+from kvxfer.kvcache.spec import KVCacheSpec, UniformTypeKVCacheSpecs
 from kvxfer.storage.keys import GroupIdentity, Namespace, StoredTensor
 
 _SAFETENSORS_DTYPES = {
@@ -24,7 +25,9 @@ _SAFETENSORS_DTYPES = {
 """Source: https://github.com/huggingface/safetensors, `bindings/python/py_src/safetensors`."""
 
 
-def portable_namespace(namespace: Namespace, mappings: Sequence[PageMapping]) -> Namespace:
+def portable_namespace(
+    namespace: Namespace, mappings: Sequence[PageMapping], specs: Sequence[KVCacheSpec] = ()
+) -> Namespace:
     """Make the namespace of portable pages: without the fields that page mappings bridge.
 
     Model, revision, data type, quantization and configuration must agree, and so must the tensors
@@ -33,6 +36,12 @@ def portable_namespace(namespace: Namespace, mappings: Sequence[PageMapping]) ->
     of a tensor's encoding, and so of the namespace.
 
     Every shard of a group is a group of its own here, as `shard_groups` numbers them.
+
+    Args:
+        namespace: Identity of the pages, with whatever is not in their tensors.
+        mappings: Page mapping of each group.
+        specs: Spec of each group, of which windows count: the values of a layer depend on what
+            those before it attend to. None where `config_hash` has the windows.
 
     Raises:
         InvalidArgumentError: A tensor has a data type that a file cannot name.
@@ -46,10 +55,11 @@ def portable_namespace(namespace: Namespace, mappings: Sequence[PageMapping]) ->
         groups=tuple(
             GroupIdentity(
                 page_sizes_bytes=(sum(tensor.num_bytes for tensor in shard),),
+                spec=_describe_windows(specs[index]) if specs else "",
                 layouts=tuple(map(_describe, shard)),
                 tensors=tuple(map(_stored, shard)),
             )
-            for mapping in mappings
+            for index, mapping in enumerate(mappings)
             for shard in mapping.page.shards
         ),
     )
@@ -66,6 +76,18 @@ def shard_groups(mappings: Sequence[PageMapping]) -> list[list[int]]:
         [first + shard for shard in mapping.shards]
         for first, mapping in zip(firsts, mappings, strict=True)
     ]
+
+
+def _describe_windows(spec: KVCacheSpec) -> str:
+    """Name the windows of layers; empty where all of them attend to every token."""
+    layers = spec.layer_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}
+    told = [
+        f"{layer} {name}={window}".strip()
+        for layer, each in sorted(layers.items())
+        for name in ("sliding_window", "attention_chunk_tokens")
+        if (window := getattr(each, name, None)) is not None
+    ]
+    return ", ".join(told)
 
 
 def _describe(tensor: PortableTensor) -> str:

@@ -13,10 +13,12 @@ import torch
 from safetensors import safe_open
 
 from kvxfer import (
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
     MambaSpec,
     MLASpec,
+    SlidingWindowSpec,
     Status,
     WorkerShard,
     canonicalize,
@@ -29,6 +31,7 @@ from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache import KVQuantization
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
+from kvxfer.kvcache.spec import AttentionSpec
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.portable_backend import PortableBackend
@@ -137,6 +140,34 @@ def test_namespaces_agree_across_what_a_mapping_bridges_and_differ_in_the_rest()
     ours.require_same(theirs)
     revised = portable_namespace(msgspec.structs.replace(NAMESPACE, revision="2"), first.mappings)
     assert revised.fingerprint != ours.fingerprint
+
+
+@pytest.mark.asyncio
+async def test_pages_of_layers_with_another_window_are_not_found(tmp_path: Path) -> None:
+    """What the first layer attends to is in the keys and values of the second."""
+    worker = make_worker("block kv head token dim", rank=0, tp_size=1, tokens_per_block=16)
+    worker.fill(make_values())
+    (full,) = worker.caches.group_specs
+    assert isinstance(full, FullAttentionSpec)
+    kept: Any = {each.name: getattr(full, each.name) for each in dataclasses.fields(AttentionSpec)}
+    windows = [
+        dataclasses.replace(full, sliding_window=32),
+        SlidingWindowSpec(**kept, sliding_window=32),
+        dataclasses.replace(full, sliding_window=64),
+        dataclasses.replace(full, attention_chunk_tokens=32),
+        full,
+    ]
+    found = []
+    for spec in windows:
+        async with connect(
+            f"file://{tmp_path}?capacity=64MiB&min_free=1MiB",
+            dataclasses.replace(worker.caches, group_specs=[spec]),
+            namespace=NAMESPACE,
+            mappings=worker.mappings,
+        ) as engine:
+            found.append((await engine.lookup(KEYS))[0])
+            await engine.store(KEYS, [range(worker.num_blocks)])
+    assert found == [False, True, False, False, False]
 
 
 def test_namespaces_say_of_every_tensor_how_it_is_ordered() -> None:
