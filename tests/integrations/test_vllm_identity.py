@@ -2,10 +2,13 @@
 
 import contextlib
 import copy
+import enum
+import json
 import os
 import socket
 import urllib.request
 from collections.abc import Callable
+from dataclasses import field, make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +57,8 @@ class HFConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.fields)
+
+    to_diff_dict = to_dict
 
 
 def make_model(path: str) -> SimpleNamespace:
@@ -182,6 +187,106 @@ def test_context_length_matters_with_long_rope_only(vllm_config: Any) -> None:
         long_rope(max_model_len)(changed)
         identities.add(identify_model(changed).config_hash)
     assert len(identities) == 3
+
+
+class Kernel(enum.Enum):
+    """Make a choice of kernels, whose value is where a release has their module."""
+
+    FLEX = "release.one"
+
+
+Attention = make_dataclass(
+    "Attention",
+    [("kernel", Kernel | None, None), ("skips", list[int], field(default_factory=list))],
+)
+LaterAttention = make_dataclass("Attention", [("splits", int, 32)], bases=(Attention,))
+
+
+def write_config(vllm_config: Any, **more: Any) -> Path:
+    file = Path(vllm_config.model_config.model, "config.json")
+    made = {"architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "torch_dtype": "float32"}
+    file.write_text(json.dumps(made | {"transformers_version": "5.0"} | more))
+    return file
+
+
+def test_another_release_says_the_same_of_a_checkpoint_in_other_words(vllm_config: Any) -> None:
+    write_config(vllm_config)
+    vllm_config.attention_config = Attention()
+    before = identify_model(vllm_config)
+    vllm_config.model_config.hf_config.fields |= {"added_later": 1, "rope_parameters": {"a": 2}}
+    vllm_config.attention_config = LaterAttention()
+    assert identify_model(vllm_config) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: write_config(config, rope_theta=500000.0),
+        changes_to("attention_config.kernel", Kernel.FLEX),
+        changes_to("attention_config.skips", [1]),
+        changes_to("model_config.quantization_config", {"linear": "fp8"}),
+        changes_to("model_config.hf_overrides", {"rope_theta": 5.0}),
+        lambda config: write_config(config).with_name("hf_quant_config.json").write_text("{}"),
+    ],
+)
+def test_a_checkpoint_or_settings_that_differ_have_another_identity(
+    vllm_config: Any, change: Change
+) -> None:
+    write_config(vllm_config)
+    vllm_config.attention_config = Attention()
+    before = identify_model(vllm_config)
+    (Path(vllm_config.model_config.model) / "tokenizer_config.json").write_text("{}")
+    assert identify_model(vllm_config) == before
+    change(vllm_config)
+    assert identify_model(vllm_config) != before
+
+
+def test_a_function_that_overrides_is_named_by_what_it_makes(vllm_config: Any) -> None:
+    """Both for files and for hand-over: its place in memory is another one in each process."""
+    write_config(vllm_config)
+    found = set()
+    for theta in (5.0, 5.0, 6.0):
+        override: Any = lambda config: config  # noqa: E731 - of one name, three in memory
+        vllm_config.model_config.hf_overrides = override
+        vllm_config.model_config.hf_config.fields["rope_theta"] = theta
+        hashes = identify_model(vllm_config), handover_namespace(vllm_config, "r")
+        found.add(tuple(each.config_hash for each in hashes))
+    assert len({each[0] for each in found}) == len({each[1] for each in found}) == 2
+
+
+def test_a_configuration_from_another_place_counts_and_names_no_weights(
+    vllm_config: Any, tmp_path: Path
+) -> None:
+    file = write_config(vllm_config)
+    plain = handover_namespace(vllm_config, "r")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(file.read_text().replace("10000.0", "5.0"))
+    model = vllm_config.model_config
+    model.hf_config_path = str(other)
+    assert handover_namespace(vllm_config, "r").config_hash != plain.config_hash
+    model.model, model.hf_config._commit_hash = "example/model", "of the configuration"
+    with pytest.raises(InvalidArgumentError, match="revision"):
+        identify_model(vllm_config)
+
+
+def test_the_first_name_of_long_rope_counts_too(vllm_config: Any) -> None:
+    write_config(vllm_config, rope_scaling={"type": "su"})
+    vllm_config.model_config.hf_config.fields["rope_scaling"] = {"type": "longrope"}
+    found = set()
+    for max_model_len in (1024, 4096):
+        vllm_config.model_config.max_model_len = max_model_len
+        found.add(identify_model(vllm_config).config_hash)
+        found.add(handover_namespace(vllm_config, "r").config_hash)
+    assert len(found) == 4
+
+
+def test_namespaces_of_a_hand_over_are_those_of_earlier_releases(vllm_config: Any) -> None:
+    """Engines are upgraded one by one, and hand prompts to each other meanwhile."""
+    write_config(vllm_config)
+    assert handover_namespace(vllm_config, "r").fingerprint == "c96e10892717b5507120e59fc18aa1a4"
+    vllm_config.model_config.hf_overrides = {"rope_theta": 5.0}
+    assert handover_namespace(vllm_config, "r").fingerprint == "27cdf60f6aaa41dbb186e09e9920cfc0"
 
 
 def test_where_a_model_lies_and_what_read_it_does_not_matter(vllm_config: Any) -> None:

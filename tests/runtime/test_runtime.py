@@ -100,9 +100,6 @@ def _ended(outcome: int | Exception) -> "Future[int]":
 
 
 def test_threads_that_a_block_of_code_uses_touch_nothing_after_its_end() -> None:
-    with pytest.raises(ZeroDivisionError), DaemonThreads("test", 1) as threads:
-        adding = threads.submit(sum, range(10_000_000))
-        waiting = threads.submit(sum, range(1))
-        raise ZeroDivisionError
-    assert adding.done()
-    assert waiting.done()
+    with DaemonThreads("test", 1) as threads:
+        calls = [threads.submit(sum, range(num)) for num in (10_000_000, 1)]
+    assert [each.done() for each in calls] == [True, True]

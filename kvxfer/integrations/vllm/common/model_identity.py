@@ -1,14 +1,29 @@
 """Identity of a model under vLLM: what changes the values of its cache at equal tokens."""
 
+import enum
 import json
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvxfer.engine_side.weight_files import VOLATILE_FIELDS, find_weights_revision, hash_text
+from kvxfer.engine_side.weight_files import (
+    OF_NO_VALUE,
+    config_facts,
+    find_weights_revision,
+    hash_text,
+)
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import Namespace
+
+HARMLESS_FILES = re.compile(
+    r"config\.json|(added_tokens|chat_template|generation_config|merges|special_tokens_map|tokenizer"
+    r"|vocab)[^.]*\.json|.*\.index\.json"
+)
+"""Files beside the weights that change no value at equal tokens, or are read for themselves."""
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,7 +33,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         revision: Revision of the weights, and the hash of what overrides their configuration.
         quantization: Quantization of weights and cache.
         config_hash: XXH3 of all other properties that change values: configuration of the model
-            (RoPE, windows), attention backend, draft model.
+            (RoPE, windows), settings of the attention, draft model.
     """
 
     revision: str
@@ -27,7 +42,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def identify_model(vllm_config: Any) -> ModelIdentity:
-    """Identify the model of an engine.
+    """Identify the model of an engine, in words that are the same in every release of vLLM.
 
     Args:
         vllm_config: A `vllm.config.VllmConfig`.
@@ -37,19 +52,14 @@ def identify_model(vllm_config: Any) -> ModelIdentity:
     """
     require_no_adapters(vllm_config)
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    facts = _describe(model) | {
-        "cache": [
-            str(cache.cache_dtype),
-            list(cache.kv_cache_dtype_skip_layers),
-            str(cache.mamba_cache_dtype),
-            str(cache.mamba_ssm_cache_dtype),
-            str(cache.mamba_cache_mode),
-        ],
-        "attention": str(vllm_config.attention_config),
+    facts = _describe(vllm_config) | {
+        "engine": _describe_use(model),
+        "cache": [str(cache.cache_dtype), str(cache.mamba_cache_mode)],
+        "attention": _settings_made(vllm_config.attention_config),
         "load_format": str(vllm_config.load_config.load_format),
     }
     if draft := draft_of(vllm_config):
-        facts["draft"] = [find_revision(draft), _describe(draft)]
+        facts["draft engine"] = _describe_use(draft)
     return ModelIdentity(
         revision=find_revision(model) + _name_overrides(model),
         quantization=f"weights {model.quantization}, cache {cache.cache_dtype}",
@@ -83,23 +93,86 @@ def _name_overrides(model: Any) -> str:
     return f" overridden {hash_text(json.dumps(facts, sort_keys=True, default=str))}"
 
 
-def _describe(model: Any) -> dict[str, Any]:
-    """Collect the parts of a model's configuration that change its values."""
-    config = {
-        name: value
-        for name, value in model.hf_config.to_dict().items()
-        if name not in VOLATILE_FIELDS
-    }
+def _describe(vllm_config: Any) -> dict[str, Any]:
+    """Collect what changes the values of a model's cache, as its checkpoint and its user say it.
+
+    So engines of different releases, which add defaults of their own, say the same.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    overrides = getattr(model, "hf_overrides", None) or {}
     facts = {
-        "config": config,
-        "dtype": str(model.dtype),
-        "quantization": [str(model.quantization), str(model.quantization_config)],
-        "implementation": [str(model.model_impl), str(model.model_class_overrides)],
+        "config": _read_config(model),
+        "overrides": str(overrides),
+        "skipped": sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", ()))),
+        "states": [str(cache.mamba_cache_dtype), str(cache.mamba_ssm_cache_dtype)],
         "sliding_window_off": bool(model.disable_sliding_window),
     }
-    if "longrope" in json.dumps(config, default=str):
-        facts["max_model_len"] = model.max_model_len  # long or short factors depend on it
+    if callable(overrides):  # what it makes of the configuration, and not where it is in memory
+        facts["overrides"] = [_name_overrides(model), config_facts(model.hf_config)]
+    if _depends_on_length(model):
+        facts["max_model_len"] = model.max_model_len
+    if draft := draft_of(vllm_config):
+        facts["draft"] = [find_revision(draft), _read_config(draft)]
     return facts
+
+
+def _describe_use(model: Any) -> dict[str, Any]:
+    """Collect how an engine uses a checkpoint, and the other files that it may read there."""
+    place = Path(_place_of_config(model))
+    files = sorted(place.glob("*.json")) if place.is_dir() else []
+    facts = {
+        "dtype": str(model.dtype),
+        "quantization": [str(model.quantization), _settings_made(model.quantization_config)],
+        "implementation": [str(model.model_impl), str(model.model_class_overrides)],
+        "sliding_window_off": bool(model.disable_sliding_window),
+        "files": {
+            file.name: hash_text(file.read_text(errors="surrogateescape"))
+            for file in files
+            if not HARMLESS_FILES.fullmatch(file.name)
+        },
+    }
+    if _depends_on_length(model):
+        facts["max_model_len"] = model.max_model_len
+    return facts
+
+
+def _depends_on_length(model: Any) -> bool:
+    """Whether the longest prompt decides on factors of the rotary embedding, long or short ones.
+
+    Phi-3's first checkpoints call this kind `su`, which transformers renames.
+    """
+    return any(
+        "longrope" in json.dumps(each, default=str)
+        for each in (_read_config(model), model.hf_config.to_dict())
+    )
+
+
+def _settings_made(value: Any) -> Any:
+    """Describe settings, at any depth by those that are not as their release declares them.
+
+    The text of an object has every setting that a release knows, and so another one in the next.
+    """
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return {str(name): _settings_made(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_settings_made(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if not is_dataclass(value):
+        return value
+    kind: Any = type(value)
+    try:
+        declared = kind()
+    except Exception:  # noqa: BLE001 - it has no default: every setting is made
+        declared = None
+    made = {each.name: getattr(value, each.name) for each in fields(value)}
+    return {
+        name: _settings_made(each)
+        for name, each in made.items()
+        if declared is None or each != getattr(declared, name)
+    }
 
 
 def find_revision(model: Any) -> str:
@@ -109,7 +182,8 @@ def find_revision(model: Any) -> str:
         InvalidArgumentError: It is unknown.
     """
     path = str(model.model_weights or model.model)
-    commit = getattr(model.hf_config, "_commit_hash", None) or ""
+    is_own = _place_of_config(model) == str(model.model)  # else the commit is that of another one
+    commit = (is_own and getattr(model.hf_config, "_commit_hash", None)) or ""
     revision = find_weights_revision(path, revision=model.revision or "", commit=commit)
     if not revision:
         rule = f"a revision of the weights at {path!r}, which has no commit or weight file"
@@ -131,23 +205,12 @@ def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
         InvalidArgumentError: The revision of the weights is unknown.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    facts = {
-        "config": _read_config(model),
-        "overrides": str(getattr(model, "hf_overrides", None) or {}),
-        "skipped": sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", ()))),
-        "states": [str(cache.mamba_cache_dtype), str(cache.mamba_ssm_cache_dtype)],
-        "sliding_window_off": bool(model.disable_sliding_window),
-    }
-    if "longrope" in json.dumps(facts, default=str):
-        facts["max_model_len"] = model.max_model_len
-    if draft := draft_of(vllm_config):
-        facts["draft"] = [find_revision(draft), _read_config(draft)]
     return Namespace(
         model=" ".join(getattr(model.hf_config, "architectures", None) or ()),
         revision=revision or find_revision(model),
         dtype=str(model.dtype),
         quantization=f"weights {model.quantization}, cache {cache.cache_dtype}",
-        config_hash=hash_text(json.dumps(facts, sort_keys=True, default=str)),
+        config_hash=hash_text(json.dumps(_describe(vllm_config), sort_keys=True, default=str)),
     )
 
 
@@ -162,11 +225,24 @@ def draft_of(vllm_config: Any) -> Any:
 
 
 def _read_config(model: Any) -> dict[str, Any]:
-    """Read the configuration of a checkpoint as its makers wrote it.
+    """Read the configuration of a checkpoint as its makers wrote it."""
+    place, file = _place_of_config(model), None
+    if str(getattr(model, "config_format", "auto")) in {"auto", "hf"}:
+        file = Path(place) / "config.json"
+        if not file.is_file():
+            file = _find_in_repository(place, getattr(model.hf_config, "_commit_hash", None))
+    config = json.loads(file.read_text()) if file else model.hf_config.to_diff_dict()
+    return {key: value for key, value in config.items() if key not in OF_NO_VALUE}
 
-    Engines of different releases add different defaults to it.
-    """
-    path = Path(model.model) / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else model.hf_config.to_diff_dict()
-    dtypes = ("torch_dtype", "dtype")  # a field of its own in the namespace
-    return {key: value for key, value in config.items() if key not in (*VOLATILE_FIELDS, *dtypes)}
+
+def _find_in_repository(name: str, commit: str | None) -> Path | None:
+    """Find the configuration that was loaded with a commit of a repository; None without it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    is_file = not commit or Path(name).exists()
+    found = None if is_file else try_to_load_from_cache(name, "config.json", revision=commit)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _place_of_config(model: Any) -> str:
+    return str(getattr(model, "hf_config_path", None) or model.model)
