@@ -40,7 +40,7 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 2_060,
+    "kvxfer": 2_080,
     "backends/file": 6_855,
     "backends/host": 1_650,
     "backends/mooncake": 750,
@@ -55,11 +55,11 @@ BUDGETS = {
     "kvxfer/engine_side": 1_800,
     "kvxfer/explain": 950,
     "kvxfer/face": 90,
-    "kvxfer/integrations": 11_470,
+    "kvxfer/integrations": 11_450,
     "kvxfer/kvcache": 6_020,
     "kvxfer/replay": 3_920,
-    "kvxfer/runtime": 1_245,
-    "kvxfer/storage": 5_065,
+    "kvxfer/runtime": 1_250,
+    "kvxfer/storage": 5_075,
     "kvxfer/telemetry": 1_900,
     "kvxfer/testing": 6_260,
     "kvxfer/tiering": 1_520,

@@ -25,7 +25,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvxfer.integrations.vllm import KVXferConnector
 from kvxfer.integrations.vllm.prefill_decode.metrics import OFFLOADING
-from kvxfer.integrations.vllm.prefill_decode.tiers import TieredConnector, TieredStep
 from tests.integrations.pd_engine import ended_transfers
 from tests.integrations.vllm_tensors import FULL, LAYOUTS_ARE_NAMED, TOKENS, allocate, backend
 
@@ -150,7 +149,7 @@ class Engine:
         done.kv_connector_worker_meta = worker.build_connector_worker_meta()
         self.received += done.finished_recving
         self.sent += done.finished_sending
-        if isinstance(told, TieredStep) and told.step.fetches:
+        if told.tiers is not None and told.fetches:
             self.num_flushed += len(told.tiers.jobs_to_flush)
         worker.clear_connector_metadata()
         ids = list(output.num_scheduled_tokens)
@@ -381,4 +380,4 @@ def test_without_backend_there_are_no_tiers_and_with_it_every_hook_of_theirs_is_
         *("get_finished", "request_finished", "build_kv_connector_stats"),  # of KVXferConnector
         "requires_kv_delivery",  # P's do
     }
-    assert hooks - elsewhere <= set(vars(TieredConnector))
+    assert hooks - elsewhere <= set(vars(KVXferConnector))

@@ -1,8 +1,8 @@
 """Connector: prefill in one engine and decode in another, by way of vLLM's connector interface."""
 
-import importlib
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvxfer.backends.nixl import Endpoint
@@ -39,6 +39,13 @@ from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.step_data import StepData
 from kvxfer.integrations.vllm.prefill_decode.ticket import wants_prefill
+from kvxfer.integrations.vllm.prefill_decode.tiers import (
+    Shares,
+    Twice,
+    fence,
+    find_tiers,
+    open_tiers,
+)
 from kvxfer.integrations.vllm.prefill_decode.worker import Ended, PrefillDecodeWorker
 from kvxfer.integrations.vllm.prefill_decode.worker_caches import describe_worker
 from kvxfer.kvcache.canonical import CanonicalKVCaches
@@ -70,25 +77,19 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     """Connector that hands the KV cache of prompts from prefill engines to decode engines.
 
     Settings are in `kv_connector_extra_config`, see `Settings`. An engine with `listen` lends the
-    pages of prompts that it computes; any engine reads those of others. With `backend`, the object
-    is a `TieredConnector`.
+    pages of prompts that it computes; any engine reads those of others.
+
+    With `backend`, whatever the engine computes or reads is stored in tiers of its own, by vLLM's
+    OffloadingConnector. A prompt begins with the blocks that are on the device; then come those
+    that the tiers have; and where the request has a ticket, P gives the rest. A request is loaded
+    when both parts are, and its blocks are free when they are neither lent nor being stored.
 
     Raises:
         InvalidArgumentError: A setting is unknown or of no use, or the engine is parallel in a way
-            that is not supported.
+            that is not supported; with tiers, as for `KVXferOffloadingSpec`.
+        UnsupportedEngineError: There are tiers, and this release of vLLM cannot end stores of
+            blocks that P's pages are about to be written to.
     """
-
-    def __new__(  # noqa: PYI034 - of a subclass, too
-        cls,
-        vllm_config: Any,
-        role: Any,  # noqa: ARG004 - of `__init__`
-        kv_cache_config: Any = None,  # noqa: ARG004
-    ) -> "KVXferConnector":
-        """Choose the class by the configuration: vLLM knows this one by its name only."""
-        kind = _type_for(vllm_config)
-        chosen = cls if issubclass(cls, kind) else kind
-        chosen.require_complete()
-        return object.__new__(chosen)
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -116,6 +117,13 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self._facts: WorkerFacts | None = None
         self._ended = Ended()
         self._has_warned = False
+        self._tiers: Any = open_tiers(vllm_config, role, kv_cache_config)
+        self._shares: dict[str, Shares] = {}
+        self._heads: set[str] = set()  # requests whose head is loaded from this step on
+        self._kept_by_both: set[str] = set()
+        self._loads, self._saves = Twice(), Twice()
+        self._alignment, self._has_states = 1, False  # of where the head of a prompt may end
+        self._bad_blocks: dict[str, list[list[int]]] = {}  # of requests that load their heads yet
 
     # The side of the scheduler.
 
@@ -134,6 +142,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             rule = "what KVXferConnector's workers say, so this one first of a MultiConnector's"
             raise InvalidArgumentError("metadata[0, 0]", facts, rule)
         groups = Groups.of(self._kv_cache_config, self._num_token_shares)
+        self._alignment, self._has_states = max(groups.tokens_per_block), any(groups.has_states)
         prompts = self._prompts = Prompts.of(self._vllm_config, groups)
         self._handover = Handover(
             self._settings.asking, self._namespace, CacheDescription.decode(facts.description)
@@ -160,6 +169,16 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
                 tp_size=self._vllm_config.parallel_config.tensor_parallel_size,
             )
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """See vLLM's `KVConnectorBase_V1`."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._tiers.bind_kv_cache_manager(kv_cache_manager)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """See vLLM's `KVConnectorBase_V1`."""
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._tiers.bind_gpu_block_pool(gpu_block_pool)
+
     @property
     def requires_kv_delivery(self) -> bool:
         """See vLLM's `KVConnectorBase_V1`."""
@@ -173,21 +192,40 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             self._prefill.on_new_request(request)
         if self._decode is not None:
             self._decode.on_new_request(request)
+        self._tiers.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See vLLM's `KVConnectorBase_V1`."""
-        if self._decode is None:
-            return 0, False
-        return self._decode.num_matched_tokens(request, num_computed_tokens)
+        head, _ = self._tiers.get_num_new_matched_tokens(request, num_computed_tokens)
+        rest = None if head is None else self._rest_of(request, num_computed_tokens + head)
+        if head is None or rest is None:
+            return None, False
+        if rest and head and not self._fits_both(num_computed_tokens + head):
+            head = 0  # P gives the head, too
+            rest = self._rest_of(request, num_computed_tokens)
+            assert rest is not None  # P has answered
+        self._shares[request.request_id] = Shares(head, rest)
+        return head + rest, head + rest > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See vLLM's `KVConnectorBase_V1`."""
+        head = self._head_of(request, num_external_tokens)
+        self._tiers.update_state_after_alloc(request, blocks, head)
         if self._decode is not None:
-            self._decode.on_alloc(request, blocks, num_external_tokens)
+            self._decode.on_alloc(request, blocks, num_external_tokens - head)
         if self._prefill is not None:
             self._prefill.on_alloc(request)
+        if head:
+            self._heads.add(request.request_id)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
+        """See vLLM's `KVConnectorBase_V1`."""
+        head = self._head_of(request, num_external_tokens)
+        ours = super().get_external_cache_hit_sources(request, num_external_tokens - head)
+        theirs = self._tiers.get_external_cache_hit_sources(request, head)
+        return dict(Counter(ours) + Counter(theirs))
 
     def build_connector_meta(self, scheduler_output: Any) -> StepData:
         """See vLLM's `KVConnectorBase_V1`."""
@@ -196,10 +234,21 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             self._decode.plan(step)
         if self._prefill is not None:
             self._prefill.plan(step, scheduler_output)
+        for fetch in step.fetches:  # before the tiers plan their step
+            fence(self._tiers, (block for ids in fetch.wanted.block_ids for block in ids if block))
+        step.tiers = self._tiers.build_connector_meta(scheduler_output)
+        step.loaded_by_both = self._heads.intersection(each.request_id for each in step.fetches)
+        step.kept_by_both = self._kept_by_both
+        self._heads, self._kept_by_both = set(), set()
         return step
+
+    def has_pending_push_work(self) -> bool:
+        """See vLLM's `KVConnectorBase_V1`."""
+        return bool(super().has_pending_push_work() or self._tiers.has_pending_push_work())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """See vLLM's `KVConnectorBase_V1`."""
+        self._tiers.update_connector_output(connector_output)
         if self._decode is not None:
             self._decode.on_received(connector_output.finished_recving or ())
         if self._prefill is not None:
@@ -215,16 +264,16 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See vLLM's `SupportsHMA`."""
-        if self._decode is not None:
-            self._decode.finish(request)
-        if not wants_prefill(request.kv_transfer_params):
-            return False, None
-        if self._prefill is None:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning("a request is to be handed over, by an engine that lends nothing")
-            return False, None
-        return self._prefill.finish(request, block_ids)
+        is_lent, params = self._finish(request, block_ids)
+        is_stored, _ = self._tiers.request_finished_all_groups(request, block_ids)
+        if is_lent and is_stored:
+            self._kept_by_both.add(request.request_id)
+        self._shares.pop(request.request_id, None)
+        return is_lent or is_stored, params
+
+    def take_events(self) -> Iterable[Any]:
+        """See vLLM's `KVConnectorBase_V1`."""
+        return tuple(self._tiers.take_events())
 
     def reset_cache(self) -> bool | None:
         """End the leases of finished requests; vLLM frees their blocks when nobody reads them.
@@ -233,13 +282,32 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         """
         if self._prefill is not None:
             self._prefill.reset()
-        return True
+        done: bool | None = self._tiers.reset_cache()
+        return done
 
-    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002 - vLLM's
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """See vLLM's `KVConnectorBase_V1`."""
+        shares = self._shares.get(request.request_id, Shares())
+        if shares.head and not shares.rest:
+            return tuple(self._tiers.get_loaded_kv_cache_group_ids(request))
         return transfer_groups(self._kv_cache_config)
 
     # The side of a worker.
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Whether vLLM should allocate one tensor of all layers."""
+        return bool(getattr(self._tiers, "prefer_cross_layer_blocks", True))
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """See vLLM's `KVConnectorBase_V1`."""
+        super().register_kv_caches(kv_caches)
+        self._tiers.register_kv_caches(kv_caches)
+
+    def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
+        """See vLLM's `KVConnectorBase_V1`, up to 0.28."""
+        super().register_cross_layers_kv_cache(kv_cache, attn_backend)
+        self._tiers.register_cross_layers_kv_cache(kv_cache, attn_backend)
 
     def use_kv_caches(self, caches: CanonicalKVCaches) -> None:
         """Lend and fill the blocks of this worker's caches from now on."""
@@ -263,13 +331,27 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         """See vLLM's `KVConnectorBase_V1`."""
         return self._facts
 
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Prepare a step: vLLM calls this in each, before it writes to any block."""
-        if self._worker is not None and isinstance(kv_connector_metadata, StepData):
-            self._worker.prepare(kv_connector_metadata)
+    def bind_connector_metadata(self, connector_metadata: StepData) -> None:
+        """See vLLM's `KVConnectorBase_V1`."""
+        super().bind_connector_metadata(connector_metadata)
+        self._tiers.bind_connector_metadata(connector_metadata.tiers)
+        self._loads.expect(connector_metadata.loaded_by_both)
+        self._saves.expect(connector_metadata.kept_by_both)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002 - vLLM's
-        """Begin the loads of a step."""
+    def clear_connector_metadata(self) -> None:
+        """See vLLM's `KVConnectorBase_V1`."""
+        super().clear_connector_metadata()
+        self._tiers.clear_connector_metadata()
+
+    def handle_preemptions(self, kv_connector_metadata: StepData) -> None:
+        """Prepare a step: vLLM calls this in each, before it writes to any block."""
+        if self._worker is not None:
+            self._worker.prepare(kv_connector_metadata)
+        self._tiers.handle_preemptions(kv_connector_metadata.tiers)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the loads of a step, and lend and store the blocks of earlier steps."""
+        self._tiers.start_load_kv(forward_context, **kwargs)
         step = self._get_connector_metadata()
         if self._worker is not None and isinstance(step, StepData):
             self._worker.begin(step)
@@ -280,10 +362,15 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: blocks are read where they are."""
+        """Do nothing: blocks are read where they are, and stored when they are whole."""
 
     def wait_for_save(self) -> None:
-        """Do nothing, for the same reason."""
+        """See vLLM's `KVConnectorBase_V1`."""
+        self._tiers.wait_for_save()
+
+    def build_connector_worker_meta(self) -> Any:
+        """See vLLM's `KVConnectorBase_V1`."""
+        return self._tiers.build_connector_worker_meta()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """See vLLM's `KVConnectorBase_V1`; before 0.30 vLLM calls this one."""
@@ -302,21 +389,26 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             return set()
         return {block for (bad,) in self._ended.bad_blocks.values() for block in bad}
 
+    # Both sides.
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """See vLLM's `KVConnectorBase_V1`."""
         num_leases = self._prefill.num_leases if self._prefill is not None else None
-        stats = self._counters.take(num_leases)
+        stats, theirs = self._counters.take(num_leases), self._tiers.get_kv_connector_stats()
+        if theirs is not None:
+            stats.data[OFFLOADING] = theirs.data
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:
-        """End every lease and load."""
-        if self._worker is not None:
-            self._worker.close()
-        elif self._handover is not None:
-            self._handover.close()
-        flush_journal()
-
-    # Both sides.
+        """End every lease and load, and then the tiers."""
+        try:
+            if self._worker is not None:
+                self._worker.close()
+            elif self._handover is not None:
+                self._handover.close()
+            flush_journal()
+        finally:
+            self._tiers.shutdown()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's
@@ -328,22 +420,21 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
         """See vLLM's `KVConnectorBase_V1`."""
-        if data is not None and OFFLOADING in data:
-            return _tiers().TieredStats(data)
         return PrefillDecodeStats(data)
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> PrefillDecodeMetrics:
         """See vLLM's `KVConnectorBase_V1`."""
-        if (kind := _type_for(vllm_config)) is not cls:
-            return kind.build_prom_metrics(vllm_config, *args)
-        return PrefillDecodeMetrics(vllm_config, *args)
+        found = find_tiers(vllm_config)
+        tiers = None if found is None else found[0].build_prom_metrics(found[1], *args)
+        return PrefillDecodeMetrics(vllm_config, *args, tiers=tiers)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """See vLLM's `KVConnectorBase_V1`: any layout will do, but tiers may want a certain one."""
-        kind = _type_for(vllm_config)
-        return None if kind is cls else kind.get_required_kvcache_layout(vllm_config)
+        found = find_tiers(vllm_config)
+        layout: str | None = found and found[0].get_required_kvcache_layout(found[1])
+        return layout
 
     def _sides(self, *, is_scheduler: bool) -> tuple[bool, bool]:
         """Decide whether this engine reads and lends; its scheduler says why it does not."""
@@ -371,21 +462,45 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         parallel = self._vllm_config.parallel_config
         return int(getattr(parallel, "decode_context_parallel_size", 1))
 
-    def _take_ended(self, finished_req_ids: set[str]) -> Ended:  # noqa: ARG002 - of the tiers
-        return Ended() if self._worker is None else self._worker.take_ended()
+    def _rest_of(self, request: Any, num_computed_tokens: int) -> int | None:
+        """Count the tokens that P gives after some; None while it has not answered."""
+        if self._decode is None:
+            return 0
+        return self._decode.num_matched_tokens(request, num_computed_tokens)[0]
 
+    def _head_of(self, request: Any, num_external_tokens: int) -> int:
+        return min(self._shares.get(request.request_id, Shares()).head, num_external_tokens)
 
-def _type_for(vllm_config: Any) -> type[KVXferConnector]:
-    """Return the connector with tiers where the configuration has any."""
-    explicit = vllm_config.kv_transfer_config.kv_connector_extra_config
-    if not find_settings(explicit).values.get("backend"):
-        return KVXferConnector
-    return _tiers().TieredConnector  # type: ignore[no-any-return]
+    def _fits_both(self, num_tokens: int) -> bool:
+        """Whether the tiers' part of a prompt may end here: not within a block, nor a state."""
+        return num_tokens % self._alignment == 0 and not self._has_states
 
+    def _finish(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request of D, or lend the blocks of one of P; return what P tells vLLM."""
+        if self._decode is not None:
+            self._decode.finish(request)
+        if not wants_prefill(request.kv_transfer_params):
+            return False, None
+        if self._prefill is not None:
+            return self._prefill.finish(request, block_ids)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("a request is to be handed over, by an engine that lends nothing")
+        return False, None
 
-def _tiers() -> Any:
-    """Import the connector with tiers at its first use: it builds on this one, and needs more."""
-    return importlib.import_module("kvxfer.integrations.vllm.prefill_decode.tiers")
+    def _take_ended(self, finished_req_ids: set[str]) -> Ended:
+        ours = Ended() if self._worker is None else self._worker.take_ended()
+        sent, received = self._tiers.get_finished(finished_req_ids)
+        ended = Ended(
+            sent=self._saves.take(ours.sent, sent),
+            received=self._loads.take(ours.received, received),
+        )
+        self._bad_blocks |= ours.bad_blocks
+        for request_id in ended.received & self._bad_blocks.keys():
+            ended.bad_blocks[request_id] = self._bad_blocks.pop(request_id)
+        return ended
 
 
 __all__ = ["KVConnectorRole", "KVXferConnector"]

@@ -21,7 +21,7 @@ PREFIX = "vllm:kvxfer_pd_"
 LOAD_SECONDS = "load_seconds"
 LEASES = "leases"
 OFFLOADING = "offloading"
-"""Key of the tiers' statistics in those of a connector with tiers."""
+"""Key of the tiers' statistics in those of an engine with tiers."""
 
 COUNTERS: Mapping[str, str] = {
     "tickets": "Tickets of requests that P was asked about.",
@@ -105,7 +105,10 @@ class Counters:
 
 
 class PrefillDecodeStats(KVConnectorStats):
-    """Statistics in vLLM's form: plain data that passes between its processes."""
+    """Statistics in vLLM's form: plain data that passes between its processes.
+
+    Those of an engine's own tiers are under a key of theirs.
+    """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=data or {})
@@ -113,11 +116,13 @@ class PrefillDecodeStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data: dict[str, Any] = {"counts": {}}
+        kept: dict[str, Any] = {OFFLOADING: {}} if OFFLOADING in self.data else {}
+        self.data: dict[str, Any] = {"counts": {}} | kept
 
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        return self.data == {"counts": {}}
+        ours = {name: self.data[name] for name in self.data.keys() - {OFFLOADING}}
+        return ours == {"counts": {}} and (self.tiers is None or bool(self.tiers.is_empty()))
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add the statistics of another worker, or of a later step."""
@@ -128,6 +133,9 @@ class PrefillDecodeStats(KVConnectorStats):
             self.data[LOAD_SECONDS] = [*self.data.get(LOAD_SECONDS, ()), *seconds]
         if LEASES in other.data:
             self.data[LEASES] = other.data[LEASES]
+        if (theirs := PrefillDecodeStats(other.data).tiers) is not None:
+            self.data.setdefault(OFFLOADING, {})
+            self.data[OFFLOADING] = self.tiers.aggregate(theirs).data
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -136,11 +144,28 @@ class PrefillDecodeStats(KVConnectorStats):
         summary: dict[str, int | float] = dict(self.data["counts"])
         if seconds:
             summary |= {"loads": len(seconds), "mean load (s)": sum(seconds) / len(seconds)}
-        return summary
+        return summary if self.tiers is None else {**summary, **self.tiers.reduce()}
+
+    @property
+    def tiers(self) -> Any:
+        """Statistics of the tiers, in vLLM's form; None without tiers."""
+        if OFFLOADING not in self.data:
+            return None
+        from kvxfer.integrations.vllm.offloading.interface import OffloadingConnector
+
+        return OffloadingConnector.build_kv_connector_stats(self.data[OFFLOADING])
 
 
 class PrefillDecodeMetrics(KVConnectorPromMetrics):
-    """Metrics of Prometheus that the statistics of all engines are counted in."""
+    """Metrics of Prometheus that the statistics of all engines are counted in.
+
+    Args:
+        vllm_config: As of vLLM's base class, and so on.
+        metric_types: As there.
+        labelnames: As there.
+        per_engine_labelvalues: As there.
+        tiers: Metrics of the engines' own tiers; None without any.
+    """
 
     def __init__(
         self,
@@ -148,8 +173,11 @@ class PrefillDecodeMetrics(KVConnectorPromMetrics):
         metric_types: Mapping[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
+        *,
+        tiers: Any = None,
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._tiers = tiers
         make, labels = self._counter_cls, list(labelnames)
         self._counters = {
             name: make(name=PREFIX + name, documentation=text, labelnames=labels)
@@ -184,3 +212,5 @@ class PrefillDecodeMetrics(KVConnectorPromMetrics):
             self._seconds.labels(*values).observe(seconds)
         if LEASES in transfer_stats_data:
             self._leases.labels(*values).set(transfer_stats_data[LEASES])
+        if self._tiers is not None:
+            self._tiers.observe(transfer_stats_data.get(OFFLOADING, {}), engine_idx)

@@ -1,6 +1,7 @@
 """Step data: what the scheduler tells the workers in one step of the engine."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.integrations.vllm.prefill_decode.interface import KVConnectorMetadata
@@ -56,9 +57,15 @@ class StepData(KVConnectorMetadata):
         given_up: Leases to end after the offers of the step: vLLM keeps their blocks until the
             request is reported, if they have any.
         fetches: Pages to read.
+        tiers: Step data of the engine's own tiers; None without any.
+        loaded_by_both: Requests that begin to load from P and from the tiers in this step.
+        kept_by_both: Finished requests whose blocks are lent and still being stored.
     """
 
     offers: list[Offer] = field(default_factory=list)
     revoked: list[str] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
+    tiers: Any = None
+    loaded_by_both: set[str] = field(default_factory=set)
+    kept_by_both: set[str] = field(default_factory=set)
