@@ -104,7 +104,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._bytes_to_verify = VERIFY_BYTES_PER_STEP
         self._held: dict[str, dict[BlockKey, None]] = {}  # in the order of lookups
         self._storing: dict[BlockKey, None] = {}  # in the order of the prompts
-        self._counters = metrics.Counters(pool.shape.slot_size_bytes, lower)
+        self._slot_bytes = pool.shape.slot_size_bytes
+        self._counters = metrics.Counters(self._slot_bytes, lower)
         self._retentions: dict[str, Retention] = {}  # of requests that have a wish
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
         self._recorder = recorder
@@ -124,7 +125,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         if check.outcome is None:
             if self._bytes_to_verify <= 0:
                 return LookupResult.HIT_PENDING
-            self._bytes_to_verify -= self._pool.shape.slot_size_bytes
+            self._bytes_to_verify -= self._slot_bytes
             check.outcome = self._pool.verify(check.slot, key)
         if check.outcome.done:
             self._answers.note_hit(req_id, key, metrics.HOST)
@@ -326,7 +327,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._reports.moved(Operation.STORE, keys, [outcome] * len(keys), [], runtime.monotonic())
 
     def _gauges(self) -> Mapping[Gauge, float]:
-        return self._index.gauges(self._pool.shape.slot_size_bytes)
+        return self._index.gauges(self._slot_bytes)
 
     def _still_gone(self, event: OffloadingEvent) -> OffloadingEvent:
         """Drop chunks from the event of a failure that are present or expected again by now."""

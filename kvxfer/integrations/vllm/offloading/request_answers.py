@@ -26,18 +26,18 @@ class RequestAnswers:
         self._tiers: dict[str, dict[BlockKey, str]] = defaultdict(dict)
 
     def arrive(self, req_context: ReqContext) -> None:
-        """Note the arrival of a request."""
-        if self._is_used:
+        """Note the arrival of a request, whose answers are kept from now on."""
+        if self._reports or self._count is not None:
             self._contexts.setdefault(req_context.req_id, req_context)
 
     def note(self, req_id: str, key: BlockKey, tier: str) -> None:
         """Note the tier that gives a chunk, empty for a miss."""
-        if self._is_used:
+        if req_id in self._contexts:
             self._tiers[req_id][key] = tier
 
     def note_hit(self, req_id: str, key: BlockKey, tier: str) -> None:
         """Note a tier that has a chunk, perhaps only since another gave it for this request."""
-        if self._is_used:
+        if req_id in self._contexts:
             tiers = self._tiers[req_id]
             tiers[key] = tiers.get(key) or tier
 
@@ -49,10 +49,6 @@ class RequestAnswers:
     def finish(self, req_id: str) -> None:
         """Tell a request that ended before it was scheduled, and forget it."""
         self._tell(req_id, "it ended before it was scheduled")
-
-    @property
-    def _is_used(self) -> bool:
-        return bool(self._reports) or self._count is not None
 
     def _tell(self, req_id: str, reason: str) -> None:
         context, tiers = self._contexts.pop(req_id, None), self._tiers.pop(req_id, {})

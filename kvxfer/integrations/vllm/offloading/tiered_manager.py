@@ -197,7 +197,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
                 wanted.setdefault(req_id, []).append(key)
         queued_bytes = self._tier.queued_bytes
         for keys in wanted.values():
-            num_bytes = len(keys) * self._pool.shape.slot_size_bytes
+            num_bytes = len(keys) * self._slot_bytes
             if prefill.load_pays(keys, num_bytes, queued_bytes=queued_bytes):
                 queued_bytes += num_bytes
                 continue
@@ -278,7 +278,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         landed: list[BlockKey] = []
         while self._loaded and self._bytes_to_verify > 0:
             moved = self._loaded.popleft()
-            self._bytes_to_verify -= self._pool.shape.slot_size_bytes
+            self._bytes_to_verify -= self._slot_bytes
             self._pool.seal([moved.row], [moved.key])
             landed.append(moved.key)
         if landed:
@@ -294,7 +294,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             moved = self._copied.popleft()
             sound = moved.outcome.done
             if sound:
-                self._bytes_to_verify -= self._pool.shape.slot_size_bytes
+                self._bytes_to_verify -= self._slot_bytes
                 sound = self._pool.verify(moved.row, moved.key).done
                 if not sound:
                     self._tier.delete([moved.key])
