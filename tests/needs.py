@@ -3,7 +3,9 @@
 import importlib
 import re
 import shutil
+import subprocess
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,21 @@ REASON = re.compile(r"needs (?P<what>[^:]+): (?P<command>.+)")
 def program(name: str, what: str, package: str) -> pytest.MarkDecorator:
     """Make the mark of tests that run a program of Debian's."""
     return _mark(what, f"apt-get install {package}", present=shutil.which(name) is not None)
+
+
+def python(release: str) -> pytest.MarkDecorator:
+    """Make the mark of tests that run with another Python, such as `3.12`."""
+    command = f"python{release} on the path, or pyenv install {release}"
+    return _mark(f"Python {release}", command, present=find_python(release) is not None)
+
+
+def find_python(release: str) -> str | None:
+    """Find a Python that works: on the path, where pyenv has commands that do not, or of pyenv."""
+    of_pyenv = Path.home().glob(f".pyenv/versions/{release}.*/bin/python")
+    for each in filter(None, (shutil.which(f"python{release}"), *map(str, of_pyenv))):
+        if not subprocess.run([each, "-c", ""], capture_output=True, check=False).returncode:
+            return each
+    return None
 
 
 def _mark(what: str, command: str, *, present: bool) -> pytest.MarkDecorator:

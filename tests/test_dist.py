@@ -1,4 +1,7 @@
-"""Distributions: the wheel and the sdist hold all files that they should, and no others."""
+"""Distributions: what is in them, and what works where they alone are installed.
+
+`KVXFER_DIST` names the folder that they are built in, as `make release` does.
+"""
 
 import json
 import os
@@ -11,6 +14,8 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -18,6 +23,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from kvxfer.cli import _COMMANDS
+from tests import needs
+from tests.environment import install
 
 ROOT = Path(__file__).parents[1]
 BACKEND_FILES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "backends").rglob("*.py")}
@@ -38,9 +45,17 @@ def run(*command: str | Path, cwd: Path) -> str:
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the source distribution and, from it, the wheel; return their folder."""
-    folder = tmp_path_factory.mktemp("dist")
+    named = os.environ.get("KVXFER_DIST")
+    folder = (ROOT / named) if named else tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def version(distributions: Path) -> str:
+    """Version of the distributions."""
+    (wheel,) = distributions.glob("*.whl")
+    return wheel.name.split("-")[1]
 
 
 @pytest.fixture(scope="module")
@@ -122,16 +137,27 @@ def test_no_module_named_backends_is_installed(clean_python: Path) -> None:
     assert run(clean_python, "-c", code, cwd=clean_python.parent).strip() == "None"
 
 
-def test_the_command_line_says_its_version(clean_python: Path) -> None:
-    version = run(clean_python.parent / "kvxfer", "--version", cwd=clean_python.parent)
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert version == f"kvxfer {declared}\n"
+def test_the_command_line_says_its_version(clean_python: Path, version: str) -> None:
+    said = run(clean_python.parent / "kvxfer", "--version", cwd=clean_python.parent)
+    assert said == f"kvxfer {version}\n"
 
 
-def test_the_package_says_its_version_without_importing_torch(clean_python: Path) -> None:
+def test_the_package_says_its_version_without_importing_torch(
+    clean_python: Path, version: str
+) -> None:
     code = "import kvxfer, sys; print(kvxfer.__version__, 'torch' in sys.modules)"
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert run(clean_python, "-c", code, cwd=clean_python.parent) == f"{declared} False\n"
+    assert run(clean_python, "-c", code, cwd=clean_python.parent) == f"{version} False\n"
+
+
+def test_both_are_of_one_version_and_an_index_can_show_them(
+    distributions: Path, version: str
+) -> None:
+    files = sorted([*distributions.glob("*.whl"), *distributions.glob("*.tar.gz")])
+    assert [file.name for file in files] == [
+        f"kvxfer-{version}-py3-none-any.whl",
+        f"kvxfer-{version}.tar.gz",
+    ]
+    run(sys.executable, "-m", "twine", "check", "--strict", *files, cwd=distributions)
 
 
 def test_the_files_that_the_image_of_serve_copies_make_the_wheel(tmp_path: Path) -> None:
@@ -155,6 +181,7 @@ def test_the_files_that_the_image_of_serve_copies_make_the_wheel(tmp_path: Path)
     assert declared["optional-dependencies"].keys() >= set(extras[1].split(","))
 
 
+NUM_TESTS_OF_A_BACKEND = 40
 CORE = ("aiofiles", "msgspec", "nixl", "numpy", "torch", "tqdm", "xxhash")
 SERVE = ("serve", "--listen", "127.0.0.1:0", "--capacity", "1MiB")
 BARE_COMMANDS = {
@@ -184,6 +211,7 @@ BARE_COMMANDS = {
     (*SERVE, "--tier", "s3://bucket"): "kvxfer[object]",
     (*SERVE, "--tier", "mooncake://127.0.0.1:9"): "kvxfer[mooncake]",
 }
+HELPS: dict[tuple[str, ...], str] = {(name, "--help"): "" for name in _COMMANDS}
 """Commands in an environment with nothing but the core, and what their one line names, mostly an
 extra; empty where they work. Benchmarks are those of the checkout."""
 
@@ -242,17 +270,43 @@ print(json.dumps([asyncio.run(told_of(url)) for url in json.loads(sys.argv[1])])
 """
 
 
-@pytest.fixture(scope="module")
-def bare_python(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a Python with the wheel and what its core depends on, linked from this environment."""
-    folder = tmp_path_factory.mktemp("bare")
-    venv.create(folder, symlinks=True, with_pip=False)
-    python = folder / "bin" / "python"
-    (site_packages,) = folder.glob("lib/python*/site-packages")
-    (wheel,) = distributions.glob("*.whl")
-    install = ["-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index"]
-    run(sys.executable, *install, wheel, cwd=folder)
-    left, known = list(CORE), set[str]()
+@dataclass(frozen=True, slots=True)
+class Bare:
+    """Environment with nothing but what was asked for.
+
+    Attributes:
+        python: Its Python.
+        wheel: The wheel of kvxfer.
+        is_linked: Whether packages are linked from the environment of the tests, which takes no
+            time, instead of being downloaded.
+    """
+
+    python: Path
+    wheel: Path
+    is_linked: bool
+
+    @property
+    def folder(self) -> Path:
+        """Folder of its commands, from which nothing of the checkout is seen."""
+        return self.python.parent
+
+    def install(self, extra: str = "") -> None:
+        """Install kvxfer, with an extra."""
+        wanted = f"{self.wheel}[{extra}]" if extra else f"{self.wheel}"
+        if not self.is_linked:
+            run(self.python, "-m", "pip", "install", "--no-compile", wanted, cwd=self.folder)
+            return
+        pip = ["-m", "pip", "--python", str(self.python), "install", "--no-deps", "--no-index"]
+        run(sys.executable, *pip, self.wheel, cwd=self.folder)
+        (site_packages,) = self.folder.parent.glob("lib/python*/site-packages")
+        for top in _tops([*CORE, *EXTRAS.get(extra, ())]):
+            if not os.path.lexists(site_packages / top.name):
+                (site_packages / top.name).symlink_to(top)
+
+
+def _tops(names: Iterable[str]) -> Iterator[Path]:
+    """Find the folders and modules of packages, and of all that they require."""
+    left, known = list(names), set[str]()
     while left:
         name = left.pop()
         if name in known or not (found := list(metadata.distributions(name=name))):
@@ -262,29 +316,64 @@ def bare_python(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -
             requirement = Requirement(each)
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 left.append(requirement.name)
-        tops = {file.parts[0] for file in found[0].files or ()} - {"..", "__pycache__"}
-        for top in tops:
-            if not (site_packages / top).exists():
-                (site_packages / top).symlink_to(str(found[0].locate_file(top)))
-    return python
+        for top in {file.parts[0] for file in found[0].files or ()} - {"..", "__pycache__"}:
+            yield Path(str(found[0].locate_file(top)))
+
+
+EXTRAS = {
+    name: [Requirement(each).name for each in wanted]
+    for name, wanted in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ].items()
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "linked",
+        *(
+            pytest.param(
+                each, marks=[needs.python(each), pytest.mark.exhaustive, pytest.mark.timeout(3600)]
+            )
+            for each in ("3.11", "3.12", "3.13")
+        ),
+    ],
+)
+def bare(
+    request: pytest.FixtureRequest, distributions: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Bare:
+    """Make an environment with the wheel and what its core depends on.
+
+    It is of this Python with links to its packages, or of another Python, as a stranger makes it.
+    """
+    folder = tmp_path_factory.mktemp("bare")
+    (wheel,) = distributions.glob("*.whl")
+    made = Bare(folder / "bin" / "python", wheel, is_linked=request.param == "linked")
+    if made.is_linked:
+        venv.create(folder, symlinks=True, with_pip=False)
+    else:
+        python = needs.find_python(request.param)
+        assert python is not None
+        run(python, "-m", "venv", folder, cwd=folder)
+        for arguments in install.find_torch(folder):  # for CPUs, where there is such a build
+            run(*install.pip(folder), *arguments, cwd=ROOT)
+    made.install()
+    return made
 
 
 def test_every_command_works_bare_or_names_the_extra_that_it_needs(
-    bare_python: Path, tmp_path: Path
+    bare: Bare, tmp_path: Path
 ) -> None:
     assert {command[0] for command in BARE_COMMANDS} == {"--version", "benchmarks", *_COMMANDS}
-    (bare_python.parent / "benchmarks").symlink_to(ROOT / "benchmarks")
+    (bare.folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     (tmp_path / "usage.ledger").touch()
-    commands = [
-        [str(tmp_path) if part == "STORE" else part for part in command]
-        for command in BARE_COMMANDS
-    ]
+    told_of = BARE_COMMANDS | HELPS
+    commands = [[str(tmp_path) if part == "STORE" else part for part in each] for each in told_of]
     told = json.loads(
-        run(bare_python, "-c", RUN_ALL, json.dumps(commands), cwd=bare_python.parent).splitlines()[
-            -1
-        ]
+        run(bare.python, "-c", RUN_ALL, json.dumps(commands), cwd=bare.folder).splitlines()[-1]
     )
-    for command, (status, err), extra in zip(commands, told, BARE_COMMANDS.values(), strict=True):
+    for command, (status, err), extra in zip(commands, told, told_of.values(), strict=True):
         if extra:
             assert (status, err.count("\n"), extra in err) == (2, 1, True), (command, err)
         else:
@@ -292,7 +381,7 @@ def test_every_command_works_bare_or_names_the_extra_that_it_needs(
 
 
 def test_every_backend_works_bare_or_names_the_extra_that_it_needs(
-    bare_python: Path, tmp_path: Path
+    bare: Bare, tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef0123456789abcdef")
@@ -302,13 +391,46 @@ def test_every_backend_works_bare_or_names_the_extra_that_it_needs(
         for url in BARE_BACKENDS
     ]
     told = json.loads(
-        run(bare_python, "-c", OPEN_ALL, json.dumps(urls), cwd=bare_python.parent).splitlines()[-1]
+        run(bare.python, "-c", OPEN_ALL, json.dumps(urls), cwd=bare.folder).splitlines()[-1]
     )
     for url, said, extra in zip(urls, told, BARE_BACKENDS.values(), strict=True):
         assert "\n" not in said, (url, said)
         assert (extra in said) if extra else ("kvxfer[" not in said), (url, said)
 
 
-def test_the_package_is_a_command(bare_python: Path) -> None:
-    said = run(bare_python, "-m", "kvxfer", "--version", cwd=bare_python.parent)
-    assert said.startswith("kvxfer 0.")
+def test_the_package_is_a_command(bare: Bare, version: str) -> None:
+    said = run(bare.python, "-m", "kvxfer", "--version", cwd=bare.folder)
+    assert said == f"kvxfer {version}\n"
+
+
+def blocks_of(page: str, language: str) -> str:
+    """Join the blocks of a page that are in a language."""
+    text = (ROOT / page).read_text()
+    found = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert found, f"{page} has no block of {language}"
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_first_program_of_a_stranger_runs(bare: Bare, page: str, tmp_path: Path) -> None:
+    program = tmp_path / "first.py"
+    program.write_text(blocks_of(page, "python"))
+    run(bare.python, program, cwd=tmp_path)
+
+
+def test_a_backend_of_a_stranger_passes_the_conformance_suite_by_the_commands_of_the_guide(
+    bare: Bare, tmp_path: Path
+) -> None:
+    """The last test of the file: it installs more than the core."""
+    install_it, test_it = blocks_of("docs/backends.md", "bash").splitlines()
+    wanted = re.fullmatch(r"pip install 'kvxfer\[(\w+)\]'", install_it)
+    assert wanted
+    bare.install(wanted[1])
+    program, name = test_it.split()
+    assert program == "pytest"
+    (tmp_path / name).write_text(blocks_of("docs/backends.md", "python"))
+    said = run(bare.python, "-m", program, "-p", "no:cacheprovider", name, cwd=tmp_path)
+    passed = re.search(r"(\d+) passed", said)
+    assert passed
+    assert int(passed[1]) > NUM_TESTS_OF_A_BACKEND, said
+    assert "failed" not in said

@@ -153,8 +153,11 @@ def test_the_citation_is_of_this_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     names = {"title": "name", "abstract": "description"}
-    names |= {name: name for name in ("authors", "version", "license", "keywords")}
+    names |= {name: name for name in ("authors", "license", "keywords")}
     declared = {name: project[theirs] for name, theirs in names.items()}
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    released = re.findall(r"^## \[(\d[^\]]*)\]", changelog, re.MULTILINE)
+    declared["version"] = [*released, "0.1.0"][0]
     assert citation == {
         **{name: citation[name] for name in ("cff-version", "message", "type")},
         **declared,

