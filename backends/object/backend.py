@@ -125,7 +125,7 @@ class ObjectBackend(Backend):
             await self._deletes.wait(keys)
             self._guard.check()  # the backend may have been closed meanwhile
             if not self._bucket.stores.allows():
-                return [DONE if self._presence.has(key) else PAUSED for key in keys]
+                return await self._move_each(self._find_stored, keys, blocks)
             probe = self._bucket.stores.probe
             try:
                 await self._texts.write()
@@ -281,15 +281,33 @@ class ObjectBackend(Backend):
         if self._texts.meet_others():
             self._presence.forget()
 
-    async def _store(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
+    async def _find_stored(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
+        """Find the outcome of a store while stores are paused: what is there is not stored anew."""
+        if not self._presence.has(key):
+            return PAUSED
+        try:
+            return DONE if await self._is_stored(key, name, block) else PAUSED
+        except RequestFailedError as exc:
+            return exc.outcome
+        except OtherIntegrityError:
+            self._meet_others()
+            return OTHERS
+
+    async def _is_stored(self, key: BlockKey, name: str, block: Descriptors) -> bool:
+        """Ask whether an object has all bytes of a block."""
         since = self._presence.mark()
+        there = await self._read_header(key, name)
+        is_stored = there is not None and self._covers(key, there, block)
+        if is_stored:
+            self._presence.note(key, there=True, since=since)
+        return is_stored
+
+    async def _store(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
         try:
             asks_first = self._texts.overwrites or self._texts.has_others
-            if asks_first or self._presence.has(key):
-                there = await self._read_header(key, name)
-                if there is not None and self._covers(key, there, block):
-                    self._presence.note(key, there=True, since=since)
-                    return DONE
+            asks_first = asks_first or bool(self._presence.has(key))
+            if asks_first and await self._is_stored(key, name, block):
+                return DONE
             page = await self._threads.run(self._pages.encode, key, block)
             for _ in range(STORE_ATTEMPTS):
                 if await self._bucket.create(name, page):

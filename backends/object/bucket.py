@@ -48,6 +48,27 @@ class Counts:
     received_bytes: int = 0
 
 
+class _Turn:
+    """Time of a request and of its repetitions, which begins with its turn.
+
+    Args:
+        timeout_s: Seconds that they may take.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.backoff = Pause(FIRST_BACKOFF_S, inf)
+        self.ends_at = inf  # until its turn comes
+        self._timeout_s = timeout_s
+
+    def begin(self) -> None:
+        """Begin its time."""
+        self.ends_at = runtime.monotonic() + self._timeout_s
+
+    def is_over(self, later_s: float = 0.0) -> bool:
+        """Whether its time is over then."""
+        return runtime.monotonic() + later_s >= self.ends_at
+
+
 class Bucket:
     """Bucket of object storage; belongs to one event loop.
 
@@ -217,13 +238,22 @@ class Bucket:
     async def remove(self, path: str, version: ObjectVersion) -> bool:
         """Remove an object; return whether that version of it was still there.
 
-        One that is stored in its place in the moment between the two requests is removed: a cloud
-        has no conditional request for that.
+        One that is stored in its place in the moment between a look and the request is removed: a
+        cloud has no conditional request for that. Before each repetition there is another look.
         """
-        if await self.head(path) != version:
-            return False
-        await self._request("DELETE", lambda: self._store.delete_async(path))
-        return True
+        turn = _Turn(self._timeout_s)
+        failed: RequestFailedError | None = None
+        while await self.head(path) == version:
+            if failed is not None and turn.is_over():
+                raise failed
+            try:
+                await self._ask("DELETE", lambda: self._store.delete_async(path), turn)
+            except RequestFailedError as exc:
+                failed = exc
+                await self._wait_for_repetition("DELETE", exc, turn)
+            else:
+                return True
+        return failed is not None  # it was removed, and its answer was lost
 
     async def delete(self, path: str) -> None:
         """Remove an object; none is no failure."""
@@ -316,27 +346,44 @@ class Bucket:
             FileNotFoundError: There is no such object, or no such bucket.
             RequestFailedError: It failed.
         """
-        await self._pace()
-        ends_at = runtime.monotonic() + (timeout_s or self._timeout_s)
-        backoff = Pause(FIRST_BACKOFF_S, inf)
+        turn = _Turn(timeout_s or self._timeout_s)
         while True:
-            if not self._breaker.allows():
-                reason = f"{what}: paused after repeated errors of {self._place}"
-                raise RequestFailedError(reason, transient=True)
-            probe = self._breaker.probe
             try:
-                return await self._request_once(what, ask, ends_at, probe)
+                return await self._ask(what, ask, turn)
             except RequestFailedError as exc:
-                backoff_s = backoff.next_s()
-                is_late = runtime.monotonic() + backoff_s >= ends_at
-                is_paused = not self._breaker.closed or (what == "PUT" and not self.stores.closed)
-                if not exc.transient or is_late or is_paused:
-                    raise
-                failed = exc
-            await asyncio.sleep(backoff_s)
+                await self._wait_for_repetition(what, exc, turn)
+
+    async def _ask(self, what: str, ask: Callable[[], Awaitable[T]], turn: "_Turn") -> T:
+        """Make a request once, when its turn has come.
+
+        Raises:
+            FileNotFoundError: There is no such object, or no such bucket.
+            RequestFailedError: It failed.
+        """
+        if turn.ends_at == inf:
             await self._pace()
-            if runtime.monotonic() >= ends_at:
-                raise failed
+            turn.begin()
+        if not self._breaker.allows():
+            reason = f"{what}: paused after repeated errors of {self._place}"
+            raise RequestFailedError(reason, transient=True)
+        return await self._request_once(what, ask, turn.ends_at, self._breaker.probe)
+
+    async def _wait_for_repetition(
+        self, what: str, failed: RequestFailedError, turn: "_Turn"
+    ) -> None:
+        """Wait for the moment at which a request may be repeated.
+
+        Raises:
+            RequestFailedError: The failure, since a repetition is of no use or comes too late.
+        """
+        backoff_s = turn.backoff.next_s()
+        is_paused = not self._breaker.closed or (what == "PUT" and not self.stores.closed)
+        if not failed.transient or is_paused or turn.is_over(backoff_s):
+            raise failed
+        await asyncio.sleep(backoff_s)
+        await self._pace()
+        if turn.is_over():
+            raise failed
 
     async def _request_once(
         self, what: str, ask: Callable[[], Awaitable[T]], ends_at: float, probe: int

@@ -5,6 +5,7 @@ from typing import Any
 
 import obstore
 import pytest
+from obstore.exceptions import GenericError
 from obstore.store import MemoryStore, ObjectStore
 
 from kvxfer.backends.object import ObjectBackend
@@ -143,3 +144,47 @@ async def test_a_cancelled_delete_removes_nothing_that_is_stored_after_it() -> N
         opened.set()
         await storing
         assert statuses(await backend.load(KEYS, chunk(8))) == [Status.DONE]
+
+
+async def test_a_removal_that_is_asked_for_again_looks_again() -> None:
+    """Its answer was lost, and another engine has stored the block before it is repeated."""
+    store = MemoryStore()
+    async with (
+        open_backend(store, overwrites=False) as backend,
+        open_backend(store, overwrites=False) as other,
+    ):
+        payloads = await store_generated(other, KEYS, chunk())
+        num_asked = 0
+
+        async def delete(*arguments: Any, **fields: Any) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            await obstore.delete_async(*arguments, **fields)
+            if num_asked == 1:
+                await store_generated(other, KEYS, chunk())
+                raise GenericError("status code: 503")
+
+        plant(backend._bucket, "delete_async", delete)
+        assert await backend.delete(KEYS) == [True]
+        assert num_asked == 1
+        assert statuses(await other.load(KEYS, chunk(8))) == [Status.DONE]
+        assert read_payloads(chunk(8)) == payloads
+
+
+async def test_a_paused_store_is_done_only_where_all_its_bytes_are() -> None:
+    store, keys = MemoryStore(), make_keys(3)
+    async with (
+        open_backend(store, overwrites=False) as backend,
+        open_backend(store, overwrites=False) as other,
+    ):
+        await store_generated(backend, keys[:1], chunk())
+        await store_generated(backend, keys[1:2], part())
+        await store_generated(backend, keys[2:], chunk())
+        await other.delete(keys[2:])
+        backend._bucket.stores.trip("the disk is full")
+        blocks = MEMORY.describe(0, range(3 * CHUNK))
+        assert statuses(await backend.store(keys, blocks)) == [
+            Status.DONE,
+            Status.FAILED,
+            Status.FAILED,
+        ]
