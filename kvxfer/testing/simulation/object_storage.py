@@ -330,9 +330,9 @@ class SimulatedStore:
     async def _ask(self, name_of_request: str, name: str, apply: Callable[[], T]) -> T:
         """Make a request: it reaches the server whatever becomes of the caller, or never."""
         self.num_requests += 1
-        request = _Request(self._bucket, self._name, name_of_request, name, apply)
         if self._is_dead:
             raise _lost("Connect")
+        request = _Request(self._bucket, self._name, name_of_request, name, apply)
         self._under_way[request] = None
         try:
             async with asyncio.timeout(self._timeout_s):
