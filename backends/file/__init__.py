@@ -6,10 +6,10 @@ from kvxfer.backends.file.file_index import FileIndex, file_ids
 from kvxfer.backends.file.folders import BlockTree, FoundBlock, refuse_partial_walk
 from kvxfer.backends.file.folders.ledger import read_count
 from kvxfer.backends.file.folders.namespace_file import load_namespace, read_namespaces
-from kvxfer.backends.file.format.digest import Digester
-from kvxfer.backends.file.format.header import BlockFileError, BlockHeader
 from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.store_batch import StoreBatch
+from kvxfer.pages.digest import Digester
+from kvxfer.pages.header import BlockFileError, BlockHeader
 from kvxfer.storage.integrity import Integrity
 
 __all__ = [

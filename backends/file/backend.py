@@ -22,10 +22,8 @@ from kvxfer.backends.file.folders.block_tree import (
 )
 from kvxfer.backends.file.folders.integrity_record import IntegrityRecord
 from kvxfer.backends.file.folders.ledger import Ledger
-from kvxfer.backends.file.folders.names import FOLDER_MODE, file_name
 from kvxfer.backends.file.folders.namespace_file import log_other_namespaces, write_namespace
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.io.file_io import FileIO
 from kvxfer.backends.file.io.selection import open_engine, probe_direct
 from kvxfer.backends.file.space import Space
@@ -34,6 +32,8 @@ from kvxfer.checks import require_instance
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.pages.digest import Digester
+from kvxfer.pages.names import FOLDER_MODE, file_name
 from kvxfer.runtime import CircuitBreaker, Threads
 from kvxfer.storage.backend import DONE, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from kvxfer.backends.file.folders.integrity_record import IntegrityRecord
 from kvxfer.backends.file.folders.ledger import MAX_CLAIMED
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.format.digest import Digester
-from kvxfer.backends.file.format.header import PAGE_BYTES, padded
-from kvxfer.backends.file.format.namespace_format import NamespaceFormat
 from kvxfer.backends.file.io.file_io import IOV_MAX, FileIO, IOVector, require_known
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors, view_blocks
 from kvxfer.kvcache.fragments import cut_evenly, cut_runs
+from kvxfer.pages.digest import Digester
+from kvxfer.pages.header import PAGE_BYTES, padded
+from kvxfer.pages.namespace_format import NamespaceFormat
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace
 

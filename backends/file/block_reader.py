@@ -15,10 +15,10 @@ from kvxfer.backends.file.block_files import (
     zero_copy_vectors,
 )
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
-from kvxfer.backends.file.format.header import PAGE_BYTES, BlockFileError, OtherIntegrityError
 from kvxfer.backends.file.io.file_io import READ_FLAGS, NamedFile, Result, is_absent
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.pages.header import PAGE_BYTES, BlockFileError, OtherIntegrityError
 from kvxfer.storage.backend import DONE, MISSING, PARTIAL, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 

@@ -17,10 +17,10 @@ from kvxfer.backends.file.block_files import (
 )
 from kvxfer.backends.file.file_index import file_ids
 from kvxfer.backends.file.folders.ledger import Ledger
-from kvxfer.backends.file.folders.names import temporary_name
-from kvxfer.backends.file.format.header import padded
 from kvxfer.backends.file.io.file_io import IOVector, NewFile, Result
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.pages.header import padded
+from kvxfer.pages.names import temporary_name
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 

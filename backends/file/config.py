@@ -6,11 +6,11 @@ from pathlib import Path
 
 from kvxfer import runtime
 from kvxfer.backends.file.block_writer import Durability
-from kvxfer.backends.file.format.group_format import GroupFormat
-from kvxfer.backends.file.format.header import padded
 from kvxfer.backends.file.io.selection import Direct, EngineName
 from kvxfer.configuration import Configuration
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.pages.group_format import GroupFormat
+from kvxfer.pages.header import padded
 from kvxfer.runtime import CLOSE_TIMEOUT_S
 from kvxfer.storage.eviction.policies import PolicyName
 from kvxfer.storage.eviction.retention import (

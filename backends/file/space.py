@@ -19,8 +19,8 @@ from kvxfer.backends.file.file_index import (
 from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.format.header import padded
 from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, require_known
+from kvxfer.pages.header import padded
 from kvxfer.runtime import Threads
 from kvxfer.storage.eviction.policies import EvictionPolicy
 from kvxfer.storage.eviction.retention import Retention

@@ -9,10 +9,10 @@ from kvxfer import runtime
 from kvxfer.backends.file.block_files import BlockFiles, SystemFailure, failure
 from kvxfer.backends.file.block_writer import BUSY, BlockWriter
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
-from kvxfer.backends.file.format.verification import read_extent
 from kvxfer.backends.file.io.file_io import FULL_ERRORS, MEDIUM_ERRORS, Size, is_absent
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.pages.verification import read_extent
 from kvxfer.storage.backend import NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.file.format.digest import Digester
-from kvxfer.backends.file.format.header import BlockFileError, OtherIntegrityError
 from kvxfer.backends.mooncake.client import Ask, CallFailedError, Code, StoreClient
 from kvxfer.backends.mooncake.config import MooncakeConfig
-from kvxfer.backends.object.pages import Pages
 from kvxfer.kvcache.descriptors import Descriptors, view_memory
+from kvxfer.pages.digest import Digester
+from kvxfer.pages.header import BlockFileError, OtherIntegrityError
+from kvxfer.pages.object_pages import Pages
 from kvxfer.runtime import Threads
 from kvxfer.storage.backend import DONE, MISSING, NO_ROOM_REASON, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard

@@ -9,18 +9,18 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from kvxfer import runtime
-from kvxfer.backends.file.format.digest import Digester
-from kvxfer.backends.file.format.header import BlockFileError, OtherIntegrityError
 from kvxfer.backends.object.bucket import Bucket, Counts
 from kvxfer.backends.object.config import AZConfig, GSConfig, ObjectConfig, S3Config
 from kvxfer.backends.object.namespace_texts import NamespaceTexts
 from kvxfer.backends.object.object_version import ObjectVersion
-from kvxfer.backends.object.pages import Pages
 from kvxfer.backends.object.presence import Presence
 from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.checks import require_instance
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.pages.digest import Digester
+from kvxfer.pages.header import BlockFileError, OtherIntegrityError
+from kvxfer.pages.object_pages import Pages
 from kvxfer.runtime import Calls, Threads, end_tasks, fetch_error
 from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard

@@ -8,22 +8,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvxfer.backends.file import FoundBlock
-from kvxfer.backends.file.folders.names import (
-    NAMESPACE_FILE,
-    QUARANTINE,
-    file_name,
-    is_block_folder,
-    is_fingerprint,
-    key_in_name,
-    owner_of,
-)
-from kvxfer.backends.file.folders.namespace_folder import MAX_TEXT_BYTES
-from kvxfer.backends.file.format.header import (
-    PAGE_BYTES,
-    BlockFileError,
-    header_size_in,
-)
-from kvxfer.backends.file.format.verification import cut_header
 from kvxfer.backends.file.maintenance import (
     DESCRIPTIONS,
     BlockStore,
@@ -36,6 +20,22 @@ from kvxfer.backends.object.bucket import Bucket
 from kvxfer.backends.object.config import ObjectConfig
 from kvxfer.backends.object.object_version import ListedObject, ObjectVersion
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.pages.header import (
+    PAGE_BYTES,
+    BlockFileError,
+    header_size_in,
+)
+from kvxfer.pages.names import (
+    NAMESPACE_FILE,
+    QUARANTINE,
+    file_name,
+    is_block_folder,
+    is_fingerprint,
+    key_in_name,
+    owner_of,
+)
+from kvxfer.pages.texts import MAX_TEXT_BYTES
+from kvxfer.pages.verification import cut_header
 
 PIECE_BYTES = 8 << 20
 """Most bytes of an object in one request: what a thread that verifies holds in memory."""

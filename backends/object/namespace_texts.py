@@ -2,11 +2,10 @@
 
 import logging
 
-from kvxfer.backends.file.folders.integrity_record import RECORDS, key_ids_in, with_key
-from kvxfer.backends.file.folders.namespace_folder import MAX_TEXT_BYTES
 from kvxfer.backends.object.bucket import Bucket
-from kvxfer.backends.object.pages import Pages
 from kvxfer.backends.object.request_failure import RequestFailedError
+from kvxfer.pages.object_pages import Pages
+from kvxfer.pages.texts import MAX_TEXT_BYTES, RECORDS, key_ids_in, with_key
 from kvxfer.runtime import Once
 from kvxfer.storage.integrity import Integrity
 

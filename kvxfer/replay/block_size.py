@@ -8,13 +8,13 @@ import msgspec
 
 from kvxfer.backends.file import FileConfig
 from kvxfer.backends.file.config import require_room
-from kvxfer.backends.file.format.group_format import GroupFormat
 from kvxfer.backends.host import HostConfig, PoolShape
 from kvxfer.backends.object import ObjectConfig
 from kvxfer.checks import require_positive
 from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.named_files import read_named_file
+from kvxfer.pages.group_format import GroupFormat
 from kvxfer.replay.simulation import TierPlan
 from kvxfer.storage.keys import GroupIdentity, Namespace
 

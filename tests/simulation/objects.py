@@ -9,11 +9,11 @@ from dataclasses import replace
 from random import Random
 from typing import Any, ClassVar
 
-from kvxfer.backends.file.folders.names import key_in_name
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.object import S3Backend
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.face import SaltedKeys
+from kvxfer.pages.names import key_in_name
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Added, Event, Observer, Removed, Reports

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.names import (
+from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
+from kvxfer.backends.file.folders.open_folders import open_folder
+from kvxfer.backends.file.folders.process_claim import is_alive
+from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, is_absent
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.pages.header import padded
+from kvxfer.pages.names import (
     LEDGER_NAME,
     NAMESPACE_FILE,
     QUARANTINE,
@@ -19,12 +25,6 @@ from kvxfer.backends.file.folders.names import (
     key_in_name,
     owner_of,
 )
-from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.folders.open_folders import open_folder
-from kvxfer.backends.file.folders.process_claim import is_alive
-from kvxfer.backends.file.format.header import padded
-from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, is_absent
-from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import BlockKey
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import logging
-import re
 from collections.abc import Iterable, Sequence
 
 import xxhash
@@ -13,23 +12,21 @@ from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_file import TextFolder
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.format.digest import Digester
-from kvxfer.backends.file.format.header import (
+from kvxfer.backends.file.io.file_io import Size, is_absent
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.pages.digest import Digester
+from kvxfer.pages.header import (
     OTHER_KEY_REASON,
     BlockFileError,
     BlockHeader,
     OtherIntegrityError,
 )
-from kvxfer.backends.file.format.page_cipher import KEY_ID_BYTES, key_id_in
-from kvxfer.backends.file.format.verification import read_header, require_readable
-from kvxfer.backends.file.io.file_io import Size, is_absent
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.pages.page_cipher import key_id_in
+from kvxfer.pages.texts import RECORDS, key_ids_in, with_key
+from kvxfer.pages.verification import read_header, require_readable
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
-
-RECORDS = {kind: f"integrity.{kind.value}" for kind in Integrity}
-"""Files beside the blocks: each allows for blocks of one kind in the folder."""
 
 NUM_SAMPLES = 64
 """Number of blocks to examine where there is no record."""
@@ -37,8 +34,6 @@ NUM_SAMPLES = 64
 OTHER_SECRET = Outcome(
     Status.FAILED, reason="secret_file: the blocks in the folder are sealed with another secret"
 )
-
-_KEY_ID = re.compile(f"^[0-9a-f]{{{2 * KEY_ID_BYTES}}}$", re.MULTILINE)
 
 logger = logging.getLogger(__name__)
 
@@ -253,16 +248,6 @@ def has_keyed(folder: TextFolder, heads: Iterable[bytes]) -> bool:
 def kinds_in(folder: TextFolder) -> list[Integrity]:
     """List the kinds of blocks that there may be in a folder, by its records."""
     return [kind for kind in RECORDS if _may_have_record(folder, kind)]
-
-
-def with_key(record: str | None, key_id: str) -> str:
-    """Add the name of a key to a record of sealed blocks, or to none."""
-    return "\n".join([Integrity.SEALED.value, *sorted({*key_ids_in(record), key_id}), ""])
-
-
-def key_ids_in(record: str | None) -> list[str]:
-    """List the names of keys in a record of sealed blocks."""
-    return _KEY_ID.findall(record or "")
 
 
 def _header_in(head: bytes) -> BlockHeader | None:

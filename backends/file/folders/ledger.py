@@ -12,7 +12,6 @@ from pathlib import Path
 
 from kvxfer import runtime
 from kvxfer.backends.file.folders.block_tree import FoundBlock
-from kvxfer.backends.file.folders.names import FOLDER_MODE, LEDGER_NAME
 from kvxfer.backends.file.folders.process_claim import (
     DIGEST_BYTES,
     OtherClaims,
@@ -23,6 +22,7 @@ from kvxfer.backends.file.folders.process_claim import (
     strip_checksum,
 )
 from kvxfer.backends.file.io.file_io import READ_FLAGS, is_absent
+from kvxfer.pages.names import FOLDER_MODE, LEDGER_NAME
 
 MAX_CLAIMED = 64
 """Most files that a thread claims at one time: their names fit into its list in the claim."""

@@ -8,11 +8,12 @@ from typing import Protocol
 import msgspec
 
 from kvxfer.backends.file.folders.block_tree import BlockTree
-from kvxfer.backends.file.folders.names import NAMESPACE_FILE
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.format.header import BlockFileError
 from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError
 from kvxfer.named_files import read_named_file
+from kvxfer.pages.header import BlockFileError
+from kvxfer.pages.names import NAMESPACE_FILE
+from kvxfer.pages.texts import describe_namespace
 from kvxfer.storage.keys import Namespace
 
 logger = logging.getLogger(__name__)
@@ -25,12 +26,6 @@ def write_namespace(folder: NamespaceFolder, namespace: Namespace) -> None:
         OSError: It cannot be written.
     """
     folder.write_text(NAMESPACE_FILE, describe_namespace(namespace))
-
-
-def describe_namespace(namespace: Namespace) -> str:
-    """Describe every field of a namespace, as a `namespace.json` has them."""
-    text = msgspec.json.format(msgspec.json.encode(namespace.fields()), indent=2).decode()
-    return text + "\n"
 
 
 def load_namespace(path: str) -> Namespace:

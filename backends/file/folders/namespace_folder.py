@@ -8,13 +8,6 @@ from pathlib import Path
 from typing import Self
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.names import (
-    OWNER_BYTES,
-    QUARANTINE,
-    file_name,
-    is_block_folder,
-    temporary_name,
-)
 from kvxfer.backends.file.folders.open_folders import OWN, OpenFolders
 from kvxfer.backends.file.io.file_io import (
     CREATE_FLAGS,
@@ -30,10 +23,15 @@ from kvxfer.backends.file.io.file_io import (
     size_in,
     write_whole,
 )
+from kvxfer.pages.names import (
+    OWNER_BYTES,
+    QUARANTINE,
+    file_name,
+    is_block_folder,
+    temporary_name,
+)
+from kvxfer.pages.texts import MAX_TEXT_BYTES
 from kvxfer.storage.keys import BlockKey
-
-MAX_TEXT_BYTES = 16 << 20
-"""Most bytes of a text that are read: namespaces with thousands of tensors have a few MiB."""
 
 _WRITE_ATTEMPTS = 8  # each is spoilt only by another process that opens the store in that moment
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.names import FOLDER_MODE
+from kvxfer.pages.names import FOLDER_MODE
 
 OWN = "."
 """Name of the namespace's own folder; every other name is that of a folder in it."""

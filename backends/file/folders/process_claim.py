@@ -15,7 +15,6 @@ import msgspec
 import xxhash
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.names import CLAIM_SUFFIX, OWNER_BYTES, claim_path, is_owner
 from kvxfer.backends.file.io.file_io import (
     CREATE_FLAGS,
     DAMAGE_ERRORS,
@@ -23,6 +22,7 @@ from kvxfer.backends.file.io.file_io import (
     READ_FLAGS,
     is_absent,
 )
+from kvxfer.pages.names import CLAIM_SUFFIX, OWNER_BYTES, claim_path, is_owner
 
 DIGEST_BYTES = 8
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvxfer.backends.file.folders.block_tree import FoundBlock
-from kvxfer.backends.file.folders.integrity_record import RECORDS
-from kvxfer.backends.file.folders.names import NAMESPACE_FILE
+from kvxfer.pages.names import NAMESPACE_FILE
+from kvxfer.pages.texts import RECORDS
 
 DESCRIPTIONS = frozenset({NAMESPACE_FILE, *RECORDS.values()})
 """Text files that are removed with the namespace that they describe."""

@@ -15,9 +15,7 @@ from kvxfer.backends.file.folders.block_tree import (
 )
 from kvxfer.backends.file.folders.integrity_record import read_head
 from kvxfer.backends.file.folders.ledger import Ledger
-from kvxfer.backends.file.folders.names import is_block_folder
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.format.verification import read_data, read_header
 from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, READ_FLAGS
 from kvxfer.backends.file.maintenance.block_store import (
     DESCRIPTIONS,
@@ -26,6 +24,8 @@ from kvxfer.backends.file.maintenance.block_store import (
     OtherEntry,
     StoredNamespace,
 )
+from kvxfer.pages.names import is_block_folder
+from kvxfer.pages.verification import read_data, read_header
 
 NUM_THREADS = 8
 """Files that are read at one time: as many as engines read by default."""

@@ -17,11 +17,11 @@ from kvxfer.backends.file.folders.integrity_record import (
     require_secret,
 )
 from kvxfer.backends.file.folders.namespace_file import TextFolder, read_namespace
-from kvxfer.backends.file.format.digest import Digester, require_secrets
-from kvxfer.backends.file.format.header import BlockFileError, BlockHeader, OtherIntegrityError
-from kvxfer.backends.file.format.verification import check_data, check_header
 from kvxfer.backends.file.maintenance.block_store import BlockStore, OpenBlock, StoredNamespace
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.pages.digest import Digester, require_secrets
+from kvxfer.pages.header import BlockFileError, BlockHeader, OtherIntegrityError
+from kvxfer.pages.verification import check_data, check_header
 from kvxfer.runtime import DaemonThreads
 from kvxfer.storage.integrity import Integrity
 

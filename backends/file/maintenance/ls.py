@@ -7,8 +7,8 @@ import msgspec
 
 from kvxfer.backends.file.folders.integrity_record import kinds_in
 from kvxfer.backends.file.folders.namespace_file import read_namespace
-from kvxfer.backends.file.format.header import BlockFileError
 from kvxfer.backends.file.maintenance.block_store import BlockStore
+from kvxfer.pages.header import BlockFileError
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
 

@@ -1,7 +1,7 @@
 """Format of the block files of one KV-cache group: their sizes and tensors."""
 
-from kvxfer.backends.file.format.header import MAX_HEADER_BYTES, header_size
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.pages.header import MAX_HEADER_BYTES, header_size
 from kvxfer.storage.keys import Namespace, StoredTensor
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from kvxfer.backends.file.format.digest import Digester
-from kvxfer.backends.file.format.group_format import GroupFormat
-from kvxfer.backends.file.format.header import BlockFileError, HeaderFrame
-from kvxfer.backends.file.format.verification import check_data, check_header, require_readable
+from kvxfer.pages.digest import Digester
+from kvxfer.pages.group_format import GroupFormat
+from kvxfer.pages.header import BlockFileError, HeaderFrame
+from kvxfer.pages.verification import check_data, check_header, require_readable
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace, StoredTensor
 
 

@@ -5,8 +5,8 @@ from typing import Protocol
 
 import xxhash
 
-from kvxfer.backends.file.format.page_cipher import SECRET_BYTES, PageCipher
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.pages.page_cipher import SECRET_BYTES, PageCipher
 from kvxfer.storage.integrity import Integrity
 
 

@@ -4,15 +4,15 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 
 from kvxfer import runtime
-from kvxfer.backends.file.format.digest import Digester
-from kvxfer.backends.file.format.header import (
+from kvxfer.pages.digest import Digester
+from kvxfer.pages.header import (
     LENGTH_BYTES,
     BlockFileError,
     BlockHeader,
     OtherIntegrityError,
     header_size_in,
 )
-from kvxfer.backends.file.format.page_cipher import key_id_in
+from kvxfer.pages.page_cipher import key_id_in
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from kvxfer.backends.file.format.digest import Digester
-from kvxfer.backends.file.format.page_cipher import key_id_in
 from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.pages.digest import Digester
+from kvxfer.pages.page_cipher import key_id_in
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, StoredTensor

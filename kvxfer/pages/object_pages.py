@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.file.folders.names import NAMESPACE_FILE, file_name, key_in_name
-from kvxfer.backends.file.folders.namespace_file import describe_namespace
-from kvxfer.backends.file.format.digest import Digester
-from kvxfer.backends.file.format.header import BlockFileError, BlockHeader
-from kvxfer.backends.file.format.namespace_format import NamespaceFormat
-from kvxfer.backends.file.format.verification import require_readable
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.pages.digest import Digester
+from kvxfer.pages.header import BlockFileError, BlockHeader
+from kvxfer.pages.names import NAMESPACE_FILE, file_name, key_in_name
+from kvxfer.pages.namespace_format import NamespaceFormat
+from kvxfer.pages.texts import describe_namespace
+from kvxfer.pages.verification import require_readable
 from kvxfer.storage.backend import DONE, PARTIAL, Outcome
 from kvxfer.storage.keys import BlockKey, Namespace
 

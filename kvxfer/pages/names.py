@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from kvxfer.backends.file.format.header import MAX_KEY_BYTES
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.pages.header import MAX_KEY_BYTES
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey
 
 SUFFIX = ".safetensors"

@@ -1,1 +1,0 @@
-"""Format of a block file: its header, its checksums, and their verification."""

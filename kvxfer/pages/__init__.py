@@ -1,0 +1,1 @@
+"""Pages of blocks as safetensors files and objects: names, headers, verification, encryption."""
