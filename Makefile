@@ -143,7 +143,7 @@ simulate: $(INSTALLED)
 compat: $(MODELS) ; $(BIN)/pytest -m compat $(APART)
 
 # Of the changelog, whether its fragments can be joined.
-lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/towncrier build --draft --version next
+lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell *.md .github backends benchmarks docs examples kvxfer tests && $(BIN)/towncrier build --draft --version next
 
 type: $(INSTALLED) ; $(BIN)/mypy && $(BIN)/pytest tests/typing
 

@@ -1,0 +1,80 @@
+"""The language of the documentation: short sentences, and one word for each thing."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob(".github/*.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "benchmarks").glob("*.md")),
+]
+MAX_WORDS = 35
+# Names that begin a sentence although they are written small.
+SMALL = "vLLM|kvxfer|etcd|fio"
+# Words that stand for one of the glossary in docs/concepts.md, which is used instead.
+OTHER_WORDS = {
+    "lender": "holder",
+    "back end": "backend",
+    "key-value cache": "KV cache",
+    "name space": "namespace",
+    "time-out": "deadline",
+    "memory pool": "host pool",
+}
+BESIDE_PROSE = ("#", "|", "<", "!!!", "![", ":::")
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Find the paragraphs and items of a page, without code, tables and headings."""
+    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+    text = re.sub(r"^( *)(```|~~~).*?^\1\2\s*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines: list[str] = []
+    for line in map(str.strip, [*text.splitlines(), ""]):
+        item = re.match(r"(?:[-*]|\d+\.) (.*)", line)
+        if not line or item or line.startswith(BESIDE_PROSE):
+            if lines:
+                yield " ".join(lines)
+            lines = [item[1]] if item else []
+        else:
+            lines.append(line)
+
+
+def sentences(paragraph: str) -> list[str]:
+    """Divide a paragraph; what is code counts as one word, and of a link its text."""
+    text = re.sub(r"`[^`]*`", "CODE", paragraph)
+    text = re.sub(r"!?\[([^\]]*)\](?:\([^)]*\)|\[[^\]]*\])", r"\1", text)
+    return re.split(rf"(?<=[.!?:;])[\"*)]*\s+(?=[A-Z*\"(]|{SMALL})", text)
+
+
+def test_sentences_are_divided_as_a_reader_does() -> None:
+    page = "# Title\n\nOne `a. B` [two](x.md). vLLM three:\n\n```\nNo. Prose.\n```\n- Four\n  five."
+    found = [sentence for each in paragraphs(page) for sentence in sentences(each)]
+    assert found == ["One CODE two.", "vLLM three:", "Four five."]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_are_short(page: Path) -> None:
+    found = [each for text in paragraphs(page.read_text()) for each in sentences(text)]
+    assert found
+    assert not [each for each in found if len(re.findall(r"[\w'/-]+", each)) > MAX_WORDS]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_thing_has_one_word(page: Path) -> None:
+    text = " ".join(paragraphs(page.read_text())).lower()
+    assert not {
+        word: f"say {better}"
+        for word, better in OTHER_WORDS.items()
+        if re.search(rf"\b{re.escape(word)}s?\b", text)
+    }
+
+
+def test_the_glossary_is_sorted_and_says_each_word_once() -> None:
+    table = (ROOT / "docs" / "concepts.md").read_text().partition("\n## Glossary\n")[2]
+    words = re.findall(r"^\| (?!word|-)([\w, ]+) \|", table, re.MULTILINE)
+    assert len(words) > 20
+    assert words == sorted(set(words))
