@@ -8,7 +8,7 @@ from tests.installed_aside import REPOSITORY, count_passed, install_aside, run_a
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(900)]
 
-OTHERS = {"5.16.0": ["huggingface_hub>=1.5,<2"], "5.23.0": []}
+OTHERS = {"5.16.0": ["huggingface_hub>=1.5,<2"], "5.24.0": []}
 """Releases, and what each needs of another release than the tests."""
 
 TESTS = [

@@ -31,6 +31,7 @@ from tests.integrations.tiny_transformers import (  # noqa: E402
     open_cache,
     prompt_of,
     shared_model,
+    with_cache,
 )
 
 pytestmark = pytest.mark.timeout(120)  # the first call of a model imports and compiles
@@ -47,11 +48,11 @@ def test_tokens_are_the_same_with_and_without_the_cache(family: str, tmp_path: P
         assert fill(cache, model, prompt) == 80  # of 89 tokens that have keys and values
         past = cache.load(prompt)
         assert past.get_seq_length() == 64
-        assert generate(model, prompt, past_key_values=past) == alone
+        assert generate(model, prompt, **with_cache(past)) == alone
         longer = torch.cat((prompt, torch.tensor([alone])), dim=1)
         past = cache.load(longer)
         assert past.get_seq_length() == 80
-        assert generate(model, longer, past_key_values=past) == generate(model, longer)
+        assert generate(model, longer, **with_cache(past)) == generate(model, longer)
 
 
 @pytest.mark.slow
@@ -63,7 +64,7 @@ def test_tokens_depend_on_what_the_cache_has(family: str, tmp_path: Path) -> Non
         past = cache.load(prompt)
     for layer in past.layers:
         layer.values = layer.values.flip(2)
-    assert generate(model, prompt, past_key_values=past) != generate(model, prompt)
+    assert generate(model, prompt, **with_cache(past)) != generate(model, prompt)
 
 
 def test_generate_does_all_three(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_what_is_there_is_not_stored_again(tmp_path: Path) -> None:
         assert fill(cache, model, prompt) == 48
         assert fill(cache, model, prompt) == 0
         own = transformers.DynamicCache()
-        output = model.generate(prompt, past_key_values=own, max_new_tokens=40, do_sample=False)
+        output = model.generate(prompt, **with_cache(own), max_new_tokens=40, do_sample=False)
         assert cache.store(output, own) == 16
 
 
@@ -102,7 +103,7 @@ def test_the_last_token_that_was_sampled_is_not_stored(tmp_path: Path) -> None:
     model, prompt = shared_model(), prompt_of(30)
     with open_cache(model, tmp_path) as cache:
         past = cache.load(prompt)
-        output = model.generate(prompt, past_key_values=past, max_new_tokens=2, do_sample=False)
+        output = model.generate(prompt, **with_cache(past), max_new_tokens=2, do_sample=False)
         assert output.shape[1] == 32
         assert cache.store(output, past) == 16
 
@@ -128,7 +129,7 @@ from tests.integrations.tiny_transformers import *
 model, prompt = shared_model(), prompt_of(70)
 with open_cache(model, Path(sys.argv[1])) as cache:
     past = cache.load(prompt)
-    print(past.get_seq_length(), *generate(model, prompt, past_key_values=past))
+    print(past.get_seq_length(), *generate(model, prompt, **with_cache(past)))
 """
 
 
@@ -163,7 +164,7 @@ def test_a_peer_has_what_another_cache_stored() -> None:
             with open_cache(model, f"nixl://{peer.endpoint}") as cache:
                 past = cache.load(prompt)
                 assert past.get_seq_length() == expected
-                assert generate(model, prompt, past_key_values=past) == generate(model, prompt)
+                assert generate(model, prompt, **with_cache(past)) == generate(model, prompt)
                 deadline = time.monotonic() + 30
                 while not num_loaded(cache, prompt) and time.monotonic() < deadline:
                     fill(cache, model, prompt)  # the first call may come before the connection
@@ -177,7 +178,7 @@ def test_a_prompt_larger_than_the_pool_passes_in_turns(tmp_path: Path) -> None:
         assert fill(cache, model, prompt) == 160
         past = cache.load(prompt)
         assert past.get_seq_length() == 144
-        assert generate(model, prompt, past_key_values=past) == generate(model, prompt)
+        assert generate(model, prompt, **with_cache(past)) == generate(model, prompt)
 
 
 def test_pages_of_another_size_are_others(tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_any_prompts_with_shared_prefixes_give_the_tokens_without_the_cache(
             past = cache.load(prompt)
             least = min(shared, longest) // TOKENS_PER_PAGE * TOKENS_PER_PAGE
             assert past.get_seq_length() >= min(least, shared + len(own) - 1)
-            output = model.generate(prompt, past_key_values=past, max_new_tokens=3, do_sample=False)
+            output = model.generate(prompt, **with_cache(past), max_new_tokens=3, do_sample=False)
             assert torch.equal(output, model.generate(prompt, max_new_tokens=3, do_sample=False))
             cache.store(output, past)
             longest = max(longest, shared)
@@ -232,7 +233,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
             for _ in range(5):
                 prompt = prompt_of(40, seed=seed)
                 past = cache.load(prompt)
-                if generate(model, prompt, past_key_values=past) != expected[seed]:
+                if generate(model, prompt, **with_cache(past)) != expected[seed]:
                     faults.append(seed)
                 fill(cache, model, prompt)
 

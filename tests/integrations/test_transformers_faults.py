@@ -30,6 +30,7 @@ from tests.integrations.tiny_transformers import (  # noqa: E402
     open_cache,
     prompt_of,
     shared_model,
+    with_cache,
 )
 
 pytestmark = pytest.mark.timeout(120)  # the first call of a model imports and compiles
@@ -65,15 +66,15 @@ def test_a_bad_page_is_a_shorter_prefix(
             before = set(tmp_path.rglob("*.safetensors"))
             past = cache.load(prompt)
             tokens = prompt[:, : 16 * num_pages]
-            model(tokens[:, past.get_seq_length() :], past_key_values=past)
+            model(tokens[:, past.get_seq_length() :], **with_cache(past))
             assert cache.store(prompt, past) == 16
             pages += set(tmp_path.rglob("*.safetensors")) - before
     damage(pages[bad_page])
     with open_cache(model, tmp_path) as cache:
         past = cache.load(prompt)
         assert past.get_seq_length() == 16 * bad_page
-        assert generate(model, prompt, past_key_values=past) == alone
-        assert generate(model, prompt, past_key_values=cache.load(prompt)) == alone
+        assert generate(model, prompt, **with_cache(past)) == alone
+        assert generate(model, prompt, **with_cache(cache.load(prompt))) == alone
         assert fill(cache, model, prompt) > 0
         assert num_loaded(cache, prompt) == 64
 
@@ -199,14 +200,14 @@ def test_changed_weights_miss_in_an_open_cache(
     with open_cache(model, tmp_path) as cache:
         fill(cache, model, prompt)
         past = cache.load(prompt)
-        model(prompt[:, 32:], past_key_values=past)
+        model(prompt[:, 32:], **with_cache(past))
         change(model)
         assert cache.store(prompt, past) == 0
         assert num_loaded(cache, prompt) == 0
         fill(cache, model, prompt)
         past = cache.load(prompt)
         assert past.get_seq_length() == 32
-        assert generate(model, prompt, past_key_values=past) == generate(model, prompt)
+        assert generate(model, prompt, **with_cache(past)) == generate(model, prompt)
 
 
 def test_an_adapter_that_is_switched_off_is_not_that_which_is_on(tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ def test_a_backend_that_fails_costs_the_hit_and_no_more_than_the_deadline(
         faulty.opened.rates = FaultRates(**{fault: 1.0}, operations=frozenset(operations))
         began = time.monotonic()
         past = cache.load(prompt, timeout_s=0.2)
-        output = model.generate(prompt, past_key_values=past, max_new_tokens=20, do_sample=False)
+        output = model.generate(prompt, **with_cache(past), max_new_tokens=20, do_sample=False)
         cache.store(output, past, timeout_s=0.2)
         assert time.monotonic() - began < 10
         assert output[0, 70:].tolist() == generate(model, prompt)
@@ -285,14 +286,14 @@ def test_late_transfers_touch_no_page_that_is_given_out(faulty: Faulty) -> None:
             time.sleep(0.05)
         past = cache.load(prompt)
         assert past.get_seq_length() == 64
-        assert generate(model, prompt, past_key_values=past) == generate(model, prompt)
+        assert generate(model, prompt, **with_cache(past)) == generate(model, prompt)
 
 
 def test_no_time_is_no_hit(tmp_path: Path) -> None:
     model, prompt = shared_model(), prompt_of(70)
     with open_cache(model, tmp_path) as cache:
         past = cache.load(prompt)
-        output = model.generate(prompt, past_key_values=past, max_new_tokens=2, do_sample=False)
+        output = model.generate(prompt, **with_cache(past), max_new_tokens=2, do_sample=False)
         assert cache.store(output, past, timeout_s=0) == 0
         assert cache.store(output, past) == 64
         assert num_loaded(cache, prompt, timeout_s=0) == 0

@@ -24,6 +24,7 @@ from tests.integrations.tiny_transformers import (  # noqa: E402
     open_cache,
     prompt_of,
     shared_model,
+    with_cache,
 )
 
 pytestmark = pytest.mark.timeout(120)  # the first call of a model imports and compiles
@@ -90,6 +91,7 @@ def test_no_token_ids(ids: Any, tmp_path: Path) -> None:
         ("num_return_sequences", 2),
         ("use_cache", False),
         ("past_key_values", transformers.DynamicCache()),
+        ("cache", transformers.DynamicCache()),
         ("inputs_embeds", torch.zeros(1, 2, 64)),
         ("pixel_values", torch.zeros(1, 3, 8, 8)),
         ("images", [torch.zeros(3, 8, 8)]),
@@ -172,11 +174,11 @@ def test_caches_that_do_not_have_every_token_of_one_sequence(tmp_path: Path) -> 
     model, prompt = shared_model("gemma3"), prompt_of(40)
     with open_cache(model, tmp_path) as cache:
         sliding = transformers.DynamicCache(config=model.config)
-        model(prompt, past_key_values=sliding)
+        model(prompt, **with_cache(sliding))
         with pytest.raises(InvalidArgumentError, match="layer 0: DynamicSlidingWindowLayer"):
             cache.store(prompt, sliding)
         beams = cache.load(prompt)
-        model(prompt, past_key_values=beams)
+        model(prompt, **with_cache(beams))
         beams.batch_repeat_interleave(4)
         with pytest.raises(InvalidArgumentError, match="layer 0: 4 sequences"):
             cache.store(prompt, beams)
@@ -191,7 +193,7 @@ def test_tokens_that_are_not_those_of_the_cache(tmp_path: Path) -> None:
     model, prompt = shared_model(), prompt_of(40)
     with open_cache(model, tmp_path) as cache:
         past = cache.load(prompt)
-        model(prompt, past_key_values=past)
+        model(prompt, **with_cache(past))
         with pytest.raises(InvalidArgumentError, match="tokens that begin otherwise"):
             cache.store(prompt_of(40, seed=1), past)
         with pytest.raises(InvalidArgumentError, match="output is '39 tokens'"):
@@ -206,7 +208,7 @@ def test_a_cache_of_another_model(tmp_path: Path) -> None:
     with open_cache(other, tmp_path) as cache:
         for model, found in ((deeper, "4 layers"), (wider, "head_dim=32")):
             past = transformers.DynamicCache()
-            model(prompt, past_key_values=past)
+            model(prompt, **with_cache(past))
             with pytest.raises(InvalidArgumentError, match=found):
                 cache.store(prompt, past)
 

@@ -28,6 +28,7 @@ from tests.integrations.tiny_transformers import (  # noqa: E402
     num_loaded,
     open_cache,
     prompt_of,
+    with_cache,
 )
 
 pytestmark = pytest.mark.timeout(120)  # the first call of a model imports and compiles
@@ -45,7 +46,7 @@ def saved_model(folder: Path, family: str = "llama") -> Any:
 def store_as_vllm(model: Any, prompt: torch.Tensor, files: Path, **identity: Any) -> None:
     """Store the pages of a prompt as vLLM does, by a mapping of memory in another layout."""
     past = transformers.DynamicCache()
-    model(prompt, past_key_values=past)
+    model(prompt, **with_cache(past))
     entries = {
         f"model.layers.{at}.self_attn.attn": [
             each[0, :, : NUM_PAGES * TOKENS_PER_PAGE].contiguous()
@@ -88,7 +89,7 @@ def test_pages_of_vllm_are_read_and_continued(tmp_path: Path) -> None:
         assert cache.tokens_per_page == TOKENS_PER_PAGE
         past = cache.load(prompt)
         assert past.get_seq_length() == 64
-        assert generate(model, prompt, past_key_values=past) == alone
+        assert generate(model, prompt, **with_cache(past)) == alone
         assert fill(cache, model, prompt) == 16
     assert len(list((tmp_path / "files").glob("*/namespace.json"))) == 1
 

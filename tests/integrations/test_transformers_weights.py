@@ -23,6 +23,7 @@ from tests.integrations.tiny_transformers import (  # noqa: E402
     num_loaded,
     open_cache,
     prompt_of,
+    with_cache,
 )
 
 pytestmark = pytest.mark.timeout(120)  # the first call of a model imports and compiles
@@ -322,7 +323,7 @@ def test_a_cache_of_ones_own_is_not_stored_once_the_weights_have_changed(tmp_pat
     model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
     with open_cache(model, tmp_path) as cache:
         own = transformers.DynamicCache()
-        model(prompt, past_key_values=own)
+        model(prompt, **with_cache(own))
         model.model.layers[0].mlp.gate_proj.weight.data[0] += 1
         assert cache.store(prompt, own) == 0
         model.model.layers[0].mlp.gate_proj.weight.data[0] -= 1

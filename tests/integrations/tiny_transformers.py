@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvxfer.integrations.transformers import PrefixCache
+from kvxfer.integrations.transformers.interface import CACHE_ARGUMENT
 
 VOCAB_SIZE = 200
 TOKENS_PER_PAGE = 16
@@ -140,6 +141,11 @@ def prompt_of(num_tokens: int, *, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCAB_SIZE, (1, num_tokens), generator=source)
 
 
+def with_cache(past: Any) -> dict[str, Any]:
+    """Arguments of a model, or of its `generate()`, that give it a cache."""
+    return {CACHE_ARGUMENT: past}
+
+
 def generate(model: Any, prompt: torch.Tensor, **settings: Any) -> list[int]:
     output = model.generate(prompt, max_new_tokens=20, do_sample=False, **settings)
     return output[0, prompt.shape[1] :].tolist()  # type: ignore[no-any-return]
@@ -148,7 +154,7 @@ def generate(model: Any, prompt: torch.Tensor, **settings: Any) -> list[int]:
 def fill(cache: PrefixCache, model: Any, prompt: torch.Tensor) -> int:
     """Generate after a prompt; return the tokens that were stored."""
     past = cache.load(prompt)
-    output = model.generate(prompt, past_key_values=past, max_new_tokens=20, do_sample=False)
+    output = model.generate(prompt, **with_cache(past), max_new_tokens=20, do_sample=False)
     return cache.store(output, past)
 
 

@@ -8,10 +8,10 @@ import transformers
 
 from kvxfer.errors import UnsupportedEngineError
 
-SUPPORTED = "5.16 to 5.23"
+SUPPORTED = "5.16 to 5.24"
 
 try:
-    from transformers import DynamicCache, GenerationConfig
+    from transformers import DynamicCache, GenerationConfig, GenerationMixin
     from transformers import PreTrainedConfig as Config
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -22,10 +22,13 @@ except ImportError as exc:
 Past: TypeAlias = Any
 """A `DynamicCache`, which is not typed."""
 
+_PARAMETERS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE_ARGUMENT = "past_key_values" if "past_key_values" in _PARAMETERS else "cache"
+"""Argument of a model and of its `generate()` for the cache: `cache` from 5.24 on."""
+
 WHOLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Layers whose keys and values a `DynamicCache()` without a configuration keeps whole: the masks of
 the model see to the window."""
-
 
 GENERATION_FIELDS = frozenset(
     name for name in vars(GenerationConfig()) if name[0] != "_" and name != "transformers_version"
@@ -93,6 +96,7 @@ def _keeps_what_it_is_given() -> bool:
 
 
 __all__ = [
+    "CACHE_ARGUMENT",
     "GENERATION_FIELDS",
     "WHOLE_LAYERS",
     "Config",

@@ -9,6 +9,7 @@ import torch
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.transformers.interface import (
+    CACHE_ARGUMENT,
     WHOLE_LAYERS,
     DynamicCache,
     Past,
@@ -64,9 +65,9 @@ def find_layers(model: Any) -> tuple[LayerShape, ...]:
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     past = DynamicCache()
     with torch.inference_mode(), torch.autocast(token.device.type, enabled=False):
-        model(input_ids=token, past_key_values=past, use_cache=True)
+        model(input_ids=token, use_cache=True, **{CACHE_ARGUMENT: past})
     if not past.layers:
-        wanted = "a model that keeps its keys and values in past_key_values"
+        wanted = f"a model that keeps its keys and values in {CACHE_ARGUMENT}"
         raise InvalidArgumentError("model", type(model).__name__, wanted)
     if (num_tokens := past.get_seq_length()) != 1:
         found = f"{type(model).__name__}, {num_tokens} tokens in the cache for one of the prompt"

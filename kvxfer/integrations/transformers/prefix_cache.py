@@ -16,6 +16,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.transformers import prompts
 from kvxfer.integrations.transformers.identity import hash_config, model_namespace
 from kvxfer.integrations.transformers.interface import (
+    CACHE_ARGUMENT,
     DynamicCache,
     Past,
     give_layer,
@@ -146,7 +147,7 @@ class PrefixCache:
                 computed.
 
         Returns:
-            A `DynamicCache` of the caller's own, for `past_key_values`; empty without a hit.
+            A `DynamicCache` of the caller's own, for `past_key_values` or `cache`; empty: no hit.
 
         Raises:
             InvalidArgumentError: There are several sequences, padding, or inputs that are no text;
@@ -243,7 +244,7 @@ class PrefixCache:
         """
         prompts.require_one_sequence(settings, self._model)
         past = self._load(input_ids, settings.get("attention_mask"), None)
-        output = self._model.generate(input_ids, past_key_values=past, **settings)
+        output = self._model.generate(input_ids, **{CACHE_ARGUMENT: past}, **settings)
         self.store(output, past)
         return output
 

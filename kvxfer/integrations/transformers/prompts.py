@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.transformers.interface import GENERATION_FIELDS
+from kvxfer.integrations.transformers.interface import CACHE_ARGUMENT, GENERATION_FIELDS
 
 TOKEN_FIELDS = re.compile(r"(.+)_token_(?:ids?|index|idx)")
 """Names of fields of a configuration that name tokens, and for what they stand."""
@@ -152,7 +152,7 @@ def require_one_sequence(settings: dict[str, Any], model: Any) -> None:
         if number != 1:
             raise InvalidArgumentError(name, number, "1: beams and several sequences are not kept")
     for name in settings.keys() - GENERATION_FIELDS - HARMLESS - WHOLE_PROMPT.keys():
-        if settings[name] is not None or name == "past_key_values":
+        if settings[name] is not None or name in {"past_key_values", CACHE_ARGUMENT}:
             raise InvalidArgumentError(name, _say(settings[name]), "no input besides input_ids")
 
 
