@@ -139,8 +139,8 @@ simulate: $(INSTALLED)
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),$(if $(SEEDS),--seeds $(SEEDS),--seconds $(SECONDS)) --processes $(PROCESSES)) $(if $(SCENARIO),--scenario $(SCENARIO))
 
 # Downloads the other releases of vLLM, SGLang and transformers that the adapters support, some 4 GB on
-# disk.
-compat: $(MODELS) ; $(BIN)/pytest -m compat $(APART)
+# disk, and writes those that were tested into README.md and docs/vllm.md.
+compat: $(MODELS) ; $(BIN)/python -m tests.compat $(APART)
 
 # Of the changelog, whether its fragments can be joined.
 lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell *.md .github backends benchmarks docs examples kvxfer tests && $(BIN)/towncrier build --draft --version next
