@@ -33,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests that have processes, packages or targets of their own.
 APART := --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
 
-.PHONY: setup demo demo-pd test needs pins sglang azurite helm storages engines e2e exhaustive faults gpu gpu-engines gpu-pd chaos simulate compat lint type docs layouts bench check-dist check
+.PHONY: setup demo demo-pd test needs pins sglang azurite helm storages engines e2e exhaustive faults gpu gpu-engines gpu-pd chaos simulate compat lint type docs docs-release layouts bench check-dist release check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -149,6 +149,12 @@ type: $(INSTALLED) ; $(BIN)/mypy && $(BIN)/pytest tests/typing
 
 docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict && $(BIN)/pytest tests/site
 
+# The documentation of a release beside those of earlier ones, on the branch gh-pages of this clone; one
+# for each minor release, and `latest`.
+docs-release: $(INSTALLED)
+	KVXFER_DOCS=mike $(BIN)/mike deploy --quiet --update-aliases --alias-type copy $(basename $(VERSION)) latest
+	$(BIN)/mike set-default --quiet latest
+
 layouts: $(INSTALLED) ; $(BIN)/python -m tests.kvcache.layout_page
 
 # All benchmarks, or one: `make bench NAME=copy`; `python -m benchmarks copy --help` says what else there is.
@@ -158,6 +164,15 @@ bench: $(INSTALLED) $(if $(filter vllm pd transformers,$(BENCHES)),$(SMOLLM2))
 
 # Both distributions, and what works where they alone are installed.
 check-dist: $(INSTALLED) ; $(BIN)/pytest -m "not exhaustive" tests/test_dist.py
+
+# A release, of a clean checkout: joins the changelog, writes golden files, commits and tags; then builds the
+# distributions of the tag in dist/, and tries them in bare environments of each Python; then the documentation. All
+# of it stays on this machine. Without VERSION, the tag is that of HEAD: `make release VERSION=0.1.0`.
+release: $(INSTALLED)
+	$(BIN)/python -m tests.release $(VERSION)
+	KVXFER_DIST=dist $(BIN)/pytest --nothing-missing tests/test_dist.py
+	$(MAKE) docs-release VERSION=$$(git describe --tags --exact-match | sed s/^v//)
+	@echo "Next: git push origin HEAD gh-pages --follow-tags; twine upload dist/*.whl dist/*.tar.gz, with dist/NOTES.md"
 
 check: lint type test check-dist docs engines
 
