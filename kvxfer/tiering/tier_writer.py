@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 
@@ -77,6 +77,7 @@ class TierWriter:
         self._locks = locks
         self._chunk_sizes = chunk_sizes
         self._in_part: dict[BlockKey, None] = {}  # what the target got a part of, oldest first
+        self._held_back: list[bytes] = []  # beginnings of keys
         self._worker: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         self._settled.set()
@@ -124,6 +125,16 @@ class TierWriter:
         """Drop the queue, of keys that begin with a prefix; what is being copied goes on."""
         self._target.reports.not_written_back(self.queue.clear(prefix))
         self._tell_ended()
+
+    @contextmanager
+    def hold_back(self, prefix: bytes) -> Iterator[None]:
+        """Drop the queue as `drop` does, and begin no copy of such keys before the context ends."""
+        self.drop(prefix)
+        self._held_back.append(prefix)
+        try:
+            yield
+        finally:
+            self._held_back.remove(prefix)
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return {Gauge.WRITE_BACK_BLOCKS: len(self.queue)}
@@ -193,7 +204,8 @@ class TierWriter:
         if not self._target.is_available:
             self.queue.give_back(runtime.monotonic(), keys)
             return
-        if not source.is_available:
+        is_held_back = any(key.startswith(tuple(self._held_back)) for key in keys)
+        if is_held_back or not source.is_available:
             self.queue.put_off(runtime.monotonic(), keys, failed=False)
             return
         load = source.copying(Operation.LOAD, Cause.WRITE_BACK)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 
 from kvxfer import runtime
@@ -320,11 +320,17 @@ class TieredBackend(Backend):
     async def purge(self, prefix: bytes = b"") -> None:
         """See `Purgeable.purge`. Raises, after all others, if a tier cannot delete everything."""
         require_instance("prefix", prefix, bytes)
-        for writer in self._writers:
-            writer.drop(prefix)
-        async with asyncio.timeout(self._close_s):
-            await self._locks.wait_for_others()
-        if left := [tier.name for tier in self._tiers if not await tier.purge(prefix)]:
+        left = []
+        with ExitStack() as held:
+            for writer in self._writers:
+                held.enter_context(writer.hold_back(prefix))
+            # Nothing goes down, and what goes up meanwhile comes before its tier's turn.
+            for tier in reversed(self._tiers):
+                async with asyncio.timeout(self._close_s):
+                    await self._locks.wait_for_others()
+                if not await tier.purge(prefix):
+                    left.append(tier.name)
+        if left:
             raise BackendUnavailableError(f"{', '.join(left)}: not everything was deleted")
 
     async def drain(self) -> None:

@@ -113,6 +113,31 @@ async def test_a_first_tier_that_has_a_key_at_every_other_look_hangs_no_store() 
         assert await load_from(backend, memory, KEYS[:2]) == payloads
 
 
+async def test_a_lookup_beside_a_purge_brings_nothing_back() -> None:
+    """A lower tier that takes its time still has the block, which is brought up meanwhile."""
+
+    class SlowToPurge(DictBackend):
+        async def purge(self, prefix: bytes = b"") -> None:
+            begun.set()
+            await may_go_on.wait()
+            await self.delete([key for key in KEYS if key.startswith(prefix)])
+
+    begun, may_go_on = asyncio.Event(), asyncio.Event()
+    memory = BlockMemory([[48, 16]], num_blocks=32)
+    namespace = memory.namespace()
+    first, lower = open_host(namespace, 8), SlowToPurge(None, namespace)
+    async with TieredBackend([first, lower], namespace) as backend, asyncio.timeout(5):
+        await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
+        await backend.flush()
+        await first.delete(KEYS[:1])
+        purging = asyncio.create_task(backend.purge())
+        await begun.wait()
+        assert await backend.lookup(KEYS[:1]) == [True]
+        may_go_on.set()
+        await purging
+        assert await backend.lookup(KEYS[:1]) == [False]
+
+
 async def test_purging_removes_every_block_from_every_tier(tmp_path: Path) -> None:
     """Also those that wait to be copied, and those that are read; or it says that it did not."""
     memory = BlockMemory([[4096]], num_blocks=16)
