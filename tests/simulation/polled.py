@@ -1,6 +1,7 @@
 """Scenario of an engine that threads poll: its loop runs in a thread of its own."""
 
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.simulation import FaultyTier, Opened, Scenario, Simulation, Step, TierFault
 from kvxfer.testing.simulation.world import NUM_KEYS, Batch, Part, World, draw_parts
-from kvxfer.transfer import JobId, TransferEngine
+from kvxfer.transfer import JobId, Slices, TransferEngine
 from tests.simulation.tiers import TiersScenario
 
 NUM_THREADS = 2
@@ -20,6 +21,8 @@ ENGINE_TIMEOUT_S = 5.0
 POLL_S = 0.004
 SLACK_S = 0.1
 MOST_S = 600.0
+SLICES = (256, 1 << 20)
+"""Bytes that are moved at a time on a thread of the engine: those of a block, or of any batch."""
 BY_LINE = 0.02
 """Share of the lines of kvxfer after which another thread goes on, in every second seed."""
 
@@ -44,11 +47,12 @@ class PolledScenario(Scenario):
         steps, length_s = [], random.choice((0.5, 2.0))
         num_keys = random.choice((1, 3, NUM_KEYS))
         for _ in range(random.choice((10, 40))):
-            what = random.choices(("store", "load", "wait"), (4, 5, 2))[0]
+            what = random.choices(("store", "load", "wait", "lookup"), (4, 5, 2, 1))[0]
             arguments: dict[str, Any] = {"thread": random.randrange(NUM_THREADS)}
             arguments["timeout_s"] = random.choice((None, None, 0.0, 0.05, 0.5))
             if what != "wait":
                 arguments["parts"] = draw_parts(random, num_keys)
+            if what in ("store", "load"):
                 arguments["cancel_s"] = random.choice((None, None, None, 0.0, 0.01))
             steps.append(Step(random.random() * length_s, what, arguments))
         for _ in range(random.choice((0, 0, 1, 3))):
@@ -70,6 +74,7 @@ class PolledScenario(Scenario):
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         """See `Scenario.run`."""
         run = _Run(self, simulation)
+        run.opened.excuse((s.arguments for s in steps if s.what == "fault"), run.history)
         if simulation.random("lines").random() < 0.5:
             simulation.runtime.scheduler.switch_by_line(BY_LINE)
         shares = [[s for s in steps if s.arguments["thread"] == n] for n in range(NUM_THREADS)]
@@ -90,18 +95,21 @@ class _Run:
     def __init__(self, scenario: PolledScenario, simulation: Simulation) -> None:
         self._simulation = simulation
         self._world = World(simulation)
-        self._opened = scenario.open(simulation, self._world.namespace)
+        self.opened = scenario.open(simulation, self._world.namespace)
+        random = simulation.random("engine")
         self._engine = TransferEngine(
             self._world.memory.caches,
-            self._opened.backend,
+            self.opened.backend,
             blocks_per_chunk=self._world.memory.blocks_per_chunk,
-            max_bytes_in_flight=simulation.random("engine").choice((1024, 1 << 20)),
+            max_bytes_in_flight=random.choice((1024, 1 << 20)),
+            slices=Slices(load_bytes=random.choice(SLICES), store_bytes=random.choice(SLICES)),
             timeout_s=ENGINE_TIMEOUT_S,
             close_timeout_s=CLOSE_TIMEOUT_S,
         )
-        self._world.history.is_strict = False
+        self.history = self._world.history
         self._finished: dict[JobId, Sequence[Outcome]] = {}
         self._held: list[tuple[JobId, Batch, float]] = []
+        self._left: dict[JobId, _Submitted] = {}  # when the engine was closed
         self._is_closing = False
 
     def carry_out(self, steps: Sequence[Step]) -> None:
@@ -116,36 +124,42 @@ class _Run:
                 if not self._is_closing:
                     self._simulation.fail("closed error of an open engine", step)
         self._poll(jobs, until=self._simulation.now + MOST_S, is_last=True)
-        for job_id, left in jobs.items():
-            if not self._is_closing:
-                self._simulation.fail("late", f"job {job_id} of {left.batch.parts}")
+        self._left |= jobs
 
     def end(self) -> None:
         """Close the engine, and look at what is left."""
         began = self._simulation.now
-        self._is_closing = True
+        self._begin_close()
         self._engine.close()
         took_s = self._simulation.now - began
         if took_s > CLOSE_TIMEOUT_S + SLACK_S:
             self._simulation.fail("late", f"close took {took_s:.3f} s")
+        self._poll(self._left, until=self._simulation.now + POLL_S)
+        for job_id, left in self._left.items():
+            self._simulation.fail("never finished", f"job {job_id} of {left.batch.parts}")
         runtime.sleep(MOST_S)
         self._world.watched.look()
-        for left in TiersScenario().leftovers(self._engine, self._opened):
-            self._simulation.fail("left", left)
+        for what in TiersScenario().leftovers(self._engine, self.opened):
+            self._simulation.fail("left", what)
         if threads := self._simulation.runtime.scheduler.alive():
             names = sorted(thread.name for thread in threads)
             self._simulation.fail("threads left", names)
 
+    def _begin_close(self) -> None:
+        self._is_closing, self.history.keeps_all = True, False
+
     def _step(self, step: Step, jobs: dict[JobId, _Submitted]) -> None:
         given = dict(step.arguments)
         if step.what == "fault":
-            tier = self._opened.faulty.get(given["tier"])
+            tier = self.opened.faulty.get(given["tier"])
             if isinstance(tier, FaultyTier):
                 tier.begin_fault(given["fault"], given["for_s"], 1.0)
         elif step.what == "wait":
             self._wait(jobs, given["timeout_s"])
+        elif step.what == "lookup":
+            self._lookup(given["parts"], given["timeout_s"])
         elif step.what == "close":
-            self._is_closing = True
+            self._begin_close()
             self._engine.close()
         else:
             self._submit(step.what, given["parts"], given["timeout_s"], given["cancel_s"], jobs)
@@ -186,6 +200,28 @@ class _Run:
         if took_s > limit_s + SLACK_S and not self._is_closing:
             self._simulation.fail("late", f"wait took {took_s:.3f} s of {limit_s}")
 
+    def _lookup(self, parts: tuple[Part, ...], timeout_s: float | None) -> None:
+        self._simulation.num_calls += 1
+        began, keys = self._simulation.now, self._world.keys(parts)
+        found: list[bool] | None = None
+        try:
+            asked = self._engine.submit_lookup(keys, timeout_s=timeout_s)
+            found = runtime.result(asked, MOST_S)
+        except ClosedError:
+            raise
+        except CancelledError:
+            if not self._is_closing:
+                self._simulation.fail("cancelled by nobody", "lookup")
+        except Exception as exc:  # noqa: BLE001 - that is what is looked for
+            if not self.opened.may_raise:
+                self._simulation.fail("undocumented error", f"lookup: {exc!r}")
+        took_s = self._simulation.now - began
+        limit_s = ENGINE_TIMEOUT_S if timeout_s is None else timeout_s
+        if took_s > limit_s + SLACK_S and not self._is_closing:
+            self._simulation.fail("late", f"lookup took {took_s:.3f} s of {limit_s}")
+        if found is not None and len(found) != len(keys):
+            self._simulation.fail("number of answers", f"{len(found)} of {len(keys)}")
+
     def _poll(self, jobs: dict[JobId, _Submitted], *, until: float, is_last: bool = False) -> None:
         """Take what has finished, until some time, or until there is no job left."""
         while self._simulation.now < until and (jobs or self._held or not is_last):
@@ -199,7 +235,7 @@ class _Run:
             now = self._simulation.now
             for job_id, job in jobs.items():
                 if job.cancel_at is not None and now >= job.cancel_at:
-                    job.cancel_at = None
+                    job.cancel_at, job.ends_at = None, min(now, job.ends_at)
                     self._engine.cancel(job_id)
                 if now > job.ends_at + SLACK_S and not self._is_closing:
                     self._simulation.fail("late", f"job {job_id} of {job.batch.parts}")

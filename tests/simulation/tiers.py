@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.observer import Added, Event, Observer, Removed, Reports
 from kvxfer.testing.dict_backend import DictBackend, DictConfig
 from kvxfer.testing.simulation import EngineScenario, FaultyTier, Opened, Simulation
 from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES
@@ -33,6 +34,7 @@ class TiersScenario(EngineScenario):
 
     name = "tiers"
     num_faulty: ClassVar[int] = 3
+    has_storms: ClassVar[bool] = True
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
         """See `EngineScenario.open`."""
@@ -44,17 +46,19 @@ class TiersScenario(EngineScenario):
         for number, kind in enumerate(kinds):
             num_blocks = ROOM if is_roomy or number else random.choice((2, 4, 8))
             tier = _open_tier(kind, num_blocks, namespace)
-            if number or len(kinds) == 1 or random.random() < 0.5:
+            if number or random.random() < 0.5:
                 tier = faulty[number] = FaultyTier(tier, simulation, f"{number} {kind}")
             tiers.append(tier)
         is_alone = len(tiers) == 1 and random.random() < 0.5
-        backend = tiers[0] if is_alone else _join(tiers, namespace, random)
+        pause_s = random.choice((0.0, 0.1, 1.0))
+        backend = tiers[0] if is_alone else _join(tiers, namespace, random, pause_s)
         return Opened(
             backend=backend,
             tiers=() if is_alone else tiers,
             faulty=faulty,
             is_roomy=is_roomy,
-            may_evict_unseen=not is_roomy and 0 in faulty,
+            may_evict_unseen=0 in faulty,
+            outlasts_hangs=pause_s >= 1.0 and is_roomy and not is_alone,
             may_raise=is_alone,
         )
 
@@ -71,15 +75,52 @@ class TiersScenario(EngineScenario):
 
 
 def _open_tier(kind: str, num_blocks: int, namespace: Namespace) -> Backend:
-    if kind == "host":
-        return HostBackend(HostConfig(capacity=ByteSize(num_blocks * SLOT_BYTES)), namespace)
-    return DictBackend(DictConfig(max_blocks=num_blocks), namespace)
+    if kind == "dict":
+        return _PurgeableDict(DictConfig(max_blocks=num_blocks), namespace)
+    backend = HostBackend(HostConfig(capacity=ByteSize(num_blocks * SLOT_BYTES)), namespace)
+    backend.observe(Reports([_Mirror(backend)]))
+    return backend
 
 
-def _join(tiers: list[Backend], namespace: Namespace, random: Random) -> TieredBackend:
-    timeouts = TierTimeouts(
-        lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=random.choice((0.0, 0.1, 1.0))
-    )
+class _PurgeableDict(DictBackend):
+    """Dictionary that can delete at once what it has of a prefix."""
+
+    async def purge(self, prefix: bytes = b"") -> None:
+        """See `Purgeable.purge`."""
+        for key in [each for each in self._blocks if each.startswith(prefix)]:
+            del self._blocks[key]
+
+
+class _Mirror(Observer):
+    """Index of a backend as its events tell it."""
+
+    def __init__(self, backend: HostBackend) -> None:
+        self._backend = backend
+        self._present: dict[BlockKey, None] = {}
+
+    def note(self, event: Event) -> None:
+        """See `Observer.note`."""
+        if isinstance(event, Added):
+            self._present |= dict.fromkeys(event.keys)
+        elif isinstance(event, Removed):
+            for key in event.keys:
+                self._present.pop(key, None)
+
+    def differences(self) -> list[BlockKey]:
+        """Return the keys that are in one of the index and its events."""
+        return sorted(self._present.keys() ^ self._backend._index._entries.keys())
+
+
+def _mirror_of(backend: HostBackend) -> _Mirror:
+    [mirror] = backend._reports._observers
+    assert isinstance(mirror, _Mirror)
+    return mirror
+
+
+def _join(
+    tiers: list[Backend], namespace: Namespace, random: Random, pause_s: float
+) -> TieredBackend:
+    timeouts = TierTimeouts(lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=pause_s)
     staging_bytes = random.choice((8192, 16384, 65536))
     return TieredBackend(tiers, namespace, staging_bytes=staging_bytes, timeouts=timeouts)
 
@@ -120,5 +161,6 @@ def leftovers_of_host(backend: HostBackend) -> list[str]:
         "blocks being stored": sum(entry.storing for entry in entries),
         "quarantined slots": len(index._quarantined),
         "lost slots": backend.num_slots - len(index._free_slots) - len(entries),
+        "keys of which events say something else": len(_mirror_of(backend).differences()),
     }
     return [f"{count} {what}" for what, count in counts.items() if count]

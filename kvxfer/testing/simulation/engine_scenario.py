@@ -2,19 +2,29 @@
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf
 from random import Random
 from typing import Any, ClassVar, TypeVar
 
 from kvxfer.errors import BackendUnavailableError, ClosedError, KVXferError
-from kvxfer.storage.backend import Backend, Purgeable, Status
+from kvxfer.storage.backend import Backend, Outcome, Purgeable, Status
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.simulation.faults import CALLS as FAULTY_CALLS
 from kvxfer.testing.simulation.faults import FaultyTier, TierFault
+from kvxfer.testing.simulation.oracle import History
 from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step
-from kvxfer.testing.simulation.world import NUM_KEYS, Part, World, draw_parts
-from kvxfer.transfer import TransferEngine
+from kvxfer.testing.simulation.world import (
+    BLOCKS_PER_CHUNK,
+    NUM_KEYS,
+    Batch,
+    Part,
+    World,
+    draw_parts,
+)
+from kvxfer.transfer import FinishedJob, JobId, TransferEngine
 
 SLACK_S = 0.1
 """Virtual time that a call may take beyond its deadline, or beyond its cancellation."""
@@ -23,7 +33,23 @@ CLOSE_TIMEOUT_S = 60.0
 MOST_S = 900.0
 """Virtual time after which a call without a deadline is said to hang."""
 
-BURST_S = 0.02
+BURSTS_S = (0.02, 0.1)
+MILD_S = 0.2
+"""Longest delay of a call that no deadline notices, and that excuses nothing."""
+DELETE_S = 1.5
+"""Virtual time that a delete may take where nothing fails."""
+
+STORM_S = 4.0
+STORM_DELETES = 8
+STORM_TASKS = 3
+STORM_PAUSE_S = 0.03
+STORM_TIMEOUT_S = 0.1
+STORM_MIN_STORES = 20
+"""Stores of a storm that say something."""
+STORM_GAP_S = 3.0
+"""Virtual time in which one of them is done at least, where no more than a lower tier hangs."""
+
+MOVES = ("store", "load", "poll_store", "poll_load")
 
 CALLS = {
     "store": 25,
@@ -53,7 +79,8 @@ class Opened:
         faulty: Those that may have faults, by their number in a plan.
         is_roomy: Whether it has room for all keys, so that none is evicted.
         may_evict_unseen: Whether its first tier may evict between an answer and the store after
-            it, so that two tiers may have bytes of different stores.
+            it, if it evicts at all, so that two tiers may have bytes of different stores.
+        outlasts_hangs: Whether stores go on although a tier below the first hangs.
         may_raise: Whether its calls may raise that it is gone, as one tier alone does.
     """
 
@@ -62,7 +89,14 @@ class Opened:
     faulty: Mapping[int, FaultyTier] = field(default_factory=dict)
     is_roomy: bool = True
     may_evict_unseen: bool = False
+    outlasts_hangs: bool = False
     may_raise: bool = False
+
+    def excuse(self, faults: Iterable[Mapping[str, Any]], history: History) -> None:
+        """Tell the oracle what the faults of a plan excuse."""
+        is_orderly = self.is_roomy or not self.may_evict_unseen
+        history.is_strict = is_orderly and all(map(_is_mild, faults))
+        history.keeps_all = history.is_strict and self.is_roomy
 
 
 class EngineScenario(Scenario):
@@ -70,9 +104,12 @@ class EngineScenario(Scenario):
 
     Attributes:
         num_faulty: Most tiers that may have faults.
+        has_storms: Whether some plans are stores of one chunk again and again, beside deletes of
+            it, which end soon all the same.
     """
 
     num_faulty: ClassVar[int] = 1
+    has_storms: ClassVar[bool] = False
 
     @abstractmethod
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
@@ -84,8 +121,11 @@ class EngineScenario(Scenario):
 
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`."""
+        if self.has_storms and random.random() < 0.25:
+            return self._plan_storm(random)
         steps, length_s = [], random.choice((2.0, 5.0, 15.0))
         num_keys, bursts = random.choice((1, 3, NUM_KEYS)), random.choice((0, 3, 12))
+        burst_s = random.choice(BURSTS_S)
         moments = [random.random() * length_s for _ in range(bursts)]
         weights = dict(CALLS)
         if random.random() < 0.3:
@@ -93,7 +133,7 @@ class EngineScenario(Scenario):
         for _ in range(random.choice((20, 60, 150))):
             at_s = random.random() * length_s
             if moments and random.random() < 0.7:
-                at_s = random.choice(moments) + random.random() * BURST_S
+                at_s = random.choice(moments) + random.random() * burst_s
             what = random.choices(list(weights), list(weights.values()))[0]
             arguments: dict[str, Any] = {
                 "timeout_s": random.choice(TIMEOUTS_S),
@@ -102,29 +142,53 @@ class EngineScenario(Scenario):
             if what not in ("flush", "drain", "purge"):
                 arguments["parts"] = draw_parts(random, num_keys)
             steps.append(Step(at_s, what, arguments))
-        num_faults = random.choice((0, 0, 1, 3, 8)) if self.num_faulty else 0
-        steps += [self._draw_fault(random, length_s) for _ in range(num_faults)]
+        steps += self._draw_faults(random, length_s) if self.num_faulty else []
         if random.random() < 0.3:
-            steps.append(Step(random.random() * length_s, "close"))
+            cancel_s = random.choice((None, 0.0, 0.01, 1.0))
+            steps.append(Step(random.random() * length_s, "close", {"cancel_s": cancel_s}))
         return sorted(steps, key=lambda step: step.at_s)
 
-    def _draw_fault(self, random: Random, length_s: float) -> Step:
-        arguments = {
-            "tier": random.randrange(self.num_faulty),
-            "fault": random.choice(list(TierFault)),
-            "for_s": random.choice((0.2, 1.0, 4.0)),
-            "share": random.choice((0.2, 1.0)),
-            "calls": random.choice((FAULTY_CALLS, ("load",), ("store",), ("load", "store"))),
-        }
-        return Step(random.random() * length_s, "fault", arguments)
+    def _plan_storm(self, random: Random) -> list[Step]:
+        """Plan a storm of stores beside a tier that hangs, or beside deletes of the same chunk."""
+        [part, *_], hangs = draw_parts(random, 1), self.num_faulty > 1 and random.random() < 0.3
+        storm = {"part": part, "timeout_s": STORM_TIMEOUT_S if hangs else None}
+        if hangs:
+            fault = random.choice((TierFault.HANG, TierFault.STUCK))
+            arguments = {"fault": fault, "for_s": 2 * STORM_S, "share": 1.0, "calls": FAULTY_CALLS}
+            tier = random.randrange(1, self.num_faulty)
+            return [Step(0.0, "fault", {"tier": tier, **arguments}), Step(0.1, "storm", storm)]
+        steps = [Step(0.0, "storm", storm)]
+        for number in range(STORM_DELETES):
+            at_s = (number + random.random()) * STORM_S / STORM_DELETES
+            given: dict[str, Any] = {"timeout_s": None, "cancel_s": None}
+            if random.random() < 0.4:
+                steps.append(Step(at_s, "purge", given))
+                continue
+            given["cancel_s"] = random.choice((None, None, None, 0.0, 0.01))
+            steps.append(Step(at_s, "delete", given | {"parts": (part,)}))
+        return steps
+
+    def _draw_faults(self, random: Random, length_s: float) -> list[Step]:
+        num_faults, is_mild = random.choice((0, 0, 1, 3, 8)), random.random() < 0.3
+        tier = random.randrange(self.num_faulty) if random.random() < 0.3 else None
+        steps = []
+        for _ in range(num_faults):
+            arguments: dict[str, Any] = {
+                "tier": random.randrange(self.num_faulty) if tier is None else tier,
+                "fault": TierFault.SLOW if is_mild else random.choice(list(TierFault)),
+                "for_s": MILD_S if is_mild else random.choice((0.2, 1.0, 4.0)),
+                "share": random.choice((0.2, 1.0)),
+                "calls": random.choice((FAULTY_CALLS, ("load",), ("store",), ("load", "store"))),
+            }
+            steps.append(Step(random.random() * length_s, "fault", arguments))
+        return steps
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         """See `Scenario.run`."""
         world = World(simulation)
         opened = self.open(simulation, world.namespace)
-        world.history.is_strict = not (
-            opened.may_evict_unseen or any(step.what == "fault" for step in steps)
-        )
+        faults = [step.arguments for step in steps if step.what == "fault"]
+        opened.excuse(faults, world.history)
         simulation.run(self._run(EngineRun(self, simulation, world, opened), steps))
 
     async def _run(self, engine: "EngineRun", steps: Sequence[Step]) -> None:
@@ -169,7 +233,8 @@ class EngineRun:
             close_timeout_s=CLOSE_TIMEOUT_S,
         )
         self.is_closing = self.was_stopped = False
-        self._finished: dict[int, Any] = {}
+        self._finished: dict[JobId, FinishedJob] = {}
+        self._faulted: dict[int, None] = {}  # tiers that have a fault at some time
 
     async def start(self) -> None:
         """Start the backend and the engine."""
@@ -179,6 +244,8 @@ class EngineRun:
 
     async def carry_out_all(self, steps: Sequence[Step]) -> bool:
         """Carry out steps, each at its time from now on; return whether all have ended."""
+        faults = [step.arguments["tier"] for step in steps if step.what == "fault"]
+        self._faulted = {tier: None for tier in faults if tier in self._opened.faulty}
         running = [asyncio.create_task(self._carry_out(step)) for step in steps]
         keeper = asyncio.create_task(self._keep())
         left: set[asyncio.Task[None]] = set()
@@ -201,12 +268,10 @@ class EngineRun:
         given = dict(step.arguments)
         self._simulation.note(f"-> {step.what} {_say(given)}")
         try:
-            if step.what == "fault":
-                self._begin_fault(**given)
-            elif step.what == "close":
-                await self.close()
+            self._simulation.num_calls += step.what in CALLS
+            if step.what in MOVES:
+                await self._move(step.what, **given)
             else:
-                self._simulation.num_calls += 1
                 await getattr(self, f"_{step.what}")(**given)
         except ClosedError:
             if not self.is_closing:
@@ -220,161 +285,220 @@ class EngineRun:
             self._simulation.fail("undocumented error", f"{step.what}: {exc!r}")
         self._simulation.note(f"<- {step.what} {_say(given)}")
 
-    def _begin_fault(
+    async def _close(self, **given: float | None) -> None:
+        await self.close(**given)
+
+    async def _fault(
         self, *, tier: int, fault: TierFault, for_s: float, share: float, calls: tuple[str, ...]
     ) -> None:
         if tier in self._opened.faulty:
             self._opened.faulty[tier].begin_fault(fault, for_s, share, calls)
 
-    async def _store(
-        self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
-    ) -> None:
-        await self._move(parts, timeout_s, cancel_s, is_store=True)
-
-    async def _load(
-        self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
-    ) -> None:
-        await self._move(parts, timeout_s, cancel_s, is_store=False)
-
     async def _move(
         self,
+        what: str,
         parts: tuple[Part, ...],
         timeout_s: float | None,
         cancel_s: float | None,
-        *,
-        is_store: bool,
-    ) -> None:
+    ) -> Sequence[Outcome] | None:
+        """Move a batch, by a call that is awaited or a job that is polled; judge its outcomes."""
+        is_store, engine = what.endswith("store"), self._engine
         batch = self._world.begin(parts, is_store=is_store)
         if batch is None:
-            return
-        move = self._engine.store if is_store else self._engine.load
-        call = move(
-            self._world.keys(parts),
-            batch.ids_by_group,
-            first_block_indices=batch.first_indices,
-            timeout_s=timeout_s,
-        )
-        outcomes = None
+            return None
+        given: dict[str, Any] = {
+            "keys": self._world.keys(parts),
+            "block_ids": batch.ids_by_group,
+            "first_block_indices": batch.first_indices,
+            "timeout_s": timeout_s,
+        }
+        outcomes: Sequence[Outcome] | None
         try:
-            outcomes = await self._timed("store" if is_store else "load", call, timeout_s, cancel_s)
+            if what.startswith("poll_"):
+                submit = engine.submit_store if is_store else engine.submit_load
+                outcomes = await self._follow(submit(**given), batch, timeout_s, cancel_s)
+            else:
+                move = engine.store if is_store else engine.load
+                outcomes = await self._timed(what, move(**given), timeout_s, cancel_s)
         except KVXferError:
             self._world.release(batch)
             raise
         self._world.end(batch, outcomes)
-        if outcomes and timeout_s is None and self._world.history.is_strict:
-            late = [each for each in outcomes if each.status is Status.TIMED_OUT]
-            if late and not (self.is_closing or self.was_stopped):
-                self._simulation.fail("timed out without a fault", late[0])
-        if outcomes:
+        if outcomes is not None:
             ended = zip(parts, outcomes, strict=True)
             said = ", ".join(f"{part}: {each.status.value}" for part, each in ended)
             self._simulation.note(f"   {said}")
+            has_time = timeout_s is None and cancel_s is None
+            if has_time and not (self.is_closing or self.was_stopped):
+                self._judge_without_faults(outcomes, is_store=is_store)
+        return outcomes
+
+    def _judge_without_faults(self, outcomes: Sequence[Outcome], *, is_store: bool) -> None:
+        """Check that no block has failed without a fault."""
+        history = self._world.history
+        for each in outcomes:
+            if history.is_strict and each.status is Status.TIMED_OUT:
+                self._simulation.fail("timed out without a fault", each)
+            elif history.keeps_all and is_store and not each.done:
+                self._simulation.fail("not stored without a fault", each)
+
+    async def _follow(
+        self, job_id: JobId, batch: Batch, timeout_s: float | None, cancel_s: float | None
+    ) -> Sequence[Outcome] | None:
+        """Poll for the end of a job, and cancel it at some time; None if it does not end."""
+        ends_at = batch.began + (ENGINE_TIMEOUT_S if timeout_s is None else timeout_s)
+        cancel_at = inf if cancel_s is None else batch.began + cancel_s
+        while job_id not in self._finished:
+            now = self._simulation.now
+            closing_s = CLOSE_TIMEOUT_S if self.is_closing else 0.0
+            if now > ends_at + closing_s + SLACK_S and not self.was_stopped:
+                self._simulation.fail("late", f"job of {_say({'parts': batch.parts})}")
+                return None
+            if now >= cancel_at:
+                self._engine.cancel(job_id)
+                ends_at, cancel_at = min(now, ends_at), inf
+            for each in self._engine.get_finished():
+                self._finished[each.job_id] = each
+            await asyncio.sleep(0.003)
+        return self._finished.pop(job_id).outcomes
+
+    async def _storm(self, part: Part, timeout_s: float | None) -> None:
+        """Store a chunk again and again from several sides, which the first tier keeps evicting."""
+        done_at, num_stores = [self._simulation.now], 0
+        ends_at = self._simulation.now + STORM_S
+
+        async def go_on(random: Random) -> None:
+            nonlocal num_stores
+            while self._simulation.now < ends_at and not self.is_closing:
+                await self._evict((part,), None, None)
+                if random.random() < 0.3:
+                    await self._lookup((part,), timeout_s, None)
+                outcomes = await self._move("store", (part,), timeout_s, None) or []
+                num_stores += len(outcomes)
+                done_at.extend(self._simulation.now for each in outcomes if each.done)
+                if timeout_s is None:
+                    await self._move("load", (part,), None, None)
+                await asyncio.sleep(random.random() * STORM_PAUSE_S)
+
+        names = [f"storm {number}" for number in range(STORM_TASKS)]
+        await asyncio.gather(*(go_on(self._simulation.random(name)) for name in names))
+        longest_s = max(later - earlier for earlier, later in pairwise([*done_at, ends_at]))
+        must_go_on = self._opened.outlasts_hangs and 0 not in self._faulted
+        if num_stores >= STORM_MIN_STORES and must_go_on and longest_s > STORM_GAP_S:
+            self._simulation.fail("starved", f"no store was done for {longest_s:.3f} s")
 
     async def _lookup(
         self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
     ) -> None:
-        keys = self._world.keys(parts)
+        began, keys = self._simulation.now, self._world.keys(parts)
+        reachable = await self._find_reachable(parts)
         call = self._engine.lookup(keys, timeout_s=timeout_s)
         found = await self._timed("lookup", call, timeout_s, cancel_s)
-        if found is not None and len(found) != len(keys):
+        limit_s = ENGINE_TIMEOUT_S if timeout_s is None else timeout_s
+        if found is None or self.is_closing or self._simulation.now - began >= limit_s:
+            return
+        if len(found) != len(keys):
             self._simulation.fail("number of answers", f"{len(found)} of {len(keys)}")
+            return
+        for part, there in zip(parts, found, strict=True):
+            if there:
+                continue
+            self._world.judge_miss(Part(part.group, part.key), began)
+            if part in reachable and self._must_be_there(part, began):
+                self._simulation.fail("not found in tiers without a fault", part)
+
+    async def _find_reachable(self, parts: Sequence[Part]) -> list[Part]:
+        """Find the chunks that the last of several tiers has, if it and the first have no fault."""
+        last = len(self._opened.tiers) - 1
+        if last < 1 or not self._faulted.keys().isdisjoint((0, last)):
+            return []
+        there = await self._inner(last).lookup(self._world.keys(parts))
+        return [part for part, each in zip(parts, there, strict=True) if each]
+
+    def _must_be_there(self, part: Part, since: float = inf) -> bool:
+        """Whether a chunk was stored whole, alone, and nothing can have removed it."""
+        key, history = self._world.key(part), self._world.history
+        return (
+            self._opened.is_roomy
+            and history.is_of_one_store(key)
+            and history.must_be_there(key, BLOCKS_PER_CHUNK, since=since)
+        )
+
+    def _inner(self, tier: int) -> Backend:
+        """Return a tier as it is behind its faults."""
+        backend = self._opened.tiers[tier]
+        return backend.inner if isinstance(backend, FaultyTier) else backend
 
     async def _delete(
         self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
     ) -> None:
         del timeout_s
-        await self._remove(parts, self._opened.backend, cancel_s)
+        began, keys = self._simulation.now, self._world.keys(parts)
+        deleted = None
+        for key in keys:
+            self._world.history.begin_removal(key)
+        ends_soon = self._scenario.has_storms and self._world.history.is_strict
+        limit_s = DELETE_S if ends_soon else MOST_S
+        try:
+            call = self._opened.backend.delete(keys)
+            deleted = await self._timed("delete", call, limit_s, cancel_s)
+        finally:
+            for key, was_found in zip(keys, deleted or [False] * len(keys), strict=True):
+                self._world.history.end_removal(key, began, was_found=was_found)
 
     async def _evict(
         self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
     ) -> None:
-        """Delete from the first of several tiers, as another user of it would evict."""
-        del timeout_s, cancel_s
-        if len(self._opened.tiers) > 1:
-            first = self._opened.tiers[0]
-            inner = first.inner if isinstance(first, FaultyTier) else first
-            began, keys = self._simulation.now, self._world.keys(parts)
-            for key in keys:
-                self._world.history.begin_eviction(key)
-            await inner.delete(keys)
-            for key in keys:
-                self._world.history.end_removal(key, began, was_found=False)
+        """Delete from the first of several tiers, as another user of it would evict.
 
-    async def _remove(
-        self, parts: tuple[Part, ...], backend: Backend, cancel_s: float | None
-    ) -> None:
-        began, keys = self._simulation.now, self._world.keys(parts)
-        for key in keys:
-            self._world.history.begin_removal(key)
-        deleted = await self._timed("delete", backend.delete(keys), MOST_S, cancel_s)
-        if deleted is not None:
-            for key, was_found in zip(keys, deleted, strict=True):
-                self._world.history.end_removal(key, began, was_found=was_found)
+        What the last tier has is not gone then.
+        """
+        del timeout_s, cancel_s
+        if len(self._opened.tiers) < 2:
+            return
+        began, keys, history = self._simulation.now, self._world.keys(parts), self._world.history
+        below = await self._inner(-1).lookup(keys)
+        is_kept = [history.is_of_one_store(key) for key in keys]
+        gone = [key for key, *kept in zip(keys, below, is_kept, strict=True) if not all(kept)]
+        for key in gone:
+            history.begin_removal(key)
+        for key in keys if self._opened.may_evict_unseen else []:
+            history.note_unseen_eviction(key)
+        await self._inner(0).delete(keys)
+        for key in gone:
+            history.end_removal(key, began, was_found=False)
 
     async def _purge(self, timeout_s: float | None, cancel_s: float | None) -> None:
         del timeout_s
-        backend = self._opened.backend
-        if isinstance(backend, Purgeable):
-            self._world.history.begin_purge()
-            if await self._timed("purge", _true_after(backend.purge), MOST_S, cancel_s):
-                self._world.history.end_purge()
+        backend, history, began = self._opened.backend, self._world.history, self._simulation.now
+        if not isinstance(backend, Purgeable):
+            return
+        history.begin_purge()
+        is_whole: bool | None = False
+        try:
+            is_whole = await self._timed("purge", _true_after(backend.purge), MOST_S, cancel_s)
+        finally:
+            if is_whole or history.is_strict:  # else a tier may go on with it
+                history.end_purge(began, is_whole=bool(is_whole))
 
     async def _flush(self, timeout_s: float | None, cancel_s: float | None) -> None:
-        await self._timed("flush", self._engine.flush(timeout_s=timeout_s), timeout_s, cancel_s)
+        began, call = self._simulation.now, self._engine.flush(timeout_s=timeout_s)
+        if await self._timed("flush", call, timeout_s, cancel_s):
+            await self._require_below(began)
+
+    async def _require_below(self, since: float) -> None:
+        """Check that the last tier has what was stored before a flush began."""
+        if len(self._opened.tiers) < 2:
+            return
+        parts = self._world.every_part()
+        there = await self._inner(-1).lookup(self._world.keys(parts))
+        for part, each in zip(parts, there, strict=True):
+            if not each and self._must_be_there(part, since):
+                self._simulation.fail("flush left the last tier without", part)
 
     async def _drain(self, timeout_s: float | None, cancel_s: float | None) -> None:
         del timeout_s
         await self._timed("drain", self._engine.drain(), MOST_S, cancel_s)
-
-    async def _poll_store(
-        self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
-    ) -> None:
-        await self._poll(parts, timeout_s, cancel_s, is_store=True)
-
-    async def _poll_load(
-        self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
-    ) -> None:
-        await self._poll(parts, timeout_s, cancel_s, is_store=False)
-
-    async def _poll(
-        self,
-        parts: tuple[Part, ...],
-        timeout_s: float | None,
-        cancel_s: float | None,
-        *,
-        is_store: bool,
-    ) -> None:
-        batch = self._world.begin(parts, is_store=is_store)
-        if batch is None:
-            return
-        submit = self._engine.submit_store if is_store else self._engine.submit_load
-        try:
-            job_id = submit(
-                self._world.keys(parts),
-                batch.ids_by_group,
-                first_block_indices=batch.first_indices,
-                timeout_s=timeout_s,
-            )
-        except KVXferError:
-            self._world.release(batch)
-            raise
-        limit_s = ENGINE_TIMEOUT_S if timeout_s is None else timeout_s
-        cancel_at = None if cancel_s is None else batch.began + cancel_s
-        while job_id not in self._finished:
-            now = self._simulation.now
-            closing_s = CLOSE_TIMEOUT_S if self.is_closing else 0.0
-            is_late = now > batch.began + limit_s + closing_s + SLACK_S
-            if is_late and not self.was_stopped:
-                self._simulation.fail("late", f"job of {_say({'parts': parts})}")
-                self._world.end(batch, None)
-                return
-            if cancel_at is not None and now >= cancel_at:
-                self._engine.cancel(job_id)
-                cancel_at = None
-            for each in self._engine.get_finished():
-                self._finished[each.job_id] = each
-            await asyncio.sleep(0.003)
-        self._world.end(batch, self._finished.pop(job_id).outcomes)
 
     async def _timed(
         self,
@@ -415,19 +539,21 @@ class EngineRun:
             if unsafe := self._world.take_unsafe():
                 try:
                     await self._engine.drain()
-                except BaseException:
+                except BaseException as exc:
                     self._world.put_back(unsafe)
-                    raise
+                    if not isinstance(exc, BackendUnavailableError):
+                        raise
+                    continue
                 for batch in unsafe:
                     self._world.release(batch)
 
     async def look_at_the_end(self) -> None:
         """Look at what is there when all is quiet: what was stored, and nothing held."""
+        await asyncio.sleep(60)
         if unsafe := self._world.take_unsafe():
             await self._within(MOST_S, "drain", self._engine.drain())
             for each in unsafe:
                 self._world.release(each)
-        await asyncio.sleep(60)
         if await self._within(MOST_S, "flush", self._engine.flush(timeout_s=600)) is False:
             self._simulation.fail("flush", "not done in 600 s without faults")
         await asyncio.sleep(60)
@@ -449,9 +575,7 @@ class EngineRun:
 
     async def _compare_tiers(self) -> None:
         """Look at the copies of each chunk in all tiers: they are of one store."""
-        tiers = [
-            each.inner if isinstance(each, FaultyTier) else each for each in self._opened.tiers
-        ]
+        tiers = [self._inner(number) for number in range(len(self._opened.tiers))]
         for part in self._world.every_part():
             key, versions = self._world.key(part), []
             for tier in tiers:
@@ -463,18 +587,12 @@ class EngineRun:
                     found = self._world.watched.read(part.group, batch.block_ids[0])
                     history, began = self._world.history, self._simulation.now
                     versions.append(history.judge_load(part.group, key, 0, found, began))
-                elif tier is tiers[-1] and self._must_be_below(part):
+                elif tier is tiers[-1] and self._must_be_there(part):
                     self._simulation.fail("flush left the last tier without", part)
                 self._world.release(batch)
             is_strict = self._world.history.is_strict and self._world.history.is_of_one_store(key)
             if is_strict and len(set(versions)) > 1:
                 self._simulation.fail("tiers differ", f"{part}: stores {versions}")
-
-    def _must_be_below(self, part: Part) -> bool:
-        """Whether the last tier has a whole chunk after a flush."""
-        key, history = self._world.key(part), self._world.history
-        must_be_there = self._opened.is_roomy and history.must_be_there(key, part.num_blocks)
-        return must_be_there and not history.is_mixed(key)
 
     async def _within(self, seconds: float, what: str, call: Coroutine[Any, Any, T]) -> T | None:
         try:
@@ -484,9 +602,20 @@ class EngineRun:
             self._simulation.fail("never ended", f"{what}: {self._stacks()}")
             return None
 
-    async def close(self) -> None:
-        """Close the engine, within its time. Steps that come later are left out."""
-        self.is_closing, began = True, self._simulation.now
+    async def close(self, cancel_s: float | None = None) -> None:
+        """Close the engine, within its time. Steps that come later are left out.
+
+        Args:
+            cancel_s: Time after which a first attempt is cancelled, before the one that counts.
+        """
+        self.is_closing = True
+        self._world.history.keeps_all = False
+        if cancel_s is not None:
+            attempt = asyncio.create_task(self._engine.aclose())
+            await asyncio.wait([attempt], timeout=cancel_s)
+            attempt.cancel()
+            await asyncio.wait([attempt], timeout=MOST_S)
+        began = self._simulation.now
         task = asyncio.create_task(self._engine.aclose())
         await asyncio.wait([task], timeout=MOST_S)
         took_s = self._simulation.now - began
@@ -519,6 +648,11 @@ async def _true_after(call: Callable[[], Awaitable[object]]) -> bool:
     """Await a call that returns nothing; True tells its end from a cancellation."""
     await call()
     return True
+
+
+def _is_mild(fault: Mapping[str, Any]) -> bool:
+    """Whether a fault excuses nothing: calls take a little longer."""
+    return fault["fault"] is TierFault.SLOW and fault["for_s"] <= MILD_S
 
 
 def _say(arguments: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from kvxfer.testing.payloads import read_payloads, write_payloads
 from kvxfer.testing.simulation.scenario import Simulation
 
 MAX_LATENCY_S = 0.02
-CALLS = ("lookup", "store", "load", "delete", "purge")
+CALLS = ("lookup", "store", "load", "delete", "purge", "drain")
 
 T = TypeVar("T")
 
@@ -30,8 +30,9 @@ class TierFault(enum.StrEnum):
         HANG: They begin at the end of the window, unless they are cancelled before.
         STUCK: The same, and to cancel them does not end them earlier.
         LATE: Cancelled ones end, and still touch their memory, for which `drain` waits.
-        ERROR: They raise one of many errors.
-        FOREIGN_CANCEL: Something in them is cancelled, and not by their caller.
+        ERROR: They raise one of many errors; a `drain` that does has made nothing quiet.
+        FOREIGN_CANCEL: Something in them is cancelled, and not by their caller; it may touch their
+            memory until `drain` returns.
         FAILED: Some blocks are `FAILED`.
         UNSAFE: Some blocks are `FAILED`, and their memory is touched until `drain` returns.
     """
@@ -120,15 +121,22 @@ class FaultyTier(Backend):
 
     async def drain(self) -> None:
         """See `Backend.drain`."""
-        while self._late:
-            await asyncio.wait(list(self._late))
+        random = self._random_of("drain", [])
+        drawn = self._draw(random, "drain")
+        if drawn and drawn[0] is TierFault.ERROR:
+            _raise(drawn, random)
+        await self._wait_for_late()
         await self.inner.drain()
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
         await _latency(self._random_of("aclose", []))
-        await self.drain()
+        await self._wait_for_late()
         await self.inner.aclose()
+
+    async def _wait_for_late(self) -> None:
+        while self._late:
+            await asyncio.wait(list(self._late))
 
     def _random_of(self, name: str, keys: Sequence[BlockKey]) -> Random:
         """Make the random numbers of a call, which do not depend on other calls.
@@ -166,6 +174,8 @@ class FaultyTier(Backend):
         drawn = self._draw(move.random, "load" if move.is_load else "store")
         await _latency(move.random)
         was_cancelled = await self._delay(drawn, move.random)
+        if drawn and drawn[0] is TierFault.FOREIGN_CANCEL:
+            self._go_on(move.touch_until(drawn[1]))
         _raise(drawn, move.random)
         if drawn and drawn[0] is TierFault.LATE:
             return await asyncio.shield(self._go_on(move.run_late(drawn[1])))

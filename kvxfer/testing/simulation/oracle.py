@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from random import Random
 
 from kvxfer.kvcache.describer import describe
@@ -123,6 +124,11 @@ class History:
     Args:
         simulation: The run.
         block_size_bytes: Bytes of a block.
+
+    Attributes:
+        is_strict: Whether nothing excuses that an older store comes back: no fault, no eviction
+            that nobody sees.
+        keeps_all: Whether nothing excuses, either, that what was stored is not found.
     """
 
     def __init__(self, simulation: Simulation, block_size_bytes: Sequence[int]) -> None:
@@ -133,18 +139,17 @@ class History:
         self._removing: Counter[BlockKey] = Counter()
         self._removed: dict[BlockKey, float] = {}
         self._found: dict[BlockKey, list[tuple[float, float, int]]] = {}
+        self._missed: dict[BlockKey, list[tuple[float, float, int, int]]] = {}
         self._num_versions = self._num_purges = 0
-        self._mixed: set[BlockKey] = set()
+        self._mixed: dict[BlockKey, None] = {}
         self.is_strict = True
+        self.keeps_all = False
 
     def begin_store(self, key: BlockKey, first: int, num_blocks: int) -> Stored:
         """Note that a store begins, and give it a version."""
         self._num_versions += 1
         stored = Stored(self._num_versions, first, num_blocks, self._simulation.now)
         self._stores.setdefault(key, []).append(stored)
-        if self._num_purges:
-            self._removing[key] += 1
-            self._mixed.add(key)
         return stored
 
     def payload(self, group: int, key: BlockKey, version: int, index: int) -> bytes:
@@ -160,11 +165,10 @@ class History:
         """Note that a key may be gone from now on, until `end_removal` says otherwise."""
         self._removing[key] += 1
 
-    def begin_eviction(self, key: BlockKey) -> None:
-        """Note that one tier evicts a key: of a store beside it, it may keep what another lacks."""
-        self.begin_removal(key)
+    def note_unseen_eviction(self, key: BlockKey) -> None:
+        """Note that a tier evicts a key unseen: of a store beside it, others may have bytes."""
         if any(each.ended is None for each in self._stores.get(key, [])):
-            self._mixed.add(key)
+            self._mixed[key] = None
 
     def end_removal(self, key: BlockKey, began: float, *, was_found: bool) -> None:
         """Note that nothing removes a key any more, and whether a delete has found it."""
@@ -174,25 +178,25 @@ class History:
             self._deleted.setdefault(key, []).append((began, self._simulation.now))
 
     def begin_purge(self) -> None:
-        """Note that a purge begins: of stores beside it, one tier may keep what another lacks."""
+        """Note that every key may be gone from now on, until `end_purge` says otherwise."""
         self._num_purges += 1
-        for key, stores in self._stores.items():
-            self._removing[key] += 1
-            if any(each.ended is None for each in stores):
-                self._mixed.add(key)
 
-    def end_purge(self) -> None:
-        """Note that a purge has ended, and removes nothing any more."""
+    def end_purge(self, began: float, *, is_whole: bool) -> None:
+        """Note that a purge has ended, and removes nothing any more; and whether it said so."""
         self._num_purges -= 1
+        for key in self._stores:
+            self._removed[key] = self._simulation.now
+            if is_whole:
+                self._deleted.setdefault(key, []).append((began, self._simulation.now))
 
     def note_loss(self, key: BlockKey) -> None:
         """Note that a fault has removed a key, in one place at least."""
         self._removed[key] = self._simulation.now
-        self._mixed.add(key)
+        self._mixed[key] = None
 
     def note_late_store(self, key: BlockKey) -> None:
         """Note that a store that had failed, or was given up, has stored a key all the same."""
-        self._mixed.add(key)
+        self._mixed[key] = None
 
     def judge_load(
         self, group: int, key: BlockKey, first: int, blocks: Sequence[bytes], began: float
@@ -223,14 +227,27 @@ class History:
         self._found.setdefault(key, []).append((began, now, version))
         return version
 
-    def is_of_one_store(self, key: BlockKey) -> bool:
-        """Whether all its copies are of one store: not of parts, beside a purge or an eviction."""
-        parts = {(each.first, each.num_blocks) for each in self._stores.get(key, [])}
-        return len(parts) <= 1 and not self.is_mixed(key)
+    def judge_miss(
+        self, key: BlockKey, first: int, num_blocks: int, began: float, *, of: int
+    ) -> None:
+        """Note that a call that had the time has not found blocks; check that they may be gone.
 
-    def is_mixed(self, key: BlockKey) -> bool:
-        """Whether it was stored beside a purge or an eviction, so that a tier may lack it."""
-        return key in self._mixed
+        Args:
+            key: The key.
+            first: Index of the first block.
+            num_blocks: Number of the blocks.
+            began: When the call began.
+            of: Blocks of a whole chunk.
+        """
+        if self.keeps_all and self.must_be_there(key, of, since=began):
+            self._simulation.fail("not found", f"{_name(key)}, which was stored before")
+        missed = (began, self._simulation.now, first, num_blocks)
+        self._missed.setdefault(key, []).append(missed)
+
+    def is_of_one_store(self, key: BlockKey) -> bool:
+        """Whether all its copies are of one store: not of parts, or beside an unseen eviction."""
+        parts = {(each.first, each.num_blocks) for each in self._stores.get(key, [])}
+        return len(parts) <= 1 and key not in self._mixed
 
     def _judge_order(self, key: BlockKey, version: int, began: float) -> None:
         """Check that a store is not found again after it was deleted, or a later one was found."""
@@ -242,17 +259,31 @@ class History:
                 detail = f"store {version} of {_name(key)}, deleted at {delete_ended:.4f}"
                 self._simulation.fail("deleted and found again", detail)
                 return
+        for miss_began, miss_ended, *blocks in self._missed.get(key, []):
+            if stored.ended < miss_began and miss_ended < began and stored.covers(*blocks):
+                detail = f"store {version} of {_name(key)}, not found at {miss_ended:.4f}"
+                self._simulation.fail("found after it was not", detail)
+                return
         for found_began, found_ended, other in self._found.get(key, []):
             if other != version and stored.ended < found_began and found_ended < began:
                 detail = f"store {version} of {_name(key)} after store {other}"
                 self._simulation.fail("an older store came back", detail)
                 return
 
-    def must_be_there(self, key: BlockKey, num_blocks: int) -> bool:
-        """Whether a whole chunk was stored, and nothing can have removed it since."""
+    def must_be_there(self, key: BlockKey, num_blocks: int, *, since: float = inf) -> bool:
+        """Whether a whole chunk was stored, and nothing can have removed it since.
+
+        Args:
+            key: The key.
+            num_blocks: Blocks of a whole chunk.
+            since: Time before which the store has ended.
+        """
         removed = self._removed.get(key, -1.0)
-        return not self._removing[key] and any(
-            each.is_done and each.covers(0, num_blocks) and each.began > removed
+        return not (self._removing[key] or self._num_purges) and any(
+            each.is_done
+            and each.covers(0, num_blocks)
+            and each.began > removed
+            and (each.ended or 0.0) <= since
             for each in self._stores.get(key, [])
         )
 

@@ -14,6 +14,8 @@ PAGE_SIZES_BYTES = ((192, 64), (128,))
 NUM_BLOCKS = 64
 BLOCKS_PER_CHUNK = 2
 NUM_KEYS = 10
+GIVEN_UP = (Status.TIMED_OUT, Status.CANCELLED)
+"""How blocks end that were not looked for to the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,11 @@ class World:
         for at in range(len(batch.parts)):
             self._release(batch, at)
 
+    def judge_miss(self, part: Part, began: float) -> None:
+        """Note that a part was not found by a call that had the time."""
+        key, of = self.key(part), BLOCKS_PER_CHUNK
+        self.history.judge_miss(key, part.first, part.num_blocks, began, of=of)
+
     def _release(self, batch: Batch, at: int) -> None:
         if batch.is_store and batch.stores[at].ended is None:
             self.history.end_store(batch.stores[at], is_done=False)
@@ -210,6 +217,8 @@ class World:
         if not outcome.done:
             if not outcome.reason and outcome.status is not Status.MISSING:
                 self._simulation.fail("outcome without a reason", outcome)
+            if not batch.is_store and outcome.status not in GIVEN_UP:
+                self.judge_miss(part, batch.began)
             return
         if batch.is_store:
             self.history.end_store(batch.stores[at], is_done=True)
