@@ -152,7 +152,7 @@ docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict && $(BIN)/pytest tests/site
 # The documentation of a release beside those of earlier ones, on the branch gh-pages of this clone; one
 # for each minor release, and `latest`.
 docs-release: $(INSTALLED)
-	KVXFER_DOCS=mike $(BIN)/mike deploy --quiet --update-aliases --alias-type copy $(basename $(VERSION)) latest
+	PATH=$(CURDIR)/$(BIN):$$PATH KVXFER_DOCS=mike $(BIN)/mike deploy --quiet --update-aliases --alias-type copy $(basename $(VERSION)) latest
 	$(BIN)/mike set-default --quiet latest
 
 layouts: $(INSTALLED) ; $(BIN)/python -m tests.kvcache.layout_page
