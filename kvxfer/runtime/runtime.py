@@ -186,6 +186,7 @@ class OrdinaryRuntime(Runtime):
         for each in futures:  # `concurrent.futures.wait` is not told of one that is cancelled
             if not each.done():
                 left_s = None if ends_at is None else max(0.0, ends_at - time.monotonic())
+                left_s = None if left_s is None else min(left_s, threading.TIMEOUT_MAX)
                 with contextlib.suppress(CancelledError, TimeoutError):
                     each.exception(left_s)
         done = [each.done() for each in futures]

@@ -18,6 +18,7 @@ from kvxfer.integrations.transformers import interface  # noqa: E402
 from tests.integrations.tiny_transformers import (  # noqa: E402
     FAMILIES,
     REFUSED,
+    VOCAB_SIZE,
     fill,
     make_model,
     num_loaded,
@@ -77,11 +78,34 @@ def test_several_sequences_and_padding(tmp_path: Path) -> None:
         assert num_loaded(cache, padded, attention_mask=torch.ones_like(padded)) == 0
 
 
-@pytest.mark.parametrize("ids", [None, "text", 1.5, torch.zeros(1, 3), torch.zeros(1, 2, 3).long()])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        None,
+        "text",
+        1.5,
+        torch.zeros(1, 3),
+        torch.zeros(1, 2, 3).long(),
+        [[1, 2], [3]],
+        ["text"],
+        [None],
+        [2**70],
+        [3, -1],  # as a model's placeholders of images may be
+        [3, VOCAB_SIZE],
+    ],
+)
 def test_no_token_ids(ids: Any, tmp_path: Path) -> None:
+    with open_cache(shared_model(), tmp_path) as cache:
+        for call in (cache.load, cache.generate):
+            with pytest.raises(InvalidArgumentError, match=r"^input_ids is "):
+                call(ids)
+
+
+@pytest.mark.parametrize("ids", [[[3, 4]], torch.tensor([3, 4]), torch.zeros(1, 0).long()])
+def test_generate_takes_a_tensor_of_one_sequence(ids: Any, tmp_path: Path) -> None:
     cache = open_cache(shared_model(), tmp_path)
-    with cache, pytest.raises(InvalidArgumentError, match="input_ids"):
-        cache.load(ids)
+    with cache, pytest.raises(InvalidArgumentError, match=r"^input_ids is .* a tensor"):
+        cache.generate(ids)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +126,14 @@ def test_no_token_ids(ids: Any, tmp_path: Path) -> None:
         ("token_healing", True),
         ("penalty_alpha", 0.5),
         ("cache_implementation", "static"),
+        ("cache_implementation", ["static"]),
+        ("use_cache", None),  # the model would compute the whole prompt, as with False
+        ("use_cache", torch.ones(2)),
+        ("num_beams", True),
+        ("num_beams", torch.ones(2)),
+        ("generation_config", {"num_beams": 2}),
+        ("attention_mask", [None]),
+        ("attention_mask", torch.ones(40, 1)),
     ],
 )
 def test_arguments_of_generate(name: str, value: Any, tmp_path: Path) -> None:
@@ -109,7 +141,7 @@ def test_arguments_of_generate(name: str, value: Any, tmp_path: Path) -> None:
     with open_cache(model, tmp_path) as cache:
         with pytest.raises(InvalidArgumentError, match=f"^{name} is "):
             cache.generate(prompt, **{name: value})
-        if name in {"num_beams", "num_return_sequences"}:
+        if type(value) is int:
             config = transformers.GenerationConfig(**{name: value}, do_sample=True)
             with pytest.raises(InvalidArgumentError, match=f"^{name} is 2"):
                 cache.generate(prompt, generation_config=config)

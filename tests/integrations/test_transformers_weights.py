@@ -1,10 +1,11 @@
 """Weights of a model on a device: what their sums notice, and that they cost no copy."""
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,9 +207,143 @@ def test_functions_of_a_class_that_were_replaced_are_noticed(
             assert num_loaded(cache, prompt) == 32
 
 
+def call_otherwise(module: Any, hidden: Any) -> Any:
+    return torch.nn.Module.__call__(module, hidden) * 2
+
+
+def test_what_functions_call_in_their_turn_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, settings = FAMILIES["llama"]
+    model, prompt = make_model(config, settings), prompt_of(40)
+    model.set_attn_implementation("sdpa")
+    modelling = sys.modules[type(model).__module__]
+    turn, attention = (
+        modelling.apply_rotary_pos_emb,
+        torch.nn.functional.scaled_dot_product_attention,
+    )
+    masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    of_cohere = transformers.models.cohere.modeling_cohere
+
+    @functools.wraps(turn)
+    def turn_under_its_name(*inputs: Any, **settings: Any) -> Any:
+        return turn(*inputs, **settings)
+
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        for place, name, function in (
+            (modelling, "rotate_half", lambda hidden: hidden),
+            (modelling, "apply_rotary_pos_emb", of_cohere.apply_rotary_pos_emb),
+            (modelling, "apply_rotary_pos_emb", turn_under_its_name),
+            (modelling.LlamaMLP, "__call__", call_otherwise),
+            (
+                torch.nn.functional,
+                "scaled_dot_product_attention",
+                lambda query, *others, **settings: attention(2 * query, *others, **settings),
+            ),
+            (torch.nn.functional, "silu", torch.nn.functional.relu),
+            (torch, "rsqrt", lambda hidden: hidden),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, function, raising=name != "__call__")
+                assert num_loaded(cache, prompt) == 0, name
+            assert num_loaded(cache, prompt) == 32
+        for registry, function in (
+            (transformers.AttentionInterface(), modelling.eager_attention_forward),
+            (masks, masks["eager"]),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setitem(type(registry)._global_mapping, "sdpa", function)
+                assert num_loaded(cache, prompt) == 0
+            assert num_loaded(cache, prompt) == 32
+        model.set_attn_implementation("eager")
+        assert num_loaded(cache, prompt) == 0
+
+
+MODULE = """
+import torch
+SCALE = 2.0
+SETTINGS = {"shift": 0.0}
+def scaled(hidden):
+    return hidden * SCALE + SETTINGS["shift"]
+class Block(torch.nn.Module):
+    FACTOR = 1.0
+    def forward(self, hidden, power=1):
+        return self.halved(scaled(hidden)) ** power
+    def halved(self, hidden):
+        return hidden * self.FACTOR / 2
+"""
+
+
+def block_of(code: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = ModuleType("block_of_its_own")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(code, vars(module))  # noqa: S102 - as a model's own code is
+    return module
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("SCALE = 2.0", "SCALE = 3.0"),
+        ("hidden * SCALE", "hidden / SCALE"),
+        ('"shift": 0.0', '"shift": 1.0'),
+        ("FACTOR = 1.0", "FACTOR = 2.0"),
+        ("self.FACTOR / 2", "self.FACTOR / 3"),
+        ("power=1", "power=2"),
+    ],
+)
+def test_code_of_a_model_that_was_edited_is_another_model(
+    edit: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(40)
+    for code, expected in ((MODULE, 0), (MODULE, 32), (MODULE.replace(*edit), 0)):
+        model = make_model(*FAMILIES["llama"])
+        model.model.layers[0].mlp = block_of(code, monkeypatch).Block()
+        with open_cache(model, tmp_path) as cache:
+            assert num_loaded(cache, prompt) == expected
+            fill(cache, model, prompt)
+
+
+def test_a_constant_of_a_models_code_that_changes_in_place_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    module = block_of(MODULE, monkeypatch)
+    model.model.layers[0].mlp = module.Block()
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        module.SETTINGS["shift"] = 1.0
+        assert num_loaded(cache, prompt) == 0
+        module.SETTINGS["shift"] = 0.0
+        assert num_loaded(cache, prompt) == 32
+
+
+def test_modules_and_weights_that_are_used_in_another_place_are_noticed(tmp_path: Path) -> None:
+    config, settings = FAMILIES["llama"]
+    model, prompt = make_model(config, {**settings, "num_hidden_layers": 4}), prompt_of(40)
+    first, second, third, _ = model.model.layers
+    third.mlp, third.self_attn.q_proj.weight = first.mlp, first.self_attn.q_proj.weight
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        assert num_loaded(cache, prompt) == 32
+        third.mlp = second.mlp
+        assert num_loaded(cache, prompt) == 0
+        third.mlp, third.self_attn.q_proj.weight = first.mlp, second.self_attn.q_proj.weight
+        assert num_loaded(cache, prompt) == 0
+        third.self_attn.q_proj.weight = first.self_attn.q_proj.weight
+        assert num_loaded(cache, prompt) == 32
+
+
+def scale_a_weight(model: Any) -> None:
+    """As packages for quantization do: the scale belongs to the parameter."""
+    model.model.layers[0].mlp.up_proj.weight.scale = torch.ones(4)
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        scale_a_weight,
         scale_attention,
         blunt_a_norm,
         keep_a_vector,

@@ -14,6 +14,8 @@ try:
     from transformers import DynamicCache, GenerationConfig, GenerationMixin
     from transformers import PreTrainedConfig as Config
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 except ImportError as exc:
     release = str(transformers.__version__)
@@ -69,9 +71,13 @@ def planned_layers(config: Any) -> list[Any]:
     return list(DynamicCache(config=config).layers)
 
 
-def attention_function(name: str) -> Any:
-    """Return the function of an `attn_implementation`; None for one that each model has."""
-    return ALL_ATTENTION_FUNCTIONS.get(name)
+def registered_functions(name: str) -> list[Any]:
+    """List the functions of an implementation, of attention, masks or experts, by its name.
+
+    Those that each model has, such as `eager` for attention, are not registered.
+    """
+    places = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS)
+    return [each[name] for each in places if name in each]
 
 
 def is_whole(layer: Any) -> bool:
@@ -101,10 +107,11 @@ __all__ = [
     "WHOLE_LAYERS",
     "Config",
     "DynamicCache",
+    "GenerationConfig",
     "Past",
-    "attention_function",
     "give_layer",
     "is_whole",
     "planned_layers",
+    "registered_functions",
     "require_interface",
 ]

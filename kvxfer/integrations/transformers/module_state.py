@@ -8,7 +8,7 @@ import copy
 import enum
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from kvxfer.engine_side.weight_files import config_facts, hash_text
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.transformers.interface import Config, attention_function
+from kvxfer.integrations.transformers.interface import Config, registered_functions
+from kvxfer.integrations.transformers.module_code import (
+    Unknown,
+    is_known,
+    read_code,
+    where_written,
+)
 
 HARMLESS = frozenset({
     # Of every module: weights, which are hashed apart; hooks, which are looked at apart; training.
@@ -35,22 +41,18 @@ HARMLESS = frozenset({
     "_use_kernels", "use_kernels", "kernel_config",
     # What is noted while it runs, and what is checked at each call of `generate()`.
     "generation_config", "warnings_issued", "_output_capturing_hooks_installed",
+    # Of every tensor.
+    "_is_buffer", "_is_param", "persistent",
     # How gradients are computed.
     "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
 })  # fmt: skip
 """Attributes of modules that change no key and no value of a model in `eval()`."""
 HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 """Modules whose hooks note outputs, or ask for gradients."""
-PACKAGES = frozenset({"accelerate", "builtins", "peft", "torch", "transformers"})
-"""Packages whose functions are what their names say."""
 PROCESS = " process"
 """Name of what is no module, and holds for all of them."""
 MAX_DEPTH = 12
 """Objects within objects that are looked into."""
-
-
-class Unknown(Exception):  # noqa: N818 - found, not failed
-    """Part of a model that has no value that can be hashed."""
 
 
 @dataclass(slots=True)
@@ -75,13 +77,17 @@ def read_state(model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]) ->
     """
     state = ModuleState(obstacle=_global_hooks())
     encoder = _Encoder(model, hash_tensor)
-    code = functools.cache(_read_forward)
-    for name, module in model.named_modules():
+    code = functools.cache(encoder.code)
+    for name, module in model.named_modules(remove_duplicate=False):
         kind: type = type(module)
         facts = state.facts[name] = {"type": [kind.__module__, kind.__qualname__]}
+        if (first := encoder.name_of(module)) != name:
+            facts["same as"] = first
+            continue
         try:
             facts["code"] = code(kind)
             facts |= encoder.attributes(module)
+            facts |= encoder.attributes_of_tensors(module)
             _require_no_hooks(module)
         except Unknown as exc:
             state.obstacle = state.obstacle or f"{exc} of {name or 'the model'}"
@@ -130,19 +136,40 @@ class _Encoder:
     """
 
     def __init__(self, model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]) -> None:
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._names: dict[int, str] = {id(each): name for name, each in model.named_modules()}
         self._hash_tensor = hash_tensor
         self._configs: dict[int, str] = {}
 
+    def name_of(self, module: Any) -> str:
+        """Return the first name of a module, which may have several."""
+        return self._names[id(module)]
+
+    def code(self, start: Any) -> dict[str, Any]:
+        """Encode the code that runs for a class of modules, or for a function."""
+        found = read_code(start)
+        return found.names | self._encode_named(found.values)
+
     def attributes(self, module: Any) -> dict[str, Any]:
         """Encode the attributes of a module that count."""
+        return self._encode_named({k: v for k, v in vars(module).items() if k not in HARMLESS})
+
+    def attributes_of_tensors(self, module: Any) -> dict[str, Any]:
+        """Encode the attributes of a module's own parameters and buffers, such as scales."""
         found = {}
-        for name, value in vars(module).items():
-            if name not in HARMLESS:
-                try:
-                    found[name] = self._encode(value, 0)
-                except Unknown as exc:
-                    raise Unknown(f"attribute {name!r} ({exc})") from exc
+        for list_named in (module.named_parameters, module.named_buffers):
+            for name, tensor in list_named(recurse=False):
+                for attribute, value in getattr(tensor, "__dict__", {}).items():
+                    if attribute not in HARMLESS:
+                        found[f"{name}.{attribute}"] = value
+        return self._encode_named(found)
+
+    def _encode_named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, value in values.items():
+            try:
+                found[name] = self._encode(value, 0)
+            except Unknown as exc:
+                raise Unknown(f"attribute {name!r} ({exc})") from exc
         return found
 
     def _encode(self, value: Any, depth: int) -> Any:
@@ -188,21 +215,30 @@ class _Encoder:
         return [kind.__module__, kind.__qualname__, self._encode(vars(value), depth + 1)]
 
     def _encode_function(self, function: Any, depth: int) -> Any:
-        module = str(function.__module__ or "builtins")
-        if not _is_known(module):
-            raise Unknown(f"the function {function.__qualname__} of {module}")
+        module, name = where_written(function)
+        if not is_known(module):
+            raise Unknown(f"the function {name} of {module}")
         cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        return [module, function.__qualname__, self._encode(cells, depth + 1)]
+        code = self.code(function) if isinstance(function, types.FunctionType) else {}
+        return [module, name, self._encode(cells, depth + 1), code]
 
     def _encode_config(self, config: Any) -> str:
         """Hash a configuration; modules have one and the same, mostly."""
         if id(config) not in self._configs:
-            attention = getattr(config, "_attn_implementation", None)
-            found = attention_function(attention) if attention else None
-            if found is not None and not str(found.__module__).startswith("transformers."):
-                raise Unknown(f"attention {attention!r}, a function of {found.__module__}")
-            self._configs[id(config)] = hash_text(repr(sorted(config_facts(config).items())))
+            facts = config_facts(config)
+            for name in ("_attn_implementation", "_experts_implementation"):
+                if (chosen := getattr(config, name, None)) is not None:
+                    functions = registered_functions(chosen)
+                    facts[name] = [chosen, [self._encode_chosen(chosen, f) for f in functions]]
+            self._configs[id(config)] = hash_text(repr(sorted(facts.items())))
         return self._configs[id(config)]
+
+    def _encode_chosen(self, name: str, function: Any) -> Any:
+        """Encode the function that a registry has under a name."""
+        try:
+            return self._encode(function, 0)
+        except Unknown as exc:
+            raise Unknown(f"{name!r}, {exc}") from exc
 
 
 def _require_no_hooks(module: Any) -> None:
@@ -230,44 +266,6 @@ def _precision_of_products(model: Any) -> str:
 def _global_hooks() -> str:
     names = ("_global_forward_hooks", "_global_forward_pre_hooks")
     return "a hook of all modules" if any(getattr(torch_modules, n) for n in names) else ""
-
-
-def _read_forward(kind: type) -> list[Any]:
-    """Name the `forward` of a class, and what it wraps; of one in no known package its code, too.
-
-    Raises:
-        Unknown: It is not that of the class, or calls a function that was put in another's place.
-    """
-    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
-    found, function = [], vars(owner)["forward"]
-    while function is not None:
-        code = getattr(function, "__code__", None)
-        if code is None:
-            raise Unknown(f"the function {function!r:.60}")
-        module = str(function.__globals__.get("__name__"))
-        is_known = _is_known(module)
-        if not is_known and (module != owner.__module__ or set(code.co_freevars) - {"__class__"}):
-            raise Unknown(f"the function {code.co_qualname} of {module}")
-        called = (function.__globals__.get(name) for name in code.co_names if is_known)
-        for each in called:
-            if isinstance(each, types.FunctionType) and not _is_known(each.__module__):
-                raise Unknown(f"the function {each.__qualname__} of {each.__module__}")
-        text = "" if is_known else hash_text(repr(list(_read_code(code))))
-        found.append([module, code.co_qualname, text])
-        function = getattr(function, "__wrapped__", None)
-    return found
-
-
-def _is_known(module: Any) -> bool:
-    return str(module).partition(".")[0] in PACKAGES
-
-
-def _read_code(code: types.CodeType) -> Iterator[Any]:
-    """Read what a function does, without where it stands."""
-    yield code.co_code
-    yield code.co_names
-    for each in code.co_consts:
-        yield list(_read_code(each)) if isinstance(each, types.CodeType) else repr(each)
 
 
 def _shape_of(_: str, tensor: torch.Tensor) -> bytes:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import torch
 
-from kvxfer.errors import PageMappingError
+from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.integrations.transformers.interface import Past
 from kvxfer.integrations.transformers.model_layers import LayerShape
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
@@ -57,7 +57,11 @@ class PagePool:
         )
         self.num_pages = max(MIN_PAGES, num_bytes // page_bytes)
         pinned = any(layer.device.type == "cuda" for layer in layers)
-        rows = torch.empty((self.num_pages, page_bytes), dtype=torch.uint8, pin_memory=pinned)
+        try:
+            rows = torch.empty((self.num_pages, page_bytes), dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as exc:
+            found = f"{self.num_pages} pages of {page_bytes:,} bytes"
+            raise InvalidArgumentError("pool_bytes", found, "memory that can be had") from exc
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
         start = 0
         for layer, parts in zip(layers, sizes, strict=True):

@@ -243,6 +243,7 @@ class PrefixCache:
             ClosedError: The cache was closed.
         """
         prompts.require_one_sequence(settings, self._model)
+        prompts.require_tensor(input_ids)
         past = self._load(input_ids, settings.get("attention_mask"), None)
         output = self._model.generate(input_ids, **{CACHE_ARGUMENT: past}, **settings)
         self.store(output, past)

@@ -6,8 +6,13 @@ from typing import Any
 
 import torch
 
+from kvxfer.checks import INT64_MAX
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.transformers.interface import CACHE_ARGUMENT, GENERATION_FIELDS
+from kvxfer.integrations.transformers.interface import (
+    CACHE_ARGUMENT,
+    GENERATION_FIELDS,
+    GenerationConfig,
+)
 
 TOKEN_FIELDS = re.compile(r"(.+)_token_(?:ids?|index|idx)")
 """Names of fields of a configuration that name tokens, and for what they stand."""
@@ -63,7 +68,7 @@ def read_tokens(name: str, ids: Any) -> list[int]:
     Raises:
         InvalidArgumentError: They are no token ids, or those of several sequences.
     """
-    found = torch.as_tensor(ids) if isinstance(ids, (list, tuple)) else ids
+    found = _as_tensor(ids)
     if not isinstance(found, torch.Tensor) or found.dtype not in (torch.int64, torch.int32):
         raise InvalidArgumentError(name, ids, "token ids, an integer tensor (1, num_tokens)")
     if found.ndim == 2 and found.shape[0] != 1:
@@ -73,17 +78,39 @@ def read_tokens(name: str, ids: Any) -> list[int]:
     return [int(token) for token in found.flatten().tolist()]
 
 
+def require_tensor(ids: Any) -> None:
+    """Check that token ids are as the model's `generate()` takes them, with a token at least.
+
+    Raises:
+        InvalidArgumentError: They are of another type or shape, or there is none.
+    """
+    num_tokens = len(read_tokens("input_ids", ids))
+    found = f"shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else ids
+    if not num_tokens or not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        wanted = "a tensor (1, num_tokens), with a token at least"
+        raise InvalidArgumentError("input_ids", found, wanted)
+
+
+def _as_tensor(given: Any) -> Any:
+    """Make a tensor of a list; what is none stays as it is."""
+    try:
+        return torch.as_tensor(given) if isinstance(given, (list, tuple)) else given
+    except (TypeError, ValueError, RuntimeError):  # ragged, of no numbers, too large
+        return given
+
+
 def require_text(tokens: list[int], mask: Any, model: Any) -> None:
     """Check that a prompt is text without padding, so that its tokens say all about it.
 
     Raises:
-        InvalidArgumentError: Tokens are masked or padding, or stand for an image or a sound; or the
-            mask is none of a prompt, but says which token sees which.
+        InvalidArgumentError: Tokens are masked or padding, or stand for an image or a sound, as
+            those that the model has no embedding for; or the mask is none of a prompt, but says
+            which token sees which.
     """
     if mask is not None:
-        given = torch.as_tensor(mask) if isinstance(mask, (list, tuple)) else mask
-        wanted = f"ones (1, {len(tokens)})"
-        if not isinstance(given, torch.Tensor) or given.ndim > 2 or given.numel() != len(tokens):
+        given, wanted = _as_tensor(mask), f"ones (1, {len(tokens)})"
+        shapes = ((len(tokens),), (1, len(tokens)))
+        if not isinstance(given, torch.Tensor) or tuple(given.shape) not in shapes:
             found = getattr(given, "shape", None)
             found = type(given).__name__ if found is None else f"of shape {tuple(found)}"
             raise InvalidArgumentError("attention_mask", found, wanted)
@@ -96,11 +123,24 @@ def require_text(tokens: list[int], mask: Any, model: Any) -> None:
         found = f"padding (token {padding}) at {tokens.index(padding)}"
         wanted = "a prompt without padding; or pass an attention_mask of ones"
         raise InvalidArgumentError("input_ids", found, wanted)
+    limit = _num_embeddings(model)
+    for token in (min(tokens, default=0), max(tokens, default=0)):
+        if not 0 <= token < limit:
+            found = f"token {token} at {tokens.index(token)}"
+            raise InvalidArgumentError("input_ids", found, f"text: tokens from 0 to {limit - 1}")
     present = set(tokens)
     for name, token in _input_tokens(model.config.to_dict()):
         if token in present:
             found = f"{name} {token} at {tokens.index(token)}"
             raise InvalidArgumentError("input_ids", found, "text: its tokens do not say what it is")
+
+
+def _num_embeddings(model: Any) -> int:
+    """Count the tokens that a model has embeddings for; one without them may have any."""
+    try:
+        return int(model.get_input_embeddings().num_embeddings)
+    except (AttributeError, NotImplementedError):
+        return INT64_MAX
 
 
 def _input_tokens(config: Any, path: str = "") -> Iterator[tuple[str, int]]:
@@ -125,16 +165,20 @@ def require_prefix_used(settings: dict[str, Any], model: Any) -> None:
         InvalidArgumentError: A setting has it compute the whole prompt behind the cache, make a
             cache of its own, or is not known to be harmless.
     """
+    given = settings.get("generation_config")
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise InvalidArgumentError("generation_config", _say(given), "a GenerationConfig, or None")
     for name, harmless in WHOLE_PROMPT.items():
         value = _setting(name, settings, model)
-        if value is not None and value != harmless:
+        is_open = value is None and name not in settings  # as an argument, None is a value
+        if not is_open and not _is_one_of(value, harmless):
             wanted = f"{harmless}: it computes the whole prompt behind the prefix"
             raise InvalidArgumentError(name, _say(value), wanted)
-    if (value := _setting(OWN_CACHE, settings, model)) not in {None, REPLACED}:
+    if not _is_one_of(value := _setting(OWN_CACHE, settings, model), None, REPLACED):
         wanted = "None: generate() goes on from the cache that it is given"
         raise InvalidArgumentError(OWN_CACHE, _say(value), wanted)
     for name in GENERATION_FIELDS - HARMLESS - WHOLE_PROMPT.keys() - {OWN_CACHE, *BEAMS}:
-        if _setting(name, settings, model) not in (None, False):
+        if not _is_one_of(_setting(name, settings, model), None, False):
             wanted = "none: it is not known whether keys and values stay those of the tokens"
             raise InvalidArgumentError(name, _say(_setting(name, settings, model)), wanted)
 
@@ -148,12 +192,18 @@ def require_one_sequence(settings: dict[str, Any], model: Any) -> None:
     """
     require_prefix_used(settings, model)
     for name in BEAMS:
-        number = _setting(name, settings, model) or 1
-        if number != 1:
-            raise InvalidArgumentError(name, number, "1: beams and several sequences are not kept")
+        number = _setting(name, settings, model)
+        if not _is_one_of(number, None, 1):
+            wanted = "1: beams and several sequences are not kept"
+            raise InvalidArgumentError(name, _say(number), wanted)
     for name in settings.keys() - GENERATION_FIELDS - HARMLESS - WHOLE_PROMPT.keys():
         if settings[name] is not None or name in {"past_key_values", CACHE_ARGUMENT}:
             raise InvalidArgumentError(name, _say(settings[name]), "no input besides input_ids")
+
+
+def _is_one_of(value: object, *choices: object) -> bool:
+    """Whether a value is one of a few, whatever comparing it to them does."""
+    return any(value is each or (type(value) is type(each) and value == each) for each in choices)
 
 
 def _say(value: object) -> object:

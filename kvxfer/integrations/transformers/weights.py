@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -70,20 +69,24 @@ class Weights:
             text = "prefixes are neither found nor stored: %s may change keys and values"
             logger.warning(text, state.obstacle)
         self._obstacle = state.obstacle
-        named = list(_tensors(self._model))
+        names = _tensors(self._model)
+        named = [(several[0], tensor) for several, tensor in names]
         with DaemonThreads("kvxfer-weights", self._threads) as executor:
             parts = executor.map(lambda each: take(*each), named)
             whole = xxhash.xxh3_128(json.dumps(state.facts, sort_keys=True).encode())
-            for (name, tensor), part in zip(named, parts, strict=True):
-                whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            for (several, tensor), part in zip(names, parts, strict=True):
+                whole.update(f"{' '.join(several)} {tensor.dtype} {tuple(tensor.shape)} ".encode())
                 whole.update(part)
         return whole.hexdigest()
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """List parameters and buffers, each tensor once."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        yield name, tensor.detach()
+def _tensors(model: Any) -> list[tuple[list[str], torch.Tensor]]:
+    """List parameters and buffers, each tensor once, with all its names."""
+    found: dict[int, tuple[list[str], torch.Tensor]] = {}
+    for list_named in (model.named_parameters, model.named_buffers):
+        for name, tensor in list_named(remove_duplicate=False):
+            found.setdefault(id(tensor), ([], tensor.detach()))[0].append(name)
+    return list(found.values())
 
 
 def _read(name: str, tensor: torch.Tensor) -> bytes:

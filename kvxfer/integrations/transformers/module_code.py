@@ -1,0 +1,283 @@
+"""Code of modules: the functions that compute keys and values, and what they find by their names.
+
+Functions of known packages are what their names say, as long as nothing was put in their place. Of
+other code the bytes count, and the constants that it reads.
+"""
+
+import dis
+import functools
+import inspect
+import logging
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvxfer.engine_side.weight_files import hash_text
+
+PACKAGES = frozenset({"accelerate", "builtins", "peft", "torch", "transformers"})
+"""Packages whose functions are what their names say."""
+ENTRIES = ("forward", "__call__")
+"""Methods by which a module is called."""
+OF_TORCH: dict[str, Any] = {
+    "torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": torch.Tensor,
+}  # fmt: skip
+"""Places of torch's functions."""
+OF_NO_VALUE = (logging.Logger, types.ModuleType, type(typing.Any), typing.TypeVar)
+"""Types of objects that code reads, and that change nothing which it computes."""
+
+GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"})
+"""Operations of Python's code that look a name up."""
+
+
+class Unknown(Exception):  # noqa: N818 - found, not failed
+    """Part of a model that has no value that can be hashed."""
+
+
+@dataclass(slots=True)
+class Code:
+    """Code that is run for a class of modules, or for a function.
+
+    Attributes:
+        names: Functions that are not what their names say, and those of no known package, by place;
+            with what is there, or the hash of their bytes.
+        values: Objects that functions of no known package read, by name.
+        links: What was looked up: where, by which name, and what was there.
+    """
+
+    names: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    links: list[tuple[Any, str, Any]] = field(default_factory=list)
+
+    def is_same(self) -> bool:
+        """Whether everything that was looked up is still there."""
+        return all(_look_up(place, name) is found for place, name, found in self.links)
+
+
+_read: WeakKeyDictionary[Any, Code] = WeakKeyDictionary()
+
+
+def read_code(start: Any) -> Code:
+    """Read the code that runs for a class of modules, or for a function.
+
+    Raises:
+        Unknown: A function was put in another's place, or has values of its own.
+    """
+    known = _read.get(start)
+    if known is None or not known.is_same():
+        walk = _Walk(start)
+        known = _read[start] = walk.code
+    return known
+
+
+def is_known(module: object) -> bool:
+    """Whether a module is that of a known package."""
+    return str(module).partition(".")[0] in PACKAGES
+
+
+def where_written(function: Any) -> tuple[str, str]:
+    """Name the module and the name of a function's own code, whatever it was called since."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return str(function.__module__ or "builtins"), str(function.__qualname__)
+    return str(function.__globals__.get("__name__")), code.co_qualname
+
+
+class _Walk:
+    """Walk through the functions that a class of modules, or a function, calls by name."""
+
+    def __init__(self, start: Any) -> None:
+        self.code = Code()
+        self._seen: set[Any] = set()
+        self._kind: type = start if isinstance(start, type) else object
+        self._own = str(start.__module__).partition(".")[0]
+        if not isinstance(start, type):
+            module, name = where_written(start)
+            self._follow(module, name, start)
+            return
+        for name in ENTRIES:
+            self._find_method(name)
+
+    def _find_method(self, name: str) -> None:
+        """Follow what a class, and each of its bases, has under a name."""
+        if name in self._seen or self._kind is object:
+            return
+        self._seen.add(name)
+        for kind in self._kind.__mro__:
+            found = _look_up(kind, name)
+            if found is not None or name in ENTRIES:
+                self.code.links.append((kind, name, found))
+            if found is not None and kind not in {object, torch.nn.Module}:
+                self._follow(f"{kind.__module__}.{kind.__qualname__}", name, found)
+
+    def _follow(self, place: str, name: str, value: Any) -> None:
+        """Follow what code finds by a name at a place."""
+        value = _function_of(value)
+        if isinstance(value, types.FunctionType):
+            self._follow_function(place, f"{place}.{name}", value)
+        elif is_known(place):
+            kind = type(value)
+            if callable(value) and not is_known(kind.__module__) and not _is_standard(kind):
+                raise Unknown(f"{name} of {place}, a {kind.__qualname__} of {kind.__module__}")
+        elif isinstance(value, (type, types.BuiltinFunctionType)):
+            self.code.names[f"{place}.{name}"] = full = f"{value.__module__}.{value.__qualname__}"
+            methods = vars(value) if self._is_own(value.__module__) else {}
+            for method, each in methods.items():
+                if isinstance(each, types.FunctionType):
+                    self._follow(full, method, each)
+        elif not isinstance(value, OF_NO_VALUE):
+            self.code.values[f"{place}.{name}"] = value
+
+    def _follow_function(self, home: str, called: str, function: Any) -> None:
+        """Follow a function, and those that it wraps.
+
+        Args:
+            home: The module, or the class, whose code calls it.
+            called: The full name by which it is called.
+            function: The function.
+        """
+        module, name = where_written(inspect.unwrap(function))
+        if f"{module}.{name}" != called:
+            is_import = called == f"{home}.{name}" and not module.startswith("transformers.models.")
+            if not is_known(home) or not is_import:
+                self.code.names[called] = f"{module}.{name}"
+        while isinstance(function, types.FunctionType) and function not in self._seen:
+            self._seen.add(function)
+            code, module = function.__code__, where_written(function)[0]
+            self.code.links.append((function, "__code__", code))
+            if is_known(home) and not is_known(module) and not _is_standard(function):
+                raise Unknown(f"the function {code.co_qualname} of {module}")
+            if is_known(module) or self._is_own(module):
+                self._read_function(module, function)
+            else:
+                version = getattr(sys.modules.get(module.partition(".")[0]), "__version__", "")
+                self.code.names[f"{module}.{code.co_qualname}"] = str(version)
+            function = getattr(function, "__wrapped__", None)
+
+    def _read_function(self, module: str, function: Any) -> None:
+        """Follow what the code of a function looks up."""
+        code, variables = function.__code__, function.__globals__
+        if not is_known(module):
+            if set(code.co_freevars) - {"__class__"}:
+                raise Unknown(f"the function {code.co_qualname} of {module}")
+            name = f"{module}.{code.co_qualname}"
+            self.code.names[name] = hash_text(repr(list(_read_bytes(code))))
+            self.code.values[f"{name} defaults"] = [function.__defaults__, function.__kwdefaults__]
+        for cell in function.__closure__ or ():
+            if isinstance(inner := _content(cell), types.FunctionType):
+                self._follow_function(module, ".".join(where_written(inspect.unwrap(inner))), inner)
+        names = list(_names_in(code))
+        for _, name in names:
+            self._check_torch(name)
+        if module.partition(".")[0] != "torch":
+            self._follow_names(module, variables, names)
+
+    def _follow_names(
+        self, module: str, variables: dict[str, Any], names: list[tuple[str, str]]
+    ) -> None:
+        """Follow globals, methods of the class, and what other modules of the package have."""
+        modules: list[types.ModuleType] = []
+        for operation, name in names:
+            if operation == "LOAD_GLOBAL" and name in variables:
+                found = variables[name]
+                self.code.links.append((variables, name, found))
+                self._follow(module, name, found)
+                if isinstance(found, types.ModuleType) and self._is_own(found.__name__):
+                    modules.append(found)
+            elif operation != "LOAD_GLOBAL":
+                self._find_method(name)
+                for other in modules:
+                    self._look_into(other, name)
+
+    def _look_into(self, module: types.ModuleType, name: str) -> None:
+        """Follow what a module of the same package has under a name."""
+        if (found := _look_up(module, name)) is not None:
+            self.code.links.append((module, name, found))
+            self._follow(module.__name__, name, found)
+
+    def _check_torch(self, name: str) -> None:
+        """Check that torch has under a name what it is called."""
+        if ("torch", name) in self._seen:
+            return
+        self._seen.add(("torch", name))
+        for place, at in OF_TORCH.items():
+            found = _look_up(at, name)
+            self.code.links.append((at, name, found))
+            if isinstance(found, types.FunctionType):
+                module, written = where_written(inspect.unwrap(found))
+                if not is_known(where_written(found)[0]) or not is_known(module):
+                    raise Unknown(f"the function {written} of {module}, as {place}.{name}")
+                self.code.links.append((found, "__code__", found.__code__))
+            elif callable(found) and not isinstance(found, type):
+                written = str(getattr(found, "__name__", name))
+            else:
+                continue
+            if written.rpartition(".")[2] != name:
+                self.code.names[f"{place}.{name}"] = written
+
+    def _is_own(self, module: object) -> bool:
+        """Whether a module is of the package that the walk began in, and no known one."""
+        return not is_known(module) and str(module).partition(".")[0] == self._own
+
+
+def _function_of(value: Any) -> Any:
+    """Find the function of a method, of a property, or of what wraps one; else the value."""
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.cached_property):
+        value = value.func
+    while not isinstance(value, (type, types.FunctionType)) and hasattr(value, "__wrapped__"):
+        value = value.__wrapped__
+    return value
+
+
+def _look_up(place: Any, name: str) -> Any:
+    if isinstance(place, dict):
+        return place.get(name)
+    if isinstance(place, types.FunctionType):
+        return place.__code__
+    return vars(place).get(name)
+
+
+def _names_in(code: types.CodeType) -> Iterator[tuple[str, str]]:
+    """List the names that code looks up, globals first, and whether each is one."""
+    found = {(each.opname, str(each.argval)) for each in _instructions(code)}
+    globals_of = {("LOAD_GLOBAL", name) for kind, name in found if kind in GLOBAL}
+    yield from sorted(globals_of)
+    yield from sorted({("LOAD_ATTR", name) for kind, name in found if kind in ATTRIBUTE})
+
+
+def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
+    yield from dis.get_instructions(code)
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _instructions(each)
+
+
+def _read_bytes(code: types.CodeType) -> Iterator[Any]:
+    """Read what a function does, without where it stands."""
+    yield code.co_code
+    yield code.co_names
+    for each in code.co_consts:
+        yield list(_read_bytes(each)) if isinstance(each, types.CodeType) else repr(each)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # of a variable that has no value yet
+        return None
+
+
+def _is_standard(value: Any) -> bool:
+    """Whether a function or a class is of the standard library."""
+    module = where_written(value)[0] if hasattr(value, "__code__") else str(value.__module__)
+    return module.partition(".")[0] in sys.stdlib_module_names
