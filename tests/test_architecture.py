@@ -56,7 +56,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_800,
     "kvxfer/explain": 950,
     "kvxfer/face": 90,
-    "kvxfer/integrations": 11_790,
+    "kvxfer/integrations": 11_860,
     "kvxfer/kvcache": 6_020,
     "kvxfer/pages": 1_220,
     "kvxfer/replay": 3_920,

@@ -10,7 +10,12 @@ VOLATILE_FIELDS = ("_name_or_path", "_commit_hash", "transformers_version")
 """Fields of a model's configuration that say where it came from, and change no value."""
 OF_NO_VALUE = (*VOLATILE_FIELDS, "dtype", "torch_dtype")
 """The same, and fields that are those of a namespace."""
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"),
+    *("quant_config.json", "quantize_config.json", "quant_cfg.json", ".py"),
+)
+"""Ends of the names of files that say what is computed, besides `config.json`: weights, how they
+are quantized, and code of the model's own."""
 
 
 def find_weights_revision(path: str, *, revision: str = "", commit: str = "") -> str:

@@ -21,6 +21,8 @@ from kvxfer.integrations.vllm.offloading import offloading_spec
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
+from vllm.config import AttentionConfig, MambaConfig, MultiModalConfig
+
 from kvxfer.endpoint import free_ports
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
@@ -152,6 +154,71 @@ def test_another_model_has_another_identity(vllm_config: Any, change: Change) ->
     before = identify_model(vllm_config)
     change(vllm_config)
     assert identify_model(vllm_config) != before
+
+
+IMAGES = MultiModalConfig(mm_processor_kwargs={"do_normalize": False})
+STATES = MambaConfig()
+STATES.enable_stochastic_rounding = True  # which a constructor refuses without a GPU
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        changes_to("model_config.multimodal_config", IMAGES),
+        changes_to("model_config.multimodal_config", MultiModalConfig(media_io_kwargs={"a": {}})),
+        changes_to("mamba_config", STATES),
+        changes_to("additional_config", {"kernel": "lossy"}),
+        changes_to("attention_config", AttentionConfig(use_prefill_query_quantization=True)),
+        changes_to("model_config.quantization_config", {"linear": "fp8"}),
+        changes_to("model_config.model_class_overrides", {"A": "b:C"}),
+        changes_to("load_config.load_format", "dummy"),
+    ],
+)
+def test_settings_that_change_values_are_in_both_namespaces(
+    vllm_config: Any, change: Change
+) -> None:
+    (Path(vllm_config.model_config.model) / "config.json").write_text("{}")
+    before = identify_model(vllm_config), handover_namespace(vllm_config, "r")
+    change(vllm_config)
+    assert identify_model(vllm_config) != before[0]
+    assert handover_namespace(vllm_config, "r") != before[1]
+
+
+def test_settings_of_kernels_and_caches_change_nothing(vllm_config: Any) -> None:
+    (Path(vllm_config.model_config.model) / "config.json").write_text("{}")
+    before = identify_model(vllm_config), handover_namespace(vllm_config, "r")
+    vllm_config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=1)
+    vllm_config.mamba_config = MambaConfig()
+    assert (identify_model(vllm_config), handover_namespace(vllm_config, "r")) == before
+    vllm_config.attention_config = AttentionConfig(flash_attn_version=2)
+    assert handover_namespace(vllm_config, "r") == before[1]
+
+
+def test_scales_that_each_engine_computes_are_refused(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_config.cache_config.calculate_kv_scales = True
+    config = make_config(backend=["host://?capacity=1MiB"])
+    tier = {"backend": "host://?capacity=1MiB", "revision": "commit"}
+    view = np.zeros((4, 4096), np.int8).data
+    monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: vllm_config)
+    for refused in (
+        lambda: identify_model(vllm_config),
+        lambda: handover_namespace(vllm_config, "r"),
+        lambda: KVXferTier(KVXferOffloadingSpec(config), view, "KVXferTier", **tier),
+    ):
+        with pytest.raises(InvalidArgumentError, match="calculate_kv_scales is True"):
+            refused()
+
+
+def test_code_and_quantization_beside_the_weights_are_a_part_of_their_revision(
+    vllm_config: Any,
+) -> None:
+    revisions = {identify_model(vllm_config).revision}
+    for name in ("modeling_own.py", "hf_quant_config.json", "quantize_config.json"):
+        Path(vllm_config.model_config.model, name).write_text("")
+        revisions.add(identify_model(vllm_config).revision)
+    assert len(revisions) == 4
 
 
 def test_guesses_without_a_draft_model_change_nothing(vllm_config: Any) -> None:

@@ -25,6 +25,28 @@ HARMLESS_FILES = re.compile(
 )
 """Files beside the weights that change no value at equal tokens, or are read for themselves."""
 
+OF_IMAGES = frozenset({
+    "allow_missing_mm_embeddings", "enable_mm_embeds", "interleave_mm_strings",
+    "language_model_only", "limit_per_prompt", "mm_encoder_attn_backend",
+    "mm_encoder_fp8_scale_save_margin", "mm_encoder_fp8_scale_save_path", "mm_encoder_only",
+    "mm_encoder_tp_mode", "mm_hasher_algorithm", "mm_ipc_gpu_memory_gb", "mm_processor_cache_gb",
+    "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb", "mm_tensor_ipc",
+    "skip_mm_profiling",
+})  # fmt: skip
+"""Harmless settings of vLLM's `MultiModalConfig`: limits, caches, kernels, and the order of text.
+Others change what is computed of an image, whose name in vLLM's keys is that of its content."""
+OF_STATES = frozenset({"backend", "ssu_algorithm"})
+"""Harmless settings of vLLM's `MambaConfig`: kernels."""
+OF_ATTENTION = frozenset({
+    "backend", "backend_per_kind", "flash_attn_max_num_splits_for_cuda_graph",
+    "flash_attn_version", "flex_attn_block_m", "flex_attn_block_n", "flex_attn_kv_block_size",
+    "flex_attn_q_block_size", "minimax_m3_msa_decode_backend", "mla_prefill_backend",
+    "sparse_mla_force_mqa", "sparse_mla_prefill_workspace_factor",
+    "tokenspeed_mla_min_split_kv", "tq_max_kv_splits_for_cuda_graph", "use_cudnn_prefill",
+    "use_prefill_decode_attention", "use_trtllm_attention", "use_trtllm_ragged_deepseek_prefill",
+})  # fmt: skip
+"""Harmless settings of vLLM's `AttentionConfig`: kernels, and how they divide the work."""
+
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Identity of a model, beyond `OffloadingConfig`: properties that change the cache's values.
@@ -48,15 +70,17 @@ def identify_model(vllm_config: Any) -> ModelIdentity:
         vllm_config: A `vllm.config.VllmConfig`.
 
     Raises:
-        InvalidArgumentError: The revision of the weights is unknown, or adapters are loaded.
+        InvalidArgumentError: The revision of the weights or the scales of the cache are unknown, or
+            adapters are loaded.
     """
     require_no_adapters(vllm_config)
+    require_known_scales(vllm_config.cache_config)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     facts = _describe(vllm_config) | {
         "engine": _describe_use(model),
         "cache": [str(cache.cache_dtype), str(cache.mamba_cache_mode)],
         "attention": _settings_made(vllm_config.attention_config),
-        "load_format": str(vllm_config.load_config.load_format),
+        "load_format": str(_load_format(vllm_config)),
     }
     if draft := draft_of(vllm_config):
         facts["draft engine"] = _describe_use(draft)
@@ -76,6 +100,17 @@ def require_no_adapters(vllm_config: Any) -> None:
     if vllm_config.lora_config is not None:
         rule = "False: keys of LoRA's pages name an adapter's folder, and not its weights"
         raise InvalidArgumentError("enable_lora", value=True, expected=rule)
+
+
+def require_known_scales(cache_config: Any) -> None:
+    """Check that the scales of a quantized cache are those of the checkpoint.
+
+    Raises:
+        InvalidArgumentError: Each engine computes its own, of its first prompt.
+    """
+    if getattr(cache_config, "calculate_kv_scales", False):
+        rule = "False: pages of an engine are of no use with the scales of another one"
+        raise InvalidArgumentError("calculate_kv_scales", value=True, expected=rule)
 
 
 def _name_overrides(model: Any) -> str:
@@ -109,6 +144,16 @@ def _describe(vllm_config: Any) -> dict[str, Any]:
     }
     if callable(overrides):  # what it makes of the configuration, and not where it is in memory
         facts["overrides"] = [_name_overrides(model), config_facts(model.hf_config)]
+    settings = {
+        "images": _settings_but(getattr(model, "multimodal_config", None), OF_IMAGES),
+        "recurrent states": _settings_but(getattr(vllm_config, "mamba_config", None), OF_STATES),
+        "attention": _settings_but(getattr(vllm_config, "attention_config", None), OF_ATTENTION),
+        "additional": getattr(vllm_config, "additional_config", None),
+        "quantization": _settings_made(model.quantization_config),
+        "classes": model.model_class_overrides,
+        "weights": "dummy" if "dummy" in str(_load_format(vllm_config)) else "",
+    }
+    facts |= {f"settings of {name}": made for name, made in settings.items() if made}
     if _depends_on_length(model):
         facts["max_model_len"] = model.max_model_len
     if draft := draft_of(vllm_config):
@@ -175,6 +220,15 @@ def _settings_made(value: Any) -> Any:
     }
 
 
+def _load_format(vllm_config: Any) -> Any:
+    return getattr(getattr(vllm_config, "load_config", None), "load_format", "auto")
+
+
+def _settings_but(config: Any, harmless: frozenset[str]) -> dict[str, Any]:
+    made = _settings_made(config) if is_dataclass(config) else {}
+    return {name: value for name, value in made.items() if name not in harmless}
+
+
 def find_revision(model: Any) -> str:
     """Find the revision of the weights, see `find_weights_revision`.
 
@@ -202,9 +256,10 @@ def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
         revision: Revision of the weights, in place of the one that is found.
 
     Raises:
-        InvalidArgumentError: The revision of the weights is unknown.
+        InvalidArgumentError: The revision of the weights, or the scales of the cache, are unknown.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    require_known_scales(cache)
     return Namespace(
         model=" ".join(getattr(model.hf_config, "architectures", None) or ()),
         revision=revision or find_revision(model),

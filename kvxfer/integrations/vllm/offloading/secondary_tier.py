@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 from kvxfer import runtime
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.integrations.vllm.common.model_identity import ModelIdentity, require_no_adapters
+from kvxfer.integrations.vllm.common.model_identity import (
+    ModelIdentity,
+    require_known_scales,
+    require_no_adapters,
+)
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.identity import row_namespace
@@ -91,6 +95,7 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
         require_tiering()
         if (vllm_config := engine_config()) is not None:
             require_no_adapters(vllm_config)
+            require_known_scales(vllm_config.cache_config)
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         rows = _detached(primary_kv_view)
         config = offloading_spec.config
