@@ -342,7 +342,7 @@ EXTRAS = {
 )
 def bare(
     request: pytest.FixtureRequest, distributions: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Bare:
+) -> Iterator[Bare]:
     """Make an environment with the wheel and what its core depends on.
 
     It is of this Python with links to its packages, or of another Python, as a stranger makes it.
@@ -359,7 +359,8 @@ def bare(
         for arguments in install.find_torch(folder):  # for CPUs, where there is such a build
             run(*install.pip(folder), *arguments, cwd=ROOT)
     made.install()
-    return made
+    yield made
+    shutil.rmtree(folder)  # 6 GB with torch for CUDA
 
 
 def test_every_command_works_bare_or_names_the_extra_that_it_needs(
