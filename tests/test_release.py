@@ -105,7 +105,7 @@ def test_a_release_joins_the_changelog_and_tags_what_it_wrote(clone: Path) -> No
 def test_the_site_of_a_release_lists_all_of_them(clone: Path) -> None:
     folder = Path(sys.executable).parent
     path = {"PATH": f"{folder}:{os.environ['PATH']}", "KVXFER_DOCS": "mike"}
-    mike = [folder / "mike", "deploy", "--update-aliases", "--alias-type", "copy"]
+    mike = [str(folder / "mike"), "deploy", "--update-aliases", "--alias-type", "copy"]
     for version in ("0.1", "0.2"):
         subprocess.run([*mike, version, "latest"], cwd=clone, env=os.environ | path, check=True)
     listed = json.loads(git(clone, "show", "gh-pages:versions.json"))

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.compat import matrix
+from tests.environment.public_index import newest_release
 from tests.installed_aside import REPOSITORY
 
 INTERFACES = {
@@ -39,6 +40,13 @@ def test_a_plug_says_that_it_supports_what_is_tested(engine: str) -> None:
     if engine in {"vllm", "transformers"}:  # of which any patch release will do
         ends = [each.rpartition(".")[0] for each in ends]
     assert said[1] == " to ".join(ends)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("engine", matrix.TESTED)
+def test_the_newest_release_on_the_index_is_tested(engine: str) -> None:
+    """Of vLLM by the build for GPUs, which comes first."""
+    assert str(newest_release(engine)) in matrix.TESTED[engine]
 
 
 def test_the_page_about_transformers_names_the_releases() -> None:

@@ -53,6 +53,15 @@ def find_wheel(name: str, version: str, python: Version) -> Wheel | None:
     return found[min(found)] if found else None
 
 
+def newest_release(name: str) -> Version:
+    """Find the newest release of a package that is no pre-release and was not taken back."""
+    wheels = (each for each in _files(name) if each["filename"].endswith(".whl"))
+    versions = {
+        parse_wheel_filename(each["filename"])[1] for each in wheels if not each.get("yanked")
+    }
+    return max(each for each in versions if not each.is_prerelease)
+
+
 @functools.cache
 def read_metadata(wheel: Wheel) -> Metadata:
     """Read the metadata of a wheel: its last bytes, and the stretch where METADATA is."""
