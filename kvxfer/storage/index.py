@@ -105,7 +105,8 @@ class BlockIndex:
         self._policy = policy
         self._entries: dict[BlockKey, _Entry] = {}
         self._quarantined: dict[BlockKey, _Quarantined] = {}
-        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._free_slots: list[int] = []  # that had a block, or were listed
+        self._next_slot = 0  # the first of those that never had one
 
     @property
     def num_slots(self) -> int:
@@ -115,7 +116,7 @@ class BlockIndex:
     @property
     def num_free_slots(self) -> int:
         """Slots without a block."""
-        return len(self._free_slots)
+        return len(self._free_slots) + self._num_slots - self._next_slot
 
     @property
     def num_evictable(self) -> int:
@@ -136,7 +137,7 @@ class BlockIndex:
         """State of the index for observers; of any thread, and so maybe of different moments."""
         return {
             Gauge.CAPACITY_BYTES: self._num_slots * slot_size_bytes,
-            Gauge.USED_BYTES: (self._num_slots - len(self._free_slots)) * slot_size_bytes,
+            Gauge.USED_BYTES: (self._num_slots - self.num_free_slots) * slot_size_bytes,
             Gauge.STORED_BLOCKS: len(self._entries),
         }
 
@@ -182,7 +183,7 @@ class BlockIndex:
             policy.touch(key)
             policy.hold(key)
         for key in absent:
-            if not self._free_slots and not len(policy):
+            if not self.num_free_slots and not len(policy):
                 plan.refused.append(key)
                 continue
             slot = self._take_slot(key, plan, policy)
@@ -317,7 +318,9 @@ class BlockIndex:
 
     def keep_out(self, slots: Collection[int]) -> None:
         """Keep free slots out of use, e.g. since an earlier transfer may still touch them."""
-        self._free_slots = [slot for slot in self._free_slots if slot not in slots]
+        free = [*range(self._num_slots - 1, self._next_slot - 1, -1), *self._free_slots]
+        self._free_slots = [slot for slot in free if slot not in slots]
+        self._next_slot = self._num_slots
 
     def give_back(self, slots: Iterable[int]) -> None:
         """Put slots that were kept out into use again; each once."""
@@ -332,12 +335,16 @@ class BlockIndex:
         self._entries.clear()
         self._quarantined.clear()
         self._policy.clear()
-        self._free_slots = list(range(self._num_slots - 1, -1, -1))
+        self._free_slots.clear()
+        self._next_slot = 0
 
     def _take_slot(self, key: BlockKey, plan: StorePlan, policy: EvictionPolicy) -> int:
-        if self._free_slots:
+        if self.num_free_slots:
             policy.admit(key)
-            return self._free_slots.pop()
+            if self._free_slots:
+                return self._free_slots.pop()
+            self._next_slot += 1
+            return self._next_slot - 1
         victim = policy.replace(key)
         plan.evicted.append(victim)
         plan.reasons.append(policy.reason)

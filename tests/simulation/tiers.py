@@ -154,7 +154,7 @@ def leftovers_of_host(backend: HostBackend) -> list[str]:
         "pins": sum(entry.num_pins for entry in entries),
         "blocks being stored": sum(entry.storing for entry in entries),
         "quarantined slots": len(index._quarantined),
-        "lost slots": backend.num_slots - len(index._free_slots) - len(entries),
+        "lost slots": backend.num_slots - index.num_free_slots - len(entries),
         "keys of which events say something else": sum(
             len(each.differences())
             for each in backend._reports._observers
