@@ -19,8 +19,7 @@ from kvxfer.replay.plan import (
 from kvxfer.replay.real import replay_on, replay_real
 from kvxfer.replay.recommendation import Recommendation, parse_budget, recommend
 from kvxfer.replay.report import RealRow, Report, TraceSummary, format_report, summarise
-from kvxfer.replay.simulated_store import Medium
-from kvxfer.replay.simulation import Simulation, TierPlan, TierUse, simulate
+from kvxfer.replay.simulation import Medium, SimulatedTier, Simulation, TierPlan, simulate
 from kvxfer.replay.synthetic import make_synthetic
 from kvxfer.replay.trace import (
     Trace,
@@ -57,10 +56,10 @@ __all__ = [
     "RealRow",
     "Recommendation",
     "Report",
+    "SimulatedTier",
     "Simulation",
     "TierPlan",
     "TierRow",
-    "TierUse",
     "TiersRow",
     "Trace",
     "TraceError",

@@ -6,13 +6,18 @@ from typing import Literal, get_args
 import msgspec
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.replay.arc_hits import arc_hits
 from kvxfer.replay.block_size import object_size_bytes, plan_tiers
 from kvxfer.replay.lru_curve import LRUCurve
 from kvxfer.replay.object_costs import ObjectUse, Prices, price
-from kvxfer.replay.simulated_bucket import RequestKind
-from kvxfer.replay.simulated_store import Medium
-from kvxfer.replay.simulation import Simulation, TierPlan, TierUse, simulate
+from kvxfer.replay.simulation import (
+    Medium,
+    RequestKind,
+    SimulatedBucket,
+    SimulatedTier,
+    Simulation,
+    TierPlan,
+    simulate,
+)
 from kvxfer.replay.trace import Trace
 from kvxfer.storage.eviction.policies import PolicyName
 
@@ -170,7 +175,10 @@ def plan_capacities(
         hits = {each: curve.hits(each) for each in slots}
         if policy == "arc":  # the same as LRU where nothing is evicted
             evicting = [each for each in hits if each < trace.num_unique]
-            hits |= zip(evicting, arc_hits(trace, evicting), strict=True)
+            hits |= {
+                each: simulate(trace, [TierPlan("host", policy, each)]).num_hits
+                for each in evicting
+            }
         for num_slots, capacity in zip(slots, capacities, strict=True):
             num_hits = hits[num_slots]
             rows.append(
@@ -266,14 +274,14 @@ def describe_simulation(
     )
 
 
-def _tier_row(trace: Trace, machine: Machine, use: TierUse) -> TierRow:
+def _tier_row(trace: Trace, machine: Machine, use: SimulatedTier) -> TierRow:
     block = trace.tokens_per_block * machine.bytes_per_token if machine.bytes_per_token else None
     written = use.num_written * block if block else None
     days = trace.duration_s / SECONDS_PER_DAY
     return TierRow(
         medium=use.plan.medium,
         policy=use.plan.policy,
-        num_slots=use.bucket.num_kept if use.bucket else use.plan.num_slots,
+        num_slots=use.num_kept if isinstance(use, SimulatedBucket) else use.plan.num_slots,
         num_hits=use.num_hits,
         hit_rate=use.num_hits / trace.num_references,
         num_promoted=use.num_promoted,
@@ -286,14 +294,13 @@ def _tier_row(trace: Trace, machine: Machine, use: TierUse) -> TierRow:
 
 
 def _object_use(
-    trace: Trace, machine: Machine, use: TierUse, block_size_bytes: int
+    trace: Trace, machine: Machine, use: SimulatedTier, block_size_bytes: int
 ) -> ObjectUse | None:
-    bucket = use.bucket
-    if bucket is None:
+    if not isinstance(use, SimulatedBucket):
         return None
     size = object_size_bytes(block_size_bytes)
-    received, kept = use.num_read * size, bucket.num_kept * size
-    requests = {kind: bucket.requests[kind] for kind in get_args(RequestKind)}
+    received, kept = use.num_read * size, use.num_kept * size
+    requests = {kind: use.requests[kind] for kind in get_args(RequestKind)}
     costs = None
     if machine.prices is not None:
         costs = price(
@@ -308,7 +315,7 @@ def _object_use(
     return ObjectUse(
         requests=requests,
         requests_per_s=num_requests / seconds if seconds else None,
-        bytes_sent=bucket.num_sent * size,
+        bytes_sent=use.num_sent * size,
         bytes_received=received,
         bytes_kept=kept,
         costs=costs,

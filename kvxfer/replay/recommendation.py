@@ -8,7 +8,7 @@ import msgspec
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay.block_size import plan_tiers
 from kvxfer.replay.plan import Machine, TiersRow, plan_list, tier_url
-from kvxfer.replay.simulated_store import Medium
+from kvxfer.replay.simulation import Medium
 from kvxfer.replay.trace import Trace
 from kvxfer.storage.eviction.policies import POLICIES, PolicyName
 from kvxfer.units import ByteSize, format_size

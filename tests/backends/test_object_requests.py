@@ -13,6 +13,7 @@ from kvxfer.connect import open_backend
 from kvxfer.replay import MultiTurn, make_synthetic, plan_tiers, replay_on, simulate
 from kvxfer.replay.block_size import opaque_namespace
 from kvxfer.replay.real import BLOCK_BYTES
+from kvxfer.replay.simulation import SimulatedBucket
 from kvxfer.storage.keys import BlockKey
 
 pytestmark = pytest.mark.processes
@@ -61,8 +62,8 @@ async def test_the_model_has_the_requests_of_the_real_backend(
     async with open_backend([*host, url], opaque_namespace(BLOCK_BYTES)) as backend:
         num_hits = await replay_on(backend, trace)
     modelled = simulate(trace, plan_tiers([*host, url], BLOCK_BYTES))
-    bucket = modelled.tiers[-1].bucket
-    assert bucket is not None
+    bucket = modelled.tiers[-1]
+    assert isinstance(bucket, SimulatedBucket)
     assert dict(asked) == {kind: number for kind, number in bucket.requests.items() if number}
     assert num_hits == modelled.num_hits
     assert len(host) == 0 or modelled.tiers[0].num_evicted > 0

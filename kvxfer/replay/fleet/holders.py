@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvxfer.backends.nixl import SUSPENDED_S, NixlConfig, retry_pause
 from kvxfer.replay.fleet.settings import Fleet
-from kvxfer.replay.simulated_store import SimulatedStore
+from kvxfer.replay.simulation import SimulatedStore, SimulatedTier, TierPlan
 from kvxfer.runtime import Pause, Suspension
 
 PEERS = NixlConfig(address="localhost:1")
@@ -74,7 +74,7 @@ class SimulatedHolders:
     ) -> None:
         number = fleet.holders
         self.now = 0.0
-        self.stores = [SimulatedStore("host", "lru", num_slots) for _ in range(number)]
+        self.stores = [SimulatedStore(TierPlan("host", "lru", num_slots)) for _ in range(number)]
         self.num_lookups, self.num_stores = [0] * number, [0] * number
         self.num_connected: list[int] = connected.sum(axis=0).tolist()
         self.num_refused = self.num_late = 0
@@ -128,7 +128,7 @@ class _Reach(enum.Enum):
     SILENT = "does not answer"
 
 
-class HoldersTier:
+class HoldersTier(SimulatedTier):
     """Holders as the tier of one engine: connections, pauses and deadlines are the real one's.
 
     Args:
@@ -137,6 +137,7 @@ class HoldersTier:
     """
 
     def __init__(self, holders: SimulatedHolders, engine: int) -> None:
+        super().__init__(TierPlan("host", "lru", 0))
         self._holders = holders
         self._engine = engine
         self._suspensions: dict[int, Suspension] = {}
@@ -152,10 +153,6 @@ class HoldersTier:
             for [home] in holders.homes(engine, [block])
             if holders.is_connected(engine, home) and not holders.is_dead(home)
         )
-
-    def find(self, blocks: Sequence[int]) -> list[int]:
-        """Find the blocks that are there; nobody is asked."""
-        return [block for block in blocks if block in self]
 
     def lookup(self, blocks: Sequence[int]) -> list[int]:
         """Ask the holders of blocks; those of one that does not answer in time are misses."""
@@ -178,12 +175,6 @@ class HoldersTier:
         holders.num_late += _Reach.SILENT in asked.values()
         return [block for block in blocks if block in found]
 
-    def try_load(self, blocks: Sequence[int]) -> list[int]:
-        """Ask for blocks, read those that are there, and return them."""
-        there = self.lookup(blocks)
-        self.load(there)
-        return there
-
     def load(self, blocks: Sequence[int]) -> None:
         """Read blocks, each from the first holder that has it, at the places of the lookup."""
         stores, left = self._holders.stores, set(blocks)
@@ -195,10 +186,6 @@ class HoldersTier:
             for home, each in there.items():
                 stores[home].load(each)
                 left.difference_update(each)
-
-    def load_for_copy(self, blocks: Sequence[int]) -> None:
-        """See `load`: peers count every read as a use."""
-        self.load(blocks)
 
     def store(self, blocks: Sequence[int]) -> None:
         """Store blocks at all of their holders that can be reached."""

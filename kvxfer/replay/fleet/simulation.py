@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from kvxfer.replay.fleet.holders import HoldersTier, Outage, Placement, SimulatedHolders
 from kvxfer.replay.fleet.settings import Fleet
-from kvxfer.replay.simulated_store import SimulatedStore
-from kvxfer.replay.simulation import SimulatedTiers
+from kvxfer.replay.simulation import SimulatedStore, SimulatedTiers, TierPlan
 from kvxfer.replay.trace import Trace, previous_references
 
 
@@ -106,7 +105,7 @@ def run_fleet(
     for request, blocks in enumerate(load.trace.requests()):
         holders.now, engine = load.times_s[request], load.engines[request]
         if engine not in tiers:
-            own = SimulatedStore("host", "lru", slots[0])
+            own = SimulatedStore(TierPlan("host", "lru", slots[0]))
             tiers[engine] = SimulatedTiers([own, HoldersTier(holders, engine)])
         hits[request] = tiers[engine].replay(blocks)
     return FleetRun(hits, holders)
