@@ -59,7 +59,7 @@ BUDGETS = {
     "kvxfer/integrations": 11_860,
     "kvxfer/kvcache": 6_020,
     "kvxfer/pages": 1_220,
-    "kvxfer/replay": 3_565,
+    "kvxfer/replay": 3_180,
     "kvxfer/runtime": 1_250,
     "kvxfer/storage": 5_075,
     "kvxfer/telemetry": 1_900,

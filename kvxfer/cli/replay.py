@@ -220,7 +220,7 @@ def _require(name: str, value: float | None, least: float, most: float) -> None:
 
 def _real(trace: "Trace", report: "Report", folder: Path) -> "list[RealRow]":
     """Replay lists of tiers, or where there are none host memory alone, on real backends."""
-    from kvxfer.replay import RealRow, TierPlan, replay_real
+    from kvxfer.replay import TierPlan, compare_real
 
     rows = [*(each.row for each in report.grid), *report.lists]
     if report.recommendation is not None and report.recommendation.row is not None:
@@ -228,11 +228,4 @@ def _real(trace: "Trace", report: "Report", folder: Path) -> "list[RealRow]":
     plans = [
         [TierPlan(tier.medium, tier.policy, tier.num_slots) for tier in row.tiers] for row in rows
     ] or [[TierPlan("host", row.policy, row.num_slots)] for row in report.capacities]
-    real = []
-    for tiers in plans:
-        num_hits, modelled, seconds = replay_real(trace, tiers, folder)
-        name = " over ".join(f"{each.medium} {each.policy} {each.num_slots:,}" for each in tiers)
-        real.append(
-            RealRow(tiers=name, num_hits=num_hits, num_hits_modelled=modelled, seconds=seconds)
-        )
-    return real
+    return compare_real(trace, plans, folder)

@@ -8,13 +8,11 @@ import msgspec
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay.block_size import object_size_bytes, plan_tiers
 from kvxfer.replay.lru_curve import LRUCurve
-from kvxfer.replay.object_costs import ObjectUse, Prices, price
 from kvxfer.replay.simulation import (
     Medium,
     RequestKind,
     SimulatedBucket,
     SimulatedTier,
-    Simulation,
     TierPlan,
     simulate,
 )
@@ -22,12 +20,52 @@ from kvxfer.replay.trace import Trace
 from kvxfer.storage.eviction.policies import PolicyName
 
 SECONDS_PER_DAY = 86400
+GIB = 1 << 30
 FOLDER = "/var/cache/kv"
 BYTES_NEEDED = "the bytes of a token for sizes: --bytes-per-token or --model"
 
 DEFAULT_BANDWIDTHS: Mapping[Medium, float] = {"host": 10e9, "file": 2e9, "object": 1e9}
 """Bytes per second that a load gets from a tier where nothing else is stated: verified host memory
 on a few cores, one NVMe drive, and a bucket of the same region over some 10 Gbit/s."""
+
+MAX_PRICE = 1e9
+
+
+class Prices(msgspec.Struct, frozen=True, kw_only=True):
+    """Prices of object storage, in any currency; what is not stated costs nothing.
+
+    Attributes:
+        put: 1,000 requests that write or list.
+        get: 1,000 requests that read, HEAD included.
+        gib_egress: 1 GiB that is read.
+        gib_month: 1 GiB that is kept for a month.
+    """
+
+    put: float = 0.0
+    get: float = 0.0
+    gib_egress: float = 0.0
+    gib_month: float = 0.0
+
+
+def parse_prices(text: str) -> Prices:
+    """Parse prices such as `put=0.005,get=0.0004,gib-egress=0.09,gib-month=0.023`.
+
+    Raises:
+        InvalidArgumentError: It is no such text.
+    """
+    names = [name.replace("_", "-") for name in Prices.__struct_fields__]
+    wanted = f"some of {', '.join(f'{name}=PRICE' for name in names)}, each 0 to {MAX_PRICE:,.0f}"
+    prices: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        try:
+            price = float(number)
+        except ValueError:
+            price = -1.0
+        if name not in names or name in prices or not 0 <= price <= MAX_PRICE:
+            raise InvalidArgumentError("prices", text, wanted)
+        prices[name] = price
+    return Prices(**{name.replace("-", "_"): price for name, price in prices.items()})
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,26 +93,27 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgumentError("bytes_per_token", None, BYTES_NEEDED)
         return tokens_per_block * self.bytes_per_token
 
-    def saved_s(self, tokens_per_block: int, hits: Mapping[Medium, int]) -> float | None:
-        """Compute the seconds that hits save: computing their tokens, less loading their bytes."""
+    def first_token_s(self, trace: Trace, hits: Mapping[Medium, int]) -> float | None:
+        """Compute the seconds by which hits let a first token come sooner, on average.
+
+        That is computing their tokens, less loading their bytes.
+        """
         if self.prefill_tokens_per_s is None:
             return None
         saved = 0.0
         for medium, number in hits.items():
-            num_tokens = number * tokens_per_block
+            num_tokens = number * trace.tokens_per_block
             num_bytes = num_tokens * (self.bytes_per_token or 0)
             saved += num_tokens / self.prefill_tokens_per_s - num_bytes / self.bandwidths[medium]
-        return saved
+        return saved / trace.num_requests
 
 
 class CapacityRow(msgspec.Struct, frozen=True, kw_only=True):
     """One capacity of one policy, in host memory alone.
 
     Attributes:
-        policy: Eviction policy.
         capacity_bytes: Capacity, None where it was given in blocks of unknown size.
         num_slots: Blocks that fit.
-        num_hits: Hits.
         hit_rate: Share of all blocks of the trace that are hits.
         first_token_s: Seconds by which the first token of a request comes sooner, on average.
     """
@@ -87,20 +126,54 @@ class CapacityRow(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: float | None
 
 
-class TierRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One tier of a list.
+class ObjectCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Costs of the requests of a trace, in the currency of the prices.
 
     Attributes:
-        medium: `host`, `file` or `object`.
+        puts: Requests that write or list.
+        gets: Requests that read.
+        egress: Bytes that are read.
+        per_1000_prompts: All of these for 1,000 requests of the trace, which are prompts.
+        per_day: All of these a day, as it would be if the trace went on; None for a moment.
+        kept_per_month: Bytes that are kept at the end, for a month.
+    """
+
+    puts: float
+    gets: float
+    egress: float
+    per_1000_prompts: float
+    per_day: float | None
+    kept_per_month: float
+
+
+class ObjectUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Use of object storage by a whole trace; bytes are those of objects, headers included.
+
+    Attributes:
+        requests: Requests by their kind, without repetitions.
+        requests_per_s: Requests a second, on average; None for a moment.
+        costs: What that costs; None without prices.
+    """
+
+    requests: dict[str, int]
+    requests_per_s: float | None
+    bytes_sent: int
+    bytes_received: int
+    bytes_kept: int
+    costs: ObjectCosts | None
+
+
+class TierRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier of a list; bytes are None for blocks of unknown size.
+
+    Attributes:
         policy: Eviction policy; `none` for object storage.
         num_slots: Blocks that fit; in object storage those that are kept at the end.
         num_hits: Hits that this tier gave.
         hit_rate: Share of all blocks of the trace that are hits here.
         num_promoted: Blocks promoted from here to the first tier.
         num_evicted: Blocks evicted.
-        bytes_read: Bytes read, None for blocks of unknown size.
-        bytes_written: Bytes written, likewise.
-        bytes_written_per_day: The same, as it would be if the trace went on for a day.
+        bytes_written_per_day: Bytes written, as it would be if the trace went on for a day.
         objects: Requests and costs of object storage; None for another medium.
     """
 
@@ -118,14 +191,10 @@ class TierRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TiersRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A list of tiers.
+    """A list of tiers, fastest first, and what all of them give; fields as of `CapacityRow`.
 
     Attributes:
         backend: The list as a configuration has it.
-        num_hits: Hits of all tiers.
-        hit_rate: Share of all blocks of the trace that are hits.
-        first_token_s: Seconds by which the first token of a request comes sooner, on average.
-        tiers: Fastest first.
     """
 
     backend: list[str]
@@ -139,8 +208,6 @@ class GridRow(msgspec.Struct, frozen=True, kw_only=True):
     """One capacity of host memory of one policy, above lower tiers.
 
     Attributes:
-        policy: Eviction policy of host memory.
-        capacity_bytes: Capacity of host memory.
         below: URLs of the lower tiers.
         row: What the tiers give.
     """
@@ -172,15 +239,10 @@ def plan_capacities(
     """
     rows = []
     for policy in policies:
-        hits = {each: curve.hits(each) for each in slots}
-        if policy == "arc":  # the same as LRU where nothing is evicted
-            evicting = [each for each in hits if each < trace.num_unique]
-            hits |= {
-                each: simulate(trace, [TierPlan("host", policy, each)]).num_hits
-                for each in evicting
-            }
         for num_slots, capacity in zip(slots, capacities, strict=True):
-            num_hits = hits[num_slots]
+            num_hits = curve.hits(num_slots)
+            if policy != "lru" and num_slots < trace.num_unique:  # else nothing is evicted
+                num_hits = simulate(trace, [TierPlan("host", policy, num_slots)]).num_hits
             rows.append(
                 CapacityRow(
                     policy=policy,
@@ -188,7 +250,7 @@ def plan_capacities(
                     num_slots=num_slots,
                     num_hits=num_hits,
                     hit_rate=num_hits / trace.num_references,
-                    first_token_s=_per_request(trace, machine, {"host": num_hits}),
+                    first_token_s=machine.first_token_s(trace, {"host": num_hits}),
                 )
             )
     return rows
@@ -202,7 +264,7 @@ def plan_list(trace: Trace, machine: Machine, backend: Sequence[str]) -> TiersRo
             not known.
     """
     plans = plan_tiers(backend, machine.block_size_bytes(trace.tokens_per_block))
-    return describe_simulation(trace, machine, backend, simulate(trace, plans))
+    return _plan(trace, machine, backend, plans)
 
 
 def plan_grid(
@@ -235,33 +297,26 @@ def plan_grid(
                 assert capacity is not None, "the size of a block is known"
                 plans = [TierPlan("host", policy, num_slots), *lower_plans]
                 backend = [tier_url("host", capacity, policy), *lower]
-                row = describe_simulation(trace, machine, backend, simulate(trace, plans))
-                below_it = list(lower)
+                row = _plan(trace, machine, backend, plans)
                 rows.append(
-                    GridRow(policy=policy, capacity_bytes=capacity, below=below_it, row=row)
+                    GridRow(policy=policy, capacity_bytes=capacity, below=[*lower], row=row)
                 )
     return rows
 
 
 def tier_url(medium: Medium, capacity: int, policy: PolicyName) -> str:
-    """Write the URL of a tier of host memory or files."""
+    """Write the URL of a tier of host memory or files, its size in the largest whole unit."""
     place = "" if medium == "host" else FOLDER
     eviction = "" if policy == "lru" else f"&eviction={policy}"
-    return f"{medium}://{place}?capacity={_size(capacity)}{eviction}"
+    units = ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB"), (0, ""))
+    power, unit = next(each for each in units if capacity % 1024 ** each[0] == 0)
+    return f"{medium}://{place}?capacity={capacity // 1024**power}{unit}{eviction}"
 
 
-def _size(num_bytes: int) -> str:
-    """Write bytes in the largest unit in which they are whole."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if num_bytes % 1024**power == 0:
-            return f"{num_bytes // 1024**power}{unit}"
-    return str(num_bytes)
-
-
-def describe_simulation(
-    trace: Trace, machine: Machine, backend: Sequence[str], simulation: Simulation
+def _plan(
+    trace: Trace, machine: Machine, backend: Sequence[str], plans: Sequence[TierPlan]
 ) -> TiersRow:
-    """Describe what tiers gave in the units of a machine."""
+    simulation = simulate(trace, plans)
     hits: dict[Medium, int] = {}
     for tier in simulation.tiers:
         hits[tier.plan.medium] = hits.get(tier.plan.medium, 0) + tier.num_hits
@@ -269,59 +324,54 @@ def describe_simulation(
         backend=list(backend),
         num_hits=simulation.num_hits,
         hit_rate=simulation.num_hits / trace.num_references,
-        first_token_s=_per_request(trace, machine, hits),
+        first_token_s=machine.first_token_s(trace, hits),
         tiers=[_tier_row(trace, machine, tier) for tier in simulation.tiers],
     )
 
 
-def _tier_row(trace: Trace, machine: Machine, use: SimulatedTier) -> TierRow:
+def _tier_row(trace: Trace, machine: Machine, tier: SimulatedTier) -> TierRow:
     block = trace.tokens_per_block * machine.bytes_per_token if machine.bytes_per_token else None
-    written = use.num_written * block if block else None
-    days = trace.duration_s / SECONDS_PER_DAY
+    written = tier.num_written * block if block else None
+    days, objects, num_slots = trace.duration_s / SECONDS_PER_DAY, None, tier.plan.num_slots
+    if isinstance(tier, SimulatedBucket):
+        num_slots = tier.num_kept
+        objects = _object_use(trace, machine, tier, object_size_bytes(block)) if block else None
     return TierRow(
-        medium=use.plan.medium,
-        policy=use.plan.policy,
-        num_slots=use.num_kept if isinstance(use, SimulatedBucket) else use.plan.num_slots,
-        num_hits=use.num_hits,
-        hit_rate=use.num_hits / trace.num_references,
-        num_promoted=use.num_promoted,
-        num_evicted=use.num_evicted,
-        bytes_read=use.num_read * block if block else None,
+        medium=tier.plan.medium,
+        policy=tier.plan.policy,
+        num_slots=num_slots,
+        num_hits=tier.num_hits,
+        hit_rate=tier.num_hits / trace.num_references,
+        num_promoted=tier.num_promoted,
+        num_evicted=tier.num_evicted,
+        bytes_read=tier.num_read * block if block else None,
         bytes_written=written,
         bytes_written_per_day=written / days if written is not None and days else None,
-        objects=_object_use(trace, machine, use, block) if block else None,
+        objects=objects,
     )
 
 
-def _object_use(
-    trace: Trace, machine: Machine, use: SimulatedTier, block_size_bytes: int
-) -> ObjectUse | None:
-    if not isinstance(use, SimulatedBucket):
-        return None
-    size = object_size_bytes(block_size_bytes)
-    received, kept = use.num_read * size, use.num_kept * size
-    requests = {kind: use.requests[kind] for kind in get_args(RequestKind)}
-    costs = None
-    if machine.prices is not None:
-        costs = price(
-            machine.prices,
-            requests,
-            bytes_received=received,
-            bytes_kept=kept,
-            num_prompts=trace.num_requests,
-            days=trace.duration_s / SECONDS_PER_DAY,
+def _object_use(trace: Trace, machine: Machine, bucket: SimulatedBucket, size: int) -> ObjectUse:
+    requests = {kind: bucket.requests[kind] for kind in get_args(RequestKind)}
+    received, kept, costs = bucket.num_read * size, bucket.num_kept * size, None
+    days, seconds = trace.duration_s / SECONDS_PER_DAY, trace.duration_s
+    if prices := machine.prices:
+        puts = prices.put * (requests["PUT"] + requests["LIST"]) / 1000
+        gets = prices.get * (requests["GET"] + requests["HEAD"]) / 1000
+        egress = prices.gib_egress * received / GIB
+        costs = ObjectCosts(
+            puts=puts,
+            gets=gets,
+            egress=egress,
+            per_1000_prompts=1000 * (puts + gets + egress) / trace.num_requests,
+            per_day=(puts + gets + egress) / days if days else None,
+            kept_per_month=prices.gib_month * kept / GIB,
         )
-    num_requests, seconds = sum(requests.values()), trace.duration_s
     return ObjectUse(
         requests=requests,
-        requests_per_s=num_requests / seconds if seconds else None,
-        bytes_sent=use.num_sent * size,
+        requests_per_s=sum(requests.values()) / seconds if seconds else None,
+        bytes_sent=bucket.num_sent * size,
         bytes_received=received,
         bytes_kept=kept,
         costs=costs,
     )
-
-
-def _per_request(trace: Trace, machine: Machine, hits: Mapping[Medium, int]) -> float | None:
-    saved = machine.saved_s(trace.tokens_per_block, hits)
-    return None if saved is None else saved / trace.num_requests

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -26,6 +27,27 @@ BLOCK_BYTES = 64
 PAGE_BYTES = 4096
 FILE_BYTES = 2 * PAGE_BYTES
 """Bytes on the disk of the file of a block: a page of header, and one of data."""
+
+
+class RealRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Replay against real backends, next to the model's.
+
+    Attributes:
+        tiers: The tiers in words.
+        num_hits: Hits of the real backends.
+        num_hits_modelled: Hits of the simulation.
+        seconds: Time that the replay took.
+    """
+
+    tiers: str
+    num_hits: int
+    num_hits_modelled: int
+    seconds: float
+
+    @property
+    def difference(self) -> float:
+        """Difference of the hits, as a share of the model's."""
+        return abs(self.num_hits - self.num_hits_modelled) / max(1, self.num_hits_modelled)
 
 
 class WrongBytesError(KVXferError):
@@ -88,6 +110,18 @@ def replay_real(trace: Trace, plans: Sequence[TierPlan], folder: Path) -> tuple[
         began = runtime.monotonic()
         num_hits = runtime.run(_open_and_replay(backend, trace))
         return num_hits, modelled, runtime.monotonic() - began
+
+
+def compare_real(trace: Trace, lists: Sequence[Sequence[TierPlan]], folder: Path) -> list[RealRow]:
+    """Replay a trace on the real tiers of each list; see `replay_real`."""
+    rows = []
+    for tiers in lists:
+        num_hits, modelled, seconds = replay_real(trace, tiers, folder)
+        name = " over ".join(f"{each.medium} {each.policy} {each.num_slots:,}" for each in tiers)
+        rows.append(
+            RealRow(tiers=name, num_hits=num_hits, num_hits_modelled=modelled, seconds=seconds)
+        )
+    return rows
 
 
 async def _open_and_replay(backend: Sequence[Mapping[str, Any]], trace: Trace) -> int:

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from kvxfer.replay.object_costs import ObjectUse
-from kvxfer.replay.plan import CapacityRow, GridRow, Machine, TierRow, TiersRow
+from kvxfer.replay.plan import CapacityRow, GridRow, Machine, ObjectUse, TierRow, TiersRow
+from kvxfer.replay.real import RealRow
 from kvxfer.replay.recommendation import Recommendation
 from kvxfer.replay.trace import Trace
 from kvxfer.text import printable
@@ -15,16 +15,9 @@ SIGNIFICANT_S = 1.0
 
 
 class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Trace in numbers.
+    """Trace in numbers; those of `Trace`.
 
     Attributes:
-        name: Its file, or how it was made.
-        num_requests: Requests.
-        num_references: Blocks of all requests together.
-        num_unique: Different blocks.
-        tokens_per_block: Tokens of a block.
-        duration_s: Seconds from the first request to the last.
-        num_input_tokens: Tokens of all prompts.
         ceiling: Share of the blocks that are hits of a cache that never evicts.
     """
 
@@ -36,27 +29,6 @@ class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
     num_input_tokens: int
     ceiling: float
-
-
-class RealRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Replay against real backends, next to the model's.
-
-    Attributes:
-        tiers: The tiers in words.
-        num_hits: Hits of the real backends.
-        num_hits_modelled: Hits of the simulation.
-        seconds: Time that the replay took.
-    """
-
-    tiers: str
-    num_hits: int
-    num_hits_modelled: int
-    seconds: float
-
-    @property
-    def difference(self) -> float:
-        """Difference of the hits, as a share of the model's."""
-        return abs(self.num_hits - self.num_hits_modelled) / max(1, self.num_hits_modelled)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,103 +8,82 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.settings import convert_settings
 
 
-class MultiTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes that all kinds have; lengths and times are averages.
+
+    Attributes:
+        system_tokens: Tokens of what a prompt begins with, the same for all that have it.
+        output_tokens: Tokens of an answer.
+
+    Raises:
+        InvalidArgumentError: A size is out of range.
+    """
+
+    requests: int = 5000
+    requests_per_s: float = 2
+    system_tokens: int = 1000
+    output_tokens: int = 400
+
+    def __post_init__(self) -> None:
+        """Check that sizes are within what can be computed."""
+        for name in self.__struct_fields__:
+            least, most = _SIZES.get(name, _TOKENS)
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise InvalidArgumentError(name, value, f"{least:,} to {most:,}")
+
+
+class MultiTurn(_Workload, frozen=True, kw_only=True):
     """Chats: each prompt is the chat so far, behind one of a few system prompts.
 
     Attributes:
-        requests: Requests of the trace.
-        requests_per_s: Requests that arrive in a second, on average.
-        system_prompts: System prompts, one for each chat.
-        system_tokens: Tokens of a system prompt.
-        turns: Turns of a chat, on average.
-        user_tokens: Tokens of a question, on average.
-        output_tokens: Tokens of an answer, on average.
-        think_s: Seconds from an answer to the next question, on average.
-
-    Raises:
-        InvalidArgumentError: A size is out of range.
+        turns: Turns of a chat.
+        user_tokens: Tokens of a question.
+        think_s: Seconds from an answer to the next question.
     """
 
-    requests: int = 5000
-    requests_per_s: float = 2
     system_prompts: int = 4
-    system_tokens: int = 1000
     turns: float = 5
     user_tokens: int = 400
-    output_tokens: int = 400
     think_s: float = 60
 
-    def __post_init__(self) -> None:
-        """Check the sizes."""
-        _check(self)
 
-
-class Agentic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Agentic(_Workload, frozen=True, kw_only=True):
     """Agents: long common instructions, many short steps, and tasks that fork.
 
     Attributes:
-        requests: Requests of the trace.
-        requests_per_s: Requests that arrive in a second, on average.
         agents: Kinds of agents, each with its own instructions and tools.
-        system_tokens: Tokens of instructions and tools.
-        task_tokens: Tokens of a task, on average.
-        steps: Steps of a task and its forks, on average.
-        tool_tokens: Tokens of what a tool returns, on average.
-        output_tokens: Tokens of a step's answer, on average.
+        steps: Steps of a task and its forks.
+        tool_tokens: Tokens of what a tool returns.
         forks: Share of the steps after which a second agent goes on from the same prompt.
-        tool_s: Seconds from a step to the next, on average.
-
-    Raises:
-        InvalidArgumentError: A size is out of range.
+        tool_s: Seconds from a step to the next.
     """
 
-    requests: int = 5000
-    requests_per_s: float = 2
-    agents: int = 3
     system_tokens: int = 8000
+    output_tokens: int = 150
+    agents: int = 3
     task_tokens: int = 500
     steps: float = 15
     tool_tokens: int = 800
-    output_tokens: int = 150
     forks: float = 0.05
     tool_s: float = 5
 
-    def __post_init__(self) -> None:
-        """Check the sizes."""
-        _check(self)
 
-
-class Rag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Rag(_Workload, frozen=True, kw_only=True):
     """Retrieval: documents of very different popularity, and a question after them.
 
     Attributes:
-        requests: Requests of the trace.
-        requests_per_s: Requests that arrive in a second, on average.
-        system_tokens: Tokens of the system prompt, the same for all.
-        documents: Documents.
-        document_tokens: Tokens of a document, on average.
         retrieved: Documents of a prompt.
         popularity: Exponent of Zipf's law by which documents are chosen.
-        question_tokens: Tokens of a question, on average.
-        output_tokens: Tokens of an answer, on average.
-
-    Raises:
-        InvalidArgumentError: A size is out of range.
     """
 
-    requests: int = 5000
-    requests_per_s: float = 2
     system_tokens: int = 500
+    output_tokens: int = 300
     documents: int = 2000
     document_tokens: int = 2000
     retrieved: int = 3
     popularity: float = 1.1
     question_tokens: int = 60
-    output_tokens: int = 300
-
-    def __post_init__(self) -> None:
-        """Check the sizes."""
-        _check(self)
 
 
 Workload = MultiTurn | Agentic | Rag
@@ -134,19 +113,6 @@ _SIZES: Mapping[str, tuple[float, float]] = {
 """Least and most of each size; of other numbers of tokens those below."""
 
 _TOKENS = 1, 10**7
-
-
-def _check(workload: Workload) -> None:
-    """Check that sizes are within what can be computed.
-
-    Raises:
-        InvalidArgumentError: Names one that is not.
-    """
-    for name in workload.__struct_fields__:
-        least, most = _SIZES.get(name, _TOKENS)
-        value = getattr(workload, name)
-        if not least <= value <= most:
-            raise InvalidArgumentError(name, value, f"{least:,} to {most:,}")
 
 
 def parse_workload(kind: str, settings: Mapping[str, str]) -> Workload:

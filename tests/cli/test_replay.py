@@ -272,7 +272,7 @@ def test_real_backends_are_compared_with_the_model(
         num_hits, modelled, seconds = replay_real(*arguments)  # type: ignore[arg-type]
         return int(num_hits * 0.98), modelled, seconds
 
-    monkeypatch.setattr("kvxfer.replay.replay_real", lose_hits)
+    monkeypatch.setattr("kvxfer.replay.real.replay_real", lose_hits)
     assert main([*few, "--backend", "host://?capacity=64MiB", "--real", str(tmp_path)]) == 1
 
 

@@ -9,10 +9,21 @@ import pytest
 from kvxfer.backends.nixl import SUSPENDED_S, Endpoint, NixlConfig, rank
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay import Machine, MultiTurn, TierPlan, Trace, make_synthetic, simulate
-from kvxfer.replay.fleet import Fleet, FleetReport, parse_fleet, study_fleet
-from kvxfer.replay.fleet.holders import HoldersTier, Outage, SimulatedHolders
-from kvxfer.replay.fleet.placement import count_moved, make_keys, place
-from kvxfer.replay.fleet.simulation import connect_all, route, run_fleet
+from kvxfer.replay.fleet import (
+    Fleet,
+    FleetReport,
+    FleetRun,
+    HoldersTier,
+    Outage,
+    SimulatedHolders,
+    connect_all,
+    count_moved,
+    make_keys,
+    parse_fleet,
+    place,
+    route,
+    study_fleet,
+)
 from kvxfer.runtime import Suspension
 from tests.replay.traces import trace_of
 
@@ -41,13 +52,9 @@ def make_holders(
 
 def test_one_engine_above_one_holder_has_the_hits_of_two_tiers(chats: Trace) -> None:
     fleet = Fleet(holders=1, engines=1, rack=1)
-    run = run_fleet(
-        fleet,
-        route(chats, fleet, 0),
-        place(fleet, chats.num_unique),
-        connect_all(fleet, 0),
-        slots=(100, 500),
-    )
+    placement = place(fleet, chats.num_unique)
+    holders = SimulatedHolders(fleet, 500, placement, connect_all(fleet, 0))
+    run = FleetRun.of(chats, route(chats, fleet, 0), 100, holders)
     tiers = simulate(chats, [TierPlan("host", "lru", 100), TierPlan("host", "lru", 500)])
     assert run.hits.tolist() == tiers.hits.tolist()
     assert run.hits.sum(axis=0).min() > 0
@@ -67,7 +74,7 @@ def test_a_study_is_the_same_for_a_seed(chats: Trace, report: FleetReport) -> No
     again = study_fleet(chats, Machine(bytes_per_token=16384), parse_fleet(SMALL))
     assert again == report
     fleet = parse_fleet(SMALL)
-    assert route(chats, fleet, 0).engines != route(chats, fleet, 1).engines
+    assert route(chats, fleet, 0) != route(chats, fleet, 1)
 
 
 def test_a_fleet_has_almost_the_hits_of_one_pool(report: FleetReport) -> None:
@@ -177,7 +184,7 @@ def test_an_outage_shows_in_the_report(report: FleetReport) -> None:
 
 def test_requests_of_a_chat_stay_at_an_engine_that_has_it() -> None:
     trace = trace_of([[0, 1], [5, 6], [0, 1, 2], [5, 6, 7], [0, 1, 2, 3], [9]] * 2)
-    engines = route(trace, Fleet(engines=10_000, routing="prefix"), 0).engines
+    engines = route(trace, Fleet(engines=10_000, routing="prefix"), 0)
     assert engines[0] == engines[2] == engines[4] == engines[6]
     assert engines[1] == engines[3] == engines[7]
     assert len(set(engines)) == 3

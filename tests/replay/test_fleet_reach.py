@@ -16,9 +16,7 @@ from kvxfer.backends.nixl import Endpoint, NixlConfig, retry_pause
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.reconnect import Reconnect
 from kvxfer.errors import PeerClosedError
-from kvxfer.replay.fleet import Fleet
-from kvxfer.replay.fleet.holders import HoldersTier, Outage, SimulatedHolders
-from kvxfer.replay.fleet.placement import place
+from kvxfer.replay.fleet import Fleet, HoldersTier, Outage, SimulatedHolders, place
 from tests.clock import Clock
 from tests.examples import examples
 
