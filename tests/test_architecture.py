@@ -53,7 +53,7 @@ BUDGETS = {
     "kvxfer/cli": 1_960,
     "kvxfer/copy_engine": 2_456,
     "kvxfer/doctor": 1_770,
-    "kvxfer/engine_side": 1_800,
+    "kvxfer/engine_side": 1_535,
     "kvxfer/explain": 950,
     "kvxfer/face": 90,
     "kvxfer/integrations": 11_860,

@@ -9,6 +9,8 @@ from kvxfer.checks import require_instance, require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.allocation import AttentionLayout
 
+Content = Literal["keys and values", "latents", "states"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout:
@@ -35,7 +37,7 @@ class EngineLayout:
     shape: str
     memory: str
     allocations: str = ""
-    content: Literal["keys and values", "latents", "states"] = "keys and values"
+    content: Content = "keys and values"
     note: str = ""
 
     @property

@@ -1,152 +1,179 @@
 """Layout zoo: the KV-cache layouts of engines, release by release. Data only."""
 
-from kvxfer.engine_side.engine_layout import EngineLayout
-from kvxfer.engine_side.vllm_layouts import VLLM_LAYOUTS
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import get_args
 
-SGLANG_LAYOUTS = (
-    EngineLayout(
-        engine="SGLang",
-        releases="as of November 2026",
-        name="Device pool, MHA token slots, NHD",
-        shape="block*token head dim",
-        memory="block*token head dim",
-        allocations="layer kv",
-        note="A list of keys and one of values, a tensor for each layer; the first page is padding "
-        "and counts as a block. Register (keys, values) under the name of a layer.",
-    ),
-    EngineLayout(
-        engine="SGLang",
-        releases="as of November 2026",
-        name="Device pool, MHA pages, HND",
-        shape="block head token dim",
-        memory="block head token dim",
-        allocations="layer kv",
-    ),
-    EngineLayout(
-        engine="SGLang",
-        releases="as of November 2026",
-        name="Device pool, MLA token slots",
-        shape="block*token head dim",
-        memory="block*token head dim",
-        allocations="layer",
-        content="latents",
-        note="One head.",
-    ),
-    EngineLayout(
-        engine="SGLang",
-        releases="as of November 2026",
-        name="Device pool, Mamba states",
-        shape="block",
-        memory="layer block",
-        allocations="state",
-        content="states",
-        note="Each convolution state and the temporal one is an allocation of all layers.",
-    ),
-    EngineLayout(
-        engine="SGLang",
-        releases="as of November 2026",
-        name="Host pool, layer_first",
-        shape="kv layer block*token head dim",
-        memory="kv layer block*token head dim",
-    ),
-    EngineLayout(
-        engine="SGLang",
-        releases="as of November 2026",
-        name="Host pool, page_first",
-        shape="kv block*token layer head dim",
-        memory="kv block*token layer head dim",
-    ),
-    EngineLayout(
-        engine="SGLang",
-        releases="as of November 2026",
-        name="Host pool, page_first_direct",
-        shape="kv block layer token head dim",
-        memory="kv block layer token head dim",
-    ),
-    EngineLayout(
-        engine="SGLang",
-        releases="as of November 2026",
-        name="Host pool, page_head",
-        shape="kv block head token layer dim",
-        memory="kv block head token layer dim",
-    ),
-    EngineLayout(
-        engine="SGLang",
-        releases="as proposed in September 2026",
-        name="Host pool, page_unified",
-        shape="block layer kv token head dim",
-        memory="block layer kv token head dim",
-        note="With one group of heads; a page with several has one such piece for each.",
-    ),
-    EngineLayout(
-        engine="SGLang",
-        releases="as of November 2026",
-        name="Host pool, layer_first, MLA",
-        shape="layer block*token head dim",
-        memory="layer block*token head dim",
-        content="latents",
-    ),
-    EngineLayout(
-        engine="SGLang",
-        releases="as of November 2026",
-        name="Host pool, page_first, MLA",
-        shape="block*token layer head dim",
-        memory="block*token layer head dim",
-        content="latents",
-    ),
-    EngineLayout(
-        engine="SGLang",
-        releases="as of November 2026",
-        name="Host pool, page_first_direct, MLA",
-        shape="block layer token head dim",
-        memory="block layer token head dim",
-        content="latents",
-    ),
+from kvxfer.engine_side.engine_layout import Content, EngineLayout
+
+# Of each layout the name and the releases; the axes of `shape` and of `memory` (`=` where they are
+# the same), of `allocations`, and the content where that is not keys and values; a note.
+_VLLM = """
+K and V first, NHD: 0.11 to 0.22
+  kv block token head dim | = | layer
+    FlashAttention and FlexAttention; ROCm attention until 0.28.
+K and V first, HND: 0.11 to 0.22
+  kv block token head dim | kv block head token dim | layer
+    FlashAttention. The shape is that of NHD; only the strides tell.
+K and V first, heads in the shape: 0.11 to 0.22
+  kv block head token dim | = | layer
+    The CPU backend.
+Blocks first, NHD: 0.11 to 0.25
+  block kv token head dim | = | layer
+    FlashInfer and Triton; FlashAttention from 0.23.
+Blocks first, HND: 0.11 to 0.25
+  block kv token head dim | block kv head token dim | layer
+    FlashInfer and Triton; FlashAttention from 0.23.
+Blocks first, then tokens: 0.23 to 0.25
+  block kv token head dim | block token kv head dim | layer
+    FlexAttention.
+Packed K/V, NHD: 0.26 to 0.28
+  block head token kv*dim | block token head kv*dim | layer
+    FlashAttention, FlashInfer, Triton and FlexAttention.
+Packed K/V, HND: 0.26 to 0.28
+  block head token kv*dim | = | layer
+    FlashAttention, FlashInfer and Triton; the CPU backend from 0.23, which packs keys for its
+    instruction set.
+Kernel blocks: 0.11 to 0.25
+  block*kernel kv token head dim | = | layer
+    Any backend whose kernel takes smaller blocks than the block table has.
+Kernel blocks, K and V first: 0.11 to 0.22
+  kv block*kernel token head dim | = | layer
+MLA: 0.11 to 0.33
+  block token dim | = | layer | latents
+    From 0.29 with a dimension of one head after the blocks.
+Packed DeepSeek rows: 0.20 to 0.33
+  block token dim | block layer token dim | - | latents
+    Every layer is a view whose blocks are further apart than its pages; layers of other widths
+    lie in the same row.
+Mamba states: 0.11 to 0.26
+  block | block state | layer | states
+    A list of tensors for each layer, side by side in one page. The dimensions of a state follow
+    those that are shown.
+Mamba states, as bytes: 0.27 to 0.33
+  block state | = | layer | states
+    One tensor for each layer, with two dimensions of one between those that are shown. Register
+    what is not padding as a state of bytes.
+All layers, K and V first in the shape, NHD: 0.12 to 0.22
+  layer kv block token head dim | block layer kv token head dim | -
+    FlashAttention, when the connector prefers blocks of all layers.
+All layers, K and V first in the shape, HND: 0.12 to 0.22
+  layer kv block token head dim | block head layer kv token dim | -
+    FlashAttention.
+All layers, NHD: 0.12 to 0.25
+  layer block kv token head dim | block layer kv token head dim | -
+    FlashInfer and Triton; FlashAttention from 0.23.
+All layers, HND: 0.12 to 0.25
+  layer block kv token head dim | block kv head layer token dim | -
+    FlashInfer; Triton until 0.22.
+All layers, heads first: 0.23 to 0.25
+  layer block kv token head dim | block head layer kv token dim | -
+    FlashAttention and Triton with HND.
+All layers, tokens first: 0.23 to 0.25
+  layer block kv token head dim | block layer token kv head dim | -
+    FlexAttention.
+All layers, packed K/V, NHD: 0.26 to 0.28
+  layer block head token kv*dim | block layer token head kv*dim | -
+    FlashAttention, FlashInfer, Triton and FlexAttention.
+All layers, packed K/V, HND: 0.26 to 0.28
+  layer block head token kv*dim | block head layer token kv*dim | -
+    FlashAttention, FlashInfer and Triton.
+All layers, MLA: 0.24 to 0.28
+  layer block token dim | block layer token dim | - | latents
+LBHNC: 0.29 to 0.33
+  block head token kv*dim | layer block head token kv*dim | -
+    The order of the CPU backend. HND until the names came.
+LBNHC: 0.29 to 0.33
+  block head token kv*dim | layer block token head kv*dim | -
+    The default. NHD until the names came.
+LHBNC: 0.29 to 0.33
+  block head token kv*dim | layer head block token kv*dim | -
+    ROCm kernels. A block is in one piece for each layer and head.
+BLHNC: 0.29 to 0.33
+  block head token kv*dim | block layer head token kv*dim | -
+BLNHC: 0.29 to 0.33
+  block head token kv*dim | block layer token head kv*dim | -
+BHLNC: 0.29 to 0.33
+  block head token kv*dim | block head layer token kv*dim | -
+    A layer's page is not in one piece; the block is, once all layers are registered.
+"""
+
+_SGLANG = """
+Device pool, MHA token slots, NHD: as of November 2026
+  block*token head dim | = | layer kv
+    A list of keys and one of values, a tensor for each layer; the first page is padding and
+    counts as a block. Register (keys, values) under the name of a layer.
+Device pool, MHA pages, HND: as of November 2026
+  block head token dim | = | layer kv
+Device pool, MLA token slots: as of November 2026
+  block*token head dim | = | layer | latents
+    One head.
+Device pool, Mamba states: as of November 2026
+  block | layer block | state | states
+    Each convolution state and the temporal one is an allocation of all layers.
+Host pool, layer_first: as of November 2026
+  kv layer block*token head dim | = | -
+Host pool, page_first: as of November 2026
+  kv block*token layer head dim | = | -
+Host pool, page_first_direct: as of November 2026
+  kv block layer token head dim | = | -
+Host pool, page_head: as of November 2026
+  kv block head token layer dim | = | -
+Host pool, page_unified: as proposed in September 2026
+  block layer kv token head dim | = | -
+    With one group of heads; a page with several has one such piece for each.
+Host pool, layer_first, MLA: as of November 2026
+  layer block*token head dim | = | - | latents
+Host pool, page_first, MLA: as of November 2026
+  block*token layer head dim | = | - | latents
+Host pool, page_first_direct, MLA: as of November 2026
+  block layer token head dim | = | - | latents
+"""
+
+_TRANSFORMERS = """
+DynamicLayer: 5
+  head block*token dim | = | layer kv
+    Of one sequence of the batch, keys[i]. Tokens have no pages, so blocks are what the tokens
+    are cut into; every forward pass makes new tensors.
+StaticLayer: 5
+  head block*token dim | = | layer kv
+    Of one sequence of the batch. The tensors stay where they are.
+DynamicSlidingWindowLayer: 5
+  head block*token dim | = | layer kv
+    Of one sequence of the batch: the last window - 1 tokens of a longer tensor, so heads are
+    further apart than their tokens.
+"""
+
+_TENSORRT_LLM = """
+Pool: 1
+  block layer kv head token dim | = | -
+"""
+
+
+def _read(engine: str, text: str) -> Iterator[EngineLayout]:
+    lines = [*text.strip().splitlines(), ""]
+    starts = [index for index, line in enumerate(lines) if not line.startswith(" ")]
+    for start, stop in pairwise(starts):
+        name, _, releases = lines[start].rpartition(": ")
+        shape, memory, allocations, *rest = lines[start + 1].strip().split(" | ")
+        yield EngineLayout(
+            engine=engine,
+            releases=releases,
+            name=name,
+            shape=shape,
+            memory=shape if memory == "=" else memory,
+            allocations=allocations.strip("-"),
+            content=next((each for each in get_args(Content) if each in rest), "keys and values"),
+            note=" ".join(line.strip() for line in lines[start + 2 : stop]),
+        )
+
+
+LAYOUT_ZOO = (
+    *_read("vLLM", _VLLM),
+    *_read("SGLang", _SGLANG),
+    *_read("transformers", _TRANSFORMERS),
+    *_read("TensorRT-LLM", _TENSORRT_LLM),
 )
-
-TRANSFORMERS_LAYOUTS = (
-    EngineLayout(
-        engine="transformers",
-        releases="5",
-        name="DynamicLayer",
-        shape="head block*token dim",
-        memory="head block*token dim",
-        allocations="layer kv",
-        note="Of one sequence of the batch, keys[i]. Tokens have no pages, so blocks are what the "
-        "tokens are cut into; every forward pass makes new tensors.",
-    ),
-    EngineLayout(
-        engine="transformers",
-        releases="5",
-        name="StaticLayer",
-        shape="head block*token dim",
-        memory="head block*token dim",
-        allocations="layer kv",
-        note="Of one sequence of the batch. The tensors stay where they are.",
-    ),
-    EngineLayout(
-        engine="transformers",
-        releases="5",
-        name="DynamicSlidingWindowLayer",
-        shape="head block*token dim",
-        memory="head block*token dim",
-        allocations="layer kv",
-        note="Of one sequence of the batch: the last window - 1 tokens of a longer tensor, so "
-        "heads are further apart than their tokens.",
-    ),
-)
-
-TENSORRT_LLM_LAYOUTS = (
-    EngineLayout(
-        engine="TensorRT-LLM",
-        releases="1",
-        name="Pool",
-        shape="block layer kv head token dim",
-        memory="block layer kv head token dim",
-    ),
-)
-
-LAYOUT_ZOO = (*VLLM_LAYOUTS, *SGLANG_LAYOUTS, *TRANSFORMERS_LAYOUTS, *TENSORRT_LLM_LAYOUTS)
 """Every engine's layout that is known to kvxfer.
 
 Source: vLLM's packages 0.20 to 0.32, and its threads 27743 (blocks of all layers), 44455 (packed
