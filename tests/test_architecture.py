@@ -52,7 +52,7 @@ BUDGETS = {
     "examples": 2_490,
     "kvxfer/cli": 1_960,
     "kvxfer/copy_engine": 2_456,
-    "kvxfer/doctor": 1_770,
+    "kvxfer/doctor": 1_695,
     "kvxfer/engine_side": 1_535,
     "kvxfer/explain": 950,
     "kvxfer/face": 90,

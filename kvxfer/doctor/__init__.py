@@ -6,7 +6,7 @@ from kvxfer.doctor.configuration import (
     read_hash_name,
 )
 from kvxfer.doctor.examination import PlannedCheck, examine, run_checks, sort_findings
-from kvxfer.doctor.finding import Check, Examined, Finding, Severity
+from kvxfer.doctor.finding import Check, Finding, Result, Severity, error, ok, warning
 from kvxfer.doctor.machine import (
     check_cpus,
     check_cuda,
@@ -35,9 +35,9 @@ from kvxfer.doctor.sharing import compare, is_comparable
 
 __all__ = [
     "Check",
-    "Examined",
     "Finding",
     "PlannedCheck",
+    "Result",
     "Severity",
     "check_cpus",
     "check_cuda",
@@ -61,10 +61,13 @@ __all__ = [
     "check_vllm",
     "compare",
     "environment_backends",
+    "error",
     "examine",
     "is_comparable",
+    "ok",
     "read_backends",
     "read_hash_name",
     "run_checks",
     "sort_findings",
+    "warning",
 ]

@@ -1,6 +1,6 @@
 """Examination: one table of checks, each of which is made within a deadline."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,13 +10,14 @@ import msgspec
 from kvxfer import runtime
 from kvxfer.backends.file import FileConfig
 from kvxfer.backends.host import HostConfig
+from kvxfer.backends.host.segment import SHARED_MEMORY
 from kvxfer.backends.mooncake import MooncakeConfig
 from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.object import ObjectConfig
 from kvxfer.backends.pool import PoolConfig
 from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.doctor import machine, places
-from kvxfer.doctor.finding import Check, Examined, Finding, Severity
+from kvxfer.doctor.finding import Check, Finding, Result, Severity, error
 from kvxfer.endpoint import Endpoint
 from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
 from kvxfer.runtime import DaemonThreads
@@ -46,46 +47,51 @@ class Peer(NamedTuple):
     endpoint: Endpoint
 
 
-_Run = Callable[[Any, str, float], Finding | Iterable[Finding]]
+class Directory(NamedTuple):
+    """Place at which holders are announced, and the time for its answers."""
 
-CHECKS: dict[type, tuple[tuple[Check, str, _Run], ...]] = {
+    config: NixlConfig
+    timeout_s: float
+
+
+_Run = Callable[[Any], Result | Iterable[Result]]
+
+CHECKS: Mapping[type, Sequence[tuple[Check, str, _Run]]] = {
     Machine: (
+        (Check.HASH_SEED, "environment", lambda it: machine.check_hash_seed(hash_name=it.hashes)),
+        (Check.OPEN_FILES, "limits", lambda _: machine.check_open_files()),
+        (Check.LOCKED_MEMORY, "limits", lambda it: machine.check_locked_memory(it.needed)),
+        (Check.CPUS, "control groups", lambda _: machine.check_cpus()),
+        (Check.MEMORY, "control groups", lambda it: machine.check_memory(it.needed)),
         (
-            Check.HASH_SEED,
-            "environment",
-            lambda it, *_: machine.check_hash_seed(hash_name=it.hashes),
+            Check.SHARED_MEMORY,
+            str(SHARED_MEMORY),
+            lambda it: machine.check_shared_memory(it.host_bytes),
         ),
-        (Check.OPEN_FILES, "limits", lambda *_: machine.check_open_files()),
-        (Check.LOCKED_MEMORY, "limits", lambda it, *_: machine.check_locked_memory(it.needed)),
-        (Check.CPUS, "control groups", lambda *_: machine.check_cpus()),
-        (Check.MEMORY, "control groups", lambda it, *_: machine.check_memory(it.needed)),
-        (Check.SHARED_MEMORY, "memory", lambda it, *_: machine.check_shared_memory(it.host_bytes)),
-        (Check.HUGE_PAGES, "kernel", lambda *_: machine.check_huge_pages()),
-        (Check.PACKAGE, "packages", lambda *_: machine.check_packages()),
-        (Check.NIXL, "package", lambda *_: machine.check_nixl()),
-        (Check.CUDA, "driver", lambda *_: machine.check_cuda()),
-        (Check.VLLM, "package", lambda *_: machine.check_vllm()),
-        (Check.VLLM_PLUGIN, "package", lambda *_: machine.check_plugin()),
+        (Check.HUGE_PAGES, "kernel", lambda _: machine.check_huge_pages()),
+        (Check.PACKAGE, "packages", lambda _: machine.check_packages()),
+        (Check.NIXL, "package", lambda _: machine.check_nixl()),
+        (Check.CUDA, "driver", lambda _: machine.check_cuda()),
+        (Check.VLLM, "package", lambda _: machine.check_vllm()),
+        (Check.VLLM_PLUGIN, "package", lambda _: machine.check_plugin()),
     ),
     FileConfig: (
-        (Check.STORE_FOLDER, "", lambda it, url, _: places.check_folder(url, it)),
-        (Check.STORE_SECRET, "", lambda it, url, _: places.check_secret(url, it)),
-        (Check.STORE_SPACE, "", lambda it, url, _: places.check_space(url, it)),
-        (Check.STORE_INODES, "", lambda it, url, _: places.check_inodes(url, it)),
-        (Check.STORE_MEDIUM, "", lambda it, url, _: places.check_medium(url, it)),
-        (Check.DIRECT_IO, "", lambda it, url, _: places.check_direct_io(url, it)),
-        (Check.IO_URING, "", lambda it, url, _: places.check_io_uring(url, it)),
+        (Check.STORE_FOLDER, "", places.check_folder),
+        (Check.STORE_SECRET, "", places.check_secret),
+        (Check.STORE_SPACE, "", places.check_space),
+        (Check.STORE_INODES, "", places.check_inodes),
+        (Check.STORE_MEDIUM, "", places.check_medium),
+        (Check.DIRECT_IO, "", places.check_direct_io),
+        (Check.IO_URING, "", places.check_io_uring),
     ),
-    Peer: ((Check.PEER, "", lambda it, _, time_s: places.check_peer(*it, timeout_s=time_s)),),
-    NixlConfig: ((Check.DISCOVERY, "", lambda it, _, s: places.check_discovery(it, timeout_s=s)),),
-    PoolConfig: ((Check.POOL, "", lambda it, *_: places.check_pool(it)),),
-    ObjectConfig: ((Check.BUCKET, "", lambda it, _, s: places.check_bucket(it, timeout_s=s)),),
-    MooncakeConfig: (
-        (Check.MOONCAKE, "", lambda it, _, s: places.check_mooncake(it, timeout_s=s)),
-    ),
+    Peer: ((Check.PEER, "", lambda it: places.check_peer(*it)),),
+    Directory: ((Check.DISCOVERY, "", lambda it: places.check_discovery(*it)),),
+    PoolConfig: ((Check.POOL, "", places.check_pool),),
+    ObjectConfig: ((Check.BUCKET, "", places.check_bucket),),
+    MooncakeConfig: ((Check.MOONCAKE, "", places.check_mooncake),),
 }
 """Checks of each kind of thing: the name, the subject where that is not the thing's URL, and the
-check itself of the thing, its URL and the time for one step."""
+check itself."""
 
 NUM_STEPS = {Check.PEER: 6, Check.BUCKET: 5}
 """Times that the deadline of a check may pass: two connections to a peer of three steps; of a
@@ -105,7 +111,7 @@ class PlannedCheck:
 
     name: Check
     subject: str
-    run: Callable[[], Finding | Iterable[Finding]]
+    run: Callable[[], Result | Iterable[Result]]
     num_steps: int = 1
 
 
@@ -128,11 +134,9 @@ def examine(
     configs = [parse_backend(each)[1] for each in backends]
     host_bytes = sum(each.capacity for each in configs if isinstance(each, HostConfig))
     held_bytes = sum(each.capacity or 0 for each in configs if isinstance(each, NixlConfig))
-    things = [("", Machine(host_bytes, held_bytes, hash_name)), *_things(configs)]
+    things = [("", Machine(host_bytes, held_bytes, hash_name)), *_things(configs, timeout_s)]
     planned = [
-        PlannedCheck(
-            name, subject or url, partial(run, thing, url, timeout_s), NUM_STEPS.get(name, 1)
-        )
+        PlannedCheck(name, subject or url, partial(run, thing), NUM_STEPS.get(name, 1))
         for url, thing in things
         for kind, checks in CHECKS.items()
         if isinstance(thing, kind)
@@ -168,42 +172,45 @@ def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
-def _things(configs: Iterable[msgspec.Struct]) -> Iterator[tuple[str, object]]:
+def _things(configs: Iterable[msgspec.Struct], timeout_s: float) -> Iterator[tuple[str, object]]:
     """List what is examined, with its URL: `host://` is part of the machine."""
     for config in configs:
         match config:
             case NixlConfig() if config.discover:
-                yield config.discover, config
+                yield config.discover, Directory(config, timeout_s)
             case NixlConfig():
                 for endpoint in config.peers:
-                    yield f"nixl://{endpoint}", Peer(config, endpoint)
+                    yield f"nixl://{endpoint}", Peer(places.hasten(config, timeout_s), endpoint)
             case FileConfig():
                 yield f"file://{config.path}", config
             case PoolConfig():
                 yield f"pool://{config.path}", config
             case ObjectConfig():
-                yield config.url, config
+                yield config.url, msgspec.structs.replace(config, timeout_s=timeout_s)
             case MooncakeConfig():
-                yield f"mooncake://{config.address}", config
+                hurried = msgspec.structs.replace(config, lookup_timeout_s=timeout_s)
+                yield f"mooncake://{config.address}", hurried
 
 
 def _collect(check: PlannedCheck) -> list[Finding]:
     try:
         found = check.run()
-        return [found] if isinstance(found, Finding) else list(found)
+        results = [found] if isinstance(found, Result) else list(found)
     except Exception as exc:  # noqa: BLE001 - a check that fails is a finding of its own
-        return [
-            Examined(check.name, check.subject).error(
-                f"cannot be examined: {printable(f'{type(exc).__name__}: {exc}', MAX_CHARACTERS)}",
+        said = printable(f"{type(exc).__name__}: {exc}", MAX_CHARACTERS)
+        results = [
+            error(
+                f"cannot be examined: {said}",
                 why="An engine may fail in the same way.",
                 mend="see what the error names; else report it, with this line",
             )
         ]
+    return [result.of(check.name, check.subject) for result in results]
 
 
 def _late(check: PlannedCheck, timeout_s: float) -> Finding:
-    return Examined(check.name, check.subject).error(
+    return error(
         f"does not answer within {timeout_s:g} s",
         why="Whatever hangs here hangs in an engine, too: its requests wait for a deadline.",
         mend=f"kvxfer doctor --timeout {10 * timeout_s:g}s ...  # if it is only slow",
-    )
+    ).of(check.name, check.subject)

@@ -1,7 +1,7 @@
 """Findings of `kvxfer doctor`: what was examined, what was found, and how to mend it."""
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -69,32 +69,42 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     mend: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """Thing that a check examines, which makes the findings about it.
+class Result(NamedTuple):
+    """What a check finds; fields as those of `Finding`, of which `run_checks` makes one.
 
     Attributes:
-        check: Name of the check.
-        subject: The thing.
+        subject, check: Where they are not those of the table of checks.
     """
 
-    check: Check
-    subject: str
+    severity: Severity
+    found: str
+    why: str = ""
+    mend: str = ""
+    subject: str = ""
+    check: Check | None = None
 
-    def ok(self, found: str) -> Finding:
-        """Make the finding that all is well."""
-        return self._make(Severity.OK, found, "", "")
-
-    def warning(self, found: str, *, why: str, mend: str) -> Finding:
-        """Make the finding of what is slower or less than it could be."""
-        return self._make(Severity.WARNING, found, why, mend)
-
-    def error(self, found: str, *, why: str, mend: str) -> Finding:
-        """Make the finding of what costs all hits, or keeps an engine from starting."""
-        return self._make(Severity.ERROR, found, why, mend)
-
-    def _make(self, severity: Severity, found: str, why: str, mend: str) -> Finding:
-        check, subject = self.check, self.subject
+    def of(self, check: Check, subject: str) -> Finding:
+        """Make the finding of a check and the thing that was examined."""
         return Finding(
-            check=check, subject=subject, severity=severity, found=found, why=why, mend=mend
+            check=self.check or check,
+            subject=self.subject or subject,
+            severity=self.severity,
+            found=self.found,
+            why=self.why,
+            mend=self.mend,
         )
+
+
+def ok(found: str) -> Result:
+    """Make the result that all is well."""
+    return Result(Severity.OK, found)
+
+
+def warning(found: str, *, why: str, mend: str) -> Result:
+    """Make the result of what is slower or less than it could be."""
+    return Result(Severity.WARNING, found, why, mend)
+
+
+def error(found: str, *, why: str, mend: str) -> Result:
+    """Make the result of what costs all hits, or keeps an engine from starting."""
+    return Result(Severity.ERROR, found, why, mend)

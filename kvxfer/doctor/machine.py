@@ -1,4 +1,8 @@
-"""Checks of a machine: memory, limits and CPUs of this process, and the packages it has."""
+"""Checks of a machine: memory, limits and CPUs of this process, and the packages it has.
+
+What is asked for is in bytes, 0 where it is not known. Other arguments than that are what there is
+to examine: the environment, folders of the kernel, packages.
+"""
 
 import importlib.metadata
 import math
@@ -16,7 +20,7 @@ from kvxfer.backends.nixl import has_active_port
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.copy_engine.cpu import MAX_THREADS
 from kvxfer.copy_engine.cuda_driver import CudaDriver
-from kvxfer.doctor.finding import Check, Examined, Finding
+from kvxfer.doctor.finding import Result, error, ok, warning
 from kvxfer.engine_side.vllm_keys import (
     DEFAULT_HASH,
     DEFAULT_SEED_SINCE,
@@ -44,35 +48,23 @@ Source: https://docs.docker.com/reference/cli/docker/container/run/, `--shm-size
 """
 
 
-def check_memory(needed_bytes: int = 0, *, root: Path = ROOT) -> Finding:
-    """Check that the memory that is asked for is available, within all control groups.
-
-    Args:
-        needed_bytes: Bytes that are asked for; 0 where it is not known.
-        root: Folder that has `proc` and `sys`.
-    """
-    at = Examined(Check.MEMORY, "control groups")
+def check_memory(needed_bytes: int = 0, *, root: Path = ROOT) -> Result:
+    """Check that the memory that is asked for is available, within all control groups."""
     available = AvailableMemory.read(root)
     shown = f"{format_size(available.num_bytes)} available by {available.limit}"
-    if max(needed_bytes, DEFAULT_STAGING_BYTES) <= available.num_bytes:
-        return at.ok(shown)
     needed = max(needed_bytes, DEFAULT_STAGING_BYTES)
-    return at.error(
+    if needed <= available.num_bytes:
+        return ok(shown)
+    return error(
         f"{shown}, {format_size(needed)} needed",
         why="Host memory is reserved when it is opened: an engine that asks for more does not "
         "start.",
-        mend=f"capacity={_fitting(available.num_bytes)}, or a larger limit in {available.limit}",
+        mend=f"capacity={available.num_bytes >> 20}MiB, or a larger limit in {available.limit}",
     )
 
 
-def check_shared_memory(needed_bytes: int = 0, *, folder: Path = SHARED_MEMORY) -> Finding:
-    """Check that /dev/shm has room for the host memory of an engine.
-
-    Args:
-        needed_bytes: Bytes that are asked for; 0 where it is not known.
-        folder: The folder of shared memory.
-    """
-    at = Examined(Check.SHARED_MEMORY, str(folder))
+def check_shared_memory(needed_bytes: int = 0, *, folder: Path = SHARED_MEMORY) -> Result:
+    """Check that /dev/shm has room for the host memory of an engine."""
     why = (
         "Under vLLM, host:// and the tiers below it keep blocks in shared memory: an engine whose "
         "capacity is larger than what is free does not start."
@@ -80,27 +72,26 @@ def check_shared_memory(needed_bytes: int = 0, *, folder: Path = SHARED_MEMORY) 
     try:
         found = os.statvfs(folder)
     except OSError as exc:
-        return at.error(f"{folder}: {exc.strerror}", why=why, mend=_enlarge(needed_bytes))
+        return error(f"{folder}: {exc.strerror}", why=why, mend=_enlarge(needed_bytes))
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     shown = f"{format_size(free)} of {format_size(size)} free"
     mend = _enlarge(size - free + needed_bytes)
     if needed_bytes > free:
-        return at.warning(f"{shown}, {format_size(needed_bytes)} needed", why=why, mend=mend)
+        return warning(f"{shown}, {format_size(needed_bytes)} needed", why=why, mend=mend)
     if size <= CONTAINER_DEFAULT_BYTES:
-        return at.warning(f"{shown}: the default of a container", why=why, mend=mend)
-    return at.ok(shown)
+        return warning(f"{shown}: the default of a container", why=why, mend=mend)
+    return ok(shown)
 
 
-def check_huge_pages(root: Path = ROOT) -> Finding:
+def check_huge_pages(root: Path = ROOT) -> Result:
     """Check that memory may be in huge pages."""
-    at = Examined(Check.HUGE_PAGES, "kernel")
     text = read_or_empty(root / HUGE_PAGES)
     chosen = re.search(r"\[(\w+)\]", text)
     if chosen is None:
-        return at.ok("this kernel has none")
+        return ok("this kernel has none")
     if chosen[1] != "never":
-        return at.ok(f"{chosen[1]}")
-    return at.warning(
+        return ok(f"{chosen[1]}")
+    return warning(
         f"/{HUGE_PAGES} is never",
         why="The page table of host memory is 512 times as long: copying, hashing and sending are "
         "slower.",
@@ -112,11 +103,6 @@ def _enlarge(num_bytes: int) -> str:
     """Say how /dev/shm gets room for some bytes."""
     size = f"{max(num_bytes // GIB + 1, LEAST_GIB)}g"
     return f"docker run --shm-size={size} ...  # or: mount -o remount,size={size} /dev/shm"
-
-
-def _fitting(num_bytes: int) -> str:
-    """Format the largest capacity that fits, as a URL has it."""
-    return f"{num_bytes >> 20}MiB"
 
 
 PORTS = Path("/sys/class/infiniband")
@@ -140,43 +126,35 @@ def check_hash_seed(
     *,
     find_version: Callable[[], str] = installed_version,
     hash_name: str = DEFAULT_HASH,
-) -> Finding:
-    """Check that vLLM makes the same keys in every engine, by its release and its hash.
-
-    Args:
-        environ: Environment of the engine.
-        find_version: Finds the release of vLLM that is installed.
-        hash_name: The engine's `--prefix-caching-hash-algo`.
-    """
-    at = Examined(Check.HASH_SEED, "environment")
+) -> Result:
+    """Check that vLLM makes the same keys in every engine, by its release and its hash."""
     seed, version = environ.get(SEED_VARIABLE), find_version()
     has_default = is_within(version, f">={DEFAULT_SEED_SINCE}")
     has_default &= hash_name in HASHES_WITH_DEFAULT_SEED
     others = f"; where {SEED_VARIABLE} is not set, vLLM {version} has other keys"
     if seed is not None and seed.isdigit():
         found = f"{SEED_VARIABLE}={seed}, which has to be the same in all engines"
-        return at.ok(found + others * has_default)
+        return ok(found + others * has_default)
     if seed is not None:
         mend = f"unset {SEED_VARIABLE}  # in all engines" if has_default else _SET
         why = "vLLM takes the text as the seed of its keys, and not as Python means it: engines "
         why += "with another text, or none, find no block of this one. No hits, and no error."
-        return at.error(f"{SEED_VARIABLE} is {seed!r}", why=why, mend=mend)
+        return error(f"{SEED_VARIABLE} is {seed!r}", why=why, mend=mend)
     if not version[:1].isdigit():
-        return at.ok(f"{SEED_VARIABLE} is not set, and vLLM is not installed here")
+        return ok(f"{SEED_VARIABLE} is not set, and vLLM is not installed here")
     if has_default:
         found = f"{SEED_VARIABLE} is not set, and has to be in no engine: with {hash_name}, vLLM "
-        return at.ok(f"{found}{version} has one seed for all")
+        return ok(f"{found}{version} has one seed for all")
     found = f"{SEED_VARIABLE} is not set: with {hash_name}, every process of vLLM {version} "
-    return at.error(f"{found}has a random seed", why=_MISSED, mend=_SET)
+    return error(f"{found}has a random seed", why=_MISSED, mend=_SET)
 
 
-def check_open_files(root: Path = ROOT) -> Finding:
+def check_open_files(root: Path = ROOT) -> Result:
     """Check the limit on open files."""
-    at = Examined(Check.OPEN_FILES, "limits")
     limit = _read_limit(root, "Max open files")
     if limit >= MIN_OPEN_FILES:
-        return at.ok(f"{_count(limit)} open files")
-    return at.warning(
+        return ok(f"{_count(limit)} open files")
+    return warning(
         f"at most {_count(limit)} open files",
         why=f"Blocks of a batch are files, and peers are connections. With less than "
         f"{MIN_OPEN_FILES}, stores fail when many are under way: 'Too many open files'.",
@@ -184,24 +162,15 @@ def check_open_files(root: Path = ROOT) -> Finding:
     )
 
 
-def check_locked_memory(
-    needed_bytes: int = 0, *, root: Path = ROOT, ports: Path = PORTS
-) -> Finding:
-    """Check the limit on locked memory, which counts where a network card reads it.
-
-    Args:
-        needed_bytes: Bytes of host memory that are asked for; 0 where it is not known.
-        root: Folder that has `proc`.
-        ports: Folder with the ports that can do RDMA.
-    """
-    at = Examined(Check.LOCKED_MEMORY, "limits")
+def check_locked_memory(needed_bytes: int = 0, *, root: Path = ROOT, ports: Path = PORTS) -> Result:
+    """Check the limit on locked memory, which counts where a network card reads it."""
     limit = _read_limit(root, "Max locked memory")
     shown = "unlimited" if limit == math.inf else format_size(int(limit))
     if not has_active_port(ports):
-        return at.ok(f"{shown}; no network card here reads memory")
+        return ok(f"{shown}; no network card here reads memory")
     if limit == math.inf or 0 < needed_bytes <= limit or _may_lock(root):
-        return at.ok(f"{shown}, for a network card that reads memory")
-    return at.warning(
+        return ok(f"{shown}, for a network card that reads memory")
+    return warning(
         f"at most {shown} of locked memory, and a network card that reads memory",
         why="Memory that a network card reads is locked. Beyond the limit NIXL cannot register "
         "it, and blocks go through sockets, several times slower.",
@@ -209,20 +178,19 @@ def check_locked_memory(
     )
 
 
-def check_cpus(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Finding:
+def check_cpus(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Result:
     """Check that the quota of the control groups has the time of as many CPUs as threads use."""
-    at = Examined(Check.CPUS, "control groups")
     num_cpus = len(os.sched_getaffinity(0))
     quotas = [quota for quota in map(_read_quota, _quota_files(root)) if quota is not None]
     if not quotas:
-        return at.ok(f"{num_cpus} CPUs, no quota")
+        return ok(f"{num_cpus} CPUs, no quota")
     quota = min(quotas)
     text = environ.get("OMP_NUM_THREADS", "")
     num_threads = max(min(MAX_THREADS, num_cpus), int(text) if text.isdigit() else num_cpus)
     if quota >= num_threads:
-        return at.ok(f"{num_cpus} CPUs, a quota of {quota:g}")
+        return ok(f"{num_cpus} CPUs, a quota of {quota:g}")
     last = max(1, math.floor(quota)) - 1
-    return at.warning(
+    return warning(
         f"{num_cpus} CPUs, and a quota of {quota:g} of them",
         why="Engine and copies start a thread for each CPU that they see. The kernel stops all of "
         "them for the rest of each 100 ms in which the quota is used up.",
@@ -285,46 +253,39 @@ _WHY = {
     "xxhash": "Releases before 4.0 hold the interpreter lock while they hash every byte of a "
     "block, and those before 4.1 do not use AVX2 and AVX-512.",
 }
-_OPTIONAL = frozenset({"nixl"})
 
 
-def check_packages(find_version: FindVersion = importlib.metadata.version) -> Iterator[Finding]:
-    """Check the releases of the packages that kvxfer needs, by its own metadata.
-
-    Args:
-        find_version: Finds the version of an installed package.
-    """
+def check_packages(find_version: FindVersion = importlib.metadata.version) -> Iterator[Result]:
+    """Check the releases of the packages that kvxfer needs, by its own metadata."""
     requirements = _requirements("")
     if not requirements:
         found, why = "runs from a folder, and is not installed", "What it needs was not examined."
-        yield Examined(Check.PACKAGE, "kvxfer").warning(found, why=why, mend="pip install -e .")
-    for requirement in requirements:
-        name, wanted = _split(requirement)
-        at = Examined(Check.PACKAGE, name)
-        why = _WHY.get(name, "kvxfer is not tested with it.")
-        mend = f"pip install '{name}{wanted}'"
-        try:
-            version = find_version(name)
-        except importlib.metadata.PackageNotFoundError:
-            make = at.warning if name in _OPTIONAL else at.error
-            yield make("is not installed", why=why, mend=mend)
-            continue
-        if is_within(version, wanted):
-            yield at.ok(f"{version}{_vector_units(name)}")
-        else:
-            yield at.error(f"{version}, expected {wanted}", why=why, mend=mend)
+        yield warning(found, why=why, mend="pip install -e .")._replace(subject="kvxfer")
+    for name, wanted in map(_split, requirements):
+        yield _check_package(name, wanted, find_version)._replace(subject=name)
 
 
-def check_vllm(find_version: Callable[[], str] = installed_version) -> Finding:
+def _check_package(name: str, wanted: str, find_version: FindVersion) -> Result:
+    why, mend = _WHY.get(name, "kvxfer is not tested with it."), f"pip install '{name}{wanted}'"
+    try:
+        version = find_version(name)
+    except importlib.metadata.PackageNotFoundError:
+        make = warning if name == "nixl" else error  # which sockets stand in for
+        return make("is not installed", why=why, mend=mend)
+    if is_within(version, wanted):
+        return ok(f"{version}{_vector_units(name)}")
+    return error(f"{version}, expected {wanted}", why=why, mend=mend)
+
+
+def check_vllm(find_version: Callable[[], str] = installed_version) -> Result:
     """Check that the installed release of vLLM, if any, is one that is supported."""
-    at = Examined(Check.VLLM, "package")
     version = find_version()
     _, wanted = _split([*_requirements("vllm"), "vllm"][0])
     if not version[:1].isdigit():
-        return at.ok("not installed here")
+        return ok("not installed here")
     if is_within(version, wanted):
-        return at.ok(version)
-    return at.error(
+        return ok(version)
+    return error(
         f"{version}, expected {wanted}",
         why="The interface of connectors changes with each release: the engine does not start, or "
         "not with kvxfer.",
@@ -334,17 +295,16 @@ def check_vllm(find_version: Callable[[], str] = installed_version) -> Finding:
 
 def check_plugin(
     environ: Mapping[str, str] = os.environ, find_version: Callable[[], str] = installed_version
-) -> Finding:
+) -> Result:
     """Check that vLLM, if any, loads the plug-in by which configurations name the connectors."""
-    at = Examined(Check.VLLM_PLUGIN, "package")
     if not find_version()[:1].isdigit():
-        return at.ok("vLLM is not installed here")
+        return ok("vLLM is not installed here")
     why = why_not_loaded(environ)
     if not why:
-        return at.ok(f"vLLM knows {' and '.join(CONNECTORS)}")
+        return ok(f"vLLM knows {' and '.join(CONNECTORS)}")
     chosen = environ.get(CHOICE)
     names = ",".join(filter(None, [chosen, NAME]))
-    return at.error(
+    return error(
         why,
         why=f"An engine whose configuration names {' or '.join(CONNECTORS)} without "
         "kv_connector_module_path does not start: 'Unsupported connector type'.",
@@ -354,15 +314,14 @@ def check_plugin(
     )
 
 
-def check_nixl(make_agent: Callable[[], NixlAgent] = NixlAgent) -> Finding:
+def check_nixl(make_agent: Callable[[], NixlAgent] = NixlAgent) -> Result:
     """Check that NIXL opens, with its plug-in that moves bytes between processes."""
-    at = Examined(Check.NIXL, "package")
     try:
         agent = make_agent()
     except BackendUnavailableError as exc:
-        return at.warning(str(exc), why=_WHY["nixl"], mend="pip install --force-reinstall nixl")
+        return warning(str(exc), why=_WHY["nixl"], mend="pip install --force-reinstall nixl")
     try:
-        return at.ok(f"opens, with plug-ins {', '.join(agent.plugins)}")
+        return ok(f"opens, with plug-ins {', '.join(agent.plugins)}")
     finally:
         runtime.run(agent.aclose())
 
@@ -371,29 +330,22 @@ def check_cuda(
     devices: Path = DEVICES,
     open_driver: Callable[[int], CudaDriver] = CudaDriver,
     versions: Path = DRIVER_VERSIONS,
-) -> Finding:
-    """Check that the driver of a GPU, where there is one, can be used, and copies in batches.
-
-    Args:
-        devices: Folder with the devices of GPUs.
-        open_driver: Opens the driver of a GPU.
-        versions: File with the release of the driver.
-    """
-    at = Examined(Check.CUDA, "driver")
+) -> Result:
+    """Check that the driver of a GPU, where there is one, can be used, and copies in batches."""
     if not any(devices.glob("nvidia[0-9]*")):
-        return at.ok("no GPU here")
+        return ok("no GPU here")
     try:
         driver = open_driver(0)
     except DeviceUnavailableError as exc:
-        return at.error(
+        return error(
             str(exc),
             why="Caches of a GPU cannot be copied: the engine does not start with kvxfer.",
             mend="pip install 'kvxfer[cuda]'  # and a driver of CUDA 12.8 or later",
         )
     release = _release_of_driver(versions)
     if driver.has_batch:
-        return at.ok(f"{release} opens, and copies batches")
-    return at.warning(
+        return ok(f"{release} opens, and copies batches")
+    return warning(
         f"{release} has no cuMemcpyBatchAsync",
         why="Each fragment of a block is copied by a call of its own, several times slower.",
         mend="install a driver of CUDA 12.8 or later",

@@ -27,7 +27,7 @@ from kvxfer.backends.nixl.discovery import EtcdError, decode_announcement, look_
 from kvxfer.backends.object import Bucket, ObjectConfig, RequestFailedError
 from kvxfer.backends.pool import PoolConfig
 from kvxfer.backends.pool.messages import peer_of
-from kvxfer.doctor.finding import Check, Examined, Finding
+from kvxfer.doctor.finding import Check, Result, error, ok, warning
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -47,68 +47,64 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _OF_CONTAINERS = frozenset({"overlay", "aufs"})
 
 
-def check_folder(url: str, config: FileConfig) -> Finding:
+def check_folder(config: FileConfig) -> Result:
     """Check that the folder of a store is there or can be made, and can be written to."""
-    at = Examined(Check.STORE_FOLDER, url)
     path, folder = Path(config.path), standing_folder(config)
     why = "The store cannot be opened, or every store fails: nothing is kept, and nothing is found."
     if not folder.is_dir():
-        return at.error(f"{folder} is no folder", why=why, mend=f"mkdir -p {path.parent}")
+        return error(f"{folder} is no folder", why=why, mend=f"mkdir -p {path.parent}")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as exc:
         found = f"{folder} cannot be written to: {exc.strerror}"
-        return at.error(found, why=why, mend=f"install -d -m 700 -o $(id -un) {path}")
-    return at.ok(_summary(path) if folder == path else f"will be made in {folder}")
+        return error(found, why=why, mend=f"install -d -m 700 -o $(id -un) {path}")
+    return ok(_summary(path) if folder == path else f"will be made in {folder}")
 
 
-def check_secret(url: str, config: FileConfig) -> Finding:
+def check_secret(config: FileConfig) -> Result:
     """Check that the checksums which were asked for can be made."""
-    at = Examined(Check.STORE_SECRET, url)
     try:
         Digester(config.integrity, read_secret(config.secret_file), config.tenant)
     except (InvalidArgumentError, MissingExtraError) as exc:
-        return at.error(
+        return error(
             str(exc),
             why="The store is not opened without its secret and the package for it.",
             mend="pip install 'kvxfer[keyed,sealed]'; head -c 32 /dev/urandom > SECRET_FILE",
         )
-    return at.ok(f"integrity={config.integrity.value}")
+    return ok(f"integrity={config.integrity.value}")
 
 
-def check_space(url: str, config: FileConfig) -> Finding:
+def check_space(config: FileConfig) -> Result:
     """Check that the capacity that was asked for can be reached."""
-    at = Examined(Check.STORE_SPACE, url)
     found = os.statvfs(standing_folder(config))
     if not found.f_blocks:
-        return at.ok("the file system does not say how much it has")
+        return ok("the file system does not say how much it has")
     free = found.f_bavail * found.f_frsize
     used = read_count(Path(config.path)) or 0
     usable = min(config.capacity, used + max(0, free - config.min_free))
     shown = f"{format_size(free)} free, {format_size(used)} of the capacity in use"
     if usable >= config.capacity:
-        return at.ok(f"{shown}, {format_size(config.capacity)} asked for")
+        return ok(f"{shown}, {format_size(config.capacity)} asked for")
     limits = f"{shown}; with min_free={format_size(config.min_free)} no more than "
     limits += f"{format_size(usable)} of {format_size(config.capacity)} can be used"
     why = "Blocks are evicted long before the capacity is reached, or none is stored at all."
     if not usable:
-        return at.error(limits, why=why, mend=f"df {standing_folder(config)}  # and make room")
-    return at.warning(limits, why=why, mend=f"capacity={usable >> 20}MiB")
+        return error(limits, why=why, mend=f"df {standing_folder(config)}  # and make room")
+    return warning(limits, why=why, mend=f"capacity={usable >> 20}MiB")
 
 
-def check_inodes(url: str, config: FileConfig) -> Finding:
+def check_inodes(config: FileConfig) -> Result:
     """Check that the file system has room for as many files as the capacity has blocks."""
-    at = Examined(Check.STORE_INODES, url)
     found = os.statvfs(standing_folder(config))
     if not found.f_files:
-        return at.ok("the file system makes as many as are needed")
+        return ok("the file system makes as many as are needed")
     chunk_bytes = _mean_chunk_bytes(_namespaces(Path(config.path)))
     used = read_count(Path(config.path)) or 0
     missing = max(0, config.capacity - used) // chunk_bytes if chunk_bytes else 0
     if found.f_favail >= max(MIN_FREE_FILES, missing):
-        return at.ok(f"{found.f_favail} files can be made")
-    return at.warning(
+        return ok(f"{found.f_favail} files can be made")
+    return warning(
         f"{found.f_favail} files can be made, {max(MIN_FREE_FILES, missing)} are needed",
         why="Each block is a file. Without inodes blocks are evicted, or none is stored, although "
         "there is space.",
@@ -116,62 +112,59 @@ def check_inodes(url: str, config: FileConfig) -> Finding:
     )
 
 
-def check_medium(url: str, config: FileConfig, *, root: Path = Path("/")) -> Finding:
+def check_medium(config: FileConfig, *, root: Path = Path("/")) -> Result:
     """Check that the file system keeps files: beyond a restart, and beyond the container."""
-    at = Examined(Check.STORE_MEDIUM, url)
     folder = standing_folder(config).resolve()
     kind = point = ""
     for mount in read_mounts(root):
         if folder.is_relative_to(mount.point) and len(mount.point) >= len(point):
             kind, point = mount.kind, mount.point
     if kind in _IN_MEMORY:
-        return at.warning(
+        return warning(
             f"{kind} at {point}",
             why="Files in memory are lost at a restart of the machine, and take what host:// "
             "could use without the way through a file system.",
             mend=f"host://?capacity={config.capacity >> 20}MiB",
         )
     if kind in _OF_CONTAINERS:
-        return at.warning(
+        return warning(
             f"{kind} at {point}, the layer of a container",
             why="Its files are gone with the container, and every access goes through one more "
             "file system.",
             mend=f"docker run -v {config.path}:{config.path} ...",
         )
-    return at.ok(f"{kind or 'unknown'} at {point or '/'}")
+    return ok(f"{kind or 'unknown'} at {point or '/'}")
 
 
-def check_direct_io(url: str, config: FileConfig) -> Finding:
+def check_direct_io(config: FileConfig) -> Result:
     """Check that the file system has O_DIRECT."""
-    at = Examined(Check.DIRECT_IO, url)
     if config.direct == "off":
-        return at.ok("not asked for")
+        return ok("not asked for")
     alignment = probe_direct(standing_folder(config))
     if alignment:
-        return at.ok(f"works, aligned to {alignment} bytes")
-    return at.warning(
+        return ok(f"works, aligned to {alignment} bytes")
+    return warning(
         "the file system refuses O_DIRECT",
         why="Every block is copied through the page cache, which takes memory from the engine.",
         mend="a folder on ext4 or XFS; direct=off where this is meant",
     )
 
 
-def check_io_uring(url: str, config: FileConfig) -> Finding:
+def check_io_uring(config: FileConfig) -> Result:
     """Check that the kernel permits io_uring."""
-    at = Examined(Check.IO_URING, url)
     if config.engine == "posix":
-        return at.ok("not asked for")
+        return ok("not asked for")
     try:
         open_engine("uring").close()
     except InvalidArgumentError as exc:
-        make = at.error if config.engine == "uring" else at.warning
+        make = error if config.engine == "uring" else warning
         return make(
             exc.expected,
             why="Small blocks are read and written with a system call each, several times slower.",
             mend="sysctl kernel.io_uring_disabled=0  # in a container also: --security-opt "
             "seccomp=PROFILE; engine=posix where this is meant",
         )
-    return at.ok("works")
+    return ok("works")
 
 
 def standing_folder(config: FileConfig) -> Path:
@@ -230,43 +223,36 @@ class _Access:
     overwrites: bool = False
 
 
-def check_bucket(config: ObjectConfig, *, timeout_s: float) -> Finding:
-    """Check that a bucket can be read and written: an object is made twice, and removed.
-
-    Args:
-        config: The bucket.
-        timeout_s: Time for each request.
-    """
-    at = Examined(Check.BUCKET, config.url)
-    hurried = msgspec.structs.replace(config, timeout_s=timeout_s)
+def check_bucket(config: ObjectConfig) -> Result:
+    """Check that a bucket can be read and written: an object is made twice, and removed."""
     try:
-        access = runtime.run(_ask(hurried))
+        access = runtime.run(_ask(config))
     except MissingExtraError as exc:
-        return at.error(str(exc), why=_NO_BLOCKS, mend="pip install 'kvxfer[object]'")
+        return error(str(exc), why=_NO_BLOCKS, mend="pip install 'kvxfer[object]'")
     except (BackendUnavailableError, InvalidArgumentError) as exc:
-        return at.error(str(exc), why="An engine does not start.", mend=_CREDENTIALS)
+        return error(str(exc), why="An engine does not start.", mend=_CREDENTIALS)
     except RequestFailedError as exc:
         mend = _CREDENTIALS if exc.denied else f'kvxfer ls "{config.url}?..."  # when it answers'
-        return at.error(str(exc), why=_NO_BLOCKS, mend=mend)
+        return error(str(exc), why=_NO_BLOCKS, mend=mend)
     if access.store is not None:
         why = "Blocks that others stored are hits; nothing is stored."
         mend = "allow the engine's role to put objects below the prefix"
         if access.store.denied:
-            return at.warning(f"may be read only: {access.store}", why=why, mend=mend)
-        return at.error(f"stores nothing: {access.store}", why=why, mend="mend what it names")
+            return warning(f"may be read only: {access.store}", why=why, mend=mend)
+        return error(f"stores nothing: {access.store}", why=why, mend="mend what it names")
     if access.remove is not None:
-        return at.warning(
+        return warning(
             f"objects cannot be removed: {access.remove}",
             why="Corrupt blocks stay, and are misses until a lifecycle rule removes them.",
             mend="allow the engine's role to delete objects below the prefix",
         )
     if access.overwrites:
-        return at.warning(
+        return warning(
             "the server ignores If-None-Match",
             why="Every store asks first, a request more for each block.",
             mend="a release of the server that honours If-None-Match: *",
         )
-    return at.ok(f"answers within {access.answer_s * 1e3:.0f} ms; blocks can be read and stored")
+    return ok(f"answers within {access.answer_s * 1e3:.0f} ms; blocks can be read and stored")
 
 
 async def _ask(config: ObjectConfig) -> _Access:
@@ -291,6 +277,7 @@ async def _ask(config: ObjectConfig) -> _Access:
 
 
 STEPS_OF_DISCOVERY = 5
+"""Credentials, a token, the list, the end of the connection, and one to spare."""
 MAX_SHOWN = 8
 """Most holders that a finding names."""
 
@@ -298,26 +285,19 @@ _MAX_CHARACTERS = 200
 _NO_PEERS = "An engine that starts finds no peers, and no blocks; one that runs keeps its peers."
 
 
-def check_discovery(config: NixlConfig, *, timeout_s: float) -> Finding:
-    """Check that etcd answers, and that what is announced there can be used.
-
-    Args:
-        config: Configuration with `discover`.
-        timeout_s: Time for all steps: credentials, a token, the list, the end of the connection,
-            and one to spare.
-    """
-    at = Examined(Check.DISCOVERY, config.discover)
+def check_discovery(config: NixlConfig, timeout_s: float) -> Result:
+    """Check that etcd answers, and that what is announced there can be used."""
     etcd = config.etcd
     assert etcd is not None
     try:
         entries = runtime.run(look_once(etcd, timeout_s / STEPS_OF_DISCOVERY))
     except EtcdError as exc:
         mend = f"etcdctl --endpoints {etcd.endpoints[0]} get --prefix {etcd.prefix}"
-        return at.error(str(exc), why=_NO_PEERS, mend=mend)
+        return error(str(exc), why=_NO_PEERS, mend=mend)
     except MissingExtraError as exc:
-        return at.error(str(exc), why=_NO_PEERS, mend="pip install 'kvxfer[etcd]'")
+        return error(str(exc), why=_NO_PEERS, mend="pip install 'kvxfer[etcd]'")
     except InvalidArgumentError as exc:
-        return at.error(str(exc), why=_NO_PEERS, mend=f"{exc.argument}={exc.expected}")
+        return error(str(exc), why=_NO_PEERS, mend=f"{exc.argument}={exc.expected}")
     holders: list[Endpoint] = []
     reasons: list[str] = []
     for name, data in entries.items():
@@ -328,46 +308,39 @@ def check_discovery(config: NixlConfig, *, timeout_s: float) -> Finding:
         except InvalidArgumentError as exc:
             reasons.append(printable(exc, _MAX_CHARACTERS))
     if reasons:
-        return at.warning(
+        return warning(
             f"{len(reasons)} of {len(entries)} entries are skipped; the first: {reasons[0]}",
             why="What cannot be read as a holder that may be connected to is not used.",
             mend=f"etcdctl --endpoints {etcd.endpoints[0]} get --prefix {etcd.prefix}",
         )
     if not holders:
-        return at.warning(
+        return warning(
             "answers, and no holder is announced there",
             why=_NO_PEERS,
             mend=f"kvxfer serve --listen HOST:PORT --capacity SIZE --discover {etcd}",
         )
     shown = ", ".join(map(str, holders[:MAX_SHOWN])) + (", ..." if len(holders) > MAX_SHOWN else "")
-    return at.ok(f"answers; {len(holders)} holders are announced: {shown}")
+    return ok(f"answers; {len(holders)} holders are announced: {shown}")
 
 
-def check_mooncake(config: MooncakeConfig, *, timeout_s: float) -> Finding:
-    """Check that the master answers; it is not asked which processes have memory.
-
-    Args:
-        config: Where the master is.
-        timeout_s: Time for its answer.
-    """
-    at = Examined(Check.MOONCAKE, f"mooncake://{config.address}")
+def check_mooncake(config: MooncakeConfig) -> Result:
+    """Check that the master answers; it is not asked which processes have memory."""
     try:
         config.require_mooncake()
-        msgspec.structs.replace(config, lookup_timeout_s=timeout_s).require_answer()
+        config.require_answer()
     except MissingExtraError as exc:
-        return at.error(str(exc), why=_NO_BLOCKS, mend="pip install 'kvxfer[mooncake]'")
+        return error(str(exc), why=_NO_BLOCKS, mend="pip install 'kvxfer[mooncake]'")
     except BackendUnavailableError as exc:
         mend = f"mooncake_master -rpc_port={config.master.port}  # at {config.master.host}"
-        return at.error(str(exc), why=_NO_BLOCKS, mend=mend)
-    return at.ok("the master answers")
+        return error(str(exc), why=_NO_BLOCKS, mend=mend)
+    return ok("the master answers")
 
 
 _NO_POOL = "Every lookup there is a miss: what engines before this one computed is computed again."
 
 
-def check_pool(config: PoolConfig) -> Finding:
+def check_pool(config: PoolConfig) -> Result:
     """Check that a process of this user serves the pool; it is not asked for its model."""
-    at = Examined(Check.POOL, f"pool://{config.path}")
     serve = f"kvxfer serve --pool {config.path} --capacity SIZE"
     with runtime.open_socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(config.timeout_s)
@@ -375,15 +348,15 @@ def check_pool(config: PoolConfig) -> Finding:
             connection.connect(config.path)
         except PermissionError:
             found = f"{config.path} is not for this user"
-            return at.error(found, why=_NO_POOL, mend="run the engine as the user of the pool")
+            return error(found, why=_NO_POOL, mend="run the engine as the user of the pool")
         except OSError as exc:
             found = f"nobody serves {config.path}: {exc.strerror or exc}"
-            return at.error(found, why=_NO_POOL, mend=serve)
+            return error(found, why=_NO_POOL, mend=serve)
         process, user = peer_of(connection)
     if user not in (os.geteuid(), 0):
         found = f"its user is {user}, that of this process is {os.geteuid()}"
-        return at.error(found, why=_NO_POOL, mend="run the engine as the user of the pool")
-    return at.ok(f"served by process {process}")
+        return error(found, why=_NO_POOL, mend="run the engine as the user of the pool")
+    return ok(f"served by process {process}")
 
 
 _NO_PEER = "Every lookup at this peer is a miss, and every store fails; the log says it once."
@@ -395,55 +368,45 @@ _PEER_MENDS = {
 }
 
 
-def check_peer(config: NixlConfig, endpoint: Endpoint, *, timeout_s: float) -> Iterator[Finding]:
-    """Check that a peer is reached and accepts this process, and by what carrier.
-
-    Args:
-        config: Configuration of the backend that names the peer.
-        endpoint: Endpoint of the peer.
-        timeout_s: Time for each step of the handshake, if that of the configuration is longer.
-    """
-    limit_s = min(timeout_s, config.handshake_timeout_s)
-    hasty = msgspec.structs.replace(config, handshake_timeout_s=limit_s)
+def check_peer(config: NixlConfig, endpoint: Endpoint) -> Iterator[Result]:
+    """Check that a peer is reached and accepts this process, and by what carrier."""
     try:
-        probe = runtime.run(probe_peer(hasty, endpoint))
+        probe = runtime.run(probe_peer(config, endpoint))
     except (PeerError, InvalidArgumentError, BackendUnavailableError) as exc:
         yield refuse_peer(endpoint, exc)
         return
-    at = Examined(Check.PEER, f"nixl://{endpoint}")
     if probe.namespace is None:
-        yield at.ok("reached and accepted; no engine has settled its model yet")
+        yield ok("reached and accepted; no engine has settled its model yet")
         return
     assert probe.round_trip_s is not None
     model, fingerprint = probe.namespace.model, probe.namespace.fingerprint
-    yield at.ok(
+    yield ok(
         f"reached by {probe.carrier}, round trip {probe.round_trip_s * 1e3:.2g} ms; "
         f"{model!r}, namespace {fingerprint}"
     )
-    yield _judge_carrier(config, probe)
+    yield _judge_carrier(config, probe)._replace(check=Check.PEER_CARRIER)
 
 
-def refuse_peer(endpoint: Endpoint, exc: Exception) -> Finding:
-    """Make the finding of a peer that cannot be reached, or refuses this process.
-
-    Args:
-        endpoint: Endpoint of the peer.
-        exc: Error of `probe_peer`.
-    """
-    at = Examined(Check.PEER, f"nixl://{endpoint}")
-    return at.error(str(exc), why=_NO_PEER, mend=_mend_peer(endpoint, exc))
+def hasten(config: NixlConfig, timeout_s: float) -> NixlConfig:
+    """Limit the time for each step of a handshake, where the configured one is longer."""
+    limit_s = min(timeout_s, config.handshake_timeout_s)
+    return msgspec.structs.replace(config, handshake_timeout_s=limit_s)
 
 
-def _judge_carrier(config: NixlConfig, probe: PeerProbe) -> Finding:
+def refuse_peer(endpoint: Endpoint, exc: Exception) -> Result:
+    """Tell of a peer that cannot be reached, or refuses this process, by the error."""
+    return error(str(exc), why=_NO_PEER, mend=_mend_peer(endpoint, exc))
+
+
+def _judge_carrier(config: NixlConfig, probe: PeerProbe) -> Result:
     """Judge the carrier: sockets are what there is between machines without RDMA."""
-    at = Examined(Check.PEER_CARRIER, f"nixl://{probe.endpoint}")
     if probe.carrier != "socket":
-        return at.ok(f"{probe.carrier}")
+        return ok(f"{probe.carrier}")
     if config.transport == "socket":
-        return at.ok("socket, as asked for")
+        return ok("socket, as asked for")
     if not probe.is_here:
-        return at.ok("socket: there is no network card for RDMA, or the peer does not use NIXL")
-    return at.warning(
+        return ok("socket: there is no network card for RDMA, or the peer does not use NIXL")
+    return warning(
         "socket, between two processes of one machine",
         why="The kernel could copy from one process to the other, several times faster. It "
         "refuses, or NIXL is missing on one side: the processes have other users or containers.",

@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
 
-import msgspec
-
 from kvxfer import runtime
 from kvxfer.backends.file import BlockTree, load_namespace, read_namespaces
 from kvxfer.backends.nixl import NixlConfig, PeerProbe, probe_peer
 from kvxfer.connect import parse_backend
 from kvxfer.doctor.configuration import is_configuration, plan_namespaces
 from kvxfer.doctor.examination import NUM_STEPS, PlannedCheck, run_checks
-from kvxfer.doctor.finding import Check, Examined, Finding
-from kvxfer.doctor.places import refuse_peer
+from kvxfer.doctor.finding import Check, Finding, Result, error, ok
+from kvxfer.doctor.places import hasten, refuse_peer
 from kvxfer.endpoint import Endpoint, split_url
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -124,7 +122,7 @@ def compare(arguments: Sequence[str], *, timeout_s: float) -> list[Finding]:
     """
     refused: list[InvalidArgumentError] = []
 
-    def run() -> list[Finding]:
+    def run() -> list[Result]:
         try:
             return _find(arguments, timeout_s)
         except InvalidArgumentError as exc:  # of the arguments, not of what they name
@@ -136,8 +134,8 @@ def compare(arguments: Sequence[str], *, timeout_s: float) -> list[Finding]:
     )
     planned = PlannedCheck(Check.SHARING, " ".join(arguments), run, num_steps)
     findings = run_checks([planned], timeout_s=timeout_s)
-    for error in refused:
-        raise error
+    for problem in refused:
+        raise problem
     return findings
 
 
@@ -145,30 +143,30 @@ def _is_peer(argument: str) -> bool:
     return argument.startswith("nixl:")
 
 
-def _find(arguments: Sequence[str], timeout_s: float) -> list[Finding]:
+def _find(arguments: Sequence[str], timeout_s: float) -> list[Result]:
     parties: list[Party] = []
-    findings: list[Finding] = []
+    results: list[Result] = []
     for argument in arguments:
         if _is_peer(argument):
             config, endpoint = _parse_peer(argument, timeout_s)
             try:
                 parties.append(_of_peer(argument, runtime.run(probe_peer(config, endpoint))))
             except (PeerError, BackendUnavailableError) as exc:
-                findings.append(refuse_peer(endpoint, exc))
+                refused = refuse_peer(endpoint, exc)
+                results.append(refused._replace(check=Check.PEER, subject=f"nixl://{endpoint}"))
         else:
             parties.append(_of_path(argument, timeout_s))
     if len(parties) == len(arguments):
-        findings += _compare(*parties)
-    return findings
+        results += _compare(*parties)
+    return results
 
 
 def _parse_peer(argument: str, timeout_s: float) -> tuple[NixlConfig, Endpoint]:
     config = parse_backend(argument)[1]
     assert isinstance(config, NixlConfig)
-    limit_s = min(timeout_s, config.handshake_timeout_s)
     config.read_secret()  # what is wrong with it is wrong with the argument
     (endpoint,) = config.peers
-    return msgspec.structs.replace(config, handshake_timeout_s=limit_s), endpoint
+    return hasten(config, timeout_s), endpoint
 
 
 def _of_peer(argument: str, probe: PeerProbe) -> Party:
@@ -195,28 +193,27 @@ def _of_path(argument: str, timeout_s: float) -> Party:
     return Party(argument, (_known(load_namespace(file)),))
 
 
-def _compare(ours: Party, theirs: Party) -> list[Finding]:
-    at = Examined(Check.SHARING, f"{ours.name} {theirs.name}")
+def _compare(ours: Party, theirs: Party) -> list[Result]:
     for party in (ours, theirs):
         if not party.namespaces:
-            return [at.ok(f"{party.name} takes the model of the first engine that connects")]
+            return [ok(f"{party.name} takes the model of the first engine that connects")]
     kinds = [each.kind for each in ours.namespaces]
     common = [kind for kind in dict.fromkeys(kinds) if kind and theirs.of([kind]).namespaces]
     if not common:
-        return _compare_nearest(at, ours, theirs)
+        return _compare_nearest(ours, theirs)
     return [
         finding
         for kind in common
-        for finding in _compare_nearest(at, ours.of([kind]), theirs.of([kind]))
+        for finding in _compare_nearest(ours.of([kind]), theirs.of([kind]))
     ]
 
 
-def _compare_nearest(at: Examined, ours: Party, theirs: Party) -> list[Finding]:
+def _compare_nearest(ours: Party, theirs: Party) -> list[Result]:
     """Compare those two namespaces that differ least."""
     pairs = [_Pair.of(our, their) for our in ours.namespaces for their in theirs.namespaces]
     nearest = min(pairs, key=lambda pair: len(pair.differences))
     if not nearest.differences:
-        return _compare_caches(at, ours, theirs) or [at.ok(_agree(nearest))]
+        return _compare_caches(ours, theirs) or [ok(_agree(nearest))]
     names = ours.name_of(nearest.ours), theirs.name_of(nearest.theirs)
     return [_differ(each, *names) for each in nearest.differences]
 
@@ -268,19 +265,14 @@ def _is_among(field: str, known: Collection[str]) -> bool:
     return any(field == each or field.startswith((f"{each}.", f"{each}[")) for each in known)
 
 
-def _top(difference: Difference) -> str:
-    """Find the field of the namespace that a difference is in."""
-    return difference.field.split(".")[0].split("[")[0]
-
-
-def _differ(difference: Difference, our_name: str, their_name: str) -> Finding:
+def _differ(difference: Difference, our_name: str, their_name: str) -> Result:
     field, ours, theirs = difference
-    at = Examined(Check.SHARING, printable(field))
     found = f"{_show(ours)} in {our_name}, {_show(theirs)} in {their_name}"
-    return at.error(found, why=_WHY, mend=_MENDS[_top(difference)])
+    mend = _MENDS[field.split(".")[0].split("[")[0]]
+    return error(found, why=_WHY, mend=mend)._replace(subject=printable(field))
 
 
-def _compare_caches(at: Examined, ours: Party, theirs: Party) -> list[Finding]:
+def _compare_caches(ours: Party, theirs: Party) -> list[Result]:
     """Compare the caches of two engines that lend them: one has to be read as the other."""
     if ours.description is None or theirs.description is None:
         return []
@@ -290,17 +282,17 @@ def _compare_caches(at: Examined, ours: Party, theirs: Party) -> list[Finding]:
             described.append(CacheDescription.decode(encoded))
         except InvalidArgumentError as exc:
             found = f"the caches of {party.name} are not understood: "
-            return [_of_another_release(at, found + printable(exc, MAX_CHARACTERS))]
+            return [_of_another_release(found + printable(exc, MAX_CHARACTERS))]
         except CacheMismatchError as exc:
             found = f"{exc.field}: {_show(exc.theirs)} in {party.name}, and no field of this kvxfer"
-            return [_of_another_release(at, found)]
+            return [_of_another_release(found)]
     try:
         _require_mapping(*described)
     except CacheMismatchError as exc:
         where = "" if exc.group is None else f" of group {exc.group}"
         found = f"{exc.field}{where}: {_show(exc.ours)} in {ours.name}, {_show(exc.theirs)} in "
         return [
-            at.error(
+            error(
                 f"{found}{theirs.name}",
                 why="The model is the same, but one engine cannot read the other's blocks: each "
                 "computes its prompts.",
@@ -310,8 +302,8 @@ def _compare_caches(at: Examined, ours: Party, theirs: Party) -> list[Finding]:
     return []
 
 
-def _of_another_release(at: Examined, found: str) -> Finding:
-    return at.error(
+def _of_another_release(found: str) -> Result:
+    return error(
         found,
         why="It is an engine of another release, or none: prompts are computed twice.",
         mend="pip install -U kvxfer  # the same release for both engines, and for this command",

@@ -2,9 +2,7 @@
 
 import threading
 
-from kvxfer.doctor import Check, Examined, Finding, PlannedCheck, Severity, run_checks
-
-AT = Examined(Check.NIXL, "planted")
+from kvxfer.doctor import Check, PlannedCheck, Result, Severity, error, ok, run_checks, warning
 
 
 def planned(run: object, num_steps: int = 1) -> PlannedCheck:
@@ -14,11 +12,11 @@ def planned(run: object, num_steps: int = 1) -> PlannedCheck:
 def test_a_check_that_hangs_is_a_finding_within_its_deadline() -> None:
     may_end = threading.Event()
 
-    def hang() -> Finding:
+    def hang() -> Result:
         may_end.wait(60)
-        return AT.ok("late")
+        return ok("late")
 
-    (late, sound) = run_checks([planned(hang), planned(lambda: AT.ok("sound"))], timeout_s=0.2)
+    (late, sound) = run_checks([planned(hang), planned(lambda: ok("sound"))], timeout_s=0.2)
     may_end.set()
     assert (late.severity, late.subject) == (Severity.ERROR, "planted")
     assert "does not answer within 0.2 s" in late.found
@@ -31,8 +29,8 @@ def test_a_check_has_time_for_each_of_its_steps() -> None:
     ended = threading.Event()
     ending = threading.Timer(0.3, ended.set)
 
-    def wait() -> Finding:
-        return AT.ok("in time" if ended.wait(60) else "never")
+    def wait() -> Result:
+        return ok("in time" if ended.wait(60) else "never")
 
     ending.start()
     (finding,) = run_checks([planned(wait, num_steps=1000)], timeout_s=0.05)
@@ -40,7 +38,7 @@ def test_a_check_has_time_for_each_of_its_steps() -> None:
 
 
 def test_a_check_that_fails_is_a_finding_with_its_error_made_printable() -> None:
-    def fail() -> Finding:
+    def fail() -> Result:
         raise RuntimeError("broken\x1b[2J")
 
     (finding,) = run_checks([planned(fail)], timeout_s=10)
@@ -50,10 +48,10 @@ def test_a_check_that_fails_is_a_finding_with_its_error_made_printable() -> None
 
 def test_the_worst_finding_is_first_and_all_of_a_check_are_kept() -> None:
     several = [
-        AT.ok("a"),
-        AT.warning("b", why="w", mend="m"),
-        AT.error("c", why="w", mend="m"),
-        AT.error("d", why="w", mend="m"),
+        ok("a"),
+        warning("b", why="w", mend="m"),
+        error("c", why="w", mend="m"),
+        error("d", why="w", mend="m"),
     ]
     findings = run_checks([planned(lambda: iter(several))], timeout_s=10)
     assert [finding.found for finding in findings] == ["c", "d", "b", "a"]

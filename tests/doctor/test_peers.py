@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from kvxfer.backends.nixl import Endpoint, NixlConfig
-from kvxfer.doctor import Check, Finding, Severity, check_peer, examine
+from kvxfer.doctor import Check, Finding, PlannedCheck, Severity, check_peer, examine, run_checks
+from kvxfer.doctor.places import hasten
 from tests.cli import peers
 from tests.cli.peers import ServeProcess, serving
 from tests.doctor.test_machine import is_complete
@@ -46,7 +47,12 @@ def secrets(tmp_path: Path) -> list[str]:
 
 
 def find(endpoint: Endpoint, timeout_s: float = TIMEOUT_S, **fields: Any) -> list[Finding]:
-    findings = list(check_peer(NixlConfig(**fields), endpoint, timeout_s=timeout_s))
+    config = hasten(NixlConfig(**fields), timeout_s)
+    planned = PlannedCheck(
+        Check.PEER, f"nixl://{endpoint}", lambda: check_peer(config, endpoint), num_steps=10
+    )
+    findings = run_checks([planned], timeout_s=TIMEOUT_S)
+    findings.sort(key=lambda finding: finding.check is not Check.PEER)
     assert all(map(is_complete, findings))
     assert {finding.subject for finding in findings} == {f"nixl://{endpoint}"}
     return findings

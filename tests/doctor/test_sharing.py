@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from kvxfer.doctor import Check, Finding, Severity, compare, is_comparable, sharing
-from kvxfer.doctor.finding import Examined
 from kvxfer.doctor.sharing import Party
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.portable import CacheDescription
@@ -168,10 +167,9 @@ def test_an_engine_that_describes_its_caches_in_another_way_is_named(
         finding = one(*engines)
         assert finding.severity is Severity.ERROR
         assert finding.found == f"rotation: 'half' in {later}, and no field of this kvxfer"
-    at = Examined(Check.SHARING, later)
     lends, stores = Party(later, (), b"of a later release"), Party("file:///kv", ())
     for parties in ((lends, stores), (stores, lends)):
-        assert sharing._compare_caches(at, *parties) == [], "only one of them lends its caches"
+        assert sharing._compare_caches(*parties) == [], "only one of them lends its caches"
 
 
 def test_a_path_that_hangs_is_a_finding_within_its_deadline(tmp_path: Path) -> None:
