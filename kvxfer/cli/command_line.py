@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from kvxfer.text import did_you_mean, printable
 FAILED = 2
 """Exit status of a command that failed, or was given what it cannot use."""
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+WIDTH = 80
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -41,6 +43,13 @@ class CommandLine(argparse.ArgumentParser):
         if option := re.search(r"unrecognized arguments: .*?(--[^ =]+)", message):
             return did_you_mean(option[1], re.findall(r"--[a-z-]+", self.format_help()))
         return ""
+
+
+def wrap(text: str, head: str) -> list[str]:
+    """Break a text into lines for a terminal, of which the first begins with `head`."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
+    )
 
 
 def exit_statuses(done: str, bad: str = "") -> str:

@@ -1,13 +1,12 @@
 """Command `kvxfer doctor`: finds what silently costs hits or speed, and says what mends it."""
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvxfer.cli.command_line import CommandLine, exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses, wrap
 from kvxfer.text import printable
 from kvxfer.units import Duration
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from kvxfer.connect import BackendChoice
     from kvxfer.doctor import Finding
 
-WIDTH = 80
 NAME_WIDTH = 15
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.1, 86400.0
 
@@ -89,24 +87,18 @@ def _parser() -> CommandLine:
 
 
 def _lines(findings: "Sequence[Finding]") -> Iterator[str]:
-    """Format findings, the worst first, at most `WIDTH` columns wide but for lines to copy."""
+    """Format findings, the worst first, lines to copy in one piece."""
     for finding in findings:
         name, subject = finding.check.value, printable(finding.subject)
         found = printable(finding.found)
         if not finding.mend:
             head = f"{finding.severity.value:<8}{name:<{NAME_WIDTH}}"
-            yield from _wrap(f"{subject}: {found}", head)
+            yield from wrap(f"{subject}: {found}", head)
             continue
         yield f"{finding.severity.value:<8}{name:<{NAME_WIDTH}}{subject}"
-        yield from _wrap(found, "    found  ")
-        yield from _wrap(finding.why, "    why    ")
+        yield from wrap(found, "    found  ")
+        yield from wrap(finding.why, "    why    ")
         yield f"    mend   {printable(finding.mend)}"
         yield ""
     counts = Counter(finding.severity.value for finding in findings)
     yield ", ".join(f"{name}: {counts[name]}" for name in ("error", "warning", "ok"))
-
-
-def _wrap(text: str, head: str) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
-    )

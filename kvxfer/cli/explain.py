@@ -1,6 +1,5 @@
 """Command `kvxfer explain`: why a request missed, block by block."""
 
-import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,13 +7,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvxfer.cli.command_line import CommandLine, exit_statuses
+from kvxfer.cli.command_line import CommandLine, exit_statuses, wrap
 from kvxfer.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from kvxfer.explain import Report, Run
-
-WIDTH = 80
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,14 +62,14 @@ def _parser() -> CommandLine:
 
 
 def _lines(report: "Report") -> Iterator[str]:
-    yield from _wrap(_summary(report), "")
+    yield from wrap(_summary(report), "")
     groups = {run.group for run in report.runs}
     labels = [_label(run, with_group=len(groups) > 1) for run in report.runs]
     width = max(map(len, labels), default=0) + 2
     for label, run in zip(labels, report.runs, strict=True):
-        yield from _wrap(run.text, label.ljust(width))
+        yield from wrap(run.text, label.ljust(width))
     for note in report.notes:
-        yield from _wrap(note, "note: ")
+        yield from wrap(note, "note: ")
 
 
 def _summary(report: "Report") -> str:
@@ -101,13 +98,3 @@ def _label(run: "Run", *, with_group: bool) -> str:
     if run.first == run.last:
         return f"{group}block {run.first}"
     return f"{group}blocks {run.first}-{run.last}"
-
-
-def _wrap(text: str, label: str) -> Iterator[str]:
-    yield from textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=label,
-        subsequent_indent=" " * len(label),
-        break_on_hyphens=False,
-    )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvxfer import runtime
-from kvxfer.cli.serve_options import make_parser, require_for_pool
+from kvxfer.cli.serve_options import OF_PEERS, make_parser, require_for_pool
 from kvxfer.cli.service import log_to_stderr, stop_signal
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
@@ -153,21 +153,8 @@ def _make_peer(
 
     lease_s = Duration.parse(arguments.lease, name="lease")
     config = NixlConfig(
-        listen=arguments.listen,
-        data_port=arguments.data_port,
-        max_connections=arguments.max_connections,
+        **{name: getattr(arguments, name) for name in ("listen", *OF_PEERS)},
         capacity=capacity,
-        secret_file=arguments.secret_file,
-        tls_cert=arguments.tls_cert,
-        tls_key=arguments.tls_key,
-        tls_ca=arguments.tls_ca,
-        transport=arguments.transport,
-        discover=arguments.discover,
-        advertise=arguments.advertise,
-        etcd_user_file=arguments.etcd_user_file,
-        etcd_ca=arguments.etcd_ca,
-        etcd_cert=arguments.etcd_cert,
-        etcd_key=arguments.etcd_key,
         timeout_s=Duration.parse(arguments.timeout, name="timeout"),
         lease_s=lease_s,
         heartbeat_s=lease_s / 4,  # which only processes that ask send

@@ -13,12 +13,11 @@ if TYPE_CHECKING:
 
 TRANSPORTS: "tuple[Transport, ...]" = ("auto", "nixl", "socket")
 HASH_FORMS: "tuple[HashForm, ...]" = ("int64", "bytes")
-_OF_PEERS = (
-    *("data_port", "transport", "secret_file", "tls_cert", "tls_key", "tls_ca"),
-    *("lease", "timeout", "max_connections"),
+OF_PEERS = (
+    *("data_port", "transport", "secret_file", "tls_cert", "tls_key", "tls_ca", "max_connections"),
     *("discover", "advertise", "etcd_user_file", "etcd_ca", "etcd_cert", "etcd_key"),
 )
-"""Options without a meaning for a host pool."""
+"""Options that are fields of `NixlConfig`; like its times they have no meaning for a host pool."""
 
 
 def make_parser() -> CommandLine:
@@ -90,7 +89,7 @@ def require_for_pool(arguments: argparse.Namespace) -> None:
         InvalidArgumentError: There is one.
     """
     defaults = make_parser().parse_args(["--pool", arguments.pool, "--capacity", "1MiB"])
-    for name in _OF_PEERS:
+    for name in ("lease", "timeout", *OF_PEERS):
         value = getattr(arguments, name)
         if value != getattr(defaults, name):
             raise InvalidArgumentError(name.replace("_", "-"), value, "none with --pool")

@@ -41,35 +41,24 @@ class Happening(NamedTuple):
     namespace: str
 
 
-class SeenRequest(NamedTuple):
-    """Request that was seen in a place; fields as those of the record."""
-
-    place: Place
-    request: Request
-
-
 @dataclass(slots=True)
 class History:
     """History of some requests and blocks.
 
     Attributes:
-        folder: Folder of the journals.
         begins_s: Time from which on the journal of each process is complete, if nothing was lost.
         ends_s: Time of the last record.
-        sources: What is known of each place.
-        lost: Time and number of events that are missing.
         num_requests: Requests in all.
-        requests: Those that were asked for, in order of time.
+        requests: Those that were asked for, with their places, in order of time.
         happenings: What happened to each block that was asked for, in order of time.
     """
 
-    folder: Path
     begins_s: dict[str, float] = field(default_factory=dict)
     ends_s: float = 0.0
     sources: dict[Place, Source] = field(default_factory=dict)
     lost: list[Lost] = field(default_factory=list)
     num_requests: int = 0
-    requests: list[SeenRequest] = field(default_factory=list)
+    requests: list[tuple[Place, Request]] = field(default_factory=list)
     happenings: dict[BlockKey, list[Happening]] = field(default_factory=dict)
 
     def know(self, place: Place) -> None:
@@ -134,14 +123,14 @@ def read_history(
     Raises:
         InvalidArgumentError: The folder has no journal.
     """
-    history, files = History(folder), list_files(folder)
+    history, files = History(), list_files(folder)
     _read_frame(history, files, request)
-    wanted = {BlockKey(key) for each in history.requests for key in each.request.keys} | set(keys)
+    wanted = {BlockKey(key) for _, each in history.requests for key in each.keys} | set(keys)
     found: dict[BlockKey, list[Happening]] = defaultdict(list)
     for file in files:
         for record in file.records():
             for concerned, happening in _happenings(file.began.process, record):
-                for key in wanted.intersection(concerned):
+                for key in wanted.intersection(map(BlockKey, concerned)):
                     found[key].append(happening)
                     history.know(happening.place)
     for key in wanted:
@@ -153,31 +142,27 @@ def _is_holder(source: Source) -> bool:
     return source.namespace is None and not source.engine and source.tiers in _HELD
 
 
-def _happenings(process: str, record: Record) -> Iterator[tuple[Sequence[BlockKey], Happening]]:
+def _happenings(process: str, record: Record) -> Iterator[tuple[Sequence[bytes], Happening]]:
     """Say what a record tells of blocks; a request tells which were found."""
     if isinstance(record, Noted):
         place = Place(process, record.source)
         more = record.kind, record.tier, record.what, record.reason, record.namespace
         assert not isinstance(record.keys, int)  # see `JournalFile.records`
-        yield _as_keys(record.keys), Happening(record.at_s, place, *more)
+        yield record.keys, Happening(record.at_s, place, *more)
     elif isinstance(record, Request):
         place, start = Place(process, record.source), 0
         for tier, number in record.runs:
             kind = Kind.FOUND if tier else Kind.MISSED
             if tier is not None:
-                some = _as_keys(record.keys[start : start + number])
+                some = record.keys[start : start + number]
                 yield some, Happening(record.at_s, place, kind, tier, "", "", "")
             start += number
 
 
-def _as_keys(keys: Sequence[bytes]) -> Sequence[BlockKey]:
-    return [BlockKey(key) for key in keys]
-
-
 def _read_frame(history: History, files: Sequence[JournalFile], wanted: str) -> None:
     """Read everything but what happened to blocks."""
-    exact: list[SeenRequest] = []
-    alike: list[SeenRequest] = []
+    exact: list[tuple[Place, Request]] = []
+    alike: list[tuple[Place, Request]] = []
     for file in files:
         process = file.began.process
         history.begins_s.setdefault(process, file.began.at_s)
@@ -190,11 +175,9 @@ def _read_frame(history: History, files: Sequence[JournalFile], wanted: str) -> 
                 history.lost.append(record)
             elif isinstance(record, Request):
                 history.num_requests += 1
-                seen = SeenRequest(Place(process, record.source), record)
-                history.know(seen.place)
-                if record.request_id == wanted:
-                    exact.append(seen)
-                elif wanted and wanted in record.request_id:
-                    alike.append(seen)
+                place = Place(process, record.source)
+                history.know(place)
+                if wanted and wanted in record.request_id:
+                    (exact if record.request_id == wanted else alike).append((place, record))
             history.ends_s = max(history.ends_s, record.at_s)
-    history.requests = sorted(exact or alike, key=lambda each: each.request.at_s)
+    history.requests = sorted(exact or alike, key=lambda each: each[1].at_s)

@@ -10,10 +10,10 @@ import msgspec
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.explain.answer import Answer, Cause, Explained, Explainer
-from kvxfer.explain.history import History, Place, SeenRequest, read_history
+from kvxfer.explain.history import History, Place, read_history
 from kvxfer.explain.namespaces import Elsewhere, FileStore
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
-from kvxfer.telemetry.journal_file import Kind
+from kvxfer.telemetry.journal_file import Kind, Request
 from kvxfer.text import printable
 
 MAX_CHARACTERS = 200
@@ -96,7 +96,7 @@ def explain(arguments: Sequence[str], folder: Path, urls: Sequence[str]) -> list
         history = read_history(folder, keys=[k for k in keys if k])
     elsewhere = Elsewhere(history, stores)
     if history.requests:
-        return [_of_request(history, elsewhere, seen) for seen in history.requests]
+        return [_of_request(history, elsewhere, *seen) for seen in history.requests]
     for index, (argument, key) in enumerate(zip(arguments, keys, strict=True)):
         if key is None:
             name = "argument" if len(arguments) == 1 else f"arguments[{index}]"
@@ -116,15 +116,14 @@ def _parse_key(text: str) -> BlockKey | None:
 
 
 def _require_few_names(history: History, argument: str) -> None:
-    names = list(dict.fromkeys(each.request.request_id for each in history.requests))
+    names = list(dict.fromkeys(request.request_id for _, request in history.requests))
     if len(names) > MAX_NAMES:
         some = ", ".join(names[:MAX_NAMES])
         rule = f"a part of the names of {MAX_NAMES} requests at most, not of {some}, ..."
         raise InvalidArgumentError("argument", argument, rule)
 
 
-def _of_request(history: History, elsewhere: Elsewhere, seen: SeenRequest) -> Report:
-    place, request = seen
+def _of_request(history: History, elsewhere: Elsewhere, place: Place, request: Request) -> Report:
     keys = [BlockKey(key) for key in request.keys]
     tiers = list(chain.from_iterable(repeat(tier, number) for tier, number in request.runs))
     explainer = Explainer(history, place)
