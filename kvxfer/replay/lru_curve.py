@@ -40,6 +40,8 @@ class LRUCurve:
 def lru_curve(trace: Trace, *, order: Order = "tail-first") -> LRUCurve:
     """Count the hits of LRU caches of every capacity, with Mattson's stack distances.
 
+    The policy of the real stores would have to be replayed once for each capacity.
+
     The hits of a request are the leading run of its blocks that are in the cache when it arrives.
     Then all of its blocks are used, whether they were hits or are stored now. (The real stores use
     the hits first and then store the others, which makes a difference where a prompt takes much of

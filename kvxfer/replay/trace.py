@@ -81,7 +81,8 @@ class Trace:
     @property
     def times_s(self) -> NDArray[np.float64]:
         """Seconds from the first request to each."""
-        return (self.timestamps_ms - self.timestamps_ms[0]) / 1000
+        times_s: NDArray[np.float64] = (self.timestamps_ms - self.timestamps_ms[0]) / 1000
+        return times_s
 
     def requests(self) -> Iterator[list[int]]:
         """Iterate over the blocks of each request."""

@@ -335,8 +335,7 @@ class BlockIndex:
         self._entries.clear()
         self._quarantined.clear()
         self._policy.clear()
-        self._free_slots.clear()
-        self._next_slot = 0
+        self._free_slots, self._next_slot = [], 0
 
     def _take_slot(self, key: BlockKey, plan: StorePlan, policy: EvictionPolicy) -> int:
         if self.num_free_slots:

@@ -1,4 +1,8 @@
-"""Records of a journal that an event makes."""
+"""Records of a journal that an event makes.
+
+Events are not written as they are: an outcome for each key would fill the files, and a block that a
+tier tells it has added would be stored once more when the batch has ended.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
