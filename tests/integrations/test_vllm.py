@@ -43,7 +43,9 @@ from vllm.v1.kv_offload.config import (
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
+from kvxfer.integrations.vllm.common.model_identity import ModelIdentity
 from kvxfer.integrations.vllm.offloading import manager
+from kvxfer.integrations.vllm.offloading.identity import row_namespace
 from kvxfer.integrations.vllm.offloading.manager import ChunkSlots, KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 from tests.integrations.vllm_counts import read_counts
@@ -444,9 +446,10 @@ def test_a_wrong_backend_is_named(backend: object) -> None:
 
 
 def test_the_namespace_differs_when_anything_that_changes_the_bytes_does() -> None:
-    backend = "host://?capacity=1MiB"
-    one = KVXferOffloadingSpec(make_config(backend=backend))._namespace()
-    two = KVXferOffloadingSpec(make_config(backend=backend, world_size=2))._namespace()
+    one, two = (
+        row_namespace(make_config(world_size=size), ModelIdentity(revision=""), row_size_bytes=64)
+        for size in (1, 2)
+    )
     assert isinstance(one, Namespace)
     assert one.fingerprint != two.fingerprint
     assert one.instruction_set == cpu_kernels()

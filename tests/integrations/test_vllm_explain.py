@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.integrations.vllm.offloading import metrics
-from kvxfer.integrations.vllm.offloading.request_answers import RequestAnswers
+from kvxfer.integrations.vllm.offloading.requests import RequestAnswers
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters

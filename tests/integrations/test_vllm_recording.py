@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
+from kvxfer.integrations.vllm.offloading.requests import RequestRecorder
 from kvxfer.replay import read_trace
 from kvxfer.storage.keys import make_block_key
 from kvxfer.telemetry.trace_recorder import TraceRecorder

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
 from kvxfer.integrations.vllm.offloading import interface
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
-from kvxfer.integrations.vllm.offloading.lower_tier_timeouts import LowerTierTimeouts
+from kvxfer.tiering.timeouts import TierTimeouts
 from tests.integrations.test_vllm import make_config
 
 NUM_CHUNKS = 4
@@ -210,7 +210,7 @@ def test_a_reset_of_vllm_keeps_what_is_below(tiers: Tiers) -> None:
 def test_a_shutdown_that_leaves_memory_in_use_says_so(
     tiers: Tiers, faulty: FaultyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = LowerTier(tiers.rows, 3, faulty, timeouts=LowerTierTimeouts(close_s=0.1))
+    tier = LowerTier(tiers.rows, 3, faulty, timeouts=TierTimeouts(close_s=0.1))
     monkeypatch.setattr(tiers.tier, "_tier", tier)
     faulty.rates = FaultRates(stuck=1.0)
     tier.submit_store(keys_of(1), [0])

@@ -32,9 +32,9 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
-from kvxfer.integrations.vllm.offloading.lower_tier_timeouts import LowerTierTimeouts
 from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
 from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
+from kvxfer.tiering.timeouts import TierTimeouts
 from tests.integrations.vllm_counts import read_counts
 
 NUM_SLOTS = 4
@@ -177,7 +177,8 @@ def schedulers() -> Iterator[Start]:
             pool.slots.reshape(pool.shape.num_slots, -1),
             2,
             backend,
-            timeouts=LowerTierTimeouts(**{"reset_s": 0.1, **timeouts}),
+            reset_s=timeouts.pop("reset_s", 0.1),
+            timeouts=TierTimeouts(**timeouts),
             purge_on_reset=purge_on_reset,
             emit_events=True,
             observers=[

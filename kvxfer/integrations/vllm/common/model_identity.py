@@ -62,6 +62,10 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     quantization: str = ""
     config_hash: str = ""
 
+    def namespace(self, model: str, dtype: str) -> Namespace:
+        """Make the namespace of a model's blocks, without what depends on their layout."""
+        return Namespace(model=model, dtype=dtype, **msgspec.structs.asdict(self))
+
 
 def identify_model(vllm_config: Any) -> ModelIdentity:
     """Identify the model of an engine, in words that are the same in every release of vLLM.
@@ -84,8 +88,13 @@ def identify_model(vllm_config: Any) -> ModelIdentity:
     }
     if draft := draft_of(vllm_config):
         facts["draft engine"] = _describe_use(draft)
+    return _identity(vllm_config, find_revision(model) + _name_overrides(model), facts)
+
+
+def _identity(vllm_config: Any, revision: str, facts: Mapping[str, Any]) -> ModelIdentity:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
     return ModelIdentity(
-        revision=find_revision(model) + _name_overrides(model),
+        revision=revision,
         quantization=f"weights {model.quantization}, cache {cache.cache_dtype}",
         config_hash=hash_text(json.dumps(facts, sort_keys=True, default=str)),
     )
@@ -258,15 +267,11 @@ def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
     Raises:
         InvalidArgumentError: The revision of the weights, or the scales of the cache, are unknown.
     """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    require_known_scales(cache)
-    return Namespace(
-        model=" ".join(getattr(model.hf_config, "architectures", None) or ()),
-        revision=revision or find_revision(model),
-        dtype=str(model.dtype),
-        quantization=f"weights {model.quantization}, cache {cache.cache_dtype}",
-        config_hash=hash_text(json.dumps(_describe(vllm_config), sort_keys=True, default=str)),
-    )
+    model = vllm_config.model_config
+    require_known_scales(vllm_config.cache_config)
+    identity = _identity(vllm_config, revision or find_revision(model), _describe(vllm_config))
+    architectures = " ".join(getattr(model.hf_config, "architectures", None) or ())
+    return identity.namespace(architectures, str(model.dtype))
 
 
 def draft_of(vllm_config: Any) -> Any:

@@ -15,6 +15,7 @@ import msgspec
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import (
+    ModelIdentity,
     handover_namespace,
     identify_model,
     require_no_adapters,
@@ -97,16 +98,9 @@ def plan_namespaces(arguments: Mapping[str, Any]) -> list[PlannedNamespace]:
 
 def _of_tiers(config: Any, extra: Mapping[str, Any]) -> PlannedNamespace:
     """Plan the namespace of portable pages; see `portable_namespace`."""
-    identity = identify_model(config)
     return PlannedNamespace(
         kind=TIERS,
-        namespace=Namespace(
-            model=config.model_config.model,
-            revision=identity.revision,
-            dtype=_dtype(config),
-            quantization=identity.quantization,
-            config_hash=identity.config_hash,
-        ),
+        namespace=identify_model(config).namespace(config.model_config.model, _dtype(config)),
         fields=(*OF_THE_MODEL, *BRIDGED),
         keys=_keys(config, extra),
         unknown=f"groups ({OF_THE_CACHES}; of layers whose pages are not portable also the release "
@@ -127,10 +121,8 @@ def _of_secondary_tier(config: Any, extra: Mapping[str, Any], revision: str) -> 
     )
     return PlannedNamespace(
         kind=SECONDARY,
-        namespace=Namespace(
-            model=config.model_config.model,
-            revision=revision,
-            dtype=_dtype(config),
+        namespace=msgspec.structs.replace(
+            ModelIdentity(revision=revision).namespace(config.model_config.model, _dtype(config)),
             parallel=dict(zip(SIZES, sizes, strict=True)),
         ),
         fields=(*OF_THE_MODEL, "blocks_per_chunk", *(f"parallel.{name}" for name in SIZES)),

@@ -41,12 +41,8 @@ def row_namespace(
     }
     unused = GroupIdentity(page_sizes_bytes=(row_size_bytes,), spec="not offloaded")
     parallel = config.parallel
-    return Namespace(
-        model=config.model.name,
-        revision=identity.revision,
-        dtype=config.model.dtype,
-        quantization=identity.quantization,
-        config_hash=identity.config_hash,
+    return msgspec.structs.replace(
+        identity.namespace(config.model.name, config.model.dtype),
         layout=f"{layout_name(config)} of vLLM {installed_version()}",
         groups=tuple(known.get(group, unused) for group in range(max(known) + 1)),
         parallel={

@@ -28,7 +28,6 @@ try:
         KVConnectorRole,
         OffloadingConnector,
     )
-    from vllm.platforms import current_platform
     from vllm.v1.kv_offload import base
     from vllm.v1.kv_offload.base import (
         CanonicalKVCaches,
@@ -220,7 +219,6 @@ __all__ = [
     "SecondaryTierManager",
     "TransferJob",
     "TransferResult",
-    "current_platform",
     "engine_config",
     "event_of_failed_chunks",
     "event_of_tier",

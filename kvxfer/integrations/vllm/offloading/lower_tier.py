@@ -15,7 +15,6 @@ from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.face import SaltedKeys
 from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent
-from kvxfer.integrations.vllm.offloading.lower_tier_timeouts import LowerTierTimeouts
 from kvxfer.integrations.vllm.offloading.metrics import LOWER, TierMetrics
 from kvxfer.integrations.vllm.offloading.row_jobs import RowJob, RowLookup, RowOutcome
 from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
@@ -39,9 +38,14 @@ from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.tiering.lookup_results import LookupResults
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
+from kvxfer.tiering.timeouts import TierTimeouts
 from kvxfer.tiering.write_back_queue import WriteBackQueue
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
+
+STORE_TIMEOUT_S = 60.0
+RESET_TIMEOUT_S = 5.0
+"""Time for `LowerTier.reset`, which blocks, as `close` does."""
 
 JOB_BYTES = 16 << 20
 """Bytes of rows that are loaded in one job: the first have landed, and are hashed, while others are
@@ -70,7 +74,8 @@ class LowerTier:
         mappings: Page mapping of each group, by which rows are portable pages; by default rows are
             stored unchanged.
         chunk_sizes: Bytes that the backend has under a key of each of its groups, for metrics.
-        timeouts: Deadlines of the backend.
+        timeouts: Deadlines of the backend; a store has `STORE_TIMEOUT_S`.
+        reset_s: Deadline of `reset`.
         purge_on_reset: Whether `reset` deletes everything in the backend, that of others, too.
         emit_events: Whether to keep events for `take_events`.
         observers: Told what happens to rows, under the keys that are used here.
@@ -92,7 +97,8 @@ class LowerTier:
         *,
         mappings: Sequence[PageMapping] = (),
         chunk_sizes: Sequence[int] = (),
-        timeouts: LowerTierTimeouts | None = None,
+        timeouts: TierTimeouts = TierTimeouts(),  # noqa: B008 - it is frozen
+        reset_s: float = RESET_TIMEOUT_S,
         purge_on_reset: bool = False,
         emit_events: bool = False,
         observers: Sequence[Observer] = (),
@@ -115,14 +121,14 @@ class LowerTier:
         self._storing: dict[BlockKey, tuple[int, BlockKey]] = {}  # row and key of a backend's key
         self._verify: Verify | None = None
         backend = _CheckedStores(backend, self._check_rows)
-        self._timeouts = timeouts or LowerTierTimeouts()
+        self._timeouts, self._reset_s = timeouts, reset_s
         limit_s = self._timeouts.lookup_s
         self._lookup_s = inf if limit_s is None else limit_s
         self._engine = TransferEngine(
             caches,
             backend,
             mappings=mappings,
-            timeout_s=self._timeouts.store_s,
+            timeout_s=STORE_TIMEOUT_S,
             observers=[self.metrics, *renamed],
         )
         try:
@@ -309,7 +315,7 @@ class LowerTier:
         deletes_former = self._keys.renew()
         if self._events is not None:
             self._events.reset(self._keys.salt)
-        self.drain(timeout_s=self._timeouts.reset_s)
+        self.drain(timeout_s=self._reset_s)
         self.poll()
         stay = "stay, for others, and are not found here"
         if deletes_former:

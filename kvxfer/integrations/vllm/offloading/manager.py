@@ -22,9 +22,11 @@ from kvxfer.integrations.vllm.offloading.interface import (
     event_of_failed_chunks,
     transfer_params,
 )
-from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
-from kvxfer.integrations.vllm.offloading.request_answers import RequestAnswers
-from kvxfer.integrations.vllm.offloading.request_retention import parse_retention
+from kvxfer.integrations.vllm.offloading.requests import (
+    RequestAnswers,
+    RequestRecorder,
+    parse_retention,
+)
 from kvxfer.storage.backend import NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.eviction.retention import NORMAL, Retention
 from kvxfer.storage.gauge import Gauge

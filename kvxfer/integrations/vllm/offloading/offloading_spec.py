@@ -8,8 +8,11 @@ import xxhash
 from kvxfer.backends.host import HostPool, PoolShape, SlotMover, keys_in_slots
 from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
-from kvxfer.integrations.vllm.common.model_identity import identify_model, require_no_adapters
+from kvxfer.integrations.vllm.common.model_identity import (
+    ModelIdentity,
+    identify_model,
+    require_no_adapters,
+)
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.settings import (
     parse_load_or_compute,
@@ -31,23 +34,20 @@ from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadingWorker,
-    current_platform,
     engine_config,
     get_current_vllm_config_or_none,
     group_ids,
-    layout_name,
     workers_keep_the_same,
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
-from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
+from kvxfer.integrations.vllm.offloading.requests import RequestRecorder
 from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
 from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
 from kvxfer.storage.index import BlockIndex
-from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.observer import Observer
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.telemetry.environment import environment_observers
@@ -227,38 +227,13 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
             num_parts=config.parallel.world_size // copies,
             part_size_bytes=config.worker_kv_bytes_per_block * self.blocks_per_chunk,
         )
+        # Of properties that scheduler and workers both know: the pool is private to the engine.
+        identity = ModelIdentity(revision="")
         return HostPool(
             shape,
-            self._namespace(),
+            row_namespace(config, identity, row_size_bytes=shape.slot_size_bytes),
             self._pool_config.open_copy_engine(),
             name=self._name,
             integrity=self._pool_config.integrity,
             claim=claim,
-        )
-
-    def _namespace(self) -> Namespace:
-        """Make the pool's namespace of properties that scheduler and workers both know.
-
-        The pool is private to the engine, so properties that cannot differ within one are left out.
-        """
-        config = self.config
-        return Namespace(
-            model=config.model.name,
-            dtype=config.model.dtype,
-            layout=layout_name(config),
-            groups=tuple(
-                GroupIdentity(
-                    page_sizes_bytes=(), spec=f"tokens_per_block={group.tokens_per_block}"
-                )
-                for group in config.groups
-            ),
-            blocks_per_chunk=self.blocks_per_chunk,
-            parallel={
-                "world_size": config.parallel.world_size,
-                "tp_size": config.parallel.tp_size,
-                "pp_size": config.parallel.pp_size,
-                "pcp_size": config.parallel.pcp_size,
-                "dcp_size": config.parallel.dcp_size,
-            },
-            instruction_set=cpu_kernels() if current_platform.is_cpu() else "",
         )

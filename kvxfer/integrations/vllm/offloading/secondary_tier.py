@@ -35,7 +35,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
     require_tiering,
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
-from kvxfer.integrations.vllm.offloading.request_answers import RequestAnswers
+from kvxfer.integrations.vllm.offloading.requests import RequestAnswers
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Reports

@@ -21,7 +21,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.manager import NO_ROOM, KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
-from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
+from kvxfer.integrations.vllm.offloading.requests import RequestRecorder
 from kvxfer.integrations.vllm.offloading.row_jobs import RowOutcome
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.eviction.retention import NORMAL

@@ -10,10 +10,8 @@ from kvxfer.backends.nixl import Endpoint, NixlConfig
 from kvxfer.checks import require_number, require_text, require_texts
 from kvxfer.endpoint import MAX_PORT
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm.common.settings import OFFLOAD_SETTINGS
 from kvxfer.settings import convert_settings
-
-TIERS = ("backend", "max_load_ratio", "prefill_tokens_per_s", "purge_on_reset")
-"""Settings of the engine's own tiers, which `KVXferOffloadingSpec` gets."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             _require_rule(f"allow[{index}]", rule)
         if self.on_failure not in ("recompute", "fail"):
             raise InvalidArgumentError("on_failure", self.on_failure, "'recompute' or 'fail'")
-        for name in TIERS[1:]:
+        for name in OFFLOAD_SETTINGS[1:]:
             if getattr(self, name) is not None and not self.backend:
                 raise InvalidArgumentError(name, getattr(self, name), "tiers: `backend`")
         listen = self.exchange.listen_endpoint

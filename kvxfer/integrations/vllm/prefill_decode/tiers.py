@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer.integrations.vllm.common.settings import find_settings
+from kvxfer.integrations.vllm.common.settings import OFFLOAD_SETTINGS, find_settings
 from kvxfer.integrations.vllm.prefill_decode.interface import KVConnectorBase_V1, KVConnectorRole
-from kvxfer.integrations.vllm.prefill_decode.settings import TIERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def find_tiers(vllm_config: Any) -> tuple[Any, Any] | None:
     from kvxfer.integrations.vllm.offloading.connector import offloading_config
     from kvxfer.integrations.vllm.offloading.interface import OffloadingConnector
 
-    given = {name: settings[name] for name in TIERS if name in settings}
+    given = {name: settings[name] for name in OFFLOAD_SETTINGS if name in settings}
     return OffloadingConnector, offloading_config(vllm_config, given)
 
 
