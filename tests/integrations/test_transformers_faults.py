@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +14,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from kvxfer.errors import BackendUnavailableError  # noqa: E402
-from kvxfer.integrations.transformers.page_mover import Deadline, PageMover  # noqa: E402
-from kvxfer.storage.backend import Outcome, Status  # noqa: E402
 from kvxfer.storage.keys import Namespace  # noqa: E402
 from kvxfer.storage.observer import Operation  # noqa: E402
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend  # noqa: E402
-from kvxfer.transfer.engine import TransferEngine  # noqa: E402
-from kvxfer.transfer.job import Direction, FinishedJob, JobId  # noqa: E402
 from tests.integrations.tiny_transformers import (  # noqa: E402
     FAMILIES,
     fill,
@@ -89,43 +85,6 @@ def test_a_configuration_that_is_changed_while_the_cache_is_open_misses(tmp_path
         assert num_loaded(cache, prompt) == 64
         model.config.rms_norm_eps = kept
         assert num_loaded(cache, prompt) == 64
-
-
-class LateEngine:
-    """Engine whose only job begins and ends when the test says so; until then it has no answer."""
-
-    def __init__(self) -> None:
-        self.has_ended = self.touches = False
-
-    def submit_load(self, keys: object, blocks: object, *, timeout_s: object) -> JobId:
-        del keys, blocks, timeout_s
-        return JobId(1)
-
-    def wait(self, job_ids: object, *, timeout_s: object) -> None:
-        """Return at once, as after the time-out."""
-
-    def get_finished(self) -> list[FinishedJob]:
-        outcomes = (Outcome(Status.CANCELLED, memory_safe=not self.touches),)
-        return [FinishedJob(JobId(1), Direction.LOAD, outcomes, 0, 0.0)] if self.has_ended else []
-
-    def cancel(self, job_id: JobId) -> None:
-        """Cancel, some time."""
-
-    def may_touch(self, job_id: JobId) -> bool:
-        assert job_id == JobId(1)
-        return self.touches
-
-
-def test_a_page_is_used_again_when_its_transfer_was_reported_and_touches_it_no_more() -> None:
-    """One that has not begun touches nothing yet."""
-    engine = LateEngine()
-    mover = PageMover(cast("TransferEngine", engine), 3)
-    assert mover.move(Direction.LOAD, [b"key"], [1], Deadline(0.0)) == [False]  # type: ignore[list-item]
-    assert mover.free_slots() == [0, 2]
-    engine.has_ended = engine.touches = True
-    assert mover.free_slots() == [0, 2]
-    engine.touches = False
-    assert mover.free_slots() == [0, 1, 2]
 
 
 def test_another_revision_misses(tmp_path: Path) -> None:

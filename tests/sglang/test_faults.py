@@ -13,6 +13,7 @@ from obstore.store import MemoryStore
 from sglang.srt import runtime_context
 
 from kvxfer.connect import open_backend
+from kvxfer.face.row_store import GRACE_S
 from kvxfer.integrations.sglang import KVXferStorage, page_store
 from kvxfer.storage.backend import Backend, Purgeable
 from kvxfer.storage.keys import Namespace
@@ -22,7 +23,7 @@ from tests.sglang.pools import attention_pool, fill, logical_page
 from tests.sglang.storages import KEYS, PAGES, extra_config, file_url, keys_of, opened, rows_of
 
 TIMEOUT_S = 0.4
-SOON_S = TIMEOUT_S + page_store.GRACE_S + 4.0
+SOON_S = TIMEOUT_S + GRACE_S + 4.0
 """Time for a call that may wait once, on a busy machine."""
 
 HASTY = {"timeout_s": TIMEOUT_S}

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from kvxfer.connect import open_backend
 from kvxfer.endpoint import free_ports
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.face.row_store import GRACE_S
 from kvxfer.integrations.sglang import KVXferStorage, page_store
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
@@ -219,5 +220,5 @@ def test_all_pools_of_a_call_share_one_deadline(
         assert storage.batch_set_v2(transfers) == dict.fromkeys(names, [True] * 4)
         began = time.monotonic()
         loaded = storage.batch_get_v2(transfers)
-        assert time.monotonic() - began < 2.5 + page_store.GRACE_S + 1
+        assert time.monotonic() - began < 2.5 + GRACE_S + 1
         assert loaded == {names[0]: [True] * 4, names[1]: [False] * 4, names[2]: [False] * 4}

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvxfer import runtime
-from kvxfer.connect import choice_of_replica
+from kvxfer.connect import backend_choices, choice_of_replica
 from kvxfer.errors import InvalidArgumentError, UnsupportedEngineError
 from kvxfer.integrations.sglang.host_pools import HostPages, read_pool
 from kvxfer.integrations.sglang.identity import page_namespace
@@ -188,10 +188,11 @@ class PoolStores:
         for each in retired:
             _close(each)
         try:
+            choices = backend_choices(self._settings.backend)
             store = PageStore(
                 [self._pools[name].caches for name in names],
                 [self._mappings[name] for name in names],
-                [choice_of_replica(each, self._rank) for each in self._settings.choices],
+                [choice_of_replica(each, self._rank) for each in choices],
                 namespace=page_namespace(self._config, self._settings.revision, names),
                 timeout_s=self._settings.timeout_s,
                 pause_s=self._settings.pause_s,

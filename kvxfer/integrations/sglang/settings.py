@@ -1,12 +1,12 @@
 """Settings of the storage: what `--hicache-storage-backend-extra-config` says."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from kvxfer.checks import require_text
-from kvxfer.connect import BackendChoice, require_revision
+from kvxfer.connect import require_revision
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.settings import convert_settings
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
@@ -42,11 +42,6 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     pause_s: float = TierTimeouts().pause_s
     staging: ByteSize = ByteSize(4 * DEFAULT_STAGING_BYTES)
 
-    @property
-    def choices(self) -> Sequence[BackendChoice]:
-        """The backends, fastest first."""
-        return self.backend if isinstance(self.backend, list) else [self.backend]
-
 
 def read_settings(extra_config: Mapping[str, Any] | None) -> StorageSettings:
     """Read and check the settings.
@@ -70,5 +65,5 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> StorageSettings:
             raise InvalidArgumentError(name, getattr(settings, name), rule)
     if not settings.timeout_s:
         raise InvalidArgumentError("timeout_s", settings.timeout_s, "more than 0")
-    require_revision("revision", settings.revision, settings.choices)
+    require_revision("revision", settings.revision, settings.backend)
     return settings

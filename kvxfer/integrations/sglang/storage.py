@@ -263,8 +263,7 @@ class KVXferStorage(Plug, HiCacheStorage):
             pages = _page_ids(self._stores.pages(name).rows_per_page, len(keys), host_indices)
             block_keys = [_block_key(key, group) for key in keys]
             began = runtime.monotonic()
-            move = store.load if direction is Direction.LOAD else store.store
-            done = move(group, block_keys, pages, deadline)
+            done = store.move_pages(direction, group, block_keys, pages, deadline)
             self._count(direction, name, sum(done), runtime.monotonic() - began)
         except Exception:
             logger.exception("%s of %d pages of %s failed", direction.name, len(keys), name)

@@ -106,13 +106,13 @@ class PagePool:
     def give_out(
         self,
         room: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        first_page: int,
+        pages: Sequence[int],
         slots: Sequence[int],
     ) -> None:
-        """Copy pages of the pool to the keys and values of each layer, from a page on."""
+        """Copy pages of the pool to the keys and values of each layer."""
         for views, tensors in zip(self._views, room, strict=True):
             for view, tensor in zip(views, tensors, strict=True):
-                for page, slot in enumerate(slots, first_page):
+                for page, slot in zip(pages, slots, strict=True):
                     tokens = slice(page * self._tokens, (page + 1) * self._tokens)
                     tensor[0, :, tokens].copy_(view[slot])
 

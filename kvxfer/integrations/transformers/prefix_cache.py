@@ -1,8 +1,11 @@
 """Prefix cache: keys and values of prompts that `generate()` of transformers need not compute."""
 
+import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Self
 from weakref import WeakKeyDictionary
@@ -12,9 +15,10 @@ from kvxfer.checks import require_positive, require_text, require_timeout
 from kvxfer.connect import BackendChoice, connect
 from kvxfer.engine_side.vllm_keys import VLLMKeys
 from kvxfer.engine_side.vllm_pages import VLLMPages, find_vllm_pages
+from kvxfer.engine_side.weight_files import config_facts, hash_text
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.face import RowPool, RowStore
 from kvxfer.integrations.transformers import prompts
-from kvxfer.integrations.transformers.identity import hash_config, model_namespace
 from kvxfer.integrations.transformers.interface import (
     CACHE_ARGUMENT,
     DynamicCache,
@@ -24,12 +28,11 @@ from kvxfer.integrations.transformers.interface import (
 )
 from kvxfer.integrations.transformers.model_layers import count_tokens, find_layers
 from kvxfer.integrations.transformers.module_state import is_thread_altering, require_unchanged
-from kvxfer.integrations.transformers.page_mover import Deadline, PageMover
 from kvxfer.integrations.transformers.page_pool import PagePool
 from kvxfer.integrations.transformers.weights import Weights
 from kvxfer.runtime import begin_aside
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Observer
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer.job import Direction
@@ -102,7 +105,7 @@ class PrefixCache:
         self._model = model
         self._layers = find_layers(model)
         self._weights = Weights(model)
-        self._config_hash = hash_config(model.config)
+        self._config_hash = _hash_config(model.config)
         self._change: str | None = ""  # of weights and configuration, as of the last call
         self._has_changed = False  # at any call
         if engine_keys:
@@ -117,12 +120,12 @@ class PrefixCache:
             identity, axes = self._vllm.namespace_of_model, self._vllm.axes
             self.tokens_per_page = self._vllm.tokens_per_page
         else:
-            identity, axes = model_namespace(model, self._weights, revision), {}
+            identity, axes = self._name_model(revision), {}
             self.tokens_per_page = tokens_per_page or DEFAULT_TOKENS_PER_PAGE
         self._pool = PagePool(self._layers, self.tokens_per_page, pool_bytes, axes)
         if self._vllm is not None:
             self._vllm.require_same_pages(self._pool.caches, self._pool.mappings)
-        self._engine = connect(
+        engine = connect(
             backend,
             self._pool.caches,
             namespace=identity,
@@ -130,7 +133,13 @@ class PrefixCache:
             timeout_s=self._timeout_s,
             observers=observers,
         )
-        self._mover = PageMover(self._engine, self._pool.num_pages)
+        slots = RowPool(range(self._pool.num_pages))
+        self._pages = RowStore(
+            engine,
+            engine.backend,
+            dict.fromkeys(Direction, slots),
+            name="prefix cache",
+        )
         self._guard = CallGuard("prefix cache")
         self._lock = runtime.lock()
         self._loaded: WeakKeyDictionary[Past, _Loaded] = WeakKeyDictionary()
@@ -176,14 +185,19 @@ class PrefixCache:
             self._loaded[past] = _Loaded(tokens, change)
         return past
 
-    def _find_prefix(
-        self, tokens: Sequence[int], change: str | None, deadline: Deadline | None
-    ) -> Past:
+    def _find_prefix(self, tokens: Sequence[int], change: str | None, deadline: float) -> Past:
         """Make a cache with the prefix of a prompt that is stored for these weights."""
-        past = DynamicCache()
-        if deadline is not None:
-            keys = self._keys(tokens, len(tokens) - 1, change)
-            self._fill(past, keys, deadline)
+        past, keys = DynamicCache(), self._keys(tokens, len(tokens) - 1, change)
+        found = _count_leading(self._pages.lookup(keys, deadline))
+        if not found:
+            return past
+        room = self._pool.make_room(found)
+        copy = partial(self._pool.give_out, room)
+        loaded = self._pages.move(Direction.LOAD, keys[:found], copy, deadline)
+        if arrived := _count_leading(loaded):
+            stop = arrived * self.tokens_per_page
+            for at, (layer_keys, layer_values) in enumerate(room):
+                give_layer(past, at, layer_keys[:, :, :stop], layer_values[:, :, :stop])
         return past
 
     def store(self, output: Any, past: Past, *, timeout_s: float | None = None) -> int:
@@ -222,10 +236,18 @@ class PrefixCache:
         with self._turn(timeout_s) as deadline:
             change = self._note(self._find_change())
             is_other = self._has_changed if loaded is None else loaded.change != change
-            if deadline is None or is_other:
+            if is_other:
                 return 0
             keys = self._keys(tokens, num_tokens, change)
-            return self._keep(past, keys, deadline) * self.tokens_per_page
+            found = self._pages.lookup(keys, deadline)
+            missing = [page for page, is_there in enumerate(found) if not is_there]
+
+            def copy(some: Sequence[int], slots: Sequence[int]) -> None:
+                self._pool.take_in(past, [missing[index] for index in some], slots)
+
+            new = [keys[page] for page in missing]
+            stored = self._pages.move(Direction.STORE, new, copy, deadline)
+            return sum(stored) * self.tokens_per_page
 
     def generate(self, input_ids: Any, **settings: Any) -> Any:
         """Load a prefix, call the model's `generate`, and store what it computed.
@@ -256,7 +278,7 @@ class PrefixCache:
         """
         self._guard.close()
         with self._turn(None):
-            self._engine.close()
+            self._pages.close()
 
     def __enter__(self) -> Self:
         self._guard.check()
@@ -266,26 +288,35 @@ class PrefixCache:
         self.close()
 
     @contextmanager
-    def _turn(self, timeout_s: float | None) -> Iterator[Deadline | None]:
-        """Wait for the turn of this thread; None when it did not come before the deadline."""
+    def _turn(self, timeout_s: float | None) -> Iterator[float]:
+        """Wait for the turn of this thread; its deadline has passed if it did not come in time."""
         given = require_timeout("timeout_s", timeout_s)
-        deadline = Deadline(self._timeout_s if given is None else given)
-        left_s = deadline.left_s
+        left_s = self._timeout_s if given is None else given
+        deadline = math.inf if left_s is None else runtime.monotonic() + left_s
         if not self._lock.acquire(timeout=-1 if left_s is None else left_s):
             logger.warning("no turn in %s s: another call is still moving pages", left_s)
-            yield None
+            yield -math.inf
             return
         try:
             yield deadline
         finally:
             self._lock.release()
 
+    def _name_model(self, revision: str) -> Namespace:
+        """Make the namespace of pages: of the weights in memory, wherever they came from."""
+        return Namespace(
+            model=type(self._model).__name__,
+            revision=f"{revision} weights {self._weights.digest}".strip(),
+            dtype=str(self._model.dtype).removeprefix("torch."),
+            config_hash=self._config_hash,
+        )
+
     def _find_change(self) -> str | None:
         """Say what weights and configuration are now; empty if they are those of the start.
 
         None while the model has a part of which that cannot be said; see `Weights.find_change`.
         """
-        config = hash_config(self._model.config)
+        config = _hash_config(self._model.config)
         change = self._weights.find_change()
         return None if change is None else change + ("" if config == self._config_hash else config)
 
@@ -307,44 +338,6 @@ class PrefixCache:
             return []
         return self._vllm.page_keys(tokens[:whole])
 
-    def _fill(self, past: Past, keys: Sequence[BlockKey], deadline: Deadline) -> None:
-        """Load the leading pages that are there into an empty cache."""
-        found = _count_leading(self._mover.find(keys, deadline))
-        if not found:
-            return
-        room = self._pool.make_room(found)
-        arrived = 0
-        while arrived < found and not deadline.has_passed:
-            wave = keys[arrived:found]
-            slots = self._mover.free_slots()[: len(wave)]
-            if not slots:
-                break
-            wave = wave[: len(slots)]
-            done = _count_leading(self._mover.move(Direction.LOAD, wave, slots, deadline))
-            self._pool.give_out(room, arrived, slots[:done])
-            arrived += done
-            if done < len(wave):
-                break
-        if arrived:
-            stop = arrived * self.tokens_per_page
-            for at, (layer_keys, layer_values) in enumerate(room):
-                give_layer(past, at, layer_keys[:, :, :stop], layer_values[:, :, :stop])
-
-    def _keep(self, past: Past, keys: Sequence[BlockKey], deadline: Deadline) -> int:
-        """Store the pages that are not there; return how many."""
-        found = self._mover.find(keys, deadline)
-        missing = [page for page, is_there in enumerate(found) if not is_there]
-        stored = 0
-        while missing and not deadline.has_passed:
-            slots = self._mover.free_slots()[: len(missing)]
-            if not slots:
-                break
-            pages, missing = missing[: len(slots)], missing[len(slots) :]
-            self._pool.take_in(past, pages, slots)
-            wave = [keys[page] for page in pages]
-            stored += sum(self._mover.move(Direction.STORE, wave, slots, deadline))
-        return stored
-
 
 def _count_leading(done: Sequence[bool]) -> int:
     return sum(1 for _ in takewhile(bool, done))
@@ -356,3 +349,8 @@ def _vllm_keys(engine_keys: object) -> VLLMKeys:
     if not isinstance(engine_keys, VLLMKeys):
         raise InvalidArgumentError("engine_keys", engine_keys, "'vllm' or VLLMKeys")
     return engine_keys
+
+
+def _hash_config(config: Any) -> str:
+    """Hash what may change keys and values of a configuration as it is now."""
+    return hash_text(json.dumps(config_facts(config), sort_keys=True))

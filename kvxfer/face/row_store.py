@@ -1,0 +1,336 @@
+"""Row store: blocking calls that move pages through rows of memory, each of them in time."""
+
+import asyncio
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kvxfer import runtime
+from kvxfer.errors import BackendUnavailableError, ClosedError
+from kvxfer.face.salted_keys import SaltedKeys
+from kvxfer.runtime import Suspension
+from kvxfer.storage.backend import (
+    BlockMover,
+    Outcome,
+    Purgeable,
+    Status,
+    can_purge_all,
+    positions_done,
+)
+from kvxfer.storage.calls import drain_in_the_end
+from kvxfer.storage.keys import BlockKey
+from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.job import Direction
+
+JOBS_IN_FLIGHT = 2
+"""Jobs of one call: while the backend moves the pages of one, those of another are copied."""
+
+GRACE_S = 0.5
+"""Time beyond a deadline for the answer of the engine, which keeps the deadline itself."""
+
+Copy = Callable[[Sequence[int], Sequence[int]], object]
+"""Copies pages, by their index in a call, to rows or from them; called on the caller's thread."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowJob:
+    """Pages of a call that are being moved, each in a row.
+
+    Attributes:
+        first: Index of the first page in the call.
+        rows: Row of each page.
+        outcomes: Result of the engine.
+    """
+
+    first: int
+    rows: Sequence[int]
+    outcomes: Future[list[Outcome]]
+
+
+class RowStore:
+    """Store of an engine's pages in a backend, called by threads that wait.
+
+    Pages pass through rows of memory that belong to the store. The thread that calls copies between
+    its own memory and a row, so no transfer touches that memory, not even one that its backend
+    cannot stop: a page may be used for something else as soon as a call has returned. Rows that a
+    late transfer may touch are not used before it has ended.
+
+    Every call ends by its deadline, a time of `runtime.monotonic`, give or take a copy; `math.inf`
+    for none. A failure is a miss, or a page that was not stored. Thread-safe.
+
+    vLLM's lower tier is polled, and its rows are vLLM's own; LMCache's objects are of any size, and
+    its tasks are answered later: neither is a call that waits for pages of one size.
+
+    Args:
+        engine: Engine over the rows; closed with the store.
+        medium: Backend of the engine, which deletes pages if it can.
+        rows: Rows for stores and for loads, which may be the same.
+        name: Name of the store in the log.
+        pause_s: Time that the backend is left alone after a call that did not get its answer: every
+            page is a miss, and none is stored.
+        timeout_s: Time that a call has, for the log.
+        waits_for_rows: Whether a call waits for rows that a late transfer may touch.
+        num_groups: Groups of the engine.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        medium: BlockMover,
+        rows: Mapping[Direction, "RowPool"],
+        *,
+        name: str,
+        pause_s: float = 0.0,
+        timeout_s: float = math.inf,
+        waits_for_rows: bool = False,
+        num_groups: int = 1,
+    ) -> None:
+        self._engine = engine
+        self._medium = medium
+        self._rows_of = rows
+        self._name = name
+        self._timeout_s = timeout_s
+        self._suspension = Suspension(name, pause_s)
+        self._waits_for_rows = waits_for_rows
+        self._num_groups = num_groups
+        self._keys = SaltedKeys(medium)
+        self._num_purges = 0
+        self._beginning = runtime.lock()  # held by a store until its job is one to drain
+
+    def lookup(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
+        """Return for each key whether a load would find it now; one question for all keys.
+
+        Raises:
+            ClosedError: The store was closed.
+        """
+        missing = [False] * len(keys)
+        if not keys or self._is_suspended() or not _left_s(deadline):
+            return missing
+        names, what = [self._keys.name(key) for key in keys], f"a lookup of {len(keys)} pages"
+        asked = list(dict.fromkeys(names))
+        answer = self._engine.submit_lookup(asked, timeout_s=_limit_s(deadline))
+        try:
+            answers = runtime.result(answer, _limit_s(deadline, GRACE_S))
+            found = dict(zip(asked, answers, strict=True))
+        except TimeoutError:
+            answer.cancel()
+        except ClosedError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - a backend that is gone has nothing
+            logger.warning("%s: %s failed: %r", self._name, what, exc)
+            return missing
+        else:
+            if any(found.values()) or _left_s(deadline):
+                return [found[name] for name in names]
+        self._note_late(what)
+        return missing
+
+    def move(
+        self,
+        direction: Direction,
+        keys: Sequence[BlockKey],
+        copy: Copy,
+        deadline: float,
+        *,
+        group: int = 0,
+    ) -> list[bool]:
+        """Store or load pages, in jobs of half of the rows; return for each whether that was done.
+
+        Args:
+            direction: Whether pages are loaded or stored.
+            keys: Their keys.
+            copy: Copies pages to rows before they are stored, or from rows once they have arrived,
+                verified.
+            deadline: When the call ends.
+            group: Group of the pages.
+        """
+        done = [False] * len(keys)
+        pool, start, in_flight = self._rows_of[direction], 0, deque[_RowJob]()
+        begin = partial(self._begin, direction, group, num_purges=self._num_purges)
+        try:
+            while start < len(keys) or in_flight:
+                left = 0 if self._is_suspended() or not _left_s(deadline) else len(keys) - start
+                if left and len(in_flight) < JOBS_IN_FLIGHT:
+                    wait_s = _left_s(deadline) if self._waits_for_rows and not in_flight else 0.0
+                    rows = pool.take(min(left, max(1, pool.num_rows // JOBS_IN_FLIGHT)), wait_s)
+                    if rows:
+                        pages = range(start, start + len(rows))
+                        some = keys[start : pages.stop]
+                        begun = begin(some, partial(copy, pages, rows), rows, deadline)
+                        in_flight.append(_RowJob(start, rows, begun))
+                        start = pages.stop
+                        continue
+                    if not in_flight:
+                        self._note_late(f"the wait of {left} pages for memory")
+                if not in_flight:
+                    break
+                job = in_flight.popleft()
+                ended = self._end(direction, job, copy, deadline)
+                done[job.first : job.first + len(ended)] = ended
+        finally:  # of a thread that was interrupted
+            for job in in_flight:
+                job.outcomes.cancel()
+                self._give_back(direction, job.rows, [_UNSAFE] * len(job.rows))
+        return done
+
+    def purge(self, deadline: float) -> None:
+        """Forget every page: none that was stored before will be found by this engine again.
+
+        Where the backend can delete all pages of its namespace it does, once the stores that have
+        begun are over. Where it cannot, or not in time, pages are stored under salted keys from
+        here on, known only to this process; those of an earlier salt are deleted, found by nobody.
+        """
+        with self._beginning:
+            self._num_purges += 1
+        medium = self._medium
+        try:
+            if can_purge_all(medium):
+                purging = self._engine.submit_call(self._purge(medium))
+                runtime.result(purging, _limit_s(deadline))
+                return
+        except Exception as exc:  # noqa: BLE001 - the serving engine goes on
+            logger.warning("%s: pages cannot be deleted: %r", self._name, exc)
+        if self._keys.renew():
+            with suppress(ClosedError):
+                self._engine.submit_call(self._delete_former())
+
+    def close(self) -> None:
+        """Close the backend; ends in time even if that hangs."""
+        self._engine.close()
+
+    async def _purge(self, medium: Purgeable) -> None:
+        await self._engine.drain()  # a store that is late would put its pages there afterwards
+        await medium.purge()
+
+    async def _delete_former(self) -> None:
+        try:
+            await self._keys.delete_former(self._engine.drain)
+        except Exception as exc:  # noqa: BLE001 - the next purge tries it again
+            text = "%s: pages that nobody finds cannot be deleted: %r"
+            logger.warning(text, self._name, exc)
+
+    def _begin(
+        self,
+        direction: Direction,
+        group: int,
+        keys: Sequence[BlockKey],
+        copy: Callable[[], object],
+        rows: Sequence[int],
+        deadline: float,
+        *,
+        num_purges: int,
+    ) -> Future[list[Outcome]]:
+        """Begin a job, after the pages of a store were copied; errors are those of its future.
+
+        Nothing is stored that is older than a purge: `num_purges` is of when the call began.
+        """
+        names, limit_s = [self._keys.name(key) for key in keys], _limit_s(deadline)
+        try:
+            of_groups: list[Sequence[int]] = [()] * self._num_groups
+            of_groups[group] = rows
+            if direction is Direction.LOAD:
+                load = self._engine.load(names, of_groups, timeout_s=limit_s)
+                return self._engine.submit_call(load)
+            with self._beginning:
+                if self._num_purges != num_purges:
+                    raise BackendUnavailableError("all pages were deleted meanwhile")  # noqa: TRY301
+                copy()
+                store = self._engine.store(names, of_groups, timeout_s=limit_s)
+                return self._engine.submit_call(store)
+        except Exception as exc:  # noqa: BLE001 - a page that failed is the answer
+            failed = Future[list[Outcome]]()
+            failed.set_exception(exc)
+            return failed
+
+    def _end(self, direction: Direction, job: _RowJob, copy: Copy, deadline: float) -> list[bool]:
+        """Wait for a job, copy what was loaded, and give back its rows, now or when it is safe."""
+        what = f"a {direction.name.lower()} of {len(job.rows)} pages"
+        outcomes = [_UNSAFE] * len(job.rows)
+        try:
+            outcomes = runtime.result(job.outcomes, _limit_s(deadline, GRACE_S))
+            arrived = positions_done(outcomes)
+            if arrived and direction is Direction.LOAD:
+                copy([job.first + at for at in arrived], [job.rows[at] for at in arrived])
+        except TimeoutError:
+            job.outcomes.cancel()
+            outcomes = [replace(_UNSAFE, status=Status.TIMED_OUT)] * len(job.rows)
+        except Exception as exc:  # noqa: BLE001 - a page that failed is the answer
+            logger.warning("%s: %s failed: %r", self._name, what, exc)
+            outcomes = [_UNSAFE] * len(job.rows)
+        finally:
+            self._give_back(direction, job.rows, outcomes)
+        if any(outcome.status is Status.TIMED_OUT for outcome in outcomes):
+            self._note_late(what)
+        return [outcome.done for outcome in outcomes]
+
+    def _give_back(
+        self, direction: Direction, rows: Sequence[int], outcomes: Sequence[Outcome]
+    ) -> None:
+        pool = self._rows_of[direction]
+        late = [r for r, outcome in zip(rows, outcomes, strict=True) if not outcome.memory_safe]
+        pool.give_back([row for row in rows if row not in late])
+        if late:
+            with suppress(ClosedError):
+                self._engine.submit_call(self._give_back_in_the_end(pool, late))
+
+    async def _give_back_in_the_end(self, pool: "RowPool", late: Sequence[int]) -> None:
+        what = f"{len(late)} rows of staging memory"
+        if await drain_in_the_end(self._engine.drain, what, asyncio.Event()):
+            pool.give_back(late)
+
+    def _is_suspended(self) -> bool:
+        return self._suspension.is_on(runtime.monotonic())
+
+    def _note_late(self, what: str) -> None:
+        if self._suspension.first_s:
+            self._suspension.note_late(runtime.monotonic(), what, self._timeout_s)
+        else:
+            logger.warning("%s: %s had no answer in time", self._name, what)
+
+
+class RowPool:
+    """Pool of rows that nobody uses; thread-safe.
+
+    Attributes:
+        num_rows: All of its rows.
+    """
+
+    def __init__(self, rows: Collection[int]) -> None:
+        self.num_rows = len(rows)
+        self._free = list(rows)
+        self._changed = runtime.condition()
+
+    def take(self, most: int, timeout_s: float) -> list[int]:
+        """Take at least one row and at most `most`; none after the timeout."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._free, min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
+            )
+            taken, self._free = self._free[:most], self._free[most:]
+            return taken
+
+    def give_back(self, rows: Sequence[int]) -> None:
+        """Give rows back."""
+        with self._changed:
+            self._free += rows
+            self._changed.notify_all()
+
+
+_UNSAFE = Outcome(Status.FAILED, memory_safe=False)
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.0, deadline - runtime.monotonic())
+
+
+def _limit_s(deadline: float, grace_s: float = 0.0) -> float | None:
+    """Compute the time limit of a call, with some grace; None without a deadline."""
+    return None if deadline == math.inf else _left_s(deadline) + grace_s
