@@ -12,7 +12,7 @@ from kvxfer.backends.nixl.agents import (
     SocketAgent,
     TransferAgent,
 )
-from kvxfer.backends.nixl.agents.carrier import choose_carrier, has_active_port, identify_host
+from kvxfer.backends.nixl.agents.carrier import has_active_port, identify_host
 from kvxfer.backends.nixl.config import NixlConfig, TLSContexts
 from kvxfer.backends.nixl.reads import RemoteMemory
 from kvxfer.backends.nixl.wire import (
@@ -236,7 +236,7 @@ class LocalNode:
         if not greeting.reach.regions:
             return None
         agent, metadata = self._agent, greeting.reach.metadata
-        carrier = choose_carrier(self.hello, greeting.hello)
+        carrier = "socket" if agent is None else agent.carrier(self.hello, greeting.hello)
         demanded = self.config.transport == "nixl"
         if agent is None or carrier == "socket" or not metadata:
             if demanded:

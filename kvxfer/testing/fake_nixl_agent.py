@@ -20,8 +20,10 @@ from kvxfer.backends.nixl.agents import (
     Fragments,
     TransferAgent,
 )
+from kvxfer.backends.nixl.agents.carrier import Carrier
 from kvxfer.backends.nixl.wire import (
     AgentMetadata,
+    Hello,
     Regions,
 )
 from kvxfer.copy_engine.devices import DeviceCopyEngine
@@ -130,6 +132,10 @@ class FakeNixlAgent(TransferAgent):
         """See `TransferAgent.metadata`."""
         self._require_open()
         return AgentMetadata(self.name, list(self._regions)).encode()
+
+    def carrier(self, ours: Hello, theirs: Hello) -> Carrier:  # noqa: ARG002 - it copies itself
+        """See `TransferAgent.carrier`."""
+        return "cma"
 
     async def add_peer(self, metadata: bytes) -> str:
         """See `TransferAgent.add_peer`."""

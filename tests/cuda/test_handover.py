@@ -121,10 +121,8 @@ def test_blocks_go_straight_unless_told_otherwise_where_nixl_reaches_them(
     stack: ExitStack,
     gpu: SimulatedGpu,
     compute: Compute,  # noqa: F811 - the stream that the engine computes on
-    monkeypatch: pytest.MonkeyPatch,
     config: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(local_node, "choose_carrier", lambda *_: "cma")
     pair = start_pair(stack, gpu, FakeNixlAgent, **config)
     for side in pair:
         assert side.handover.way.startswith("blocks on cuda:0 go straight")
@@ -146,11 +144,9 @@ def test_blocks_pass_through_host_memory_otherwise(
     stack: ExitStack,
     gpu: SimulatedGpu,
     compute: Compute,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
     config: dict[str, Any],
     why: str,
 ) -> None:
-    monkeypatch.setattr(local_node, "choose_carrier", lambda *_: "cma")
     pair = start_pair(stack, gpu, BlindAgent, **config)
     for side in pair:
         assert side.handover.way.startswith("blocks on cuda:0 pass through host memory")
@@ -184,10 +180,8 @@ def test_what_the_engine_computes_meanwhile_is_over_before_blocks_are_written(
     stack: ExitStack,
     gpu: SimulatedGpu,
     compute: Compute,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kernels of a request whose blocks are used anew may run still."""
-    monkeypatch.setattr(local_node, "choose_carrier", lambda *_: "cma")
     prefill, decode = start_pair(stack, gpu, FakeNixlAgent)
     tensor = next(iter(decode.caches.tensors.values()))
     size = tensor.nbytes // len(tensor)

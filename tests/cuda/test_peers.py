@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvxfer.backends.nixl import NixlBackend, NixlConfig, local_node
+from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.connect import complete_namespace
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
@@ -28,11 +28,9 @@ KEYS = make_keys(2)
 async def test_fenced_blocks_go_straight_from_and_to_a_gpu(
     gpu: SimulatedGpu,
     compute: Compute,  # noqa: F811 - the stream that the engine computes on
-    monkeypatch: pytest.MonkeyPatch,
     *,
     is_looked_up: bool,
 ) -> None:
-    monkeypatch.setattr(local_node, "choose_carrier", lambda *_: "cma")
     caches = EngineCaches(gpu)
     namespace = complete_namespace(Namespace(model="model", dtype="bfloat16"), caches.caches, 1)
     keys = make_keys(20)
@@ -56,10 +54,7 @@ async def test_fenced_blocks_go_straight_from_and_to_a_gpu(
     assert np.array_equal(caches.blocks, expected)
 
 
-async def test_a_processor_never_hashes_blocks_of_a_gpu(
-    gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local_node, "choose_carrier", lambda *_: "cma")
+async def test_a_processor_never_hashes_blocks_of_a_gpu(gpu: SimulatedGpu) -> None:
     memory = BlockMemory([[SIZE]], num_blocks=2)
     namespace = memory.namespace()
     config = NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(1 << 20))

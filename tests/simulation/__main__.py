@@ -4,6 +4,7 @@ import sys
 
 from kvxfer.testing.simulation import Scenario, main
 from tests.simulation.objects import ObjectsScenario
+from tests.simulation.peers import PeersScenario
 from tests.simulation.polled import PolledScenario
 from tests.simulation.pool import PoolScenario
 from tests.simulation.tiers import TiersScenario
@@ -12,6 +13,7 @@ SCENARIOS: list[Scenario] = [
     TiersScenario(),
     PolledScenario(),
     PoolScenario(),
+    PeersScenario(),
     ObjectsScenario(),
 ]
 

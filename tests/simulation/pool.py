@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.pool import PoolBackend, PoolConfig, PoolServer
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
@@ -14,13 +13,13 @@ from kvxfer.testing.dict_backend import DictBackend, DictConfig
 from kvxfer.testing.simulation import FleetScenario, Opened, Simulation, Step
 from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.transfer import TransferEngine
-from kvxfer.units import ByteSize
 from tests.simulation.tiers import (
     ROOM,
     SLOT_BYTES,
     leftovers_of_engine,
     leftovers_of_host,
     leftovers_of_tiers,
+    open_host,
 )
 
 
@@ -28,6 +27,7 @@ class PoolScenario(FleetScenario):
     """Engines that share a host pool, killed and stopped as its holder is."""
 
     name = "pool"
+    share: ClassVar[float] = 0.2
     num_holders: ClassVar[int] = 1
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
@@ -40,7 +40,11 @@ class PoolScenario(FleetScenario):
         """See `EngineScenario.open`."""
         timeout_s = simulation.random("pool").choice((0.5, 2.0, 5.0))
         config = PoolConfig(path=str(self._path), timeout_s=timeout_s)
-        return Opened(backend=PoolBackend(config, namespace), is_roomy=_is_roomy(simulation))
+        return Opened(
+            backend=PoolBackend(config, namespace),
+            is_roomy=_is_roomy(simulation),
+            may_delete_late=True,
+        )
 
     def open_holder(self, simulation: Simulation, namespace: Namespace, number: int) -> PoolServer:
         """See `FleetScenario.open_holder`."""
@@ -49,8 +53,7 @@ class PoolScenario(FleetScenario):
         has_tier = _has_tier(simulation)
 
         def open_backend(namespace: Namespace) -> Backend:
-            config = HostConfig(capacity=ByteSize(num_slots * SLOT_BYTES), shared=True)
-            host = HostBackend(config, namespace)
+            host = open_host(num_slots, namespace, is_shared=True)
             if not has_tier:
                 return host
             below = DictBackend(DictConfig(max_blocks=ROOM), namespace)
@@ -61,9 +64,9 @@ class PoolScenario(FleetScenario):
         return PoolServer(self._path, num_slots * SLOT_BYTES, open_backend, namespace=settled)
 
     def is_strict(self, simulation: Simulation, steps: Sequence[Step]) -> bool:
-        """See `FleetScenario.is_strict`: a holder that stood still does late what was asked."""
-        stops = any(step.what == "stop_holder" for step in steps)
-        return not (stops or _has_tier(simulation))
+        """See `FleetScenario.is_strict`: without its holder an engine finds nothing for a while."""
+        has_faults = any("holder" in step.what for step in steps)
+        return not (has_faults or _has_tier(simulation))
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
         """See `EngineScenario.leftovers`."""
@@ -72,6 +75,11 @@ class PoolScenario(FleetScenario):
         if users := sum(opened.backend._users.values()):
             left.append(f"{users} users of attachments")
         return left
+
+    def num_pins(self, holder: Any) -> int:
+        """See `FleetScenario.num_pins`."""
+        assert isinstance(holder, PoolServer)
+        return sum(each.num_pins + len(each._rooms) for each in holder._sessions)
 
     def leftovers_of_holder(self, holder: Any) -> list[str]:
         """See `FleetScenario.leftovers_of_holder`."""

@@ -77,7 +77,13 @@ class TiersScenario(EngineScenario):
 def _open_tier(kind: str, num_blocks: int, namespace: Namespace) -> Backend:
     if kind == "dict":
         return _PurgeableDict(DictConfig(max_blocks=num_blocks), namespace)
-    backend = HostBackend(HostConfig(capacity=ByteSize(num_blocks * SLOT_BYTES)), namespace)
+    return open_host(num_blocks, namespace)
+
+
+def open_host(num_blocks: int, namespace: Namespace, *, is_shared: bool = False) -> HostBackend:
+    """Open host memory for some blocks, whose events are compared with what is there."""
+    config = HostConfig(capacity=ByteSize(num_blocks * SLOT_BYTES), shared=is_shared)
+    backend = HostBackend(config, namespace)
     backend.observe(Reports([_Mirror(backend)]))
     return backend
 

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvxfer.backends.nixl.agents.carrier import Carrier, choose_carrier
 from kvxfer.backends.nixl.wire import (
+    Hello,
     Regions,
     Words,
 )
@@ -183,6 +185,10 @@ class TransferAgent(ABC):
         Any process that has it can read all registered memory, with NIXL also write it: send it to
         authenticated peers only.
         """
+
+    def carrier(self, ours: Hello, theirs: Hello) -> Carrier:
+        """Choose the carrier of what is read from a peer; see `choose_carrier`."""
+        return choose_carrier(ours, theirs)
 
     @abstractmethod
     async def add_peer(self, metadata: bytes) -> str:

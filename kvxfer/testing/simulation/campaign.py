@@ -204,6 +204,7 @@ def _shares(
         (each, start, min(every, first + num_seeds - start) if num_seeds else every)
         for start in starts
         for each in scenarios
+        if not num_seeds or len(scenarios) == 1 or start - first < num_seeds * each.share
     )
     if num_processes == 1:
         for share in work:

@@ -82,6 +82,7 @@ class Opened:
             it, if it evicts at all, so that two tiers may have bytes of different stores.
         outlasts_hangs: Whether stores go on although a tier below the first hangs.
         may_raise: Whether its calls may raise that it is gone, as one tier alone does.
+        may_delete_late: Whether a deletion that found nothing may still be on its way.
     """
 
     backend: Backend
@@ -91,6 +92,7 @@ class Opened:
     may_evict_unseen: bool = False
     outlasts_hangs: bool = False
     may_raise: bool = False
+    may_delete_late: bool = False
 
     def excuse(self, faults: Iterable[Mapping[str, Any]], history: History) -> None:
         """Tell the oracle what the faults of a plan excuse."""
@@ -444,7 +446,8 @@ class EngineRun:
             deleted = await self._timed("delete", call, limit_s, cancel_s)
         finally:
             for key, was_found in zip(keys, deleted or [False] * len(keys), strict=True):
-                self._world.history.end_removal(key, began, was_found=was_found)
+                if was_found or not self._opened.may_delete_late:
+                    self._world.history.end_removal(key, began, was_found=was_found)
 
     async def _evict(
         self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None

@@ -21,8 +21,9 @@ from kvxfer.testing.simulation.scenario import Simulation, Step
 from kvxfer.testing.simulation.world import Part, World
 
 DRAIN_S = 2.0
-QUIET_S = 60.0
-"""Virtual time after which everything is connected again, and all leases have run out."""
+AFTER_CALLS_S = (2e-4, 0.01, 1.0)
+"""Virtual time after the begin of a call within which a fault begins: in the middle of it, or not
+long after it."""
 
 
 class Holder(Protocol):
@@ -62,11 +63,13 @@ class FleetScenario(EngineScenario):
         num_holders: Most holders.
         num_engines: Most engines.
         faults: Kinds of faults, and how often each is drawn.
+        quiet_s: Virtual time after which everything is connected again, and leases have run out.
     """
 
     num_faulty: ClassVar[int] = 0
     num_holders: ClassVar[int] = 1
     num_engines: ClassVar[int] = 3
+    quiet_s: ClassVar[float] = 35.0
     faults: ClassVar[dict[str, int]] = {
         "kill_engine": 3,
         "stop_engine": 2,
@@ -84,8 +87,21 @@ class FleetScenario(EngineScenario):
         """Describe what is left in a holder whose engines have ended, and should not be."""
 
     @abstractmethod
+    def num_pins(self, holder: Any) -> int:
+        """Count what a holder keeps for engines that ask for nothing."""
+
+    @abstractmethod
     def is_strict(self, simulation: Simulation, steps: Sequence[Step]) -> bool:
         """Whether an order of stores and deletes is an order of their effects, too."""
+
+    def note_killed(self, process: ProcessRun) -> None:
+        """Take away what the system takes away from a process that was killed, beside sockets."""
+
+    def begin_fault(self, simulation: Simulation, step: Step) -> None:
+        """Begin a fault of the scenario's own."""
+
+    def end_faults(self, simulation: Simulation) -> None:
+        """End the faults of the scenario's own."""
 
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`."""
@@ -94,7 +110,7 @@ class FleetScenario(EngineScenario):
             replace(step, arguments={"engine": random.choice(engines), **step.arguments})
             for step in super().plan(random)
         ]
-        length_s = steps[-1].at_s if steps else 1.0
+        moments = [step.at_s for step in steps]
         for _ in range(random.choice((0, 1, 3, 8))):
             what = random.choices(list(self.faults), list(self.faults.values()))[0]
             fault = {
@@ -103,7 +119,8 @@ class FleetScenario(EngineScenario):
                 "for_s": random.choice((0.01, 0.2, 1.0, 4.0, 8.0)),
                 "share": random.choice((0.3, 1.0)),
             }
-            steps.append(Step(random.random() * length_s, what, fault))
+            after_s = random.random() * random.choice(AFTER_CALLS_S)
+            steps.append(Step(random.choice(moments) + after_s, what, fault))
         return sorted(steps, key=lambda step: step.at_s)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
@@ -143,14 +160,19 @@ class _Fleet:
         for task in left:
             task.cancel()
         self._network.heal()
+        self._scenario.end_faults(self._simulation)
         for _ in range(2):  # an idle engine finds out that a holder has ended, and connects again
-            await asyncio.sleep(QUIET_S)
+            await asyncio.sleep(self._scenario.quiet_s)
             for life in self._engines.values():
                 lookup = {"parts": (Part(0, 0),), "timeout_s": None, "cancel_s": None}
                 asked = life.run.carry_out_all([Step(0.0, "lookup", lookup)])
                 await life.process.run(asked)
-        for number in [] if left else sorted(self._engines):
-            await self._engines[number].process.run(self._engines[number].run.look_at_the_end())
+        looks = [each.process.run(each.run.look_at_the_end()) for each in self._engines.values()]
+        await asyncio.gather(*looks)
+        await asyncio.sleep(self._scenario.quiet_s)
+        for holding in self._holders.values():
+            if num_pins := self._scenario.num_pins(holding.holder):
+                self._simulation.fail("left", f"{num_pins} pins when all is quiet")
         await self._end_all()
         verdict, trace = len(self._simulation.violations), len(self._simulation.trace)
         await self._bury_all()
@@ -165,7 +187,10 @@ class _Fleet:
         number = given.pop("engine")
         if step.what in self._scenario.faults:
             self._simulation.note(f"-> {step}")
-            await getattr(self, f"_{step.what}")(engine=number, **given)
+            if fault := getattr(self, f"_{step.what}", None):
+                await fault(engine=number, **given)
+            else:
+                self._scenario.begin_fault(self._simulation, step)
             return
         life = self._engines.get(number)
         if life is None or life.process.process.is_stopped:
@@ -220,10 +245,9 @@ class _Fleet:
 
     # Faults, by their names.
 
-    async def _kill_engine(self, *, engine: int, for_s: float, **_: Any) -> None:
+    async def _kill_engine(self, *, engine: int, for_s: float, share: float, **_: Any) -> None:
         if life := self._engines.pop(engine, None):
-            life.process.kill()
-            self._killed.append(life)
+            self._kill(life, for_s if share < 1 else None)
             await asyncio.sleep(for_s)
             await self._start_engine(engine)
 
@@ -232,11 +256,10 @@ class _Fleet:
             life.run.was_stopped = True
             await self._stop(life.process, for_s)
 
-    async def _kill_holder(self, *, holder: int, for_s: float, **_: Any) -> None:
+    async def _kill_holder(self, *, holder: int, for_s: float, share: float, **_: Any) -> None:
         if life := self._holders.pop(holder, None):
             began = self._begin_loss()
-            life.process.kill()
-            self._killed.append(life)
+            self._kill(life, for_s if share < 1 else None)
             self._end_loss(began)
             await asyncio.sleep(for_s)
             await self._start_holder(holder)
@@ -257,6 +280,23 @@ class _Fleet:
         if life := self._holders.get(holder):
             await self._stop(life.process, for_s)
 
+    def _kill(self, life: "_EngineLife | _HolderLife", lost_for_s: float | None) -> None:
+        life.process.kill(lost_for_s)
+        self._scenario.note_killed(life.process)
+        self._killed.append(life)
+
+    async def _partition(self, *, engine: int, holder: int, for_s: float, **_: Any) -> None:
+        self._network.partition(f"engine {engine}", f"holder {holder}", for_s)
+
+    async def _cut(self, *, engine: int, holder: int, share: float, **_: Any) -> None:
+        self._network.cut(f"engine {engine}", f"holder {holder}", share)
+
+    async def _refuse(self, *, holder: int, for_s: float, **_: Any) -> None:
+        self._network.refuse(f"holder {holder}", for_s)
+
+    async def _starve(self, *, engine: int, holder: int, for_s: float, share: float) -> None:
+        self._network.starve(f"engine {engine}" if share < 1 else f"holder {holder}", for_s)
+
     async def _stop(self, process: ProcessRun, for_s: float) -> None:
         if not process.process.is_stopped:
             process.stop()
@@ -275,7 +315,7 @@ class _Fleet:
         took_s = self._simulation.now - began
         if took_s > CLOSE_TIMEOUT_S + SLACK_S:
             self._simulation.fail("late", f"the end of a holder took {took_s:.3f} s")
-        await asyncio.sleep(QUIET_S)
+        await asyncio.sleep(self._scenario.quiet_s)
         life.process.loop.stop()
 
     async def _end_all(self) -> None:

@@ -537,7 +537,7 @@ class SimulatedSocket(Waitable):
         pipe, random = self.outgoing, self.network.random
         cut = len(sent)
         if len(sent) > 1 and random.random() < CUT_SHARE:
-            cut = random.randrange(1, len(sent))
+            cut = max(1, int(random.random() * len(sent)))
         copies = [os.dup(each) for each in descriptors]
         for part in (sent[:cut], sent[cut:]):
             if part:

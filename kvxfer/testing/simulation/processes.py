@@ -10,7 +10,7 @@ from kvxfer.testing.simulation.scenario import Simulation
 from kvxfer.testing.simulation.scheduler import SimulatedProcess
 
 FIRST_PID = 1000
-LAST_S = 60.0
+LAST_S = 300.0
 """Virtual time for which what is left of a process may take to end."""
 
 T = TypeVar("T")

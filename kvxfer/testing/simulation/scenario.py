@@ -108,9 +108,11 @@ class Scenario(ABC):
 
     Attributes:
         name: Name of the scenario, unique in a command.
+        share: Share of the seeds of a command that it gets beside others: less if it is slow.
     """
 
     name: ClassVar[str]
+    share: ClassVar[float] = 1.0
 
     @abstractmethod
     def plan(self, random: Random) -> list[Step]:

@@ -219,6 +219,8 @@ class World:
                 self._simulation.fail("outcome without a reason", outcome)
             if not batch.is_store and outcome.status not in GIVEN_UP:
                 self.judge_miss(part, batch.began)
+            if outcome.status is Status.CORRUPT and self.history.is_strict:
+                self._simulation.fail("corrupt without a fault", outcome)
             return
         if batch.is_store:
             self.history.end_store(batch.stores[at], is_done=True)

@@ -1,0 +1,169 @@
+"""Scenario of engines whose blocks are at peers, `nixl://`."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from kvxfer.backends.host import HostBackend
+from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer
+from kvxfer.storage.keys import Namespace
+from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
+from kvxfer.testing.simulation import FleetScenario, Opened, ProcessRun, Simulation, Step
+from kvxfer.transfer import TransferEngine
+from kvxfer.units import ByteSize
+from tests.simulation.tiers import (
+    ROOM,
+    SLOT_BYTES,
+    leftovers_of_engine,
+    leftovers_of_host,
+    open_host,
+)
+
+FIRST_PORT = 9000
+DELAYS_S = (0.0, 0.001, 0.3)
+LONG_DELAYS_S = (2.0, 8.0)
+
+
+class PeersScenario(FleetScenario):
+    """Engines and holders of `nixl://`, by sockets or by agents whose reads are late or fail."""
+
+    name = "peers"
+    share: ClassVar[float] = 0.1
+    num_holders: ClassVar[int] = 2
+    quiet_s: ClassVar[float] = 15.0
+    num_engines: ClassVar[int] = 2
+    faults: ClassVar[dict[str, int]] = {
+        "kill_engine": 2,
+        "stop_engine": 1,
+        "kill_holder": 2,
+        "end_holder": 1,
+        "stop_holder": 2,
+        "partition": 3,
+        "cut": 3,
+        "refuse": 1,
+        "starve": 1,
+        "late_reads": 3,
+        "failing_reads": 2,
+        "lost_reads": 2,
+    }
+
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        """See `Scenario.run`."""
+        self._agents: list[tuple[Any, FakeNixlAgent]] = []
+        super().run(simulation, steps)
+
+    def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
+        """See `EngineScenario.open`."""
+        random = simulation.random("peers")
+        config = NixlConfig(
+            address=",".join(f"127.0.0.1:{FIRST_PORT + at}" for at in range(self.num_holders)),
+            replicas=random.choice((1, 1, 2)),
+            timeout_s=random.choice((1.0, 3.0)),
+            lookup_timeout_s=random.choice((0.3, 1.0)),
+            staging=ByteSize(1 << 16),
+            quarantine=ByteSize(random.choice((0, 1 << 20))),
+            **self._both(simulation),
+        )
+        backend = NixlBackend(config, namespace, make_agent=lambda: self._make_agent(simulation))
+        return Opened(backend=backend, is_roomy=_is_roomy(simulation), may_delete_late=True)
+
+    def open_holder(
+        self, simulation: Simulation, namespace: Namespace, number: int
+    ) -> StandalonePeer:
+        """See `FleetScenario.open_holder`."""
+        num_slots = ROOM if _is_roomy(simulation) else simulation.random("slots").choice((2, 6))
+        capacity = ByteSize(num_slots * SLOT_BYTES)
+        config = NixlConfig(
+            listen=f"127.0.0.1:{FIRST_PORT + number}", capacity=capacity, **self._both(simulation)
+        )
+        return StandalonePeer(
+            config,
+            lambda namespace: open_host(num_slots, namespace),
+            namespace=namespace if simulation.random("settled").random() < 0.5 else None,
+            make_agent=lambda: self._make_agent(simulation),
+        )
+
+    def is_strict(self, simulation: Simulation, steps: Sequence[Step]) -> bool:
+        """See `FleetScenario.is_strict`: what is cut off may be done all the same, and late."""
+        del simulation
+        return not any(step.what in self.faults for step in steps)
+
+    def note_killed(self, process: ProcessRun) -> None:
+        """See `FleetScenario.note_killed`: its memory cannot be read any more."""
+        for owner, agent in self._agents:
+            if owner is process.process:
+                FakeNixlAgent._agents.pop(agent.name, None)
+
+    def begin_fault(self, simulation: Simulation, step: Step) -> None:
+        """See `FleetScenario.begin_fault`: reads of an engine or of a holder are in trouble."""
+        given, random = step.arguments, simulation.random(str(step))
+        for owner, agent in self._agents:
+            if owner.name in (f"engine {given['engine']}", f"holder {given['holder']}"):
+                if random.random() > given["share"]:
+                    continue
+                if step.what == "late_reads":
+                    agent.delay_s = random.choice(LONG_DELAYS_S)
+                elif step.what == "failing_reads":
+                    agent.failing = not agent.failing
+                else:
+                    agent.hold()
+
+    def end_faults(self, simulation: Simulation) -> None:
+        """See `FleetScenario.end_faults`."""
+        del simulation
+        for _, agent in self._agents:
+            agent.delay_s, agent.failing = 0.0, False
+            agent.release()
+
+    def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
+        """See `EngineScenario.leftovers`."""
+        left = leftovers_of_engine(engine)
+        assert isinstance(opened.backend, NixlBackend)
+        exchange = opened.backend._exchange
+        counts = {
+            "bytes in quarantine": opened.backend.num_quarantined_bytes,
+            "missing staging buffers": exchange.staging.num_buffers - len(exchange.staging._idle),
+            "late lookups": opened.backend._calls.num_late,
+            "requests that wait": sum(
+                len(client.reconnect._connection._waiting)
+                for client in exchange.clients.values()
+                if client.reconnect._connection is not None
+            ),
+        }
+        return left + [f"{count} {what}" for what, count in counts.items() if count]
+
+    def num_pins(self, holder: Any) -> int:
+        """See `FleetScenario.num_pins`."""
+        assert isinstance(holder, StandalonePeer)
+        return sum(each.num_pins for each in holder._server.sessions)
+
+    def leftovers_of_holder(self, holder: Any) -> list[str]:
+        """See `FleetScenario.leftovers_of_holder`."""
+        assert isinstance(holder, StandalonePeer)
+        left = [f"a session of {each._channel.peer}" for each in holder._server.sessions]
+        if holder._server.num_unproven:
+            left.append(f"{holder._server.num_unproven} connections without proof")
+        if holder._opened is not None:
+            assert isinstance(holder._opened[1], HostBackend)
+            left += leftovers_of_host(holder._opened[1])
+        return left
+
+    def _both(self, simulation: Simulation) -> dict[str, Any]:
+        """Settings that engines and holders share."""
+        random = simulation.random("both")
+        return {
+            "transport": random.choice(("auto", "auto", "socket")),
+            "integrity": random.choice(("full", "fenced")),
+            "lease_s": random.choice((3.0, 9.0)),
+            "heartbeat_s": random.choice((1.0, 1.5)),
+            "handshake_timeout_s": random.choice((1.0, 5.0)),
+        }
+
+    def _make_agent(self, simulation: Simulation) -> FakeNixlAgent:
+        agent = FakeNixlAgent()
+        agent.delay_s = simulation.random(f"agent {len(self._agents)}").choice(DELAYS_S)
+        self._agents.append((simulation.runtime.scheduler.current.process, agent))
+        return agent
+
+
+def _is_roomy(simulation: Simulation) -> bool:
+    return simulation.random("room").random() < 0.6
