@@ -417,13 +417,15 @@ class EngineRun:
         there = await self._inner(last).lookup(self._world.keys(parts))
         return [part for part, each in zip(parts, there, strict=True) if each]
 
-    def _must_be_there(self, part: Part, since: float = inf) -> bool:
-        """Whether a chunk was stored whole, alone, and nothing can have removed it."""
+    def _must_be_there(
+        self, part: Part, since: float = inf, *, num_blocks: int = BLOCKS_PER_CHUNK
+    ) -> bool:
+        """Whether a chunk was stored, and nothing can have removed it."""
         key, history = self._world.key(part), self._world.history
         return (
             self._opened.is_roomy
-            and history.is_of_one_store(key)
-            and history.must_be_there(key, BLOCKS_PER_CHUNK, since=since)
+            and not history.is_mixed(key)
+            and history.must_be_there(key, num_blocks, since=since)
         )
 
     def _inner(self, tier: int) -> Backend:
@@ -500,7 +502,7 @@ class EngineRun:
         parts = self._world.every_part()
         there = await self._inner(-1).lookup(self._world.keys(parts))
         for part, each in zip(parts, there, strict=True):
-            if not each and self._must_be_there(part, since):
+            if not each and self._must_be_there(part, since, num_blocks=0):
                 self._simulation.fail("flush left the last tier without", part)
 
     async def _drain(self, timeout_s: float | None, cancel_s: float | None) -> None:

@@ -247,7 +247,11 @@ class History:
     def is_of_one_store(self, key: BlockKey) -> bool:
         """Whether all its copies are of one store: not of parts, or beside an unseen eviction."""
         parts = {(each.first, each.num_blocks) for each in self._stores.get(key, [])}
-        return len(parts) <= 1 and key not in self._mixed
+        return len(parts) <= 1 and not self.is_mixed(key)
+
+    def is_mixed(self, key: BlockKey) -> bool:
+        """Whether a tier may lack a store of it: beside an unseen eviction, or by a loss."""
+        return key in self._mixed
 
     def _judge_order(self, key: BlockKey, version: int, began: float) -> None:
         """Check that a store is not found again after it was deleted, or a later one was found."""
@@ -271,17 +275,17 @@ class History:
                 return
 
     def must_be_there(self, key: BlockKey, num_blocks: int, *, since: float = inf) -> bool:
-        """Whether a whole chunk was stored, and nothing can have removed it since.
+        """Whether a chunk was stored, and nothing can have removed it since.
 
         Args:
             key: The key.
-            num_blocks: Blocks of a whole chunk.
+            num_blocks: Blocks of a whole chunk, of which each is wanted; 0 if any of them will do.
             since: Time before which the store has ended.
         """
         removed = self._removed.get(key, -1.0)
         return not (self._removing[key] or self._num_purges) and any(
             each.is_done
-            and each.covers(0, num_blocks)
+            and (not num_blocks or each.covers(0, num_blocks))
             and each.began > removed
             and (each.ended or 0.0) <= since
             for each in self._stores.get(key, [])
