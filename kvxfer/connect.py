@@ -348,7 +348,7 @@ def backend_choices(
     Raises:
         InvalidArgumentError: There is none.
     """
-    if not isinstance(backend, Sequence) or isinstance(backend, str):
+    if not isinstance(backend, Sequence) or isinstance(backend, (str, bytes, bytearray)):
         return [backend]
     if not backend:
         raise InvalidArgumentError("backend", backend, "at least one URL or mapping")
@@ -378,14 +378,16 @@ def _split_url(url: str) -> tuple[str, dict[str, Any]]:
     if parts.fragment:
         raise InvalidArgumentError("backend", shown(url), "no fragment after '#'")
     try:
-        query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        path = unquote(parts.path, errors="strict")
+        is_strict = bool(parts.query)
+        query = parse_qsl(
+            parts.query, keep_blank_values=True, strict_parsing=is_strict, errors="strict"
+        )
+    except UnicodeDecodeError:  # or different values would be the same
+        raise InvalidArgumentError("backend", shown(url), "UTF-8 after each '%'") from None
     except ValueError:
         raise InvalidArgumentError("backend", shown(url), "parameters as name=value") from None
-    query += [
-        (name, text)
-        for name, text in (("address", parts.netloc), ("path", unquote(parts.path)))
-        if text
-    ]
+    query += [(name, text) for name, text in (("address", parts.netloc), ("path", path)) if text]
     parameters: dict[str, Any] = dict(query)
     if len(parameters) < len(query):
         raise InvalidArgumentError("backend", shown(url), "each parameter once")

@@ -163,6 +163,9 @@ def test_the_mapping_is_left_as_it_was() -> None:
         ("file:///var/a\x1b[31mb?capacity=4MiB", "without control characters"),
         ("host://?capacity=4MiB\r\n", "without control characters"),
         ("\0host://?capacity=4MiB", "without control characters"),
+        ("file:///var/a?capacity=4MiB&tenant=%ff", "UTF-8 after each '%'"),  # nor is it that of %fe
+        ("file:///var/%ff?capacity=4MiB", "UTF-8 after each '%'"),
+        (b"host://?capacity=4MiB", r"backend is b'host://"),
         (" host://?capacity=4MiB", "without .* spaces around it"),
         ("nixl://127.0.0\n.1:7000", "without control characters"),
     ],
