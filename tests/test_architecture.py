@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/host": 1_650,
     "backends/mooncake": 720,
     "backends/nixl": 9_810,
-    "backends/object": 1_900,
+    "backends/object": 1_880,
     "backends/pool": 1_400,
     "benchmarks": 6_535,
     "examples": 2_490,

@@ -61,6 +61,9 @@ Move = Callable[[_Run], Awaitable[list[Outcome]]]
 class MooncakeBackend(Backend):
     """Backend that keeps each block in an object of Mooncake Store, which evicts.
 
+    It shares `Pages` with buckets, and not their moves: one call of Mooncake moves many objects
+    through registered memory, where a bucket has a request, a deadline, a repetition for each.
+
     Bytes pass through memory that is registered with Mooncake once; a buffer of it that a late call
     may still touch is not used before the call has returned. While the master is gone every
     block is a miss and every store fails, within the time for a call at first and at once soon

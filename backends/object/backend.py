@@ -9,10 +9,9 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from kvxfer import runtime
-from kvxfer.backends.object.bucket import Bucket, Counts
+from kvxfer.backends.object.bucket import Bucket, Counts, ObjectVersion
 from kvxfer.backends.object.config import AZConfig, GSConfig, ObjectConfig, S3Config
 from kvxfer.backends.object.namespace_texts import NamespaceTexts
-from kvxfer.backends.object.object_version import ObjectVersion
 from kvxfer.backends.object.presence import Presence
 from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.checks import require_instance
