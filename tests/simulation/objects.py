@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import math
 from collections import Counter
-from collections.abc import Awaitable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 from random import Random
 from typing import Any, ClassVar
 
@@ -61,24 +61,38 @@ class ObjectsScenario(EngineScenario):
                 replace(each, arguments={"process": process, **each.arguments}) for each in made
             ]
         length_s = max(step.at_s for step in steps)
-        for _ in range(random.choice((0, 0, 1, 3))):
-            arguments: dict[str, Any] = {"process": random.randrange(NUM_PROCESSES)}
-            arguments["is_killed"] = random.random() < 0.5
-            steps.append(Step(random.random() * length_s, "restart", arguments))
+
+        def add(what: str, at_s: float | None = None, **arguments: Any) -> None:
+            moment_s = random.random() * length_s if at_s is None else at_s
+            process = {} if what == "fault" else {"process": random.randrange(NUM_PROCESSES)}
+            steps.append(Step(moment_s, what, {**process, **arguments}))
+
+        for _ in range(random.choice((0, 3, 8))):
+            add(random.choice(("look", "look", "reset")), parts=draw_parts(random, 3))
+        if random.random() < 0.4:  # all is well, so that much more must hold
+            return sorted(steps, key=lambda step: step.at_s)
         for _ in range(random.choice((0, 0, 3, 8))):
-            parts = draw_parts(random, random.choice((1, 3)))
-            what = random.choice(("damage", "look", "reset", "look"))
-            arguments = {"process": random.randrange(NUM_PROCESSES), "parts": parts}
-            steps.append(Step(random.random() * length_s, what, arguments))
-        for _ in range(random.choice((0, 0, 1, 3, 8))):
-            arguments = {
-                "fault": random.choice(list(BucketFault)),
-                "for_s": random.choice((0.2, 1.0, 4.0)),
-                "share": random.choice((0.2, 0.5, 1.0)),
-                "requests": random.choice((REQUESTS, ("PUT",), ("GET",), ("DELETE", "PUT"))),
-            }
-            steps.append(Step(random.random() * length_s, "fault", arguments))
+            add("damage", parts=draw_parts(random, random.choice((1, 3))))
+        for _ in range(random.choice((0, 0, 1, 3))):
+            add("restart", is_killed=random.random() < 0.5)
+        for _ in range(random.choice((0, 1, 3, 8))):
+            requests = random.choice((REQUESTS, ("PUT",), ("GET",), ("DELETE", "PUT")))
+            fault = random.choice(list(BucketFault))
+            for_s, share = random.choice((0.2, 1.0, 4.0)), random.choice((0.2, 0.5, 1.0))
+            add("fault", fault=fault, for_s=for_s, share=share, requests=requests)
+        for _ in range(random.choice((0, 1, 3))):
+            self._add_race(add, random, random.random() * length_s)
         return sorted(steps, key=lambda step: step.at_s)
+
+    def _add_race(self, add: Callable[..., None], random: Random, at_s: float) -> None:
+        """Add a delete of a chunk whose answers are lost, while both processes store it."""
+        parts = (Part(0, random.randrange(3)),)
+        fault = random.choice((BucketFault.UNANSWERED, BucketFault.LATE, BucketFault.LOST))
+        add("fault", at_s, fault=fault, for_s=0.3, share=0.6, requests=("DELETE",))
+        add("delete", at_s + 0.01, parts=parts, timeout_s=None, cancel_s=None)
+        for _ in range(6):
+            moment_s = at_s + random.random() * 0.5
+            add("store", moment_s, parts=parts, timeout_s=None, cancel_s=None)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         """See `Scenario.run`."""
@@ -110,13 +124,25 @@ class _Counting(Observer):
             self.num_added.subtract(event.keys)
 
 
+@dataclass(slots=True)
+class _Damage:
+    """Objects that rot: how often each was damaged since it was found corrupt, and when it was."""
+
+    nums: Counter[BlockKey] = field(default_factory=Counter)
+    found: dict[BlockKey, float] = field(default_factory=dict)
+
+
 class _World(World):
     """World of an engine whose keys have a salt after a reset.
 
     Args:
         simulation: The run.
-        damaged: Objects that rot, and how often they were damaged; processes share it.
+        damage: Objects that rot; processes share it.
         history: History that they share.
+
+    Attributes:
+        salts: Salts of the process.
+        is_calm: Whether no request fails, so that what was found corrupt is gone.
     """
 
     salts: SaltedKeys
@@ -124,15 +150,22 @@ class _World(World):
     def __init__(
         self,
         simulation: Simulation,
-        damaged: Counter[BlockKey],
+        damage: _Damage,
         history: History | None = None,
     ) -> None:
         super().__init__(simulation, history)
-        self._damaged = damaged
+        self.is_calm = False
+        self._damage = damage
 
     def key(self, part: Part) -> BlockKey:
         """See `World.key`."""
         return self.salts.name(super().key(part))
+
+    def note_damage(self, key: BlockKey) -> None:
+        """Note that an object rots: what was stored of it may be lost."""
+        self.history.begin_removal(key)
+        self._damage.nums[key] += 1
+        self._damage.found.pop(key, None)
 
     def forget(self) -> None:
         """Note that what the memory of the process alone had is lost."""
@@ -145,24 +178,32 @@ class _World(World):
     ) -> None:
         super()._judge(batch, at, part, ids, outcome)
         key = self.key(part)
-        if outcome.status is Status.CORRUPT:  # and it was removed
-            if key not in self._damaged:
-                self._simulation.fail("corrupt", f"{part}, which was not damaged: {outcome}")
-            while self._damaged[key]:
-                self._damaged[key] -= 1
-                self.history.end_removal(key, batch.began, was_found=False)
+        if outcome.status is not Status.CORRUPT:
+            return
+        damage, is_again = self._damage, batch.began > self._damage.found.get(key, inf)
+        if key not in damage.nums or (self.is_calm and is_again):
+            self._simulation.fail("corrupt", f"{part}, which was not damaged: {outcome}")
+        damage.found[key] = self._simulation.now  # and it was removed
+        while damage.nums[key]:
+            damage.nums[key] -= 1
+            self.history.end_removal(key, batch.began, was_found=False)
 
 
 class _Process:
-    """Backends of a process, and its client of the bucket."""
+    """Backends of a process, and its client of the bucket.
+
+    Attributes:
+        have_tiers: Whether processes have host memory above the bucket, each its own.
+        is_alone: Whether this one has not.
+    """
 
     def __init__(
         self, simulation: Simulation, bucket: SimulatedBucket, name: str, namespace: Namespace
     ) -> None:
         random = simulation.random("objects")  # the same for all processes
-        is_alone = random.random() < 0.6
-        is_roomy = is_alone or random.random() < 0.6
-        self.is_alone = is_alone or name == "reader"
+        self.have_tiers = random.random() < 0.4
+        is_roomy = not self.have_tiers or random.random() < 0.6
+        self.is_alone = not self.have_tiers or name == "reader"
         fields = {
             "path": "prefix",
             "timeout_s": random.choice((0.5, 2.0, 5.0)),
@@ -201,7 +242,6 @@ class _EngineRun(EngineRun):
         self._salted = world
         self._process = process
         self._bucket = bucket
-        self._damaged = world._damaged
         self._num_moving = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -254,8 +294,7 @@ class _EngineRun(EngineRun):
         for key in self._salted.keys(parts):
             name = self._process.objects._pages.name(key)
             if self._bucket.damage(name, self._simulation.random(f"damage {name}")):
-                self._salted.history.begin_removal(key)
-                self._damaged[key] += 1
+                self._salted.note_damage(key)
 
     async def _look(self, parts: tuple[Part, ...]) -> None:
         await self.look(parts)
@@ -267,11 +306,27 @@ class _EngineRun(EngineRun):
         took_s = self._simulation.now - began
         if took_s > config.lookup_timeout_s + SLACK_S:
             self._simulation.fail("late", f"a lookup took {took_s:.3f} s")
-        if not self._salted.history.is_strict:
+        self._require_fresh(keys, answers, began)
+
+    async def _lookup(
+        self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
+    ) -> None:
+        began, keys = self._simulation.now, self._salted.keys(parts)
+        call = self._engine.lookup(keys, timeout_s=timeout_s)
+        answers = await self._timed("lookup", call, timeout_s, cancel_s)
+        if answers is not None:
+            self._require_fresh(keys, answers, began, inf if timeout_s is None else timeout_s)
+
+    def _require_fresh(
+        self, keys: Sequence[BlockKey], answers: Sequence[bool], began: float, limit_s: float = inf
+    ) -> None:
+        """Check that answers are as old at most as the cache of lookups may be."""
+        config, now = self._process.config, self._simulation.now
+        if not (self._salted.history.is_strict and self._process.is_alone):
             return
         for key, is_there in zip(keys, answers, strict=True):
-            if not is_there and took_s >= config.lookup_timeout_s:
-                continue
+            if not is_there and now - began >= min(limit_s, config.lookup_timeout_s / 2):
+                continue  # it was not known in time
             age_s = config.found_ttl_s if is_there else config.missing_ttl_s
             name = self._process.objects._pages.name(key)
             if not self._bucket.history.was(name, began - age_s - SLACK_S, is_there=is_there):
@@ -294,10 +349,13 @@ class _EngineRun(EngineRun):
     async def _reset(self, parts: tuple[Part, ...]) -> None:
         """Forget every block, and delete those that the process alone could find."""
         del parts
+        await self._idle.wait()  # a batch is judged by the keys that it began with
         salts, former = self._salted.salts, self._salted.salts.salt
-        if not salts.renew():
+        has_former = salts.renew()
+        if salts.salt == former:
+            self._simulation.fail("a salt was used again")
+        if not has_former:
             return
-        await self._idle.wait()
         with contextlib.suppress(BackendUnavailableError):
             await salts.delete_former(self._engine.drain)
             pages = self._process.objects._pages
@@ -319,16 +377,16 @@ class _Run:
         self._bucket = SimulatedBucket(simulation)
         self._bucket.history.on_late = self._note_late
         self._counting = _Counting()
-        self._damaged: Counter[BlockKey] = Counter()
-        self._worlds = [_World(simulation, self._damaged)]
+        damage = _Damage()
+        self._worlds = [_World(simulation, damage)]
         self._history = self._worlds[0].history
-        self._worlds += [
-            _World(simulation, self._damaged, self._history) for _ in range(NUM_PROCESSES)
-        ]
+        self._worlds += [_World(simulation, damage, self._history) for _ in range(NUM_PROCESSES)]
         self._engines: list[_EngineRun] = []
         self._late: dict[BlockKey, None] = {}
-        faults = ("fault", "damage", "restart")
-        self._has_faults = any(step.what in faults for step in steps)
+        kinds = {step.what for step in steps}
+        self._has_faults = not kinds.isdisjoint({"fault", "damage", "restart"})
+        for world in self._worlds:
+            world.is_calm = kinds.isdisjoint({"fault", "restart"})
 
     async def run(self) -> None:
         """Carry out the steps, then look at what is left, also with the eyes of a third process."""
@@ -354,7 +412,7 @@ class _Run:
     async def _open(self, number: int, name: str) -> "_EngineRun":
         world = self._worlds[number]
         process = _Process(self._simulation, self._bucket, name, world.namespace)
-        self._history.is_strict = process.is_alone and not self._has_faults
+        self._history.is_strict = not (process.have_tiers or self._has_faults)
         process.objects.observe(Reports([self._counting]))
         engine = _EngineRun(self._scenario, self._simulation, world, process, self._bucket)
         self._engines.append(engine)
@@ -368,7 +426,7 @@ class _Run:
         began, at_s = self._simulation.now, -1.0
         while True:
             engine = await self._open(number, f"process {number}")
-            until_s = restarts[0].at_s if restarts else math.inf
+            until_s = restarts[0].at_s if restarts else inf
             chosen = [step for step in mine if at_s < step.at_s < until_s]
             late_s = self._simulation.now - began
             steps = [_of_process(step, late_s) for step in chosen]
