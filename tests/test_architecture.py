@@ -44,7 +44,7 @@ BUDGETS = {
     "kvxfer": 2_080,
     "backends/file": 5_900,
     "backends/host": 1_650,
-    "backends/mooncake": 720,
+    "backends/mooncake": 721,
     "backends/nixl": 9_810,
     "backends/object": 1_880,
     "backends/pool": 1_400,

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
@@ -217,14 +217,16 @@ class _Process:
         }
         self.config, self.client = bucket.open_client(name, **fields)
         self.objects = S3Backend(self.config, namespace)
-        self.opened = Opened(backend=self.objects, is_roomy=is_roomy)
+        self.opened = Opened(backend=self.objects, is_roomy=is_roomy, may_delete_late=True)
         if not self.is_alone:
             blocks = ROOM if is_roomy else random.choice((2, 4, 8))
             host = HostBackend(HostConfig(capacity=ByteSize(blocks * SLOT_BYTES)), namespace)
             tiers: list[Backend] = [host, self.objects]
             timeouts = TierTimeouts(lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=0.1)
             backend = TieredBackend(tiers, namespace, staging_bytes=16384, timeouts=timeouts)
-            self.opened = Opened(backend=backend, tiers=tiers, is_roomy=is_roomy)
+            self.opened = Opened(
+                backend=backend, tiers=tiers, is_roomy=is_roomy, may_delete_late=True
+            )
 
 
 class _EngineRun(EngineRun):
@@ -273,17 +275,11 @@ class _EngineRun(EngineRun):
         if said != is_so:
             self._simulation.fail("counts", f"said {said}, and there were {is_so}")
 
-    async def _move(self, *args: Any, **kwargs: Any) -> None:
-        await self._while_idle_is_off(super()._move(*args, **kwargs))
-
-    async def _poll(self, *args: Any, **kwargs: Any) -> None:
-        await self._while_idle_is_off(super()._poll(*args, **kwargs))
-
-    async def _while_idle_is_off(self, moving: Awaitable[None]) -> None:
+    async def _move(self, *args: Any, **kwargs: Any) -> Sequence[Outcome] | None:
         self._num_moving += 1
         self._idle.clear()
         try:
-            await moving
+            return await super()._move(*args, **kwargs)
         finally:
             self._num_moving -= 1
             if not self._num_moving:
@@ -324,13 +320,17 @@ class _EngineRun(EngineRun):
         config, now = self._process.config, self._simulation.now
         if not (self._salted.history.is_strict and self._process.is_alone):
             return
+        in_time = now - began < min(limit_s, config.lookup_timeout_s / 2)
+        seen_s, missed_s = (
+            began - SLACK_S - ttl_s for ttl_s in (config.found_ttl_s, config.missing_ttl_s)
+        )
         for key, is_there in zip(keys, answers, strict=True):
-            if not is_there and now - began >= min(limit_s, config.lookup_timeout_s / 2):
-                continue  # it was not known in time
-            age_s = config.found_ttl_s if is_there else config.missing_ttl_s
             name = self._process.objects._pages.name(key)
-            if not self._bucket.history.was(name, began - age_s - SLACK_S, is_there=is_there):
-                self._simulation.fail("a stale answer", f"{name} is there: {is_there}")
+            if is_there and not self._bucket.history.was(name, seen_s, is_there=True):
+                self._simulation.fail("a stale answer", f"{name} is there no more")
+            must_be_there = self._salted.history.must_be_there(key, 0, since=missed_s)
+            if in_time and must_be_there and not is_there:
+                self._simulation.fail("a stale answer", f"{name} is there")
 
     async def _purge(self, timeout_s: float | None, cancel_s: float | None) -> None:
         """Remove the blocks whose keys begin like one of them."""
