@@ -14,7 +14,6 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -60,7 +59,9 @@ class Code:
         return all(_look_up(place, name) is found for place, name, found in self.links)
 
 
-_read: WeakKeyDictionary[Any, Code] = WeakKeyDictionary()
+MAX_READ = 4096
+"""Classes and functions whose code is kept; what was looked up keeps them in memory."""
+_read: dict[Any, Code] = {}
 
 
 def read_code(start: Any) -> Code:
@@ -71,8 +72,10 @@ def read_code(start: Any) -> Code:
     """
     known = _read.get(start)
     if known is None or not known.is_same():
-        walk = _Walk(start)
-        known = _read[start] = walk.code
+        known = _Walk(start).code
+        if len(_read) >= MAX_READ:
+            _read.clear()
+        _read[start] = known
     return known
 
 
