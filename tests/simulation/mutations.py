@@ -326,6 +326,46 @@ MUTATIONS = (
         "objects",
         60,
     ),
+    Mutation(
+        "stores do not lock their keys",
+        "kvxfer/tiering/tiered_backend.py",
+        "        with self._locks.hold([batch.keys[index] for index in free]):",
+        "        with self._locks.hold([]):",
+        "tiers",
+        20,
+    ),
+    Mutation(
+        "a store is not told",
+        "backends/host/backend.py",
+        "                    self._reports.added(arrived)\n",
+        "",
+        "tiers",
+        20,
+    ),
+    Mutation(
+        "an eviction is not told",
+        "backends/host/backend.py",
+        "{Removal.REPLACED: replaced, **plan.evicted_by()}",
+        "{Removal.REPLACED: replaced}",
+        "tiers",
+        40,
+    ),
+    Mutation(
+        "a dropped block keeps its slot",
+        "kvxfer/storage/index.py",
+        "        self._free_slots.append(self._entries.pop(key).slot)",
+        "        self._entries.pop(key)",
+        "tiers",
+        20,
+    ),
+    Mutation(
+        "a purge begins with the first tier",
+        "kvxfer/tiering/tiered_backend.py",
+        "            for tier in reversed(self._tiers):\n                async with",
+        "            for tier in self._tiers:\n                async with",
+        "tiers",
+        40,
+    ),
 )
 
 

@@ -129,26 +129,6 @@ class Unsafe(DictBackend):
         return [Outcome(Status.TIMED_OUT, memory_safe=False)] * blocks.num_blocks
 
 
-async def test_staging_memory_that_is_not_safe_is_not_used_again_for_the_way_down(
-    memory: BlockMemory,
-) -> None:
-    class Cold(Unsafe):
-        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-            return [False] * len(keys)
-
-    namespace = memory.namespace()
-    lower = Cold(None, namespace)
-    async with TieredBackend([open_dict(namespace), lower], namespace) as backend:
-        idle = backend._staging.num_buffers
-        await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
-        await settle(backend)
-        assert len(backend._staging._idle) == idle - 1
-        lower.quiet.set()
-        await backend.drain()
-        await backend._staging.aclose()
-        assert len(backend._staging._idle) == idle
-
-
 async def test_staging_memory_that_is_not_safe_is_not_used_again_for_the_way_up(
     memory: BlockMemory,
 ) -> None:
@@ -413,21 +393,6 @@ async def test_a_tier_that_hangs_keeps_no_more_than_its_share_of_staging_memory(
         assert await asyncio.gather(*lookups) == [[False]] * 3 + [[True]] * 4
         assert await load_from(backend, memory, KEYS[4:]) == payloads[4:]
         hanging.release()
-
-
-async def test_staging_memory_of_a_cancelled_carry_is_drained_first(memory: BlockMemory) -> None:
-    namespace = memory.namespace()
-    late = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates(late=1.0))
-    async with TieredBackend([open_host(namespace, 8), late], namespace) as backend:
-        idle = backend._staging.num_buffers
-        await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
-        await late.until_waiting()
-        for writer in backend._writers:
-            await writer.cancel()
-        assert len(backend._staging._idle) == idle - 1
-        late.release()
-        await backend._staging.aclose()
-        assert len(backend._staging._idle) == idle
 
 
 async def test_closing_leaves_behind_what_hangs_and_says_so(

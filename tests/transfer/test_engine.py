@@ -273,22 +273,6 @@ async def test_a_deadline_counts_the_time_in_the_queue(
         assert len(gated.calls) == 1
 
 
-async def test_memory_is_not_safe_while_the_backend_still_has_it(
-    memory: BlockMemory, gated: GatedBackend
-) -> None:
-    async with TransferEngine(memory.caches, gated) as engine:
-        (outcome,) = await engine.load(keys_of(1), [[1]], timeout_s=0.01)
-        assert outcome.status is Status.TIMED_OUT
-        assert not outcome.memory_safe
-        drained = asyncio.create_task(engine.drain())
-        await asyncio.sleep(0.01)
-        assert not drained.done()
-        assert gated.bytes_in_flight == engine._mover._admission.bytes_in_flight == PAGE_BYTES
-        gated.gate.set()
-        await drained
-        assert gated.bytes_in_flight == engine._mover._admission.bytes_in_flight == 0
-
-
 async def test_blocks_that_arrived_before_the_deadline_stay_done(memory: BlockMemory) -> None:
     class SlowSecond(DictBackend):
         async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
