@@ -24,6 +24,7 @@ from kvxfer.backends.file.folders.integrity_record import IntegrityRecord
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_file import log_other_namespaces, write_namespace
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
+from kvxfer.backends.file.folders.open_folders import make_root
 from kvxfer.backends.file.io.file_io import FileIO
 from kvxfer.backends.file.io.selection import open_engine, probe_direct
 from kvxfer.backends.file.space import Space
@@ -33,7 +34,7 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.digest import Digester
-from kvxfer.pages.names import FOLDER_MODE, file_name
+from kvxfer.pages.names import file_name
 from kvxfer.runtime import CircuitBreaker, Threads
 from kvxfer.storage.backend import DONE, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
@@ -264,7 +265,7 @@ class FileBackend(Backend):
         """Open the folder, the ledger and the I/O engine, which `aclose` closes."""
         with contextlib.ExitStack() as opened:
             try:
-                runtime.disk().makedirs(self._root, FOLDER_MODE, exist_ok=True)
+                make_root(self._root)
                 warn_of_other_writers(self._root)
                 alignment = probe_direct(self._root) if config.direct == "auto" else 0
                 self._folder = NamespaceFolder(self._root, namespace.fingerprint)

@@ -46,7 +46,6 @@ class BlockWriter:
         self._ledger = ledger
         self._durable = durability == "fsync"
         self._numbers = itertools.count()
-        self._unsynced: set[BlockKey] = set()
 
     def write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Write block i of `blocks` to the file of `keys[i]`.
@@ -60,20 +59,23 @@ class BlockWriter:
             try:
                 outcomes += self._write_round(some, blocks.select(start, stop), zero_copy=zero_copy)
             except Exception as exc:  # noqa: BLE001 - the outcome of these blocks
-                self._unsynced.update(some)  # those that have their names already
                 outcomes += [failure(exc)] * len(some)
         return outcomes
 
-    def sync_again(self, keys: Sequence[BlockKey]) -> dict[BlockKey, Outcome]:
-        """Sync the folders of files that have their names since a failure; return what fails."""
-        owed = [key for key in keys if key in self._unsynced]
+    def sync_names(self, keys: Sequence[BlockKey]) -> Outcome | None:
+        """Sync the folders of files that are there if blocks must survive a power cut.
+
+        Whoever has stored them may not have synced these yet, or have been killed before.
+
+        Returns:
+            None, or why they would not survive it.
+        """
         try:
-            if owed and self._durable:
-                self._files.folder.sync(owed)
+            if keys and self._durable:
+                self._files.folder.sync(keys)
         except OSError as exc:
-            return dict.fromkeys(owed, failure(exc))
-        self._unsynced.difference_update(owed)
-        return {}
+            return failure(exc)
+        return None
 
     def _write_round(
         self, keys: Sequence[BlockKey], blocks: Descriptors, *, zero_copy: bool
@@ -155,13 +157,10 @@ class BlockWriter:
         try:
             self._files.folder.sync(some)
         except OSError as exc:
-            self._unsynced.update(some)
             for index in named:
                 results[index] = exc
                 with contextlib.suppress(OSError):  # else it stays, and is counted
                     self._files.folder.remove(keys[index])
-        else:
-            self._unsynced.difference_update(some)
 
 
 def _outcome(result: Result) -> Outcome:

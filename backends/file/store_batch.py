@@ -86,6 +86,8 @@ class StoreBatch:
             unreadable = self._files.record.unreadable(self._keys, sizes)
         except OSError:
             return [False] * len(sizes)
+        if self._sync(sizes) is not None:
+            return [False] * len(sizes)
         for index, size in enumerate(sizes):
             covers = False
             with contextlib.suppress(OSError):
@@ -128,7 +130,7 @@ class StoreBatch:
             self._outcomes[:] = [OTHER_SECRET] * len(self._keys)
             return
         found, absent = self._files.folder.sizes(self._keys), dict[int, int]()
-        unsynced = self._writer.sync_again(self._keys)
+        unsynced = self._sync(found)
         unreadable = self._files.record.unreadable(self._keys, found)
         for index, num_bytes in enumerate(self._blocks.block_sizes.tolist()):
             expected, size = self._files.format(self._keys[index]), found[index]
@@ -142,7 +144,7 @@ class StoreBatch:
                 if not self._covers(index, size, discard=True):
                     absent[index] = expected.header_size_bytes + num_bytes
                 else:
-                    self._outcomes[index] = unsynced.get(self._keys[index])
+                    self._outcomes[index] = unsynced
             except OSError as exc:
                 self._outcomes[index] = failure(exc)
         spare = [key for index, key in enumerate(self._keys) if index not in absent]
@@ -160,6 +162,10 @@ class StoreBatch:
         self._reserved.update(indices[:fitting])
         for index in indices[fitting:]:
             self._outcomes[index] = refusal
+
+    def _sync(self, sizes: Sequence[Size]) -> Outcome | None:
+        keys = zip(self._keys, sizes, strict=True)
+        return self._writer.sync_names([key for key, size in keys if isinstance(size, int)])
 
     def _covers(self, index: int, file_size_bytes: Size, *, discard: bool = False) -> bool:
         """Whether a file has all bytes of a block; with `discard`, one that has not is removed.

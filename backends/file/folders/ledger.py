@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvxfer import runtime
 from kvxfer.backends.file.folders.block_tree import FoundBlock
+from kvxfer.backends.file.folders.open_folders import make_root
 from kvxfer.backends.file.folders.process_claim import (
     DIGEST_BYTES,
     OtherClaims,
@@ -22,7 +23,7 @@ from kvxfer.backends.file.folders.process_claim import (
     strip_checksum,
 )
 from kvxfer.backends.file.io.file_io import READ_FLAGS, is_absent
-from kvxfer.pages.names import FOLDER_MODE, LEDGER_NAME
+from kvxfer.pages.names import LEDGER_NAME
 
 MAX_CLAIMED = 64
 """Most files that a thread claims at one time: their names fit into its list in the claim."""
@@ -227,7 +228,7 @@ class Ledger:
     def _reopen_if_removed(self) -> None:
         if runtime.disk().fstat(self._fd).st_nlink and self._claim.is_there:
             return
-        runtime.disk().makedirs(self._root, FOLDER_MODE, exist_ok=True)
+        make_root(self._root)
         fd, claim = self._open()
         self.close()
         self._fd, self._claim = fd, claim

@@ -105,8 +105,7 @@ class NamespaceFolder:
 
     def sync(self, keys: Sequence[BlockKey]) -> None:
         """Make the names of published files durable, one call per folder."""
-        for name in dict.fromkeys(file_name(key)[:2] for key in keys):
-            self._folders.within(name, runtime.disk().fsync)
+        self._folders.sync(dict.fromkeys(file_name(key)[:2] for key in keys))
 
     def sync_file_system(self) -> None:
         """Make all that was written to the root's file system durable, in one call.

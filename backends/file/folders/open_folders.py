@@ -29,6 +29,29 @@ def open_folder(name: str | Path, parent_fd: int | None = None) -> int:
     return runtime.disk().open(name, flags, dir_fd=parent_fd)
 
 
+def make_root(root: Path) -> None:
+    """Make the root of a store, if need be. Its name, and those of new parents, reach the disk.
+
+    Raises:
+        OSError: It can be neither opened nor made.
+    """
+    disk, synced = runtime.disk(), [root.parent]
+    for parent in root.parents:
+        try:
+            disk.stat(parent)
+            break
+        except OSError:
+            synced.append(parent.parent)
+    disk.makedirs(root, FOLDER_MODE, exist_ok=True)
+    for parent in synced:
+        with contextlib.suppress(OSError):  # a folder that we may not read, mostly
+            fd = open_folder(parent)
+            try:
+                disk.fsync(fd)
+            finally:
+                disk.close(fd)
+
+
 class OpenFolders:
     """Descriptors of the folders of a namespace, each opened once.
 
@@ -58,6 +81,7 @@ class OpenFolders:
         self._lock = runtime.lock()
         self.num_renewed = 0
         self._opened: dict[str, int] = {}
+        self._unsynced: dict[int, object] = {}
         self.root_fd = open_folder(root)
 
     def descriptor(self, name: str, *, create: bool = False) -> int:
@@ -99,10 +123,25 @@ class OpenFolders:
         with self._lock:
             if _is_removed(self.root_fd):
                 if create:
-                    runtime.disk().makedirs(self._root, FOLDER_MODE, exist_ok=True)
+                    make_root(self._root)
                 self._replace(self.root_fd, open_folder(self._root))
             own = self._renew(OWN, self._fingerprint, self.root_fd, create=create)
             return own if name == OWN else self._renew(name, name, own, create=create)
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Make the names in folders durable, and those of the folders where we opened them anew.
+
+        Raises:
+            OSError: A folder cannot be synced.
+        """
+        sync = runtime.disk().fsync
+        for name in names:
+            self.within(name, sync)
+        for fd, opened in list(self._unsynced.items()):
+            sync(fd)
+            with self._lock:
+                if self._unsynced.get(fd) is opened:
+                    del self._unsynced[fd]
 
     def have_changed(self, names: Iterable[str], since: int) -> bool:
         """Whether folders were removed or renewed since a file was not found in them.
@@ -135,6 +174,7 @@ class OpenFolders:
             with contextlib.suppress(FileExistsError):
                 runtime.disk().mkdir(path, FOLDER_MODE, dir_fd=parent_fd)
         fd = open_folder(path, parent_fd)
+        self._unsynced[parent_fd] = object()  # perhaps just made, by another process
         if known is None:
             self._opened[name] = fd
         else:
