@@ -63,7 +63,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_250,
     "kvxfer/storage": 5_077,
     "kvxfer/telemetry": 1_900,
-    "kvxfer/testing": 6_550,
+    "kvxfer/testing": 7_205,
     "kvxfer/tiering": 1_535,
     "kvxfer/transfer": 3_840,
 }

@@ -3,6 +3,7 @@
 import sys
 
 from kvxfer.testing.simulation import Scenario, main
+from tests.simulation.files import FilesScenario
 from tests.simulation.objects import ObjectsScenario
 from tests.simulation.peers import PeersScenario
 from tests.simulation.polled import PolledScenario
@@ -15,7 +16,12 @@ SCENARIOS: list[Scenario] = [
     PoolScenario(),
     PeersScenario(),
     ObjectsScenario(),
+    FilesScenario(),
 ]
 
+ON_REQUEST = ("files",)
+"""Scenarios that run where they are named alone, until thousands of their seeds have run."""
+
 if __name__ == "__main__":
-    sys.exit(main(SCENARIOS))
+    is_named = "--scenario" in sys.argv
+    sys.exit(main([each for each in SCENARIOS if is_named or each.name not in ON_REQUEST]))

@@ -282,7 +282,7 @@ class EngineRun:
             if not (self._opened.may_raise or step.what in ("purge", "drain")):
                 self._simulation.fail("undocumented error", f"{step.what}: {exc!r}")
         except Exception as exc:  # noqa: BLE001 - that is what is looked for
-            if self._opened.may_raise and step.what not in ("store", "load"):
+            if self._opened.faulty and self._opened.may_raise and step.what not in MOVES:
                 return
             self._simulation.fail("undocumented error", f"{step.what}: {exc!r}")
         self._simulation.note(f"<- {step.what} {_say(given)}")
@@ -489,6 +489,7 @@ class EngineRun:
     async def _flush(self, timeout_s: float | None, cancel_s: float | None) -> None:
         began, call = self._simulation.now, self._engine.flush(timeout_s=timeout_s)
         if await self._timed("flush", call, timeout_s, cancel_s):
+            self._world.history.end_flush(began)
             await self._require_below(began)
 
     async def _require_below(self, since: float) -> None:

@@ -1,9 +1,11 @@
 """Event loop of a simulation: virtual time, and ready tasks in an order that a seed decides."""
 
 import asyncio
+import contextlib
 import selectors
 import socket
 import traceback
+import warnings
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections import deque
 from collections.abc import Coroutine, Mapping
@@ -175,6 +177,18 @@ class SimulatedLoop(BaseSelectorEventLoop):
     def time(self) -> float:
         """Return the virtual time."""
         return self.scheduler.now
+
+    def close(self) -> None:
+        """Close the loop, and the tasks of a killed process: these clean nothing up."""
+        closed: list[asyncio.Task[Any]] = []
+        with warnings.catch_warnings():  # of coroutines that were about to be awaited
+            warnings.simplefilter("ignore", RuntimeWarning)
+            while self.process.has_ended and (tasks := asyncio.all_tasks(self).difference(closed)):
+                for task in tasks:
+                    with contextlib.suppress(BaseException):
+                        task.get_coro().close()
+                closed += tasks
+        super().close()
 
     def create_future(self) -> asyncio.Future[Any]:
         """See `asyncio.AbstractEventLoop.create_future`."""

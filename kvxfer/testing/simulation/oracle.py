@@ -30,6 +30,7 @@ class Stored:
         began: When it began.
         ended: When it ended; None as long as something may still read the memory.
         is_done: Whether it was `DONE`.
+        is_flushed: Whether a flush has ended that began later.
     """
 
     version: int
@@ -38,6 +39,7 @@ class Stored:
     began: float
     ended: float | None = None
     is_done: bool = False
+    is_flushed: bool = False
 
     def covers(self, first: int, num_blocks: int) -> bool:
         """Whether it has these blocks of the chunk."""
@@ -129,6 +131,7 @@ class History:
         is_strict: Whether nothing excuses that an older store comes back: no fault, no eviction
             that nobody sees.
         keeps_all: Whether nothing excuses, either, that what was stored is not found.
+        may_be_torn: Whether bytes may have been damaged on the medium, so that a load says so.
     """
 
     def __init__(self, simulation: Simulation, block_size_bytes: Sequence[int]) -> None:
@@ -144,6 +147,7 @@ class History:
         self._mixed: dict[BlockKey, None] = {}
         self.is_strict = True
         self.keeps_all = False
+        self.may_be_torn = False
 
     def begin_store(self, key: BlockKey, first: int, num_blocks: int) -> Stored:
         """Note that a store begins, and give it a version."""
@@ -160,6 +164,23 @@ class History:
     def end_store(self, stored: Stored, *, is_done: bool) -> None:
         """Note that a store has ended, and that nothing reads its memory any more."""
         stored.ended, stored.is_done = self._simulation.now, is_done
+
+    def end_flush(self, began: float) -> None:
+        """Note that all that was stored before a time is safe from a power cut."""
+        for stores in self._stores.values():
+            for each in stores:
+                each.is_flushed |= each.is_done and each.ended is not None and each.ended <= began
+
+    def lose_power(self, *, is_durable: bool) -> None:
+        """Note a power cut: what was not flushed may be lost, and what was deleted come back.
+
+        Args:
+            is_durable: Whether whatever is `DONE` is there after it.
+        """
+        for stores in self._stores.values():
+            for each in stores:
+                each.is_done &= each.is_flushed or is_durable
+        self._deleted, self._found, self.may_be_torn = {}, {}, True
 
     def begin_removal(self, key: BlockKey) -> None:
         """Note that a key may be gone from now on, until `end_removal` says otherwise."""

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any, TypeVar, cast
 
 from kvxfer.runtime import Disk, Lock, Runtime
+from kvxfer.testing.simulation.disk import SimulatedDisk
 from kvxfer.testing.simulation.event_loop import SimulatedLoop
 from kvxfer.testing.simulation.network import Network
 from kvxfer.testing.simulation.primitives import (
@@ -35,6 +36,7 @@ class SimulatedRuntime(Runtime):
         scheduler: Scheduler of the threads.
         network: Network between the processes.
         loops: Event loops that were made, in order.
+        files: The disk.
     """
 
     def __init__(self, seed: int) -> None:
@@ -43,6 +45,7 @@ class SimulatedRuntime(Runtime):
         self.network = Network(self.scheduler, Random(f"{seed}/network"))
         self.loops: list[SimulatedLoop] = []
         self._random = Random(f"{seed}/random")
+        self.files = SimulatedDisk(self.scheduler, Random(f"{seed}/disk"))
 
     def monotonic(self) -> float:
         """See `Runtime.monotonic`."""
@@ -105,8 +108,8 @@ class SimulatedRuntime(Runtime):
         return loop
 
     def disk(self) -> Disk:
-        """See `Runtime.disk`: there are no files."""
-        raise OSError("a simulation has no files")
+        """See `Runtime.disk`."""
+        return cast("Disk", self.files)
 
     def open_socket(self, family: int, kind: int) -> socket.socket:
         """See `Runtime.open_socket`."""

@@ -1,7 +1,9 @@
 """Scenarios: what a seed does to real code, step by step, and what is found to be wrong."""
 
+import gc
 import hashlib
 import traceback
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -153,6 +155,10 @@ def run_seed(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None)
             simulation.fail("error that nobody fetched", error)
         if not loop.is_closed():
             loop.close()
+    if any(loop.process.has_ended for loop in simulation.runtime.loops):
+        with warnings.catch_warnings():  # of coroutines of a killed process that nobody awaits
+            warnings.simplefilter("ignore", RuntimeWarning)
+            gc.collect(2 if gc.isenabled() else 0)
     return simulation
 
 

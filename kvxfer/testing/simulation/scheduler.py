@@ -150,9 +150,13 @@ class Scheduler:
                 self._hand_over(thread)
             self._is_over = True
 
-    def start(self, target: Callable[[], object], name: str) -> SimulatedThread:
-        """Start a thread of the running process, which runs when it is its turn."""
-        thread = SimulatedThread(self, name, self._current.process)
+    def start(
+        self, target: Callable[[], object], name: str, process: SimulatedProcess | None = None
+    ) -> SimulatedThread:
+        """Start a thread, of the running process by default, which runs when it is its turn."""
+        if self._is_ending and self._current is not self._main:
+            raise SimulationEnded
+        thread = SimulatedThread(self, name, process or self._current.process)
 
         def run() -> None:
             thread.ident = threading.get_ident()

@@ -1,0 +1,597 @@
+"""Disk of a simulation: files and folders in memory, with faults, kills and power cuts."""
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import NoReturn, TypeAlias
+
+from kvxfer.testing.simulation.scheduler import Scheduler, SimulatedProcess
+
+FIRST_FD = 1 << 20
+"""First descriptor: so large that none of the operating system is meant by mistake."""
+SECTOR_BYTES = 512
+MOST_FDS = 512
+"""Descriptors of a process."""
+FRAGMENT_BYTES = 4096
+
+READS = ("read", "list")
+WRITES = ("write", "name", "sync")
+CALLS = (*READS, *WRITES, "look", "open")
+"""Kinds of calls, of which a fault may concern some."""
+
+_Name: TypeAlias = "str | bytes | os.PathLike[str]"
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """File or folder; of either what processes see, what is on the medium, and what is between.
+
+    Attributes:
+        pending: Bytes with their offsets, lengths to which a file is cut, or names with what they
+            mean from then on.
+    """
+
+    number: int
+    is_folder: bool
+    used: float = 0.0
+    num_names: int = 0
+    data: bytearray = field(default_factory=bytearray)
+    names: dict[str, "_Node"] = field(default_factory=dict)
+    safe_data: bytes = b""
+    safe_names: dict[str, "_Node"] = field(default_factory=dict)
+    pending: list[tuple[int, bytes] | int] = field(default_factory=list)
+    pending_names: list[dict[str, "_Node | None"]] = field(default_factory=list)
+    locks: dict["_Opened", int] = field(default_factory=dict)
+
+    def sync(self) -> None:
+        """Bring everything to the medium."""
+        self.safe_data, self.safe_names = bytes(self.data), dict(self.names)
+        self.pending, self.pending_names = [], []
+
+
+@dataclass(slots=True, eq=False)
+class _Opened:
+    """Open file or folder: what a descriptor means."""
+
+    node: _Node
+    process: SimulatedProcess
+    num_fds: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Window of time in which a share of the calls of some kinds fails or waits."""
+
+    error: int
+    ends_at: float
+    share: float
+    calls: Collection[str]
+
+
+class SimulatedDisk:
+    """Disk of a simulation; see `kvxfer.runtime.Disk`, of which it has all calls.
+
+    The calls of several processes see the same files, as the kernel shows them. What was written
+    and not synced is lost at a power cut, or torn; names, too, of which each folder keeps the first
+    ones.
+
+    Args:
+        scheduler: Scheduler of the simulation, which may switch at each call.
+        random: Random numbers that decide.
+
+    Attributes:
+        size_bytes: Room for all files.
+        num_changes: Calls so far that changed something.
+        locked: See `kvxfer.runtime.Disk.locked`.
+        when_changed: Called after a change of names or of the length of a file.
+    """
+
+    def __init__(self, scheduler: Scheduler, random: Random) -> None:
+        self.size_bytes = 1 << 30
+        self.num_changes = 0
+        self.locked: set[int] = set()
+        self.when_changed: Callable[[], object] = bool
+        self._scheduler = scheduler
+        self._random = random
+        self._numbers = iter(range(1, 1 << 40))
+        self._fd_numbers = iter(range(FIRST_FD, 1 << 40))
+        self._nodes: dict[int, _Node] = {}
+        self._gone: list[_Node] = []
+        self._opened: dict[int, _Opened] = {}
+        self._windows: list[_Window] = []
+        self._crashes: dict[SimulatedProcess, tuple[int, Callable[[], object]]] = {}
+        self._latency = random.choice((0.0, 0.0, 0.02, 0.2))
+        self._root = self._make(is_folder=True)
+        self._root.num_names = 1
+
+    def begin_fault(
+        self, error: int, for_s: float, share: float, calls: Collection[str] = CALLS
+    ) -> None:
+        """Let a share of some calls fail from now on, and for a time.
+
+        Args:
+            error: Number of the error; 0 for calls that wait until the end of that time.
+            for_s: The time.
+            share: Share of the calls.
+            calls: Kinds of the calls.
+        """
+        self._windows.append(_Window(error, self._scheduler.now + for_s, share, calls))
+
+    def end_faults(self) -> None:
+        """Let no call fail any more."""
+        self._windows = []
+
+    def crash_at(
+        self, process: SimulatedProcess, num_changes: int, crash: Callable[[], object]
+    ) -> None:
+        """Call `crash` in the middle of a change by a process, after so many others."""
+        self._crashes[process] = (self.num_changes + num_changes, crash)
+
+    def forget(self, process: SimulatedProcess) -> None:
+        """Close all that a process has open, as its end does."""
+        self._crashes.pop(process, None)
+        for fd, opened in list(self._opened.items()):
+            if opened.process is process:
+                self.locked.discard(fd)
+                self._drop(fd)
+
+    def cut_power(self) -> None:
+        """Lose what was not synced, all of it or some; all processes must be gone."""
+        share = self._random.choice((0.0, 0.5, 1.0))
+        for node in (nodes := [*self._nodes.values(), *self._gone]):
+            node.num_names = 0
+            data = bytearray(node.safe_data)
+            for change in node.pending:
+                if self._random.random() < share:
+                    _apply(data, self._tear(change))
+            names = dict(node.safe_names)
+            num_kept = int(share * len(node.pending_names) + self._random.random())
+            for changes in node.pending_names[:num_kept]:
+                _name(names, changes)
+            node.data, node.names = data, names
+            node.sync()
+        for node in nodes:
+            for each in node.names.values():
+                each.num_names += 1
+        self._root.num_names = 1
+        self._nodes = {node.number: node for node in self._below(self._root)}
+        self._gone = []
+
+    def files(self) -> dict[str, int]:
+        """Return the bytes of every file that has a name, by its path."""
+        return {
+            path: len(node.data) for path, node in self._paths(self._root) if not node.is_folder
+        }
+
+    def descriptors(self) -> list[tuple[int, str]]:
+        """List the open descriptors, each with its process."""
+        return [(fd, opened.process.name) for fd, opened in self._opened.items()]
+
+    # The calls of `kvxfer.runtime.Disk`.
+
+    def open(self, path: _Name, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        """See `os.open`."""
+        del mode
+        self._begin("open", path)
+        folder, name = self._find(path, dir_fd)
+        node = folder.names.get(name) if name else folder
+        process = self._scheduler.current.process
+        if sum(each.process is process for each in self._opened.values()) >= MOST_FDS:
+            _fail(errno.EMFILE, path)
+        if node is None:
+            if not flags & os.O_CREAT:
+                _fail(errno.ENOENT, path)
+            node = self._change(folder, {name: self._make(is_folder=False)})[name]
+            assert node is not None
+        elif flags & os.O_EXCL:
+            _fail(errno.EEXIST, path)
+        elif flags & os.O_DIRECTORY and not node.is_folder:
+            _fail(errno.ENOTDIR, path)
+        elif node.is_folder and flags & (os.O_WRONLY | os.O_RDWR):
+            _fail(errno.EISDIR, path)
+        fd = next(self._fd_numbers)
+        self._hold(fd, _Opened(node, process))
+        return fd
+
+    def close(self, fd: int) -> None:
+        """See `os.close`."""
+        self._scheduler.point()
+        self._get(fd)
+        self._drop(fd)
+
+    def dup2(self, fd: int, fd2: int, *, inheritable: bool = True) -> int:
+        """See `os.dup2`."""
+        del inheritable
+        opened = self._get(fd)
+        if fd2 in self._opened:
+            self._drop(fd2)
+        self._hold(fd2, opened)
+        return fd2
+
+    def flock(self, fd: int, operation: int) -> None:
+        """See `fcntl.flock`."""
+        self._scheduler.point()
+        opened = self._get(fd)
+        locks, kind = opened.node.locks, operation & (fcntl.LOCK_SH | fcntl.LOCK_EX)
+        locks.pop(opened, None)
+        self._scheduler.wake(opened.node)
+        if operation & fcntl.LOCK_UN:
+            return
+
+        def is_free() -> bool:
+            return not locks or (kind == fcntl.LOCK_SH and fcntl.LOCK_EX not in locks.values())
+
+        if operation & fcntl.LOCK_NB and not is_free():
+            _fail(errno.EWOULDBLOCK)
+        self._scheduler.wait_until(is_free, opened.node)
+        locks[opened] = kind
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """See `os.fstat`."""
+        return _status(self._get(fd).node)
+
+    def stat(
+        self, path: _Name, *, dir_fd: int | None = None, follow_symlinks: bool = True
+    ) -> os.stat_result:
+        """See `os.stat`."""
+        del follow_symlinks
+        self._begin("look", path)
+        return _status(self._existing(path, dir_fd))
+
+    def listdir(self, path: "_Name | int") -> list[str]:
+        """See `os.listdir`; the order is any."""
+        self._begin("list")
+        node = self._get(path).node if isinstance(path, int) else self._existing(path, None)
+        if not node.is_folder:
+            _fail(errno.ENOTDIR)
+        names = list(node.names)
+        self._random.shuffle(names)
+        return names
+
+    def makedirs(self, name: _Name, mode: int = 0o777, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002 - as in `os`
+        """See `os.makedirs`."""
+        del mode
+        self._begin("name", name)
+        node, parts = self._root, _parts(name)
+        for each in parts:
+            if each not in node.names:
+                exist_ok = True
+                self._change(node, {each: self._make(is_folder=True)})
+            node = node.names[each]
+        if not (exist_ok and node.is_folder):
+            _fail(errno.EEXIST, name)
+
+    def mkdir(self, path: _Name, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        """See `os.mkdir`."""
+        del mode
+        self._begin("name", path)
+        folder, name = self._find(path, dir_fd)
+        if not name or name in folder.names:
+            _fail(errno.EEXIST, path)
+        self._change(folder, {name: self._make(is_folder=True)})
+
+    def rmdir(self, path: _Name, *, dir_fd: int | None = None) -> None:
+        """See `os.rmdir`."""
+        self._begin("name", path)
+        folder, name = self._find(path, dir_fd)
+        node = self._existing(path, dir_fd)
+        if not node.is_folder:
+            _fail(errno.ENOTDIR, path)
+        if node.names:
+            _fail(errno.ENOTEMPTY, path)
+        self._change(folder, {name: None})
+
+    def unlink(self, path: _Name, *, dir_fd: int | None = None) -> None:
+        """See `os.unlink`."""
+        self._begin("name", path)
+        folder, name = self._find(path, dir_fd)
+        if self._existing(path, dir_fd).is_folder:
+            _fail(errno.EISDIR, path)
+        self._change(folder, {name: None})
+
+    def rename(
+        self,
+        src: _Name,
+        dst: _Name,
+        *,
+        src_dir_fd: int | None = None,
+        dst_dir_fd: int | None = None,
+    ) -> None:
+        """See `os.rename`, for files."""
+        self._begin("name", src)
+        node = self._existing(src, src_dir_fd)
+        (source, old), (target, new) = self._find(src, src_dir_fd), self._find(dst, dst_dir_fd)
+        if new in target.names and target.names[new].is_folder:
+            _fail(errno.EISDIR, dst)
+        if source is target:
+            self._change(source, {old: None, new: node})
+            return
+        self._crash()
+        self._change(target, {new: node}, is_whole=False)
+        self._change(source, {old: None}, is_whole=False)
+        self.when_changed()
+
+    def utime(
+        self, path: _Name, *, dir_fd: int | None = None, follow_symlinks: bool = True
+    ) -> None:
+        """See `os.utime`, for now."""
+        del follow_symlinks
+        self._begin("name", path)
+        self._existing(path, dir_fd).used = self._scheduler.now
+
+    def statvfs(self, path: "_Name | int") -> os.statvfs_result:
+        """See `os.statvfs`."""
+        del path
+        self._begin("look")
+        free = max(0, self.size_bytes - self._num_bytes()) // FRAGMENT_BYTES
+        total = self.size_bytes // FRAGMENT_BYTES
+        sizes = (FRAGMENT_BYTES, FRAGMENT_BYTES, total, free, free)
+        return os.statvfs_result((*sizes, 0, 0, 0, 0, 255))
+
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        """See `os.pread`."""
+        self._begin("read")
+        return bytes(self._file(fd).data[offset : offset + length])
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """See `os.preadv`, for one buffer."""
+        [buffer] = buffers
+        data = self.pread(fd, len(buffer), offset)
+        buffer[: len(data)] = data
+        return len(data)
+
+    def pwrite(self, fd: int, data: bytes, offset: int) -> int:
+        """See `os.pwrite`: all of it, as the kernel writes a page."""
+        self._begin("write")
+        return self._write(self._file(fd), offset, data)
+
+    def read_pieces(self, fd: int, address: int, num_pieces: int, offset: int) -> int:
+        """See `kvxfer.runtime.Disk.read_pieces`; may read less than there is."""
+        self._begin("read")
+        data = memoryview(self._file(fd).data)[offset:].tobytes()
+        data, num_read = data[: self._share_of(len(data))], 0
+        for start, length in _pieces(address, num_pieces):
+            piece = data[num_read : num_read + length]
+            ctypes.memmove(start, piece, len(piece))
+            num_read += len(piece)
+        return num_read
+
+    def write_pieces(self, fd: int, address: int, num_pieces: int, offset: int) -> int:
+        """See `kvxfer.runtime.Disk.write_pieces`; may write less than was asked for."""
+        self._begin("write")
+        data = b"".join(ctypes.string_at(*piece) for piece in _pieces(address, num_pieces))
+        data = data[: self._share_of(len(data))]
+        return self._write(self._file(fd), offset, data)
+
+    def ftruncate(self, fd: int, length: int) -> None:
+        """See `os.ftruncate`."""
+        self._begin("write")
+        node = self._file(fd)
+        self._crash()
+        node.pending.append(length)
+        _apply(node.data, length)
+        self.when_changed()
+
+    def fsync(self, fd: int) -> None:
+        """See `os.fsync`. Of a file that cannot be synced, the kernel forgets what was left."""
+        node = self._get(fd).node
+        try:
+            self._begin("sync")
+        except OSError:
+            node.pending = []
+            raise
+        self._crash()
+        node.sync()
+
+    def sync_file_system(self, fd: int) -> None:
+        """See `kvxfer.runtime.Disk.sync_file_system`."""
+        self._get(fd)
+        self._begin("sync")
+        self._crash()
+        for node in self._nodes.values():
+            node.sync()
+
+    def posix_fadvise(self, fd: int, offset: int, length: int, advice: int, /) -> None:
+        """See `os.posix_fadvise`."""
+        self._get(fd)
+        del offset, length, advice
+
+    def _begin(self, kind: str, path: "_Name | None" = None) -> None:
+        """Let others go on, wait as a disk does, and fail if a fault says so."""
+        scheduler, now = self._scheduler, self._scheduler.now
+        scheduler.point()
+        if self._latency and self._random.random() < self._latency:
+            scheduler.sleep(self._random.random() * 0.01)
+        self._windows = [each for each in self._windows if each.ends_at > now]
+        for window in self._windows:
+            if kind in window.calls and self._random.random() < window.share:
+                if window.error:
+                    _fail(window.error, path)
+                scheduler.sleep(window.ends_at - scheduler.now)
+
+    def _crash(self) -> None:
+        """Count a change; end in the middle of it, if that was planned."""
+        is_due = self._is_crash_due()
+        self.num_changes += 1
+        if is_due:
+            self._crashes.pop(self._scheduler.current.process)[1]()
+
+    def _is_crash_due(self) -> bool:
+        at, _ = self._crashes.get(self._scheduler.current.process, (1 << 60, bool))
+        return self.num_changes >= at
+
+    def _change(
+        self, folder: _Node, changes: dict[str, _Node | None], *, is_whole: bool = True
+    ) -> dict[str, _Node | None]:
+        """Change the meaning of names in a folder, at once."""
+        if not folder.num_names:
+            _fail(errno.ENOENT)
+        if is_whole:
+            self._crash()
+        freed: list[_Node] = []
+        for name, node in changes.items():
+            if (before := folder.names.get(name)) is not None:
+                before.num_names -= 1
+                freed.append(before)
+            if node is not None:
+                node.num_names += 1
+        folder.pending_names.append(changes)
+        _name(folder.names, changes)
+        for each in freed:
+            self._free(each)
+        if is_whole:
+            self.when_changed()
+        return changes
+
+    def _write(self, node: _Node, offset: int, data: bytes) -> int:
+        """Write as much as there is room for; return how many bytes."""
+        room = self.size_bytes - self._num_bytes() + len(node.data)
+        if data and offset >= room:
+            _fail(errno.ENOSPC)
+        data = data[: max(0, room - offset)]
+        if self._is_crash_due():
+            self._append(node, offset, data[: self._random.randrange(len(data) + 1)])
+        self._crash()
+        self._append(node, offset, data)
+        self.when_changed()
+        return len(data)
+
+    def _append(self, node: _Node, offset: int, data: bytes) -> None:
+        node.pending.append((offset, data))
+        _apply(node.data, (offset, data))
+        node.used = self._scheduler.now
+
+    def _share_of(self, num_bytes: int) -> int:
+        """Draw how many bytes one call moves: mostly all."""
+        if self._random.random() < 0.9:
+            return num_bytes
+        return self._random.randint(1, max(1, num_bytes))
+
+    def _tear(self, change: "tuple[int, bytes] | int") -> "tuple[int, bytes] | int":
+        """Draw the sectors of a write that reached the medium: mostly all."""
+        if isinstance(change, int) or self._random.random() < 0.7:
+            return change
+        offset, data = change
+        first = self._random.randrange(len(data) + 1) // SECTOR_BYTES * SECTOR_BYTES
+        last = self._random.randrange(first, len(data) + 1)
+        return offset + first, data[first:last]
+
+    def _num_bytes(self) -> int:
+        return sum(_padded(len(node.data)) for node in self._nodes.values())
+
+    def _make(self, *, is_folder: bool) -> _Node:
+        node = _Node(next(self._numbers), is_folder, self._scheduler.now)
+        self._nodes[node.number] = node
+        return node
+
+    def _hold(self, fd: int, opened: _Opened) -> None:
+        self._opened[fd] = opened
+        opened.num_fds += 1
+
+    def _drop(self, fd: int) -> None:
+        opened = self._opened.pop(fd)
+        opened.num_fds -= 1
+        if not opened.num_fds and opened.node.locks.pop(opened, 0):
+            self._scheduler.wake(opened.node)
+        self._free(opened.node)
+
+    def _free(self, node: _Node) -> None:
+        """Free the room of a file or folder that has no name and is not open.
+
+        A power cut may give it a name again.
+        """
+        is_open = any(each.node is node for each in self._opened.values())
+        if not node.num_names and not is_open and node.number in self._nodes:
+            self._gone.append(self._nodes.pop(node.number))
+
+    def _get(self, fd: int) -> _Opened:
+        if fd not in self._opened:
+            _fail(errno.EBADF)
+        return self._opened[fd]
+
+    def _file(self, fd: int) -> _Node:
+        node = self._get(fd).node
+        if node.is_folder:
+            _fail(errno.EISDIR)
+        return node
+
+    def _existing(self, path: _Name, dir_fd: int | None) -> _Node:
+        folder, name = self._find(path, dir_fd)
+        node = folder.names.get(name) if name else folder
+        if node is None:
+            _fail(errno.ENOENT, path)
+        return node
+
+    def _find(self, path: _Name, dir_fd: int | None) -> tuple[_Node, str]:
+        """Find the folder of a path, and the name there; empty for the folder itself."""
+        node = self._root if dir_fd is None else self._get(dir_fd).node
+        parts = _parts(path)
+        for each in parts[:-1]:
+            found = node.names.get(each)
+            if found is None:
+                _fail(errno.ENOENT, path)
+            node = found
+        if not node.is_folder:
+            _fail(errno.ENOTDIR, path)
+        return node, parts[-1] if parts else ""
+
+    def _below(self, node: _Node) -> Iterator[_Node]:
+        yield node
+        for each in node.names.values():
+            yield from self._below(each)
+
+    def _paths(self, node: _Node, path: str = "") -> Iterator[tuple[str, _Node]]:
+        yield path, node
+        for name, each in node.names.items():
+            yield from self._paths(each, f"{path}/{name}")
+
+
+def _fail(number: int, path: "_Name | None" = None) -> NoReturn:
+    raise OSError(number, os.strerror(number), *([] if path is None else [os.fsdecode(path)]))
+
+
+def _parts(path: _Name) -> list[str]:
+    return [each for each in os.fsdecode(path).split("/") if each not in ("", ".")]
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // FRAGMENT_BYTES) * FRAGMENT_BYTES
+
+
+def _status(node: _Node) -> os.stat_result:
+    kind = stat.S_IFDIR | 0o700 if node.is_folder else stat.S_IFREG | 0o600
+    num_names = node.num_names + (node.is_folder and node.num_names > 0)
+    user, when = os.geteuid(), int(node.used)
+    fields = (kind, node.number, 1, num_names, user, user, len(node.data), when, when, when)
+    return os.stat_result(fields, {"st_mtime": node.used})
+
+
+def _pieces(address: int, num_pieces: int) -> Iterator[tuple[int, int]]:
+    """Walk through the addresses and lengths in an array of `struct iovec`."""
+    numbers = (ctypes.c_uint64 * (2 * num_pieces)).from_address(address)
+    for at in range(num_pieces):
+        yield numbers[2 * at], numbers[2 * at + 1]
+
+
+def _apply(data: bytearray, change: "tuple[int, bytes] | int") -> None:
+    """Write bytes at an offset, or cut a file to a length; what is between is zeros."""
+    if isinstance(change, int):
+        del data[change:]
+        data.extend(bytes(change - len(data)))
+        return
+    offset, written = change
+    data.extend(bytes(max(0, offset + len(written) - len(data))))
+    data[offset : offset + len(written)] = written
+
+
+def _name(names: dict[str, _Node], changes: dict[str, _Node | None]) -> None:
+    for name, node in changes.items():
+        if node is None:
+            names.pop(name, None)
+        else:
+            names[name] = node

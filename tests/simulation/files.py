@@ -1,0 +1,422 @@
+"""Scenario of two processes that share a folder of files, with kills, power cuts and bad disks."""
+
+import asyncio
+import errno
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+from kvxfer import runtime
+from kvxfer.backends.file import FileBackend, FileConfig
+from kvxfer.backends.file.folders import Ledger
+from kvxfer.backends.file.maintenance import (
+    BlockCheck,
+    FolderStore,
+    GarbageCollection,
+    StoreCheck,
+    Verdict,
+    measure_usage,
+)
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.errors import BackendUnavailableError
+from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.eviction.retention import Retention
+from kvxfer.storage.keys import Namespace
+from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulation, Step
+from kvxfer.testing.simulation.disk import CALLS, READS, WRITES
+from kvxfer.testing.simulation.processes import FIRST_PID
+from kvxfer.testing.simulation.scheduler import SimulatedProcess, SimulatedThread
+from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES, Part, World
+from kvxfer.tiering import TieredBackend, TierTimeouts
+from kvxfer.transfer import TransferEngine
+from kvxfer.units import ByteSize
+from tests.simulation.tiers import leftovers_of_engine, leftovers_of_host, leftovers_of_tiers
+
+ROOT = Path("/new/store")
+PROCESSES = ("a", "b")
+FILE_BYTES = 8192
+ROOM = 3 * NUM_KEYS * len(PAGE_SIZES_BYTES)
+"""Files for which a roomy store has room, those that a killed process has reserved included."""
+MOST_STEPS = 60
+MOST_S = 900.0
+QUIET_S = 60.0
+REST_S = 5.0
+BY_LINE = 0.01
+"""Share of the lines of kvxfer after which another thread goes on, in some seeds."""
+INSTEAD = ("ls", "gc", "fsck", "retain", "retain", "restart", "lookup", "store")
+ERRORS = (0, 0, errno.EIO, errno.EIO, errno.ENOSPC, errno.EMFILE, errno.ESTALE)
+
+
+class FilesScenario(EngineScenario):
+    """Two processes with an engine each, over one folder; perhaps behind host memory."""
+
+    name = "files"
+    num_faulty: ClassVar[int] = 0
+
+    def plan(self, random: Random) -> list[Step]:
+        """See `Scenario.plan`."""
+        steps = super().plan(random)
+        some = steps[:: 1 + len(steps) // MOST_STEPS]
+        names = random.choice((PROCESSES, PROCESSES, PROCESSES, PROCESSES[:1]))
+        steps = [self._of_a_process(step, random, names) for step in some]
+        length_s = max(step.at_s for step in steps)
+        for _ in range(random.choice((0, 0, 1, 2))):
+            what = random.choices(("kill", "cut"), (2, 1))[0]
+            given: dict[str, Any] = {"after": random.choice((0, random.randrange(80)))}
+            given["process"] = random.choice(names)
+            steps.append(Step(random.random() * length_s, what, given))
+        for _ in range(random.choice((0, 0, 0, 1, 3))):
+            given = {
+                "process": random.choice(names),
+                "error": random.choice(ERRORS),
+                "for_s": random.choice((0.2, 1.0, 4.0, 40.0)),
+                "share": random.choice((0.05, 0.3, 1.0)),
+                "calls": random.choice((CALLS, READS, WRITES, ("sync",), ("name",), ("open",))),
+            }
+            steps.append(Step(random.random() * length_s, "bad_disk", given))
+        return sorted(steps, key=lambda step: step.at_s)
+
+    def _of_a_process(self, step: Step, random: Random, names: Sequence[str]) -> Step:
+        what = {"evict": random.choice(INSTEAD), "close": "restart"}.get(step.what, step.what)
+        return replace(
+            step, what=what, arguments={**step.arguments, "process": random.choice(names)}
+        )
+
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        """See `Scenario.run`."""
+        _Store(self, simulation, steps).run()
+
+    def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
+        """Open the store for an engine alone, as the seed decides."""
+        random = simulation.random("files")
+        config = _draw_config(random)
+        return Opened(backend=FileBackend(config, namespace))
+
+    def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
+        """See `EngineScenario.leftovers`."""
+        left = leftovers_of_engine(engine)
+        if isinstance(opened.backend, TieredBackend):
+            left += leftovers_of_tiers(opened.backend)
+        for each in opened.tiers or [opened.backend]:
+            left += leftovers_of_host(each) if isinstance(each, HostBackend) else []
+            left += leftovers_of_files(each) if isinstance(each, FileBackend) else []
+        return left
+
+
+class _Store:
+    """Store of a run, its processes, and what is known of its blocks."""
+
+    def __init__(
+        self, scenario: FilesScenario, simulation: Simulation, steps: Sequence[Step]
+    ) -> None:
+        self._scenario = scenario
+        self._simulation = simulation
+        self._steps = steps
+        self._world = World(simulation)
+        self._history = self._world.history
+        random = simulation.random("files")
+        self.config = _draw_config(random)
+        self._has_tiers = random.random() < 0.25
+        self._is_small_disk = random.random() < 0.15
+        self.has_faults = self._is_small_disk or any(step.what == "bad_disk" for step in steps)
+        self.was_cut = False
+        self._random = random
+        self._done = dict.fromkeys(PROCESSES, -1.0)
+        self._processes: dict[str, SimulatedProcess] = {}
+        self._disk = simulation.runtime.files
+        if self._is_small_disk:
+            self._disk.size_bytes = random.choice((4, 12)) * FILE_BYTES
+        self._disk.when_changed = self._require_capacity
+        self._history.is_strict = not self._has_tiers
+        if random.random() < 0.1:
+            simulation.runtime.scheduler.switch_by_line(BY_LINE)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether one process alone has used the store, and nothing has happened to it."""
+        apart = ("kill", "cut", "restart", "gc", "fsck")
+        names = {step.arguments["process"] for step in self._steps}
+        is_calm = not self.has_faults and all(step.what not in apart for step in self._steps)
+        return is_calm and len(names) == 1
+
+    @property
+    def is_roomy(self) -> bool:
+        """Whether no block is evicted, so that what was stored is there at the end."""
+        is_full = any(step.arguments.get("error") == errno.ENOSPC for step in self._steps)
+        is_limited = self.config.capacity < ROOM * FILE_BYTES or self._is_small_disk or is_full
+        return not (is_limited or self._has_tiers)
+
+    def run(self) -> None:
+        """Let the processes run, killed ones once more; then look at what they have left."""
+        threads = {name: self._start(name) for name in PROCESSES}
+        ends_at = self._simulation.now + 3 * MOST_S
+        while threads:
+            for name, thread in list(threads.items()):
+                thread.join(0.2)
+                if thread.process.has_ended:
+                    runtime.sleep(self._random.random())
+                    threads[name] = self._start(name)
+                elif thread.ended:
+                    del threads[name]
+            if self._simulation.now > ends_at:
+                self._simulation.fail("never ended", self._simulation.runtime.scheduler.stacks())
+                return
+        runtime.sleep(QUIET_S)
+        self._disk.end_faults()
+        self._disk.size_bytes = 1 << 30
+        self._simulation.run(self._examine())
+        self._require_nothing_left()
+
+    def _start(self, name: str) -> SimulatedThread:
+        self._simulation.num_processes += 1
+        self._processes[name] = SimulatedProcess(name, FIRST_PID + self._simulation.num_processes)
+        scheduler = self._simulation.runtime.scheduler
+        return scheduler.start(partial(self._live, name), f"process {name}", self._processes[name])
+
+    def _live(self, name: str) -> None:
+        """Run a process, which may close its engine and open another."""
+        while later := [step for step in self._steps if self._is_left(step, name)]:
+            ends_at = next((step.at_s for step in later if step.what == "restart"), math.inf)
+            now = [step for step in later if step.at_s < ends_at]
+            runtime.run(self._live_once(name, now))
+            self._done[name] = ends_at
+
+    def _is_left(self, step: Step, name: str) -> bool:
+        return step.arguments["process"] == name and step.at_s > self._done[name]
+
+    async def _live_once(self, name: str, steps: Sequence[Step]) -> None:
+        world = World(self._simulation, self._history)
+        opened = await self._open(world.namespace)
+        if opened is None:
+            return
+        engine = _FileRun(self._scenario, self._simulation, world, opened, self, name)
+        await engine.start()
+        began = self._simulation.now
+        shifted = [
+            Step(
+                max(0.0, step.at_s - began),
+                step.what,
+                {key: value for key, value in step.arguments.items() if key != "process"},
+            )
+            for step in steps
+        ]
+        await engine.carry_out_all(shifted)
+        await engine.require_rest()
+        await engine.close()
+        world.watched.look()
+
+    async def _open(self, namespace: Namespace) -> Opened | None:
+        ends_at = self._simulation.now + 3 * QUIET_S
+        while self._simulation.now < ends_at:
+            try:
+                files = FileBackend(self.config, namespace)
+            except BackendUnavailableError as exc:
+                self._simulation.note(f"   not opened: {exc}")
+                if not self.has_faults:
+                    self._simulation.fail("not opened without a fault", exc)
+                await asyncio.sleep(0.5)
+                continue
+            if not self._has_tiers:
+                return Opened(backend=files, may_raise=self.has_faults)
+            host = HostBackend(HostConfig(capacity=ByteSize(8 * FILE_BYTES)), namespace)
+            timeouts = TierTimeouts(lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=0.1)
+            tiers: list[Backend] = [host, files]
+            backend = TieredBackend(tiers, namespace, staging_bytes=16384, timeouts=timeouts)
+            return Opened(backend=backend, tiers=tiers)
+        return None
+
+    def kill(self, name: str) -> None:
+        """Kill a process, at any moment; called by one of its threads."""
+        self._simulation.note(f"   {name} is killed")
+        self._done[name] = self._simulation.now
+        process, scheduler = self._processes[name], self._simulation.runtime.scheduler
+        process.has_ended = process.is_stopped = True
+        self._disk.forget(process)
+        if scheduler.current.process is process:
+            scheduler.wait_until(bool, object())
+
+    def cut(self, name: str) -> None:
+        """Cut the power of all processes, at any moment; called by a thread of the one named."""
+        for other in PROCESSES:
+            if other != name:
+                self.kill(other)
+        self._simulation.note("   the power is cut")
+        self._disk.forget(self._processes[name])
+        self._disk.cut_power()
+        self.was_cut = True
+        self._history.lose_power(is_durable=self.config.durability == "fsync")
+        self.kill(name)
+
+    async def _examine(self) -> None:
+        """Look at the store, when all processes have ended, with an engine of its own."""
+        self._require_count(is_exact=self._is_alone)
+        files = FileBackend(self.config, self._world.namespace)
+        opened = Opened(backend=files, is_roomy=self.is_roomy)
+        engine = _FileRun(self._scenario, self._simulation, self._world, opened, self, "")
+        await engine.start()
+        await files.wait_indexed()
+        await asyncio.sleep(QUIET_S)
+        self._require_count(is_exact=True)
+        indexed = len(files._space._index._entries)
+        if indexed != (num_there := sum("quarantine" not in path for path in self._blocks())):
+            self._simulation.fail("count", f"{indexed} files are known of {num_there}")
+        await engine.look_at_the_end()
+        await engine.close()
+        await engine.require_nothing_left()
+
+    def _blocks(self, suffixes: tuple[str, ...] = (".safetensors",)) -> dict[str, int]:
+        """Return the bytes of block files on the disk, by their paths."""
+        return {
+            path: -(-size // 4096) * 4096
+            for path, size in self._disk.files().items()
+            if path.endswith(suffixes) and (size >= 4096 or not path.endswith(".tmp"))
+        }
+
+    def _require_capacity(self) -> None:
+        # What a bad disk does not let a writer remove is collected later, and counted by nobody.
+        suffixes = (".safetensors",) if self.has_faults else (".safetensors", ".tmp")
+        used = sum(self._blocks(suffixes).values())
+        if used > self.config.capacity and not self.was_cut:
+            self._simulation.fail("capacity", f"{used} bytes of {self.config.capacity}")
+
+    def _require_count(self, *, is_exact: bool) -> None:
+        """Check the count of bytes against what is there; too low it may never be."""
+        ledger = Ledger(ROOT)
+        with ledger.locked():
+            used, is_known = ledger.used, ledger.known
+        ledger.close()
+        there = sum(self._blocks().values())
+        is_right = used == there if is_exact else used >= there or self.was_cut
+        if (is_known or is_exact) and not is_right:
+            self._simulation.fail("count", f"{used} bytes are counted of {there}")
+
+    def _require_nothing_left(self) -> None:
+        if opened := self._disk.descriptors():
+            self._simulation.fail("descriptors left", opened)
+        left = [path for path in self._disk.files() if path.endswith((".claim", ".tmp"))]
+        if left:
+            self._simulation.fail("files left", left)
+        alive = self._simulation.runtime.scheduler.alive()
+        if names := sorted(each.name for each in alive if not each.process.has_ended):
+            self._simulation.fail("threads left", names)
+
+
+class _FileRun(EngineRun):
+    """Engine of a process, with the calls of its operator."""
+
+    def __init__(
+        self,
+        scenario: FilesScenario,
+        simulation: Simulation,
+        world: World,
+        opened: Opened,
+        store: _Store,
+        name: str,
+    ) -> None:
+        super().__init__(scenario, simulation, world, opened)
+        self._store_of_all = store
+        self._name = name
+
+    async def _bad_disk(
+        self, error: int, for_s: float, share: float, calls: tuple[str, ...]
+    ) -> None:
+        self._simulation.runtime.files.begin_fault(error, for_s, share, calls)
+
+    def _judge_without_faults(self, outcomes: Sequence[Outcome], *, is_store: bool) -> None:
+        """On a good disk with room for all, nothing fails."""
+        store = self._store_of_all
+        if store.has_faults:
+            return
+        super()._judge_without_faults(outcomes, is_store=is_store)
+        for outcome in outcomes:
+            if outcome.status is Status.FAILED and store.is_roomy:
+                self._simulation.fail("failed without a fault", outcome.reason)
+
+    async def require_rest(self) -> None:
+        """Look at what is held a moment after the last call, on a disk without faults."""
+        if self.is_closing or self._store_of_all.has_faults:
+            return
+        await asyncio.sleep(REST_S)
+        if self._opened.tiers:
+            await self._engine.flush()
+        self._require_no_leftovers("at rest")
+
+    async def _kill(self, after: int) -> None:
+        crash = partial(self._store_of_all.kill, self._name)
+        self._crash_at(after, crash)
+
+    async def _cut(self, after: int) -> None:
+        crash = partial(self._store_of_all.cut, self._name)
+        self._crash_at(after, crash)
+
+    def _crash_at(self, after: int, crash: Callable[[], object]) -> None:
+        runtime = self._simulation.runtime
+        runtime.files.crash_at(runtime.scheduler.current.process, after, crash)
+
+    async def _retain(self, parts: tuple[Part, ...], **_: object) -> None:
+        files = self._opened.tiers[-1] if self._opened.tiers else self._opened.backend
+        assert isinstance(files, FileBackend)
+        files.retain(self._world.keys(parts), Retention(priority=1, ttl_s=5.0))
+
+    async def _ls(self, **_: object) -> None:
+        await self._aside(lambda: measure_usage(FolderStore(ROOT)))
+
+    async def _gc(self, **_: object) -> None:
+        most = int(self._store_of_all.config.capacity) // 2
+        began = self._simulation.now
+        self._world.history.begin_purge()
+        collect = GarbageCollection(FolderStore(ROOT), capacity_bytes=most, max_age_s=5.0)
+        await self._aside(collect.run)
+        self._world.history.end_purge(began, is_whole=False)
+
+    async def _fsck(self, **_: object) -> None:
+        def check() -> None:
+            checked = StoreCheck(FolderStore(ROOT), BlockCheck())
+            for each in checked.verify(repair=True):
+                if each.verdict is Verdict.CORRUPT and not self._store_of_all.was_cut:
+                    self._simulation.fail("corrupt without a fault", each)
+            checked.clean_up()
+
+        await self._aside(check)
+
+    async def _aside(self, work: Callable[[], object]) -> None:
+        """Do the work of an operator, on a thread; a bad disk may end it."""
+        try:
+            await runtime.run_aside("operator", work)
+        except OSError:
+            if not self._store_of_all.has_faults:
+                raise
+
+
+def _draw_config(random: Random) -> FileConfig:
+    is_roomy = random.random() < 0.6
+    num_files = ROOM if is_roomy else random.choice((2, 4, 8))
+    return FileConfig(
+        path=str(ROOT),
+        capacity=ByteSize(num_files * FILE_BYTES),
+        min_free=ByteSize(0),
+        eviction=random.choice(("lru", "arc")),
+        durability=random.choice(("none", "fsync", "fsync")),
+        direct="off",
+        engine="posix",
+        read_threads=random.choice((1, 3)),
+        write_threads=random.choice((1, 3)),
+        rescan_factor=random.choice((0.0, 10.0)),
+    )
+
+
+def leftovers_of_files(backend: FileBackend) -> list[str]:
+    """Describe locks, claims and reserved bytes that an idle store of files still has."""
+    index = backend._space._index
+    counts = {
+        "locked keys": len(backend._stores) + len(backend._deletes),
+        "writes": len(backend._writing_since),
+        "reserved bytes": backend._ledger.reserved,
+        "claimed lists": len(backend._ledger._lists),
+        "held files": sum(each.held for each in index._entries.values()),
+    }
+    return [f"{count} {what}" for what, count in counts.items() if count]

@@ -1,0 +1,116 @@
+"""The disk of a simulation answers as that of the machine, and loses what was not synced."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from kvxfer import runtime
+from kvxfer.testing.simulation import Scenario, Simulation, Step, run_seed
+
+
+class Calls(Scenario):
+    """Scenario of some calls of files."""
+
+    name = "calls"
+
+    def __init__(self, body: Callable[[Simulation], None]) -> None:
+        self._body = body
+
+    def plan(self, random: Random) -> list[Step]:
+        return []
+
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        self._body(simulation)
+
+
+def answers(root: Path) -> list[object]:
+    """Make many calls, and list what each returns or raises."""
+    disk, said, fds = runtime.disk(), list[object](), dict[str, int]()
+
+    def note(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            answer = call(*args, **kwargs)
+        except OSError as exc:
+            said.append(exc.errno)
+            return None
+        said.append(answer if isinstance(answer, bytes) else None)
+        return answer
+
+    disk.makedirs(root / "a" / "b", exist_ok=True)
+    folder = fds["folder"] = disk.open(root / "a", os.O_RDONLY | os.O_DIRECTORY)
+    note(disk.makedirs, root / "a" / "b")
+    note(disk.mkdir, "b", dir_fd=folder)
+    note(disk.open, "none", os.O_RDONLY, dir_fd=folder)
+    create = os.O_CREAT | os.O_EXCL | os.O_RDWR
+    fds["file"] = disk.open("file", create, 0o600, dir_fd=folder)
+    note(disk.open, "file", create, 0o600, dir_fd=folder)
+    note(disk.open, "file", os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
+    note(disk.open, "b", os.O_WRONLY, dir_fd=folder)
+    said.append(disk.pwrite(fds["file"], b"0123456789", 4))
+    note(disk.pread, fds["file"], 20, 0)
+    disk.ftruncate(fds["file"], 6)
+    note(disk.pread, fds["file"], 20, 3)
+    note(disk.rmdir, "a", dir_fd=fds["file"])
+    note(disk.rmdir, root / "a")
+    note(disk.unlink, "b", dir_fd=folder)
+    note(disk.rename, "file", "b", src_dir_fd=folder, dst_dir_fd=folder)
+    disk.rename("file", "moved", src_dir_fd=folder, dst_dir_fd=folder)
+    found = disk.stat("moved", dir_fd=folder, follow_symlinks=False)
+    said += [found.st_size, found.st_nlink, os.path.samestat(found, disk.fstat(fds["file"]))]
+    said.append(sorted(disk.listdir(folder)))
+    fds["other"] = disk.open("moved", os.O_RDONLY, dir_fd=folder)
+    disk.flock(fds["file"], fcntl.LOCK_SH)
+    note(disk.flock, fds["other"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    disk.flock(fds["file"], fcntl.LOCK_UN)
+    note(disk.flock, fds["other"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    disk.unlink("moved", dir_fd=folder)
+    said.append(disk.fstat(fds["file"]).st_nlink)
+    note(disk.pread, fds["file"], 20, 0)
+    disk.rmdir("b", dir_fd=folder)
+    disk.rmdir(root / "a")
+    note(disk.open, "late", create, 0o600, dir_fd=folder)
+    said.append(disk.fstat(folder).st_nlink)
+    for fd in fds.values():
+        disk.close(fd)
+    note(disk.close, fds["file"])
+    return said
+
+
+def test_the_disk_of_a_simulation_answers_as_that_of_the_machine(tmp_path: Path) -> None:
+    found: list[list[object]] = []
+    ended = run_seed(Calls(lambda _: found.append(answers(Path("/root")))), 1)
+    assert [str(each) for each in ended.violations] == []
+    assert found == [answers(tmp_path)]
+
+
+def test_a_power_cut_loses_what_was_not_synced_and_nothing_else() -> None:
+    lost = {"bytes": 0, "name": 0}
+
+    def body(simulation: Simulation) -> None:
+        disk = runtime.disk()
+        disk.makedirs(Path("/kept"))
+        root, folder = disk.open("/", os.O_RDONLY), disk.open("/kept", os.O_RDONLY)
+        for name in ("synced", "unsynced"):
+            fd = disk.open(name, os.O_CREAT | os.O_RDWR, dir_fd=folder)
+            disk.pwrite(fd, b"bytes", 0)
+            if name == "synced":
+                for each in (fd, folder, root):
+                    disk.fsync(each)
+        simulation.runtime.files.forget(simulation.runtime.scheduler.current.process)
+        simulation.runtime.files.cut_power()
+        files = simulation.runtime.files.files()
+        assert files.pop("/kept/synced") == 5
+        with contextlib.suppress(KeyError):
+            lost["bytes"] += files.pop("/kept/unsynced") < 5
+            lost["name"] -= 1
+        lost["name"] += 1
+        assert files == {}
+
+    for seed in range(20):
+        assert [str(each) for each in run_seed(Calls(body), seed).violations] == []
+    assert 0 < lost["name"] < 20
+    assert lost["bytes"]
