@@ -128,18 +128,19 @@ def test_pages_of_earlier_weights_are_not_taken_for_new_ones_that_another_thread
         fill(cache, model, prompt)
         assert num_loaded(cache, prompt) == 32
         model.model.layers[0].mlp.gate_proj.weight.data[0] += 1
-        load_pages, tokens = cache._fill, []
+        find_prefix, tokens = cache._find_prefix, []
 
-        def load_pages_and_be_overtaken(*arguments: Any) -> None:
-            load_pages(*arguments)
-            monkeypatch.setattr(cache, "_fill", load_pages)
+        def find_prefix_and_be_overtaken(*arguments: Any) -> Any:
+            past = find_prefix(*arguments)
+            monkeypatch.setattr(cache, "_find_prefix", find_prefix)
             other = threading.Thread(  # it waits for no turn, and hashes the weights, too
                 target=lambda: tokens.append(cache.load(prompt, timeout_s=0.001).get_seq_length())
             )
             other.start()
             other.join()
+            return past
 
-        monkeypatch.setattr(cache, "_fill", load_pages_and_be_overtaken)
+        monkeypatch.setattr(cache, "_find_prefix", find_prefix_and_be_overtaken)
         assert num_loaded(cache, prompt) == 0
         assert tokens == [0]
 
