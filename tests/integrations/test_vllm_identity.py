@@ -8,7 +8,7 @@ import os
 import socket
 import urllib.request
 from collections.abc import Callable
-from dataclasses import field, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,21 +194,43 @@ def test_settings_of_kernels_and_caches_change_nothing(vllm_config: Any) -> None
     assert handover_namespace(vllm_config, "r") == before[1]
 
 
-def test_scales_that_each_engine_computes_are_refused(
-    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scales_that_each_engine_computes_are_refused(vllm_config: Any) -> None:
     vllm_config.cache_config.calculate_kv_scales = True
-    config = make_config(backend=["host://?capacity=1MiB"])
-    tier = {"backend": "host://?capacity=1MiB", "revision": "commit"}
-    view = np.zeros((4, 4096), np.int8).data
-    monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: vllm_config)
     for refused in (
         lambda: identify_model(vllm_config),
         lambda: handover_namespace(vllm_config, "r"),
-        lambda: KVXferTier(KVXferOffloadingSpec(config), view, "KVXferTier", **tier),
     ):
         with pytest.raises(InvalidArgumentError, match="calculate_kv_scales is True"):
             refused()
+
+
+@pytest.mark.skipif(
+    "transfer_bytes" not in {each.name for each in fields(interface.JobResult)},
+    reason="this vLLM has no interface for KVXferTier",
+)
+@pytest.mark.parametrize("told", [lambda config: config, lambda _: None], ids=["said", "unsaid"])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (changes_to("cache_config.calculate_kv_scales", True), "calculate_kv_scales is True"),
+        (changes_to("lora_config", object()), "enable_lora is True"),
+    ],
+)
+def test_a_tier_of_an_engine_with_scales_or_adapters_does_not_start(
+    vllm_config: Any,
+    change: Change,
+    named: str,
+    told: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither where vLLM says its configuration nor where a caller has it."""
+    spec = KVXferOffloadingSpec(make_config(backend=["host://?capacity=1MiB"]))
+    tier = {"backend": "host://?capacity=1MiB", "revision": "commit"}
+    view = np.zeros((4, 4096), np.int8).data
+    change(vllm_config)
+    monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: told(vllm_config))
+    with pytest.raises(InvalidArgumentError, match=named):
+        KVXferTier(spec, view, "KVXferTier", **tier)
 
 
 def test_code_and_quantization_beside_the_weights_are_a_part_of_their_revision(
@@ -402,10 +424,6 @@ def test_an_engine_with_adapters_does_not_start(
     config = make_config(backend=["host://?capacity=1MiB"])
     with pytest.raises(InvalidArgumentError, match="enable_lora is True"):
         KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
-    view = np.zeros((4, 4096), np.int8).data
-    tier = {"backend": "host://?capacity=1MiB", "revision": "commit"}
-    with pytest.raises(InvalidArgumentError, match="enable_lora is True"):
-        KVXferTier(KVXferOffloadingSpec(config), view, "KVXferTier", **tier)
     del vllm_config  # as where vLLM says it
     told: Any = SimpleNamespace(lora_config=object())
     monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: told)
