@@ -150,7 +150,7 @@ class Space:
         try:
             if fitting < len(keys) and self._rescan():
                 fitting += self._reserve(keys[fitting:], sizes[fitting:], spare)
-        except OSError:
+        except BaseException:
             self.settle(keys[:fitting], stored=[False] * fitting)
             raise
         return fitting
@@ -183,11 +183,14 @@ class Space:
         self._reports.added([key for key, done in zip(keys, stored, strict=True) if done])
         num_written, num_given_back, gone = self._index.settle(files, stored=stored)
         self._reports.removed(self._our_keys(gone), Removal.DELETED)
-        with contextlib.suppress(OSError):  # if it fails, the count stays too high
-            self._ledger.settle(num_written)
         if num_given_back:
-            with contextlib.suppress(OSError), self._ledger.locked():
-                self._ledger.give_back(num_given_back)
+            try:
+                with self._ledger.locked():
+                    self._ledger.give_back(num_given_back)
+            except (OSError, MemoryError):  # the count stays too high until the next walk
+                num_written += num_given_back
+        with contextlib.suppress(OSError, MemoryError):  # as it does here
+            self._ledger.settle(num_written)
 
     def touch(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Count a use of files; return those whose use to note on the disk."""
@@ -329,8 +332,8 @@ class Space:
                     gone = self._index.admit(self._files(keys[:fitting]), needed[:fitting])
                     self._reports.removed(self._our_keys(gone), Removal.VANISHED)
                     self._ledger.reserve(sum(needed[:fitting]))
-        except OSError:
-            self.settle(keys[:fitting], stored=[False] * fitting)
+        except BaseException:  # the ledger has counted nothing, so nothing is given back there
+            self._index.settle(self._files(keys[:fitting]), stored=[False] * fitting)
             raise
         return fitting
 

@@ -62,8 +62,11 @@ class StoreBatch:
         """Look which blocks are missing and make room for them, once; `write` does so first."""
         with self._lock:
             if not self._has_room:
-                self._reserve()
                 self._has_room = True
+                try:
+                    self._reserve()
+                except Exception as exc:  # noqa: BLE001 - the outcome of the whole batch
+                    self._outcomes[:] = [failure(exc)] * len(self._keys)
 
     def write(self, start: int, stop: int) -> list[Outcome | None]:
         """Store blocks `start` to `stop` (exclusive).
@@ -203,7 +206,9 @@ class StoreBatch:
         stored = [outcome is not None and outcome.done for outcome in outcomes]
         failed = [i for i, outcome in enumerate(outcomes) if not stored[i] and outcome is not BUSY]
         # A failure may leave a file, which takes room: that of a folder that cannot be synced.
-        sizes = self._files.folder.sizes([keys[i] for i in failed]) if failed else []
+        sizes: Sequence[Size] = [0] * len(failed)  # counted, unless they are known to be absent
+        with contextlib.suppress(MemoryError):
+            sizes = self._files.folder.sizes([keys[i] for i in failed]) if failed else []
         for index, size in zip(failed, sizes, strict=True):
             stored[index] = size is not None
         self._space.settle(keys, stored=stored)

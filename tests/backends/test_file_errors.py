@@ -8,8 +8,9 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -597,3 +598,33 @@ async def longest_step(root: Path, memory: BlockMemory, keys: Sequence[object]) 
         await watcher
     assert all(outcome.done for outcome in [*stored, *loaded])
     return longest
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), MemoryError()], ids=repr)
+@pytest.mark.parametrize("call", ["open", "pwrite", "rename", "stat", "statvfs"])
+async def test_a_call_that_fails_costs_no_block_its_place_in_the_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: Exception
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(8)
+    blocks, really = memory.describe(0, range(8)), getattr(runtime.disk(), call)
+    for number in range(1, 10):
+        left = count(number, -1)
+
+        def fail(*args: Any, left: Iterator[int] = left, **kwargs: Any) -> Any:
+            if next(left) == 1:
+                raise error
+            return really(*args, **kwargs)
+
+        async with open_store(tmp_path, memory.namespace()) as backend:
+            await backend.wait_indexed()
+            assert statuses(await store(backend, keys[:4], blocks.select(0, 4))) == [DONE] * 4
+            with monkeypatch.context() as patched:
+                patched.setattr(runtime.disk(), call, fail)
+                await store(backend, keys[2:], blocks.select(2, 8))
+            assert counted_bytes(tmp_path) >= bytes_on_disk(tmp_path)
+            assert not temporary_files(tmp_path)
+            await asyncio.to_thread(backend._space.scan)
+            assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
+            assert not backend._ledger.reserved
+            assert statuses(await store(backend, keys, blocks)) == [DONE] * 8
+            await backend.purge()

@@ -369,8 +369,9 @@ MUTATIONS = (
     Mutation(
         "a file has its name before its bytes",
         "backends/file/io/file_io.py",
-        "            written = self.write(list(opened.values())",
-        "            [_give_name(files[index]) for index in opened]\n            written = self.write(list(opened.values())",
+        "                written = self.write(list(opened.values())",
+        "                [_give_name(files[i], fd, durable=False) for i, fd in opened.items()]\n"
+        "                written = self.write(list(opened.values())",
         "files",
         40,
     ),

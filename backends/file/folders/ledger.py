@@ -91,7 +91,7 @@ class Ledger:
 
         Raises:
             OSError: The count cannot be read or written, or somebody has locked it for
-                `LOCK_TIMEOUT_S`; nothing was changed.
+                `LOCK_TIMEOUT_S`; nothing was changed, `reserved` included.
         """
         ends_at = runtime.monotonic() + LOCK_TIMEOUT_S
         with self._locked_here(ends_at):
@@ -106,13 +106,22 @@ class Ledger:
                 try:
                     yield
                 finally:
-                    if reserved != self.reserved:  # first: a recount must never miss reserved bytes
-                        self._claim.reserve(self.reserved)
-                    changed = _RECORD.pack(_MAGIC, _bounded(self.used), _bounded(self.added))
-                    if self.known and changed != record:
-                        runtime.disk().pwrite(self._fd, add_checksum(changed), 0)
+                    try:
+                        self._write(record, reserved)
+                    except BaseException:
+                        self.reserved = reserved
+                        raise
             finally:
-                runtime.disk().flock(self._fd, fcntl.LOCK_UN)
+                with contextlib.suppress(OSError, MemoryError):  # what is done stays so
+                    runtime.disk().flock(self._fd, fcntl.LOCK_UN)
+
+    def _write(self, record: bytes, reserved: int) -> None:
+        """Write what has changed since the count was read."""
+        if reserved != self.reserved:  # first: a recount must never miss reserved bytes
+            self._claim.reserve(self.reserved)
+        changed = _RECORD.pack(_MAGIC, _bounded(self.used), _bounded(self.added))
+        if self.known and changed != record:
+            runtime.disk().pwrite(self._fd, add_checksum(changed), 0)
 
     @contextlib.contextmanager
     def _locked_here(self, ends_at: float) -> Iterator[None]:

@@ -187,20 +187,21 @@ class FileIO(ABC):
                 else:
                     open_files.callback(disk.close, fd)
                     opened[index] = fd
-            written = self.write(list(opened.values()), [vectors[index] for index in opened])
-            for (index, fd), result in zip(opened.items(), written, strict=True):
-                try:
-                    _require_written(result, vectors[index])
-                    if result != sizes[index]:
-                        disk.ftruncate(fd, sizes[index])
-                    if durable:
-                        disk.fsync(fd)
-                    _give_name(files[index])
-                except OSError as exc:
-                    discard(files[index])
-                    results[index] = exc
-                else:
-                    results[index] = sizes[index]
+            try:
+                written = self.write(list(opened.values()), [vectors[index] for index in opened])
+                for (index, fd), result in zip(opened.items(), written, strict=True):
+                    try:
+                        _require_written(result, vectors[index])
+                        if result != sizes[index]:
+                            disk.ftruncate(fd, sizes[index])
+                        _give_name(files[index], fd, durable=durable)
+                        results[index] = sizes[index]
+                    except OSError as exc:
+                        results[index] = exc
+            finally:  # whatever was raised, no file without its name is left
+                for index in opened:
+                    if results[index] != sizes[index]:
+                        discard(files[index])
         return results
 
 
@@ -215,9 +216,11 @@ def _create(file: NewFile, flags: int) -> int:
     )
 
 
-def _give_name(file: NewFile) -> None:
-    folder = file.folder_fd
-    runtime.disk().rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
+def _give_name(file: NewFile, fd: int, *, durable: bool) -> None:
+    folder, disk = file.folder_fd, runtime.disk()
+    if durable:
+        disk.fsync(fd)
+    disk.rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def is_absent(exc: OSError) -> bool:
