@@ -64,7 +64,12 @@ class FaultyTier(Backend):
         inner: Backend that does the work.
         simulation: The run.
         name: Name of the tier in the trace.
+
+    Attributes:
+        has_refused_drain: Whether a `drain` raised: memory may be lost to an engine that closes.
     """
+
+    has_refused_drain = False
 
     def __init__(self, inner: Backend, simulation: Simulation, name: str) -> None:
         self.inner = inner
@@ -124,6 +129,7 @@ class FaultyTier(Backend):
         random = self._random_of("drain", [])
         drawn = self._draw(random, "drain")
         if drawn and drawn[0] is TierFault.ERROR:
+            self.has_refused_drain = True
             _raise(drawn, random)
         await self._wait_for_late()
         await self.inner.drain()
