@@ -290,6 +290,7 @@ class _EngineRun(EngineRun):
         for key in self._salted.keys(parts):
             name = self._process.objects._pages.name(key)
             if self._bucket.damage(name, self._simulation.random(f"damage {name}")):
+                self._world.history.may_be_torn = True  # the salted keys tell which may be
                 self._salted.note_damage(key)
 
     async def _look(self, parts: tuple[Part, ...]) -> None:
