@@ -55,7 +55,7 @@ BUDGETS = {
     "kvxfer/doctor": 1_695,
     "kvxfer/engine_side": 1_540,
     "kvxfer/explain": 930,
-    "kvxfer/face": 420,
+    "kvxfer/face": 470,
     "kvxfer/integrations": 11_410,
     "kvxfer/kvcache": 6_020,
     "kvxfer/pages": 1_220,

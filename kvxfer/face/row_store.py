@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError, ClosedError
@@ -23,6 +22,7 @@ from kvxfer.storage.backend import (
     can_purge_all,
     positions_done,
 )
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import drain_in_the_end
 from kvxfer.storage.keys import BlockKey
 from kvxfer.transfer.engine import TransferEngine
@@ -40,19 +40,26 @@ Copy = Callable[[Sequence[int], Sequence[int]], object]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _RowJob:
     """Pages of a call that are being moved, each in a row.
 
     Attributes:
         first: Index of the first page in the call.
         rows: Row of each page.
-        outcomes: Result of the engine.
+        num_purges: Purges when the call began.
+        outcomes: Result of the engine, once the job has begun.
     """
 
     first: int
     rows: Sequence[int]
-    outcomes: Future[list[Outcome]]
+    num_purges: int
+    outcomes: Future[list[Outcome]] = field(default_factory=Future)
+
+    @property
+    def pages(self) -> range:
+        """Indices of the pages in the call."""
+        return range(self.first, self.first + len(self.rows))
 
 
 class RowStore:
@@ -64,7 +71,8 @@ class RowStore:
     late transfer may touch are not used before it has ended.
 
     Every call ends by its deadline, a time of `runtime.monotonic`, give or take a copy; `math.inf`
-    for none. A failure is a miss, or a page that was not stored. Thread-safe.
+    for none. A failure is a miss, or a page that was not stored. Thread-safe. A process that was
+    forked cannot use the store of its parent: it gets a `ForkedError`.
 
     vLLM's lower tier is polled, and its rows are vLLM's own; LMCache's objects are of any size, and
     its tasks are answered later: neither is a call that waits for pages of one size.
@@ -104,6 +112,7 @@ class RowStore:
         self._keys = SaltedKeys(medium)
         self._num_purges = 0
         self._beginning = runtime.lock()  # held by a store until its job is one to drain
+        self._guard = CallGuard(name)
 
     def lookup(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
         """Return for each key whether a load would find it now; one question for all keys.
@@ -111,6 +120,7 @@ class RowStore:
         Raises:
             ClosedError: The store was closed.
         """
+        self._guard.require_same_process()
         missing = [False] * len(keys)
         if not keys or self._is_suspended() or not _left_s(deadline):
             return missing
@@ -121,15 +131,15 @@ class RowStore:
             answers = runtime.result(answer, _limit_s(deadline, GRACE_S))
             found = dict(zip(asked, answers, strict=True))
         except TimeoutError:
-            answer.cancel()
-        except ClosedError:
-            raise
+            pass
         except Exception as exc:  # noqa: BLE001 - a backend that is gone has nothing
             logger.warning("%s: %s failed: %r", self._name, what, exc)
             return missing
         else:
             if any(found.values()) or _left_s(deadline):
                 return [found[name] for name in names]
+        finally:
+            answer.cancel()
         self._note_late(what)
         return missing
 
@@ -151,22 +161,26 @@ class RowStore:
                 verified.
             deadline: When the call ends.
             group: Group of the pages.
+
+        Raises:
+            InvalidArgumentError: A key appears twice; nothing was moved.
         """
+        if keys:
+            self._guard.check_batch(keys)
         done = [False] * len(keys)
         pool, start, in_flight = self._rows_of[direction], 0, deque[_RowJob]()
-        begin = partial(self._begin, direction, group, num_purges=self._num_purges)
+        most, num_purges = max(1, pool.num_rows // JOBS_IN_FLIGHT), self._num_purges
         try:
             while start < len(keys) or in_flight:
                 left = 0 if self._is_suspended() or not _left_s(deadline) else len(keys) - start
                 if left and len(in_flight) < JOBS_IN_FLIGHT:
                     wait_s = _left_s(deadline) if self._waits_for_rows and not in_flight else 0.0
-                    rows = pool.take(min(left, max(1, pool.num_rows // JOBS_IN_FLIGHT)), wait_s)
+                    rows = pool.take(min(left, most), wait_s)
                     if rows:
-                        pages = range(start, start + len(rows))
-                        some = keys[start : pages.stop]
-                        begun = begin(some, partial(copy, pages, rows), rows, deadline)
-                        in_flight.append(_RowJob(start, rows, begun))
-                        start = pages.stop
+                        job = _RowJob(start, rows, num_purges)
+                        in_flight.append(job)
+                        start += len(rows)
+                        job.outcomes = self._begin(direction, group, job, keys, copy, deadline)
                         continue
                     if not in_flight:
                         self._note_late(f"the wait of {left} pages for memory")
@@ -188,23 +202,28 @@ class RowStore:
         begun are over. Where it cannot, or not in time, pages are stored under salted keys from
         here on, known only to this process; those of an earlier salt are deleted, found by nobody.
         """
+        self._guard.require_same_process()
         with self._beginning:
             self._num_purges += 1
-        medium = self._medium
-        try:
-            if can_purge_all(medium):
-                purging = self._engine.submit_call(self._purge(medium))
-                runtime.result(purging, _limit_s(deadline))
-                return
-        except Exception as exc:  # noqa: BLE001 - the serving engine goes on
-            logger.warning("%s: pages cannot be deleted: %r", self._name, exc)
-        if self._keys.renew():
+        if not self._delete_all(deadline) and self._keys.renew():
             with suppress(ClosedError):
                 self._engine.submit_call(self._delete_former())
 
     def close(self) -> None:
         """Close the backend; ends in time even if that hangs."""
         self._engine.close()
+
+    def _delete_all(self, deadline: float) -> bool:
+        """Delete all pages of the namespace; return whether that was done in time."""
+        medium = self._medium
+        try:
+            if can_purge_all(medium):
+                purging = self._engine.submit_call(self._purge(medium))
+                runtime.result(purging, _limit_s(deadline))
+                return True
+        except Exception as exc:  # noqa: BLE001 - the serving engine goes on
+            logger.warning("%s: pages cannot be deleted: %r", self._name, exc)
+        return False
 
     async def _purge(self, medium: Purgeable) -> None:
         await self._engine.drain()  # a store that is late would put its pages there afterwards
@@ -221,34 +240,43 @@ class RowStore:
         self,
         direction: Direction,
         group: int,
+        job: _RowJob,
         keys: Sequence[BlockKey],
-        copy: Callable[[], object],
-        rows: Sequence[int],
+        copy: Copy,
         deadline: float,
-        *,
-        num_purges: int,
     ) -> Future[list[Outcome]]:
         """Begin a job, after the pages of a store were copied; errors are those of its future.
 
-        Nothing is stored that is older than a purge: `num_purges` is of when the call began.
+        Args:
+            direction: Whether pages are loaded or stored.
+            group: Group of the pages.
+            job: The job.
+            keys: Keys of the call.
+            copy: Copies pages to rows before they are stored.
+            deadline: When the call ends.
         """
-        names, limit_s = [self._keys.name(key) for key in keys], _limit_s(deadline)
+        of_groups: list[Sequence[int]] = [()] * self._num_groups
+        of_groups[group] = job.rows
+        some = keys[job.first : job.pages.stop]
         try:
-            of_groups: list[Sequence[int]] = [()] * self._num_groups
-            of_groups[group] = rows
             if direction is Direction.LOAD:
-                load = self._engine.load(names, of_groups, timeout_s=limit_s)
+                names = [self._keys.name(key) for key in some]
+                load = self._engine.load(names, of_groups, timeout_s=_limit_s(deadline))
                 return self._engine.submit_call(load)
             with self._beginning:
-                if self._num_purges != num_purges:
-                    raise BackendUnavailableError("all pages were deleted meanwhile")  # noqa: TRY301
-                copy()
-                store = self._engine.store(names, of_groups, timeout_s=limit_s)
+                self._require_no_purge(job)
+                copy(job.pages, job.rows)
+                names = [self._keys.name(key) for key in some]
+                store = self._engine.store(names, of_groups, timeout_s=_limit_s(deadline))
                 return self._engine.submit_call(store)
         except Exception as exc:  # noqa: BLE001 - a page that failed is the answer
             failed = Future[list[Outcome]]()
             failed.set_exception(exc)
             return failed
+
+    def _require_no_purge(self, job: _RowJob) -> None:
+        if self._num_purges != job.num_purges:
+            raise BackendUnavailableError("all pages were deleted meanwhile")
 
     def _end(self, direction: Direction, job: _RowJob, copy: Copy, deadline: float) -> list[bool]:
         """Wait for a job, copy what was loaded, and give back its rows, now or when it is safe."""
@@ -260,12 +288,12 @@ class RowStore:
             if arrived and direction is Direction.LOAD:
                 copy([job.first + at for at in arrived], [job.rows[at] for at in arrived])
         except TimeoutError:
-            job.outcomes.cancel()
             outcomes = [replace(_UNSAFE, status=Status.TIMED_OUT)] * len(job.rows)
         except Exception as exc:  # noqa: BLE001 - a page that failed is the answer
             logger.warning("%s: %s failed: %r", self._name, what, exc)
             outcomes = [_UNSAFE] * len(job.rows)
         finally:
+            job.outcomes.cancel()  # of a thread that does not wait for it any more
             self._give_back(direction, job.rows, outcomes)
         if any(outcome.status is Status.TIMED_OUT for outcome in outcomes):
             self._note_late(what)
@@ -275,8 +303,9 @@ class RowStore:
         self, direction: Direction, rows: Sequence[int], outcomes: Sequence[Outcome]
     ) -> None:
         pool = self._rows_of[direction]
-        late = [r for r, outcome in zip(rows, outcomes, strict=True) if not outcome.memory_safe]
-        pool.give_back([row for row in rows if row not in late])
+        is_safe = [outcome.memory_safe for outcome in outcomes]
+        late = [row for row, safe in zip(rows, is_safe, strict=True) if not safe]
+        pool.give_back([row for row, safe in zip(rows, is_safe, strict=True) if safe])
         if late:
             with suppress(ClosedError):
                 self._engine.submit_call(self._give_back_in_the_end(pool, late))

@@ -1,15 +1,19 @@
 """Row store: calls that wait end in time, and rows that a transfer may touch are left alone."""
 
+import asyncio
 import math
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvxfer.errors import ClosedError
+from kvxfer.errors import BackendUnavailableError, ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.face import RowPool, RowStore
+from kvxfer.storage.backend import DONE, Outcome
+from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.testing.conformance.suite import make_keys
@@ -32,24 +36,47 @@ class Pages:
         engine = TransferEngine(rows.caches, self.backend)
         self.free = RowPool(range(NUM_ROWS))
         both = dict.fromkeys(Direction, self.free)
-        self.store = RowStore(engine, self.backend, both, name="pages", **settings)
+        medium = settings.pop("medium", self.backend)
+        self.store = RowStore(engine, medium, both, name="pages", **settings)
         self.pages = np.repeat(np.arange(1, 7, dtype=np.int8)[:, None], ROW_BYTES, axis=1)
 
-    def move(self, direction: Direction, *, limit_s: float = math.inf) -> list[bool]:
+    def move(
+        self,
+        direction: Direction,
+        keys: Sequence[BlockKey] = KEYS,
+        *,
+        limit_s: float = math.inf,
+        then: Callable[[], object] = lambda: None,
+    ) -> list[bool]:
+        """Store or load pages; `then` is called after the first copy."""
+
         def copy(pages: Sequence[int], rows: Sequence[int]) -> None:
+            nonlocal then
             for page, row in zip(pages, rows, strict=True):
                 ours, theirs = self.pages[page], self.rows[row, :ROW_BYTES].numpy()
                 (theirs if direction is STORE else ours)[:] = ours if direction is STORE else theirs
+            call, then = then, lambda: None
+            call()
 
-        return self.store.move(direction, KEYS, copy, time.monotonic() + limit_s)
+        return self.store.move(direction, keys, copy, time.monotonic() + limit_s)
 
     def break_down(self, **rates: float) -> None:
         self.backend.rates = FaultRates(**rates, operations=frozenset({Operation.LOAD}))
 
     def num_free(self) -> int:
-        rows = self.free.take(NUM_ROWS, 0)
+        rows = self.free.take(2 * NUM_ROWS, 0)
         self.free.give_back(rows)
+        assert len(set(rows)) == len(rows), "a row was given back twice"
         return len(rows)
+
+    def wait_until_free(self) -> None:
+        deadline = time.monotonic() + 10
+        while self.num_free() < NUM_ROWS:
+            assert time.monotonic() < deadline
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -85,26 +112,125 @@ def test_rows_of_a_late_load_are_used_again_when_it_touches_them_no_more(pages: 
     assert not pages.pages.any(), "a page is the caller's again"
     pages.break_down()
     pages.backend.release()
-    deadline = time.monotonic() + 10
-    while pages.num_free() < NUM_ROWS:
-        assert time.monotonic() < deadline
+    pages.wait_until_free()
     assert pages.move(LOAD) == [True] * 6
 
 
 def test_rows_of_a_thread_that_was_interrupted_come_back(
     pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
         patched.setattr("kvxfer.face.row_store.positions_done", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pages.move(STORE)
-    deadline = time.monotonic() + 10
-    while pages.num_free() < NUM_ROWS:
-        assert time.monotonic() < deadline
+    pages.wait_until_free()
     assert pages.move(STORE) == [True] * 6
+
+
+def test_rows_of_a_copy_that_was_interrupted_come_back(pages: Pages) -> None:
+    for direction in (STORE, LOAD):
+        for _ in range(NUM_ROWS):
+            with pytest.raises(KeyboardInterrupt):
+                pages.move(direction, then=interrupt)
+            pages.wait_until_free()
+        assert pages.move(STORE) == [True] * 6
+
+
+def test_a_thread_that_was_interrupted_leaves_nothing_to_wait_for(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pages.move(STORE) == [True] * 6
+    pages.break_down(hang=1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("kvxfer.face.row_store.runtime.result", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pages.move(LOAD)
+    pages.wait_until_free()
+
+
+def test_a_key_that_comes_twice_is_refused_however_many_rows_there_are(pages: Pages) -> None:
+    for direction in (STORE, LOAD):
+        with pytest.raises(InvalidArgumentError, match="keys"):
+            pages.move(direction, [*KEYS[:5], KEYS[0]])
+    assert pages.store.lookup(KEYS, math.inf) == [False] * 6
+    assert pages.num_free() == NUM_ROWS
+
+
+@pytest.mark.parametrize("error", [BackendUnavailableError("gone"), ClosedError("peer")])
+def test_what_a_backend_raises_is_a_miss(
+    pages: Pages, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise error
+
+    for name in ("lookup", "load", "store"):
+        monkeypatch.setattr(pages.backend, name, fail)
+    assert pages.store.lookup(KEYS, math.inf) == [False] * 6
+    assert pages.move(LOAD) == pages.move(STORE) == [False] * 6
+    assert pages.num_free() == NUM_ROWS
+    assert pages.pages[:, 0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_answers_that_are_too_few_are_misses(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def load(*_: object) -> list[Outcome]:
+        return [DONE]
+
+    async def lookup(_: object) -> list[bool]:
+        return [True]
+
+    assert pages.move(STORE) == [True] * 6
+    monkeypatch.setattr(pages.backend, "load", load)
+    monkeypatch.setattr(pages.backend, "lookup", lookup)
+    assert pages.store.lookup(KEYS, math.inf) == [False] * 6
+    assert pages.move(LOAD) == [False] * 6
+    assert pages.num_free() == NUM_ROWS
+
+
+def test_a_call_without_pages_asks_nobody(pages: Pages) -> None:
+    pages.store.close()
+    assert pages.store.lookup([], math.inf) == []
+    assert pages.move(STORE, []) == pages.move(LOAD, []) == []
+
+
+def test_a_backend_that_is_late_is_left_alone_for_a_while() -> None:
+    pages = Pages(pause_s=600.0)
+    assert pages.move(STORE) == [True] * 6
+    pages.break_down(late=1.0)
+    assert pages.move(LOAD, limit_s=0.1) == [False] * 6
+    pages.break_down()
+    pages.backend.release()
+    pages.wait_until_free()
+    assert pages.store.lookup(KEYS, math.inf) == [False] * 6
+    assert pages.move(LOAD) == pages.move(STORE) == [False] * 6
+    pages.store.close()
+
+
+def test_a_call_that_runs_while_the_store_is_closed_ends(pages: Pages) -> None:
+    done: list[list[bool]] = []
+    pages.break_down(hang=1.0)
+    thread = threading.Thread(target=lambda: done.append(pages.move(LOAD)))
+    thread.start()
+    asyncio.run(pages.backend.until_waiting())
+    pages.store.close()
+    thread.join(10)
+    assert done == [[False] * 6]
+
+
+def test_a_forked_process_is_refused_before_it_takes_a_lock(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("os.getpid", lambda: 1)
+        for call in (
+            lambda: pages.store.lookup(KEYS, math.inf),
+            lambda: pages.move(STORE),
+            lambda: pages.move(LOAD),
+            lambda: pages.store.purge(math.inf),
+            pages.store.close,
+        ):
+            with pytest.raises(ForkedError):
+                call()
+    assert pages.num_free() == NUM_ROWS
 
 
 def test_a_store_that_is_closed_finds_and_takes_nothing(pages: Pages) -> None:
