@@ -110,7 +110,8 @@ class RowStore:
         self._waits_for_rows = waits_for_rows
         self._num_groups = num_groups
         self._keys = SaltedKeys(medium)
-        self._num_purges = 0
+        self._num_purges = 0  # that have begun
+        self._num_purging = 0
         self._beginning = runtime.lock()  # held by a store until its job is one to drain
         self._guard = CallGuard(name)
 
@@ -153,6 +154,8 @@ class RowStore:
         group: int = 0,
     ) -> list[bool]:
         """Store or load pages, in jobs of half of the rows; return for each whether that was done.
+
+        Nothing is moved beyond a purge that begins after the call.
 
         Args:
             direction: Whether pages are loaded or stored.
@@ -201,13 +204,19 @@ class RowStore:
         Where the backend can delete all pages of its namespace it does, once the stores that have
         begun are over. Where it cannot, or not in time, pages are stored under salted keys from
         here on, known only to this process; those of an earlier salt are deleted, found by nobody.
+        Until then nothing is stored, and every page is a miss.
         """
         self._guard.require_same_process()
         with self._beginning:
             self._num_purges += 1
-        if not self._delete_all(deadline) and self._keys.renew():
-            with suppress(ClosedError):
-                self._engine.submit_call(self._delete_former())
+            self._num_purging += 1
+        try:
+            if not self._delete_all(deadline) and self._keys.renew():
+                with suppress(ClosedError):
+                    self._engine.submit_call(self._delete_former())
+        finally:
+            with self._beginning:
+                self._num_purging -= 1
 
     def close(self) -> None:
         """Close the backend; ends in time even if that hangs."""
@@ -286,6 +295,7 @@ class RowStore:
             outcomes = runtime.result(job.outcomes, _limit_s(deadline, GRACE_S))
             arrived = positions_done(outcomes)
             if arrived and direction is Direction.LOAD:
+                self._require_no_purge(job)
                 copy([job.first + at for at in arrived], [job.rows[at] for at in arrived])
         except TimeoutError:
             outcomes = [replace(_UNSAFE, status=Status.TIMED_OUT)] * len(job.rows)
@@ -316,7 +326,7 @@ class RowStore:
             pool.give_back(late)
 
     def _is_suspended(self) -> bool:
-        return self._suspension.is_on(runtime.monotonic())
+        return self._num_purging > 0 or self._suspension.is_on(runtime.monotonic())
 
     def _note_late(self, what: str) -> None:
         if self._suspension.first_s:

@@ -205,6 +205,45 @@ def test_a_backend_that_is_late_is_left_alone_for_a_while() -> None:
     pages.store.close()
 
 
+def test_no_page_passes_a_purge(pages: Pages) -> None:
+    assert pages.move(STORE) == [True] * 6
+    loaded = pages.move(LOAD, then=lambda: pages.store.purge(math.inf))
+    assert loaded == [True] * 2 + [False] * 4, "pages of before, after the purge"
+    assert pages.store.lookup(KEYS, math.inf) == [False] * 6
+    pages.wait_until_free()
+    assert pages.move(STORE) == [True] * 6
+    assert pages.move(LOAD) == [True] * 6
+
+
+class FailingMedium:
+    """Medium whose purge fails, after another thread has tried to move pages meanwhile."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self.meanwhile = meanwhile
+
+    async def purge(self, prefix: bytes = b"") -> None:
+        if not prefix:
+            await asyncio.to_thread(self.meanwhile)
+        raise BackendUnavailableError("purge")
+
+
+def test_nothing_is_stored_or_found_while_pages_are_being_purged() -> None:
+    moved: list[list[bool]] = []
+
+    pages: Pages
+
+    def meanwhile() -> None:
+        moved.append(pages.store.lookup(KEYS, math.inf))
+        moved.extend(pages.move(direction) for direction in (LOAD, STORE))
+
+    pages = Pages(medium=FailingMedium(meanwhile))
+    assert pages.move(STORE, KEYS[:3]) == [True] * 3
+    pages.store.purge(math.inf)
+    assert moved == [[False] * 6] * 3, "under names that others know"
+    assert pages.move(STORE) == [True] * 6
+    pages.store.close()
+
+
 def test_a_call_that_runs_while_the_store_is_closed_ends(pages: Pages) -> None:
     done: list[list[bool]] = []
     pages.break_down(hang=1.0)
