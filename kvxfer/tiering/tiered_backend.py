@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 
@@ -339,16 +339,26 @@ class TieredBackend(Backend):
         async def drain(tier: IsolatedTier) -> None:
             await await_call(tier.drain())
 
-        ended = await asyncio.gather(*map(drain, self._tiers), return_exceptions=True)
-        for error in filter(None, ended):
-            raise error
+        await self._in_each(drain)
 
     async def flush(self) -> None:
-        """See `Backend.flush`: every tier has all stored blocks, and has flushed them."""
-        for writer in self._writers:
-            await writer.flush()
-        for tier in self.tiers:
-            await await_call(tier.flush())
+        """See `Backend.flush`: every tier has all stored blocks, and has flushed them.
+
+        Raises, after all others, what the flush of a tier raised.
+        """
+
+        async def flush(tier: IsolatedTier) -> None:
+            if tier.index:
+                await self._writers[tier.index - 1].flush()
+            await await_call(tier.backend.flush())
+
+        await self._in_each(flush)
+
+    async def _in_each(self, call: Callable[[IsolatedTier], Awaitable[None]]) -> None:
+        """Make a call in every tier at once: none waits for one that hangs or fails."""
+        ended = await asyncio.gather(*map(call, self._tiers), return_exceptions=True)
+        for error in filter(None, ended):
+            raise error
 
     async def aclose(self) -> None:
         """See `Backend.aclose`. First writes back the queued blocks, unless cancelled.

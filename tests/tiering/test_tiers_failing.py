@@ -964,6 +964,34 @@ async def test_a_block_that_never_can_be_stored_holds_up_no_other(memory: BlockM
             await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("hangs", [False, True], ids=["raises", "hangs"])
+async def test_a_tier_that_cannot_be_flushed_keeps_no_other_from_it(
+    memory: BlockMemory, *, hangs: bool
+) -> None:
+    flushed = asyncio.Event()
+
+    class Broken(Scripted):
+        async def flush(self) -> None:
+            if hangs:
+                await asyncio.Event().wait()
+            raise OSError("the disk is gone")
+
+    class Healthy(Scripted):
+        async def flush(self) -> None:
+            flushed.set()
+
+    namespace = memory.namespace()
+    tiers = [open_dict(namespace), Broken(namespace), Healthy(namespace)]
+    async with TieredBackend(tiers, namespace) as backend:
+        flush = asyncio.ensure_future(backend.flush())
+        async with asyncio.timeout(LIMIT_S):
+            await flushed.wait()
+        if hangs:
+            flush.cancel()
+        with pytest.raises(asyncio.CancelledError if hangs else OSError):
+            await flush
+
+
 async def test_flushing_waits_for_every_tier(memory: BlockMemory) -> None:
     async with opened(memory) as tiers:
         tiers.fail(Operation.STORE, hang=1.0)
