@@ -153,7 +153,7 @@ MUTATIONS = (
     Mutation(
         "a flush does not look at the queues",
         "kvxfer/tiering/tiered_backend.py",
-        "        for writer in self._writers:\n            await writer.flush()\n",
+        "            if tier.index:\n                await self._writers[tier.index - 1].flush()\n",
         "",
         "tiers",
         80,
