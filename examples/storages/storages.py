@@ -11,6 +11,8 @@ from kvxfer import Backend, BlockKey, Namespace
 from kvxfer.connect import open_backend
 from kvxfer.errors import KVXferError
 
+THIS_RELEASE = "(this release)"
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
@@ -40,8 +42,7 @@ def kvxfer_file(folder: Path, namespace: Namespace) -> Backend:
 
 def find_storages() -> list[Storage]:
     """Find the storages whose packages are installed; kvxfer's own is the first."""
-    version = importlib.metadata.version("kvxfer")
-    found = [Storage("kvxfer `file://`", version, kvxfer_file)]
+    found = [Storage("kvxfer `file://`", THIS_RELEASE, kvxfer_file)]
     for name, package, module, function in (
         ("kvxfer in LMCache", "kvxfer", "lmcache_adapters", "kvxfer_adapter"),
         ("LMCache `fs`", "lmcache", "lmcache_adapters", "fs"),
@@ -51,5 +52,6 @@ def find_storages() -> list[Storage]:
             opened: Any = getattr(importlib.import_module(f"examples.storages.{module}"), function)
         except (ImportError, KVXferError):
             continue
-        found.append(Storage(name, importlib.metadata.version(package), opened))
+        version = THIS_RELEASE if package == "kvxfer" else importlib.metadata.version(package)
+        found.append(Storage(name, version, opened))
     return found
