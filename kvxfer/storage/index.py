@@ -183,7 +183,7 @@ class BlockIndex:
             policy.touch(key)
             policy.hold(key)
         for key in absent:
-            if not self.num_free_slots and not len(policy):
+            if not (self._free_slots or self._next_slot < self._num_slots or len(policy)):
                 plan.refused.append(key)
                 continue
             slot = self._take_slot(key, plan, policy)
@@ -338,7 +338,7 @@ class BlockIndex:
         self._free_slots, self._next_slot = [], 0
 
     def _take_slot(self, key: BlockKey, plan: StorePlan, policy: EvictionPolicy) -> int:
-        if self.num_free_slots:
+        if self._free_slots or self._next_slot < self._num_slots:
             policy.admit(key)
             if self._free_slots:
                 return self._free_slots.pop()
