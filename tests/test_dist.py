@@ -405,8 +405,8 @@ def test_the_package_is_a_command(bare: Bare, version: str) -> None:
 
 
 def blocks_of(page: str, language: str) -> str:
-    """Join the blocks of a page that are in a language."""
-    text = (ROOT / page).read_text()
+    """Join the blocks of a page that are in a language, without those of the simulation."""
+    text, *_ = (ROOT / page).read_text().partition("\n## Every order of events\n")
     found = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert found, f"{page} has no block of {language}"
     return "\n".join(found)

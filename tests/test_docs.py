@@ -38,11 +38,17 @@ def fences(page: Path) -> list[re.Match[str]]:
     return list(FENCE.finditer(page.read_text()))
 
 
-def run_blocks(page: Path) -> ModuleType:
-    """Run the Python blocks of a page in order, as one module with the page's line numbers."""
+def run_blocks(page: Path, *, before: str | None = None) -> ModuleType:
+    """Run the Python blocks of a page in order, as one module with the page's line numbers.
+
+    Args:
+        page: Page to read.
+        before: Heading at which to stop.
+    """
     module = ModuleType(page.stem)
     text = page.read_text()
-    for fence in fences(page):
+    end = len(text) if before is None else text.index(f"\n{before}\n")
+    for fence in FENCE.finditer(text, 0, end):
         if fence[1] == "python":
             lines_before = text.count("\n", 0, fence.start(2))
             code = compile("\n" * lines_before + fence[2], page, "exec")
@@ -244,6 +250,6 @@ def test_the_messages_that_the_page_about_failures_quotes_are_in_the_source() ->
 
 
 # The backends of the guide are held to the contract that it explains.
-_GUIDE = run_blocks(ROOT / "docs" / "backends.md")
+_GUIDE = run_blocks(ROOT / "docs" / "backends.md", before="## Every order of events")
 TestBackendOfTheGuide = _GUIDE.TestMemoryBackend
 TestDirectBackendOfTheGuide = _GUIDE.TestDirectBackend

@@ -1,4 +1,4 @@
-"""`python -m examples.storages`: what storages do when something fails, as on docs/testing.md."""
+"""`python -m examples.storages`: what storages do when something fails, as in README.md."""
 
 import argparse
 from collections import Counter, defaultdict

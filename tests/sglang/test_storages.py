@@ -1,4 +1,4 @@
-"""What docs/testing.md says of SGLang's own storage; of the others, see tests/testing."""
+"""What is written of SGLang's own storage is found; of the others, see tests/testing."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from examples.storages.injection import CALLERS, INJECTIONS, Injection
 from examples.storages.probes import PROBES, Probe, in_folder, killed, two_writers
 from examples.storages.storages import find_storages
 from tests.sglang.releases import NEWEST
-from tests.testing.storages_page import PAGE, printed, table
+from tests.testing.storages_page import TEXT, printed, table
 
 STORAGE = next(each for each in find_storages() if "SGLang" in each.name)
 SLOW = [pytest.mark.exhaustive, pytest.mark.timeout(300)]
@@ -42,4 +42,4 @@ def test_the_table_says_what_a_caller_sees_of_injected_faults(each: Injection) -
 def test_the_lines_say_what_the_conformance_suite_finds() -> None:
     lines = printed("conformance")
     assert any("HiCacheFile" in line for line in lines)
-    assert "\n".join(lines) in PAGE.read_text()
+    assert "\n".join(lines) in TEXT

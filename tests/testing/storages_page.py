@@ -1,16 +1,17 @@
-"""Tables and lines of docs/testing.md that `python -m examples.storages` prints."""
+"""Tables and lines of two pages that `python -m examples.storages` prints."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-PAGE = REPOSITORY / "docs" / "testing.md"
+PAGES = (REPOSITORY / "docs/backends.md", REPOSITORY / "examples/storages/README.md")
+TEXT = "\n".join(page.read_text() for page in PAGES)
 
 
 def table(*, of: str) -> dict[tuple[str, str], str]:
     """Read the table with this in its head: what it says in a row and a column."""
-    lines = PAGE.read_text().splitlines()
+    lines = TEXT.splitlines()
     first = next(at for at, line in enumerate(lines) if line.startswith("| |") and of in line)
     rows = []
     for line in lines[first:]:

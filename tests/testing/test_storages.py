@@ -1,4 +1,4 @@
-"""What docs/testing.md says of storages is what `python -m examples.storages` finds."""
+"""What is written of storages is what `python -m examples.storages` finds."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ import pytest
 from examples.storages.injection import CALLERS, INJECTIONS, Injection
 from examples.storages.probes import PROBES, Probe, in_folder, killed, two_writers
 from examples.storages.storages import Storage, find_storages
-from tests.testing.storages_page import PAGE, printed, table
+from tests.testing.storages_page import TEXT, printed, table
 
 STORAGES = find_storages()
 SLOW = [pytest.mark.exhaustive, pytest.mark.timeout(300)]
@@ -61,4 +61,4 @@ def test_the_tables_have_every_probe_fault_and_storage() -> None:
 def test_the_lines_say_what_the_conformance_suite_finds() -> None:
     lines = printed("conformance")
     assert sum(not line.startswith(" ") for line in lines) == len(STORAGES)
-    assert "\n".join(lines) in PAGE.read_text()
+    assert "\n".join(lines) in TEXT
