@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from kvxfer import runtime
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.runtime import Pause
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 20e-6, 500e-6
-"""Pauses between two looks at a copy; each is twice as long as the one before."""
+"""Pauses between two looks at a copy."""
+
+WAIT_SHARE = 1 / 8
+"""Pause after a look, as a share of the time since the copy began: at most so much is lost."""
 
 
 class Copy:
@@ -28,9 +30,10 @@ class Copy:
 
     def wait(self) -> None:
         """Block until the copy has ended; errors as `has_ended`."""
-        pause = Pause(SHORTEST_WAIT_S, LONGEST_WAIT_S)
+        began = runtime.monotonic()
         while not self.has_ended():
-            runtime.sleep(pause.next_s())
+            share_s = WAIT_SHARE * (runtime.monotonic() - began)
+            runtime.sleep(min(max(share_s, SHORTEST_WAIT_S), LONGEST_WAIT_S))
 
 
 class CopyEngine(ABC):
