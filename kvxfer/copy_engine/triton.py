@@ -16,11 +16,10 @@ from kvxfer.errors import BackendUnavailableError, DeviceError, InvalidArgumentE
 
 logger = logging.getLogger(__name__)
 
-# Not measured yet; rows of `make bench NAME=copy` do. 16 KiB in flight in each are a quarter of a
-# MiB: several times the bandwidth-delay product of a bus. A program has a multiprocessor, so 128 of
-# one warp would slow the serving engine on nearly all of an H100's 132. Source: vLLM's kernel for
-# the same purpose has 12 of 4 warps, https://github.com/vllm-project/vllm/pull/42212.
-NUM_PROGRAMS, NUM_WARPS = 16, 4
+# Measured on an H100 by `make bench NAME=copy`: with 32 programs instead of 16, fragments of 4 to
+# 16 KiB are copied 1.1 to 1.7 times as fast, and matrix products beside them take as long (1.23 of
+# alone; 1.19 beside 12). 64 of one warp gain little more, and make that 1.45: see docs/gpu.md.
+NUM_PROGRAMS, NUM_WARPS = 32, 4
 
 # Triton's interpreter keeps the position in the grid, and its replacements of `triton.language`,
 # in global variables.
