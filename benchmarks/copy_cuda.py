@@ -21,7 +21,6 @@ from kvxfer.copy_engine.devices import open_gpu
 from kvxfer.copy_engine.method_table import CopyMethod, MethodTable, Way
 from kvxfer.copy_engine.triton import FragmentKernel, open_kernel
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.fragment_pairs import pair_fragments
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 
 Pair: TypeAlias = tuple[Descriptors, Descriptors]
@@ -35,8 +34,6 @@ BOTH_WAYS_GOAL = ">= 1.6"
 BESIDE_GOAL = "<= 1.05"
 WAITED = (64 * KIB, 1 << 20, 8 << 20)
 """Bytes of copies whose end is waited for."""
-ORDERED = (8 * KIB, 32 * KIB, 128 * KIB, 2048 * KIB)
-"""Bytes of a fragment of batches whose sources are read in an order, or in none."""
 CALIBRATION_S = 1.0
 """Longest time of the calibration."""
 
@@ -85,7 +82,6 @@ def run(
         ]
         rows.append(_measure_both_ways(sides, rounds))
         rows += [_measure_waiting(sides, each, rounds) for each in WAITED if each <= num_bytes]
-        rows += [_measure_order(sides, each, rounds) for each in ORDERED]
         rows += _measure_overhead(sides, rounds, max_fragments)
         if sides.gpu.has_kernel:
             rows.append(_measure_calibration(device_index))
@@ -220,24 +216,6 @@ def _measure_waiting(sides: _Sides, num_bytes: int, rounds: int) -> BenchRow:
     waited, seen = time_in_turn([partial(sides.gpu.copy, *pair), look], rounds=rounds)
     case = f"to device, {num_bytes // KIB} KiB, waited for against looked at without a pause"
     return compare(case, waited, seen, unit="us", scale=1e6, of_time=True)
-
-
-def _measure_order(sides: _Sides, fragment_bytes: int, rounds: int) -> BenchRow:
-    """Measure a batch whose sources may be read before their turn, against one in turn."""
-    count = sides.num_bytes // fragment_bytes
-    pairs = pair_fragments(*sides.pair(Way.TO_DEVICE, fragment_bytes, count, scattered=True))
-    driver = sides.gpu.driver
-
-    def copy(*, in_turn: bool) -> None:  # as copies to the host are, which the device computes
-        columns = pairs.destinations, pairs.sources, pairs.lengths
-        with sides.plain.batch([]) as batch:
-            driver.copy_batch(*columns, batch.stream, to_host=in_turn)
-        batch.wait()
-
-    calls = [partial(copy, in_turn=in_turn) for in_turn in (False, True)]
-    any_order, in_turn = time_in_turn(calls, rounds=rounds)
-    case = f"to device, scattered, {fragment_bytes // KIB} KiB, read in any order against in turn"
-    return compare(case, any_order, in_turn, unit="ns/B", scale=1e9 / sides.num_bytes)
 
 
 def _measure_calibration(device_index: int) -> BenchRow:

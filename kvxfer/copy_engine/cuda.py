@@ -146,7 +146,7 @@ class CudaCopyEngine(CopyEngine):
                 return
         if is_pinned and self.driver.has_batch:
             columns = pairs.destinations, pairs.sources, pairs.lengths
-            self.driver.copy_batch(*columns, batch.stream, to_host=way is Way.TO_HOST)
+            self.driver.copy_batch(*columns, batch.stream)
         else:
             self._enqueue_each(pairs, way, batch.stream)
 

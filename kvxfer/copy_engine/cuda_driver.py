@@ -111,9 +111,8 @@ class CudaDriver:
         self._copy, self._batch = _COPY(copy), _BATCH(batch) if batch else None
         self.has_batch = self._batch is not None
         order = self._api.CUmemcpySrcAccessOrder
-        self._in_order, self._at_once = (self._api.CUmemcpyAttributes() for _ in range(2))
+        self._in_order = self._api.CUmemcpyAttributes()
         self._in_order.srcAccessOrder = order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        self._at_once.srcAccessOrder = order.CU_MEMCPY_SRC_ACCESS_ORDER_ANY
         self._open = True
 
     @contextlib.contextmanager
@@ -228,13 +227,10 @@ class CudaDriver:
         sources: Addresses,
         lengths: Addresses,
         stream: CudaStream,
-        *,
-        to_host: bool,
     ) -> None:
         """Begin copies in one call, in no order among themselves; uint64 `(n,)`, contiguous.
 
-        The arrays are not needed afterwards. Sources in host memory may be read before what is in
-        the stream has ended: no stream writes to them.
+        The arrays are not needed afterwards.
         """
         assert self._batch is not None
         first, failed_index = ctypes.c_size_t(0), ctypes.c_size_t(0)
@@ -243,7 +239,7 @@ class CudaDriver:
             failed = self._batch(
                 *(array.ctypes.data for array in arrays),
                 len(lengths),
-                (self._in_order if to_host else self._at_once).getPtr(),
+                self._in_order.getPtr(),
                 ctypes.byref(first),
                 1,
                 ctypes.byref(failed_index),

@@ -26,7 +26,6 @@ struct op {
     enum op_kind kind;
     char *to;
     const char *from;
-    char *read; /* what was read of the source before its turn; NULL if nothing was */
     size_t num_bytes;
     struct CUevent_st *event;
     unsigned long turn, process;
@@ -72,7 +71,7 @@ static __thread int depth;
 static int version = 13000, numa_node = -1, can_use_host_pointer = 1, paused, refuse_records, strange_result;
 static size_t bytes_that_may_be_registered = SIZE_MAX, registered_bytes;
 static unsigned delay_us;
-static unsigned long num_batches, num_read_at_once, num_single, num_2d, num_pageable, num_live_events, num_live_streams;
+static unsigned long num_batches, num_single, num_2d, num_pageable, num_live_events, num_live_streams;
 static unsigned long num_opened; /* by calls that a capture on another thread does not allow */
 static struct { CUstream stream; CUstreamCaptureMode mode; pthread_t thread; int invalidated; } capture;
 static __thread CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
@@ -109,7 +108,6 @@ void sim_set(const char *name, long value) {
 
 unsigned long sim_get(const char *name) {
     if (!strcmp(name, "num_batches")) return num_batches;
-    if (!strcmp(name, "num_read_at_once")) return num_read_at_once;
     if (!strcmp(name, "num_single")) return num_single;
     if (!strcmp(name, "num_2d")) return num_2d;
     if (!strcmp(name, "num_pageable")) return num_pageable;
@@ -182,7 +180,7 @@ static void *work(void *argument) {
             unsigned pause_us = delay_us;
             pthread_mutex_unlock(&lock);
             if (pause_us) usleep(pause_us);
-            memcpy(op->to, op->read ? op->read : op->from, op->num_bytes);
+            memcpy(op->to, op->from, op->num_bytes);
             pthread_mutex_lock(&lock);
             num_busy--;
         }
@@ -191,7 +189,6 @@ static void *work(void *argument) {
         stream->first = op->next;
         if (!stream->first) stream->last = &stream->first;
         int stop = op->kind == STOP;
-        free(op->read);
         free(op);
         pthread_cond_broadcast(&changed);
         if (stop) break;
@@ -202,10 +199,7 @@ static void *work(void *argument) {
 
 /* What a captured stream is given becomes a part of the graph, and does not happen. */
 static void enqueue(struct CUstream_st *stream, struct op op) {
-    if (stream->captured) {
-        free(op.read);
-        return;
-    }
+    if (stream->captured) return;
     struct op *copy = malloc(sizeof op);
     *copy = op;
     copy->process = process, copy->next = NULL;
@@ -226,7 +220,7 @@ static struct CUstream_st *resolve(CUstream stream) {
     return stream == CU_STREAM_LEGACY ? current()->default_stream : stream;
 }
 
-static CUresult enqueue_copy(uintptr_t to, uintptr_t from, size_t num_bytes, CUstream stream, int reads_at_once) {
+static CUresult enqueue_copy(uintptr_t to, uintptr_t from, size_t num_bytes, CUstream stream) {
     struct range *target = range_of(to, num_bytes), *source = range_of(from, num_bytes);
     int device = current()->device;
     struct range *ends[2] = {target, source};
@@ -236,12 +230,10 @@ static CUresult enqueue_copy(uintptr_t to, uintptr_t from, size_t num_bytes, CUs
     if (!target && is_known_in_part(to, num_bytes)) return CUDA_ERROR_INVALID_VALUE;
     if (!source && is_known_in_part(from, num_bytes)) return CUDA_ERROR_INVALID_VALUE;
     num_pageable += !target + !source;
-    const char *bytes = source && source->behind ? source->behind + (from - source->address) : (char *)from;
     enqueue(resolve(stream), (struct op){
         .kind = COPY,
         .to = target && target->behind ? target->behind + (to - target->address) : (char *)to,
-        .from = bytes,
-        .read = reads_at_once ? memcpy(malloc(num_bytes), bytes, num_bytes) : NULL,
+        .from = source && source->behind ? source->behind + (from - source->address) : (char *)from,
         .num_bytes = num_bytes,
     });
     return CUDA_SUCCESS;
@@ -512,7 +504,7 @@ CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t num_bytes, CUstr
     if (!stream) return CUDA_ERROR_INVALID_HANDLE;
     pthread_mutex_lock(&lock);
     num_single++;
-    result = strange_result ? (CUresult)strange_result : enqueue_copy(to, from, num_bytes, stream, 0);
+    result = strange_result ? (CUresult)strange_result : enqueue_copy(to, from, num_bytes, stream);
     pthread_mutex_unlock(&lock);
     return result;
 }
@@ -530,7 +522,7 @@ CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *copy, CUstream stream) {
     pthread_mutex_lock(&lock);
     num_2d++;
     for (size_t row = copy->Height; row-- && !result;)
-        result = enqueue_copy(to + row * copy->dstPitch, from + row * copy->srcPitch, copy->WidthInBytes, stream, 0);
+        result = enqueue_copy(to + row * copy->dstPitch, from + row * copy->srcPitch, copy->WidthInBytes, stream);
     pthread_mutex_unlock(&lock);
     return result;
 }
@@ -542,17 +534,14 @@ static CUresult copy_batch(CUdeviceptr *to, CUdeviceptr *from, size_t *num_bytes
     if (!stream || stream == CU_STREAM_LEGACY || !count || num_attributes != 1 || first[0] != 0)
         return CUDA_ERROR_INVALID_VALUE;
     if (stream->captured) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-    int reads_at_once = attributes->srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_ANY;
-    if (!reads_at_once && attributes->srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
-        return CUDA_ERROR_INVALID_VALUE;
+    if (attributes->srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM) return CUDA_ERROR_INVALID_VALUE;
     for (size_t i = 0; i < count; i++)
         if (!num_bytes[i]) return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&lock);
     num_batches++;
-    num_read_at_once += (unsigned long)reads_at_once;
     result = (CUresult)strange_result;
     for (size_t i = count; i-- && !result;)
-        result = enqueue_copy(to[i], from[i], num_bytes[i], stream, reads_at_once);
+        result = enqueue_copy(to[i], from[i], num_bytes[i], stream);
     pthread_mutex_unlock(&lock);
     return result;
 }

@@ -113,16 +113,6 @@ def test_a_batch_is_one_call(
     assert list(map(gpu.get, counts)) == [batches + 1, pageable]
 
 
-@pytest.mark.parametrize("way", Way)
-def test_only_host_memory_is_read_before_its_turn(
-    gpu: SimulatedGpu, engine: CudaCopyEngine, memory: Memory, way: Way
-) -> None:
-    """No stream writes to the host's side; the device's side is being computed until its turn."""
-    before = gpu.get("num_read_at_once")
-    copy(engine, memory, way, scatter(0))
-    assert gpu.get("num_read_at_once") - before == (way is Way.TO_DEVICE)
-
-
 @pytest.mark.parametrize("version", [13000, 12040])
 def test_a_result_that_the_bindings_do_not_know_is_an_error_of_the_device(
     gpu: SimulatedGpu, memory: Memory, version: int
