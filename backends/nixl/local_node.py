@@ -47,19 +47,23 @@ logger = logging.getLogger(__name__)
 
 
 async def why_not_straight(
-    config: NixlConfig, memory: Sequence[MemoryRegion], make_agent: Callable[[], TransferAgent]
+    memory: Sequence[MemoryRegion], make_agent: Callable[[], TransferAgent]
 ) -> str:
     """Say why NIXL cannot read memory of GPUs straight at any peer; empty where it can.
 
-    It is tried. Blocks the event loop for up to a second, or for as long as registering takes.
+    That the memory can be registered is tried; that peers can read it then is not: it takes RDMA.
+    Without a card for it UCX has CUDA IPC between processes of one machine, which may be missing
+    there (containers, virtual machines) although memory is registered: on an H100 in a virtual
+    machine no block came through. So only settings choose that.
+
+    Blocks the event loop for up to a second, or for as long as registering takes.
 
     Args:
-        config: Configuration, which says where peers may be.
         memory: Memory of this process.
         make_agent: Opens a NIXL agent.
     """
-    if config.proves_peers and not has_active_port():
-        return "peers may be on other machines, and no network card here does RDMA"
+    if not has_active_port():
+        return "no network card here does RDMA; transport=nixl with integrity=fenced tries CUDA IPC"
     try:
         agent = make_agent()
         try:

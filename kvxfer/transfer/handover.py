@@ -433,7 +433,7 @@ def _choose_way(
     if hashed or config.transport == "socket":
         why = "integrity=full" if hashed else f"transport={config.transport}"
     else:
-        trying = partial(runtime.run, why_not_straight(config, memory, make_agent))
+        trying = partial(runtime.run, why_not_straight(memory, make_agent))
         why = runtime.result(begin_aside("kvxfer-nixl-try", trying))
     if why:
         return config, f"{where} pass through host memory, and are hashed there: {why}", False

@@ -116,10 +116,17 @@ def expect_handed_over(prefill: Side, decode: Side) -> None:
     assert np.array_equal(decode.caches.blocks, expected)
 
 
+@pytest.fixture
+def rdma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network card that does RDMA."""
+    monkeypatch.setattr(local_node, "has_active_port", lambda: True)
+
+
 @pytest.mark.parametrize("config", [{}, {"integrity": "fenced"}, {"transport": "nixl"}])
 def test_blocks_go_straight_unless_told_otherwise_where_nixl_reaches_them(
     stack: ExitStack,
     gpu: SimulatedGpu,
+    rdma: None,
     compute: Compute,  # noqa: F811 - the stream that the engine computes on
     config: dict[str, Any],
 ) -> None:
@@ -143,6 +150,7 @@ def test_blocks_go_straight_unless_told_otherwise_where_nixl_reaches_them(
 def test_blocks_pass_through_host_memory_otherwise(
     stack: ExitStack,
     gpu: SimulatedGpu,
+    rdma: None,
     compute: Compute,  # noqa: F811
     config: dict[str, Any],
     why: str,
@@ -163,17 +171,24 @@ def test_a_nixl_that_is_demanded_for_a_gpu_and_cannot_is_refused_by_name(
         start_pair(stack, gpu, BlindAgent, transport="nixl", integrity="fenced")
 
 
-def test_peers_on_other_machines_need_a_card_to_be_read_straight(
+@pytest.mark.parametrize("secret", ["", "s" * 32], ids=["one machine", "several"])
+def test_without_a_card_for_rdma_only_settings_choose_the_straight_way(
     stack: ExitStack,
     gpu: SimulatedGpu,
     compute: Compute,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
+    secret: str,
 ) -> None:
+    """Memory that was registered may be out of reach: on an H100 nothing came through."""
     monkeypatch.setattr(local_node, "has_active_port", lambda: False)
-    monkeypatch.setenv("KVXFER_SECRET", "s" * 32)
+    if secret:
+        monkeypatch.setenv("KVXFER_SECRET", secret)
     pair = start_pair(stack, gpu, FakeNixlAgent)
     assert "no network card" in pair[0].handover.way
     expect_handed_over(*pair)
+    told = start_pair(stack, gpu, FakeNixlAgent, transport="nixl", integrity="fenced")
+    assert "go straight" in told[0].handover.way
+    expect_handed_over(*told)
 
 
 def test_what_the_engine_computes_meanwhile_is_over_before_blocks_are_written(
