@@ -19,6 +19,7 @@ from benchmarks.nixl.contenders import Contender, RawContender, fragments, open_
 from benchmarks.nixl.far import FarProcess
 from benchmarks.nixl.kvcr import KVCRPool
 from benchmarks.nixl.raw import (
+    TCP_ALONE,
     TOTAL_BYTES,
     Indices,
     NixlOperation,
@@ -30,8 +31,6 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
-
-UCX_OVER_TCP = {"UCX_TLS": "tcp,self"}
 
 
 class Near:
@@ -153,7 +152,7 @@ class Near:
     @contextlib.asynccontextmanager
     async def over_tcp(self) -> AsyncIterator[dict[NixlOperation, Contender]]:
         """Open two processes that move the same blocks by UCX over TCP."""
-        with FarProcess(UCX_OVER_TCP) as one, FarProcess(UCX_OVER_TCP) as other:
+        with FarProcess(TCP_ALONE) as one, FarProcess(TCP_ALONE) as other:
             reach = await asyncio.to_thread(other.ask, "open_raw", f"tcp-{uuid.uuid4()}", True)
             await asyncio.to_thread(one.ask, "open_raw", f"tcp-{uuid.uuid4()}", True)
             await asyncio.to_thread(one.ask, "connect_raw", reach, self.block_bytes)

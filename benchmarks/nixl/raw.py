@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kvxfer.backends.host.private_memory import PrivateMemory
@@ -18,6 +19,12 @@ TOTAL_BYTES = 64 << 20
 
 LIMIT_S = 60.0
 """Time that NIXL may take to move a batch: a transfer to a peer that does not answer never ends."""
+
+TCP_ALONE = {"UCX_TLS": "tcp,self" + ",cuda_copy" * torch.cuda.is_available()}
+"""Environment in which UCX moves bytes between processes by TCP alone.
+
+NIXL opens no UCX without CUDA on a machine with a GPU.
+"""
 
 SEND, RECEIVE, TAKEN = b"s", b"r", b"t"
 

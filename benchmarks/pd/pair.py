@@ -27,6 +27,8 @@ CACHED_AT_P = "remote_prefill_cached_tokens"
 NUM_MEETINGS = 10
 """Attempts to hand over a first prompt: while engines connect, D may compute it itself."""
 MEETING_PROMPT = list(range(3, 303))
+LOG_CHARACTERS = 8_000
+"""Characters of an engine's log that are shown when nothing is handed over."""
 SETTLE_S = 3.0
 """Time after which an engine that has nothing to do is idle."""
 
@@ -110,12 +112,17 @@ class EnginePair:
         return answer
 
     def _meet(self) -> None:
-        """Hand over a prompt until it is loaded; errors as `hand_over`."""
+        """Hand over a prompt until it is loaded; errors as `hand_over`, with the engines' logs."""
         for _ in range(NUM_MEETINGS - 1):
             with contextlib.suppress(NotLoadedError):
                 self.hand_over(MEETING_PROMPT)
                 return
-        self.hand_over(MEETING_PROMPT)
+        try:
+            self.hand_over(MEETING_PROMPT)
+        except NotLoadedError as exc:
+            for name, engine in (("P", self.prefill), ("D", self.decode)):
+                exc.add_note(f"the log of {name} ends:\n{engine.log()[-LOG_CHARACTERS:]}")
+            raise
 
 
 def start_engines(model: EngineModel, connectors: Sequence[str | None]) -> list[EngineProcess]:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.nixl.raw import TCP_ALONE
 from kvxfer.backends.nixl.agents import (
     Fragments,
     NixlAgent,
@@ -328,7 +329,7 @@ class TestPeerInTrouble:
     async def test_a_peer_that_only_tcp_reaches_is_not_added(
         self, agent: NixlAgent, nursery: Nursery
     ) -> None:
-        process = await asyncio.to_thread(nursery.start, "UCX_TLS=tcp")
+        process = await asyncio.to_thread(nursery.start, f"UCX_TLS={TCP_ALONE['UCX_TLS']}")
         for _ in range(2):
             with pytest.raises(PeerLostError, match="cannot be reached"):
                 await agent.add_peer(process.metadata)

@@ -30,15 +30,16 @@ from tests.cuda.gpu import Gpu
 Row = tuple[int, int, int, str]
 
 
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.processes
 class TestNixlAgentOfGpu(DeviceAgentContract):
-    @pytest.fixture(scope="class")
-    def nursery(self) -> Iterator[Nursery]:
-        nursery = Nursery()
-        yield nursery
-        nursery.close()
-
     @pytest.fixture(autouse=True)
     def _process(self, nursery: Nursery) -> Iterator[None]:
         self.process = nursery.start(WITH_GPU)

@@ -30,7 +30,11 @@ async def test_blocks_come_back_into_other_blocks(
     tmp_path: Path, medium: str, methods: str
 ) -> None:
     tensors, caches = make_caches()
-    url = f"host://?capacity=64MiB&methods={methods}" if medium == "host" else f"file://{tmp_path}"
+    url = (
+        f"host://?capacity=64MiB&methods={methods}"
+        if medium == "host"
+        else f"file://{tmp_path}?capacity=64MiB"
+    )
     namespace = kvxfer.Namespace(model="model", revision="1", dtype="bfloat16")
     async with kvxfer.connect(url, caches, namespace=namespace) as engine:
         ids = torch.randperm(NUM_BLOCKS).tolist()

@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 import torch
 
+from benchmarks.nixl.raw import TCP_ALONE
 from benchmarks.vllm.engine_process import ENVIRONMENT, TOKENS_PER_BLOCK, Generation
 from benchmarks.vllm.model import share_of_gpu
 from kvxfer.endpoint import free_ports
@@ -92,7 +93,7 @@ def _nixl(port: int, shape: EngineShape) -> tuple[dict[str, Any], dict[str, str]
     environment = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-        **({"UCX_TLS": "tcp,self"} if shape.uses_tcp else {}),
+        **(TCP_ALONE if shape.uses_tcp else {}),
     }
     return transfer, environment
 
