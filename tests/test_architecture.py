@@ -51,7 +51,7 @@ BUDGETS = {
     "benchmarks": 6_535,
     "examples": 2_490,
     "kvxfer/cli": 1_930,
-    "kvxfer/copy_engine": 2_456,
+    "kvxfer/copy_engine": 2_454,
     "kvxfer/doctor": 1_695,
     "kvxfer/engine_side": 1_540,
     "kvxfer/explain": 930,
