@@ -26,7 +26,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
-from kvxfer.integrations.vllm.offloading import metrics
+from kvxfer.integrations.vllm.offloading import metrics, tiered_manager
 from kvxfer.integrations.vllm.offloading.interface import OffloadingConnectorStats
 from tests.backends.object_memory import open_in_memory
 from tests.integrations.two_tiers import (
@@ -106,6 +106,22 @@ def test_the_keys_of_one_step_are_asked_for_in_one_call(start: Start) -> None:
     for req_id in ("one", "two"):
         assert scheduler.resolve(keys_of(5), req_id) == [MISS]
     assert backend.calls == [5]
+
+
+def test_a_step_that_runs_no_model_waits_for_the_answer_and_for_the_loads_and_no_longer(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiered_manager, "EMPTY_STEP_S", LIMIT_S)
+    monkeypatch.setattr(tiered_manager, "YIELD_S", LIMIT_S)
+    scheduler, keys = start(KeepingBackend()), keys_of(3)
+    scheduler.store(keys)
+    scheduler.forget()
+    began = time.monotonic()
+    scheduler.lookup(keys)
+    scheduler.step()  # asks, and is answered
+    scheduler.step()  # loads
+    assert scheduler.lookup(keys) == [HIT] * 3
+    assert time.monotonic() - began < LIMIT_S
 
 
 def test_a_chunk_that_was_evicted_is_promoted_again(start: Start) -> None:

@@ -174,10 +174,13 @@ class LowerTier:
         is_suspended = self._suspension.is_on(runtime.monotonic())
         return not is_suspended and all(purge.done() for purge in self._purges)
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether a lookup of the backend has not ended yet."""
-        return bool(self._lookups)
+    def wait(self, timeout_s: float) -> None:
+        """Block until the backend has answered all lookups, or else until all loads have ended."""
+        if self._lookups:
+            runtime.wait_futures([lookup.answer for lookup in self._lookups], timeout_s)
+            return
+        loads = [id_ for id_, job in self._jobs.items() if job.direction is Direction.LOAD]
+        self._engine.wait(loads, timeout_s=timeout_s)
 
     @property
     def queued_bytes(self) -> int:

@@ -37,9 +37,11 @@ and stores need room."""
 MAX_SHARE_FOR_UNKNOWN = 1 / 8
 """Largest share of the chunks that may be evicted whose slots are given, at one time, to chunks
 of which the tier below is yet to say whether it has them."""
-YIELD_S = 0.001
-"""Sleep in a scheduling step that runs no model, while requests wait: in one process, vLLM polls
-in a tight loop, and the thread that moves chunks would get the interpreter lock only every 5 ms."""
+EMPTY_STEP_S = 0.001
+"""Time of a scheduling step below which it has run no model."""
+YIELD_S = 0.005
+"""Longest wait for the lower tier in such a step, and so of a new request. Else vLLM would poll in
+a tight loop, and the thread that moves chunks get the interpreter lock only every 5 ms."""
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +141,9 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             self._prefill.begin_step()
             self._decline_slow(self._prefill)
         self._tier.flush(self._make_room())
-        self._yield()
+        if runtime.monotonic() - self._step_ended_s < EMPTY_STEP_S:
+            self._tier.wait(YIELD_S)
+        self._step_ended_s = runtime.monotonic()
 
     def get_stats(self) -> OffloadingConnectorStats:
         """Return the metrics since the last call; vLLM asks when a step has ended."""
@@ -179,12 +183,6 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             if num_left := len(self._write_back) - self._write_back.num_taken:
                 logger.warning("the lower tier: %d blocks were not written back there", num_left)
             self._drop_stores(self._write_back.clear())
-
-    def _yield(self) -> None:
-        step_s = runtime.monotonic() - self._step_ended_s
-        if step_s < YIELD_S and (self._going_up or self._tier.is_asked):
-            runtime.sleep(YIELD_S)
-        self._step_ended_s = runtime.monotonic()
 
     def _decline_slow(self, prefill: PrefillSpeed) -> None:
         """Turn chunks into misses that were wanted in this step and are computed sooner.
