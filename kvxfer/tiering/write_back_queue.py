@@ -93,6 +93,10 @@ class WriteBackQueue(Generic[T]):
         """Blocks that are being copied."""
         return len(self._taken)
 
+    def is_taken(self, key: BlockKey) -> bool:
+        """Whether a block is being copied."""
+        return key in self._taken
+
     @property
     def is_failing(self) -> bool:
         """Whether the tier has failed, and stored nothing since."""

@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.integrations.vllm.offloading import metrics
-from kvxfer.integrations.vllm.offloading.requests import RequestAnswers
+from kvxfer.integrations.vllm.offloading.requests import Requests
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
@@ -139,7 +139,7 @@ def test_chunks_behind_a_miss_count_as_missed_where_they_were_needed(
     asked: dict[BlockKey, str], counted: dict[str, int]
 ) -> None:
     counts: Counter[str] = Counter()
-    told = RequestAnswers(Reports(), count=lambda tier, n: counts.update({tier: n}))
+    told = Requests(Reports(), count=lambda tier, n: counts.update({tier: n}))
     context = ReqContext("a")
     if not hasattr(context, "set_offload_key_position"):
         pytest.skip("this vLLM does not say which chunks a request has")

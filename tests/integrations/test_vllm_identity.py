@@ -39,7 +39,7 @@ from kvxfer.integrations.vllm.offloading.identity import (
     receive_identities,
     row_namespace,
 )
-from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
+from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.testing import BlockMemory
 from tests.integrations.test_vllm import SECOND_GROUP_ID, as_vllm_caches, make_config
@@ -474,7 +474,7 @@ def test_an_engine_with_tiers_below_is_built_from_urls(
     memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
     worker = KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
     manager = KVXferOffloadingSpec(config).get_manager()
-    assert isinstance(manager, TieredOffloadingManager)
+    assert isinstance(manager, KVXferOffloadingManager)
     manager.shutdown()
     worker.shutdown()
 

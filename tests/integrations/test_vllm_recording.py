@@ -8,9 +8,10 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvxfer.integrations.vllm.offloading.requests import RequestRecorder
+from kvxfer.integrations.vllm.offloading.requests import Requests
 from kvxfer.replay import read_trace
 from kvxfer.storage.keys import make_block_key
+from kvxfer.storage.observer import Reports
 from kvxfer.telemetry.trace_recorder import TraceRecorder
 
 
@@ -19,7 +20,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "trace.jsonl"
 
 
-def arrive(recorder: RequestRecorder, req_id: str, *chunks: int) -> ReqContext:
+def arrive(recorder: Requests, req_id: str, *chunks: int) -> ReqContext:
     """Let a request arrive, and then vLLM tell its chunks, of two groups of different sizes."""
     context = ReqContext(req_id)
     if not hasattr(context, "set_offload_key_position"):
@@ -34,7 +35,7 @@ def arrive(recorder: RequestRecorder, req_id: str, *chunks: int) -> ReqContext:
 
 
 def test_requests_are_recorded_when_they_are_scheduled_for_the_first_time(path: Path) -> None:
-    recorder = RequestRecorder(TraceRecorder(str(path)))
+    recorder = Requests(Reports(), trace=TraceRecorder(str(path)))
     arrive(recorder, "a", 1, 2)
     arrive(recorder, "aborted", 9)
     context = arrive(recorder, "b", 1, 3, 4)
@@ -52,7 +53,7 @@ def test_requests_are_recorded_when_they_are_scheduled_for_the_first_time(path: 
 
 
 def test_a_request_without_a_whole_chunk_is_left_out(path: Path) -> None:
-    recorder = RequestRecorder(TraceRecorder(str(path)))
+    recorder = Requests(Reports(), trace=TraceRecorder(str(path)))
     arrive(recorder, "short")
     arrive(recorder, "long", 1)
     recorder.schedule(["short", "long"])
@@ -75,7 +76,7 @@ class BrokenContext(OtherContext):
 def test_what_cannot_be_recorded_costs_one_line_of_the_log(
     path: Path, caplog: pytest.LogCaptureFixture, context: OtherContext, said: str
 ) -> None:
-    recorder = RequestRecorder(TraceRecorder(str(path)))
+    recorder = Requests(Reports(), trace=TraceRecorder(str(path)))
     for _ in range(3):
         recorder.arrive(context)
         recorder.schedule(["a"])

@@ -24,7 +24,6 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
-from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
 from tests.integrations.two_tiers import make_namespace
 
 NUM_SLOTS = 8
@@ -145,7 +144,7 @@ def test_copies_in_the_tier_below_take_what_is_left_of_the_wish(tmp_path: Path) 
     config = FileConfig(path=str(tmp_path), capacity=ByteSize(1 << 20), min_free=ByteSize(1))
     files = FileBackend(config, namespace)
     tier = LowerTier(pool.slots.reshape(NUM_SLOTS, -1), len(namespace.groups), files)
-    manager = TieredOffloadingManager(pool, make_index(), tier, emit_events=False)
+    manager = KVXferOffloadingManager(pool, make_index(), tier, emit_events=False)
     try:
         params = {"kvxfer_priority": 2, "kvxfer_ttl_s": 100}
         kept, other = ReqContext("kept", kv_transfer_params=params), ReqContext("other")

@@ -26,8 +26,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
-from kvxfer.integrations.vllm.offloading import metrics, tiered_manager
-from kvxfer.integrations.vllm.offloading.interface import OffloadingConnectorStats
+from kvxfer.integrations.vllm.offloading import lower_tier, manager, metrics
 from tests.backends.object_memory import open_in_memory
 from tests.integrations.two_tiers import (
     HIT,
@@ -111,8 +110,8 @@ def test_the_keys_of_one_step_are_asked_for_in_one_call(start: Start) -> None:
 def test_a_step_that_runs_no_model_waits_for_the_answer_and_for_the_loads_and_no_longer(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiered_manager, "EMPTY_STEP_S", LIMIT_S)
-    monkeypatch.setattr(tiered_manager, "YIELD_S", LIMIT_S)
+    monkeypatch.setattr(manager, "EMPTY_STEP_S", LIMIT_S)
+    monkeypatch.setattr(manager, "YIELD_S", LIMIT_S)
     scheduler, keys = start(KeepingBackend()), keys_of(3)
     scheduler.store(keys)
     scheduler.forget()
@@ -195,7 +194,7 @@ def test_a_chunk_that_changed_in_host_memory_never_gets_below_and_is_not_tried_a
 
 @pytest.mark.parametrize("answer", ["an error", "false"])
 def test_a_delete_that_is_refused_is_tried_again_and_until_then_the_chunk_is_a_miss(
-    start: Start, answer: str
+    start: Start, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     class RefusingBackend(KeepingBackend):
         num_refused = 0
@@ -209,10 +208,11 @@ def test_a_delete_that_is_refused_is_tried_again_and_until_then_the_chunk_is_a_m
                 raise BackendUnavailableError("busy")
             return [False] * len(keys)
 
+    monkeypatch.setattr(lower_tier, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(lower_tier, "LONGEST_PAUSE_S", 0.001)
     backend = broken(Operation.STORE, hang=1.0)
     inner = backend.inner = RefusingBackend()
     scheduler, (key,) = start(backend), keys_of(1)
-    scheduler.manager._tier._deletions.pause.first_s = 0.0
     scheduler.store([key])
     scheduler.until(lambda: backend.waiting)
     scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1  # while it is written
@@ -235,7 +235,7 @@ def test_what_could_not_be_deleted_is_told_at_the_end(
     scheduler, (key,) = start(broken(Operation.DELETE, error=1.0)), keys_of(1)
     scheduler.store([key])
     scheduler.settle()
-    scheduler.manager._tier.delete([key])
+    scheduler.tier.delete([key])
     scheduler.manager.shutdown()
     assert "1 rows cannot be deleted yet" in caplog.text
     assert "1 rows stay that changed before they were stored there" in caplog.text
@@ -445,7 +445,7 @@ def test_a_tier_that_missed_a_deadline_gets_no_chunks_until_its_pause_is_over(
     assert scheduler.store(keys_of(2, first=10)) == keys_of(2, first=10)
     scheduler.step()
     assert scheduler.index.num_evictable == 2, "a chunk is on its way to a tier that hangs"
-    scheduler.manager._tier._suspension = Suspension("the lower tier", 0.0)
+    scheduler.tier._suspension = Suspension("the lower tier", 0.0)
     assert isinstance(backend.inner, KeepingBackend)
     scheduler.until(lambda: len(backend.inner) == 2)  # type: ignore[arg-type]
 
@@ -712,11 +712,11 @@ def test_times_and_the_state_of_the_lower_tier_are_metrics_as_it_tells_them(
 
 
 def test_an_engine_that_asks_for_no_statistics_keeps_a_bounded_number_of_times() -> None:
-    told = metrics.TierMetrics()
+    told = metrics.OffloadingMetrics(1)
     for _ in range(metrics.MAX_DURATIONS + 1):
         told.note(Late("file", ToldOperation.LOAD, keys_of(1)))
         told.note(Ended(ToldOperation.LOAD, keys_of(1), (), 0, 1.0, 0.5))
-    series = read_series(told.report(OffloadingConnectorStats()))
+    series = read_series(told.report())
     assert series["deadline_misses", ("file", "load")] == metrics.MAX_DURATIONS + 1
     kept = series["batch_seconds", ("load",)] + series["queue_wait_seconds", ("load",)]
     assert len(kept) == metrics.MAX_DURATIONS

@@ -32,8 +32,8 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
-from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
 from kvxfer.tiering.timeouts import TierTimeouts
 from tests.integrations.vllm_counts import read_counts
 
@@ -87,7 +87,8 @@ class SlowlyPurgedBackend(KeepingBackend):
 class Scheduler:
     """Manager of two tiers with a fresh host pool, driven as by vLLM."""
 
-    manager: TieredOffloadingManager
+    manager: KVXferOffloadingManager
+    tier: LowerTier
     pool: HostPool
     index: BlockIndex
 
@@ -134,7 +135,7 @@ class Scheduler:
 
     def settle(self) -> None:
         """Step until every chunk is in the lower tier, and may be evicted."""
-        self.until(lambda: all(purge.done() for purge in self.manager._tier._purges))
+        self.until(lambda: all(purge.done() for purge in self.tier._purges))
         self.step()
         self.until(lambda: self.index.num_evictable == len(self.index))
 
@@ -186,10 +187,10 @@ def schedulers() -> Iterator[Start]:
                 *([prefill.loads] if prefill else []),
             ],
         )
-        manager = TieredOffloadingManager(
+        manager = KVXferOffloadingManager(
             pool, index, tier, emit_events=True, observers=observers, prefill=prefill
         )
-        started.append((Scheduler(manager, pool, index), backend))
+        started.append((Scheduler(manager, tier, pool, index), backend))
         return started[-1][0]
 
     yield start

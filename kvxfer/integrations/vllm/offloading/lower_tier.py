@@ -1,9 +1,10 @@
 """Lower tier under vLLM: stores rows of host memory in a backend and loads them, by polling."""
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -15,13 +16,12 @@ from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.face import SaltedKeys
 from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent
-from kvxfer.integrations.vllm.offloading.metrics import LOWER, TierMetrics
-from kvxfer.integrations.vllm.offloading.row_jobs import RowJob, RowLookup, RowOutcome
+from kvxfer.integrations.vllm.offloading.metrics import LOWER, OffloadingMetrics
 from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.runtime import Suspension, Threads, begin_aside
+from kvxfer.runtime import Pause, Suspension, Threads, begin_aside
 from kvxfer.storage.backend import (
     DONE,
     Backend,
@@ -36,10 +36,10 @@ from kvxfer.storage.observed_backend import ObservedBackend, medium_of
 from kvxfer.storage.observer import Observer, Operation, Reports
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.renamed_keys import RenamedKeys
-from kvxfer.tiering.lookup_results import LookupResults
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
 from kvxfer.tiering.timeouts import TierTimeouts
-from kvxfer.tiering.write_back_queue import WriteBackQueue
+from kvxfer.tiering.wanted_blocks import WantedBlocks
+from kvxfer.tiering.write_back_queue import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
 
@@ -57,6 +57,86 @@ Verify = Callable[[int, BlockKey], Outcome]
 _ENDED = Outcome(Status.CANCELLED, reason="its store has ended")
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RowJob:
+    """Job of a transfer engine that moves rows.
+
+    Attributes:
+        void: Whether the tier was reset meanwhile.
+        names: Keys of the backend, of a store.
+    """
+
+    direction: Direction
+    keys: list[BlockKey]
+    rows: list[int]
+    void: bool = False
+    names: Sequence[BlockKey] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutcome:
+    """Outcome of moving one row; reported once, when nothing touches the row any more.
+
+    Attributes:
+        job_id: As returned when it was submitted.
+        direction: `STORE` from host memory, `LOAD` to it.
+        key: Key of the row.
+        row: Index of the row.
+        outcome: Outcome of the row.
+        void: Whether the tier was reset meanwhile: the row's bytes are of no use.
+    """
+
+    job_id: JobId
+    direction: Direction
+    key: BlockKey
+    row: int
+    outcome: Outcome
+    void: bool = False
+
+
+@dataclass(slots=True)
+class RowLookup:
+    """Lookup of keys, after which those with a row are loaded if the backend has them.
+
+    The event loop sets `answer` to running before it begins loads, and the caller gives a lookup
+    up by cancelling `answer`: only one of the two succeeds. So nothing touches the rows of a
+    lookup that was given up.
+
+    Attributes:
+        keys: The keys.
+        rows: Row of each key that is to be loaded at once.
+        deadline: Deadline of the lookup, on the clock of `runtime.monotonic`.
+        answer: For each key whether the backend has it.
+        jobs: Loads that were begun; complete when `answer` is done.
+        call: The coroutine on the event loop.
+    """
+
+    keys: list[BlockKey]
+    rows: Mapping[BlockKey, int]
+    deadline: float
+    answer: Future[list[bool]] = field(default_factory=Future)
+    jobs: dict[JobId, RowJob] = field(default_factory=dict)
+    call: Future[None] | None = None
+
+    @property
+    def found(self) -> list[bool]:
+        """Whether the backend has each key; False for all of them when it was given up."""
+        return [False] * len(self.keys) if self.answer.cancelled() else self.answer.result()
+
+    @property
+    def unused(self) -> list[BlockKey]:
+        """Keys whose rows are not loaded."""
+        loaded = {key for job in self.jobs.values() for key in job.keys}
+        return [key for key in self.rows if key not in loaded]
+
+    def give_up(self) -> bool:
+        """Give the lookup up, unless it was answered; return whether no load begins any more."""
+        given_up = self.answer.cancel()
+        if given_up and self.call is not None:
+            self.call.cancel()
+        return given_up
 
 
 class LowerTier:
@@ -83,7 +163,7 @@ class LowerTier:
     Attributes:
         name: Name in metrics: that of the backend's medium, `metrics.LOWER` for several tiers.
         metrics: Metrics that the backend tells, since they were last reported.
-        results: Results of `lookup`; those that were not asked are looked up by the next `flush`.
+        wanted: Rows that requests want; those that were not asked for are looked up by `flush`.
 
     Raises:
         BackendUnavailableError: The backend cannot start; it is closed.
@@ -112,7 +192,7 @@ class LowerTier:
         self.name = LOWER if isinstance(backend, TieredBackend) else medium_of(backend)
         self._keys = SaltedKeys(backend)
         self._events = TierEvents() if emit_events else None
-        self.metrics = TierMetrics()
+        self.metrics = OffloadingMetrics(row_size_bytes, self.name)
         self._reports = Reports([self.metrics, *observers], self.name)
         renamed = [RenamedKeys(observers, self._keys.keys_of)] if len(observers) else []
         told = [self.metrics, *renamed, *([self._events] if self._events else [])]
@@ -137,16 +217,13 @@ class LowerTier:
             self._engine.close()
             raise
         self._num_groups = num_groups
-        self.results = LookupResults()
+        self.wanted = WantedBlocks()
         self._lookups: list[RowLookup] = []
         self._jobs: dict[JobId, RowJob] = {}
         self._late: list[RowOutcome] = []
-        self._late_keys: set[BlockKey] = set()
         self._missing: list[BlockKey] = []
         self._purges: list[Future[Any]] = []
         self._unwanted: dict[BlockKey, None] = {}  # keys of the backend that are to be deleted
-        self._deletions: WriteBackQueue[None] = WriteBackQueue()
-        self._deleting: tuple[list[BlockKey], Future[list[BlockKey]]] | None = None
         self._row_size_bytes = int(row_size_bytes)
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
@@ -162,11 +239,12 @@ class LowerTier:
         """
         if self._keys.name(key) in self._unwanted:
             return False
-        if self._suspension.is_on(runtime.monotonic()) and not self.results.is_found(key):
-            if not self.results.is_answered(key):
+        known = self.wanted.found(key)
+        if self._suspension.is_on(runtime.monotonic()) and not known:
+            if known is None:
                 self._reports.skipped(Operation.LOOKUP, [key])
             return False
-        return self.results.get(key, req_id)
+        return self.wanted.ask(key, req_id)
 
     @property
     def takes_stores(self) -> bool:
@@ -179,14 +257,12 @@ class LowerTier:
         if self._lookups:
             runtime.wait_futures([lookup.answer for lookup in self._lookups], timeout_s)
             return
-        loads = [id_ for id_, job in self._jobs.items() if job.direction is Direction.LOAD]
-        self._engine.wait(loads, timeout_s=timeout_s)
+        self._engine.wait(list(self._loads()), timeout_s=timeout_s)
 
     @property
     def queued_bytes(self) -> int:
         """Bytes of rows that are being loaded, or will be if their keys are found."""
-        jobs = [job for job in self._jobs.values() if job.direction is Direction.LOAD]
-        num_rows = self.num_unknown + sum(len(job.rows) for job in jobs)
+        num_rows = self.num_unknown + sum(len(job.rows) for job in self._loads().values())
         return num_rows * self._row_size_bytes
 
     @property
@@ -202,7 +278,7 @@ class LowerTier:
                 known. They belong to the tier until `poll` reports them; those whose keys the
                 backend does not have, until `take_missing` does.
         """
-        keys = self.results.take_unasked()
+        keys = self.wanted.take_unasked()
         known = dict(rows or {})
         unknown = {key: known.pop(key) for key in keys if key in known}
         self._load(known, self._jobs)
@@ -214,7 +290,7 @@ class LowerTier:
 
     def submit_store(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
         """Begin to store rows, which must not change until `poll` reports them."""
-        self.results.forget(keys)
+        self.wanted.forget(keys)
         return self._submit(Direction.STORE, keys, rows, self._jobs)
 
     def submit_load(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
@@ -238,8 +314,7 @@ class LowerTier:
         """Begin to delete keys, which are misses from now on; tried again until they are gone."""
         names = dict.fromkeys(self._keys.name(key) for key in keys)
         self._unwanted |= names
-        self._deletions.add(names)
-        self._delete_unwanted()
+        self._engine.submit_call(self._delete_in_the_end(list(names)))
 
     def is_unwanted(self, key: BlockKey) -> bool:
         """Whether a key is still to be deleted, and so must not be stored yet."""
@@ -247,13 +322,15 @@ class LowerTier:
 
     def is_late(self, key: BlockKey) -> bool:
         """Whether a load of this key was abandoned while its memory is still in use."""
-        return key in self._late_keys
+        return any(
+            each.key == key and each.direction is Direction.LOAD and not each.void
+            for each in self._late
+        )
 
     def poll(self) -> list[RowOutcome]:
         """Record lookup results; return the rows that were moved since the last call."""
         ended = self._engine.get_finished()  # first: loads of a lookup end after its answer
         self._take_answers()
-        self._delete_unwanted()
         moved: list[RowOutcome] = []
         for finished in ended:
             job = self._jobs.pop(finished.job_id)
@@ -263,7 +340,7 @@ class LowerTier:
                 each = RowOutcome(finished.job_id, job.direction, key, row, outcome, void=job.void)
                 (moved if outcome.memory_safe else self._late).append(each)
                 if job.direction is Direction.LOAD and not outcome.done and not job.void:
-                    self.results.deny([key])
+                    self.wanted.deny([key])
                     if outcome.status is Status.TIMED_OUT:
                         self._suspension.note_late(
                             runtime.monotonic(), "a load", self._timeouts.move_s
@@ -271,8 +348,6 @@ class LowerTier:
         late, self._late = self._late, []
         for each in late:
             (self._late if self._engine.may_touch(each.job_id) else moved).append(each)
-        loads = (each for each in self._late if each.direction is Direction.LOAD)
-        self._late_keys = {each.key for each in loads if not each.void}
         return moved
 
     def drain(self, *, timeout_s: float | None = None) -> bool:
@@ -314,7 +389,7 @@ class LowerTier:
             self._engine.cancel(job_id)
         self._late = [replace(each, void=True) for each in self._late]
         self._missing.clear()
-        self.results.clear()
+        self.wanted.clear()
         deletes_former = self._keys.renew()
         if self._events is not None:
             self._events.reset(self._keys.salt)
@@ -417,6 +492,9 @@ class LowerTier:
         jobs[job_id] = job
         return job_id
 
+    def _loads(self) -> dict[JobId, RowJob]:
+        return {id_: job for id_, job in self._jobs.items() if job.direction is Direction.LOAD}
+
     def _check_rows(self, names: Sequence[BlockKey]) -> list[Outcome]:
         """Verify rows that are being stored; called on a thread."""
         if self._verify is None:
@@ -424,22 +502,22 @@ class LowerTier:
         rows = [self._storing.get(name) for name in names]
         return [_ENDED if row is None else self._verify(*row) for row in rows]
 
-    def _delete_unwanted(self) -> None:
-        """Take the answer of a deletion, and begin the next one when it is time."""
-        if self._deleting is not None and self._deleting[1].done():
-            (names, call), self._deleting = self._deleting, None
-            error = call.exception()
-            if error is not None and not self._deletions.is_failing:
-                logger.warning("%d rows cannot be deleted yet: %r", len(names), error)
-            left = set(names if error is not None else call.result())
-            gone = [name for name in names if name not in left]
-            self._deletions.end(runtime.monotonic(), stored=gone, failed=left)
-            for name in gone:
-                self._unwanted.pop(name, None)
-        if self._deleting is None and self._unwanted:
-            taken = list(self._deletions.take(runtime.monotonic(), len(self._deletions)))
-            if taken:
-                self._deleting = taken, self._engine.submit_call(self._delete(taken))
+    async def _delete_in_the_end(self, names: Sequence[BlockKey]) -> None:
+        """Delete keys of the backend, after pauses those that it still has."""
+        pause = Pause(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while names:
+            try:
+                left = await self._delete(names)
+            except Exception as exc:  # noqa: BLE001 - tried again
+                left = list(names)
+                if not pause.num_failures:
+                    logger.warning("%d rows cannot be deleted yet: %r", len(left), exc)
+            for name in names:
+                if name not in left:
+                    self._unwanted.pop(name, None)
+            names = left
+            if names:
+                await asyncio.sleep(pause.next_s())
 
     async def _delete(self, names: Sequence[BlockKey]) -> list[BlockKey]:
         """Delete keys of the backend; return those that it still has."""
@@ -451,10 +529,7 @@ class LowerTier:
 
     def _end_deletions(self, deadline: float) -> None:
         """Try for the last time to delete what is not wanted."""
-        if self._deleting is not None:
-            runtime.wait_futures([self._deleting[1]], max(0.0, deadline - runtime.monotonic()))
-            self._delete_unwanted()
-        if self._unwanted and self._deleting is None:
+        if self._unwanted:
             last = self._engine.submit_call(self._delete(list(self._unwanted)))
             runtime.wait_futures([last], max(0.0, deadline - runtime.monotonic()))
             if last.done() and not last.exception() and not last.result():
@@ -483,7 +558,7 @@ class LowerTier:
     def _end_lookup(self, lookup: RowLookup) -> None:
         self._jobs |= lookup.jobs
         self._missing += lookup.unused
-        self.results.tell(lookup.keys, lookup.found)
+        self.wanted.tell(lookup.keys, lookup.found)
 
     def _end_lookups(self) -> None:
         """End every lookup now: after this none begins to load a row."""

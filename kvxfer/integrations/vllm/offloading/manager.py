@@ -1,7 +1,10 @@
-"""Offloading manager, the scheduler's side: the index of the chunks in host memory."""
+"""Offloading manager, the scheduler's side: chunks in host memory, and in a lower tier below it."""
 
 import logging
+import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,23 +23,36 @@ from kvxfer.integrations.vllm.offloading.interface import (
     ReqContext,
     RequestOffloadingContext,
     event_of_failed_chunks,
-    transfer_params,
+    may_load_from_storage,
 )
-from kvxfer.integrations.vllm.offloading.requests import (
-    RequestAnswers,
-    RequestRecorder,
-    parse_retention,
-)
-from kvxfer.storage.backend import NO_ROOM_REASON, Outcome, Status
-from kvxfer.storage.eviction.retention import NORMAL, Retention
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, RowOutcome
+from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
+from kvxfer.integrations.vllm.offloading.requests import Requests
+from kvxfer.storage.backend import DONE, NO_ROOM_REASON, Outcome, Status
+from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Observer, Operation, Removal, Reports
+from kvxfer.storage.observer import Cause, NotLoaded, Observer, Operation, Removal, Reports
 from kvxfer.telemetry.journal import flush_journal
+from kvxfer.telemetry.trace_recorder import TraceRecorder
+from kvxfer.tiering.wanted_blocks import Wanted, WantedBlocks
+from kvxfer.tiering.write_back_queue import WriteBackQueue
+from kvxfer.transfer.job import Direction
 
 VERIFY_BYTES_PER_STEP = 256 << 20
-"""Bytes that `lookup` may verify in one scheduling step: 10 ms at 25 GB/s (XXH3 on one core)."""
+"""Bytes that may be verified in one scheduling step: 10 ms at 25 GB/s (XXH3 on one core)."""
+MAX_SHARE_ON_THE_WAY_DOWN = 0.5
+"""Largest share of slots that are copied to the tier below at one time: these cannot be evicted,
+and stores need room."""
+MAX_SHARE_FOR_UNKNOWN = 1 / 8
+"""Largest share of the chunks that may be evicted whose slots are given, at one time, to chunks
+of which the tier below is yet to say whether it has them."""
+EMPTY_STEP_S = 0.001
+"""Time of a scheduling step below which it has run no model."""
+YIELD_S = 0.005
+"""Longest wait for the lower tier in such a step, and so of a new request. Else vLLM would poll in
+a tight loop, and the thread that moves chunks get the interpreter lock only every 5 ms."""
 
 NO_ROOM = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON}: every chunk in it is in use")
 _LOST = Outcome(Status.CANCELLED, reason="some worker did not complete it")
@@ -57,23 +73,8 @@ class ChunkSlots(LoadStoreSpec):
     slots: Sequence[int]
 
 
-@dataclass(slots=True, eq=False)
-class _Check:
-    """Verification of a chunk, which is pinned for the requests that looked it up.
-
-    Attributes:
-        outcome: None until the chunk was verified.
-        num_holders: Requests that the chunk is held for.
-    """
-
-    key: BlockKey
-    slot: int
-    outcome: Outcome | None = None
-    num_holders: int = 0
-
-
 class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
-    """Offloading manager over the index of a host pool; no call blocks.
+    """Offloading manager over the index of a host pool, and over a lower tier; no call blocks.
 
     vLLM cannot recover from a load that fails. So a hit is promised only for a chunk that was
     verified and is pinned: from the first lookup on, the chunk is held for the request until the
@@ -81,60 +82,98 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     bounded number of bytes in each step; further chunks are pending hits until the next step. (A
     thread would answer a step later, and a step takes as long as hashing 30 MB.)
 
+    A chunk is written back to the lower tier when every worker has stored it, pinned meanwhile. It
+    is verified before, so that the tier proves no bytes that have changed, and again when it has
+    arrived: until then this engine does not take it from there. Chunks beyond the bound on those,
+    and chunks that the lower tier fails to store, wait for their turn, as long as they are in host
+    memory; see `WriteBackQueue`. A chunk that is looked up and not in host memory is given a slot
+    and looked up below (`RETRY`), loaded if it is there (`HIT_PENDING`), and then held for the
+    requests that wait for it. Any failure below makes it a miss for those requests. While a load
+    that was abandoned may still write to its slot, the chunk is a miss and the slot stays out of
+    use.
+
     Args:
         pool: The pool, mapped by this process; closed on `shutdown`.
         index: The index over its slots.
+        tier: Moves the rows of the pool; closed on `shutdown`. None without a lower tier.
         emit_events: Whether to keep events for `take_events`.
-        lower: Name of the tier below, in metrics.
-        recorder: Records the requests; closed on `shutdown`.
-        observers: Told what happens to chunks, and how lookups were answered.
+        trace: Records the requests; closed on `shutdown`.
+        observers: Told what happens to chunks, and how lookups were answered; the lower tier has
+            observers of its own.
+        prefill: Measures what the engine computes, and knows which loads are faster than that;
+            None to load whatever is found.
     """
 
     def __init__(
         self,
         pool: HostPool,
         index: BlockIndex,
+        tier: LowerTier | None = None,
         *,
         emit_events: bool,
-        lower: str = metrics.LOWER,
-        recorder: RequestRecorder | None = None,
+        trace: TraceRecorder | None = None,
         observers: Sequence[Observer] = (),
+        prefill: PrefillSpeed | None = None,
     ) -> None:
         self._pool = pool
         self._index = index
-        self._checks: dict[BlockKey, _Check] = {}
-        self._bytes_to_verify = VERIFY_BYTES_PER_STEP
-        self._held: dict[str, dict[BlockKey, None]] = {}  # in the order of lookups
-        self._storing: dict[BlockKey, None] = {}  # in the order of the prompts
+        self._tier = tier
+        self._prefill = prefill
         self._slot_bytes = pool.shape.slot_size_bytes
-        self._counters = metrics.Counters(self._slot_bytes, lower)
-        self._retentions: dict[str, Retention] = {}  # of requests that have a wish
+        self._bytes_to_verify = VERIFY_BYTES_PER_STEP
+        self._polled = tier is None
+        self._step_ended_s = 0.0
+        self._storing: dict[BlockKey, None] = {}  # by workers, in the order of the prompts
+        self._found: dict[BlockKey, None] = {}  # known to be below, and without a slot
+        self._loaded: deque[RowOutcome] = deque()  # to be sealed
+        self._copied: deque[RowOutcome] = deque()  # to be verified
+        self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
+        self._write_back: WriteBackQueue[None] = WriteBackQueue(max_blocks=index.num_slots)
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
-        self._recorder = recorder
         self._reports = Reports(observers, metrics.HOST)
-        self._answers = RequestAnswers(self._reports, count=self._count_lookup)
+        if tier is None:
+            self._wanted = WantedBlocks()
+            self._metrics = metrics.OffloadingMetrics(self._slot_bytes)
+        else:
+            self._wanted, self._metrics = tier.wanted, tier.metrics
+            self._lower_reports = self._reports.of(tier.name)
+            tier.verify_by(pool.verify)
+        self._metrics.counted_by_manager = metrics.COUNTED_BY_MANAGER
+        self._requests = Requests(
+            self._reports,
+            count=lambda tier, number: self._metrics.add(metrics.looked_up(tier), number),
+            ignore=lambda parameter: self._metrics.add(metrics.ignored(parameter)),
+            trace=trace,
+        )
         self._reports.watch(self._gauges)
 
     def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:
-        """Look up a chunk; `HIT_PENDING` while it is being stored or verified."""
+        """Look up a chunk in both tiers; `RETRY` while the lookup in the lower one runs.
+
+        `HIT_PENDING` while it is being stored, loaded or verified. A chunk is verified once for all
+        requests that it is held for.
+        """
+        if not self._polled:
+            self._take_moved()
         req_id, state = req_context.req_id, self._index.state(key)
-        if state is None:
-            self._answers.note(req_id, key, "")
-            return LookupResult.MISS
-        if state is BlockState.STORING:
+        if state is BlockState.STORING and key in self._storing:
             return LookupResult.HIT_PENDING
-        check = self._hold(key, req_id)
-        if check.outcome is None:
-            if self._bytes_to_verify <= 0:
-                return LookupResult.HIT_PENDING
-            self._bytes_to_verify -= self._slot_bytes
-            check.outcome = self._pool.verify(check.slot, key)
-        if check.outcome.done:
-            self._answers.note_hit(req_id, key, metrics.HOST)
-            return LookupResult.HIT
-        self._answers.note(req_id, key, "")
-        self._drop(key, check.outcome)
-        return LookupResult.MISS
+        if state is not None and state is not BlockState.STORING:
+            held = self._wanted.want(key, req_id)
+            if held.slot is None:
+                (held.slot,) = self._index.pin([key])
+            if held.checked is None:
+                if self._bytes_to_verify <= 0:
+                    return LookupResult.HIT_PENDING
+                self._bytes_to_verify -= self._slot_bytes
+                held.checked = self._pool.verify(held.slot, key)
+            if held.checked.done:
+                self._requests.note_hit(req_id, key, metrics.HOST)
+                return LookupResult.HIT
+            self._drop(key, held, held.checked)
+        if state is not BlockState.STORING:
+            self._requests.note(req_id, key, "")
+        return self._look_up_below(key, req_context)
 
     def prepare_load(
         self, keys: Collection[BlockKey], req_context: ReqContext, **_: Any
@@ -142,7 +181,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         """Pin chunks until `complete_load`; they were hits in this step, so they are present."""
         slots = self._index.pin(list(keys))
         self._release(req_context.req_id)
-        self._counters.add(metrics.LOADED, len(slots))
+        self._metrics.add(metrics.LOADED, len(slots))
         return ChunkSlots(list(keys), slots)
 
     def touch(self, keys: Collection[BlockKey], *_: Any, **__: Any) -> None:
@@ -157,9 +196,12 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self, keys: Collection[BlockKey], req_context: ReqContext, **_: Any
     ) -> PrepareStoreOutput | None:
         """Find slots for the leading chunks that have room; None if there is no room at all."""
+        self._take_moved()
+        if self._prefill is not None:
+            self._prefill.compute([key for key in keys if key not in self._index])
         self._release(req_context.req_id)
         plan = self._index.begin_store(list(keys))
-        self._counters.add(metrics.REFUSED, len(plan.refused))
+        self._metrics.add(metrics.REFUSED, len(plan.refused))
         self._tell_failed_stores(plan.refused, NO_ROOM)
         self._storing |= dict.fromkeys(plan.keys)
         self._retain(list(keys), req_context.req_id)
@@ -191,132 +233,302 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._index.finish_store(stored, stored=True)
         self._give_up(lost)
         self._tell_failed_stores(lost, _LOST)
-        self._counters.add(metrics.LOST, len(lost))
+        self._metrics.add(metrics.LOST, len(lost))
         self._note_stored(stored)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Offload every new chunk of a request."""
-        self._answers.arrive(req_context)
-        if self._recorder is not None:
-            self._recorder.arrive(req_context)
-        params = transfer_params(req_context)
-        retention = parse_retention(req_context.req_id, params, self._counters)
-        if retention != NORMAL:
-            self._retentions[req_context.req_id] = retention
+        self._requests.arrive(req_context)
         return RequestOffloadingContext()
 
     def on_schedule_end(self, context: Any) -> None:
-        """Release chunks held for requests that run now: they will load no more."""
+        """Release the chunks of requests that run now, which load no more; start moving others.
+
+        That is: copy chunks down, look up those that were wanted in this step, and load the chunks
+        that the lower tier has.
+        """
+        tier = self._tier
+        if tier is not None:
+            self._take_moved()
+            self._end_stores(tier)
+            self._copy_down(tier)
         self._bytes_to_verify = VERIFY_BYTES_PER_STEP
-        self._answers.schedule(context.new_req_ids)
-        if self._recorder is not None:
-            self._recorder.schedule(context.new_req_ids)
+        self._requests.schedule(context.new_req_ids)
         for req_id in context.new_req_ids:
             self._release(req_id)
+        if tier is not None:
+            self._polled = False
+            if self._prefill is not None:
+                self._prefill.begin_step()
+                self._decline_slow(tier, self._prefill)
+            tier.flush(self._make_room(tier))
+            if runtime.monotonic() - self._step_ended_s < EMPTY_STEP_S:
+                tier.wait(YIELD_S)
+            self._step_ended_s = runtime.monotonic()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Release the chunks that a request still holds."""
-        self._answers.finish(req_context.req_id)
-        if self._recorder is not None:
-            self._recorder.finish(req_context.req_id)
+        """Release the chunks that a request holds or waits for; running loads go on."""
         self._release(req_context.req_id)
-        self._retentions.pop(req_context.req_id, None)
+        self._requests.finish(req_context.req_id)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return the events since the last call."""
+        """Return the events of all tiers since the last call."""
         events, self._events = self._events or [], None if self._events is None else []
-        return [event for event in map(self._still_gone, events) if event.keys]
+        ours = [event for event in map(self._still_gone, events) if event.keys]
+        return ours if self._tier is None else [*ours, *self._tier.take_events()]
 
     def has_pending_work(self) -> bool:
         """Whether there is work between steps: never."""
         return False
 
     def reset_cache(self) -> None:
-        """Forget every chunk; vLLM no longer reports transfers begun before."""
+        """Find no chunk of either tier any more; slots that are still in use are kept out.
+
+        vLLM no longer reports transfers begun before. A worker may still write to slots that are
+        free now, until vLLM calls `on_reset_flushed` (0.33). No chunk is loaded from below into
+        them before that: keys of the lower tier have another salt after a reset, and the first
+        chunk gets there when every worker has stored it.
+        """
+        in_use = [] if self._tier is None else self._tier.reset()
         text = "vLLM has reset its cache, as for new weights: %d chunks in host memory are dropped"
         logger.warning(text, len(self._index))
         self._emit(self._index.keys(), removed=True)
         self._reports.removed(self._index.keys(), Removal.CLEARED)
         self._index.clear()
-        self._checks.clear()
-        self._held.clear()
+        self._wanted.clear()
         self._storing.clear()
+        self._found.clear()
+        self._loaded.clear()
+        self._copied.clear()
+        self._write_back.clear()
+        self._polled = self._tier is None
+        if in_use:
+            self._index.keep_out(set(in_use))
 
     def get_stats(self) -> OffloadingConnectorStats:
-        """Return the metrics since the last call."""
+        """Return the metrics since the last call; vLLM asks when a step has ended."""
+        if self._prefill is not None:
+            self._prefill.end_step()
         idle = self._index.num_free_slots + self._index.num_evictable
         gauges: dict[str, float] = {metrics.PINNED: self._index.num_slots - idle}
         for gauge, value in self._gauges().items():
             gauges[gauge.value] = value
-        return self._counters.report(gauges)
+        return self._metrics.report(gauges)
 
     def shutdown(self) -> None:
-        """Close the pool and the recorder; may be called again."""
-        if self._recorder is not None:
-            self._recorder.close()
-        flush_journal()
-        self._pool.close()
+        """Write all chunks back to the lower tier, as far as time allows, and close the pool.
 
-    def _hold(self, key: BlockKey, req_id: str) -> _Check:
-        """Hold a chunk for a request: pinned until every holder released it."""
-        check = self._checks.get(key)
-        if check is None:
-            (slot,) = self._index.pin([key])
-            check = self._checks[key] = _Check(key, slot)
-        held = self._held.setdefault(req_id, {})
-        if key not in held:
-            held[key] = None
-            check.num_holders += 1
-        return check
+        May be called again.
+        """
+        with ExitStack() as closed:  # all of it, whatever fails
+            closed.callback(self._pool.close)
+            closed.callback(flush_journal)
+            closed.callback(self._requests.close)
+            if self._tier is None:
+                return
+            closed.callback(self._tier.close)
+            self._max_going_down = self._index.num_slots  # nothing else needs room any more
+            self._copy_down(self._tier)
+            if num_left := len(self._write_back) - self._write_back.num_taken:
+                logger.warning("the lower tier: %d blocks were not written back there", num_left)
+            self._write_back.skip([moved.key for moved in self._copied])
+            self._drop_stores(self._write_back.clear())
+
+    def _look_up_below(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
+        tier = self._tier
+        if tier is None or tier.is_late(key) or self._write_back.is_taken(key):
+            return LookupResult.MISS
+        if not may_load_from_storage(req_context):
+            return LookupResult.MISS
+        found = tier.lookup(key, req_context.req_id)
+        if found is None:
+            return LookupResult.RETRY
+        if found and key not in self._index:
+            self._found[key] = None
+        return LookupResult.HIT_PENDING if found else LookupResult.MISS
 
     def _release(self, req_id: str) -> None:
-        """Release the chunks that a request holds: it has used them."""
-        held = list(self._held.pop(req_id, ()))
-        self._index.touch(held)
-        self._retain(held, req_id)
-        released: list[BlockKey] = []
-        for key in held:
-            check = self._checks[key]
-            check.num_holders -= 1
-            if not check.num_holders:
-                del self._checks[key]
-                released.append(key)
-        self._index.unpin(released)
+        """Release the chunks that a request holds or waits for: it has used those that it held."""
+        used, unpinned = self._wanted.release(req_id)
+        if used:
+            self._index.touch(used)
+            self._retain(used, req_id)
+            self._index.unpin(unpinned)
 
     def _retain(self, keys: Sequence[BlockKey], req_id: str) -> None:
         """Note the wish of a request for chunks that it uses or stores, if it has one."""
-        if retention := self._retentions.get(req_id):
+        if (retention := self._requests.retention(req_id)) is not None:
             self._index.retain(keys, retention)
 
-    def _drop(self, key: BlockKey, outcome: Outcome) -> None:
+    def _drop(self, key: BlockKey, block: Wanted, outcome: Outcome) -> None:
         """Quarantine a chunk that failed its check, and release it for every holder."""
         if outcome.status is Status.CORRUPT:
-            self._counters.add(metrics.CORRUPT)
-            self._counters.add(metrics.DROPPED)
+            self._metrics.add(metrics.CORRUPT)
+            self._metrics.add(metrics.DROPPED)
         logger.warning("dropped chunk %s: %s", key.hex(), outcome)
         self._reports.moved(Operation.LOAD, [key], [outcome], [], runtime.monotonic())
         if outcome.status is Status.CORRUPT:
             self._reports.removed([key], Removal.CORRUPT)
-        for held in self._held.values():
-            held.pop(key, None)
-        del self._checks[key]
+        block.slot = block.checked = None
         self._index.quarantine(key)
         self._index.unpin([key])
         self._emit([key], removed=True)
+        self._write_back.forget([key])
 
-    def _count_lookup(self, tier: str, number: int) -> None:
-        self._counters.add(metrics.looked_up(tier), number)
+    def _decline_slow(self, tier: LowerTier, prefill: PrefillSpeed) -> None:
+        """Turn chunks into misses that were wanted in this step and are computed sooner.
+
+        Whether the tier below has them is not known yet: what counts is how long it would take.
+        """
+        wanted: dict[str, list[BlockKey]] = {}
+        for key in [*self._found, *self._wanted.unasked]:
+            block = self._wanted.get(key)
+            if block is not None and block.waiting:
+                wanted.setdefault(min(block.waiting), []).append(key)
+        queued_bytes = tier.queued_bytes
+        for keys in wanted.values():
+            num_bytes = len(keys) * self._slot_bytes
+            if prefill.load_pays(keys, num_bytes, queued_bytes=queued_bytes):
+                queued_bytes += num_bytes
+                continue
+            self._wanted.deny(keys)
+            self._metrics.add(metrics.NOT_LOADED, len(keys))
+            self._lower_reports.tell(NotLoaded(tier.name, keys))
+            for key in keys:
+                self._found.pop(key, None)
+
+    def _make_room(self, tier: LowerTier) -> dict[BlockKey, int]:
+        """Give slots to chunks of the lower tier that were wanted in this step.
+
+        Also to chunks of which the lower tier is yet to be asked, so that it loads what it has
+        without another step: at one time, to as many as there are free slots, and to a share of
+        those that may be evicted. A chunk that turns out to be missing gives its slot back. The
+        chunks that were evicted for it are gone, but a missing chunk is computed and stored soon,
+        and would evict them then. Chunks beyond this bound get slots when they were found.
+        """
+        # A request that did not take what was found forgets the answer: the next one asks anew.
+        found = [key for key in self._found if self._wanted.found(key)]
+        unknown = self._wanted.unasked
+        self._found.clear()
+        if not found and not unknown:
+            return {}
+        evictable = math.ceil(self._index.num_evictable * MAX_SHARE_FOR_UNKNOWN)
+        room = self._index.num_free_slots - len(found) + evictable - tier.num_unknown
+        plan = self._index.begin_store([*found, *unknown[: max(0, room)]])
+        self._note_evicted(plan)
+        if refused := [key for key in found if key in plan.refused]:
+            self._tell_failed_stores(refused, NO_ROOM)
+            self._metrics.add(metrics.NOT_PROMOTED, len(refused))
+            self._wanted.deny(refused)  # or requests would look for room again and again
+        self._pool.unseal(plan.slots)
+        return dict(zip(plan.keys, plan.slots, strict=True))
+
+    def _copy_down(self, tier: LowerTier) -> None:
+        """Begin to write back chunks that wait, up to the bound on chunks in flight."""
+        if not tier.takes_stores:
+            return
+        now = runtime.monotonic()
+        taken = self._write_back.take(now, self._max_going_down - self._write_back.num_taken)
+        if waiting := [key for key in taken if tier.is_unwanted(key)]:
+            self._write_back.give_back(now, waiting)  # what is below is to be deleted first
+        if chosen := [key for key in taken if key not in waiting]:
+            tier.submit_store(chosen, self._index.pin(chosen))
+
+    def _take_moved(self) -> None:
+        """Finish loads that ended, once in a step, as many as may be hashed in it."""
+        if self._tier is None or self._polled:
+            return
+        self._polled = True
+        failed: list[RowOutcome] = []
+        for moved in self._tier.poll():
+            if moved.void:
+                self._index.give_back([moved.row])
+            elif moved.direction is Direction.STORE:
+                self._copied.append(moved)
+            else:
+                (self._loaded if moved.outcome.done else failed).append(moved)
+        if failed:
+            self._drop_failed(failed)
+        self._index.finish_store(self._tier.take_missing(), stored=False)
+        landed: list[BlockKey] = []
+        while self._loaded and self._bytes_to_verify > 0:
+            moved = self._loaded.popleft()
+            self._bytes_to_verify -= self._slot_bytes
+            self._pool.seal([moved.row], [moved.key])
+            landed.append(moved.key)
+        if landed:
+            self._land(landed)
+
+    def _end_stores(self, tier: LowerTier) -> None:
+        """Unpin chunks that were written back, and verify that the copies are of intact bytes.
+
+        A bit that flipped in host memory while it was read would be stored with a matching
+        checksum. Requests come first: this uses the bytes of the step that they left over.
+        """
+        stored: list[BlockKey] = []
+        failed: list[BlockKey] = []
+        while self._copied and self._bytes_to_verify > 0:
+            moved = self._copied.popleft()
+            sound = moved.outcome.done
+            if sound:
+                self._bytes_to_verify -= self._slot_bytes
+                sound = self._pool.verify(moved.row, moved.key).done
+                if not sound:
+                    tier.delete([moved.key])
+                elif (retention := self._index.retentions([moved.key])[0]) != NORMAL:
+                    tier.retain([moved.key], retention)
+            if moved.outcome.status is Status.CORRUPT:
+                self._write_back.skip([moved.key])  # no other attempt makes it intact
+            else:
+                (stored if moved.outcome.done else failed).append(moved.key)
+            self._metrics.add(metrics.LOWER_STORED if sound else metrics.LOWER_STORES_FAILED)
+            self._index.unpin([moved.key])
+        self._write_back.end(runtime.monotonic(), stored=stored, failed=failed)
 
     def _note_stored(self, keys: Sequence[BlockKey]) -> None:
-        self._counters.add(metrics.STORED, len(keys))
+        self._metrics.add(metrics.STORED, len(keys))
         self._reports.added(keys)
         self._emit(keys, removed=False)
+        if self._tier is not None:
+            self._drop_stores(self._write_back.add(dict.fromkeys(keys)))
+            self._copy_down(self._tier)
 
     def _note_evicted(self, plan: StorePlan) -> None:
         for reason, keys in plan.evicted_by().items():
-            self._counters.add(metrics.removed(reason), len(keys))
+            self._metrics.add(metrics.removed(reason), len(keys))
             self._reports.removed(keys, reason)
         self._emit(plan.evicted, removed=True)
+        if self._tier is not None:
+            self._drop_stores(self._write_back.forget(plan.evicted))
+
+    def _drop_stores(self, keys: Sequence[BlockKey]) -> None:
+        self._metrics.add(metrics.LOWER_STORES_DROPPED, len(keys))
+        self._lower_reports.not_written_back(keys)
+
+    def _drop_failed(self, loads: Sequence[RowOutcome]) -> None:
+        for moved in loads:
+            status = moved.outcome.status
+            self._metrics.add(metrics.loaded(metrics.LOWER, Cause.PROMOTION, status))
+        logger.warning("%d chunks were not loaded, the first: %s", len(loads), loads[0].outcome)
+        self._give_up([moved.key for moved in loads])
+
+    def _land(self, keys: Sequence[BlockKey]) -> None:
+        """Make chunks loadable, and hold them for the waiting requests, so as not to be evicted."""
+        self._index.finish_store(keys, stored=True)
+        self._metrics.add(metrics.LOWER_LOADED, len(keys))
+        self._metrics.add(metrics.PROMOTED, len(keys))
+        self._reports.added(keys)
+        self._emit(keys, removed=False)
+        for key in keys:
+            block = self._wanted.get(key)
+            if block is None or not block.waiting:
+                continue
+            if block.slot is None:
+                (block.slot,) = self._index.pin([key])
+            block.checked = DONE  # verified below, and sealed just now
+            for req_id in block.waiting:
+                assert self._tier is not None
+                self._requests.note(req_id, key, self._tier.name)
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
         """Free the slots of chunks whose store or load failed."""

@@ -5,7 +5,7 @@ because vLLM exports no others.
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvxfer import runtime
@@ -30,7 +30,7 @@ from kvxfer.telemetry.metrics import (
 )
 
 PREFIX = "vllm:kvxfer_"
-COUNTED_HERE = frozenset(
+COUNTED_BY_MANAGER = frozenset(
     {
         *("store_blocks", "store_bytes", "load_blocks", "load_bytes"),
         *("lookup_blocks", "lookup_bytes", "not_loaded_blocks", "not_written_back_blocks"),
@@ -83,7 +83,7 @@ class Count(NamedTuple):
 
     Attributes:
         name: One of `COUNTERS`, or `IGNORED`.
-        labels: Values of its labels; the first is the tier, of chunks.
+        labels: Values of its labels; of chunks the first is the tier.
     """
 
     name: str
@@ -134,51 +134,34 @@ NOT_LOADED = Count("not_loaded_blocks", (LOWER,))
 LOWER_LOADED = loaded(LOWER, Cause.PROMOTION, Status.DONE)
 
 
-class Counters:
-    """Counters of metrics since the last report.
+class OffloadingMetrics(Observer):
+    """Metrics of the tiers since the last report: what a manager counts, and what tiers tell.
+
+    Tiers tell on the threads that they run on; a manager counts and reports on one.
 
     Args:
-        chunk_bytes: Bytes of a chunk.
-        lower: Name of the tier below host memory.
+        chunk_bytes: Bytes of a chunk that a manager counts.
+        lower: Name of the tier that it counts as `LOWER`.
+
+    Attributes:
+        counted_by_manager: Counters of chunks that are not taken from what tiers tell.
     """
 
     def __init__(self, chunk_bytes: int, lower: str = LOWER) -> None:
+        self.counted_by_manager: frozenset[str] = frozenset()
         self._chunk_bytes = chunk_bytes
         self._lower = lower
-        self._counts: Counter[Count] = Counter()
-
-    def add(self, count: Count, number: int = 1) -> None:
-        """Add a number of chunks."""
-        if number:
-            self._counts[count] += number
-
-    def report(self, gauges: Mapping[str, float]) -> OffloadingConnectorStats:
-        """Return the counts, and these gauges of host memory, in vLLM's form; reset the counts."""
-        stats = OffloadingConnectorStats()
-        for name, value in gauges.items():
-            stats.set_gauge(PREFIX + name, value, (HOST,))
-        for (name, labels), number in self._counts.items():
-            values = (self._lower if labels[0] == LOWER else labels[0], *labels[1:])
-            stats.increase_counter(PREFIX + name, number, values)
-            name_of_bytes = name.replace("_blocks", "_bytes")
-            if name_of_bytes in COUNTERS and name_of_bytes != name:
-                stats.increase_counter(PREFIX + name_of_bytes, number * self._chunk_bytes, values)
-        self._counts.clear()
-        return stats
-
-
-class TierMetrics(Observer):
-    """Metrics of the tiers below host memory since the last report.
-
-    Thread-safe: tiers tell on the threads that they run on, and the scheduler reports.
-    """
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._counted: Counter[Count] = Counter()
+        self._told: Counter[Count] = Counter()
         self._seconds: deque[Sample] = deque(maxlen=MAX_DURATIONS)
         self._asked: list[tuple[str, AskGauges]] = []
         self._ask_at = 0.0
         self._lock = runtime.lock()
+
+    def add(self, count: Count, number: int = 1) -> None:
+        """Count chunks, or values of a parameter."""
+        if number:
+            self._counted[count] += number
 
     def note(self, event: Event) -> None:
         """See `Observer.note`."""
@@ -186,29 +169,35 @@ class TierMetrics(Observer):
             for sample in samples_of(event):
                 if sample.name in HISTOGRAMS:
                     self._seconds.append(sample)
-                else:
-                    self._counts[sample.name, sample.labels] += int(sample.value)
+                elif sample.name not in self.counted_by_manager:
+                    self._told[Count(sample.name, sample.labels)] += int(sample.value)
 
     def watch(self, tier: str, ask: AskGauges) -> None:
         """See `Observer.watch`."""
         self._asked.append((tier, ask))
 
-    def report(
-        self, stats: OffloadingConnectorStats, *, but: Collection[str] = ()
-    ) -> OffloadingConnectorStats:
-        """Add what was noted to statistics in vLLM's form, and forget it.
+    def report(self, gauges: Mapping[str, float] | None = None) -> OffloadingConnectorStats:
+        """Return what was counted and told, in vLLM's form, and forget it.
 
         Args:
-            stats: The statistics, also returned.
-            but: Counters that are left out.
+            gauges: Gauges of host memory.
         """
+        stats = OffloadingConnectorStats()
+        for name, value in (gauges or {}).items():
+            stats.set_gauge(PREFIX + name, value, (HOST,))
+        counted, self._counted = self._counted, Counter()
         with self._lock:
-            counts, self._counts = self._counts, Counter()
+            told, self._told = self._told, Counter()
             seconds = list(self._seconds)
             self._seconds.clear()
-        for (name, labels), number in counts.items():
-            if name not in but:
-                stats.increase_counter(PREFIX + name, number, labels)
+        for (name, (tier, *more)), number in counted.items():
+            labels = (self._lower if tier == LOWER else tier, *more)
+            stats.increase_counter(PREFIX + name, number, labels)
+            name_of_bytes = name.replace("_blocks", "_bytes")
+            if name_of_bytes in COUNTERS and name_of_bytes != name:
+                stats.increase_counter(PREFIX + name_of_bytes, number * self._chunk_bytes, labels)
+        for (name, labels), number in told.items():
+            stats.increase_counter(PREFIX + name, number, labels)
         for name, value, labels in seconds:
             stats.observe_histogram(PREFIX + name, value, labels)
         if runtime.monotonic() >= self._ask_at:

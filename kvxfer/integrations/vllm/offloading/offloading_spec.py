@@ -42,9 +42,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
-from kvxfer.integrations.vllm.offloading.requests import RequestRecorder
 from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
-from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
 from kvxfer.storage.index import BlockIndex
@@ -142,18 +140,12 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
         observers = journal_observers(None, engine=self._name)
         prefill = self._measure_prefill() if self._lower else None
         tier = self._open_lower_tier(pool, workers, prefill) if self._lower else None
-        trace = TraceRecorder.from_environment()
-        recorder = None if trace is None else RequestRecorder(trace)
-        if tier is None:
-            return KVXferOffloadingManager(
-                pool, index, emit_events=emit_events, recorder=recorder, observers=observers
-            )
-        return TieredOffloadingManager(
+        return KVXferOffloadingManager(
             pool,
             index,
             tier,
             emit_events=emit_events,
-            recorder=recorder,
+            trace=TraceRecorder.from_environment(),
             observers=observers,
             prefill=prefill,
         )

@@ -3,13 +3,17 @@
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.offloading import metrics
-from kvxfer.integrations.vllm.offloading.interface import ReqContext, key_positions
-from kvxfer.storage.eviction.retention import NORMAL, Retention
+from kvxfer.integrations.vllm.offloading.interface import (
+    ReqContext,
+    key_positions,
+    transfer_params,
+)
+from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
 from kvxfer.storage.observer import Reports, Requested
 from kvxfer.telemetry.trace_recorder import RecordedRequest, TraceRecorder
@@ -20,63 +24,134 @@ PARAMETERS: Mapping[str, str] = {"kvxfer_priority": "priority", "kvxfer_ttl_s": 
 logger = logging.getLogger(__name__)
 
 
-class RequestAnswers:
-    """Answers to lookups, by request: the last one counts.
+@dataclass(slots=True)
+class _Request:
+    """Request that vLLM has announced and not finished.
+
+    Attributes:
+        context: vLLM's context, which tells its chunks.
+        arrived_at: Wall-clock time of its arrival; 0 where nothing is recorded.
+        retention: Its wish for the chunks that it uses and stores, if it has one.
+        tiers: Tier that gives each chunk that was looked up, empty for a miss; None once that was
+            told.
+    """
+
+    context: ReqContext
+    arrived_at: float
+    retention: Retention | None
+    tiers: dict[BlockKey, str] | None = field(default_factory=dict)
+
+
+class Requests:
+    """Requests of an engine: what they wish, and how each of their lookups was answered last.
+
+    A request is told once, when it is scheduled for the first time or ends before. With `trace` its
+    prompt is then recorded: vLLM tells the whole chunks of a prompt and not its length, so tokens
+    behind the last one are left out. With several KV-cache groups the chunks are those of the
+    first. Never raises.
 
     Args:
         reports: Told each request once.
         count: Counts chunks by the tier that gave them, empty for a miss; as misses also those that
-            vLLM did not ask for after one. Without it, and without observers, nothing is kept.
+            vLLM did not ask for after one.
+        ignore: Called with the name of each parameter whose value is wrong, and so ignored.
+        trace: Records the requests; closed with this one.
     """
 
     def __init__(
-        self, reports: Reports, *, count: Callable[[str, int], None] | None = None
+        self,
+        reports: Reports,
+        *,
+        count: Callable[[str, int], None] | None = None,
+        ignore: Callable[[str], None] | None = None,
+        trace: TraceRecorder | None = None,
     ) -> None:
         self._reports = reports
         self._count = count
-        self._contexts: dict[str, ReqContext] = {}
-        self._tiers: dict[str, dict[BlockKey, str]] = defaultdict(dict)
+        self._ignore = ignore
+        self._trace = trace
+        self._cannot_record = False
+        self._requests: dict[str, _Request] = {}
 
-    def arrive(self, req_context: ReqContext) -> None:
+    def arrive(self, context: ReqContext) -> None:
         """Note the arrival of a request, whose answers are kept from now on."""
-        if self._reports or self._count is not None:
-            self._contexts.setdefault(req_context.req_id, req_context)
+        known = self._requests.get(context.req_id)
+        if known is None or known.tiers is None:
+            retention = None
+            if self._ignore is not None:
+                params = transfer_params(context)
+                retention = parse_retention(context.req_id, params, self._ignore)
+            arrived_at = 0.0 if self._trace is None else runtime.wall_time()
+            self._requests[context.req_id] = _Request(context, arrived_at, retention)
+
+    def retention(self, req_id: str) -> Retention | None:
+        """Return the wish of a request; None if it has none."""
+        request = self._requests.get(req_id)
+        return None if request is None else request.retention
 
     def note(self, req_id: str, key: BlockKey, tier: str) -> None:
         """Note the tier that gives a chunk, empty for a miss."""
-        if req_id in self._contexts:
-            self._tiers[req_id][key] = tier
+        request = self._requests.get(req_id)
+        if request is not None and request.tiers is not None:
+            request.tiers[key] = tier
 
     def note_hit(self, req_id: str, key: BlockKey, tier: str) -> None:
         """Note a tier that has a chunk, perhaps only since another gave it for this request."""
-        if req_id in self._contexts:
-            tiers = self._tiers[req_id]
-            tiers[key] = tiers.get(key) or tier
+        request = self._requests.get(req_id)
+        if request is not None and request.tiers is not None:
+            request.tiers[key] = request.tiers.get(key) or tier
 
     def schedule(self, req_ids: Iterable[str]) -> None:
-        """Tell requests that are scheduled for the first time."""
+        """Tell and record the requests that are scheduled for the first time."""
         for req_id in req_ids:
-            self._tell(req_id, "")
+            request = self._requests.get(req_id)
+            if request is not None and request.tiers is not None:
+                if self._trace is not None and not self._cannot_record:
+                    self._record(self._trace, request)
+                self._tell(request, request.tiers, "")
 
     def finish(self, req_id: str) -> None:
-        """Tell a request that ended before it was scheduled, and forget it."""
-        self._tell(req_id, "it ended before it was scheduled")
+        """Forget a request; tell it if it ended before it was scheduled."""
+        request = self._requests.pop(req_id, None)
+        if request is not None and request.tiers is not None:
+            self._tell(request, request.tiers, "it ended before it was scheduled")
 
-    def _tell(self, req_id: str, reason: str) -> None:
-        context, tiers = self._contexts.pop(req_id, None), self._tiers.pop(req_id, {})
-        if context is None:
+    def close(self) -> None:
+        """Write what waits to be recorded."""
+        if self._trace is not None:
+            self._trace.close()
+
+    def _tell(self, request: _Request, tiers: Mapping[BlockKey, str], reason: str) -> None:
+        request.tiers = None
+        if self._count is None and not self._reports:
             return
-        positions = key_positions(context) or {}
+        positions = key_positions(request.context) or {}
         if self._count is not None:
             counts = Counter(tiers.values())
             counts[""] += _num_not_asked(positions, tiers)
             for tier, number in counts.items():
                 self._count(tier, number)
-        if not self._reports:
-            return
-        keys = dict.fromkeys(positions) | dict.fromkeys(tiers)
-        found = [tiers.get(key) for key in keys]
-        self._reports.tell(Requested(req_id, list(keys), found, reason))
+        if self._reports:
+            keys = dict.fromkeys(positions) | dict.fromkeys(tiers)
+            found = [tiers.get(key) for key in keys]
+            req_id = request.context.req_id
+            self._reports.tell(Requested(req_id, list(keys), found, reason))
+
+    def _record(self, trace: TraceRecorder, request: _Request) -> None:
+        try:
+            positions = key_positions(request.context)
+            if positions is None:
+                self._cannot_record = True
+                logger.warning("no requests are recorded: this vLLM does not tell their chunks")
+                return
+            keys = list(positions)
+            if keys:
+                first = [key for key in keys if group_of(key) == group_of(keys[0])]
+                size = positions[first[0]]
+                trace.record(RecordedRequest(request.arrived_at, size * len(first), size, first))
+        except Exception:
+            self._cannot_record = True
+            logger.exception("no more requests are recorded")
 
 
 def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, str]) -> int:
@@ -106,76 +181,24 @@ def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, s
     return number
 
 
-class RequestRecorder:
-    """Recorder of requests: when each arrived, and the chunks of its prompt, once it is scheduled.
-
-    vLLM tells the whole chunks of a prompt and not its length: tokens behind the last one are left
-    out. With several KV-cache groups the chunks are those of the first. Never raises.
-
-    Args:
-        trace: Writes them; closed with this one.
-    """
-
-    def __init__(self, trace: TraceRecorder) -> None:
-        self._trace = trace
-        self._arrived: dict[str, tuple[float, ReqContext]] = {}
-        self._is_broken = False
-
-    def arrive(self, req_context: ReqContext) -> None:
-        """Note the arrival of a request."""
-        self._arrived.setdefault(req_context.req_id, (runtime.wall_time(), req_context))
-
-    def schedule(self, req_ids: Iterable[str]) -> None:
-        """Record requests that are scheduled for the first time."""
-        for req_id in req_ids:
-            arrived = self._arrived.pop(req_id, None)
-            if arrived is not None and not self._is_broken:
-                self._record(*arrived)
-
-    def finish(self, req_id: str) -> None:
-        """Forget a request that was perhaps never scheduled."""
-        self._arrived.pop(req_id, None)
-
-    def close(self) -> None:
-        """Write what waits."""
-        self._trace.close()
-
-    def _record(self, arrival_s: float, req_context: Any) -> None:
-        try:
-            positions = key_positions(req_context)
-            if positions is None:
-                self._is_broken = True
-                logger.warning("no requests are recorded: this vLLM does not tell their chunks")
-                return
-            keys = list(positions)
-            if keys:
-                first = [key for key in keys if group_of(key) == group_of(keys[0])]
-                size = positions[first[0]]
-                request = RecordedRequest(arrival_s, size * len(first), size, first)
-                self._trace.record(request)
-        except Exception:
-            self._is_broken = True
-            logger.exception("no more requests are recorded")
-
-
-def parse_retention(req_id: str, params: Any, counters: metrics.Counters) -> Retention:
+def parse_retention(req_id: str, params: Any, ignore: Callable[[str], None]) -> Retention | None:
     """Read the wish of a request; a wrong value is logged, counted, and as if it were not there.
 
     Args:
         req_id: The request, for the log.
         params: Its `kv_transfer_params`, whatever the client sent.
-        counters: Counts what is ignored.
+        ignore: Called with the name of each parameter that is ignored.
     """
     fields: dict[str, Any] = {}
-    for name, field in PARAMETERS.items():
+    for name, attribute in PARAMETERS.items():
         value = params.get(name) if isinstance(params, Mapping) else None
         if value is None:
             continue
         try:
-            Retention(**{field: value})
+            Retention(**{attribute: value})
         except InvalidArgumentError as exc:
             logger.warning("request %s: %s is ignored: %s", req_id, name, exc)
-            counters.add(metrics.ignored(name))
+            ignore(name)
         else:
-            fields[field] = value
-    return Retention(**fields) if fields else NORMAL
+            fields[attribute] = value
+    return Retention(**fields) if fields else None

@@ -35,7 +35,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
     require_tiering,
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
-from kvxfer.integrations.vllm.offloading.requests import RequestAnswers
+from kvxfer.integrations.vllm.offloading.requests import Requests
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Reports
@@ -119,7 +119,7 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
             emit_events=emit_events,
             observers=observers,
         )
-        self._answers = RequestAnswers(Reports(observers, self._tier.name))
+        self._requests = Requests(Reports(observers, self._tier.name))
         self._jobs: dict[JobId, _Job] = {}
         self._empty: list[_Job] = []
 
@@ -133,14 +133,14 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
 
     def get_stats(self) -> OffloadingConnectorStats:
         """Return the metrics since the last call."""
-        return self._tier.metrics.report(OffloadingConnectorStats())
+        return self._tier.metrics.report()
 
     def lookup(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
         """Look up a chunk in the backend; `RETRY` while the lookup has not ended."""
         found = self._tier.lookup(key, req_context.req_id)
         if found is None:
             return LookupResult.RETRY
-        self._answers.note(req_context.req_id, key, self._tier.name if found else "")
+        self._requests.note(req_context.req_id, key, self._tier.name if found else "")
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -169,17 +169,17 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Offload every new chunk of a request."""
-        self._answers.arrive(req_context)
+        self._requests.arrive(req_context)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget lookup results that only this request wanted."""
-        self._answers.finish(req_context.req_id)
-        self._tier.results.release(req_context.req_id)
+        self._requests.finish(req_context.req_id)
+        self._tier.wanted.release(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
         """Start the backend lookup of the keys that were wanted in this step."""
-        self._answers.schedule(context.new_req_ids)
+        self._requests.schedule(context.new_req_ids)
         self._tier.flush()
 
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -1,0 +1,146 @@
+"""Wanted blocks: which requests of an engine want which blocks, and where each was found."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvxfer.storage.backend import Outcome
+from kvxfer.storage.keys import BlockKey
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """Block that requests want.
+
+    Attributes:
+        num_requests: Number of these requests.
+        waiting: Those of them that asked the lower tier, in their order.
+        is_asked: Whether the lower tier was asked for it, or need not be.
+        found: Whether the lower tier has it; None while that is not known.
+        slot: Slot in the first tier that is pinned for the requests; None without one.
+        checked: Outcome of the verification of that slot; None before.
+    """
+
+    num_requests: int = 0
+    waiting: dict[str, None] | None = None
+    is_asked: bool = False
+    found: bool | None = None
+    slot: int | None = None
+    checked: Outcome | None = None
+
+
+class WantedBlocks:
+    """Blocks that requests want, from their first lookup until each request is released.
+
+    An answer of the lower tier is forgotten when the last request that wanted it is released. So a
+    waiting request gets the same answer until it is scheduled, and a later request asks again.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[BlockKey, Wanted] = {}
+        self._unasked: dict[BlockKey, None] = {}
+        self._keys_of: dict[str, dict[BlockKey, None]] = {}
+
+    def want(self, key: BlockKey, req_id: str) -> Wanted:
+        """Note that a request wants a block."""
+        block = self._blocks.get(key)
+        if block is None:
+            block = self._blocks[key] = Wanted()
+        keys = self._keys_of.get(req_id)
+        if keys is None:
+            keys = self._keys_of[req_id] = {}
+        if key not in keys:
+            keys[key] = None
+            block.num_requests += 1
+        return block
+
+    def ask(self, key: BlockKey, req_id: str) -> bool | None:
+        """Whether the lower tier has a block; None if it is to be asked, or is being asked."""
+        block = self.want(key, req_id)
+        if block.waiting is None:
+            block.waiting = {}
+        block.waiting[req_id] = None
+        if not block.is_asked:
+            self._unasked[key] = None
+        return block.found
+
+    def get(self, key: BlockKey) -> Wanted | None:
+        """Return a block that is wanted, or being looked up."""
+        return self._blocks.get(key)
+
+    def found(self, key: BlockKey) -> bool | None:
+        """Whether the lower tier is known to have a block; None if that is not known."""
+        block = self._blocks.get(key)
+        return None if block is None else block.found
+
+    @property
+    def unasked(self) -> list[BlockKey]:
+        """Keys to be looked up, in the order in which they were wanted."""
+        return list(self._unasked)
+
+    def take_unasked(self) -> list[BlockKey]:
+        """Return the keys to be looked up now, in the order in which they were wanted."""
+        keys = self.unasked
+        self._unasked.clear()
+        for key in keys:
+            self._blocks[key].is_asked = True
+        return keys
+
+    def tell(self, keys: Sequence[BlockKey], found: Sequence[bool]) -> None:
+        """Record answers of the lower tier, but for keys that were forgotten meanwhile."""
+        for key, there in zip(keys, found, strict=True):
+            block = self._blocks.get(key)
+            if block is not None and block.is_asked and block.found is None:
+                block.found = there
+                self._drop_unwanted(key, block)
+
+    def deny(self, keys: Iterable[BlockKey]) -> None:
+        """Turn blocks into misses for every waiting request: they cannot be loaded."""
+        for key in keys:
+            if block := self._blocks.get(key):
+                block.is_asked, block.found = True, False
+                self._unasked.pop(key, None)
+                self._drop_unwanted(key, block)
+
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        """Forget the answers for blocks that are being stored: the next lookup asks again."""
+        for key in keys:
+            self._unasked.pop(key, None)
+            if block := self._blocks.get(key):
+                block.is_asked, block.found = False, None
+                self._drop_unwanted(key, block)
+
+    def release(self, req_id: str) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Note that a request wants no block any more; running lookups go on.
+
+        Returns:
+            Keys whose slots were pinned for it, in the order of its lookups, and those of them that
+            are pinned for no other request: the caller is to unpin these.
+        """
+        used: list[BlockKey] = []
+        unpinned: list[BlockKey] = []
+        for key in self._keys_of.pop(req_id, ()):
+            block = self._blocks[key]
+            block.num_requests -= 1
+            if block.waiting is not None:
+                block.waiting.pop(req_id, None)
+            if block.slot is not None:
+                used.append(key)
+            if block.num_requests:
+                continue
+            if block.slot is not None:
+                unpinned.append(key)
+                block.slot = block.checked = None
+            if not block.is_asked or block.found is not None:  # no lookup goes on
+                self._unasked.pop(key, None)
+                del self._blocks[key]
+        return used, unpinned
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._blocks.clear()
+        self._unasked.clear()
+        self._keys_of.clear()
+
+    def _drop_unwanted(self, key: BlockKey, block: Wanted) -> None:
+        if not block.num_requests and (block.found is not None or not block.is_asked):
+            del self._blocks[key]
