@@ -218,6 +218,20 @@ class FileIndex:
         fingerprint = file[:FINGERPRINT_BYTES].hex()
         return Victim(fingerprint, key_in(file), num_bytes, quarantined, reason)
 
+    def put_back(self, victim: Victim) -> None:
+        """Keep a victim that could not be removed, as the last one that is chosen again."""
+        (file,) = file_ids(victim.fingerprint, [victim.key])
+        with self._lock:
+            changes = self._changes or _WalkChanges()
+            if victim.quarantined:
+                changes.evicted_from_quarantine.discard(file)
+                self._quarantined[file] = victim.num_bytes
+            else:
+                changes.removed.discard(file)
+                self._entries[file] = _Entry(victim.num_bytes, runtime.wall_time(), held=False)
+                self._policy.admit(file)
+                self._policy.release(file)
+
     def remove(self, file: FileId) -> None:
         """Drop a file that this process removed."""
         with self._lock:

@@ -91,6 +91,7 @@ class Space:
         self._must_rescan = False
         self._reports = Reports()
         self._gone: dict[tuple[str, Removal], list[BlockKey]] = {}  # and not told yet
+        self._not_removed: list[Victim] = []  # and not candidates until the end of an eviction
 
     def observe(self, reports: Reports) -> None:
         """Tell these reports of files that come and go, and how much room they take."""
@@ -316,9 +317,7 @@ class Space:
             total, reserved = self._index.end_walk()
             added_by_others = self._ledger.added - added_before - reserved
             total += reserved_by_others + added_by_others
-            if self._ledger.known and self._tree.num_skipped != num_skipped:
-                total = max(total, self._ledger.used)  # nobody knows what was skipped
-            self._ledger.recount(total)
+            self._ledger.recount(total, is_partial=self._tree.num_skipped != num_skipped)
 
     def _reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], spare: Sequence[BlockKey]
@@ -358,12 +357,18 @@ class Space:
 
     @contextlib.contextmanager
     def _spared(self, keys: Sequence[BlockKey]) -> Iterator[None]:
-        """Hold files back from eviction; tell what was evicted instead of them at the end."""
+        """Hold files back from eviction; tell what was evicted instead of them at the end.
+
+        What could not be removed is there, counted, and perhaps chosen the next time.
+        """
         held = self._index.hold(self._files(keys))
         try:
             yield
         finally:
             self._index.release(held)
+            for victim in self._not_removed:
+                self._index.put_back(victim)
+            self._not_removed.clear()
             gone, self._gone = self._gone, {}
             for (fingerprint, reason), victims in gone.items():
                 namespace = "" if fingerprint == self._folder.fingerprint else fingerprint
@@ -396,6 +401,7 @@ class Space:
             try:
                 removed_bytes = _remove(folder, victim)
             except OSError as exc:
+                self._not_removed.append(victim)
                 if exc.errno not in DAMAGE_ERRORS:
                     raise
                 logger.warning("cannot evict block %s: %s", victim.key.hex(), exc.strerror)

@@ -5,7 +5,7 @@ import contextlib
 import errno
 import itertools
 import os
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kvxfer.backends.file import FoundBlock
@@ -213,7 +213,10 @@ class _Count:
     def locked(self) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    def recount_blocks(self, blocks: Iterable[FoundBlock]) -> None:
+    def recount_blocks(
+        self, blocks: Iterable[FoundBlock], num_skipped: Callable[[], int] = int
+    ) -> None:
+        del num_skipped
         self.used = sum(block.num_bytes_on_disk for block in blocks)
 
     def remove(self, num_bytes: int) -> None:

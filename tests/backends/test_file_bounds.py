@@ -1,11 +1,13 @@
 """A file store keeps its capacity and the free space, and evicts in the right order."""
 
 import asyncio
+import errno
+import math
 import os
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -418,6 +420,47 @@ def test_an_eviction_that_fails_leaves_no_reservation(tmp_path: Path, eviction: 
         assert another.reserved_by_others() == 0
     space.scan()
     assert space.reserve(keys[2:5], [FILE_BYTES] * 3) == 3
+
+
+class Damaged(NamespaceFolder):
+    """Folder on a damaged disk: no file can be removed."""
+
+    def remove(self, key: BlockKey) -> bool:
+        raise OSError(errno.EIO, "Input/output error", key.hex())
+
+
+class Interrupted(BlockTree):
+    """Tree in which something happens at the end of each walk."""
+
+    then: Callable[[], object] = bool
+
+    def blocks(self, fingerprint: str = "", prefix: bytes = b"") -> Iterator[FoundBlock]:
+        yield from super().blocks(fingerprint, prefix)
+        self.then()
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+def test_a_file_that_cannot_be_evicted_during_a_walk_is_counted(
+    tmp_path: Path, eviction: PolicyName
+) -> None:
+    keys, tree, ledger = hashed_keys(3), Interrupted(tmp_path), Ledger(tmp_path)
+    make_small_files(tmp_path / NAMESPACE, keys[:2])
+    space = Space(
+        tree,
+        Damaged(tmp_path, NAMESPACE),
+        ledger,
+        POLICIES[eviction](2),
+        capacity_bytes=bytes_on_disk(tmp_path),
+        min_free_bytes=0,
+        rescan_factor=math.inf,
+    )
+    space.scan()
+    fitting: list[int] = []
+    tree.then = lambda: fitting.append(space.reserve(keys[2:], [FILE_BYTES]))
+    space.scan()
+    with ledger.locked():
+        assert ledger.used == bytes_on_disk(tmp_path)
+    assert fitting == [0]
 
 
 def test_a_walk_is_learned_in_steps_between_which_others_use_the_index() -> None:

@@ -19,6 +19,12 @@ import pytest
 from kvxfer import runtime
 from kvxfer.backends.file import Space
 from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
+from kvxfer.backends.file.maintenance import (
+    BlockCheck,
+    FolderStore,
+    GarbageCollection,
+    StoreCheck,
+)
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.testing import BlockMemory
@@ -404,6 +410,20 @@ async def test_a_damaged_file_ends_neither_walks_nor_evictions_nor_a_purge(
             fail_to(patched, "stat", f"{keys[0].hex()}*", error)
             assert await backend.purge() == 3
         assert await backend.lookup(keys) == [True] + [False] * 5
+
+
+@pytest.mark.parametrize("walk", ["fsck", "gc"])
+async def test_a_walk_of_an_operator_that_skips_a_damaged_file_counts_no_less_than_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, walk: str
+) -> None:
+    memory, keys, folder = one_page_memory(), hashed_keys(2), FolderStore(tmp_path)
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await store(backend, keys, memory.describe(0, range(2)))
+    checked = StoreCheck(folder, BlockCheck())
+    recount = checked.clean_up if walk == "fsck" else GarbageCollection(folder).run
+    fail_to(monkeypatch, "stat", f"{keys[0].hex()}*", OSError(errno.EIO, "I/O error", "x"))
+    await asyncio.to_thread(recount)
+    assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 2 * 8192
 
 
 async def test_a_cancelled_delete_removes_nothing_that_is_stored_after_it(

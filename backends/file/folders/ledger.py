@@ -7,7 +7,7 @@ import itertools
 import os
 import stat
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvxfer import runtime
@@ -159,17 +159,23 @@ class Ledger:
         """Count bytes that were removed; only inside `locked`."""
         self.used = max(0, self.used - num_bytes)
 
-    def recount(self, num_bytes: int) -> None:
-        """Set the count; only inside `locked`."""
+    def recount(self, num_bytes: int, *, is_partial: bool = False) -> None:
+        """Set the count, of which a partial one may lack some; only inside `locked`."""
+        if is_partial and self.known:
+            num_bytes = max(num_bytes, self.used)
         self.known, self.used = True, num_bytes
 
-    def recount_blocks(self, blocks: Iterable[FoundBlock]) -> None:
+    def recount_blocks(
+        self, blocks: Iterable[FoundBlock], num_skipped: Callable[[], int] = int
+    ) -> None:
         """Correct the count by a walk through all blocks; outside `locked`; blocks.
 
-        Blocks that engines store or remove meanwhile may leave the count too high, never too low.
+        Blocks that engines store or remove meanwhile may leave the count too high, never too low,
+        and so do those that the walk has skipped.
 
         Args:
             blocks: The walk, which begins in here.
+            num_skipped: Counts what such walks have skipped so far.
 
         Raises:
             OSError: The walk failed, or the count cannot be read or written.
@@ -177,9 +183,11 @@ class Ledger:
         with self.locked():
             added_before = self.added
             num_bytes = self.reserved_by_others()
+        skipped_before = num_skipped()
         num_bytes += sum(block.num_bytes_on_disk for block in blocks)
         with self.locked():
-            self.recount(num_bytes + self.added - added_before)
+            is_partial = num_skipped() != skipped_before
+            self.recount(num_bytes + self.added - added_before, is_partial=is_partial)
 
     def settle(self, num_bytes: int) -> None:
         """Count reserved bytes as written; outside `locked`, without waiting for other processes.

@@ -1,7 +1,7 @@
 """Store of block files as its maintenance sees it, whether it is a folder or in a bucket."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,8 +42,10 @@ class ByteCount(Protocol):
     def locked(self) -> AbstractContextManager[None]:
         """Lock the count against all who change it."""
 
-    def recount_blocks(self, blocks: Iterable[FoundBlock]) -> None:
-        """Count anew, by a walk through all blocks."""
+    def recount_blocks(
+        self, blocks: Iterable[FoundBlock], num_skipped: Callable[[], int] = int
+    ) -> None:
+        """Count anew, by a walk through all blocks; not less than before if it skips some."""
 
     def remove(self, num_bytes: int) -> None:
         """Count bytes that were removed; only inside `locked`."""
@@ -169,6 +171,10 @@ class BlockStore(ABC):
             errors: Takes the errors of folders that cannot be opened. Without it, one for which
                 there is no permission is passed over, and any other ends the walk.
         """
+
+    def num_skipped(self) -> int:
+        """Count what walks without `errors` have skipped so far, because it cannot be read."""
+        return 0
 
     @abstractmethod
     def entries(self) -> Iterator[FoundBlock | OtherEntry]:

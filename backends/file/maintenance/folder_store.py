@@ -65,10 +65,13 @@ class FolderStore(BlockStore):
         self, fingerprint: str = "", *, errors: list[OSError] | None = None
     ) -> Iterator[FoundBlock]:
         """See `BlockStore.blocks`."""
-        on_error = refuse_partial_walk if errors is None else errors.append
-        tree = BlockTree(self._root, on_error=on_error)
+        tree = self._tree if errors is None else BlockTree(self._root, on_error=errors.append)
         for each in [fingerprint] if fingerprint else tree.fingerprints():
             yield from tree.blocks(each)
+
+    def num_skipped(self) -> int:
+        """See `BlockStore.num_skipped`."""
+        return self._tree.num_skipped
 
     def entries(self) -> Iterator[FoundBlock | OtherEntry]:
         """See `BlockStore.entries`."""
