@@ -336,6 +336,10 @@ class _FileRun(EngineRun):
             if outcome.status is Status.FAILED and store.is_roomy:
                 self._simulation.fail("failed without a fault", outcome.reason)
 
+    async def _find_reachable(self, parts: Sequence[Part]) -> list[Part]:
+        """Find what the files have; a bad disk cannot tell, and excuses what is not found."""
+        return [] if self._store_of_all.has_faults else await super()._find_reachable(parts)
+
     async def require_rest(self) -> None:
         """Look at what is held a moment after the last call, on a disk without faults."""
         if self.is_closing or self._store_of_all.has_faults:

@@ -199,7 +199,9 @@ class SimulatedDisk:
         return fd
 
     def close(self, fd: int) -> None:
-        """See `os.close`."""
+        """See `os.close`; what a thread closes that is being ended may be closed already."""
+        if self._scheduler.is_ending:
+            return
         self._scheduler.point()
         self._get(fd)
         self._drop(fd)

@@ -175,12 +175,13 @@ class History:
         """Note a power cut: what was not flushed may be lost, and what was deleted come back.
 
         Args:
-            is_durable: Whether whatever is `DONE` is there after it.
+            is_durable: Whether whatever is `DONE` is there after it, and nothing is in part.
         """
         for stores in self._stores.values():
             for each in stores:
                 each.is_done &= each.is_flushed or is_durable
-        self._deleted, self._found, self.may_be_torn = {}, {}, True
+        self._deleted, self._found, self._missed = {}, {}, {}
+        self.may_be_torn |= not is_durable
 
     def begin_removal(self, key: BlockKey) -> None:
         """Note that a key may be gone from now on, until `end_removal` says otherwise."""
@@ -248,22 +249,15 @@ class History:
         self._found.setdefault(key, []).append((began, now, version))
         return version
 
-    def judge_miss(
-        self, key: BlockKey, first: int, num_blocks: int, began: float, *, of: int
-    ) -> None:
-        """Note that a call that had the time has not found blocks; check that they may be gone.
-
-        Args:
-            key: The key.
-            first: Index of the first block.
-            num_blocks: Number of the blocks.
-            began: When the call began.
-            of: Blocks of a whole chunk.
-        """
-        if self.keeps_all and self.must_be_there(key, of, since=began):
-            self._simulation.fail("not found", f"{_name(key)}, which was stored before")
+    def note_miss(self, key: BlockKey, first: int, num_blocks: int, began: float) -> None:
+        """Note that a call that began then has said that blocks are not there."""
         missed = (began, self._simulation.now, first, num_blocks)
         self._missed.setdefault(key, []).append(missed)
+
+    def judge_miss(self, key: BlockKey, began: float, *, of: int) -> None:
+        """Check that a key may be gone whose whole chunk, of so many blocks, was not found."""
+        if self.keeps_all and self.must_be_there(key, of, since=began):
+            self._simulation.fail("not found", f"{_name(key)}, which was stored before")
 
     def is_of_one_store(self, key: BlockKey) -> bool:
         """Whether all its copies are of one store: not of parts, or beside an unseen eviction."""

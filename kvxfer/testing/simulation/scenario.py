@@ -88,7 +88,9 @@ class Simulation:
         self.trace.append(f"{self.now:9.4f} {text}")
 
     def fail(self, kind: str, detail: object = "") -> None:
-        """Note a violation."""
+        """Note a violation, unless it is what a thread says that is being ended."""
+        if self.runtime.scheduler.is_ending and not self.runtime.scheduler.is_over:
+            return
         self.violations.append(Violation(kind, f"at {self.now:.4f} s: {detail}"))
         self.note(f"VIOLATION {kind}: {detail}")
 

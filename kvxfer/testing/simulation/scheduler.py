@@ -132,6 +132,11 @@ class Scheduler:
         """Whether the simulation has ended: nothing waits any more."""
         return self._is_over
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the threads that are left are being ended, or have ended."""
+        return self._is_ending
+
     def alive(self) -> list[SimulatedThread]:
         """Return the threads that have not ended, without the main one."""
         return [thread for thread in self._threads[1:] if not thread.ended]

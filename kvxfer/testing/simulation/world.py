@@ -199,10 +199,15 @@ class World:
         for at in range(len(batch.parts)):
             self._release(batch, at)
 
-    def judge_miss(self, part: Part, began: float) -> None:
-        """Note that a part was not found by a call that had the time."""
+    def judge_miss(self, part: Part, began: float, *, is_gone: bool = True) -> None:
+        """Note that a call that had the time has not found a part, and whether it says it is gone.
+
+        A load that has failed says nothing of what is there.
+        """
         key, of = self.key(part), BLOCKS_PER_CHUNK
-        self.history.judge_miss(key, part.first, part.num_blocks, began, of=of)
+        if is_gone:
+            self.history.note_miss(key, part.first, part.num_blocks, began)
+        self.history.judge_miss(key, began, of=of)
 
     def _release(self, batch: Batch, at: int) -> None:
         if batch.is_store and batch.stores[at].ended is None:
@@ -220,9 +225,7 @@ class World:
             if not outcome.reason and outcome.status is not Status.MISSING:
                 self._simulation.fail("outcome without a reason", outcome)
             if not batch.is_store and outcome.status not in GIVEN_UP:
-                self.judge_miss(part, batch.began)
-            if outcome.status is Status.CORRUPT and self.history.is_strict:
-                self._simulation.fail("corrupt without a fault", outcome)
+                self.judge_miss(part, batch.began, is_gone=outcome.status is not Status.FAILED)
             return
         if batch.is_store:
             self.history.end_store(batch.stores[at], is_done=True)
