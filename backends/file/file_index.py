@@ -278,16 +278,13 @@ class FileIndex:
                 newer = dict.fromkeys([*known, *changes.stored])
             yield from self._in_steps(self._renew, list(newer))
 
-    def end_walk(self, found: Iterable[FoundBlock] | None = None) -> tuple[int, int]:
-        """End a walk that the index has learned, or learns here.
+    def end_walk(self) -> tuple[int, int]:
+        """End a walk that the index has learned.
 
         Returns:
             Bytes of all files, those included that are being written; and of these the bytes that
             this process reserved since the walk began. Never too few, whatever happened meanwhile.
         """
-        if found is not None:
-            for _ in self.learn_walk(found):
-                runtime.sleep(STEP_PAUSE_S)
         with self._lock:
             changes, self._changes = self._changes or _WalkChanges(), None
             total = changes.num_bytes_found

@@ -542,7 +542,8 @@ def test_what_happens_during_a_walk_is_not_counted_twice(policy: type[LRU | ARC]
     file_index.remove(files[0])
     file_index.quarantine(files[1], FILE_BYTES)
     walk = [found(index) for index in (0, 1, 2, 3, 4)]
-    total, reserved = file_index.end_walk([*walk, found(7), found(1, away=True)])
+    assert all(file_index.learn_walk([*walk, found(7), found(1, away=True)]))
+    total, reserved = file_index.end_walk()
     # In quarantine: 1. Stored: 2, 3 and 4. On its way: 6. Another process's: 7.
     assert total == 6 * FILE_BYTES
     assert reserved == 2 * FILE_BYTES

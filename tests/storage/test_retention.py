@@ -336,7 +336,8 @@ def test_a_wish_for_a_file_outlives_the_walk_that_opening_a_store_began() -> Non
     index.admit(files[:2], [1, 1])
     index.settle(files[:2], stored=[True, True])
     index.retain(files[:1], Retention(priority=2))
-    index.end_walk([])
+    assert all(index.learn_walk([]))
+    index.end_walk()
     assert [each.priority > 1.9 for each in index.retentions(files)] == [True, False, False]
     victims = [index.choose_victim(), index.choose_victim()]
     assert [victim.key for victim in victims if victim] == [key(1), key(0)]
