@@ -56,7 +56,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_540,
     "kvxfer/explain": 930,
     "kvxfer/face": 470,
-    "kvxfer/integrations": 11_270,
+    "kvxfer/integrations": 11_207,
     "kvxfer/kvcache": 6_020,
     "kvxfer/pages": 1_220,
     "kvxfer/replay": 3_185,

@@ -16,7 +16,7 @@ from kvxfer.endpoint import Endpoint
 from kvxfer.errors import CacheMismatchError, PeerTimeoutError
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
-from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
+from kvxfer.integrations.vllm.prefill_decode.metrics import PREFIX, Counters
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, StepData
@@ -59,8 +59,12 @@ class Side:
         return step.fetches
 
     def counts(self) -> dict[str, int]:
-        counts: dict[str, int] = self.counters.take().data["counts"]
-        return counts
+        series = self.counters.take().data["data"]
+        return {
+            "/".join((name.removeprefix(PREFIX), *labels)): number
+            for name, values in series.items()
+            for labels, number in values.items()
+        }
 
     def answer(self, tokens: int = 10, **fields: Any) -> None:
         self.handover.asked[LEASE].set_result(make_found(tokens, **fields))

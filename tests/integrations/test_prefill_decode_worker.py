@@ -1,11 +1,13 @@
 """Worker and connector: each request is reported once, and what is not supported is refused."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
 
@@ -22,7 +24,12 @@ from kvxfer.integrations.vllm import KVXferConnector
 from kvxfer.integrations.vllm.prefill_decode import groups as groups_module
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups, why_not
 from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS
-from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
+from kvxfer.integrations.vllm.prefill_decode.metrics import (
+    PREFIX,
+    Counters,
+    PrefillDecodeMetrics,
+    Reason,
+)
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, StepData
 from kvxfer.integrations.vllm.prefill_decode.worker import PrefillDecodeWorker
 from kvxfer.storage.prompt_keys import PromptKeys
@@ -328,3 +335,31 @@ def test_vllm_sees_every_hook_that_it_calls() -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path
+
+
+def test_what_workers_count_and_what_their_tiers_tell_is_shown_by_prometheus() -> None:
+    counters, registry = Counters(), CollectorRegistry()
+    for number, seconds in enumerate((0.5, 2.0), start=1):
+        counters.add("tickets", number)
+        counters.add_reason("refused", Reason.NO_ANSWER)
+        counters.add_load(seconds)
+    stats = counters.take(3)
+    stats.increase_counter("vllm:kv_offload_load_bytes", 7)
+    types = {each: partial(each, registry=registry) for each in (Counter, Gauge, Histogram)}
+    tiers = SimpleNamespace(seen=[], observe=lambda data, engine: tiers.seen.append(data["data"]))
+    config = SimpleNamespace(kv_transfer_config=None)
+    shown = PrefillDecodeMetrics(config, types, ["engine"], {0: ["0"]}, tiers=tiers)
+    shown.observe(stats.to_dict())
+    shown.observe(counters.take(3).to_dict())
+    engine = {"engine": "0"}
+    values = {
+        "tickets_total": 3,
+        "load_seconds_count": 2,
+        "load_seconds_sum": 2.5,
+        "leases": 3,
+    }
+    for name, value in values.items():
+        assert registry.get_sample_value(PREFIX + name, engine) == value
+    refused = engine | {"reason": "no_answer"}
+    assert registry.get_sample_value(PREFIX + "refused_total", refused) == 2
+    assert tiers.seen == [{"vllm:kv_offload_load_bytes": {(): 7}}, {}]

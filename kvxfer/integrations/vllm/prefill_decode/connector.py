@@ -24,16 +24,12 @@ from kvxfer.integrations.vllm.prefill_decode.interface import (
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
     KVConnectorStats,
+    OffloadingConnectorStats,
     SupportsHMA,
     transfer_groups,
     transfer_results,
 )
-from kvxfer.integrations.vllm.prefill_decode.metrics import (
-    OFFLOADING,
-    Counters,
-    PrefillDecodeMetrics,
-    PrefillDecodeStats,
-)
+from kvxfer.integrations.vllm.prefill_decode.metrics import Counters, PrefillDecodeMetrics
 from kvxfer.integrations.vllm.prefill_decode.prefill import PrefillScheduler
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
@@ -396,7 +392,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         num_leases = self._prefill.num_leases if self._prefill is not None else None
         stats, theirs = self._counters.take(num_leases), self._tiers.get_kv_connector_stats()
         if theirs is not None:
-            stats.data[OFFLOADING] = theirs.data
+            stats.aggregate(theirs)
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:
@@ -420,7 +416,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
         """See vLLM's `KVConnectorBase_V1`."""
-        return PrefillDecodeStats(data)
+        return OffloadingConnectorStats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> PrefillDecodeMetrics:

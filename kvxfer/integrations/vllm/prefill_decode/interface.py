@@ -21,6 +21,9 @@ try:
         KVConnectorPromMetrics,
         KVConnectorStats,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
     from vllm.v1.request import RequestStatus
 except ImportError as exc:
     raise UnsupportedEngineError("vllm", installed_version(), SUPPORTED, str(exc)) from exc
@@ -50,6 +53,7 @@ __all__ = [
     "KVConnectorPromMetrics",
     "KVConnectorRole",
     "KVConnectorStats",
+    "OffloadingConnectorStats",
     "RequestStatus",
     "SupportsHMA",
     "transfer_groups",

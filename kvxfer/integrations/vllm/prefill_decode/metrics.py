@@ -14,14 +14,12 @@ from kvxfer.errors import (
 )
 from kvxfer.integrations.vllm.prefill_decode.interface import (
     KVConnectorPromMetrics,
-    KVConnectorStats,
+    OffloadingConnectorStats,
 )
 
 PREFIX = "vllm:kvxfer_pd_"
 LOAD_SECONDS = "load_seconds"
 LEASES = "leases"
-OFFLOADING = "offloading"
-"""Key of the tiers' statistics in those of an engine with tiers."""
 
 COUNTERS: Mapping[str, str] = {
     "tickets": "Tickets of requests that P was asked about.",
@@ -71,89 +69,34 @@ class Counters:
     """Counters since the last report; of one side of an engine."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-        self._seconds: list[float] = []
+        self._stats = OffloadingConnectorStats()
         self._num_leases = 0
 
     def add(self, name: str, number: int = 1) -> None:
         """Add to a counter of `COUNTERS`."""
         if number:
-            self._counts[name] = self._counts.get(name, 0) + number
+            self._stats.increase_counter(PREFIX + name, number)
 
     def add_reason(self, name: str, reason: str, number: int = 1) -> None:
         """Add to a counter of `COUNTERS_BY_REASON`."""
-        self.add(f"{name}/{reason}", number)
+        if number:
+            self._stats.increase_counter(PREFIX + name, number, (str(reason),))
 
     def add_load(self, seconds: float) -> None:
         """Note how long a load took."""
-        self._seconds.append(seconds)
+        self._stats.observe_histogram(PREFIX + LOAD_SECONDS, seconds)
 
-    def take(self, num_leases: int | None = None) -> "PrefillDecodeStats":
-        """Return the counts and forget them.
+    def take(self, num_leases: int | None = None) -> OffloadingConnectorStats:
+        """Return what was counted, in vLLM's form, and forget it.
 
         Args:
             num_leases: Leases that are held now; left out where this side does not know.
         """
-        data: dict[str, Any] = {"counts": self._counts}
-        if self._seconds:
-            data[LOAD_SECONDS] = self._seconds
         if num_leases is not None and num_leases != self._num_leases:
-            data[LEASES] = num_leases
+            self._stats.set_gauge(PREFIX + LEASES, num_leases)
             self._num_leases = num_leases
-        self._counts, self._seconds = {}, []
-        return PrefillDecodeStats(data=data)
-
-
-class PrefillDecodeStats(KVConnectorStats):
-    """Statistics in vLLM's form: plain data that passes between its processes.
-
-    Those of an engine's own tiers are under a key of theirs.
-    """
-
-    def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data=data or {})
-        self.data.setdefault("counts", {})
-
-    def reset(self) -> None:
-        """Forget everything."""
-        kept: dict[str, Any] = {OFFLOADING: {}} if OFFLOADING in self.data else {}
-        self.data: dict[str, Any] = {"counts": {}} | kept
-
-    def is_empty(self) -> bool:
-        """Whether there is nothing to report."""
-        ours = {name: self.data[name] for name in self.data.keys() - {OFFLOADING}}
-        return ours == {"counts": {}} and (self.tiers is None or bool(self.tiers.is_empty()))
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the statistics of another worker, or of a later step."""
-        counts = self.data["counts"]
-        for name, number in other.data["counts"].items():
-            counts[name] = counts.get(name, 0) + number
-        if seconds := other.data.get(LOAD_SECONDS):
-            self.data[LOAD_SECONDS] = [*self.data.get(LOAD_SECONDS, ()), *seconds]
-        if LEASES in other.data:
-            self.data[LEASES] = other.data[LEASES]
-        if (theirs := PrefillDecodeStats(other.data).tiers) is not None:
-            self.data.setdefault(OFFLOADING, {})
-            self.data[OFFLOADING] = self.tiers.aggregate(theirs).data
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """Summarise for vLLM's log."""
-        seconds = self.data.get(LOAD_SECONDS, ())
-        summary: dict[str, int | float] = dict(self.data["counts"])
-        if seconds:
-            summary |= {"loads": len(seconds), "mean load (s)": sum(seconds) / len(seconds)}
-        return summary if self.tiers is None else {**summary, **self.tiers.reduce()}
-
-    @property
-    def tiers(self) -> Any:
-        """Statistics of the tiers, in vLLM's form; None without tiers."""
-        if OFFLOADING not in self.data:
-            return None
-        from kvxfer.integrations.vllm.offloading.interface import OffloadingConnector
-
-        return OffloadingConnector.build_kv_connector_stats(self.data[OFFLOADING])
+        stats, self._stats = self._stats, OffloadingConnectorStats()
+        return stats
 
 
 class PrefillDecodeMetrics(KVConnectorPromMetrics):
@@ -180,11 +123,12 @@ class PrefillDecodeMetrics(KVConnectorPromMetrics):
         self._tiers = tiers
         make, labels = self._counter_cls, list(labelnames)
         self._counters = {
-            name: make(name=PREFIX + name, documentation=text, labelnames=labels)
+            PREFIX + name: make(name=PREFIX + name, documentation=text, labelnames=labels)
             for name, text in COUNTERS.items()
-        }
-        self._by_reason = {
-            name: make(name=PREFIX + name, documentation=text, labelnames=[*labels, "reason"])
+        } | {
+            PREFIX + name: make(
+                name=PREFIX + name, documentation=text, labelnames=[*labels, "reason"]
+            )
             for name, text in COUNTERS_BY_REASON.items()
         }
         self._leases = self._gauge_cls(
@@ -200,17 +144,15 @@ class PrefillDecodeMetrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Count the statistics of an engine; what is not known is left out."""
-        values = self.per_engine_labelvalues[engine_idx]
-        for name, number in transfer_stats_data.get("counts", {}).items():
-            base, _, reason = name.partition("/")
-            if reason and base in self._by_reason:
-                self._by_reason[base].labels(*values, reason).inc(number)
-            elif base in self._counters:
-                self._counters[base].labels(*values).inc(number)
-        for seconds in transfer_stats_data.get(LOAD_SECONDS, ()):
-            self._seconds.labels(*values).observe(seconds)
-        if LEASES in transfer_stats_data:
-            self._leases.labels(*values).set(transfer_stats_data[LEASES])
+        """Count the statistics of an engine; of its tiers only what these define."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        series = dict(transfer_stats_data.get("data", {}))
+        for seconds in series.pop(PREFIX + LOAD_SECONDS, {}).get((), ()):
+            self._seconds.labels(*engine).observe(seconds)
+        for num_leases in series.pop(PREFIX + LEASES, {}).values():
+            self._leases.labels(*engine).set(num_leases)
+        for name, counter in self._counters.items():
+            for labels, number in series.pop(name, {}).items():
+                counter.labels(*engine, *labels).inc(number)
         if self._tiers is not None:
-            self._tiers.observe(transfer_stats_data.get(OFFLOADING, {}), engine_idx)
+            self._tiers.observe(transfer_stats_data | {"data": series}, engine_idx)
