@@ -1,10 +1,9 @@
-"""Command `python -m benchmarks`: runs one benchmark and prints or draws its rows."""
+"""Command `python -m benchmarks`: runs one benchmark and prints its rows."""
 
 import importlib
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -49,7 +48,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     parser.add_argument("--check", action="store_true", help="fail when a ratio misses its goal")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, less memory")
-    parser.add_argument("--chart", type=Path, metavar="FILE", help="draw the ratios, e.g. as .svg")
     arguments = parser.parse_args(argv)
     if arguments.name != "vllm":  # engines keep their threads as users have them
         # Threads of torch would go on spinning after a call, and take a core from the next one.
@@ -58,17 +56,11 @@ def main(argv: Sequence[str]) -> int:
     for package in BENCHES[arguments.name]:
         extra = package if package == "mooncake" else "bench"
         require_extra(extra, package, what=f"{PROGRAM} {arguments.name}")
-    if arguments.chart:
-        require_extra("chart", "matplotlib", what="--chart")
     bench = importlib.import_module(f"benchmarks.{arguments.name.replace('-', '_')}")
     with ending_by_sigterm():  # and so do the servers and engines of the benchmark
         rows: list[BenchRow] = bench.run(quick=arguments.quick)
     sys.stdout.write(msgspec.json.encode(rows).decode() if arguments.json else format_table(rows))
     sys.stdout.write("\n")
-    if arguments.chart:
-        from benchmarks.chart import draw  # matplotlib is slow to import, and seldom wanted
-
-        draw(rows, arguments.chart)
     missed = [row for row in rows if not row.meets_goal]
     for row in missed:
         sys.stderr.write(f"missed: {row.case}: ratio {row.ratio:.3f}, goal {row.goal}\n")

@@ -13,65 +13,45 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.units import ByteSize
 
 if TYPE_CHECKING:
-    from kvxfer.replay import Machine, RealRow, Report, Trace
+    from kvxfer.replay import Machine, Trace
     from kvxfer.storage.eviction.policies import PolicyName
 
 POLICIES = ("lru", "arc")
-ORDERS = ("tail-first", "head-first")
 KINDS = ("multi-turn", "agentic", "rag")
 SHARES = (64, 32, 16, 8, 4, 2, 1)
-MAX_DIFFERENCE = 0.01
 MAX_TOKENS_PER_BLOCK = 10**9
 MAX_BYTES_PER_TOKEN = 10**12
 PREFILL_TOKENS_PER_S = 1e-3, 1e12
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replay a trace and print what caches give.
-
-    Returns:
-        1 with `--real` when a real backend and the model differ by more than 1 % of the hits, 0
-        otherwise.
-    """
+    """Replay a trace and print what caches give; return 0."""
     arguments = _parse(argv)
     from kvxfer.replay import (
         Report,
-        draw,
         format_report,
-        lru_curve,
         parse_budget,
         plan_capacities,
-        plan_grid,
         plan_list,
         recommend,
-        require_picture,
         summarise,
     )
 
-    if arguments.chart:
-        require_picture(arguments.chart)
     trace = _trace(arguments)
     machine = _machine(arguments)
     if arguments.fleet is not None:
         _study_fleet(arguments, trace, machine)
         return 0
     budget = parse_budget(arguments.budget) if arguments.budget else None
-    grid = _grid(arguments, trace, machine)
-    curve = lru_curve(trace, order=arguments.order)
     report = Report(
-        trace=summarise(trace, curve.ceiling),
+        trace=summarise(trace),
         machine=machine,
-        capacities=plan_capacities(trace, curve, machine, **grid),
-        grid=plan_grid(trace, machine, below=arguments.below, **grid),
+        capacities=plan_capacities(trace, machine, **_grid(arguments, trace, machine)),
         lists=[plan_list(trace, machine, backend) for backend in arguments.backend],
         recommendation=recommend(trace, machine, budget) if budget else None,
     )
-    if arguments.real:
-        report = msgspec.structs.replace(report, real=_real(trace, report, arguments.real))
     print(msgspec.json.encode(report).decode() if arguments.json else format_report(report))
-    if arguments.chart:
-        draw(report, curve, arguments.chart)
-    return int(any(row.difference > MAX_DIFFERENCE for row in report.real))
+    return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -79,9 +59,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="kvxfer replay",
         description="Replay a trace of requests on simulated caches: hits by policy, capacity and "
         "tier, bytes moved, and the backend list that makes the most of a budget.",
-        epilog=exit_statuses(
-            "when it is done", "when a real backend differs by more than 1 % of the hits"
-        ),
+        epilog=exit_statuses("when it is done"),
     )
     add = parser.add_argument
     add("trace", type=Path, nargs="?", help="file in Mooncake's format, a request a line")
@@ -93,34 +71,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--bytes-per-token", type=int, metavar="N", help="bytes of keys and values of a token")
     add("--model", type=Path, metavar="DIR", help="model whose config.json tells these bytes")
     add("--policies", default=",".join(POLICIES), help="eviction policies, separated by commas")
-    add("--order", choices=ORDERS, default=ORDERS[0], help="of eviction in a prompt, for lru")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--capacities", metavar="SIZE,...", help="of host memory, as 16GiB,64GiB")
     sizes.add_argument("--blocks", metavar="N,...", help="capacities in blocks instead")
-    add(
-        "--below",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="tiers below the grid",
-    )
     add("--backend", nargs="+", action="append", default=[], metavar="URL", help="a list of tiers")
     add("--budget", metavar="TIER=SIZE,...", help="recommend a list, as host=64GiB,file=1TiB")
     add("--prefill-tokens-per-s", type=float, metavar="N", help="tokens computed in a second")
     add("--host-bandwidth", metavar="SIZE", help="bytes a second loaded from host memory")
     add("--file-bandwidth", metavar="SIZE", help="bytes a second loaded from files")
     add("--object-bandwidth", metavar="SIZE", help="bytes a second loaded from object storage")
-    add(
-        "--prices",
-        metavar="NAME=PRICE,...",
-        help="of object storage; names: put, get (1,000 "
-        "requests), gib-egress, gib-month; none by default",
-    )
     add("--fleet", metavar="NAME=VALUE,...", help="engines and holders instead, as holders=1000")
-    add("--real", type=Path, metavar="DIR", help="replay on real backends, too, with files in DIR")
     add("--json", action="store_true", help="print an object")
-    add("--chart", type=Path, metavar="FILE", help="draw hits against capacity, e.g. as .svg")
     arguments = parser.parse_args(argv)
     if (arguments.trace is None) == (arguments.synthetic is None):
         parser.error("expected a trace, or --synthetic")
@@ -147,7 +108,7 @@ def _trace(arguments: argparse.Namespace) -> "Trace":
 
 
 def _machine(arguments: argparse.Namespace) -> "Machine":
-    from kvxfer.replay import DEFAULT_BANDWIDTHS, Machine, bytes_per_token, parse_prices
+    from kvxfer.replay import DEFAULT_BANDWIDTHS, Machine, bytes_per_token
 
     _require("bytes_per_token", arguments.bytes_per_token, 1, MAX_BYTES_PER_TOKEN)
     _require("prefill_tokens_per_s", arguments.prefill_tokens_per_s, *PREFILL_TOKENS_PER_S)
@@ -167,7 +128,6 @@ def _machine(arguments: argparse.Namespace) -> "Machine":
         bytes_per_token=per_token,
         prefill_tokens_per_s=arguments.prefill_tokens_per_s,
         bandwidths=bandwidths,
-        prices=parse_prices(arguments.prices) if arguments.prices else None,
     )
 
 
@@ -186,7 +146,7 @@ def _grid(arguments: argparse.Namespace, trace: "Trace", machine: "Machine") -> 
         if name not in POLICIES:
             raise InvalidArgumentError("policies", name, f"some of {', '.join(POLICIES)}")
         policies.append(name)
-    needed = arguments.capacities is not None or arguments.below or machine.bytes_per_token
+    needed = arguments.capacities is not None or machine.bytes_per_token
     block = machine.block_size_bytes(trace.tokens_per_block) if needed else None
     if arguments.capacities is not None and block is not None:
         sizes = [int(ByteSize.parse(text)) for text in arguments.capacities.split(",")]
@@ -216,16 +176,3 @@ def _positive(name: str, text: str) -> int:
 def _require(name: str, value: float | None, least: float, most: float) -> None:
     if value is not None and not least <= value <= most:
         raise InvalidArgumentError(name, value, f"a positive number, {least:,} to {most:,}")
-
-
-def _real(trace: "Trace", report: "Report", folder: Path) -> "list[RealRow]":
-    """Replay lists of tiers, or where there are none host memory alone, on real backends."""
-    from kvxfer.replay import TierPlan, compare_real
-
-    rows = [*(each.row for each in report.grid), *report.lists]
-    if report.recommendation is not None and report.recommendation.row is not None:
-        rows.append(report.recommendation.row)
-    plans = [
-        [TierPlan(tier.medium, tier.policy, tier.num_slots) for tier in row.tiers] for row in rows
-    ] or [[TierPlan("host", row.policy, row.num_slots)] for row in report.capacities]
-    return compare_real(trace, plans, folder)

@@ -14,7 +14,6 @@ from kvxfer.checks import require_positive
 from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.named_files import read_named_file
-from kvxfer.pages.group_format import GroupFormat
 from kvxfer.replay.simulation import TierPlan
 from kvxfer.storage.keys import GroupIdentity, Namespace
 
@@ -85,11 +84,6 @@ def opaque_namespace(block_size_bytes: int) -> Namespace:
     return Namespace(model="kvxfer replay", groups=(group,))
 
 
-def object_size_bytes(block_size_bytes: int) -> int:
-    """Compute the bytes of an object: those of a block, and of a header."""
-    return GroupFormat(opaque_namespace(block_size_bytes), 0).file_size_bytes
-
-
 def _plan_tier(choice: BackendChoice, block_size_bytes: int) -> TierPlan:
     _, config = parse_backend(choice)
     if isinstance(config, HostConfig):
@@ -101,8 +95,7 @@ def _plan_tier(choice: BackendChoice, block_size_bytes: int) -> TierPlan:
         num_bytes = require_room(config, opaque_namespace(block_size_bytes))
         return TierPlan("file", config.eviction, config.capacity // num_bytes)
     if isinstance(config, ObjectConfig):
-        times = config.found_ttl_s, config.missing_ttl_s
-        return TierPlan("object", "none", 0, *times)
+        return TierPlan("object", "none", 0)
     wanted = "a host://, file://, s3://, gs:// or az:// tier"
     raise InvalidArgumentError("backend", choice, wanted)
 

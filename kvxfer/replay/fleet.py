@@ -1,36 +1,28 @@
-"""Fleets in simulation: many engines above many holders, by the clock of a trace."""
+"""Fleets in simulation: many engines above many holders."""
 
-import contextlib
-import enum
-import logging
-import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import inf
 from typing import Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl import SUSPENDED_S, Endpoint, NixlConfig, rank, retry_pause
-from kvxfer.backends.nixl.discovery import LEASE_S
-from kvxfer.checks import require_integer, require_number
+from kvxfer.backends.nixl import Endpoint, NixlConfig, rank
+from kvxfer.checks import require_integer
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay.block_size import plan_tiers
 from kvxfer.replay.plan import Machine
 from kvxfer.replay.report import align
-from kvxfer.replay.simulation import SimulatedStore, SimulatedTier, SimulatedTiers, TierPlan
+from kvxfer.replay.simulation import SimulatedTier, SimulatedTiers, TierPlan
 from kvxfer.replay.trace import Trace, previous_references
-from kvxfer.runtime import Pause, Suspension
 from kvxfer.settings import convert_settings
-from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.storage.keys import make_block_key
 from kvxfer.units import ByteSize, format_size
 
 PEERS = NixlConfig(address="localhost:1")
-"""Times of an engine's connections where nothing else is configured."""
+"""Connections of an engine where nothing else is configured."""
 
-COUNTS = ("holders", "engines", "replicas", "groups", "rack", "connections", "max_connections")
+COUNTS = ("holders", "engines", "replicas", "groups", "connections", "max_connections")
 MAX_COUNT = 10**6
 KEYS_AT_A_TIME = 2048
 """Keys that are ranked together, so that their weights fit in the caches of a processor."""
@@ -38,10 +30,6 @@ KEYS_AT_A_TIME = 2048
 MESSAGES_OF_A_LOOKUP, MESSAGES_OF_A_STORE, MESSAGES_OF_A_HEARTBEAT = 2, 4, 2
 """Requests and their answers: `Lookup`; `Pull` and `Publish`; `Ping`. A load of what a lookup
 found needs none."""
-KEPT_PER_LEASE = 3
-"""Times that a lease is renewed before it would end."""
-SOON_S = 10.0
-"""Time after a failure that is shown on its own."""
 
 Placement = list[NDArray[np.int32]]
 """Holders of each block, the first choice first: `(replicas, num_blocks)` for each group."""
@@ -52,10 +40,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Attributes:
         groups: Groups that holders and engines are divided into, and that share nothing.
-        rack: Holders that fail together. Placement does not know racks.
         connections: Connections of an engine to a holder: 1 where NIXL moves the bytes, up to 5
             through sockets.
-        lease_s: Seconds after which a holder that failed has left the list of peers.
         routing: Engine of a request: any one, or the one that has most of its prompt.
 
     Raises:
@@ -68,21 +54,17 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     engine_capacity: ByteSize = ByteSize(4 << 30)
     replicas: int = 1
     groups: int = 1
-    rack: int = 40
     connections: int = 1
     max_connections: int = PEERS.max_connections
-    lease_s: float = LEASE_S
     routing: Literal["spread", "prefix"] = "spread"
 
     def __post_init__(self) -> None:
         """Check what the types do not say."""
         for name in COUNTS:
             require_integer(name, getattr(self, name), minimum=1, maximum=MAX_COUNT)
-        require_number("lease_s", self.lease_s)
         for name, most, what in (
             ("groups", min(self.holders, self.engines), "as many as holders and engines"),
             ("replicas", self.holders // self.groups, "as many as a group has holders"),
-            ("rack", self.holders, "as many as holders"),
         ):
             if getattr(self, name) > most:
                 raise InvalidArgumentError(name, getattr(self, name), f"at most {most}, {what}")
@@ -98,65 +80,20 @@ def parse_fleet(text: str) -> Fleet:
     return convert_settings("fleet", settings, Fleet, what="sizes of a fleet", shown_as=text)
 
 
-def make_keys(num_blocks: int) -> list[BlockKey]:
-    """Make the keys of the blocks of a trace, as hashes of prompts are: the same for a number."""
-    return [make_block_key(block.to_bytes(16, "big"), 0) for block in range(num_blocks)]
-
-
-def place(fleet: Fleet, num_blocks: int, *, without: frozenset[int] = frozenset()) -> Placement:
-    """Place blocks at the holders of each group, without some that have failed."""
-    keys = make_keys(num_blocks)
+def place(fleet: Fleet, num_blocks: int) -> Placement:
+    """Place blocks at the holders of each group."""
+    keys = [make_block_key(block.to_bytes(16, "big"), 0) for block in range(num_blocks)]
     groups = np.arange(fleet.holders) * fleet.groups // fleet.holders
-    there = np.array([holder not in without for holder in range(fleet.holders)])
     placement = []
     for group in range(fleet.groups):
-        holders = np.flatnonzero((groups == group) & there)
+        holders = np.flatnonzero(groups == group)
         endpoints = [Endpoint(f"holder-{holder}", 7000) for holder in holders.tolist()]
         parts = [
             holders[rank(keys[start : start + KEYS_AT_A_TIME], endpoints, fleet.replicas)]
-            for start in range(0, len(keys) if endpoints else 0, KEYS_AT_A_TIME)
-        ] or [np.zeros((0, len(keys)), np.intp)]
+            for start in range(0, len(keys), KEYS_AT_A_TIME)
+        ]
         placement.append(np.concatenate(parts, axis=1).astype(np.int32))
     return placement
-
-
-def count_moved(
-    before: NDArray[np.int32], after: NDArray[np.int32], changed: frozenset[int]
-) -> tuple[float, float]:
-    """Count which share of the copies of blocks is wanted at a holder that did not have it.
-
-    Args:
-        before: Holders of each block, `(replicas, num_blocks)`.
-        after: The same after holders have come or gone.
-        changed: The holders that came or went.
-
-    Returns:
-        The share, and the part of it that neither goes to a holder that came nor replaces one that
-        went.
-    """
-    moved = ~(after[:, None] == before[None]).any(axis=1)
-    of_changed = np.isin(after, list(changed)) | np.isin(before, list(changed)).any(axis=0)
-    return float(moved.mean()), float((moved & ~of_changed).mean())
-
-
-@dataclass(frozen=True, slots=True)
-class Outage:
-    """Failure of holders that do not come back.
-
-    Attributes:
-        at_s: When they fail.
-        holders: The holders.
-        is_silent: Whether nothing answers any more, as after a loss of power. Else their machines
-            refuse connections, as after the end of a process.
-        placement: Placement without them.
-        known_at_s: When it holds: engines have another list of peers from then on.
-    """
-
-    at_s: float
-    holders: frozenset[int]
-    is_silent: bool
-    placement: Placement
-    known_at_s: float = inf
 
 
 class SimulatedHolders:
@@ -166,86 +103,48 @@ class SimulatedHolders:
         fleet: The fleet.
         num_slots: Blocks that fit into a holder.
         placement: Holders of each block.
-        connected: bool `(engines, holders)`; connections at the beginning.
-        outage: Failure, if there is one.
-        seed: Seed of the pauses of engines.
+        connected: bool `(engines, holders)`; who is connected.
 
     Attributes:
-        now: Time of the clock, in seconds.
         stores: Store of each holder.
         num_lookups: Lookups that each holder has answered.
         num_stores: Batches that each holder was asked to store.
         num_connected: Engines that are connected to each.
-        num_refused: Attempts to connect that found the holder full.
-        num_late: Lookups in which a holder did not answer in time.
+        num_refused: Lookups and stores for which a holder had no connection left.
     """
 
     def __init__(
-        self,
-        fleet: Fleet,
-        num_slots: int,
-        placement: Placement,
-        connected: NDArray[np.bool_],
-        *,
-        outage: Outage | None = None,
-        seed: int = 0,
+        self, fleet: Fleet, num_slots: int, placement: Placement, connected: NDArray[np.bool_]
     ) -> None:
-        plan, number = TierPlan("host", "lru", num_slots), fleet.holders
-        self.now = 0.0
-        self.stores = [SimulatedStore(plan) for _ in range(number)]
-        self.num_lookups, self.num_stores = [0] * number, [0] * number
+        plan = TierPlan("host", "lru", num_slots)
+        self.stores = [SimulatedTier(plan) for _ in range(fleet.holders)]
+        self.num_lookups, self.num_stores = [0] * fleet.holders, [0] * fleet.holders
         self.num_connected: list[int] = connected.sum(axis=0).tolist()
-        self.num_refused = self.num_late = 0
-        self.uniform = random.Random(seed).uniform
-        self.outage = outage
+        self.num_refused = 0
         self._fleet = fleet
         self._placement = placement
-        self._connected = bytearray(connected.tobytes())
+        self._connected = connected.tobytes()
 
     def homes(self, engine: int, blocks: Sequence[int]) -> list[list[int]]:
-        """Find the holders of blocks as an engine knows them now, the first choice first."""
-        group, outage = engine * self._fleet.groups // self._fleet.engines, self.outage
-        known = outage is not None and self.now >= outage.known_at_s
-        placement = outage.placement if outage and known else self._placement
-        homes: list[list[int]] = placement[group][:, blocks].tolist()
+        """Find the holders of blocks for an engine, the first choice first."""
+        group = engine * self._fleet.groups // self._fleet.engines
+        homes: list[list[int]] = self._placement[group][:, blocks].tolist()
         return homes
 
-    def is_dead(self, home: int) -> bool:
-        """Whether a holder has failed."""
-        outage = self.outage
-        return outage is not None and self.now >= outage.at_s and home in outage.holders
-
     def is_connected(self, engine: int, home: int) -> bool:
-        """Whether a holder and an engine are connected, which a dead one does not tell."""
+        """Whether a holder and an engine are connected."""
         return bool(self._connected[engine * self._fleet.holders + home])
 
-    def connect(self, engine: int, home: int) -> bool:
-        """Connect an engine, unless the holder has as many connections as it takes."""
-        fleet = self._fleet
-        is_full = (self.num_connected[home] + 1) * fleet.connections > fleet.max_connections
-        if is_full:
-            self.num_refused += 1
-        else:
-            self._set(engine, home, connected=True)
-        return not is_full
-
-    def disconnect(self, engine: int, home: int) -> None:
-        """End the connection of an engine."""
-        self._set(engine, home, connected=False)
-
-    def _set(self, engine: int, home: int, *, connected: bool) -> None:
-        self._connected[engine * self._fleet.holders + home] = connected
-        self.num_connected[home] += 1 if connected else -1
-
-
-class _Reach(enum.Enum):
-    OPEN = "answers"
-    GONE = "fails at once"
-    SILENT = "does not answer"
+    def ask(self, engine: int, home: int, counts: list[int]) -> bool:
+        """Count a lookup or store of an engine; whether the holder answers it."""
+        answers = self.is_connected(engine, home)
+        counts[home] += answers
+        self.num_refused += not answers
+        return answers
 
 
 class HoldersTier(SimulatedTier):
-    """Holders as the tier of one engine: connections, pauses and deadlines are the real one's.
+    """Holders as the tier of one engine, which has no block itself.
 
     Args:
         holders: All holders.
@@ -253,12 +152,9 @@ class HoldersTier(SimulatedTier):
     """
 
     def __init__(self, holders: SimulatedHolders, engine: int) -> None:
-        super().__init__(TierPlan("host", "lru", 0))
+        super().__init__(TierPlan("host", "lru", num_slots=1))
         self._holders = holders
         self._engine = engine
-        self._suspensions: dict[int, Suspension] = {}
-        self._pauses: dict[int, Pause] = {}
-        self._attempts: dict[int, float] = {}  # when those to connect end that nobody answers
 
     def __contains__(self, block: object) -> bool:
         """Whether a block is at a holder that is connected; nobody is asked."""
@@ -267,81 +163,45 @@ class HoldersTier(SimulatedTier):
         return any(
             block in holders.stores[home]
             for [home] in holders.homes(engine, [block])
-            if holders.is_connected(engine, home) and not holders.is_dead(home)
+            if holders.is_connected(engine, home)
         )
 
     def lookup(self, blocks: Sequence[int]) -> list[int]:
-        """Ask the holders of blocks; those of one that does not answer in time are misses."""
+        """Ask the holders of blocks; those of one that is not connected are misses."""
         holders = self._holders
-        asked: dict[int, _Reach] = {}
+        asked: dict[int, bool] = {}
         found: set[int] = set()
         for homes in holders.homes(self._engine, blocks):
             for block, home in zip(blocks, homes, strict=True):
                 if home not in asked:
-                    asked[home] = self._reach(home)
-                if asked[home] is _Reach.OPEN and block in holders.stores[home]:
+                    asked[home] = holders.ask(self._engine, home, holders.num_lookups)
+                if asked[home] and block in holders.stores[home]:
                     found.add(block)
-        for home, reach in asked.items():
-            holders.num_lookups[home] += reach is _Reach.OPEN
-            if reach is _Reach.SILENT:
-                suspension = self._suspensions[home] = Suspension(f"holder {home}", SUSPENDED_S)
-                timeout_s = PEERS.lookup_timeout_s
-                suspension.note_late(holders.now + timeout_s, "a lookup", timeout_s)
-        holders.num_late += _Reach.SILENT in asked.values()
         return [block for block in blocks if block in found]
 
-    def load(self, blocks: Sequence[int]) -> None:
+    def load(self, blocks: Sequence[int], *, is_use: bool = True) -> None:
         """Read blocks, each from the first holder that has it, at the places of the lookup."""
-        stores, left = self._holders.stores, set(blocks)
-        for homes in self._holders.homes(self._engine, blocks):
+        holders, left = self._holders, set(blocks)
+        for homes in holders.homes(self._engine, blocks):
             there: dict[int, list[int]] = {}
             for block, home in zip(blocks, homes, strict=True):
-                if block in left and block in stores[home] and self._reach(home) is _Reach.OPEN:
+                is_open = holders.is_connected(self._engine, home)
+                if block in left and is_open and block in holders.stores[home]:
                     there.setdefault(home, []).append(block)
             for home, each in there.items():
-                stores[home].load(each)
+                holders.stores[home].load(each, is_use=is_use)
                 left.difference_update(each)
 
     def store(self, blocks: Sequence[int]) -> None:
-        """Store blocks at all of their holders that can be reached."""
+        """Store blocks at all of their holders that are connected."""
         holders = self._holders
         by_home: dict[int, list[int]] = {}
         for homes in holders.homes(self._engine, blocks):
             for block, home in zip(blocks, homes, strict=True):
                 by_home.setdefault(home, []).append(block)
         for home, each in by_home.items():
-            if self._reach(home) is _Reach.OPEN:
+            if holders.ask(self._engine, home, holders.num_stores):
                 holders.stores[home].store(each)
-                holders.num_stores[home] += 1
-
-    def _reach(self, home: int) -> _Reach:
-        """Find out whether a holder answers, and connect if need be, as `Reconnect` does."""
-        holders, now = self._holders, self._holders.now
-        outage = holders.outage if holders.is_dead(home) else None
-        if home in self._suspensions and self._suspensions[home].is_on(now):
-            return _Reach.GONE
-        if holders.is_connected(self._engine, home):
-            if outage is None:
-                return _Reach.OPEN
-            if outage.is_silent and now < outage.at_s + PEERS.lease_s:
-                return _Reach.SILENT
-            holders.disconnect(self._engine, home)
-        if now < self._attempts.get(home, 0):
-            return _Reach.SILENT
-        if home not in self._pauses:
-            self._pauses[home] = retry_pause(holders.uniform)
-        pause = self._pauses[home]
-        if pause.is_on(now):
-            return _Reach.GONE
-        if outage is not None and outage.is_silent:
-            self._attempts[home] = now + PEERS.handshake_timeout_s
-            pause.begin(self._attempts[home])
-            return _Reach.SILENT
-        if outage is not None or not holders.connect(self._engine, home):
-            pause.begin(now)
-            return _Reach.GONE
-        pause.reset()
-        return _Reach.OPEN
 
 
 def route(trace: Trace, fleet: Fleet, seed: int) -> list[int]:
@@ -378,41 +238,28 @@ def connect_all(fleet: Fleet, seed: int) -> NDArray[np.bool_]:
     return connected
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FleetRun:
-    """Trace on a fleet; request after request, each at its time.
+def replay_on_holders(
+    trace: Trace, engines: Sequence[int], num_slots: int, holders: SimulatedHolders
+) -> NDArray[np.int64]:
+    """Replay a trace; return the hits of each request in its engine, and at holders.
 
-    Attributes:
-        hits: int64 `(num_requests, 2)`; hits of each request in the engine, and at holders.
-        holders: The holders after it.
+    Args:
+        trace: The trace.
+        engines: Engine of each request.
+        num_slots: Blocks that fit into an engine's own memory.
+        holders: The holders, new.
+
+    Returns:
+        int64 `(num_requests, 2)`.
     """
-
-    hits: NDArray[np.int64]
-    holders: SimulatedHolders
-
-    @classmethod
-    def of(
-        cls, trace: Trace, engines: Sequence[int], num_slots: int, holders: SimulatedHolders
-    ) -> "FleetRun":
-        """Replay a trace.
-
-        Args:
-            trace: The trace.
-            engines: Engine of each request.
-            num_slots: Blocks that fit into an engine's own memory.
-            holders: The holders, new.
-        """
-        tiers: dict[int, SimulatedTiers] = {}
-        hits = np.zeros((trace.num_requests, 2), np.int64)
-        for request, (blocks, engine, now) in enumerate(
-            zip(trace.requests(), engines, trace.times_s.tolist(), strict=True)
-        ):
-            holders.now = now
-            if engine not in tiers:
-                own = SimulatedStore(TierPlan("host", "lru", num_slots))
-                tiers[engine] = SimulatedTiers([own, HoldersTier(holders, engine)])
-            hits[request] = tiers[engine].replay(blocks)
-        return cls(hits, holders)
+    tiers: dict[int, SimulatedTiers] = {}
+    hits = np.zeros((trace.num_requests, 2), np.int64)
+    for request, (blocks, engine) in enumerate(zip(trace.requests(), engines, strict=True)):
+        if engine not in tiers:
+            own = SimulatedTier(TierPlan("host", "lru", num_slots))
+            tiers[engine] = SimulatedTiers([own, HoldersTier(holders, engine)])
+        hits[request] = tiers[engine].replay(blocks)
+    return hits
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -430,66 +277,6 @@ class Spread(msgspec.Struct, frozen=True):
         return cls(name, float(values.mean()), p99, float(values.max()))
 
 
-class Movement(msgspec.Struct, frozen=True):
-    """Keys that have other holders after a change of the list.
-
-    Attributes:
-        event: The change.
-        moved: Share of the copies of blocks that are wanted at another holder.
-        least: Share that has to move: that of the holders that came or went.
-        needless: Share that moved although its holder did not change.
-    """
-
-    event: str
-    moved: float
-    least: float
-    needless: float
-
-
-class OutageRow(msgspec.Struct, frozen=True):
-    """What a failure of a rack costs.
-
-    Attributes:
-        event: How it fails, and when the list of peers says so.
-        hits_soon: Share of the blocks that are hits in the first `SOON_S` seconds.
-        hits_later: Share after that; None where no request comes so late.
-        late: Share of the requests that wait for a deadline.
-    """
-
-    event: str
-    hits_soon: float
-    hits_later: float | None
-    late: float
-
-
-class EtcdLoad(msgspec.Struct, frozen=True):
-    """Load on etcd: every holder renews its lease, every engine watches its group's list.
-
-    Source: `backends/nixl/discovery/etcd.py`.
-    """
-
-    renewals_per_s: float  # each with a read of the holder's entry
-    questions_per_s: float  # of engines, whether their silent watches live
-    watches: int
-    events_of_a_join: int
-    events_of_a_rack: int
-    entries_of_a_start: int
-
-    @classmethod
-    def of(cls, fleet: Fleet) -> "EtcdLoad":
-        """Compute the load."""
-        watching, listed = (-(-each // fleet.groups) for each in (fleet.engines, fleet.holders))
-        rounds_per_s = KEPT_PER_LEASE / fleet.lease_s if fleet.lease_s else inf
-        return cls(
-            fleet.holders * rounds_per_s,
-            fleet.engines * rounds_per_s,
-            fleet.engines,
-            watching,
-            watching * min(fleet.rack, listed),
-            fleet.engines * listed,
-        )
-
-
 class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
     """Report of a fleet; hits are shares of all blocks.
 
@@ -501,27 +288,19 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
         hits_pool: Hits in one pool as large as all holders, of the same engines.
         refused: Share of the questions to holders that found no room for a connection.
         holders: Figures of holders.
-        movement: What moves when holders change.
-        outages: What failures cost.
-        both_in_rack: Share of the blocks whose copies are all in one rack, where there are several.
-        etcd: Load on etcd.
     """
 
-    fleet: dict[str, int | float | str]
+    fleet: dict[str, int | str]
     num_slots: int
     hits_own: float
     hits_holders: float
     hits_pool: float
     refused: float
     holders: list[Spread]
-    movement: list[Movement]
-    outages: list[OutageRow]
-    both_in_rack: float | None
-    etcd: EtcdLoad
 
 
 def study_fleet(trace: Trace, machine: Machine, fleet: Fleet, *, seed: int = 0) -> FleetReport:
-    """Replay a trace on a fleet, and change and break it.
+    """Replay a trace on a fleet.
 
     Raises:
         InvalidArgumentError: The size of a block is not known, or not one fits.
@@ -532,70 +311,35 @@ def study_fleet(trace: Trace, machine: Machine, fleet: Fleet, *, seed: int = 0) 
         for capacity in (fleet.engine_capacity, fleet.capacity)
     )
     engines, placement = route(trace, fleet, seed), place(fleet, trace.num_unique)
-    connected = connect_all(fleet, seed)
-
-    def run(outage: Outage | None = None) -> FleetRun:
-        holders = SimulatedHolders(fleet, num_slots, placement, connected, outage=outage, seed=seed)
-        return FleetRun.of(trace, engines, num_own, holders)
-
-    whole = run()
-    own, theirs = (whole.hits.sum(axis=0) / trace.num_references).tolist()
-    num_asked = sum(whole.holders.num_lookups) + sum(whole.holders.num_stores)
-    num_refused = whole.holders.num_refused
-    rack, at_s = frozenset(range(fleet.rack)), float(trace.times_s[trace.num_requests // 2])
-    after = place(fleet, trace.num_unique, without=rack)
-    outages = [_outage_row("none", trace, whole, at_s)]
-    with _quietly():
-        for event, is_silent in (("processes end", False), ("silence", True)):
-            for known, known_at_s in (("", inf), (", list known", at_s + fleet.lease_s)):
-                broken = run(Outage(at_s, rack, is_silent, after, known_at_s))
-                outages.append(_outage_row(event + known, trace, broken, at_s))
-    racks = placement[0] // fleet.rack
+    holders = SimulatedHolders(fleet, num_slots, placement, connect_all(fleet, seed))
+    hits = replay_on_holders(trace, engines, num_own, holders)
+    own, theirs = (hits.sum(axis=0) / trace.num_references).tolist()
+    num_asked = sum(holders.num_lookups) + sum(holders.num_stores)
     return FleetReport(
         fleet={name: _plain(getattr(fleet, name)) for name in fleet.__struct_fields__},
         num_slots=num_slots,
         hits_own=own,
         hits_holders=theirs,
         hits_pool=_hits_in_one_pool(trace, fleet, engines, num_own, num_slots),
-        refused=num_refused / max(1, num_asked + num_refused),
-        holders=_spreads(whole.holders, max(trace.duration_s, 1e-3), block, fleet),
-        movement=list(_movement(fleet, trace.num_unique, placement[0], after[0])),
-        outages=outages,
-        both_in_rack=float((racks == racks[0]).all(axis=0).mean()) if len(racks) > 1 else None,
-        etcd=EtcdLoad.of(fleet),
+        refused=holders.num_refused / max(1, num_asked + holders.num_refused),
+        holders=_spreads(holders, max(trace.duration_s, 1e-3), block, fleet),
     )
 
 
-def _plain(value: float | str) -> int | float | str:
+def _plain(value: int | str) -> int | str:
     return int(value) if isinstance(value, int) else value
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep back what thousands of engines would log, each for itself, of holders that are late."""
-    logger = logging.getLogger(Suspension.__module__)
-    logger.addFilter(_drop)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_drop)
-
-
-def _drop(record: logging.LogRecord) -> bool:  # noqa: ARG001 - whatever it is
-    return False
 
 
 def _hits_in_one_pool(
     trace: Trace, fleet: Fleet, engines: Sequence[int], num_own: int, num_slots: int
 ) -> float:
     """Count the hits of the same engines above one store as large as all holders together."""
-    one = {"holders": 1, "groups": 1, "replicas": 1, "rack": 1, "connections": 1}
-    pool = msgspec.structs.replace(fleet, **one, max_connections=fleet.engines)
+    pool = msgspec.structs.replace(fleet, holders=1, groups=1, replicas=1)
     placement = [np.zeros((1, trace.num_unique), np.int32)]
     connected = np.ones((fleet.engines, 1), bool)
     holders = SimulatedHolders(pool, num_slots * fleet.holders, placement, connected)
-    run = FleetRun.of(trace, engines, num_own, holders)
-    return float(run.hits[:, 1].sum() / trace.num_references)
+    hits = replay_on_holders(trace, engines, num_own, holders)
+    return float(hits[:, 1].sum() / trace.num_references)
 
 
 def _spreads(holders: SimulatedHolders, seconds: float, block: int, fleet: Fleet) -> list[Spread]:
@@ -618,73 +362,24 @@ def _spreads(holders: SimulatedHolders, seconds: float, block: int, fleet: Fleet
     ]
 
 
-def _movement(
-    fleet: Fleet, num_blocks: int, ours: NDArray[np.int32], after: NDArray[np.int32]
-) -> Iterator[Movement]:
-    """Place the blocks of the first group anew with a holder more, one less, and a rack less."""
-    number = len(np.unique(ours))
-    alone = msgspec.structs.replace(fleet, holders=number, groups=1, rack=1)
-    [joined] = place(msgspec.structs.replace(alone, holders=number + 1), num_blocks)
-    [left] = place(alone, num_blocks, without=frozenset({0}))
-    gone = frozenset(range(fleet.rack))
-    for event, changed, new, least in (
-        ("a holder joins", frozenset({number}), joined, 1 / (number + 1)),
-        ("a holder leaves", frozenset({0}), left, 1 / number),
-        ("a rack fails", gone, after, min(1.0, fleet.rack / number)),
-    ):
-        moved, needless = count_moved(ours, new, changed) if len(new) else (1.0, 0.0)
-        yield Movement(event, moved, least, needless)
-
-
-def _outage_row(event: str, trace: Trace, run: FleetRun, at_s: float) -> OutageRow:
-    times, lengths, hits = trace.times_s, np.diff(trace.bounds), run.hits.sum(axis=1)
-    soon, later = (times >= at_s) & (times < at_s + SOON_S), times >= at_s + SOON_S
-    rates = [float(hits[each].sum() / max(1, lengths[each].sum())) for each in (soon, later)]
-    late = run.holders.num_late / max(1, int((times >= at_s).sum()))
-    return OutageRow(event, rates[0], rates[1] if later.any() else None, late)
-
-
 def format_fleet(report: FleetReport) -> str:
     """Format a report as text of 80 columns."""
-    holders = [["of a holder", "mean", "p99", "most", "most/mean"]]
+    table = [["of a holder", "mean", "p99", "most", "most/mean"]]
     for row in report.holders:
         is_size = row.name.startswith("bytes")
         cells = [
             format_size(int(value)) if is_size else _number(value)
             for value in (row.mean, row.p99, row.largest)
         ]
-        holders.append([row.name, *cells, f"{row.largest / row.mean:.2f}" if row.mean else "-"])
-    moved = [["when", "moves", "has to", "needless"]]
-    for each in report.movement:
-        shares = (each.moved, each.least, each.needless)
-        moved.append([each.event, *(_percent(share, 3) for share in shares)])
-    movement = ["Copies of blocks that belong to another holder", *align(moved)]
-    if report.both_in_rack is not None:
-        share = _percent(report.both_in_rack, 2)
-        movement.append(f"Placement knows no racks: {share} of the blocks have all copies in one")
-    outages = [["a rack fails", f"hits in {SOON_S:g} s", "later", "requests that wait"]]
-    for failed in report.outages:
-        shown = map(_percent, (failed.hits_soon, failed.hits_later, failed.late))
-        outages.append([failed.event, *shown])
-    etcd = report.etcd
-    load = [
-        ["etcd", "load"],
-        ["renewals of leases in a second, each with a read", _number(etcd.renewals_per_s)],
-        ["questions in a second whether watches live", _number(etcd.questions_per_s)],
-        ["watches", f"{etcd.watches:,}"],
-        ["events when a holder comes or goes", f"{etcd.events_of_a_join:,}"],
-        ["events when a rack fails", f"{etcd.events_of_a_rack:,}"],
-        ["entries that all engines read at their start", f"{etcd.entries_of_a_start:,}"],
-    ]
-    parts = [_head(report), align(holders), movement, align(outages), align(load)]
-    return "\n\n".join("\n".join(part) for part in parts)
+        table.append([row.name, *cells, f"{row.largest / row.mean:.2f}" if row.mean else "-"])
+    return "\n".join([*_head(report), "", *align(table)])
 
 
 def _head(report: FleetReport) -> Iterator[str]:
     fleet, capacity = report.fleet, int(report.fleet["capacity"])
     own = format_size(int(fleet["engine_capacity"]))
     held = f"{fleet['holders']:,} holders of {format_size(capacity)} ({report.num_slots:,} blocks)"
-    yield f"fleet    {held}, {fleet['rack']:,} in a rack"
+    yield f"fleet    {held}"
     yield f"         {fleet['engines']:,} engines with {own} of their own"
     parts = ", ".join(f"{name} {fleet[name]}" for name in ("groups", "replicas", "routing"))
     yield f"         {parts}"
@@ -697,8 +392,8 @@ def _head(report: FleetReport) -> Iterator[str]:
         yield f"         for more than {fleet['max_connections']:,} connections"
 
 
-def _percent(share: float | None, digits: int = 1) -> str:
-    return "-" if share is None else f"{100 * share:.{digits}f} %"
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _number(value: float) -> str:

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from kvxfer.replay.plan import CapacityRow, GridRow, Machine, ObjectUse, TierRow, TiersRow
-from kvxfer.replay.real import RealRow
+from kvxfer.replay.plan import CapacityRow, Machine, TierRow, TiersRow
 from kvxfer.replay.recommendation import Recommendation
-from kvxfer.replay.trace import Trace
+from kvxfer.replay.trace import Trace, count_ceiling
 from kvxfer.text import printable
 from kvxfer.units import format_size
 
@@ -38,23 +37,19 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         trace: The trace.
         machine: What was assumed of model and machine.
         capacities: Host memory alone, by policy and capacity.
-        grid: Host memory above lower tiers, by policy and capacity.
         lists: Lists of tiers that were asked for.
         recommendation: Recommended list, where a budget was given.
-        real: Replays against real backends.
     """
 
     trace: TraceSummary
     machine: Machine
     capacities: list[CapacityRow]
-    grid: list[GridRow] = []
     lists: list[TiersRow] = []
     recommendation: Recommendation | None = None
-    real: list[RealRow] = []
 
 
-def summarise(trace: Trace, ceiling: int) -> TraceSummary:
-    """Summarise a trace, of whose blocks `ceiling` are hits of a cache that never evicts."""
+def summarise(trace: Trace) -> TraceSummary:
+    """Summarise a trace."""
     return TraceSummary(
         name=trace.name,
         num_requests=trace.num_requests,
@@ -63,18 +58,15 @@ def summarise(trace: Trace, ceiling: int) -> TraceSummary:
         tokens_per_block=trace.tokens_per_block,
         duration_s=trace.duration_s,
         num_input_tokens=int(trace.input_lengths.sum()),
-        ceiling=ceiling / trace.num_references,
+        ceiling=count_ceiling(trace) / trace.num_references,
     )
 
 
 def format_report(report: Report) -> str:
     """Format a report as text of 80 columns."""
-    parts = [_head(report), _capacities(report.capacities), *_grids(report.grid)]
-    parts += [_tiers(row) for row in report.lists]
+    parts = [_head(report), _capacities(report.capacities), *map(_tiers, report.lists)]
     if report.recommendation is not None:
         parts.append(_recommendation(report.recommendation))
-    if report.real:
-        parts.append(_real(report.real))
     return "\n\n".join(parts)
 
 
@@ -97,14 +89,9 @@ def _head(report: Report) -> str:
             f"{medium} {machine.bandwidths[medium] / 1e9:g} GB/s" for medium in ("host", "file")
         )
         lines.append(("", f"{speed}; loaded from {', '.join(loads)}"))
-    rows = [*(each.row for each in report.grid), *report.lists]
-    tiers = (tier for row in rows for tier in row.tiers)
+    tiers = (tier for row in report.lists for tier in row.tiers)
     if machine.prefill_tokens_per_s and any(tier.medium == "object" for tier in tiers):
         lines.append(("", f"from object storage {machine.bandwidths['object'] / 1e9:g} GB/s"))
-    if prices := machine.prices:
-        requests = f"{prices.put:g} for 1,000 PUT or LIST, {prices.get:g} for 1,000 GET or HEAD"
-        lines.append(("", f"prices: {requests},"))
-        lines.append(("", f"{prices.gib_egress:g} a GiB read, {prices.gib_month:g} a GiB a month"))
     return "\n".join(f"{name:9}{text}" for name, text in lines)
 
 
@@ -131,68 +118,26 @@ def _capacities(rows: Sequence[CapacityRow]) -> str:
     return "\n".join([title, *align(table)])
 
 
-def _grids(grid: Sequence[GridRow]) -> Iterator[str]:
-    """Make a table for each list of lower tiers."""
-    for below in dict.fromkeys(tuple(each.below) for each in grid):
-        of_below = [each for each in grid if tuple(each.below) == below]
-        timed = any(each.row.first_token_s is not None for each in of_below)
-        table = [["host", "policy", "tier", "hits", "read", "written", "written a day"]]
-        table[0] += ["saves"] if timed else []
-        for each in of_below:
-            first = [format_size(each.capacity_bytes), each.policy]
-            saved = [_seconds(each.row.first_token_s)] if timed else []
-            for tier in each.row.tiers:
-                table.append([*first, tier.medium, *_use(tier), *saved])
-                first, saved = ["", ""], [""] if timed else []
-        yield "\n".join([f"Host memory over {_quoted(below)}", *align(table)])
-
-
-def _use(tier: TierRow) -> list[str]:
-    moved = tier.bytes_read, tier.bytes_written, tier.bytes_written_per_day
-    return [f"{_percent(tier.hit_rate)} %", *map(_bytes, moved)]
-
-
 def _tiers(row: TiersRow) -> str:
     lines = [f"Tiers {_quoted(row.backend)}"]
     saved = (
         "" if row.first_token_s is None else f", a first token {_seconds(row.first_token_s)} sooner"
     )
-    costs = [tier.objects.costs for tier in row.tiers if tier.objects and tier.objects.costs]
     lines.append(f"{_percent(row.hit_rate)} % of the blocks are hits{saved}")
-    if costs:
-        paid = sum(each.per_1000_prompts for each in costs)
-        lines.append(f"1,000 prompts cost {paid:,.2f} for requests and egress of object storage")
     header = ["tier", "policy", "blocks", "hits", "promoted", "read", "written", "written a day"]
-    rows = [
-        [
-            tier.medium,
-            tier.policy,
-            f"{tier.num_slots:,}",
-            hits,
-            f"{tier.num_promoted:,}",
-            *moved,
-        ]
-        for tier in row.tiers
-        for hits, *moved in [_use(tier)]
-    ]
-    objects = (line for tier in row.tiers if tier.objects for line in _objects(tier.objects))
-    return "\n".join([*lines, *align([header, *rows]), *objects])
+    return "\n".join([*lines, *align([header, *map(_cells, row.tiers)])])
 
 
-def _objects(use: ObjectUse) -> Iterator[str]:
-    kinds = ", ".join(f"{number:,} {kind}" for kind, number in use.requests.items())
-    rate = "" if use.requests_per_s is None else f"; {use.requests_per_s:,.1f} a second"
-    sent, received, kept = map(_bytes, (use.bytes_sent, use.bytes_received, use.bytes_kept))
-    lines = [
-        ("requests", f"{kinds}{rate}"),
-        ("bytes", f"{sent} sent, {received} received, {kept} kept at the end"),
+def _cells(tier: TierRow) -> list[str]:
+    moved = tier.bytes_read, tier.bytes_written, tier.bytes_written_per_day
+    return [
+        tier.medium,
+        tier.policy,
+        f"{tier.num_slots:,}",
+        f"{_percent(tier.hit_rate)} %",
+        f"{tier.num_promoted:,}",
+        *map(_bytes, moved),
     ]
-    if costs := use.costs:
-        puts, gets, egress = (f"{each:,.2f}" for each in (costs.puts, costs.gets, costs.egress))
-        lines.append(("cost", f"{puts} PUT and LIST, {gets} GET and HEAD, {egress} egress"))
-        day = "" if costs.per_day is None else f"{costs.per_day:,.2f} a day at this rate; "
-        lines.append(("", f"{day}{costs.kept_per_month:,.2f} a month for what is kept"))
-    return (f"{name:9}{text}" for name, text in lines)
 
 
 def _recommendation(found: Recommendation) -> str:
@@ -202,21 +147,6 @@ def _recommendation(found: Recommendation) -> str:
         return "\n".join(lines)
     lines.append(f'"backend": {_quoted(found.row.backend)}')
     return "\n".join([*lines, _tiers(found.row).partition("\n")[2]])
-
-
-def _real(rows: Sequence[RealRow]) -> str:
-    table = [["real backends", "hits", "model", "difference", "took"]]
-    table += [
-        [
-            row.tiers,
-            f"{row.num_hits:,}",
-            f"{row.num_hits_modelled:,}",
-            f"{100 * row.difference:.2f} %",
-            f"{row.seconds:.1f} s",
-        ]
-        for row in rows
-    ]
-    return "\n".join(align(table))
 
 
 def align(table: Sequence[Sequence[str]]) -> Iterator[str]:

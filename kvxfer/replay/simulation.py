@@ -1,25 +1,19 @@
 """Simulation of a trace: what each tier of a list gives, reads, writes and evicts."""
 
-from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.object import Presence
 from kvxfer.replay.trace import Trace
 from kvxfer.storage.eviction.policies import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey
 
 Medium = Literal["host", "file", "object"]
-RequestKind = Literal["PUT", "LIST", "GET", "HEAD"]
-LIST_NAMES = 1000
-"""Names in one answer to a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +24,15 @@ class TierPlan:
         medium: Backend: host memory, files or object storage.
         policy: Eviction policy; `none` for object storage, which evicts nothing.
         num_slots: Blocks that fit; 0 for object storage, which has no bound.
-        found_ttl_s: See `ObjectConfig`.
-        missing_ttl_s: See `ObjectConfig`.
     """
 
     medium: Medium
     policy: PolicyName | Literal["none"]
     num_slots: int
-    found_ttl_s: float = 0.0
-    missing_ttl_s: float = 0.0
 
 
-class SimulatedTier(ABC):
-    """Blocks of one tier without their bytes, and what was done with them.
+class SimulatedTier:
+    """Blocks of one tier without their bytes, in the index of the real host memory.
 
     Args:
         plan: The tier.
@@ -60,18 +50,12 @@ class SimulatedTier(ABC):
         self.plan = plan
         self.num_hits = self.num_promoted = 0
         self.num_read = self.num_written = self.num_evicted = 0
+        policy = POLICIES["lru" if plan.policy == "none" else plan.policy]
+        self._index = BlockIndex(plan.num_slots, policy(plan.num_slots))
 
-    @abstractmethod
     def __contains__(self, block: object) -> bool:
         """Whether a block is there; not a use of it."""
-
-    @abstractmethod
-    def load(self, blocks: Sequence[int]) -> None:
-        """Read blocks that are there; the first of them is used last."""
-
-    @abstractmethod
-    def store(self, blocks: Sequence[int]) -> None:
-        """Write the blocks that are not there, as far as there is room; a use of the others."""
+        return block in self._index
 
     def find(self, blocks: Sequence[int]) -> list[int]:
         """Find the blocks that are there; not a use of them."""
@@ -81,137 +65,23 @@ class SimulatedTier(ABC):
         """Find the blocks that are there, as a lookup of the real backend does."""
         return self.find(blocks)
 
-    def try_load(self, blocks: Sequence[int]) -> list[int]:
-        """Read the blocks that are there, and return them."""
-        there = self.lookup(blocks)
-        self.load(there)
-        return there
+    def load(self, blocks: Sequence[int], *, is_use: bool = True) -> None:
+        """Read blocks that are there; the first of them is used last.
 
-    def load_for_copy(self, blocks: Sequence[int]) -> None:
-        """Read blocks for a lower tier: not a use of them, where the real backend knows it."""
-        self.load(blocks)
-
-
-class SimulatedStore(SimulatedTier):
-    """Host memory or files: the index of the real host memory."""
-
-    def __init__(self, plan: TierPlan) -> None:
-        super().__init__(plan)
-        assert plan.policy != "none"
-        self._index = BlockIndex(plan.num_slots, POLICIES[plan.policy](plan.num_slots))
-
-    def __contains__(self, block: object) -> bool:
-        return block in self._index
-
-    def load(self, blocks: Sequence[int]) -> None:
-        """See `SimulatedTier`."""
-        self._index.touch(_as_keys(blocks))
-        self.num_read += len(blocks)
-
-    def load_for_copy(self, blocks: Sequence[int]) -> None:
-        """See `SimulatedTier`."""
+        Args:
+            blocks: The blocks.
+            is_use: False for a copy to a lower tier, which is no use of them.
+        """
+        if is_use:
+            self._index.touch(_as_keys(blocks))
         self.num_read += len(blocks)
 
     def store(self, blocks: Sequence[int]) -> None:
-        """See `SimulatedTier`."""
+        """Write the blocks that are not there, as far as there is room; a use of the others."""
         plan = self._index.begin_store(_as_keys(blocks))
         self._index.finish_store(plan.keys, stored=True)
         self.num_written += len(plan.keys)
         self.num_evicted += len(plan.evicted)
-
-
-class SimulatedBucket(SimulatedTier):
-    """Bucket of one engine, which evicts nothing, and asks for what `ObjectBackend` asks for.
-
-    Whether a block is known to be there is decided by the cache of lookups of the real backend, in
-    the time of the trace. The bucket is empty at first.
-
-    Attributes:
-        now_s: Time of the trace.
-        requests: Requests by their kind.
-        num_sent: Blocks that were sent, those included that were there already.
-    """
-
-    def __init__(self, plan: TierPlan) -> None:
-        super().__init__(plan)
-        self.now_s = 0.0
-        self.requests: Counter[RequestKind] = Counter()
-        self.num_sent = 0
-        self._resident: set[int] = set()
-        self._was_listed = self._knows_kinds = False
-        self._presence = Presence(
-            found_ttl_s=plan.found_ttl_s,
-            missing_ttl_s=plan.missing_ttl_s,
-            clock=lambda: self.now_s,
-        )
-
-    def __contains__(self, block: object) -> bool:
-        return block in self._resident
-
-    @property
-    def num_kept(self) -> int:
-        """Blocks that are there."""
-        return len(self._resident)
-
-    def lookup(self, blocks: Sequence[int]) -> list[int]:
-        """Find the blocks that are there: one list at first, and a HEAD for what is not known."""
-        is_first = not self._was_listed
-        if blocks:
-            self._read_kinds()
-        for key in _as_keys(blocks):
-            if self._presence.has(key) is None:
-                self.requests["HEAD"] += 1
-                self._note(key)
-        if is_first and blocks:
-            self._was_listed = True
-            self.requests["LIST"] += max(1, -(-len(self._resident) // LIST_NAMES))
-            self._presence.note_all_listed(self.now_s)
-        return self.find(blocks)
-
-    def try_load(self, blocks: Sequence[int]) -> list[int]:
-        """See `SimulatedTier`; a block that is not there is a request, too."""
-        self.load(blocks)
-        return self.find(blocks)
-
-    def load(self, blocks: Sequence[int]) -> None:
-        """Read blocks, a GET for each."""
-        self.requests["GET"] += len(blocks)
-        self.num_read += len(self.find(blocks))
-        for key in _as_keys(blocks):
-            self._note(key)
-
-    def store(self, blocks: Sequence[int]) -> None:
-        """Write the blocks that are not there.
-
-        Of a block that is known to be there the header is read; one that is there without being
-        known is sent and refused before that.
-        """
-        if blocks and not self.requests["PUT"]:
-            self.requests["PUT"] += 2  # namespace.json, and again to see that it stays
-            self.requests["GET"] += 1  # the record of the kind of our pages
-            self.requests["PUT"] += 1
-            self._read_kinds()
-        for block, key in zip(blocks, _as_keys(blocks), strict=True):
-            if self._presence.has(key):
-                self.requests["GET"] += 1
-                self._note(key)
-                continue
-            self.requests["PUT"] += 1
-            self.num_sent += 1
-            if block in self._resident:
-                self.requests["GET"] += 1
-            else:
-                self._resident.add(block)
-                self.num_written += 1
-            self._presence.change(key, there=True)
-
-    def _read_kinds(self) -> None:
-        """List what is beside the pages, once."""
-        self.requests["LIST"] += not self._knows_kinds
-        self._knows_kinds = True
-
-    def _note(self, key: BlockKey) -> None:
-        self._presence.note(key, there=key in self, since=self._presence.mark())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,13 +110,11 @@ def simulate(trace: Trace, plans: Sequence[TierPlan]) -> Simulation:
     included.
     """
     tiers = tuple(
-        SimulatedBucket(plan) if plan.policy == "none" else SimulatedStore(plan) for plan in plans
+        SimulatedTier(replace(plan, num_slots=trace.num_unique) if plan.policy == "none" else plan)
+        for plan in plans
     )
     engine = SimulatedTiers(tiers)
-    times_s = (trace.timestamps_ms / 1000).tolist()
-    requests = zip(trace.requests(), times_s, strict=True)
-    hits = [engine.replay(blocks, now_s) for blocks, now_s in requests]
-    return Simulation(tiers, np.array(hits, np.int64))
+    return Simulation(tiers, np.array([engine.replay(each) for each in trace.requests()], np.int64))
 
 
 class SimulatedTiers:
@@ -259,20 +127,15 @@ class SimulatedTiers:
     def __init__(self, tiers: Sequence[SimulatedTier]) -> None:
         self._tiers = tiers
         self._first, self._lower = tiers[0], tiers[1:]
-        self._buckets = [tier for tier in tiers if isinstance(tier, SimulatedBucket)]
 
-    def replay(self, blocks: Sequence[int], now_s: float = 0.0) -> list[int]:
+    def replay(self, blocks: Sequence[int]) -> list[int]:
         """Look up, load and store the blocks of one request; return its hits by tier."""
-        for bucket in self._buckets:
-            bucket.now_s = now_s
         if self._lower:
             found_in = self._look_up(blocks)
             run = list(takewhile(found_in.__contains__, blocks))
             hits = self._load(run, found_in)
             self._store(blocks[len(run) :])
         else:  # the same, in less time
-            if self._buckets:
-                self._first.lookup(blocks)
             run = list(takewhile(self._first.__contains__, blocks))
             hits = [len(run)]
             self._first.load(run)
@@ -302,7 +165,8 @@ class SimulatedTiers:
         given_by: dict[int, int] = {}
         left = blocks
         for index, tier in enumerate(self._tiers):
-            there = tier.try_load(left)
+            there = tier.lookup(left)
+            tier.load(there)
             given_by |= {block: max(index, found_in[block]) for block in there}
             if len(there) == len(left):
                 break
@@ -329,7 +193,7 @@ class SimulatedTiers:
             for target in self._tiers[index + 1 :]:
                 target.lookup([block for block in stored if block in there])
                 if missing := [block for block in stored if block not in target]:
-                    tier.load_for_copy(missing)
+                    tier.load(missing, is_use=False)
                     target.store(missing)
             left = [block for block in left if block not in tier]
 

@@ -200,6 +200,13 @@ def previous_references(trace: Trace) -> NDArray[np.int64]:
     return previous
 
 
+def count_ceiling(trace: Trace) -> int:
+    """Count the hits of a cache that never evicts: known blocks at the head of each prompt."""
+    new = np.append(np.flatnonzero(previous_references(trace) < 0), trace.num_references)
+    begins, ends = trace.bounds[:-1], trace.bounds[1:]
+    return int((np.minimum(new[np.searchsorted(new, begins)], ends) - begins).sum())
+
+
 def write_trace(path: Path, trace: Trace) -> None:
     """Write a trace in Mooncake's format, with our field `tokens_per_block`.
 

@@ -16,8 +16,7 @@ NONE = {
     "--capacities": [HUGE, "9" * 5000, "1." + HUGE, "0", "nan", "-1"],
     "--blocks": [HUGE, "9" * 5000, "0", "nan", "1.5", "-1", "\N{ARABIC-INDIC DIGIT THREE}"],
     "--budget": [f"host={HUGE}", f"file={HUGE}GiB", "host=nan", "host=-1"],
-    "--prices": ["put=nan", "put=inf", "put=1e308", f"put={HUGE}", "put=-1"],
-    "--fleet": [f"holders={HUGE}", "engines=1000000000000", "lease_s=nan", "rack=-1"],
+    "--fleet": [f"holders={HUGE}", "engines=1000000000000", "replicas=nan", "groups=-1"],
     "--set": [
         *("user_tokens=1000000000000", f"requests={HUGE}", "requests=1e18", "turns=1e308"),
         *("requests_per_s=1e-320", "requests_per_s=nan", "think_s=inf", "system_prompts=-1"),
@@ -38,6 +37,6 @@ def test_a_number_that_is_none_is_one_line_that_names_it(
     (line,) = said.err.splitlines()
     name, _, number = value.rpartition("=")
     named = name or option.removeprefix("--")
-    names = {named, named.replace("-", "_"), "size", "budget", "prices", "fleet", "set", "capacity"}
+    names = {named, named.replace("-", "_"), "size", "budget", "fleet", "set", "capacity"}
     assert any(f"{each} is " in line for each in names), line
     assert number[:20] in line or f"{float(number):g}"[:20] in line, line

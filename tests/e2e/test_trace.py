@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from kvxfer.explain import Answer, explain
-from kvxfer.replay import bytes_per_token, lru_curve, plan_tiers, read_trace, simulate
+from kvxfer.replay import bytes_per_token, count_ceiling, plan_tiers, read_trace, simulate
 from kvxfer.telemetry.journal_file import Request, list_files
 from tests.e2e import models
 from tests.e2e.harness import REPOSITORY, AuditedEngine, random_prompts
@@ -37,7 +37,7 @@ def require_explained(journal: Path, order: list[list[int]], hits: list[int]) ->
     seen: set[str] = set()
     answers: set[Answer] = set()
     for index, (prompt, num_hits) in enumerate(zip(order, hits, strict=True)):
-        (report,) = explain([request_ids(journal)[index]], journal, [])
+        (report,) = explain([request_ids(journal)[index]], journal)
         assert report.num_blocks == len(prompt) // TOKENS_PER_BLOCK
         assert sum(report.found.values()) == num_hits, report
         for run in report.runs:
@@ -76,4 +76,4 @@ def test_a_recorded_trace_has_the_hits_of_the_engine(start: Start, tmp_path: Pat
         len(each) // TOKENS_PER_BLOCK for each in order
     ]
     assert modelled.hits[:, 0].tolist() == hits
-    assert 0 < sum(hits) < lru_curve(trace).ceiling  # some were evicted
+    assert 0 < sum(hits) < count_ceiling(trace)  # some were evicted

@@ -12,9 +12,10 @@ from kvxfer.replay import (
     Machine,
     MultiTurn,
     Rag,
+    TierPlan,
     Trace,
     bytes_per_token,
-    lru_curve,
+    count_ceiling,
     make_synthetic,
     parse_budget,
     plan_capacities,
@@ -130,10 +131,8 @@ def test_bytes_and_seconds_are_those_of_the_hits() -> None:
 
 
 def test_capacities_are_planned_for_every_policy(chats: Trace) -> None:
-    curve = lru_curve(chats)
     rows = plan_capacities(
         chats,
-        curve,
         Machine(bytes_per_token=1000),
         policies=["lru", "arc"],
         slots=[100, 1000, chats.num_unique],
@@ -147,12 +146,20 @@ def test_capacities_are_planned_for_every_policy(chats: Trace) -> None:
         ("arc", 1000, 5),
         ("arc", chats.num_unique, 6),
     ]
-    assert [row.num_hits for row in rows[:3]] == [curve.hits(row.num_slots) for row in rows[:3]]
-    for row in rows[3:]:
-        plan = plan_tiers("host://?capacity=1GiB&eviction=arc", 5000)[0]
-        same = type(plan)("host", "arc", row.num_slots)
+    for row in rows:
+        same = TierPlan("host", row.policy, row.num_slots)
         assert row.num_hits == simulate(chats, [same]).num_hits
     assert all(row.first_token_s is None for row in rows)
+
+
+def test_object_storage_evicts_nothing_and_has_a_block_once() -> None:
+    trace = trace_of([[1, 2], [3], [1, 2, 3]])
+    row = plan_list(trace, Machine(bytes_per_token=256), ["host://?capacity=13KiB", "s3://b/p"])
+    host, bucket = row.tiers
+    assert (bucket.policy, bucket.num_slots, bucket.num_evicted) == ("none", 3, 0)
+    assert host.num_evicted > 0
+    assert row.num_hits == count_ceiling(trace)
+    assert bucket.bytes_written == 3 * 4096
 
 
 def test_no_more_of_a_budget_is_recommended_than_is_of_use(chats: Trace) -> None:
@@ -162,7 +169,7 @@ def test_no_more_of_a_budget_is_recommended_than_is_of_use(chats: Trace) -> None
     assert all_of_it.row is not None
     (tier,) = all_of_it.row.tiers
     assert tier.num_slots < chats.num_unique * 2
-    assert all_of_it.row.num_hits >= 0.995 * lru_curve(chats).ceiling
+    assert all_of_it.row.num_hits >= 0.995 * count_ceiling(chats)
     assert "are as good as" in all_of_it.reasons[0]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvxfer.replay import Medium, TierPlan, lru_curve, simulate
+from kvxfer.replay import Medium, TierPlan, count_ceiling, simulate
 from kvxfer.storage.eviction.policies import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import make_block_key
@@ -56,7 +56,7 @@ def test_a_store_with_room_for_all_blocks_has_every_hit_and_evicts_nothing(
 ) -> None:
     trace = trace_of(requests)
     (tier,) = simulate(trace, [TierPlan(medium, policy, trace.num_unique)]).tiers
-    assert tier.num_hits == tier.num_read == lru_curve(trace).ceiling
+    assert tier.num_hits == tier.num_read == count_ceiling(trace)
     assert tier.num_written == trace.num_unique
     assert tier.num_evicted == tier.num_promoted == 0
 

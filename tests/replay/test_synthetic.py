@@ -12,7 +12,7 @@ from kvxfer.replay import (
     Rag,
     TraceError,
     Workload,
-    lru_curve,
+    count_ceiling,
     make_synthetic,
     parse_workload,
 )
@@ -38,7 +38,7 @@ def test_equal_blocks_have_equal_prefixes_as_in_a_chain_of_hashes(kind: str) -> 
     for blocks in trace.requests():
         for index, block in enumerate(blocks):
             assert prefixes.setdefault(block, tuple(blocks[:index])) == tuple(blocks[:index])
-    assert 0 < lru_curve(trace).ceiling == trace.num_references - trace.num_unique
+    assert 0 < count_ceiling(trace) == trace.num_references - trace.num_unique
 
 
 @kinds
@@ -75,7 +75,7 @@ def test_agents_fork() -> None:
 def test_few_documents_are_found_again_more_often_than_many() -> None:
     few = make_synthetic(Rag(requests=300, documents=5), seed=1)
     many = make_synthetic(Rag(requests=300, documents=5000, popularity=0.1), seed=1)
-    ceilings = [lru_curve(each).ceiling / each.num_references for each in (few, many)]
+    ceilings = [count_ceiling(each) / each.num_references for each in (few, many)]
     assert ceilings[0] > 2 * ceilings[1]
 
 

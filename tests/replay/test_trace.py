@@ -3,14 +3,15 @@
 import json
 import os
 import threading
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 
-from kvxfer.replay import TraceError, read_trace, write_trace
-from tests.replay.traces import request_lists, trace_of
+from kvxfer.replay import TraceError, count_ceiling, read_trace, write_trace
+from tests.replay.traces import prompt_lists, request_lists, trace_of
 
 LINE = {"timestamp": 27, "input_length": 600, "output_length": 3, "hash_ids": [46, 47]}
 
@@ -117,3 +118,15 @@ def test_a_pipe_is_read_and_one_without_a_writer_is_not_waited_for_for_ever(
 @pytest.fixture(autouse=True)
 def _short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvxfer.replay.trace.MAX_LINE_BYTES", 1 << 20)
+
+
+@given(requests=request_lists() | prompt_lists())
+def test_a_cache_that_never_evicts_has_the_known_blocks_that_a_prompt_begins_with(
+    requests: list[list[int]],
+) -> None:
+    seen: set[int] = set()
+    num_hits = 0
+    for blocks in requests:
+        num_hits += sum(1 for _ in takewhile(seen.__contains__, blocks))
+        seen.update(blocks)
+    assert count_ceiling(trace_of(requests)) == num_hits

@@ -1,4 +1,4 @@
-"""Replay against real backends, with tiny blocks of known bytes, to compare with the model."""
+"""Replay on real backends, with tiny blocks of known bytes, to compare with the model."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,11 +13,10 @@ from numpy.typing import NDArray
 from kvxfer import runtime
 from kvxfer.backends.host import PoolShape
 from kvxfer.connect import open_backend
-from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.errors import KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.replay import TierPlan, Trace, simulate
 from kvxfer.replay.block_size import opaque_namespace
-from kvxfer.replay.simulation import TierPlan, simulate
-from kvxfer.replay.trace import Trace
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.tiering import TieredBackend
@@ -27,27 +25,6 @@ BLOCK_BYTES = 64
 PAGE_BYTES = 4096
 FILE_BYTES = 2 * PAGE_BYTES
 """Bytes on the disk of the file of a block: a page of header, and one of data."""
-
-
-class RealRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Replay against real backends, next to the model's.
-
-    Attributes:
-        tiers: The tiers in words.
-        num_hits: Hits of the real backends.
-        num_hits_modelled: Hits of the simulation.
-        seconds: Time that the replay took.
-    """
-
-    tiers: str
-    num_hits: int
-    num_hits_modelled: int
-    seconds: float
-
-    @property
-    def difference(self) -> float:
-        """Difference of the hits, as a share of the model's."""
-        return abs(self.num_hits - self.num_hits_modelled) / max(1, self.num_hits_modelled)
 
 
 class WrongBytesError(KVXferError):
@@ -85,7 +62,7 @@ async def replay_on(backend: Backend, trace: Trace) -> int:
     return num_hits
 
 
-def replay_real(trace: Trace, plans: Sequence[TierPlan], folder: Path) -> tuple[int, int, float]:
+def replay_real(trace: Trace, plans: Sequence[TierPlan], folder: Path) -> tuple[int, int]:
     """Replay a trace on real tiers of as many blocks as the planned ones.
 
     Args:
@@ -94,34 +71,16 @@ def replay_real(trace: Trace, plans: Sequence[TierPlan], folder: Path) -> tuple[
         folder: Folder in which files are made, and removed.
 
     Returns:
-        Hits of the real tiers, those of the model, and the seconds that the real ones took.
+        Hits of the real tiers, and those of the model.
 
     Raises:
-        InvalidArgumentError: A tier is object storage.
         OSError: Nothing can be written to the folder.
         WrongBytesError: A block came back with other bytes.
     """
-    if any(plan.medium == "object" for plan in plans):
-        raise InvalidArgumentError("real", str(folder), "tiers of host memory and files only")
     modelled = simulate(trace, plans).num_hits
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvxfer-replay-", dir=folder) as root:
         backend = [_choice(plan, f"{root}/{index}") for index, plan in enumerate(plans)]
-        began = runtime.monotonic()
-        num_hits = runtime.run(_open_and_replay(backend, trace))
-        return num_hits, modelled, runtime.monotonic() - began
-
-
-def compare_real(trace: Trace, lists: Sequence[Sequence[TierPlan]], folder: Path) -> list[RealRow]:
-    """Replay a trace on the real tiers of each list; see `replay_real`."""
-    rows = []
-    for tiers in lists:
-        num_hits, modelled, seconds = replay_real(trace, tiers, folder)
-        name = " over ".join(f"{each.medium} {each.policy} {each.num_slots:,}" for each in tiers)
-        rows.append(
-            RealRow(tiers=name, num_hits=num_hits, num_hits_modelled=modelled, seconds=seconds)
-        )
-    return rows
+        return runtime.run(_open_and_replay(backend, trace)), modelled
 
 
 async def _open_and_replay(backend: Sequence[Mapping[str, Any]], trace: Trace) -> int:
