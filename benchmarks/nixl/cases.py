@@ -1,9 +1,7 @@
-"""Benchmark of blocks at a peer, against NIXL itself, plain sockets, UCX over TCP, and kvcr."""
+"""Benchmark of blocks at a peer, against NIXL itself, plain sockets, and UCX over TCP."""
 
 import asyncio
-import importlib.util
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -32,7 +30,6 @@ LATENCY_GOAL = "<= 3"
 LATENCY_LIMIT_S = 0.4e-3
 SOCKET_GOAL = 0.85
 UCX_GOAL = 1.0
-KVCR_GOAL = 1.0
 LAG_LIMIT_S = 5e-3
 IDLE_LIMIT_CORES = 0.05
 
@@ -53,8 +50,6 @@ MODELS = {
 def run(*, quick: bool) -> list[BenchRow]:
     """Measure loads from and stores to another process, in batches of 64 MiB.
 
-    Rows against kvcr are left out, with a note, where it is not installed.
-
     Raises:
         RuntimeError: A block did not arrive, or the other process failed.
     """
@@ -74,7 +69,6 @@ async def _run(rounds: int) -> list[BenchRow]:
             rows += await _one_block(near, rounds)
             rows += await _disturbance(near, rounds)
             rows += await _against_sockets(near, rounds)
-            rows += await _against_kvcr(near, rounds)
         for model, (page_bytes, num_pages) in MODELS.items():
             near = Near(far, page_bytes * num_pages)
             async with near.holding():
@@ -97,27 +91,7 @@ async def _against_raw(near: Near, rounds: int) -> list[BenchRow]:
                     case = f"{name}, {near.size}, {grade},"
                     times = await in_turn([contender, raw.moving("READ")], rounds=rounds)
                     rows.append(_row(f"{case} against NIXL READ", *times, goal=goal))
-                    rows += await _processor(near, case, contender, raw.moving("READ"), rounds)
     return rows
-
-
-async def _processor(
-    near: Near, case: str, ours: Contender, theirs: Contender, rounds: int
-) -> list[BenchRow]:
-    """Measure the processor time of both processes for each KiB that is moved."""
-    sides: dict[str, list[list[float]]] = {"near": [[], []], "far": [[], []]}
-    for _ in range(rounds):
-        for nth, move in enumerate((ours, theirs)):
-            began = time.process_time(), await near.far_cpu_seconds()
-            await move()
-            took = time.process_time() - began[0], await near.far_cpu_seconds() - began[1]
-            for side, seconds in zip(sides.values(), took, strict=True):
-                side[nth].append(max(seconds, TINY_S))
-    scale = 1e9 / (TOTAL_BYTES / KIB)
-    return [
-        compare(f"{case} processor, {side} side", *times, unit="ns/KiB", scale=scale)
-        for side, times in sides.items()
-    ]
 
 
 async def _staged(near: Near, rounds: int) -> list[BenchRow]:
@@ -218,25 +192,6 @@ async def _against_sockets(near: Near, rounds: int) -> list[BenchRow]:
             rows.append(_row(f"{case} one plain connection", ours, plain, goal=goal))
             ucx_case = f"{case} NIXL {operation} over TCP"
             rows.append(_row(ucx_case, ours, by_ucx, goal=f">= {UCX_GOAL}"))
-    return rows
-
-
-async def _against_kvcr(near: Near, rounds: int) -> list[BenchRow]:
-    """Compare with kvcr, which copies within one process and without checksums."""
-    if not importlib.util.find_spec("kvcr"):
-        sys.stderr.write("kvcr is not installed: its rows are left out\n")
-        return []
-    rows = []
-    async with (
-        near.kvcr() as kvcr,
-        near.backend() as backend,
-    ):
-        for case, contenders in (
-            (f"load {near.size} against kvcr's deliver", [near.loading(backend), kvcr.deliver]),
-            (f"store {near.size} against kvcr's deposit", [near.storing(backend), kvcr.deposit]),
-        ):
-            times = await in_turn(contenders, rounds=rounds)
-            rows.append(_row(case, *times, goal=f">= {KVCR_GOAL}"))
     return rows
 
 

@@ -17,7 +17,6 @@ import xxhash
 
 from benchmarks.nixl.contenders import Contender, RawContender, fragments, open_raw
 from benchmarks.nixl.far import FarProcess
-from benchmarks.nixl.kvcr import KVCRPool
 from benchmarks.nixl.raw import (
     TCP_ALONE,
     TOTAL_BYTES,
@@ -163,16 +162,6 @@ class Near:
                 return float(await asyncio.to_thread(one.ask, *asked))
 
             yield {"READ": partial(move, "READ"), "WRITE": partial(move, "WRITE")}
-
-    @contextlib.asynccontextmanager
-    async def kvcr(self) -> AsyncIterator[KVCRPool]:
-        """Open a pool of kvcr in this process.
-
-        Raises:
-            ImportError: kvcr is not installed.
-        """
-        with contextlib.closing(KVCRPool(self._memory, self.block_bytes)) as pool:
-            yield pool
 
     async def far_cpu_seconds(self) -> float:
         """Ask for the processor time of the far process so far."""

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Explain a request, or blocks by their keys; return 0."""
     arguments = _parser().parse_args(argv)
-    names = [each for each in arguments.what if "://" not in each]
-    urls = [each for each in arguments.what if "://" in each]
-    if not names:
-        raise InvalidArgumentError("arguments", arguments.what, "a request, or keys of blocks")
-
     from kvxfer.explain import explain
     from kvxfer.telemetry.journal import VARIABLE, journal_folder
 
@@ -29,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     if not folder:
         expected = f"the folder of the journal, or {VARIABLE}=FOLDER"
         raise InvalidArgumentError("journal", folder, expected)
-    reports = explain(names, Path(folder), urls)
+    reports = explain(arguments.what, Path(folder))
     if arguments.json:
         print(msgspec.json.encode(reports).decode())
     else:
@@ -47,9 +42,9 @@ def _parser() -> CommandLine:
     parser.add_argument(
         "what",
         nargs="+",
-        metavar="REQUEST_ID | KEY | STORE_URL",
+        metavar="REQUEST_ID | KEY",
         help="a request by the engine's id or a part of it, or keys of blocks in hexadecimal "
-        "digits; and stores such as file:///var/cache/kv, to look for blocks in other namespaces",
+        "digits",
     )
     parser.add_argument(
         "--journal",

@@ -7,10 +7,15 @@ from typing import NamedTuple
 
 from kvxfer.explain.history import Happening, History, Place
 from kvxfer.storage.backend import NO_ROOM_REASON, PARTIAL, PAUSED, Status
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.keys import BlockKey, Difference
 from kvxfer.storage.observer import ENGINE, LENT, Operation, Removal
 from kvxfer.telemetry.journal_event import QUEUED
 from kvxfer.telemetry.journal_file import Kind
+from kvxfer.text import printable
+
+MAX_FIELDS = 3
+MAX_CHARACTERS = 100
+"""Most fields, and characters of a value, that are shown where namespaces differ."""
 
 
 class Answer(StrEnum):
@@ -232,7 +237,8 @@ class Explainer:
             known = [cause.answer for cause in causes if cause.answer is not Answer.UNKNOWN]
             return Explained(key, known[-1] if known else Answer.UNKNOWN, causes)
         never = Cause(Answer.NEVER_STORED, "", "never stored", None)
-        return Explained(key, Answer.NEVER_STORED, (never,))
+        cause = self._in_other_namespace(key) or never
+        return Explained(key, cause.answer, (cause,))
 
     def giver(self, key: BlockKey, tier: str, at_s: float) -> str:
         """Name the tier that gave a block, where an engine only knows that it is a lower one."""
@@ -247,6 +253,28 @@ class Explainer:
             and self.history.is_same(self.place, each.place)
         ]
         return found[-1] if found else tier
+
+    def _in_other_namespace(self, key: BlockKey) -> Cause | None:
+        """Find the namespace nearest to this engine's in which another one stored a block."""
+        ours = self.history.namespace_of(self.place)
+        found: list[tuple[Sequence[Difference], Happening]] = []
+        for each in self.history.happenings[key]:
+            theirs = self.history.sources[each.place].namespace
+            if each.kind is Kind.STORED and not each.namespace and ours and theirs:
+                found.append((ours.differences(theirs), each))
+        found = [each for each in found if each[0]]
+        if not found:
+            return None
+        differences, there = min(found, key=lambda each: len(each[0]))
+        texts = [
+            f"{printable(field)} is {_show(our)} here, {_show(their)} there"
+            for field, our, their in differences[:MAX_FIELDS]
+        ]
+        if (more := len(differences) - MAX_FIELDS) > 0:
+            texts.append(f"{more} more fields differ")
+        where = f"{there.tier} of process {there.place.process}"
+        text = f"in another namespace, of {where}: {'; '.join(texts)}"
+        return Cause(Answer.OTHER_NAMESPACE, "", text, None)
 
     def _tiers_with_those_behind(self) -> Iterator[str]:
         """Name this engine's tiers, and behind that of a holder those of the holder."""
@@ -312,3 +340,7 @@ def _note_waiting(tiers: dict[str, _Tier], later: dict[str, Happening]) -> None:
             text = f"not in {name}: back-pressure (it waited to be written back)"
             tier.absence = Cause(Answer.BACK_PRESSURE, name, text, None)
         was_stored |= tier.stored_s is not None or tier.absence is not None
+
+
+def _show(value: object) -> str:
+    return printable(repr(value), MAX_CHARACTERS)

@@ -11,7 +11,6 @@ import msgspec
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.explain.answer import Answer, Cause, Explained, Explainer
 from kvxfer.explain.history import History, Place, read_history
-from kvxfer.explain.namespaces import Elsewhere, FileStore
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
 from kvxfer.telemetry.journal_file import Kind, Request
 from kvxfer.text import printable
@@ -72,14 +71,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
 
 
-def explain(arguments: Sequence[str], folder: Path, urls: Sequence[str]) -> list[Report]:
+def explain(arguments: Sequence[str], folder: Path) -> list[Report]:
     """Explain a request, or blocks.
 
     Args:
         arguments: Name of a request, or a part of it that only one has; or keys of blocks in
             hexadecimal digits.
         folder: Folder of the journals.
-        urls: Stores in files to look into.
 
     Returns:
         A report for each time that the request was seen, such as in several engines; one for keys.
@@ -87,16 +85,14 @@ def explain(arguments: Sequence[str], folder: Path, urls: Sequence[str]) -> list
     Raises:
         InvalidArgumentError: There is no such request or journal, or an argument is no key.
     """
-    stores = [FileStore.open(url) for url in urls]
     keys = [_parse_key(each) for each in arguments]
     if len(arguments) == 1:
         history = read_history(folder, request=arguments[0], keys=[k for k in keys if k])
         _require_few_names(history, arguments[0])
     else:
         history = read_history(folder, keys=[k for k in keys if k])
-    elsewhere = Elsewhere(history, stores)
     if history.requests:
-        return [_of_request(history, elsewhere, *seen) for seen in history.requests]
+        return [_of_request(history, *seen) for seen in history.requests]
     for index, (argument, key) in enumerate(zip(arguments, keys, strict=True)):
         if key is None:
             name = "argument" if len(arguments) == 1 else f"arguments[{index}]"
@@ -104,7 +100,7 @@ def explain(arguments: Sequence[str], folder: Path, urls: Sequence[str]) -> list
             only = requests if len(arguments) == 1 else ""
             expected = f"a key of a block in hexadecimal digits{only}"
             raise InvalidArgumentError(name, argument, expected)
-    return [_of_keys(history, elsewhere, [key for key in keys if key])]
+    return [_of_keys(history, [key for key in keys if key])]
 
 
 def _parse_key(text: str) -> BlockKey | None:
@@ -123,7 +119,7 @@ def _require_few_names(history: History, argument: str) -> None:
         raise InvalidArgumentError("argument", argument, rule)
 
 
-def _of_request(history: History, elsewhere: Elsewhere, place: Place, request: Request) -> Report:
+def _of_request(history: History, place: Place, request: Request) -> Report:
     keys = [BlockKey(key) for key in request.keys]
     tiers = list(chain.from_iterable(repeat(tier, number) for tier, number in request.runs))
     explainer = Explainer(history, place)
@@ -144,8 +140,7 @@ def _of_request(history: History, elsewhere: Elsewhere, place: Place, request: R
             by = explainer.giver(key, tier, request.at_s)
             blocks.append(_plain(key, Answer.FOUND, by, f"from {by}"))
         else:
-            explained = explainer.explain(key, request.at_s)
-            blocks.append(elsewhere.look(explained, place))
+            blocks.append(explainer.explain(key, request.at_s))
     name = printable(request.request_id, MAX_CHARACTERS)
     report = _report(history, name, request.at_s, blocks, [place])
     if not keys:
@@ -154,13 +149,13 @@ def _of_request(history: History, elsewhere: Elsewhere, place: Place, request: R
     return report
 
 
-def _of_keys(history: History, elsewhere: Elsewhere, keys: Sequence[BlockKey]) -> Report:
+def _of_keys(history: History, keys: Sequence[BlockKey]) -> Report:
     places: list[Place] = []
     blocks: list[Explained] = []
     for key in keys:
         happened = history.happenings[key]
         if not happened:
-            blocks.append(_nowhere(history, elsewhere, key))
+            blocks.append(_plain(key, Answer.NEVER_STORED, "", "never stored, and never looked up"))
             continue
         asked = [each for each in happened if not history.held_as(each.place)]
         happened = asked or happened  # what engines ask a holder is no lookup of its own
@@ -186,18 +181,8 @@ def _of_keys(history: History, elsewhere: Elsewhere, keys: Sequence[BlockKey]) -
                 text = f"in {held[0].tier}, and never looked up"
                 blocks.append(_plain(key, Answer.FOUND, held[0].tier, text))
                 continue
-        blocks.append(elsewhere.look(explained, last.place))
+        blocks.append(explained)
     return _report(history, "", history.ends_s, blocks, places)
-
-
-def _nowhere(history: History, elsewhere: Elsewhere, key: BlockKey) -> Explained:
-    """Explain a block that no journal names."""
-    explained = _plain(key, Answer.NEVER_STORED, "", "never stored, and never looked up")
-    for place in history.sources:
-        found = elsewhere.look(explained, place)
-        if found is not explained:
-            return found
-    return explained
 
 
 def _plain(key: BlockKey, answer: Answer, tier: str, text: str) -> Explained:

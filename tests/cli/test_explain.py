@@ -24,7 +24,6 @@ from kvxfer.telemetry.journal_file import list_files
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from tests.cli import peers
-from tests.cli.stores import Store
 
 KEYS = make_keys(48)
 
@@ -167,12 +166,7 @@ def test_names_cannot_give_orders_to_the_terminal(
         (["cmpl"], "argument is 'cmpl'; expected a part of the names of 4 requests at most"),
         ([KEYS[0].hex(), "xyz"], "arguments[1] is 'xyz'; expected a key"),
         (["00"], "argument is '00'; expected a key"),
-        (["cmpl-17", "file:///nowhere"], "/nowhere"),
-        (["cmpl-17", "host://?capacity=1GiB"], "store is 'host://?capacity=1GiB'; expected a st"),
-        (["cmpl-17", "pool:///kv.sock"], "store is 'pool:///kv.sock'; expected a store in files"),
-        (["cmpl-17", "nixl://node-1:7000"], "store is 'nixl://node-1:7000'; expected a store in"),
-        (["cmpl-17", "nothing://"], "store is 'nothing://'; expected a store in files"),
-        (["file:///nowhere"], "expected a request, or keys of blocks"),
+        (["file:///nowhere"], "argument is 'file:///nowhere'; expected a key"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -193,16 +187,6 @@ def test_a_folder_without_a_journal_or_no_folder_is_one_line(
         assert line.startswith(f"kvxfer explain: journal is '{folder}'; expected a folder")
     assert main(["explain", "a"]) == 2
     assert "expected the folder of the journal, or KVXFER_JOURNAL=" in capsys.readouterr().err
-
-
-def test_a_folder_that_is_no_store_is_one_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], store: Store
-) -> None:
-    write(folder, note_request)
-    store.fill(num_blocks=1)
-    run(capsys, folder, "cmpl-17", f"file://{store.root}")
-    (line,) = run(capsys, folder, "cmpl-17", f"file://{tmp_path}", status=2)
-    assert "expected the root of a store" in line
 
 
 def test_a_block_that_was_evicted_while_it_was_read_is_evicted_later(

@@ -131,22 +131,6 @@ async def test_evicted_from_files_by_another_engine_that_shares_them(
     assert answers(ask(KEYS[:1])) == [(0, 0, "evicted")]
 
 
-async def test_in_another_namespace_names_the_field_and_both_values(
-    memory: BlockMemory, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"file://{tmp_path}/kv?capacity=1MiB&min_free=1"
-    with monkeypatch.context() as without:
-        without.delenv("KVXFER_JOURNAL")
-        async with connect(url, memory.caches, namespace=Namespace(model="m", revision="a")) as e:
-            await e.store(KEYS[:2], [[0, 1]])
-    async with connect(url, memory.caches, namespace=Namespace(model="m", revision="b")) as e:
-        assert await e.lookup(KEYS[:3]) == [False] * 3
-    assert answers(ask(KEYS[:3])) == [(0, 2, "never stored")]
-    report = ask(KEYS[:3], f"file://{tmp_path}/kv")
-    assert answers(report) == [(0, 1, "in another namespace"), (2, 2, "never stored")]
-    assert "revision is 'b' here, 'a' there" in report["runs"][0]["text"]
-
-
 async def test_another_namespace_is_known_from_the_journal_of_its_engine(
     memory: BlockMemory, ask: Ask
 ) -> None:
