@@ -18,8 +18,6 @@ GATHER_GOAL = ">= 0.7"
 SCATTER_GOAL = ">= 0.6"
 SMALLEST_GOAL = 8 * KIB
 """Bytes of a fragment from which on gathering and scattering have a goal."""
-APART = 16 * KIB
-"""Bytes of fragments that are measured with a page between them, too: no two are neighbours."""
 
 
 def run(*, quick: bool) -> list[BenchRow]:
@@ -58,24 +56,7 @@ def _measure(
     *,
     rounds: int,
 ) -> list[BenchRow]:
-    return _measure_places(engine, source, destination, fragment, rounds=rounds) + (
-        _measure_places(engine, source, destination, fragment, rounds=rounds, gap=4 * KIB)
-        if fragment == APART
-        else []
-    )
-
-
-def _measure_places(
-    engine: CPUCopyEngine,
-    source: torch.Tensor,
-    destination: torch.Tensor,
-    fragment: int,
-    *,
-    rounds: int,
-    gap: int = 0,
-) -> list[BenchRow]:
-    """Measure fragments in places with `gap` bytes between them."""
-    count = source.numel() // (fragment + gap)
+    count = source.numel() // fragment
     generator = np.random.default_rng(fragment)
     in_order = np.arange(count)
     from_, to = generator.permutation(count), generator.permutation(count)
@@ -90,7 +71,7 @@ def _measure_places(
     num_bytes = count * fragment
     for case, (sources, destinations, goal) in cases.items():
         pair = [
-            _describe(memory, order, fragment, 0 if order is in_order else gap)
+            _describe(memory, order, fragment)
             for memory, order in ((source, sources), (destination, destinations))
         ]
         ours, plain = time_in_turn(
@@ -102,15 +83,12 @@ def _measure_places(
         )
         to_rate = [seconds / num_bytes * 1e9 for seconds in ours]
         plain_rate = [seconds / num_bytes * 1e9 for seconds in plain]
-        title = f"{case}, {fragment // KIB} KiB" + (", no neighbours" if gap else "")
+        title = f"{case}, {fragment // KIB} KiB"
         rows.append(compare(title, to_rate, plain_rate, unit="ns/B", goal=goal))
     return rows
 
 
-def _describe(
-    memory: torch.Tensor, order: NDArray[np.int64], fragment: int, gap: int
-) -> Descriptors:
-    step = np.uint64(fragment + gap)
-    addresses = np.uint64(memory.data_ptr()) + order.astype(np.uint64) * step
+def _describe(memory: torch.Tensor, order: NDArray[np.int64], fragment: int) -> Descriptors:
+    addresses = np.uint64(memory.data_ptr()) + order.astype(np.uint64) * np.uint64(fragment)
     sizes = np.full(len(order), fragment)
     return Descriptors.of_pieces(addresses, sizes, device=memory.device, owners=(memory,))

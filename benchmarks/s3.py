@@ -14,12 +14,12 @@ import numpy as np
 import obstore
 from numpy.typing import NDArray
 
-from benchmarks.object_servers import BUCKET, CREDENTIALS, REGION, ObjectServer, seaweedfs
 from benchmarks.report import BenchRow, compare, time_in_turn
 from kvxfer.backends.object import S3Backend, S3Config
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+from tests.backends.object_servers import BUCKET, CREDENTIALS, REGION, ObjectServer, seaweedfs
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = 2 * MIB

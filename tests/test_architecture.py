@@ -48,7 +48,7 @@ BUDGETS = {
     "backends/nixl": 9_810,
     "backends/object": 1_880,
     "backends/pool": 1_400,
-    "benchmarks": 6_323,
+    "benchmarks": 5_486,
     "examples": 2_490,
     "kvxfer/cli": 1_868,
     "kvxfer/copy_engine": 2_454,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from benchmarks.vllm.engine_process import Generation
 from tests.e2e import oracle
+from tests.e2e.engine_process import Generation
 
 HIT = Generation(
     token_ids=[5, 6, 7],

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import aiofiles
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from benchmarks.file import fio
@@ -26,8 +25,6 @@ from benchmarks.file.disk import (
     drop_from_cache,
     empty_files,
     make_folders,
-    peak_rss,
-    reset_peak_rss,
     settle,
 )
 from benchmarks.report import BenchRow, compare, time_in_turn
@@ -41,7 +38,6 @@ NUM_BLOCKS = 1024
 NUM_BATCHES = 16
 NUM_THREADS = 16
 KIB = 1 << 10
-FRAGMENT_BYTES = 4 * KIB
 
 FIO_GOALS = {256 * KIB: 0.7, 2048 * KIB: 0.9}
 ONE_BATCH_GOALS = {64 * KIB: 1.3, 2048 * KIB: 1.0}
@@ -109,28 +105,7 @@ class _Bench:
                 if nth:
                     seconds[name][0].append(stored)
                     seconds[name][1].append(loaded)
-        rows = self._rows(seconds)
-        return [*rows, asyncio.run(self._memory_row())]
-
-    async def _memory_row(self) -> BenchRow:
-        """Measure the memory that one batch of small fragments takes: the worst case, gathered."""
-        fragments = self._describe(0, self._num_blocks, fragment_bytes=FRAGMENT_BYTES)
-        keys = self._keys()
-        async with FileBackend(self._config(), self._namespace("memory")) as backend:
-            before = reset_peak_rss()
-            await backend.store(keys, fragments)
-            await backend.load(keys, fragments)
-            in_flight = peak_rss() - before
-            await backend.delete(keys)
-        size = f"{self._num_blocks} x {self._block_bytes // KIB} KiB in pieces of 4 KiB"
-        return BenchRow(
-            case=f"memory in flight, {size}, against the batch",
-            value=in_flight / (1 << 20),
-            unit="MiB",
-            baseline=self._total / (1 << 20),
-            ratio=in_flight / self._total,
-            spread=0.0,
-        )
+        return self._rows(seconds)
 
     def _contenders(self) -> dict[str, Callable[[], tuple[float, float]]]:
         contenders = {
@@ -332,19 +307,11 @@ class _Bench:
             write_threads=NUM_THREADS,
         )
 
-    def _describe(self, start: int, stop: int, *, fragment_bytes: int | None = None) -> Descriptors:
-        length = fragment_bytes or self._block_bytes
-        per_block = self._block_bytes // length
-        first, last = start * per_block, stop * per_block
-        return Descriptors(
-            addresses=np.uint64(self._memory.ctypes.data)
-            + np.arange(first, last, dtype=np.uint64) * np.uint64(length),
-            lengths=np.full(last - first, length, np.uint64),
-            block_offsets=np.arange(stop - start + 1) * per_block,
-            payload_starts=np.zeros(stop - start, np.int64),
-            device=torch.device("cpu"),
-            owners=(self._memory,),
-        )
+    def _describe(self, start: int, stop: int) -> Descriptors:
+        offsets = np.arange(start, stop, dtype=np.uint64) * np.uint64(self._block_bytes)
+        addresses = np.uint64(self._memory.ctypes.data) + offsets
+        sizes = np.full(stop - start, self._block_bytes)
+        return Descriptors.of_pieces(addresses, sizes, owners=(self._memory,))
 
 
 def _measure_index(root: Path, num_blocks: int) -> list[BenchRow]:

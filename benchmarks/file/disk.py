@@ -1,4 +1,4 @@
-"""Files of the benchmark: their paths, the page cache, and the memory of this process."""
+"""Files of the benchmark: their paths, and the page cache."""
 
 import os
 import time
@@ -9,19 +9,6 @@ from kvxfer.backends.file import FileConfig
 from kvxfer.storage.keys import BlockKey, Namespace
 
 SETTLE_S = 0.5
-
-
-def reset_peak_rss() -> int:
-    """Reset the peak of this process's memory; return its present size in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak_rss()
-
-
-def peak_rss() -> int:
-    """Return the peak of this process's memory since the last reset, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (peak,) = [line.split()[1] for line in lines if line.startswith("VmHWM")]
-    return int(peak) << 10
 
 
 def block_paths(

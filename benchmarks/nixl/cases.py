@@ -82,10 +82,8 @@ async def _against_raw(near: Near, rounds: int) -> list[BenchRow]:
     async with near.raw() as raw:
         for grade in GRADES:
             async with near.backend(integrity=grade) as backend:
-                unseen = near.loading(backend, looked_up=False)
                 for name, contender, goal in (
                     ("load", near.loading(backend), LOAD_GOALS[grade, near.block_bytes]),
-                    ("load without a lookup", unseen, ""),
                     ("store", near.storing(backend), STORE_GOAL),
                 ):
                     case = f"{name}, {near.size}, {grade},"

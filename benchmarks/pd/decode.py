@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,7 +56,6 @@ class Decode:
         ours: EngineShape,
         *,
         integrity: IntegrityGrade = "full",
-        hashes_early: bool = True,
         num_tokens: int | None = None,
     ) -> AsyncIterator[Contender]:
         """Open an engine on either side; yield a contender that fetches all that theirs has.
@@ -64,12 +64,9 @@ class Decode:
             theirs: Shape of the prefill engine.
             ours: Shape of the decode engine.
             integrity: What proves that blocks have arrived.
-            hashes_early: Whether checksums are there when blocks are read; else every fetch is of
-                blocks that were offered a moment ago, and have none.
             num_tokens: Tokens to fetch; by default all.
         """
-        grade = integrity if hashes_early else "fenced"
-        port = await self.ask("open_engine", theirs, grade)
+        port = await self.ask("open_engine", theirs, integrity)
         worker = WorkerCaches(ours, 0, self.memory)
         config = NixlConfig(integrity=integrity, timeout_s=TIMEOUT_S)
         handover = Handover(config, NAMESPACE, worker.description, worker.caches)
@@ -80,12 +77,7 @@ class Decode:
             await prompt.offer()
             block_ids = self.block_ids(ours).tolist()
 
-            async def fetch() -> float:
-                if not hashes_early:
-                    await prompt.offer()
-                return await prompt.fetch(block_ids)
-
-            yield fetch
+            yield partial(prompt.fetch, block_ids)
         finally:
             await asyncio.to_thread(handover.close)
             await self.ask("close_engine", port)
@@ -117,13 +109,10 @@ class _Prompt:
         self._decode, self._handover, self._endpoint = decode, handover, endpoint
         self._theirs = theirs
         self._keys = PromptKeys(np.arange(num_tokens))
-        self._ticket = ""
+        self._ticket = uuid.uuid4().hex
 
     async def offer(self) -> None:
-        """Have the prompt offered under a new ticket."""
-        if self._ticket:
-            await self._call(self._handover.release(self._endpoint, self._ticket))
-        self._ticket = uuid.uuid4().hex
+        """Have the prompt offered."""
         num_tokens = self._keys.num_tokens
         keys = self._keys.block_keys(0, self._theirs.tokens_per_block, num_tokens)
         ids = list(range(len(keys)))

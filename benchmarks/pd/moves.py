@@ -84,7 +84,6 @@ async def _measure(rounds: int) -> list[BenchRow]:
         for shape in (LARGE_ROWS, SMALL_ROWS, PAGES):
             rows += await _against_raw(decode, shape, rounds)
         rows += await _rows_against_pages(decode, rounds)
-        rows += await _checksums(decode, rounds)
         rows += await _one_block(decode, rounds)
         for case in SHAPE_CASES:
             rows.append(await _shapes(decode, case, rounds))
@@ -120,17 +119,6 @@ async def _rows_against_pages(decode: Decode, rounds: int) -> list[BenchRow]:
         times = await in_turn(reads, rounds=rounds)
     rows.append(_row(f"NIXL READ, {case}", *times))
     return rows
-
-
-async def _checksums(decode: Decode, rounds: int) -> list[BenchRow]:
-    """Compare blocks that are hashed when they are read with those hashed when offered."""
-    shape = LARGE_ROWS
-    async with (
-        decode.fetching(shape, shape, hashes_early=False) as late,
-        decode.fetching(shape, shape) as early,
-    ):
-        times = await in_turn([late, early], rounds=rounds)
-    return [_row(f"fetch {_size(shape)}, full, hashed when read, against when offered", *times)]
 
 
 async def _one_block(decode: Decode, rounds: int) -> list[BenchRow]:

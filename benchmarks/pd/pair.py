@@ -11,9 +11,9 @@ from typing import Any, Self
 import torch
 
 from benchmarks.pd.prefill import HOST
-from benchmarks.vllm.engine_process import EngineConfig, EngineProcess, Generation
-from benchmarks.vllm.model import EngineModel, share_of_gpu
+from benchmarks.vllm.model import EngineModel
 from kvxfer.endpoint import free_ports
+from tests.e2e.engine_process import EngineConfig, EngineProcess, Generation, share_of_gpu
 
 MAX_MODEL_LEN = 8192
 CACHE_BYTES = 1 << 30

@@ -27,11 +27,7 @@ class Prefill(Far):
         self._engines: dict[int, list[Handover]] = {}
 
     async def open_engine(self, shape: EngineShape, integrity: IntegrityGrade) -> int:
-        """Open an engine whose caches are all of the memory; return the port of its first worker.
-
-        Checksums are computed when blocks are offered for `full`, and when they are read, if the
-        reader wants them, for `fenced`.
-        """
+        """Open an engine whose caches are all of the memory; return its first worker's port."""
         for _ in range(NUM_ATTEMPTS - 1):
             try:
                 return await asyncio.to_thread(self._open, shape, integrity)

@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.file import FOLDER_VARIABLE
 from benchmarks.report import BenchRow, compare
-from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK, EngineConfig, EngineProcess
-from benchmarks.vllm.model import VOCAB_SIZE, find_model, share_of_gpu
+from benchmarks.vllm.model import VOCAB_SIZE, find_model
+from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineConfig, EngineProcess, share_of_gpu
 
 CACHED_TOKENS = 19 * TOKENS_PER_BLOCK
 PROMPT_TOKENS = CACHED_TOKENS + 16  # a last block that is always computed, as in most real prompts

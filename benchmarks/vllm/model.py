@@ -10,7 +10,6 @@ MODEL_VARIABLE = "KVXFER_BENCH_MODEL"
 DTYPE_VARIABLE = "KVXFER_BENCH_DTYPE"
 DEFAULT_MODEL = Path("build/models/smollm2")
 VOCAB_SIZE = 40_000
-GPU_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +30,6 @@ def find_model() -> EngineModel:
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"no model at {folder}; name its folder in {MODEL_VARIABLE}")
     return EngineModel(folder, os.environ.get(DTYPE_VARIABLE) or fast_dtype())
-
-
-def share_of_gpu() -> float | None:
-    """Share of a GPU that an engine beside others asks for; None where there is no GPU."""
-    return GPU_SHARE if torch.cuda.is_available() else None
 
 
 def fast_dtype() -> str:

@@ -22,8 +22,8 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, ObjectStore
 
-from benchmarks.object_servers import BUCKET, ObjectServer, running
 from kvxfer.endpoint import free_ports
+from tests.backends.object_servers import BUCKET, ObjectServer, running
 from tests.installed_aside import REPOSITORY
 
 AZURITE = REPOSITORY / "build" / "azurite" / "node_modules" / ".bin" / "azurite-blob"

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from benchmarks.object_servers import ObjectServer
     from tests.backends.mooncake_servers import Cluster
+    from tests.backends.object_servers import ObjectServer
 
 
 @pytest.fixture(scope="session")
 def seaweedfs_server() -> Iterator["ObjectServer"]:
     """Run SeaweedFS; no test may stop it."""
-    from benchmarks.object_servers import seaweedfs
+    from tests.backends.object_servers import seaweedfs
 
     with seaweedfs() as server:
         yield server
@@ -49,7 +49,7 @@ def shared_client(mooncake: "Cluster", monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the credentials of the servers into the environment, where the backend looks for them."""
-    from benchmarks.object_servers import CREDENTIALS
+    from tests.backends.object_servers import CREDENTIALS
 
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)

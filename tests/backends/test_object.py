@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.object_servers import ObjectServer
 from kvxfer.backends.object import S3Backend
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendTests
 from tests.backends.file_store import sealed
-from tests.backends.object_servers import open_bucket
+from tests.backends.object_servers import ObjectServer, open_bucket
 
 _numbers = itertools.count()
 

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.object_servers import BUCKET, ObjectServer
 from kvxfer.backends.object import AZBackend, AZConfig, GSBackend, GSConfig, ObjectBackend
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -22,7 +21,7 @@ from tests.backends.cloud_servers import (
     find_fake_gcs,
     has_azurite,
 )
-from tests.backends.object_servers import PATIENT
+from tests.backends.object_servers import BUCKET, PATIENT, ObjectServer
 
 pytestmark = pytest.mark.processes
 

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.object_servers import (
-    BUCKET,
-    CREDENTIALS,
-    READER,
-    REGION,
-    ObjectServer,
-    seaweedfs,
-)
 from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck, Verdict, measure_usage
 from kvxfer.backends.object import BucketStore, S3Config, bucket_store
 from kvxfer.cli import main
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing.conformance.suite import make_keys, make_memory, store_generated
-from tests.backends.object_servers import open_bucket
+from tests.backends.object_servers import (
+    BUCKET,
+    CREDENTIALS,
+    READER,
+    REGION,
+    ObjectServer,
+    open_bucket,
+    seaweedfs,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("s3_credentials")]
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.object_servers import ObjectServer, seaweedfs
 from kvxfer.backends.object import S3Backend
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
@@ -21,7 +20,7 @@ from kvxfer.testing.conformance.suite import (
     store_generated,
 )
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from tests.backends.object_servers import open_bucket
+from tests.backends.object_servers import ObjectServer, open_bucket, seaweedfs
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("s3_credentials")]
 

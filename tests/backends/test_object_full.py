@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.object_servers import ObjectServer, seaweedfs
 from kvxfer.backends.object import S3Backend
 from kvxfer.storage.backend import Status
 from kvxfer.storage.gauge import Gauge
@@ -21,7 +20,7 @@ from kvxfer.testing.conformance.suite import (
 )
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.file_store import mounted
-from tests.backends.object_servers import open_bucket
+from tests.backends.object_servers import ObjectServer, open_bucket, seaweedfs
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("s3_credentials")]
 

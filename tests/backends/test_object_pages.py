@@ -10,7 +10,6 @@ import pytest
 from safetensors import safe_open
 
 import kvxfer
-from benchmarks.object_servers import BUCKET, READER, ObjectServer
 from kvxfer.backends.file import FileBackend, FileConfig, load_namespace
 from kvxfer.backends.object import S3Backend
 from kvxfer.connect import open_backend
@@ -22,7 +21,7 @@ from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
-from tests.backends.object_servers import open_bucket
+from tests.backends.object_servers import BUCKET, READER, ObjectServer, open_bucket
 from tests.recorder import Recorder
 
 pytestmark = pytest.mark.processes

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.object_servers import ObjectServer
 from kvxfer.backends.object import S3Backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Status
@@ -15,7 +14,7 @@ from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.file_store import open_store, sealed
-from tests.backends.object_servers import open_bucket
+from tests.backends.object_servers import ObjectServer, open_bucket
 
 pytestmark = pytest.mark.processes
 

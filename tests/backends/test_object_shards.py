@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import kvxfer
-from benchmarks.object_servers import BUCKET, REGION, ObjectServer
 from kvxfer.storage.backend import Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.testing.conformance.suite import statuses
+from tests.backends.object_servers import BUCKET, REGION, ObjectServer
 from tests.recorder import Recorder
 from tests.storage.portable_workers import KEYS, NAMESPACE, Worker, make_engine, make_values
 

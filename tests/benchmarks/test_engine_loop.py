@@ -29,7 +29,7 @@ def test_every_case_is_compared_with_a_copy_and_with_a_fixed_cost(
         for count in each
         for move in ("load", "store")
         for against in ("against one copy", "beyond one copy, against 60 us")
-    ] + ["load 5 x 8 KiB, polled, verified, against not", "XXH3 of 5 x 8 KiB, against one copy"]
+    ] + ["load 5 x 8 KiB, polled, verified, against not"]
     rounds = 10 + 1
     of_long_hit = 2 * (1 + 5 + 1)
     stored_once = "a load is stored once, before it is measured"

@@ -22,8 +22,8 @@ from benchmarks.pd.pair import EnginePair, NotLoadedError
 from benchmarks.pd.prefill import NUM_BYTES, Prefill
 from benchmarks.pd.shapes import HEAD_DIM, HND, NUM_KV_HEADS, EngineShape, WorkerCaches
 from benchmarks.report import BenchRow
-from benchmarks.vllm.engine_process import Generation
 from benchmarks.vllm.model import EngineModel
+from tests.e2e.engine_process import Generation
 
 LOGICAL = "block token layer kv head dim"
 

@@ -13,13 +13,13 @@ import pytest
 
 from benchmarks import s3
 from benchmarks.command import PROGRAM, main
-from benchmarks.object_servers import ObjectServer, seaweedfs
 from benchmarks.report import time_in_turn
 from benchmarks.s3 import BLOCK_BYTES
 from kvxfer.backends.object import S3Backend
 from kvxfer.cli.command_line import INTERRUPTED, run_command
 from kvxfer.storage.backend import DONE, PAUSED, Outcome
 from kvxfer.storage.keys import BlockKey
+from tests.backends.object_servers import ObjectServer, seaweedfs
 
 pytestmark = pytest.mark.processes
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.file import FOLDER_VARIABLE
 from benchmarks.vllm import cases, model
-from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK, EngineConfig, Generation
+from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineConfig, Generation
 
 COMPUTED_S, DEVICE_S, HOST_S, PLAIN_S, FILES_S = 8.0, 0.1, 0.2, 0.25, 0.15
 NUM_STEPS = {COMPUTED_S: 1, DEVICE_S: 1, HOST_S: 2, PLAIN_S: 3, FILES_S: 40}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.object_servers import BUCKET, CREDENTIALS, seaweedfs
 from kvxfer.backends.host import HostBackend
 from kvxfer.cli import main
 from kvxfer.storage.backend import DONE, MISSING
+from tests.backends.object_servers import BUCKET, CREDENTIALS, seaweedfs
 
 QUICK = ("--size", "8MiB", "--seconds", "0.01s")
 SPEED = r"+[0-9.]+ [KMG]iB/s"

@@ -10,9 +10,9 @@ import pytest
 from obstore.exceptions import PermissionDeniedError
 from obstore.store import MemoryStore
 
-from benchmarks.object_servers import BUCKET, CREDENTIALS, READER, ObjectServer, seaweedfs
 from kvxfer.backends.object import S3Config
 from kvxfer.doctor import Check, Finding, Severity, examine
+from tests.backends.object_servers import BUCKET, CREDENTIALS, READER, ObjectServer, seaweedfs
 from tests.doctor.test_machine import is_complete
 
 TIMEOUT_S = 20.0

@@ -20,16 +20,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.vllm.engine_process import (
+from tests.e2e import audit, models, oracle, text
+from tests.e2e.demo_console import Step, add_dtype, show_steps
+from tests.e2e.engine_process import (
     TOKENS_PER_BLOCK,
     EngineConfig,
     EngineDiedError,
     EngineProcess,
     Generation,
+    share_of_gpu,
 )
-from benchmarks.vllm.model import share_of_gpu
-from tests.e2e import audit, models, oracle, text
-from tests.e2e.demo_console import Step, add_dtype, show_steps
 
 NUM_PROMPTS = 4
 NUM_BLOCKS = 19

@@ -22,18 +22,18 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.vllm.engine_process import (
+from examples.proxy.config import ProxyConfig
+from examples.proxy.server import Proxy
+from tests.e2e import models, oracle, text
+from tests.e2e.demo_console import Step, add_dtype, show_steps
+from tests.e2e.engine_process import (
     TOKENS_PER_BLOCK,
     EngineConfig,
     EngineDiedError,
     EngineProcess,
     Generation,
+    share_of_gpu,
 )
-from benchmarks.vllm.model import share_of_gpu
-from examples.proxy.config import ProxyConfig
-from examples.proxy.server import Proxy
-from tests.e2e import models, oracle, text
-from tests.e2e.demo_console import Step, add_dtype, show_steps
 from tests.e2e.prefill_decode.deployment import SOURCE
 from tests.e2e.prefill_decode.engines import MAX_MODEL_LEN, Engine, EngineShape, Failure
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.vllm.engine_process import (
+from tests.e2e import audit, models, oracle
+from tests.e2e.engine_process import (
     TOKENS_PER_BLOCK,
     EngineConfig,
     EngineProcess,
     Generation,
+    share_of_gpu,
 )
-from benchmarks.vllm.model import share_of_gpu
-from tests.e2e import audit, models, oracle
 
 REPOSITORY = audit.REPOSITORY
 MIB = 1 << 20

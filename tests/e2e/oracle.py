@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol
 
-from benchmarks.vllm.engine_process import Generation
+from tests.e2e.engine_process import Generation
 
 LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 EXACT_TOKENS = frozenset({"float32"})
@@ -20,7 +20,7 @@ EXACT_TOKENS = frozenset({"float32"})
 
 
 class Engine(Protocol):
-    """What runs prompts: `benchmarks.vllm.engine_process.EngineProcess`."""
+    """What runs prompts: `tests.e2e.engine_process.EngineProcess`."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int, read_cache: bool = True

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.vllm.engine_process import (
+from kvxfer.endpoint import free_ports
+from tests.e2e import models
+from tests.e2e.engine_process import (
     TOKENS_PER_BLOCK,
     EngineConfig,
     EngineDiedError,
     EngineProcess,
+    share_of_gpu,
 )
-from benchmarks.vllm.model import share_of_gpu
-from kvxfer.endpoint import free_ports
-from tests.e2e import models
 from tests.e2e.harness import REPOSITORY, random_prompts
 from tests.e2e.prefill_decode.deployment import ASK
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from tests.e2e import demo
+from tests.e2e.engine_process import TOKENS_PER_BLOCK
 
 pytestmark = pytest.mark.e2e
 

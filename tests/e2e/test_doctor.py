@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm.engine_process import EngineConfig, EngineProcess
-from benchmarks.vllm.model import share_of_gpu
 from kvxfer.doctor import Finding, Severity, compare
 from tests.e2e import models
+from tests.e2e.engine_process import EngineConfig, EngineProcess, share_of_gpu
 from tests.e2e.harness import REPOSITORY, random_prompts
 
 pytestmark = pytest.mark.e2e

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
 from tests.e2e import instruction_set
+from tests.e2e.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import (
     AuditedEngine,
     on_cpu,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from tests.e2e import models, oracle, text
 from tests.e2e.conftest import Start
+from tests.e2e.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import (
     REPOSITORY,
     random_prompts,

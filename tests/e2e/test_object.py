@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.object_servers import BUCKET, CREDENTIALS, REGION, seaweedfs
-from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from kvxfer.endpoint import free_ports
+from tests.backends.object_servers import BUCKET, CREDENTIALS, REGION, seaweedfs
 from tests.e2e import models, oracle, text
+from tests.e2e.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import (
     REPOSITORY,
     AuditedEngine,

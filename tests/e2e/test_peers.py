@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from tests.cli.peers import serving
 from tests.e2e import oracle
 from tests.e2e.audit import DIE, Hook
+from tests.e2e.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import (
     AuditedEngine,
     random_prompts,

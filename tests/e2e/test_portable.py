@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from tests.e2e import block_outermost, oracle
+from tests.e2e.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import (
     AuditedEngine,
     on_cpu,

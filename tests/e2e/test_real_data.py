@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.vllm.engine_process import ENVIRONMENT, TOKENS_PER_BLOCK
 from examples.engine.__main__ import open_engine
 from kvxfer.engine_side import VLLMKeys
 from kvxfer.errors import InvalidArgumentError
 from tests.e2e import models, text
+from tests.e2e.engine_process import ENVIRONMENT, TOKENS_PER_BLOCK
 from tests.e2e.harness import REPOSITORY, AuditedEngine, run_engine
 
 pytestmark = pytest.mark.e2e

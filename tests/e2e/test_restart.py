@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from tests.e2e import models, oracle, text
 from tests.e2e.audit import flip_a_bit
+from tests.e2e.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import (
     REPOSITORY,
     AuditedEngine,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
+from tests.e2e.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import AuditedEngine, random_prompts
 
 pytestmark = pytest.mark.e2e

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK, EngineConfig, EngineProcess
-from benchmarks.vllm.model import share_of_gpu
 from tests.e2e import models
+from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineConfig, EngineProcess, share_of_gpu
 from tests.e2e.harness import REPOSITORY, random_prompts, require_gpus
 
 pytestmark = pytest.mark.e2e

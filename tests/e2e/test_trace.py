@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from kvxfer.explain import Answer, explain
 from kvxfer.replay import bytes_per_token, count_ceiling, plan_tiers, read_trace, simulate
 from kvxfer.telemetry.journal_file import Request, list_files
 from tests.e2e import models
+from tests.e2e.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import REPOSITORY, AuditedEngine, random_prompts
 
 pytestmark = pytest.mark.e2e

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
 from tests.e2e import models
+from tests.e2e.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import REPOSITORY
 from tests.e2e.trainer import PROMPT
 

@@ -11,8 +11,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.vllm.engine_process import TOKENS_PER_BLOCK
-from benchmarks.vllm.model import share_of_gpu
+from tests.e2e.engine_process import TOKENS_PER_BLOCK, share_of_gpu
 
 ENGINE: dict[str, Any] = {"block_size": TOKENS_PER_BLOCK}
 if (share := share_of_gpu()) is not None:

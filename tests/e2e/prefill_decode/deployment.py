@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.vllm.engine_process import EngineConfig, EngineProcess, Generation
-from benchmarks.vllm.model import share_of_gpu
 from tests.e2e import audit, handover_audit, models, oracle
+from tests.e2e.engine_process import EngineConfig, EngineProcess, Generation, share_of_gpu
 from tests.e2e.prefill_decode.engines import (
     LEASE_S,
     MAX_MODEL_LEN,

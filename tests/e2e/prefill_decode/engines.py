@@ -19,10 +19,9 @@ import aiohttp
 import torch
 
 from benchmarks.nixl.raw import TCP_ALONE
-from benchmarks.vllm.engine_process import ENVIRONMENT, TOKENS_PER_BLOCK, Generation
-from benchmarks.vllm.model import share_of_gpu
 from kvxfer.endpoint import free_ports
 from tests.e2e import audit, models
+from tests.e2e.engine_process import ENVIRONMENT, TOKENS_PER_BLOCK, Generation, share_of_gpu
 
 HOST = "127.0.0.1"
 MAX_MODEL_LEN = 4096

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Self, TypeVar
 
 import msgspec
+import torch
 
 from kvxfer.errors import KVXferError
 
@@ -27,6 +28,7 @@ LOG_TAIL_LINES = 40
 SHUTDOWN_TIMEOUT_S = 35
 LAST_WORDS_TIMEOUT_S = 5
 FRAME_LENGTH_BYTES = 8
+GPU_SHARE = 0.2
 
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
@@ -198,8 +200,8 @@ class EngineProcess:
         if config.tensor_parallel_size > 1:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         with theirs:
-            self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                [sys.executable, "-m", "benchmarks.vllm.engine_server", str(theirs.fileno())],
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.e2e.engine_server", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
@@ -340,3 +342,8 @@ def read_frame(stream: IO[bytes]) -> bytes | None:
     num_bytes = int.from_bytes(stream.read(FRAME_LENGTH_BYTES), "big")
     message = stream.read(num_bytes)
     return message if num_bytes and len(message) == num_bytes else None
+
+
+def share_of_gpu() -> float | None:
+    """Share of a GPU that an engine beside others asks for; None where there is no GPU."""
+    return GPU_SHARE if torch.cuda.is_available() else None

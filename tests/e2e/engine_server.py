@@ -1,4 +1,4 @@
-"""The side of `benchmarks.vllm.engine_process` that runs vLLM, in the engine's process."""
+"""The side of `tests.e2e.engine_process` that runs vLLM, in the engine's process."""
 
 import socket
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.vllm.engine_process import (
+from tests.e2e.engine_process import (
     SHUTDOWN_TIMEOUT_S,
     EngineConfig,
     Generate,
