@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvxfer.explain.history import Happening, History, Place
+from kvxfer.explain.history import QUEUED, Happening, History, Kind, Place
 from kvxfer.storage.backend import NO_ROOM_REASON, PARTIAL, PAUSED, Status
 from kvxfer.storage.keys import BlockKey, Difference
 from kvxfer.storage.observer import ENGINE, LENT, Operation, Removal
-from kvxfer.telemetry.journal_event import QUEUED
-from kvxfer.telemetry.journal_file import Kind
 from kvxfer.text import printable
 
 MAX_FIELDS = 3

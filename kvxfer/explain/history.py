@@ -1,22 +1,39 @@
 """History: what the journals of a folder say about requests and blocks."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.telemetry.journal_file import (
-    JournalFile,
-    Kind,
-    Lost,
-    Noted,
-    Record,
-    Request,
-    Source,
-    list_files,
+from kvxfer.storage.observer import (
+    ENGINE,
+    Added,
+    Asked,
+    Cause,
+    Ended,
+    Event,
+    Late,
+    LookedUp,
+    Moved,
+    NotLoaded,
+    NotWrittenBack,
+    Operation,
+    Removed,
+    Requested,
+    Skipped,
 )
+from kvxfer.telemetry.journal import TOLD_BY_TIERS
+from kvxfer.telemetry.journal_file import JournalFile, Lost, Noted, Source, list_files
+
+QUEUED = "queued"
+"""Status of a batch of an engine whose deadline passed before it was begun."""
+
+T = TypeVar("T")
 
 _HELD = ("nixl",), ("pool",)
 """Tiers as which engines have the blocks of a holder."""
@@ -29,16 +46,54 @@ class Place(NamedTuple):
     source: int
 
 
+class Kind(Enum):
+    """Kind of what happened to a block."""
+
+    STORED = "stored"
+    NOT_STORED = "not stored"
+    LOADED = "loaded"
+    NOT_LOADED = "not loaded"
+    FOUND = "found"
+    MISSED = "missed"
+    REMOVED = "removed"
+    LATE = "late"
+    SKIPPED = "skipped"
+    NOT_WRITTEN_BACK = "not written back"
+    TOO_SLOW = "too slow"
+
+
 class Happening(NamedTuple):
-    """Thing that happened to one block; fields as those of `Noted`."""
+    """Thing that happened to one block.
+
+    Attributes:
+        at_s: Seconds since the epoch.
+        place: Where it was noted.
+        kind: What happened.
+        tier: Name of the tier.
+        what: Status, operation, or reason of a removal.
+        reason: Reason in words.
+        namespace: Fingerprint of its namespace, where it is another one than the source's.
+    """
 
     at_s: float
     place: Place
     kind: Kind
     tier: str
-    what: str
-    reason: str
-    namespace: str
+    what: str = ""
+    reason: str = ""
+    namespace: str = ""
+
+
+class Request(NamedTuple):
+    """Request of an engine, as it was noted."""
+
+    at_s: float
+    place: Place
+    event: Requested
+
+
+_KINDS = (Kind.LOADED, Kind.NOT_LOADED), (Kind.STORED, Kind.NOT_STORED)
+"""Kinds of a load and of a store, that is done and that is not."""
 
 
 @dataclass(slots=True)
@@ -49,7 +104,7 @@ class History:
         begins_s: Time from which on the journal of each process is complete, if nothing was lost.
         ends_s: Time of the last record.
         num_requests: Requests in all.
-        requests: Those that were asked for, with their places, in order of time.
+        requests: Those that were asked for, in order of time.
         happenings: What happened to each block that was asked for, in order of time.
     """
 
@@ -58,7 +113,7 @@ class History:
     sources: dict[Place, Source] = field(default_factory=dict)
     lost: list[Lost] = field(default_factory=list)
     num_requests: int = 0
-    requests: list[tuple[Place, Request]] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
     happenings: dict[BlockKey, list[Happening]] = field(default_factory=dict)
 
     def know(self, place: Place) -> None:
@@ -124,15 +179,21 @@ def read_history(
         InvalidArgumentError: The folder has no journal.
     """
     history, files = History(), list_files(folder)
-    _read_frame(history, files, request)
-    wanted = {BlockKey(key) for _, each in history.requests for key in each.keys} | set(keys)
+    telling = _read_frame(history, files, request)
+    wanted = {key for each in history.requests for key in each.event.keys} | set(keys)
     found: dict[BlockKey, list[Happening]] = defaultdict(list)
     for file in files:
         for record in file.records():
-            for concerned, happening in _happenings(file.began.process, record):
-                for key in wanted.intersection(map(BlockKey, concerned)):
+            if not isinstance(record, Noted):
+                continue
+            place = Place(file.began.process, record.source)
+            for concerned, happening in _happenings(record.at_s, place, record.event):
+                is_told = happening.kind is Kind.STORED and not isinstance(record.event, Added)
+                if is_told and (place, happening.tier) in telling:
+                    continue
+                for key in wanted.intersection(concerned):
                     found[key].append(happening)
-                    history.know(happening.place)
+                    history.know(place)
     for key in wanted:
         history.happenings[key] = sorted(found[key], key=lambda each: each.at_s)
     return history
@@ -142,27 +203,74 @@ def _is_holder(source: Source) -> bool:
     return source.namespace is None and not source.engine and source.tiers in _HELD
 
 
-def _happenings(process: str, record: Record) -> Iterator[tuple[Sequence[bytes], Happening]]:
-    """Say what a record tells of blocks; a request tells which were found."""
-    if isinstance(record, Noted):
-        place = Place(process, record.source)
-        more = record.kind, record.tier, record.what, record.reason, record.namespace
-        assert not isinstance(record.keys, int)  # see `JournalFile.records`
-        yield record.keys, Happening(record.at_s, place, *more)
-    elif isinstance(record, Request):
-        place, start = Place(process, record.source), 0
-        for tier, number in record.runs:
-            kind = Kind.FOUND if tier else Kind.MISSED
-            if tier is not None:
-                some = record.keys[start : start + number]
-                yield some, Happening(record.at_s, place, kind, tier, "", "", "")
-            start += number
+def _happenings(  # noqa: C901 - a case for each kind of event
+    at_s: float, place: Place, event: Event
+) -> Iterator[tuple[Iterable[BlockKey], Happening]]:
+    """List what an event says of blocks; those that were not looked up are left out."""
+    here = partial(Happening, at_s, place)
+    keys = event.keys
+    match event:
+        case Moved(operation=Operation.LOAD, cause=Cause.WRITE_BACK):
+            pass  # nobody asked for it
+        case Moved() | Ended():
+            yield from _of_outcomes(here, event)
+        case LookedUp() | Requested():
+            for tier, some in _groups(keys, event.tiers):
+                if tier is not None:
+                    yield some, here(Kind.FOUND if tier else Kind.MISSED, tier)
+        case Added():
+            yield keys, here(Kind.STORED, event.tier)
+        case Removed():
+            reason = event.reason.value
+            yield keys, here(Kind.REMOVED, event.tier, reason, namespace=event.namespace)
+        case Late():
+            yield keys, here(Kind.LATE, event.tier, event.operation.value)
+        case Skipped():
+            yield keys, here(Kind.SKIPPED, event.tier, event.operation.value)
+        case NotLoaded():
+            yield keys, here(Kind.TOO_SLOW, event.tier)
+        case NotWrittenBack():
+            yield keys, here(Kind.NOT_WRITTEN_BACK, event.tier)
+        case Asked():  # how long a tier took for its answer
+            pass
 
 
-def _read_frame(history: History, files: Sequence[JournalFile], wanted: str) -> None:
-    """Read everything but what happened to blocks."""
-    exact: list[tuple[Place, Request]] = []
-    alike: list[tuple[Place, Request]] = []
+def _of_outcomes(
+    here: Callable[..., Happening], event: Moved | Ended
+) -> Iterator[tuple[Iterable[BlockKey], Happening]]:
+    """List what a batch says of its blocks; that of an engine, what no tier has told."""
+    is_store, outcomes = event.operation is Operation.STORE, event.outcomes
+    if len(outcomes) == 1:
+        outcomes = list(outcomes) * len(event.keys)
+    for outcome, some in _groups(event.keys, outcomes):
+        what, tier = outcome.status.value, ENGINE
+        if isinstance(event, Moved):
+            tier = event.tier
+        elif outcome.status in TOLD_BY_TIERS:
+            continue
+        elif outcome.status is Status.TIMED_OUT and outcome.memory_safe:
+            what = QUEUED
+        done, failed = _KINDS[is_store]
+        yield some, here(done if outcome.done else failed, tier, what, outcome.reason)
+
+
+def _groups(
+    keys: Sequence[BlockKey], values: Sequence[T]
+) -> Iterable[tuple[T, Iterable[BlockKey]]]:
+    """Group keys by their values."""
+    groups: dict[T, list[BlockKey]] = defaultdict(list)
+    for key, value in zip(keys, values, strict=True):
+        groups[value].append(key)
+    return groups.items()
+
+
+def _read_frame(
+    history: History, files: Sequence[JournalFile], wanted: str
+) -> set[tuple[Place, str]]:
+    """Read everything but what happened to blocks; return the tiers that tell what they add."""
+    exact: list[Request] = []
+    alike: list[Request] = []
+    telling: set[tuple[Place, str]] = set()
     for file in files:
         process = file.began.process
         history.begins_s.setdefault(process, file.began.at_s)
@@ -171,13 +279,19 @@ def _read_frame(history: History, files: Sequence[JournalFile], wanted: str) -> 
             if isinstance(record, Source):
                 history.sources[Place(process, record.number)] = record
                 continue
+            history.ends_s = max(history.ends_s, record.at_s)
             if isinstance(record, Lost):
                 history.lost.append(record)
-            elif isinstance(record, Request):
-                history.num_requests += 1
+            elif isinstance(record, Noted):
                 place = Place(process, record.source)
-                history.know(place)
-                if wanted and wanted in record.request_id:
-                    (exact if record.request_id == wanted else alike).append((place, record))
-            history.ends_s = max(history.ends_s, record.at_s)
-    history.requests = sorted(exact or alike, key=lambda each: each[1].at_s)
+                if isinstance(record.event, Added):
+                    telling.add((place, record.event.tier))
+                elif isinstance(record.event, Requested):
+                    history.num_requests += 1
+                    history.know(place)
+                    name = record.event.request_id
+                    if wanted and wanted in name:
+                        each = Request(record.at_s, place, record.event)
+                        (exact if name == wanted else alike).append(each)
+    history.requests = sorted(exact or alike, key=lambda each: each.at_s)
+    return telling

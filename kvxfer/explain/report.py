@@ -3,16 +3,15 @@
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, groupby, repeat
+from itertools import accumulate, groupby
 from pathlib import Path
 
 import msgspec
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.explain.answer import Answer, Cause, Explained, Explainer
-from kvxfer.explain.history import History, Place, read_history
+from kvxfer.explain.history import History, Kind, Place, Request, read_history
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
-from kvxfer.telemetry.journal_file import Kind, Request
 from kvxfer.text import printable
 
 MAX_CHARACTERS = 200
@@ -92,7 +91,7 @@ def explain(arguments: Sequence[str], folder: Path) -> list[Report]:
     else:
         history = read_history(folder, keys=[k for k in keys if k])
     if history.requests:
-        return [_of_request(history, *seen) for seen in history.requests]
+        return [_of_request(history, each) for each in history.requests]
     for index, (argument, key) in enumerate(zip(arguments, keys, strict=True)):
         if key is None:
             name = "argument" if len(arguments) == 1 else f"arguments[{index}]"
@@ -112,20 +111,19 @@ def _parse_key(text: str) -> BlockKey | None:
 
 
 def _require_few_names(history: History, argument: str) -> None:
-    names = list(dict.fromkeys(request.request_id for _, request in history.requests))
+    names = list(dict.fromkeys(each.event.request_id for each in history.requests))
     if len(names) > MAX_NAMES:
         some = ", ".join(names[:MAX_NAMES])
         rule = f"a part of the names of {MAX_NAMES} requests at most, not of {some}, ..."
         raise InvalidArgumentError("argument", argument, rule)
 
 
-def _of_request(history: History, place: Place, request: Request) -> Report:
-    keys = [BlockKey(key) for key in request.keys]
-    tiers = list(chain.from_iterable(repeat(tier, number) for tier, number in request.runs))
+def _of_request(history: History, seen: Request) -> Report:
+    at_s, place, request = seen
     explainer = Explainer(history, place)
     blocks: list[Explained] = []
     asked: set[int] = set()  # groups
-    for key, tier in zip(keys, tiers, strict=True):
+    for key, tier in zip(request.keys, request.tiers, strict=True):
         if tier is None:
             is_behind = group_of(key) in asked
             text = _BEHIND if is_behind else _BEFORE
@@ -134,16 +132,16 @@ def _of_request(history: History, place: Place, request: Request) -> Report:
         asked.add(group_of(key))
         if not tier and request.reason:
             blocks.append(_plain(key, Answer.FAILED, "", f"refused: {request.reason}"))
-        elif tier and (failed_s := history.failed_s(key, place, request.at_s)) is not None:
-            blocks.append(explainer.explain(key, failed_s, since_s=request.at_s))
+        elif tier and (failed_s := history.failed_s(key, place, at_s)) is not None:
+            blocks.append(explainer.explain(key, failed_s, since_s=at_s))
         elif tier:
-            by = explainer.giver(key, tier, request.at_s)
+            by = explainer.giver(key, tier, at_s)
             blocks.append(_plain(key, Answer.FOUND, by, f"from {by}"))
         else:
-            blocks.append(explainer.explain(key, request.at_s))
+            blocks.append(explainer.explain(key, at_s))
     name = printable(request.request_id, MAX_CHARACTERS)
-    report = _report(history, name, request.at_s, blocks, [place])
-    if not keys:
+    report = _report(history, name, at_s, blocks, [place])
+    if not request.keys:
         why = request.reason or "no whole block of it is known, as of a short prompt"
         report.notes.append(printable(why, MAX_CHARACTERS))
     return report

@@ -5,7 +5,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
 from typing import IO
@@ -14,22 +15,30 @@ import msgspec
 
 from kvxfer import runtime
 from kvxfer.checks import require_positive
+from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import Namespace
-from kvxfer.storage.observer import ENGINE, Added, Asked, AskGauges, Event, Moved, Observer
-from kvxfer.telemetry.journal_event import records_of
+from kvxfer.storage.observer import (
+    ENGINE,
+    Added,
+    Asked,
+    AskGauges,
+    Ended,
+    Event,
+    Moved,
+    Observer,
+    Operation,
+    Removed,
+)
 from kvxfer.telemetry.journal_file import (
-    LENGTH_BYTES,
     SUFFIX,
     VERSION,
     Began,
-    Kind,
     Lost,
     Noted,
     Record,
     Source,
     encode_record,
     mark_alive,
-    recent_keys,
     remove_ended,
     still_alive,
 )
@@ -46,10 +55,12 @@ MAX_WAITING_KEYS = 500_000
 """Keys of the events that wait to be written, some 40 MB; an event counts as one more. Further ones
 are lost, and counted; one that has more than that alone is taken where no other waits."""
 MAX_KEYS_PER_RECORD = 10_000
-"""Keys in one record, so that files are bounded however many an event has."""
+"""Keys in one record of blocks that come or go, so that files are bounded however many do."""
 WRITE_S = 0.5
 """Time between two writes, and what a process that is killed loses of its journal."""
 CLOSE_TIMEOUT_S = 2.0
+TOLD_BY_TIERS = frozenset({Status.DONE, Status.MISSING, Status.CORRUPT})
+"""Statuses of an engine's batch that say no more than those of its tiers."""
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +91,6 @@ class Journal:
         self._file: IO[bytes] | None = None
         self._num_bytes = 0
         self._part = 0
-        self._recent = recent_keys()
         self._has_failed = False
         self._is_closing = False
         self._is_closed = False
@@ -155,7 +165,13 @@ class Journal:
             noted, self._waiting, self._num_waiting_keys = self._waiting, [], 0
         records: list[Record] = []
         for at_s, observer, event in noted:
-            records += self._records_of(at_s, observer.number, event)
+            if event is None:
+                records.append(self._sources[observer.number])
+            else:
+                records += (
+                    Noted(at_s, observer.number, type(event).__name__, part)
+                    for part in self._parts(observer.number, event)
+                )
         if lost.num_events:
             records += [lost, *self._sources.values()]  # which may be among what was lost
         if records and not self._write(records):
@@ -163,15 +179,29 @@ class Journal:
                 self._lost_at_s = noted[0][0] if noted else lost.at_s
                 self._num_lost += len(noted) + lost.num_events
 
-    def _records_of(self, at_s: float, number: int, event: Event | None) -> Iterable[Record]:
-        if event is None:
-            return [self._sources[number]]
-        records = [part for whole in records_of(at_s, number, event) for part in _parts(whole)]
+    def _parts(self, number: int, event: Event) -> Iterator[Event]:
+        """Shorten an event: an outcome that all blocks have once, and a bounded number of keys.
+
+        A batch is left out that says no more than other events of its source.
+        """
         if isinstance(event, Added):
             self._telling.add((number, event.tier))
-        elif isinstance(event, Moved) and (number, event.tier) in self._telling:
-            return [each for each in records if getattr(each, "kind", "") is not Kind.STORED]
-        return records
+        if isinstance(event, (Moved, Ended)):
+            first = event.outcomes[:1]
+            if first and event.outcomes.count(first[0]) == len(event.outcomes):
+                is_stored = first[0].done and event.operation is Operation.STORE
+                if isinstance(event, Ended):
+                    is_told = first[0].status in TOLD_BY_TIERS
+                else:
+                    is_told = is_stored and (number, event.tier) in self._telling
+                if is_told:
+                    return
+                event = replace(event, outcomes=first)
+        if not isinstance(event, (Added, Removed)) or len(event.keys) <= MAX_KEYS_PER_RECORD:
+            yield event
+            return
+        for start in range(0, len(event.keys), MAX_KEYS_PER_RECORD):
+            yield replace(event, keys=event.keys[start : start + MAX_KEYS_PER_RECORD])
 
     def _write(self, records: Sequence[Record]) -> bool:
         """Write records; whether that was possible."""
@@ -186,12 +216,11 @@ class Journal:
                     noted = (each.at_s for each in records[index:] if isinstance(each, Noted))
                     self._open_part(next(noted, runtime.wall_time()))
                     num_bytes = self._num_bytes
-                data.append(self._frame(record))
+                data.append(encode_record(record))
                 num_bytes += len(data[-1])
             assert self._file is not None
             self._append(self._file, b"".join(data))
         except (OSError, ValueError, TypeError) as exc:  # a disk, or an id that is no text
-            self._recent = recent_keys()
             if not self._has_failed:
                 logger.warning("%s: the journal cannot be written: %s", self._folder, exc)
             self._has_failed = True
@@ -209,17 +238,6 @@ class Journal:
             raise
         self._num_bytes += len(data)
 
-    def _frame(self, record: Record) -> bytes:
-        """Encode a record with its length, without keys that are those of one shortly before."""
-        if isinstance(record, Noted):
-            known = next((n for n, keys in enumerate(self._recent) if keys == record.keys), None)
-            if known is not None:
-                record = msgspec.structs.replace(record, keys=known)
-            else:
-                self._recent.appendleft(record.keys)
-        data = encode_record(record)
-        return len(data).to_bytes(LENGTH_BYTES, "big") + data
-
     def _open_part(self, began_s: float) -> None:
         """Begin a file, and remove the oldest of this process, and of processes that ended."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -228,9 +246,8 @@ class Journal:
         began = Began(VERSION, began_s, self._process, self._part)
         with self._lock:
             sources = list(self._sources.values())
-        self._recent = recent_keys()
         first: list[Record] = [began, *sources]
-        data = b"".join([self._frame(record) for record in first])
+        data = b"".join(map(encode_record, first))
         path = self._path(self._part)
         file = path.open("x+b", buffering=0)
         try:
@@ -271,17 +288,6 @@ class JournalObserver(Observer):
     def watch(self, tier: str, ask: AskGauges) -> None:  # noqa: ARG002 - only its name is of use
         """See `Observer.watch`."""
         self._journal.add_tier(self, tier)
-
-
-def _parts(record: Record) -> list[Record]:
-    """Divide a record of very many keys."""
-    if not isinstance(record, Noted) or isinstance(record.keys, int):
-        return [record]
-    if len(record.keys) <= MAX_KEYS_PER_RECORD:
-        return [record]
-    starts = range(0, len(record.keys), MAX_KEYS_PER_RECORD)
-    parts = [record.keys[start : start + MAX_KEYS_PER_RECORD] for start in starts]
-    return [msgspec.structs.replace(record, keys=keys) for keys in parts]
 
 
 def _write_whole(file: IO[bytes], data: bytes) -> None:

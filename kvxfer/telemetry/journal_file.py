@@ -2,22 +2,22 @@
 
 import contextlib
 import fcntl
+import itertools
 import os
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import IO, Any, TypeAlias, get_args
 
 import msgspec
 
 from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import Namespace
+from kvxfer.storage.observer import Event
 
 SUFFIX = ".journal"
-VERSION = 1
+VERSION = 2
 LENGTH_BYTES = 4
 """Bytes of the length in front of each record, big-endian."""
 MAX_RECORD_BYTES = 64 << 20
@@ -26,23 +26,7 @@ ALIVE_S = 86400.0
 system has no locks."""
 
 
-class Kind(StrEnum):
-    """Kind of what happened to blocks."""
-
-    STORED = "stored"
-    NOT_STORED = "not_stored"
-    LOADED = "loaded"
-    NOT_LOADED = "not_loaded"
-    FOUND = "found"
-    MISSED = "missed"
-    REMOVED = "removed"
-    LATE = "late"
-    SKIPPED = "skipped"
-    NOT_WRITTEN_BACK = "not_written_back"
-    TOO_SLOW = "too_slow"
-
-
-class _Record(msgspec.Struct, frozen=True, array_like=True):
+class _Record(msgspec.Struct, frozen=True):
     """Record of a journal."""
 
 
@@ -78,48 +62,20 @@ class Source(_Record, frozen=True, tag="source"):
     tiers: tuple[str, ...]
 
 
-class Noted(_Record, frozen=True, tag="blocks"):
-    """Thing that happened to blocks.
+class Noted(_Record, frozen=True, tag="event"):
+    """Event of an observer.
 
     Attributes:
         at_s: Seconds since the epoch.
         source: Number of the source.
-        kind: What happened.
-        tier: Name of the tier.
-        what: Status, operation, or reason of a removal.
-        reason: Reason in words.
-        namespace: Fingerprint of their namespace, where it is another one than the source's.
-        keys: Keys of the blocks; a number for those of an earlier record, see `recent_keys`.
+        kind: Name of the event's class.
+        event: The event. If all blocks of a batch have one outcome, that is written once.
     """
 
     at_s: float
     source: int
-    kind: Kind
-    tier: str
-    what: str
-    reason: str
-    namespace: str
-    keys: Sequence[bytes] | int
-
-
-class Request(_Record, frozen=True, tag="request"):
-    """Request of an engine.
-
-    Attributes:
-        at_s, source: As of `Noted`.
-        request_id: The engine's name of it.
-        keys: Keys of its blocks, in order.
-        runs: Tier and number of blocks of each run of equal tiers; the tier is empty for a miss,
-            None for blocks that were not looked up.
-        reason: Why blocks were refused, if one reason holds for all.
-    """
-
-    at_s: float
-    source: int
-    request_id: str
-    keys: Sequence[bytes]
-    runs: Sequence[tuple[str | None, int]]
-    reason: str
+    kind: str
+    event: Any
 
 
 class Lost(_Record, frozen=True, tag="lost"):
@@ -134,7 +90,7 @@ class Lost(_Record, frozen=True, tag="lost"):
     num_events: int
 
 
-Record: TypeAlias = Began | Source | Noted | Request | Lost
+Record: TypeAlias = Began | Source | Noted | Lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,36 +100,18 @@ class JournalFile:
     Attributes:
         path: Where it is.
         began: Its first record.
-        next_record: Offset of the record after that.
     """
 
     path: Path
     began: Began
-    next_record: int
 
     def records(self) -> Iterator[Record]:
         """Read the records after the first one, as far as they are whole and understood.
 
-        Records of `Noted` have their keys. A file that is being written, or whose process was
-        killed, ends within a record; what is before it counts.
+        A file that is being written, or whose process was killed, ends within a record; what is
+        before it counts.
         """
-        recent = recent_keys()
-        for record in _read(self.path, self.next_record):
-            if not isinstance(record, Noted):
-                yield record
-            elif not isinstance(record.keys, int):
-                recent.appendleft(record.keys)
-                yield record
-            elif 0 <= record.keys < len(recent):
-                yield msgspec.structs.replace(record, keys=recent[record.keys])
-
-
-def recent_keys() -> deque[Sequence[bytes] | int]:
-    """Make the list of the keys that were written last in a file, the latest first.
-
-    Keys that are in it are not written again: the blocks of one batch are told several times.
-    """
-    return deque(maxlen=4)
+        return itertools.islice(_read(self.path), 1, None)
 
 
 def list_files(folder: Path) -> list[JournalFile]:
@@ -188,9 +126,9 @@ def list_files(folder: Path) -> list[JournalFile]:
         raise _refuse(folder, f"a folder that can be read: {exc.strerror}") from exc
     files = []
     for path in paths:
-        first = next(_read(path, 0), None)
+        first = next(_read(path), None)
         if isinstance(first, Began) and first.version == VERSION:
-            files.append(JournalFile(path, first, LENGTH_BYTES + len(encode_record(first))))
+            files.append(JournalFile(path, first))
     if not files:
         raise _refuse(folder, f"a folder with files of a journal (*{SUFFIX}) in it")
     return sorted(files, key=lambda file: (file.began.process, file.began.part))
@@ -244,20 +182,24 @@ def _has_ended(path: Path) -> bool:
 
 
 def encode_record(record: Record) -> bytes:
-    """Encode a record, without its length."""
-    return _ENCODER.encode(record)
+    """Encode a record in msgpack, with its length in front."""
+    data = msgspec.msgpack.encode(record)
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
-def _read(path: Path, offset: int) -> Iterator[Record]:
+def _read(path: Path) -> Iterator[Record]:
     try:
         with path.open("rb") as file:
-            file.seek(offset)
             while len(head := file.read(LENGTH_BYTES)) == LENGTH_BYTES:
                 num_bytes = int.from_bytes(head, "big")
                 if num_bytes > MAX_RECORD_BYTES or len(data := file.read(num_bytes)) < num_bytes:
                     return
-                yield _DECODER.decode(data)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, InvalidArgumentError):
+                record = _DECODER.decode(data)
+                if isinstance(record, Noted):
+                    event = msgspec.convert(record.event, _EVENTS[record.kind])
+                    record = msgspec.structs.replace(record, event=event)
+                yield record
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, KeyError, InvalidArgumentError):
         return  # removed meanwhile, or no more of it is understood
 
 
@@ -265,5 +207,5 @@ def _refuse(folder: Path, expected: str) -> InvalidArgumentError:
     return InvalidArgumentError("journal", os.fspath(folder), expected)
 
 
-_ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+_EVENTS = {kind.__name__: kind for kind in get_args(Event)}

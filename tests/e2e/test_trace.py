@@ -7,7 +7,8 @@ import pytest
 
 from kvxfer.explain import Answer, explain
 from kvxfer.replay import bytes_per_token, count_ceiling, plan_tiers, read_trace, simulate
-from kvxfer.telemetry.journal_file import Request, list_files
+from kvxfer.storage.observer import Requested
+from kvxfer.telemetry.journal_file import Noted, list_files
 from tests.e2e import models
 from tests.e2e.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import REPOSITORY, AuditedEngine, random_prompts
@@ -29,7 +30,8 @@ def run_alone(engine: AuditedEngine, prompt: list[int]) -> int:
 def request_ids(journal: Path) -> list[str]:
     """List the requests of a journal that have whole blocks, in the order of their schedule."""
     records = (record for file in list_files(journal) for record in file.records())
-    return [each.request_id for each in records if isinstance(each, Request) and each.keys]
+    events = [each.event for each in records if isinstance(each, Noted)]
+    return [each.request_id for each in events if isinstance(each, Requested) and each.keys]
 
 
 def require_explained(journal: Path, order: list[list[int]], hits: list[int]) -> None:

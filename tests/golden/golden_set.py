@@ -35,6 +35,21 @@ from kvxfer.storage import (
     StoredTensor,
     make_block_key,
 )
+from kvxfer.storage.backend import DONE, PAUSED
+from kvxfer.storage.observer import (
+    Added,
+    Ended,
+    Late,
+    LookedUp,
+    Moved,
+    NotLoaded,
+    NotWrittenBack,
+    Operation,
+    Removal,
+    Removed,
+    Requested,
+    Skipped,
+)
 from kvxfer.telemetry import journal_file as journal
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import read_payloads, write_payloads
@@ -255,10 +270,20 @@ JOURNALED: list[journal.Record] = [
     journal.Began(journal.VERSION, 1.5, "golden-1", 0),
     journal.Source(0, "engine", NAMESPACES[1], ("host", "file")),
     *(
-        journal.Noted(2.5, 0, kind, "file", "done", "reason", "", KEYS if not number else 0)
-        for number, kind in enumerate(journal.Kind)
+        journal.Noted(2.5, 0, type(event).__name__, event)
+        for event in (
+            Moved("file", Operation.STORE, KEYS, [DONE], {Status.DONE: 8}, 0.5),
+            LookedUp(KEYS, ["file"] * len(KEYS), 0.5),
+            Added("file", KEYS),
+            Removed("file", KEYS, Removal.EVICTED),
+            Late("file", Operation.LOOKUP, KEYS),
+            Skipped("file", Operation.STORE, KEYS),
+            NotLoaded("file", KEYS),
+            NotWrittenBack("file", KEYS),
+            Ended(Operation.LOAD, KEYS, [PAUSED], 8, 0.5, 0.25),
+            Requested("cmpl-1", KEYS, ["file"] * len(KEYS), "reason"),
+        )
     ),
-    journal.Request(3.5, 0, "cmpl-1", KEYS, [("host", 1), ("", 1), (None, 1)], ""),
     journal.Lost(4.5, 3),
 ]
 
@@ -318,10 +343,8 @@ def write_set(folder: Path, secrets: Path) -> None:
     folder.mkdir(parents=True)
     (folder / RECORDS).write_text(json.dumps(make_records(), indent=1) + "\n")
     (folder / "journal").mkdir()
-    frames = [journal.encode_record(record) for record in JOURNALED]
-    (folder / "journal" / JOURNAL).write_bytes(
-        b"".join(len(each).to_bytes(journal.LENGTH_BYTES, "big") + each for each in frames)
-    )
+    lines = [journal.encode_record(record) for record in JOURNALED]
+    (folder / "journal" / JOURNAL).write_bytes(b"".join(lines))
     for integrity in INTEGRITIES:
         root = secrets / integrity.value
         asyncio.run(store_all(functools.partial(open_folder, root, integrity)))

@@ -15,12 +15,26 @@ from typing import IO, Any
 import pytest
 
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.backend import DONE, MISSING, PAUSED, Status
 from kvxfer.storage.keys import Namespace, make_block_key
-from kvxfer.storage.observer import Added, LookedUp, Removal, Removed, Requested
+from kvxfer.storage.observer import (
+    Added,
+    Asked,
+    Ended,
+    Event,
+    Late,
+    LookedUp,
+    Moved,
+    NotWrittenBack,
+    Operation,
+    Removal,
+    Removed,
+    Requested,
+)
 from kvxfer.telemetry import journal as journal_module
 from kvxfer.telemetry import journal_file
 from kvxfer.telemetry.journal import Journal, flush_journal, journal_observers
-from kvxfer.telemetry.journal_file import Kind, Lost, Noted, Record, Request, Source, list_files
+from kvxfer.telemetry.journal_file import Lost, Noted, Record, Source, list_files
 from kvxfer.testing.conformance.suite import make_keys
 
 KEYS = make_keys(4)
@@ -47,24 +61,36 @@ def test_records_come_back_as_they_were_noted(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path))
     observer = journal.observer(namespace, engine="engine")
     observer.watch("host", dict)
-    observer.note(Added("host", KEYS))
-    observer.note(Removed("host", KEYS[:1], Removal.EVICTED))
-    observer.note(LookedUp(KEYS[:3], ["host", "", "host"], 0.1))
-    observer.note(Requested("a", KEYS, ["host", "host", "", None], "why"))
+    events: list[Event] = [
+        Added("host", KEYS),
+        Removed("host", KEYS[:1], Removal.EVICTED),
+        LookedUp(KEYS[:3], ["host", "", "host"], 0.1, {"host": 8}),
+        Requested("a", KEYS, ["host", "host", "", None], "why"),
+        Late("file", Operation.LOOKUP, KEYS),
+        NotWrittenBack("file", KEYS),
+    ]
+    for event in events:
+        observer.note(event)
+    observer.note(Asked("host", KEYS, [True] * 4, 0.1))  # how long it took explains nothing
     journal.close()
     found = records(tmp_path)
     sources = [each for each in found if isinstance(each, Source)]
     assert sources[-1] == Source(0, "engine", namespace, ("host",))
-    noted = [(each.kind, each.tier, each.keys) for each in found if isinstance(each, Noted)]
-    assert noted == [
-        (Kind.STORED, "host", KEYS),
-        (Kind.REMOVED, "host", KEYS[:1]),
-        (Kind.FOUND, "host", [KEYS[0], KEYS[2]]),
-        (Kind.MISSED, "", KEYS[1:2]),
-    ]
-    (request,) = [each for each in found if isinstance(each, Request)]
-    assert (request.request_id, request.keys, request.reason) == ("a", KEYS, "why")
-    assert [*map(tuple, request.runs)] == [("host", 2), ("", 1), (None, 1)]
+    assert [each.event for each in found if isinstance(each, Noted)] == events
+
+
+def test_an_outcome_that_all_blocks_have_is_written_once(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    observer = journal.observer()
+    for outcomes in ([DONE] * 4, [DONE, MISSING, DONE, DONE], [PAUSED] * 4):
+        observer.note(Moved("host", Operation.STORE, KEYS, outcomes, {Status.DONE: 8}, 0.1))
+        observer.note(Ended(Operation.STORE, KEYS, outcomes, 8, 0.1, 0.0))
+    journal.close()
+    noted = [each.event for each in records(tmp_path) if isinstance(each, Noted)]
+    told = [(type(each), each.outcomes) for each in noted]
+    some = [DONE, MISSING, DONE, DONE]
+    assert told[:3] == [(Moved, [DONE]), (Moved, some), (Ended, some)]  # all done: the tier says so
+    assert told[3:] == [(Moved, [PAUSED]), (Ended, [PAUSED])]
 
 
 def test_a_journal_begins_with_what_it_noted_first(tmp_path: Path) -> None:
@@ -81,17 +107,6 @@ def test_a_journal_begins_with_what_it_noted_first(tmp_path: Path) -> None:
         assert before <= file.began.at_s == noted[0]
 
 
-def test_keys_of_the_record_before_are_not_written_again(tmp_path: Path) -> None:
-    journal = Journal(str(tmp_path))
-    observer, keys = journal.observer(), make_keys(1000)
-    for _ in range(10):
-        observer.note(Added("host", list(keys)))
-    journal.close()
-    (file,) = list_files(tmp_path)
-    assert file.path.stat().st_size < 2 * sum(map(len, keys))
-    assert [each.keys for each in file.records() if isinstance(each, Noted)] == [keys] * 10
-
-
 def test_a_file_that_is_cut_anywhere_has_the_records_before_the_cut(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path))
     observer = journal.observer()
@@ -101,7 +116,8 @@ def test_a_file_that_is_cut_anywhere_has_the_records_before_the_cut(tmp_path: Pa
     (file,) = list_files(tmp_path)
     whole, data = records(tmp_path), file.path.read_bytes()
     counts = []
-    for stop in range(file.next_record, len(data) + 1):
+    next_record = len(journal_file.encode_record(file.began))
+    for stop in range(next_record, len(data) + 1):
         file.path.write_bytes(data[:stop])
         found = records(tmp_path)
         assert found == whole[: len(found)]
@@ -225,11 +241,8 @@ def test_what_waits_is_bounded_by_its_keys_and_records_are_of_bounded_size(
     observer.note(Added("host", keys[:4_000]))
     journal.close()
     found = records(tmp_path)
-    noted = [
-        (each.tier, len(each.keys))
-        for each in found
-        if isinstance(each, Noted) and not isinstance(each.keys, int)
-    ]
+    events = [each.event for each in found if isinstance(each, Noted)]
+    noted = [(each.tier, len(each.keys)) for each in events]
     assert noted == [*[("file", 10_000)] * 3, *[("host", 10_000)] * 2, ("host", 4_000)]
     assert [each.num_events for each in found if isinstance(each, Lost)] == [1, 1]
 
@@ -268,7 +281,7 @@ def test_a_disk_that_is_full_for_a_while_costs_events_that_are_counted(
     observer.note(Added("host", KEYS[:1]))
     journal.close()
     found = records(blocked)
-    assert [each.keys for each in found if isinstance(each, Noted)] == [KEYS[:1]]
+    assert [each.event.keys for each in found if isinstance(each, Noted)] == [KEYS[:1]]
     assert sum(each.num_events for each in found if isinstance(each, Lost)) >= 3
     assert [each for each in found if isinstance(each, Source)]
     assert ["cannot be written" in each.message for each in caplog.records] == [True]
@@ -325,7 +338,7 @@ def test_an_event_that_cannot_be_written_is_lost_and_the_next_ones_are_not(tmp_p
     journal.close()
     found = records(tmp_path)
     assert [each.num_events for each in found if isinstance(each, Lost)] == [1]
-    assert [each.keys for each in found if isinstance(each, Noted)] == [KEYS]
+    assert [each.event.keys for each in found if isinstance(each, Noted)] == [KEYS]
 
 
 def test_without_the_variable_nothing_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
