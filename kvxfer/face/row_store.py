@@ -74,9 +74,6 @@ class RowStore:
     for none. A failure is a miss, or a page that was not stored. Thread-safe. A process that was
     forked cannot use the store of its parent: it gets a `ForkedError`.
 
-    vLLM's lower tier is polled, and its rows are vLLM's own; LMCache's objects are of any size, and
-    its tasks are answered later: neither is a call that waits for pages of one size.
-
     Args:
         engine: Engine over the rows; closed with the store.
         medium: Backend of the engine, which deletes pages if it can.

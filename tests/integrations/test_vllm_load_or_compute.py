@@ -12,7 +12,7 @@ from tests.clock import Clock
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
-from kvxfer.integrations.vllm.common.settings import parse_load_or_compute
+from kvxfer.integrations.vllm.common.settings import parse_offload
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
 from tests.integrations.two_tiers import (
@@ -26,6 +26,7 @@ from tests.integrations.two_tiers import (
 )
 
 TOKENS_PER_CHUNK = 100
+HOST = "host://?capacity=1MiB"
 
 
 @pytest.fixture
@@ -96,8 +97,8 @@ def test_the_speed_of_computing_is_that_of_the_steps(
 @pytest.mark.parametrize("value", [0, -1, "fast"])
 def test_a_wrong_setting_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(InvalidArgumentError, match=name):
-        parse_load_or_compute({"max_load_ratio": 1.0, name: value})
+        parse_offload({"backend": HOST, "max_load_ratio": 1.0, name: value})
 
 
 def test_nothing_is_declined_without_the_setting() -> None:
-    assert parse_load_or_compute({"prefill_tokens_per_s": 5}) is None
+    assert parse_offload({"backend": HOST, "prefill_tokens_per_s": 5}).loads is None

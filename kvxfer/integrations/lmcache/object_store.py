@@ -94,7 +94,8 @@ class Piece:
 class ObjectStore:
     """Store of objects, on an event loop of its own. `begin` may be called on any thread.
 
-    An object is there if and only if its first piece is, which is stored last.
+    An object is there if and only if its first piece is, which is stored last. It is no `RowStore`:
+    pieces of one batch have several sizes, which blocks of an engine do not, and nobody waits.
 
     Args:
         backend: Backend of the pieces; closed with the store.

@@ -63,57 +63,22 @@ def convert_spec(spec: Any, entry: Any = None) -> KVCacheSpec:
             values of this type would have, as packed or scaled ones do.
     """
     families = [base.__name__ for base in type(spec).__mro__]
-    family = next((name for name in families if name in _CONVERT), None)
+    family = next((name for name in families if name in _FAMILIES), None)
     if family is None:
-        raise InvalidArgumentError("kv_cache_spec", spec, f"one of {', '.join(_CONVERT)}")
-    converted = _CONVERT[family](spec, entry)
+        raise InvalidArgumentError("kv_cache_spec", spec, f"one of {', '.join(_FAMILIES)}")
+    if family in _FIELDS:
+        ours, fields = _FIELDS[family]
+        converted = ours(**{name: _read(spec, theirs) for name, theirs in fields.items()})
+    else:
+        converted = (_recurrent if family == "MambaSpec" else _per_layer)(spec, entry)
     if converted.page_size_bytes != spec.page_size_bytes:
         rule = f"{spec.page_size_bytes} bytes in a page, not {converted.page_size_bytes}"
         raise InvalidArgumentError("kv_cache_spec", spec, rule)
     return converted
 
 
-def _attention(spec: Any) -> dict[str, Any]:
-    return {
-        "tokens_per_block": spec.block_size,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_size,
-        "dtype": spec.dtype,
-        "page_size_padded": getattr(spec, "page_size_padded", None),
-    }
-
-
-def _split_attention(spec: Any) -> dict[str, Any]:
-    return _attention(spec) | {"head_dim_v": getattr(spec, "head_size_v", None)}
-
-
-def _full(spec: Any, _: Any) -> KVCacheSpec:
-    return FullAttentionSpec(
-        **_split_attention(spec),
-        sliding_window=spec.sliding_window,
-        attention_chunk_tokens=spec.attention_chunk_size,
-    )
-
-
-def _sliding(spec: Any, _: Any) -> KVCacheSpec:
-    return SlidingWindowSpec(**_split_attention(spec), sliding_window=spec.sliding_window)
-
-
-def _chunked(spec: Any, _: Any) -> KVCacheSpec:
-    chunk = spec.attention_chunk_size
-    return ChunkedLocalAttentionSpec(**_split_attention(spec), attention_chunk_tokens=chunk)
-
-
-def _cross(spec: Any, _: Any) -> KVCacheSpec:
-    return CrossAttentionSpec(**_split_attention(spec))
-
-
-def _latent(spec: Any, _: Any) -> KVCacheSpec:
-    return MLASpec(**_attention(spec))
-
-
-def _sliding_latent(spec: Any, _: Any) -> KVCacheSpec:
-    return SlidingWindowMLASpec(**_attention(spec), sliding_window=spec.sliding_window)
+def _read(spec: Any, name: str) -> Any:
+    return getattr(spec, name, None) if name in _OPTIONAL else getattr(spec, name)
 
 
 def _recurrent(spec: Any, entry: Any) -> KVCacheSpec:
@@ -141,14 +106,25 @@ def _per_layer(spec: Any, entry: Any) -> KVCacheSpec:
     )
 
 
-_CONVERT = {
-    "UniformTypeKVCacheSpecs": _per_layer,
-    "MambaSpec": _recurrent,
-    "SlidingWindowMLASpec": _sliding_latent,
-    "MLAAttentionSpec": _latent,
-    "SlidingWindowSpec": _sliding,
-    "ChunkedLocalAttentionSpec": _chunked,
-    "CrossAttentionSpec": _cross,
-    "FullAttentionSpec": _full,
+_ATTENTION = {
+    "tokens_per_block": "block_size",
+    "num_kv_heads": "num_kv_heads",
+    "head_dim": "head_size",
+    "dtype": "dtype",
+    "page_size_padded": "page_size_padded",
 }
-"""Conversions by the name of vLLM's class, or of its nearest base class."""
+_VALUES = {"head_dim_v": "head_size_v"}
+_WINDOW = {"sliding_window": "sliding_window"}
+_CHUNK = {"attention_chunk_tokens": "attention_chunk_size"}
+_OPTIONAL = frozenset({"page_size_padded", "head_size_v"})
+"""Fields that some releases do not have."""
+_FIELDS: Mapping[str, tuple[type[KVCacheSpec], Mapping[str, str]]] = {
+    "SlidingWindowMLASpec": (SlidingWindowMLASpec, _ATTENTION | _WINDOW),
+    "MLAAttentionSpec": (MLASpec, _ATTENTION),
+    "SlidingWindowSpec": (SlidingWindowSpec, _ATTENTION | _VALUES | _WINDOW),
+    "ChunkedLocalAttentionSpec": (ChunkedLocalAttentionSpec, _ATTENTION | _VALUES | _CHUNK),
+    "CrossAttentionSpec": (CrossAttentionSpec, _ATTENTION | _VALUES),
+    "FullAttentionSpec": (FullAttentionSpec, _ATTENTION | _VALUES | _WINDOW | _CHUNK),
+}
+"""Our class for a class of vLLM, by its name, and vLLM's names of our fields."""
+_FAMILIES = ("UniformTypeKVCacheSpecs", "MambaSpec", *_FIELDS)

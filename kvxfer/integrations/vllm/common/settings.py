@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,8 +24,22 @@ URLS, FILE = "KVXFER_BACKEND", "KVXFER_CONFIG"
 OFFLOAD_SETTINGS = ("backend", "max_load_ratio", "prefill_tokens_per_s", "purge_on_reset")
 MISSPELT_LIKENESS = 0.8
 
-Tiers = tuple[HostConfig, list[tuple[BackendType, msgspec.Struct]]]
-"""Configuration of the host pool, and types and configurations of the backends below it."""
+
+class OffloadSettings(NamedTuple):
+    """Settings of an engine that offloads.
+
+    Attributes:
+        host: Configuration of the host pool.
+        lower: Types and configurations of the backends below it.
+        loads: Says which loads are faster than computing; None to load whatever is found.
+        purges: Whether a reset of vLLM's cache deletes everything in the backends below.
+    """
+
+    host: HostConfig
+    lower: list[tuple[BackendType, msgspec.Struct]]
+    loads: LoadOrCompute | None
+    purges: bool
+
 
 logger = logging.getLogger("vllm.kvxfer")
 """Logger below vLLM's: of others, vLLM shows warnings only."""
@@ -117,8 +131,8 @@ def _read_file(path: str) -> Mapping[str, Any]:
     return found
 
 
-def parse_offload(extra_config: Mapping[str, Any], replica: int = 0) -> tuple[Tiers, bool]:
-    """Read the settings of a replica that offloads: its tiers, and whether a reset purges them.
+def parse_offload(extra_config: Mapping[str, Any], replica: int = 0) -> OffloadSettings:
+    """Read the settings of a replica that offloads.
 
     Raises:
         InvalidArgumentError: One is wrong, or a name is nearly one of `OFFLOAD_SETTINGS`; any other
@@ -127,46 +141,11 @@ def parse_offload(extra_config: Mapping[str, Any], replica: int = 0) -> tuple[Ti
     for name in [each for each in extra_config if each not in OFFLOAD_SETTINGS]:
         if hint := did_you_mean(name, OFFLOAD_SETTINGS, likeness=MISSPELT_LIKENESS):
             raise InvalidArgumentError("setting", name, f"the name of a setting{hint}")
-    parse_load_or_compute(extra_config)
-    tiers = parse_tiers(extra_config.get("backend"), replica)
-    return tiers, parse_purge(extra_config, [kind for kind, _ in tiers[1]])
-
-
-def parse_load_or_compute(extra_config: Mapping[str, Any]) -> LoadOrCompute | None:
-    """Read `max_load_ratio` and `prefill_tokens_per_s`; None without the first.
-
-    Raises:
-        InvalidArgumentError: One of them is not a number above 0.
-    """
-    ratio = extra_config.get("max_load_ratio")
-    if ratio is None:
-        return None
-    stated = extra_config.get("prefill_tokens_per_s")
-    return LoadOrCompute(ratio, prefill_tokens_per_s=stated)
-
-
-def parse_purge(extra_config: Mapping[str, Any], lower: Sequence[BackendType]) -> bool:
-    """Read `purge_on_reset`, of an engine with these backends below the host pool.
-
-    Raises:
-        InvalidArgumentError: It is no boolean, or there is nothing to be purged.
-    """
-    purges = extra_config.get("purge_on_reset", False)
-    if not isinstance(purges, bool):
-        raise InvalidArgumentError("purge_on_reset", purges, "true or false")
-    if purges and not any(can_purge_all(kind) for kind in lower):
-        rule = "false without a tier below that can be purged, such as file://"
-        raise InvalidArgumentError("purge_on_reset", purges, rule)
-    return purges
-
-
-def parse_tiers(backend: Any, replica: int = 0) -> Tiers:
-    """Parse the configurations of a replica's host pool, and of the tiers below it.
-
-    Raises:
-        InvalidArgumentError: It is no URL or mapping, nor a list of them; the host pool is not the
-            first; or one of them is wrong.
-    """
+    loads, ratio = None, extra_config.get("max_load_ratio")
+    if ratio is not None:
+        stated = extra_config.get("prefill_tokens_per_s")
+        loads = LoadOrCompute(ratio, prefill_tokens_per_s=stated)
+    backend: Any = extra_config.get("backend")
     tiers = backend if isinstance(backend, Sequence) and not isinstance(backend, str) else [backend]
     if not tiers or not all(isinstance(tier, (str, Mapping)) for tier in tiers):
         raise InvalidArgumentError(
@@ -175,4 +154,10 @@ def parse_tiers(backend: Any, replica: int = 0) -> Tiers:
     (backend_type, config), *lower = [parse_backend(tier, replica) for tier in tiers]
     if backend_type is not HostBackend or not isinstance(config, HostConfig):
         raise InvalidArgumentError("backend", shown(backend), "a host:// pool in front")
-    return config, lower
+    purges = extra_config.get("purge_on_reset", False)
+    if not isinstance(purges, bool):
+        raise InvalidArgumentError("purge_on_reset", purges, "true or false")
+    if purges and not any(can_purge_all(kind) for kind, _ in lower):
+        rule = "false without a tier below that can be purged, such as file://"
+        raise InvalidArgumentError("purge_on_reset", purges, rule)
+    return OffloadSettings(config, lower, loads, purges)

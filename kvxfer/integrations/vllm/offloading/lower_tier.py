@@ -145,7 +145,8 @@ class LowerTier:
     A row is the memory of one key: the chunks of every worker. The backend moves it in one piece,
     on the event loop of a `TransferEngine`, which bounds the bytes in flight and applies
     deadlines. Only `drain`, `reset` and `close` block, and not beyond their timeouts, even if the
-    backend hangs.
+    backend hangs. It is no `RowStore`: the rows are vLLM's own, so nothing is copied, and vLLM
+    polls.
 
     Args:
         rows: uint8, `(num_rows, row_size_bytes)`, contiguous; kept alive.

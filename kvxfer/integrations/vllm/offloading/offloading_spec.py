@@ -14,10 +14,7 @@ from kvxfer.integrations.vllm.common.model_identity import (
     require_no_adapters,
 )
 from kvxfer.integrations.vllm.common.release import VLLMPlug
-from kvxfer.integrations.vllm.common.settings import (
-    parse_load_or_compute,
-    parse_offload,
-)
+from kvxfer.integrations.vllm.common.settings import parse_offload
 from kvxfer.integrations.vllm.common.worker_pages import GroupLayers, describe_pages
 from kvxfer.integrations.vllm.connector.hooks import convert_caches
 from kvxfer.integrations.vllm.offloading import metrics
@@ -84,7 +81,8 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
         self.replicated_layout = workers_keep_the_same(config)  # vLLM: then only rank 0 stores
         replica = config.parallel.data_parallel_index
         # In every process, before it waits for others.
-        (self._pool_config, self._lower), self._purges = parse_offload(config.extra_config, replica)
+        settings = parse_offload(config.extra_config, replica)
+        self._pool_config, self._lower, self._loads, self._purges = settings
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
 
@@ -138,7 +136,10 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
         index = BlockIndex(num_slots, self._pool_config.open_policy(num_slots))
         emit_events = self.kv_events_config.enable_kv_cache_events
         observers = journal_observers(None, engine=self._name)
-        prefill = self._measure_prefill() if self._lower else None
+        prefill: PrefillSpeed | None = None
+        if self._lower and self._loads is not None:
+            tokens_per_chunk = self.config.groups[0].tokens_per_block * self.blocks_per_chunk
+            prefill = PrefillSpeed(self._loads, group_ids(self.config)[0], tokens_per_chunk)
         tier = self._open_lower_tier(pool, workers, prefill) if self._lower else None
         return KVXferOffloadingManager(
             pool,
@@ -149,13 +150,6 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
             observers=observers,
             prefill=prefill,
         )
-
-    def _measure_prefill(self) -> PrefillSpeed | None:
-        loads = parse_load_or_compute(self.extra_config)
-        if loads is None:
-            return None
-        tokens_per_chunk = self.config.groups[0].tokens_per_block * self.blocks_per_chunk
-        return PrefillSpeed(loads, group_ids(self.config)[0], tokens_per_chunk)
 
     def _open_lower_tier(
         self,

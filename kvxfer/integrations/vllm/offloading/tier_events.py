@@ -1,6 +1,6 @@
 """Events of the tiers below host memory, for vLLM to publish."""
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 
 from kvxfer import runtime
@@ -9,7 +9,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Added, Event, Observer, Removed
 
 MAX_TOLD = 1 << 16
-"""Blocks of a tier that are remembered, some 7 MiB: buckets and peers have no bound of theirs."""
+"""Blocks of a tier that are remembered, some 12 MiB: buckets and peers have no bound of theirs."""
 
 
 class TierEvents(Observer):
@@ -60,34 +60,27 @@ class TierEvents(Observer):
 
 
 class _LastTold:
-    """Blocks of a tier that were told to be there: the last `MAX_TOLD`, or half as many.
-
-    The older half is forgotten as a whole, so that each of its keys costs no time.
-    """
+    """Blocks of a tier that were told to be there: the last `MAX_TOLD`."""
 
     def __init__(self) -> None:
-        self._older: set[BlockKey] = set()
-        self._newer: set[BlockKey] = set()
+        self._keys = OrderedDict[BlockKey, None]()
         self._has_forgotten = False
 
-    def keys(self) -> set[BlockKey]:
-        return self._older | self._newer
+    def keys(self) -> list[BlockKey]:
+        return list(self._keys)
 
     def add(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Add keys; return those that were not told yet, or long ago."""
-        new = [key for key in keys if key not in self._newer and key not in self._older]
-        for key in new:
-            self._newer.add(key)
-            if len(self._newer) >= MAX_TOLD // 2:
-                self._has_forgotten |= bool(self._older)
-                self._older, self._newer = self._newer, set()
+        new = [key for key in keys if key not in self._keys]
+        self._keys.update(dict.fromkeys(new))
+        while len(self._keys) > MAX_TOLD:
+            self._keys.popitem(last=False)
+            self._has_forgotten = True
         return new
 
     def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Remove keys; return those that were told, or may have been long ago."""
-        gone = [
-            key for key in keys if self._has_forgotten or key in self._newer or key in self._older
-        ]
-        self._newer.difference_update(gone)
-        self._older.difference_update(gone)
+        gone = [key for key in keys if self._has_forgotten or key in self._keys]
+        for key in gone:
+            self._keys.pop(key, None)
         return gone
