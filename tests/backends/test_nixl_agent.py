@@ -29,8 +29,8 @@ from kvxfer.backends.nixl.agents import (
     SocketAgent,
     TransferAgent,
 )
+from kvxfer.backends.nixl.agents.nixl import Reads
 from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
-from kvxfer.backends.nixl.agents.nixl_reads import Reads
 from kvxfer.backends.nixl.wire import (
     AgentMetadata,
     DataConnection,
@@ -370,7 +370,7 @@ class TestPeerInTrouble:
             with pytest.raises((TimeoutError, InvalidArgumentError)):
                 await asyncio.wait_for(agent.add_peer(process.metadata), 0.2)
         os.kill(process.pid, signal.SIGCONT)
-        await until(lambda: not agent._thread._peers._remotes)
+        await until(lambda: not agent._thread.peers._remotes)
         await agent.add_peer(process.metadata)
 
     async def test_closing_while_a_peer_stalls_ends_all(
@@ -379,7 +379,7 @@ class TestPeerInTrouble:
         os.kill(process.pid, signal.SIGSTOP)
         adding = asyncio.create_task(agent.add_peer(process.metadata))
         await until(lambda: agent._thread._reads.in_flight)
-        removing = asyncio.create_task(agent.remove_peer(next(iter(agent._thread._peers._remotes))))
+        removing = asyncio.create_task(agent.remove_peer(next(iter(agent._thread.peers._remotes))))
         await asyncio.sleep(0)
         await agent.aclose()
         with pytest.raises(PeerLostError):

@@ -13,8 +13,8 @@ import pytest
 from kvxfer.backends.nixl.agents import (
     NixlAgent,
 )
+from kvxfer.backends.nixl.agents.nixl import NUM_SLOTS
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
-from kvxfer.backends.nixl.agents.nixl_peers import NUM_SLOTS
 from kvxfer.backends.nixl.wire import (
     MAX_REGIONS,
     MAX_TICKET_CHARACTERS,
@@ -342,7 +342,7 @@ async def test_after_hundreds_of_forged_beacons_a_good_peer_is_read_by_the_kerne
             async with proven(endpoint_of(holder), reach) as peer:
                 assert peer is not None
         await until_alone(holder)
-        peers = serving._thread._peers
+        peers = serving._thread.peers
         async with asyncio.timeout(LIMIT_S):
             while peers._remotes:  # noqa: ASYNC110 - the agent's thread tells nobody
                 await asyncio.sleep(0)

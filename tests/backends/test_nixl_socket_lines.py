@@ -11,7 +11,7 @@ import pytest
 from kvxfer.backends.nixl.agents import (
     SocketAgent,
 )
-from kvxfer.backends.nixl.agents.socket_lines import Line, Remote
+from kvxfer.backends.nixl.agents.socket import Line, Remote
 from kvxfer.backends.nixl.wire import Regions
 from kvxfer.errors import PeerClosedError, PeerError
 

@@ -1,10 +1,8 @@
 """Transfer agents of the NIXL backend: what reads the memory of peers."""
 
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
-from kvxfer.backends.nixl.agents.nixl import NixlAgent
-from kvxfer.backends.nixl.agents.nixl_limits import NixlLimits
-from kvxfer.backends.nixl.agents.socket import SocketAgent
-from kvxfer.backends.nixl.agents.socket_lines import MAX_LINES, Line
+from kvxfer.backends.nixl.agents.nixl import NixlAgent, NixlLimits
+from kvxfer.backends.nixl.agents.socket import MAX_LINES, Line, SocketAgent
 
 __all__ = [
     "MAX_LINES",

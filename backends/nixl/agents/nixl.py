@@ -1,23 +1,815 @@
-"""Transfer agent over NIXL."""
+"""Transfer agent over NIXL: its thread, reads, peers and connections."""
 
 import asyncio
+import contextlib
+import hashlib
+import queue
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from kvxfer import runtime
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
-from kvxfer.backends.nixl.agents.nixl_limits import NixlLimits
-from kvxfer.backends.nixl.agents.nixl_reads import PiecewiseRead
-from kvxfer.backends.nixl.agents.nixl_thread import BACKEND, NixlThread
-from kvxfer.backends.nixl.wire import (
-    AgentMetadata,
+from kvxfer.backends.nixl.agents.carrier import choose_ucx_settings
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl, nixl_errors
+from kvxfer.backends.nixl.wire import AgentMetadata, Regions, Words
+from kvxfer.errors import (
+    BackendUnavailableError,
+    ClosedError,
+    DeviceUnavailableError,
+    InvalidArgumentError,
+    KVXferError,
+    PeerLostError,
+    TransferFailedError,
 )
-from kvxfer.errors import ClosedError, TransferFailedError
-from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.runtime import outlive_caller, wait_despite_cancel
+
+T = TypeVar("T")
+
+MAX_PIECES_OF_A_READ = 4
+"""Most pieces in flight of a read; one where NIXL's caller copies, as on one machine."""
+
+SOON_S = 20e-3
+"""Seconds of shorter pauses after a poll that found something."""
+
+SHORT_PAUSE_S = 50e-6
+"""Shortest pause. Without one, the polling thread would have the GIL again before the event loop
+wakes up, and so take milliseconds from it, some hundred times a second."""
+
+LONG_PAUSE_S = 1e-3
+"""Pause while reads are in flight for longer, and soon after the last one has ended."""
+
+IDLE_PAUSE_S = 5e-3
+"""Pause of an idle agent: peers that connect or read by NIXL wait for its next poll."""
+
+BEACON_BYTES = 32
+"""Random bytes at an address in the metadata: a peer that reads them reaches this agent."""
+
+NUM_SLOTS = 64
+"""Slots for beacons that are registered at once."""
+
+BACKEND = "UCX"
+"""Plug-in of NIXL that moves bytes between processes and machines."""
+
+POLL_WITHIN_S = 5e-3
+"""Seconds after which a poll interrupts the posting of pieces, because peers that connect wait for
+it. Polling lets other threads take the GIL, and so may cost a millisecond between two pieces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NixlLimits:
+    """Limits of a NIXL agent.
+
+    Attributes:
+        piece_bytes: Most bytes of a piece of a read: pieces of several reads take turns, and a read
+            that is given up ends with those in flight.
+        piece_fragments: Most fragments of a piece, for which NIXL makes descriptors at once.
+        max_kept: Most connections that are kept for peers that have left; the oldest is ended.
+        max_unanswered: Most peers that may leave the read of their beacon unanswered: each keeps a
+            slot and its metadata.
+    """
+
+    piece_bytes: int = 64 << 20
+    piece_fragments: int = 4096
+    max_kept: int = 1024
+    max_unanswered: int = 512
+
+
+def register_memory(
+    agent: Any, regions: Sequence[MemoryRegion], errors: tuple[type[Exception], ...]
+) -> None:
+    """Register memory of the host and of GPUs with a NIXL agent, all of it or none.
+
+    Args:
+        agent: The agent.
+        regions: The memory.
+        errors: Errors of NIXL.
+
+    Raises:
+        DeviceUnavailableError: NIXL cannot reach the memory of a GPU.
+        TransferFailedError: NIXL cannot register host memory.
+    """
+    with contextlib.ExitStack() as undo:
+        for device in dict.fromkeys(region.device for region in regions):
+            on_device = [region for region in regions if region.device == device]
+            try:
+                registered = agent.register_memory(_rows(on_device), _kind(device))
+            except errors as exc:
+                raise _refusal(agent, device, exc) from exc
+            undo.callback(_deregister, agent, registered, errors)
+        undo.pop_all()
+
+
+def export_host_memory(agent: Any, regions: Sequence[MemoryRegion], backend: str) -> bytes:
+    """Make the metadata of a NIXL agent of which a GPU's memory was refused.
+
+    The whole metadata lists no memory under the GPU's kind then, and NIXL 1.5.1 refuses that where
+    a peer adds it.
+
+    Args:
+        agent: The agent.
+        regions: Host memory that it has registered.
+        backend: Backend that reaches it.
+    """
+    registered = agent.get_reg_descs(_rows(regions), "DRAM")
+    exported: bytes = agent.get_partial_agent_metadata(
+        registered, inc_conn_info=True, backends=[backend]
+    )
+    return exported
+
+
+def describe(agent: Any, device: torch.device, addresses: Words, lengths: Words) -> Any:
+    """Describe one side of a transfer."""
+    rows = np.zeros((len(addresses), 3), np.uint64)
+    rows[:, 0] = addresses
+    rows[:, 1] = lengths
+    rows[:, 2] = device.index or 0
+    return agent.get_xfer_descs(rows, _kind(device))
+
+
+def _deregister(agent: Any, registered: Any, errors: tuple[type[Exception], ...]) -> None:
+    with contextlib.suppress(*errors):  # the error that led here says more
+        agent.deregister_memory(registered)
+
+
+def _rows(regions: Sequence[MemoryRegion]) -> list[tuple[int, int, int, str]]:
+    return [(each.address, each.num_bytes, each.device.index or 0, "") for each in regions]
+
+
+def _kind(device: torch.device) -> str:
+    return "DRAM" if device.type == HOST.type else "VRAM"
+
+
+def _refusal(
+    agent: Any, device: torch.device, exc: Exception
+) -> DeviceUnavailableError | TransferFailedError:
+    if device.type == HOST.type:
+        return TransferFailedError(agent.name, f"cannot register host memory: {exc}")
+    return DeviceUnavailableError(
+        device.index,
+        f"NIXL cannot register its memory ({exc}); install the GPU's driver, and NIXL with a UCX "
+        f"for CUDA as in its wheels, or let blocks pass through host memory",
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPiece:
+    """Piece of a read: fragments that NIXL moves at one time, all from one device to one device."""
+
+    fragments: Fragments
+    local_device: torch.device = HOST
+    remote_device: torch.device = HOST
+
+
+@dataclass(slots=True, eq=False)
+class PiecewiseRead:
+    """Read with the pieces that are left of it; for the thread only, except `done`.
+
+    Attributes:
+        landed: Called when all pieces have arrived, before `done` ends.
+        in_flight: Pieces that were taken out of `pieces` and have not ended.
+    """
+
+    peer: str
+    pieces: deque[ReadPiece]
+    landed: Callable[[], None] | None = None
+    done: Future[None] = field(default_factory=Future)
+    in_flight: int = 0
+    error: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no piece is left or in flight."""
+        return not (self.pieces or self.in_flight)
+
+    def stop(self, error: TransferFailedError) -> None:
+        """Drop the pieces that are left; end with `error` once none is in flight."""
+        self.pieces.clear()
+        self.error = self.error or error
+
+    def end(self) -> None:
+        """End `done`."""
+        if self.landed and not self.error:
+            try:
+                self.landed()
+            except Exception as exc:  # noqa: BLE001 - raised by `done.result()`
+                self.error = exc
+        if self.error:
+            self.done.set_exception(self.error)
+        else:
+            self.done.set_result(None)
+
+
+class Reads:
+    """Reads of one NIXL agent; for the agent's thread only.
+
+    Args:
+        nixl: NIXL's module.
+        agent: The agent.
+    """
+
+    def __init__(self, nixl: Any, agent: Any) -> None:
+        self._nixl = nixl
+        self._errors = nixl_errors(nixl)
+        self._agent = agent
+        self._readings: dict[PiecewiseRead, None] = {}  # in the order of their beginning
+        self._turns: deque[PiecewiseRead] = deque()
+        self._flights: list[tuple[Any, PiecewiseRead, ReadPiece]] = []
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether NIXL is moving a piece."""
+        return bool(self._flights)
+
+    @property
+    def busy_peers(self) -> set[str]:
+        """Peers with reads that have not ended."""
+        return {reading.peer for reading in self._readings}
+
+    def begin(self, reading: PiecewiseRead, *, is_next: bool = False) -> None:
+        """Begin a read, which takes turns with others, as the last one of them or as the next."""
+        self._readings[reading] = None
+        if is_next:
+            self._turns.appendleft(reading)
+        else:
+            self._turns.append(reading)
+
+    def stop(self, peer: str) -> None:
+        """Stop all reads from a peer."""
+        for reading in self._readings:
+            if reading.peer == peer:
+                reading.stop(PeerLostError(peer, "it was removed"))
+
+    def post(self) -> bool:
+        """Post one piece of the read whose turn it is."""
+        for _ in range(len(self._turns)):
+            reading = self._turns.popleft()
+            if not reading.pieces:
+                continue
+            self._turns.append(reading)
+            if reading.in_flight < MAX_PIECES_OF_A_READ:
+                reading.in_flight += 1
+                self._post_piece(reading, reading.pieces.popleft())
+                return True
+        return False
+
+    def _post_piece(self, reading: PiecewiseRead, piece: ReadPiece) -> None:
+        agent, fragments = self._agent, piece.fragments
+        try:
+            handle = agent.initialize_xfer(
+                "READ",
+                describe(agent, piece.local_device, fragments.local, fragments.lengths),
+                describe(agent, piece.remote_device, fragments.remote, fragments.lengths),
+                reading.peer,
+            )
+            self.end_finished()  # who waits for them goes on during the copy, not before it
+            self._judge(handle, reading, piece, agent.transfer(handle))
+        except self._errors as exc:
+            self._fail(reading, piece, exc)
+
+    def poll(self) -> bool:
+        """Check the pieces in flight; lets NIXL make progress, also as the target of peers."""
+        flights, self._flights = self._flights, []
+        for handle, reading, piece in flights:
+            try:
+                self._judge(handle, reading, piece, self._agent.check_xfer_state(handle))
+            except self._errors as exc:
+                self._fail(reading, piece, exc)
+        with contextlib.suppress(*self._errors):  # of a lost peer: its reads report it
+            self._agent.get_new_notifs()
+        return len(self._flights) < len(flights)
+
+    def _judge(self, handle: Any, reading: PiecewiseRead, piece: ReadPiece, state: str) -> None:
+        if state == "PROC":
+            self._flights.append((handle, reading, piece))
+            return
+        handle.release()
+        reading.in_flight -= 1
+        if state != "DONE":
+            reading.stop(TransferFailedError(reading.peer, "NIXL says that it failed"))
+
+    def end_finished(self) -> None:
+        """End the reads of which no piece is left."""
+        over = [each for each in self._readings if each.is_over]
+        for reading in over:
+            del self._readings[reading]
+            reading.end()
+
+    def close(self) -> None:
+        """Release the handles; the reads end with `end_all`, once the agent was destroyed."""
+        while self._flights:
+            with contextlib.suppress(*self._errors):
+                self._flights.pop()[0].release()
+        del self._agent
+
+    def end_all(self) -> None:
+        """End all reads, because the agent was closed."""
+        for reading in self._readings:
+            reading.done.set_exception(TransferFailedError(reading.peer, "the agent was closed"))
+
+    def _fail(self, reading: PiecewiseRead, piece: ReadPiece, exc: Exception) -> None:
+        reading.in_flight -= 1
+        reading.stop(self._translate(reading.peer, piece, exc))
+
+    def _translate(self, peer: str, piece: ReadPiece, exc: Exception) -> TransferFailedError:
+        lost = isinstance(exc, self._nixl.nixlRemoteDisconnectError)
+        reason = str(exc)
+        if not piece.local_device == piece.remote_device == HOST:
+            reason += f", reading memory of {piece.remote_device} into {piece.local_device}"
+        return (PeerLostError if lost else TransferFailedError)(peer, reason)
+
+
+class Pace:
+    """Pace of polling: longer pauses the longer polls have found nothing."""
+
+    def __init__(self) -> None:
+        self._active_at = runtime.monotonic()
+
+    def pause_s(self, *, active: bool, waiting: bool) -> float:
+        """Compute the seconds until the next poll.
+
+        Args:
+            active: The last poll found something.
+            waiting: Reads are in flight.
+        """
+        now = runtime.monotonic()
+        if active:
+            self._active_at = now
+        is_quiet = now - self._active_at > SOON_S
+        if waiting:
+            return LONG_PAUSE_S if is_quiet else SHORT_PAUSE_S
+        return IDLE_PAUSE_S if is_quiet else LONG_PAUSE_S
+
+
+def _digest(peer: AgentMetadata) -> bytes:
+    return hashlib.sha256(peer.encode()).digest()
+
+
+@dataclass(slots=True, eq=False)
+class _NixlRemote:
+    """Peer that NIXL knows.
+
+    Attributes:
+        metadata: Its metadata.
+        added: Ends with its name once its beacon was read.
+        num_users: Calls of `add_peer` that were not undone.
+        removed: Set while it is removed: ends once NIXL has forgotten it.
+    """
+
+    metadata: AgentMetadata
+    added: "Future[str]" = field(default_factory=Future)
+    num_users: int = 0
+    removed: "Future[None] | None" = None
+
+
+class NixlPeers:
+    """Peers of one NIXL agent, and its connections; for its thread only, except `regions`.
+
+    NIXL ends a connection on this side only: UCX keeps its socket until the other process ends. So
+    a peer that reconnects gets the connection that it had, or each time would cost a descriptor on
+    both sides.
+
+    Args:
+        nixl: NIXL's module.
+        agent: The agent.
+        name: Name of the agent.
+        reads: Its reads.
+        register: Registers memory that beacons are read into.
+        limits: Limits of the agent.
+
+    Attributes:
+        regions: Registered memory of each peer, by name; any thread may read it.
+    """
+
+    def __init__(
+        self,
+        nixl: Any,
+        agent: Any,
+        name: str,
+        reads: Reads,
+        register: Callable[[NDArray[np.uint8]], None],
+        limits: NixlLimits,
+    ) -> None:
+        self.regions: dict[str, Regions] = {}
+        self._name = name
+        self._reads = reads
+        self._register = register
+        self._limits = limits
+        self._nixl = nixl
+        self._errors = nixl_errors(nixl)
+        self._agent = agent
+        self._kept: dict[str, bytes] = {}  # digests of metadata
+        # Names of agents are of one length, and so all metadata begins alike.
+        self._metadata_start = agent.get_agent_metadata().partition(name.encode())[0]
+        self._remotes: dict[str, _NixlRemote] = {}  # also while added or removed
+        self._postponed: set[Future[str]] = set()  # of peers that are removed first
+        self._free_slots: list[NDArray[np.uint8]] = []  # that peers' beacons are read into
+        self._closed = False
+
+    def add(self, peer: AgentMetadata, done: "Future[str]") -> None:
+        """Add a peer, see `TransferAgent.add_peer`; ends `done` when the peer was added.
+
+        Reads the peer's beacon: a peer that cannot be reached, or hangs, shows here, where no
+        memory is at stake.
+        """
+        remote = self._remotes.get(peer.name)
+        if peer.name == self._name or (remote and not remote.metadata.is_same_agent(peer)):
+            raise InvalidArgumentError("metadata", peer.name, "an agent not added before")
+        if remote and remote.removed:  # once it is gone, it is added anew
+            self._postponed.add(done)
+            remote.removed.add_done_callback(lambda _: self._add_postponed(peer, done))
+            return
+        if not remote:
+            remote = self._begin_adding(peer)
+        remote.num_users += 1
+        remote.added.add_done_callback(partial(_pass_on, to=done))
+
+    def _add_postponed(self, peer: AgentMetadata, done: "Future[str]") -> None:
+        if done in self._postponed:  # else it was cancelled
+            self._postponed.remove(done)
+            if self._closed:
+                done.set_exception(TransferFailedError(peer.name, "the agent was closed"))
+            else:
+                attempt(done, partial(self.add, peer, done))
+
+    def _begin_adding(self, peer: AgentMetadata) -> _NixlRemote:
+        num_unanswered = sum(not each.added.done() for each in self._remotes.values())
+        if num_unanswered >= self._limits.max_unanswered:
+            raise PeerLostError(peer.name, "too many peers do not answer")
+        if not self._free_slots:
+            slots = np.zeros((NUM_SLOTS, BEACON_BYTES), np.uint8)
+            self._register(slots)
+            self._free_slots.extend(slots)
+        regions = Regions(peer.regions)
+        kept = self._connect(peer)
+        remote = self._remotes[peer.name] = _NixlRemote(peer)
+        self._read_beacon(remote, regions, kept=kept)
+        return remote
+
+    def _read_beacon(self, remote: _NixlRemote, regions: Regions, *, kept: bool) -> None:
+        peer, slot = remote.metadata, self._free_slots.pop()
+
+        def end(beacon: "Future[None]") -> None:
+            self._free_slots.append(slot)
+            error = beacon.exception()
+            is_there = not error and slot.tobytes() == peer.beacon
+            if is_there and not remote.removed:
+                self.regions[peer.name] = regions
+                remote.added.set_result(peer.name)
+                return
+            is_wanted = not (remote.removed or self._closed)
+            if error and kept and is_wanted:  # its connection may be one that broke
+                try:
+                    self._disconnect(peer.name)
+                    self._connect(peer)
+                    self._read_beacon(remote, regions, kept=False)
+                except KVXferError as exc:
+                    error = exc
+                else:
+                    return
+            remote.removed = remote.removed or Future()
+            reason = error or "other memory is where its beacon should be"
+            lost = PeerLostError(peer.name, f"it cannot be reached ({reason})")
+            remote.added.set_exception(lost)
+
+        words = slot.ctypes.data, peer.beacon_address, BEACON_BYTES
+        beacon = Fragments(*(np.array([word], np.uint64) for word in words))
+        reading = PiecewiseRead(peer.name, deque([ReadPiece(beacon)]))
+        reading.done.add_done_callback(end)
+        self._reads.begin(reading)
+
+    def remove(self, peer: str, done: "Future[None]") -> None:
+        """Remove a peer, see `TransferAgent.remove_peer`; ends `done` when the call was undone."""
+        remote = self._remotes.get(peer)
+        if remote and not remote.removed:
+            remote.num_users -= 1
+            if not remote.num_users:
+                self.regions.pop(peer, None)
+                remote.removed = Future()
+                self._reads.stop(peer)
+        if remote and remote.removed:
+            remote.removed.add_done_callback(lambda _: done.set_result(None))
+        else:
+            done.set_result(None)
+
+    def forget(self, peer: str, adding: "Future[str]") -> None:
+        """Remove a peer whose `add` was given up."""
+        if adding in self._postponed:
+            self._postponed.remove(adding)
+        elif not (adding.done() and adding.exception()):
+            self.remove(peer, Future())
+
+    def end_removed(self) -> None:
+        """End the removal of peers from which nothing is read any more."""
+        removed = [(name, each) for name, each in self._remotes.items() if each.removed]
+        if not removed:
+            return
+        busy = self._reads.busy_peers
+        for name, remote in removed:
+            if name not in busy and remote.removed:
+                if remote.added.exception():
+                    self._disconnect(name)
+                else:
+                    self._keep(remote.metadata)
+                del self._remotes[name]
+                remote.removed.set_result(None)
+
+    def release(self) -> None:
+        """Let go of the agent, which is destroyed when nobody refers to it."""
+        self._closed = True
+        del self._agent
+
+    def close(self) -> None:
+        """End all removals, because the agent was closed."""
+        for remote in self._remotes.values():
+            if remote.removed:
+                remote.removed.set_result(None)
+
+    def _connect(self, peer: AgentMetadata) -> bool:
+        """Connect to a peer that is not connected; return whether the connection was kept.
+
+        Raises:
+            InvalidArgumentError: NIXL cannot read the metadata, or it is that of another agent.
+            PeerLostError: The peer cannot be reached.
+        """
+        kept = self._kept.pop(peer.name, None)
+        if kept == _digest(peer):
+            return True
+        if kept:
+            self._disconnect(peer.name)
+        if not peer.opaque.startswith(self._metadata_start + peer.name.encode()):
+            wanted = f"that of agent {peer.name!r}"
+            raise InvalidArgumentError("metadata", peer.opaque[:64], wanted)
+        try:
+            self._agent.add_remote_agent(peer.opaque)
+        except self._nixl.nixlBackendError as exc:
+            raise PeerLostError(peer.name, f"it cannot be reached ({exc})") from exc
+        except self._errors as exc:
+            raise InvalidArgumentError(
+                "metadata", peer.opaque[:16], f"metadata that NIXL can read ({exc})"
+            ) from exc
+        return False
+
+    def _keep(self, peer: AgentMetadata) -> None:
+        """Keep the connection to a peer that has left, which may be gone."""
+        self._kept[peer.name] = _digest(peer)
+        if len(self._kept) > self._limits.max_kept:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._disconnect(oldest)
+
+    def _disconnect(self, name: str) -> None:
+        """End a connection that is not kept."""
+        with contextlib.suppress(*self._errors):  # the peer may be gone already
+            self._agent.remove_remote_agent(name)
+
+
+def attempt(done: "Future[T]", command: Callable[[], object]) -> None:
+    """Run a command; if it raises, end `done` with the error."""
+    try:
+        command()
+    except Exception as exc:  # noqa: BLE001 - raised by `done.result()`
+        done.set_exception(exc)
+
+
+def _pass_on(ended: "Future[T]", *, to: "Future[T]") -> None:
+    """End one future as another one has ended."""
+    if error := ended.exception():
+        to.set_exception(error)
+    else:
+        to.set_result(ended.result())
+
+
+class NixlThread:
+    """Thread that makes all calls of NIXL; methods run on it unless they say otherwise.
+
+    Args:
+        name: Name of the agent.
+        limits: Limits of the agent.
+
+    Attributes:
+        regions: Our registered memory; any thread may read it.
+        peers: The peers.
+    """
+
+    peers: NixlPeers
+
+    def __init__(self, name: str, limits: NixlLimits) -> None:
+        self.regions = Regions()
+        self._name = name
+        self._limits = limits
+        self._memory: list[MemoryRegion] = []
+        self._gpu_was_refused = False
+        self._beacon = np.frombuffer(runtime.token_bytes(BEACON_BYTES), np.uint8)
+        self._commands: queue.SimpleQueue[Callable[[], None]] = runtime.queue()
+        self._lock = runtime.lock()
+        self._stopping = False
+        self._stopped: Future[None] = Future()
+        opened: Future[None] = Future()
+        self._thread = runtime.start_thread(self._run, name=f"{name[:15]}-nixl", args=(opened,))
+        runtime.result(opened)
+
+    def order(self, done: "Future[T]", command: Callable[[], object]) -> None:
+        """Put a command, which ends `done` now or later, into the queue; from any thread.
+
+        Raises:
+            ClosedError: The agent is closed.
+        """
+        with self._lock:
+            if self._stopping:
+                raise ClosedError(f"agent {self._name}")
+            self._commands.put(partial(attempt, done, command))
+
+    def call(self, func: Callable[[], T]) -> T:
+        """Run a function on the thread and return its result; from any other thread.
+
+        Raises:
+            ClosedError: The agent is closed.
+        """
+        done: Future[T] = Future()
+        self.order(done, lambda: done.set_result(func()))
+        return runtime.result(done)
+
+    def cancel(self, readings: Sequence[PiecewiseRead]) -> None:
+        """Post no more pieces of some reads; from any thread."""
+        with contextlib.suppress(ClosedError):
+            for reading in readings:
+                error = TransferFailedError(reading.peer, "cancelled")
+                self.order(reading.done, partial(reading.stop, error))
+
+    def begin_stop(self) -> "Future[None]":
+        """Ask the thread to end all reads, and itself; from any thread."""
+        with self._lock:
+            if not self._stopping:
+                self._stopping = True
+                self._commands.put(lambda: None)
+        return self._stopped
+
+    def stop(self) -> None:
+        """Do as `begin_stop`, and wait for the end."""
+        stopped = self.begin_stop()
+        if threading.current_thread() is not self._thread:  # where garbage may be collected
+            runtime.result(stopped)
+            self._thread.join()
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """See `TransferAgent.register`."""
+        known = self.regions.extend(regions)
+        try:
+            register_memory(self._agent, regions, self._errors)
+        except DeviceUnavailableError:
+            self._gpu_was_refused = True
+            raise
+        self._memory.extend(regions)
+        self.regions = known
+
+    def list_plugins(self) -> list[str]:
+        """See `NixlAgent.plugins`."""
+        return sorted(self._agent.get_plugin_list())
+
+    def describe(self) -> bytes:
+        """See `TransferAgent.metadata`."""
+        if self._gpu_was_refused and self.regions.devices == (HOST,):
+            opaque = export_host_memory(self._agent, self._memory, BACKEND)
+        else:
+            opaque = self._agent.get_agent_metadata()
+        return AgentMetadata(
+            self._name,
+            list(self.regions),
+            opaque,
+            self._beacon.ctypes.data,
+            self._beacon.tobytes(),
+        ).encode()
+
+    def prepare(self, peer: str, runs: Sequence[Fragments]) -> list[PiecewiseRead]:
+        """Cut a read of each run into pieces; on any thread.
+
+        Raises:
+            InvalidArgumentError: An address is outside of registered memory.
+            PeerLostError: There is no such peer.
+        """
+        theirs, ours = self.peers.regions.get(peer), self.regions
+        if theirs is None:
+            raise PeerLostError(peer, "it was not added, or is removed")
+        whole = Fragments.concatenate(runs)
+        ours.require("local", whole.local, whole.lengths)
+        theirs.require("remote", whole.remote, whole.lengths)
+        return [
+            PiecewiseRead(
+                peer,
+                deque(
+                    ReadPiece(piece, *devices)
+                    for *devices, group in run.group(ours, theirs)
+                    for piece in group.split(self._limits.piece_bytes, self._limits.piece_fragments)
+                ),
+            )
+            for run in Fragments.join(runs, ours.starts, theirs.starts)
+        ]
+
+    def begin(self, readings: Sequence[PiecewiseRead], *, is_next: bool = False) -> None:
+        """Begin reads, which take turns with others, or whose turn is next; from any thread.
+
+        Raises:
+            ClosedError: The agent is closed.
+        """
+
+        def begin() -> None:
+            for reading in readings:
+                if reading.peer in self.peers.regions:
+                    self._reads.begin(reading, is_next=is_next)
+                else:
+                    reading.done.set_exception(PeerLostError(reading.peer, "it was removed"))
+
+        if readings:
+            self.order(readings[0].done, begin)
+
+    def _run(self, opened: "Future[None]") -> None:
+        """Be the thread."""
+        attempt(opened, self._open)
+        if opened.done():
+            return
+        opened.set_result(None)
+        pace, pause_s, polled_at = Pace(), 0.0, 0.0
+        try:
+            while not self._stopping:
+                acted = self._obey(pause_s)
+                posted = self._reads.post()
+                late = runtime.monotonic() - polled_at > POLL_WITHIN_S
+                if self._reads.in_flight or not posted or late:
+                    acted |= self._reads.poll()
+                    polled_at = runtime.monotonic()
+                self._reads.end_finished()
+                self.peers.end_removed()
+                acted |= posted
+                pause_s = pace.pause_s(active=acted, waiting=self._reads.in_flight)
+                if posted:  # and there may be more to post
+                    pause_s = 0.0
+        finally:
+            with self._lock:  # whatever has ended it, nobody obeys what is ordered from now on
+                self._stopping = True
+            attempt(self._stopped, self._close)
+            self._stopped.set_result(None)
+
+    def _open(self) -> None:
+        nixl = import_nixl(otherwise="use another backend")
+        self._errors = nixl_errors(nixl)
+        config = nixl.nixl_agent_config(
+            enable_prog_thread=False,
+            backends=[],
+            sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
+        beacon = MemoryRegion(self._beacon.ctypes.data, self._beacon.nbytes, self._beacon)
+        errors: tuple[type[Exception], ...] = (TransferFailedError, *self._errors)
+        try:
+            self._agent = nixl.nixl_agent(self._name, config)
+            self._agent.create_backend(BACKEND, {"engine_config": choose_ucx_settings()})
+            register_memory(self._agent, [beacon], self._errors)
+            self._memory.append(beacon)
+        except errors as exc:
+            raise BackendUnavailableError(
+                f"NIXL's {BACKEND} plug-in is missing or does not work here ({exc})"
+            ) from exc
+        self._reads = Reads(nixl, self._agent)
+        self.peers = NixlPeers(
+            nixl, self._agent, self._name, self._reads, self._add_slots, self._limits
+        )
+
+    def _add_slots(self, slots: NDArray[np.uint8]) -> None:
+        region = MemoryRegion(slots.ctypes.data, slots.nbytes, slots)
+        register_memory(self._agent, [region], self._errors)
+        self._memory.append(region)
+
+    def _obey(self, pause_s: float) -> bool:
+        """Run the queued commands; wait up to `pause_s` for the first."""
+        acted = False
+        with contextlib.suppress(queue.Empty):
+            command = self._commands.get(block=pause_s > 0, timeout=pause_s)
+            while True:
+                acted = True
+                command()
+                command = self._commands.get_nowait()
+        return acted
+
+    def _close(self) -> None:
+        """Destroy the agent: only that stops reads in flight from touching memory."""
+        self._obey(0.0)
+        self._reads.close()
+        self.peers.release()
+        del self._agent
+        self._memory.clear()
+        self._reads.end_all()
+        self.peers.close()
 
 
 class NixlAgent(TransferAgent):
@@ -33,14 +825,14 @@ class NixlAgent(TransferAgent):
         BackendUnavailableError: NIXL or its UCX plug-in is missing, or does not work here.
     """
 
-    def __init__(self, limits: NixlLimits = NixlLimits()) -> None:  # noqa: B008 - it is frozen
+    def __init__(self, limits: NixlLimits = NixlLimits()) -> None:
         self.name = f"kvxfer-{runtime.unique_id()}"
         self._thread = NixlThread(self.name, limits)
         # Also at the interpreter's exit, which a thread inside of NIXL would crash.
         self._finalizer = weakref.finalize(self, self._thread.stop)
 
     def __repr__(self) -> str:
-        peers = sorted(self._thread.peers)
+        peers = sorted(self._thread.peers.regions)
         return f"{type(self).__name__}(name={self.name!r}, backend={BACKEND!r}, peers={peers!r})"
 
     @property
@@ -61,17 +853,18 @@ class NixlAgent(TransferAgent):
         """See `TransferAgent.add_peer`."""
         peer = AgentMetadata.decode(metadata)
         done: Future[str] = Future()
-        self._thread.order(done, partial(self._thread.add_peer, peer, done))
+        self._thread.order(done, partial(self._thread.peers.add, peer, done))
         try:
             return await outlive_caller(done)
         except asyncio.CancelledError:
-            self._thread.forget(peer.name, done)
+            with contextlib.suppress(ClosedError):
+                self._thread.order(done, partial(self._thread.peers.forget, peer.name, done))
             raise
 
     async def remove_peer(self, peer: str) -> None:
         """See `TransferAgent.remove_peer`."""
         done: Future[None] = Future()
-        self._thread.order(done, partial(self._thread.remove_peer, peer, done))
+        self._thread.order(done, partial(self._thread.peers.remove, peer, done))
         await wait_despite_cancel(done)
 
     def begin(
