@@ -5,11 +5,7 @@ from collections.abc import Sequence
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.places import Proofs, read_proofs
 from kvxfer.backends.nixl.reads import BlockHasher, Quarantine
-from kvxfer.backends.nixl.wire import (
-    Ending,
-    Pin,
-    Pinned,
-)
+from kvxfer.backends.nixl.wire.messages import Ending, Pin, Pinned
 from kvxfer.errors import ProtocolError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status, positions_done

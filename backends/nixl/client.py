@@ -12,16 +12,8 @@ from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.reads import MAX_GENERATIONS, BlockHasher, Quarantine
 from kvxfer.backends.nixl.reconnect import Reconnect
 from kvxfer.backends.nixl.ticket_client import TicketClient
-from kvxfer.backends.nixl.wire import (
-    Delete,
-    Deleted,
-    Found,
-    Lookup,
-    Publish,
-    Pull,
-    Pulled,
-    Regions,
-)
+from kvxfer.backends.nixl.wire.messages import Delete, Deleted, Found, Lookup, Publish, Pull, Pulled
+from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import KVXferError, PeerLostError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST

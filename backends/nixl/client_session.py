@@ -16,19 +16,19 @@ from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.places import find_places, locate_fences
 from kvxfer.backends.nixl.reads import BlockHasher, RemoteMemory
 from kvxfer.backends.nixl.ticket_session import TicketSession
-from kvxfer.backends.nixl.wire import (
+from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.backends.nixl.wire.frames import FrameChannel
+from kvxfer.backends.nixl.wire.handshake import Greeting
+from kvxfer.backends.nixl.wire.messages import (
     Answer,
     Attach,
     Cancel,
-    DataConnection,
     Delete,
     Deleted,
     Ending,
     Extents,
     Failed,
     Found,
-    FrameChannel,
-    Greeting,
     Hold,
     Lookup,
     Pin,

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from kvxfer.backends.nixl.discovery import Discovery, EtcdConfig, EtcdDiscovery
-from kvxfer.backends.nixl.wire import HANDSHAKE_TIMEOUT_S
+from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S
 from kvxfer.checks import require_integer, require_positive
 from kvxfer.configuration import Configuration
 from kvxfer.endpoint import MAX_PORT, Endpoint

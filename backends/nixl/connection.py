@@ -14,14 +14,13 @@ from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.places import Places
 from kvxfer.backends.nixl.reads import RemoteMemory
-from kvxfer.backends.nixl.wire import (
-    STREAM_BUFFER_BYTES,
+from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.backends.nixl.wire.frames import STREAM_BUFFER_BYTES, FrameChannel, describe_error
+from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client
+from kvxfer.backends.nixl.wire.messages import (
     Answer,
     Cancel,
-    DataConnection,
     Failed,
-    FrameChannel,
-    Greeting,
     Hello,
     Message,
     NumberedRequest,
@@ -31,8 +30,6 @@ from kvxfer.backends.nixl.wire import (
     Pulled,
     Reach,
     Ready,
-    describe_error,
-    greet_as_client,
 )
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (

@@ -17,7 +17,8 @@ from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.reads import BlockHasher, Quarantine, generations_memory
 from kvxfer.backends.nixl.reconnect import Reconnect
 from kvxfer.backends.nixl.server import Server
-from kvxfer.backends.nixl.wire import MAX_DESCRIPTION_BYTES, Regions
+from kvxfer.backends.nixl.wire.messages import MAX_DESCRIPTION_BYTES
+from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.checks import require_positive
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError

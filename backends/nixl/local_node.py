@@ -15,16 +15,15 @@ from kvxfer.backends.nixl.agents import (
 from kvxfer.backends.nixl.agents.carrier import has_active_port, identify_host
 from kvxfer.backends.nixl.config import NixlConfig, TLSContexts
 from kvxfer.backends.nixl.reads import RemoteMemory
-from kvxfer.backends.nixl.wire import (
+from kvxfer.backends.nixl.wire.handshake import Greeting
+from kvxfer.backends.nixl.wire.messages import (
     MAX_TEXT_CHARACTERS,
     OLDEST_VERSION,
     PROTOCOL_VERSION,
-    AgentMetadata,
-    Greeting,
     Hello,
     Reach,
-    Regions,
 )
+from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     BackendUnavailableError,

@@ -8,14 +8,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.wire import (
-    Fencing,
-    Found,
-    Hold,
-    Lookup,
-    Pinned,
-    Regions,
-)
+from kvxfer.backends.nixl.wire.messages import Fencing, Found, Hold, Lookup, Pinned
+from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.checks import require_integers
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors

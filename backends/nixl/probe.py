@@ -13,15 +13,14 @@ from kvxfer.backends.nixl.agents.carrier import Carrier
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.connection import Connection, open_channel
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.wire import (
+from kvxfer.backends.nixl.wire.handshake import ask_hello, greet_as_client
+from kvxfer.backends.nixl.wire.messages import (
     TICKETS_VERSION,
     Describe,
     Described,
     Hello,
     Ping,
     Pong,
-    ask_hello,
-    greet_as_client,
 )
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import NamespaceMismatchError, PeerError, PeerTimeoutError, TransferFailedError

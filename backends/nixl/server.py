@@ -14,15 +14,10 @@ from kvxfer import runtime
 from kvxfer.backends.nixl.client_session import BlockStore, ClientSession
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.refusals import MAX_CHARACTERS, RefusalLog
-from kvxfer.backends.nixl.wire import (
-    Attach,
-    DataConnection,
-    FrameChannel,
-    Hello,
-    Reach,
-    describe_error,
-    greet_as_server,
-)
+from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.backends.nixl.wire.frames import FrameChannel, describe_error
+from kvxfer.backends.nixl.wire.handshake import greet_as_server
+from kvxfer.backends.nixl.wire.messages import Attach, Hello, Reach
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     BackendUnavailableError,

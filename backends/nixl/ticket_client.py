@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.reconnect import Reconnect
-from kvxfer.backends.nixl.wire import (
+from kvxfer.backends.nixl.wire.messages import (
     MAX_TICKETS,
     PLACES_VERSION,
     TICKETS_VERSION,

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from kvxfer.backends.nixl.wire import (
+from kvxfer.backends.nixl.wire.messages import (
     TICKETS_VERSION,
     Describe,
     Described,

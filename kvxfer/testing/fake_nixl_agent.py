@@ -21,11 +21,8 @@ from kvxfer.backends.nixl.agents import (
     TransferAgent,
 )
 from kvxfer.backends.nixl.agents.carrier import Carrier
-from kvxfer.backends.nixl.wire import (
-    AgentMetadata,
-    Hello,
-    Regions,
-)
+from kvxfer.backends.nixl.wire.messages import Hello
+from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
 from kvxfer.errors import (

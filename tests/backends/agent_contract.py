@@ -18,9 +18,7 @@ from kvxfer.backends.nixl.agents import (
     Fragments,
     TransferAgent,
 )
-from kvxfer.backends.nixl.wire import (
-    Words,
-)
+from kvxfer.backends.nixl.wire.regions import Words
 from kvxfer.errors import (
     ClosedError,
     DeviceUnavailableError,

@@ -14,9 +14,7 @@ from kvxfer.backends.nixl.agents import (
     Fragments,
     TransferAgent,
 )
-from kvxfer.backends.nixl.wire import (
-    AgentMetadata,
-)
+from kvxfer.backends.nixl.wire.regions import AgentMetadata
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from tests.backends.agent_contract import random_bytes
 from tests.cuda.gpu import Gpu

@@ -13,18 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.nixl import client_context, server_context
-from kvxfer.backends.nixl.wire import (
-    DataConnection,
-    FrameCodec,
-    FrameKeys,
-    Message,
-    Ping,
-    Read,
-    Regions,
-    Role,
-    Session,
-    Words,
-)
+from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.backends.nixl.wire.frames import FrameCodec, FrameKeys
+from kvxfer.backends.nixl.wire.handshake import Role, Session
+from kvxfer.backends.nixl.wire.messages import Message, Ping, Read
+from kvxfer.backends.nixl.wire.regions import Regions, Words
 from tests.backends.nixl_wire import HOST, Authority
 
 PING: msgspec.msgpack.Decoder[Ping] = msgspec.msgpack.Decoder(Ping)

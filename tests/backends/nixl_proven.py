@@ -14,16 +14,15 @@ import pytest
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import Endpoint, Exchange, NixlBackend, NixlConfig, identify_host
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
-from kvxfer.backends.nixl.wire import (
+from kvxfer.backends.nixl.wire.frames import FrameChannel
+from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client
+from kvxfer.backends.nixl.wire.messages import (
     PROTOCOL_VERSION,
     Answer,
-    FrameChannel,
-    Greeting,
     Hello,
     Message,
     Reach,
     Ready,
-    greet_as_client,
 )
 from kvxfer.errors import PeerError
 from kvxfer.storage.backend import Status

@@ -19,19 +19,15 @@ from cryptography.x509.oid import NameOID
 
 from kvxfer import KVXferError, Namespace, make_block_key
 from kvxfer.backends.nixl import LocalNode, NixlConfig
-from kvxfer.backends.nixl.wire import (
-    HEADER_BYTES,
+from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, SEAL_BYTES, FrameChannel
+from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client, greet_as_server
+from kvxfer.backends.nixl.wire.messages import (
     OLDEST_VERSION,
     PROTOCOL_VERSION,
-    SEAL_BYTES,
     Found,
-    FrameChannel,
-    Greeting,
     Hello,
     Lookup,
     Reach,
-    greet_as_client,
-    greet_as_server,
 )
 
 HOST = "127.0.0.1"

@@ -31,10 +31,8 @@ from kvxfer.backends.nixl.agents import (
 )
 from kvxfer.backends.nixl.agents.nixl import Reads
 from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
-from kvxfer.backends.nixl.wire import (
-    AgentMetadata,
-    DataConnection,
-)
+from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.backends.nixl.wire.regions import AgentMetadata
 from kvxfer.errors import (
     BackendUnavailableError,
     ClosedError,

@@ -9,11 +9,7 @@ import msgspec
 import pytest
 
 from kvxfer.backends.nixl import choose_carrier, identify_host
-from kvxfer.backends.nixl.wire import (
-    OLDEST_VERSION,
-    PROTOCOL_VERSION,
-    Hello,
-)
+from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Hello
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import Endpoint, Exchange, LocalNode, NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.reads import RemoteMemory
-from kvxfer.backends.nixl.wire import (
+from kvxfer.backends.nixl.wire.handshake import Greeting
+from kvxfer.backends.nixl.wire.messages import (
     MAX_DESCRIPTION_BYTES,
     MAX_TICKETS,
     Describe,
     Failed,
     Found,
-    Greeting,
     Hold,
     Lookup,
     Ping,

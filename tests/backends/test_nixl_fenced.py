@@ -11,7 +11,7 @@ import pytest
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.backends.nixl.places import read_proofs
-from kvxfer.backends.nixl.wire import (
+from kvxfer.backends.nixl.wire.messages import (
     Extents,
     Fencing,
     Found,
@@ -19,8 +19,8 @@ from kvxfer.backends.nixl.wire import (
     Publish,
     Pull,
     Pulled,
-    Regions,
 )
+from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import InvalidArgumentError, TransferFailedError
 from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.storage.backend import Status

@@ -21,20 +21,19 @@ from kvxfer.backends.nixl.agents import (
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.reads import BlockHasher, Quarantine, generations_memory
 from kvxfer.backends.nixl.reconnect import Reconnect
-from kvxfer.backends.nixl.wire import (
-    HEADER_BYTES,
+from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, FrameChannel, FrameCodec
+from kvxfer.backends.nixl.wire.handshake import greet_as_client, greet_as_server
+from kvxfer.backends.nixl.wire.messages import (
     Answer,
     Attach,
     Cancel,
-    DataConnection,
     Delete,
     Describe,
     Described,
     Failed,
     Fencing,
     Found,
-    FrameChannel,
-    FrameCodec,
     HeldTicket,
     Hello,
     Hold,
@@ -53,8 +52,6 @@ from kvxfer.backends.nixl.wire import (
     Refusal,
     Release,
     Request,
-    greet_as_client,
-    greet_as_server,
 )
 from kvxfer.errors import KVXferError, PeerError
 from kvxfer.storage.backend import Status

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from kvxfer.backends.nixl.client_session import ClientSession
-from kvxfer.backends.nixl.wire import FrameChannel, Message, Pinned
+from kvxfer.backends.nixl.wire.frames import FrameChannel
+from kvxfer.backends.nixl.wire.messages import Message, Pinned
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Status
 from kvxfer.testing.conformance.suite import make_keys, statuses

@@ -8,11 +8,8 @@ import pytest
 
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl.places import MAX_FRAGMENTS, Places
-from kvxfer.backends.nixl.wire import (
-    Extents,
-    Found,
-    Regions,
-)
+from kvxfer.backends.nixl.wire.messages import Extents, Found
+from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status

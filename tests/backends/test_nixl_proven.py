@@ -15,11 +15,9 @@ from kvxfer.backends.nixl.agents import (
 )
 from kvxfer.backends.nixl.agents.nixl import NUM_SLOTS
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
-from kvxfer.backends.nixl.wire import (
-    MAX_REGIONS,
+from kvxfer.backends.nixl.wire.messages import (
     MAX_TICKET_CHARACTERS,
     MAX_TICKETS,
-    AgentMetadata,
     Cancel,
     Delete,
     Extents,
@@ -37,6 +35,7 @@ from kvxfer.backends.nixl.wire import (
     Region,
     Release,
 )
+from kvxfer.backends.nixl.wire.regions import MAX_REGIONS, AgentMetadata
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.conformance.suite import make_keys

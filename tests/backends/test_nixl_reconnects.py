@@ -13,9 +13,7 @@ import pytest
 
 from kvxfer.backends.nixl.agents import NixlAgent, NixlLimits
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
-from kvxfer.backends.nixl.wire import (
-    AgentMetadata,
-)
+from kvxfer.backends.nixl.wire.regions import AgentMetadata
 from kvxfer.errors import PeerLostError
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, store_generated

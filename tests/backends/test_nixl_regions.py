@@ -8,13 +8,8 @@ import torch
 from kvxfer.backends.nixl.agents import (
     Fragments,
 )
-from kvxfer.backends.nixl.wire import (
-    AgentMetadata,
-    Extents,
-    Reach,
-    Region,
-    Regions,
-)
+from kvxfer.backends.nixl.wire.messages import Extents, Reach, Region
+from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion

@@ -14,9 +14,7 @@ from kvxfer.backends.nixl.agents import (
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.reads import BlockHasher, remote_memory
 from kvxfer.backends.nixl.reads import hashing as hashing_module
-from kvxfer.backends.nixl.wire import (
-    Regions,
-)
+from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import ClosedError, InvalidArgumentError, PeerLostError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status

@@ -15,20 +15,10 @@ import pytest
 
 from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents import MAX_LINES
-from kvxfer.backends.nixl.wire import (
-    Attach,
-    DataConnection,
-    FrameChannel,
-    FrameCodec,
-    Greeting,
-    Hello,
-    Ping,
-    Pong,
-    Reach,
-    Ready,
-    Region,
-    greet_as_client,
-)
+from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.backends.nixl.wire.frames import FrameChannel, FrameCodec
+from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client
+from kvxfer.backends.nixl.wire.messages import Attach, Hello, Ping, Pong, Reach, Ready, Region
 from kvxfer.errors import PeerClosedError, PeerError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory

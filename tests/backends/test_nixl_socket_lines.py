@@ -12,7 +12,7 @@ from kvxfer.backends.nixl.agents import (
     SocketAgent,
 )
 from kvxfer.backends.nixl.agents.socket import Line, Remote
-from kvxfer.backends.nixl.wire import Regions
+from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import PeerClosedError, PeerError
 
 LIMIT_S = 10.0

@@ -14,10 +14,7 @@ from kvxfer.backends.nixl import Connection, LocalNode, NixlBackend, NixlConfig,
 from kvxfer.backends.nixl.agents import (
     NixlAgent,
 )
-from kvxfer.backends.nixl.wire import (
-    Pin,
-    Pinned,
-)
+from kvxfer.backends.nixl.wire.messages import Pin, Pinned
 from kvxfer.endpoint import free_ports
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.backend import Backend

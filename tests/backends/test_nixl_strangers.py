@@ -10,11 +10,11 @@ import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlConfig, StandalonePeer, refusals
-from kvxfer.backends.nixl.wire import (
+from kvxfer.backends.nixl.wire.frames import FrameCodec
+from kvxfer.backends.nixl.wire.messages import (
     MAX_TEXT_CHARACTERS,
     OLDEST_VERSION,
     PROTOCOL_VERSION,
-    FrameCodec,
     Hello,
     Message,
     Refusal,

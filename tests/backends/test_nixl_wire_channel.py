@@ -9,20 +9,17 @@ import msgspec
 import pytest
 
 from kvxfer.backends.nixl import client_context, server_context
-from kvxfer.backends.nixl.wire import (
+from kvxfer.backends.nixl.wire import frames
+from kvxfer.backends.nixl.wire.frames import (
     CLOSE_TIMEOUT_S,
     HEADER_BYTES,
     MAX_UNPROVEN_FRAME_BYTES,
     FrameChannel,
     FrameCodec,
-    Ping,
-    Proof,
     RateLimit,
-    Role,
-    Session,
-    channel,
-    greet_as_client,
 )
+from kvxfer.backends.nixl.wire.handshake import Role, Session, greet_as_client
+from kvxfer.backends.nixl.wire.messages import Ping, Proof
 from kvxfer.errors import (
     ClosedError,
     InvalidArgumentError,
@@ -148,7 +145,7 @@ async def test_who_talks_too_fast_is_read_more_slowly() -> None:
 def test_a_second_worth_may_come_at_once_and_silence_saves_no_more(
     limit: RateLimit, clock: Clock
 ) -> None:
-    pace = channel._Pace(limit)
+    pace = frames._Pace(limit)
     for _ in range(2):
         for _ in range(20):
             assert pace.ahead_s() <= 1e-9

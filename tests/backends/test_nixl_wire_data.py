@@ -5,12 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl.wire import (
-    MAX_VIEWS,
-    Reading,
-    Regions,
-    Role,
-)
+from kvxfer.backends.nixl.wire.data import MAX_VIEWS
+from kvxfer.backends.nixl.wire.handshake import Role
+from kvxfer.backends.nixl.wire.messages import Reading
+from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import InvalidArgumentError, PeerClosedError, TransferFailedError
 from tests.backends.nixl_data import LIMIT_S, MEMORY_BYTES, Ends, address, both_ends, frames, words
 from tests.backends.nixl_wire import Authority

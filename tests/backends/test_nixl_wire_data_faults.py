@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 from kvxfer import runtime
-from kvxfer.backends.nixl.wire import (
-    HEADER_BYTES,
-    Reading,
-    Regions,
-    Role,
-)
+from kvxfer.backends.nixl.wire.frames import HEADER_BYTES
+from kvxfer.backends.nixl.wire.handshake import Role
+from kvxfer.backends.nixl.wire.messages import Reading
+from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import PeerClosedError, PeerError, PeerTimeoutError, ProtocolError
 from kvxfer.runtime import OrdinaryRuntime
 from tests.backends.nixl_data import (

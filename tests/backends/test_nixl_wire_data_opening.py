@@ -11,14 +11,10 @@ from typing import TypeAlias
 import pytest
 
 from kvxfer.backends.nixl import Endpoint
-from kvxfer.backends.nixl.wire import (
-    MAX_FRAME_BYTES,
-    DataConnection,
-    Ping,
-    Proof,
-    Role,
-    describe_error,
-)
+from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.backends.nixl.wire.frames import MAX_FRAME_BYTES, describe_error
+from kvxfer.backends.nixl.wire.handshake import Role
+from kvxfer.backends.nixl.wire.messages import Ping, Proof
 from kvxfer.errors import InvalidArgumentError, PeerClosedError, ProtocolError
 from tests.backends.nixl_data import (
     LIMIT_S,

@@ -9,14 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.backends.nixl.wire import (
-    HEADER_BYTES,
-    MAX_UNPROVEN_FRAME_BYTES,
-    FrameChannel,
-    Ping,
-    greet_as_client,
-    greet_as_server,
-)
+from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, MAX_UNPROVEN_FRAME_BYTES, FrameChannel
+from kvxfer.backends.nixl.wire.handshake import greet_as_client, greet_as_server
+from kvxfer.backends.nixl.wire.messages import Ping
 from kvxfer.errors import (
     HandshakeError,
     NamespaceMismatchError,

@@ -8,15 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer import make_block_key
-from kvxfer.backends.nixl.wire import (
+from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
-    MAX_TEXT_CHARACTERS,
     MAX_UNPROVEN_FRAME_BYTES,
     SEAL_BYTES,
-    Answer,
     FrameCodec,
     FrameKeys,
+)
+from kvxfer.backends.nixl.wire.handshake import Role, Session
+from kvxfer.backends.nixl.wire.messages import (
+    MAX_TEXT_CHARACTERS,
+    Answer,
     Handshake,
     Lookup,
     Message,
@@ -24,8 +27,6 @@ from kvxfer.backends.nixl.wire import (
     Proof,
     Reading,
     Request,
-    Role,
-    Session,
 )
 from kvxfer.errors import InvalidArgumentError, ProtocolError
 

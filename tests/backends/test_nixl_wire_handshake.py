@@ -6,15 +6,14 @@ import msgspec
 import pytest
 
 from kvxfer.backends.nixl import Endpoint, client_context, server_context
-from kvxfer.backends.nixl.wire import (
+from kvxfer.backends.nixl.wire import messages
+from kvxfer.backends.nixl.wire.handshake import greet_as_client, greet_as_server
+from kvxfer.backends.nixl.wire.messages import (
     OLDEST_VERSION,
     PROTOCOL_VERSION,
     Hello,
     Reach,
     Refusal,
-    greet_as_client,
-    greet_as_server,
-    messages,
 )
 from kvxfer.errors import HandshakeError, NamespaceMismatchError, ProtocolError
 from tests.backends.nixl_wire import (

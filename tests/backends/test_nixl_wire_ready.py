@@ -11,12 +11,9 @@ from kvxfer.backends.nixl import Connection, Endpoint, LocalNode, NixlConfig
 from kvxfer.backends.nixl.agents import (
     NixlAgent,
 )
-from kvxfer.backends.nixl.wire import (
-    FrameChannel,
-    Pong,
-    Ready,
-    greet_as_server,
-)
+from kvxfer.backends.nixl.wire.frames import FrameChannel
+from kvxfer.backends.nixl.wire.handshake import greet_as_server
+from kvxfer.backends.nixl.wire.messages import Pong, Ready
 from kvxfer.errors import PeerClosedError, PeerTimeoutError, ProtocolError
 from tests.backends.nixl_wire import HOST, NAMESPACE, Offer, hello, listening
 

@@ -3,11 +3,8 @@
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl.wire import (
-    Attach,
-    Role,
-    Session,
-)
+from kvxfer.backends.nixl.wire.handshake import Role, Session
+from kvxfer.backends.nixl.wire.messages import Attach
 from kvxfer.errors import HandshakeError
 
 

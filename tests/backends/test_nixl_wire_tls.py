@@ -17,10 +17,8 @@ from cryptography.hazmat.primitives import serialization
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, client_context, server_context
 from kvxfer.backends.nixl import config as config_module
-from kvxfer.backends.nixl.wire import (
-    FrameChannel,
-    greet_as_client,
-)
+from kvxfer.backends.nixl.wire.frames import FrameChannel
+from kvxfer.backends.nixl.wire.handshake import greet_as_client
 from kvxfer.errors import InvalidArgumentError, PeerError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory

@@ -15,10 +15,7 @@ from kvxfer.backends.nixl import Connection, LocalNode, NixlBackend, NixlConfig,
 from kvxfer.backends.nixl.agents import (
     NixlAgent,
 )
-from kvxfer.backends.nixl.wire import (
-    Pin,
-    Pinned,
-)
+from kvxfer.backends.nixl.wire.messages import Pin, Pinned
 from kvxfer.cli import main
 from kvxfer.connect import open_backend
 from kvxfer.endpoint import free_ports

@@ -18,7 +18,9 @@ import torch
 from obstore.store import MemoryStore
 
 from kvxfer.backends.file import FileBackend, FileConfig, Integrity
-from kvxfer.backends.nixl import Announcement, wire
+from kvxfer.backends.nixl import Announcement
+from kvxfer.backends.nixl.wire import frames, handshake
+from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.object import ObjectBackend
 from kvxfer.backends.pool import messages as pool
 from kvxfer.kvcache import WorkerShard
@@ -288,11 +290,11 @@ JOURNALED: list[journal.Record] = [
 ]
 
 
-def codec(role: wire.Role, serial: int | None) -> wire.FrameCodec:
+def codec(role: handshake.Role, serial: int | None) -> frames.FrameCodec:
     """Make one side of a connection; without a number, of one that is not sealed yet."""
-    made = wire.FrameCodec("golden")
+    made = frames.FrameCodec("golden")
     if serial is not None:
-        session = wire.Session(role, session_id=bytes(32), key=SECRET)
+        session = handshake.Session(role, session_id=bytes(32), key=SECRET)
         made.secure(session.frame_keys(serial))
     return made
 
@@ -308,7 +310,7 @@ def make_records() -> dict[str, Any]:
         "nixl": {
             "version": wire.PROTOCOL_VERSION,
             **{
-                name: _told(samples, codec(wire.Role.ASKING, serial).encode)
+                name: _told(samples, codec(handshake.Role.ASKING, serial).encode)
                 for name, (samples, _, serial) in CONVERSATIONS.items()
             },
         },

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from kvxfer.backends.file import Integrity
-from kvxfer.backends.nixl import wire
 from kvxfer.backends.nixl.discovery import decode_announcement
+from kvxfer.backends.nixl.wire import frames, handshake
 from kvxfer.backends.pool import messages as pool
 from kvxfer.kvcache.portable.cache_description import CacheDescription
 from kvxfer.storage import Namespace, Status
@@ -71,12 +71,12 @@ async def test_blocks_of_objects_are_loaded(golden: Path, integrity: Integrity) 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_frames_of_peers_are_understood(records: dict[str, Any], name: str) -> None:
     _, legal, serial = CONVERSATIONS[name]
-    reader = golden_set.codec(wire.Role.SERVING, serial)
+    reader = golden_set.codec(handshake.Role.SERVING, serial)
     decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(legal)
     for told in records["nixl"][name]:
         frame = bytes.fromhex(told["bytes"])
-        assert reader.body_size(frame[: wire.HEADER_BYTES]) == len(frame) - wire.HEADER_BYTES
-        message = reader.decode(reader.open(frame[wire.HEADER_BYTES :]), decoder)
+        assert reader.body_size(frame[: frames.HEADER_BYTES]) == len(frame) - frames.HEADER_BYTES
+        message = reader.decode(reader.open(frame[frames.HEADER_BYTES :]), decoder)
         assert type(message).__name__ == told["name"]
         assert_keeps(values_of(message), told["values"])
 

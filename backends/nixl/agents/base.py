@@ -12,11 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.backends.nixl.agents.carrier import Carrier, choose_carrier
-from kvxfer.backends.nixl.wire import (
-    Hello,
-    Regions,
-    Words,
-)
+from kvxfer.backends.nixl.wire.messages import Hello
+from kvxfer.backends.nixl.wire.regions import Regions, Words
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.fragments import cut_long, cut_runs, join, run_starts, touch
 from kvxfer.kvcache.memory_region import MemoryRegion

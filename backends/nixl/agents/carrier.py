@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
-from kvxfer.backends.nixl.wire import (
-    Hello,
-)
+from kvxfer.backends.nixl.wire.messages import Hello
 from kvxfer.errors import BackendUnavailableError
 
 Carrier = Literal["cma", "rdma", "socket"]

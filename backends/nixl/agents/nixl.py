@@ -22,7 +22,7 @@ from kvxfer import runtime
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
 from kvxfer.backends.nixl.agents.carrier import choose_ucx_settings
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl, nixl_errors
-from kvxfer.backends.nixl.wire import AgentMetadata, Regions, Words
+from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions, Words
 from kvxfer.errors import (
     BackendUnavailableError,
     ClosedError,

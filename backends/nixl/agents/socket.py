@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from kvxfer import runtime
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
-from kvxfer.backends.nixl.wire import AgentMetadata, DataConnection, Regions
+from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions
 from kvxfer.errors import (
     ClosedError,
     InvalidArgumentError,

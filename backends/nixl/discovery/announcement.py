@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 
 from kvxfer import runtime
-from kvxfer.backends.nixl.wire import OLDEST_VERSION, PROTOCOL_VERSION
+from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import installed_version

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from kvxfer.backends.nixl.discovery.announcement import Announcement, decode_announcement
-from kvxfer.backends.nixl.wire import OLDEST_VERSION, PROTOCOL_VERSION
+from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.text import printable

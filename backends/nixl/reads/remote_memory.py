@@ -14,9 +14,7 @@ from kvxfer.backends.nixl.agents import (
 )
 from kvxfer.backends.nixl.agents.carrier import Carrier
 from kvxfer.backends.nixl.reads.hashing import BlockHasher
-from kvxfer.backends.nixl.wire import (
-    Regions,
-)
+from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors, view_memory
 from kvxfer.kvcache.fragment_pairs import pair_fragments

@@ -17,6 +17,7 @@ from kvxfer.backends.nixl.wire.frames import (
     FrameCodec,
     FrameKeys,
     MessageT,
+    describe_error,
 )
 from kvxfer.backends.nixl.wire.messages import Message, Read, Reading
 from kvxfer.backends.nixl.wire.regions import Regions
@@ -335,12 +336,6 @@ def _below_tls(connection: socket.socket, name: str) -> Callable[..., Any]:
     )
     method: Callable[..., Any] = getattr(owner, name)
     return method
-
-
-def describe_error(error: OSError) -> str:
-    """Describe an error of a socket, also one whose text is empty, as those of TLS may be."""
-    text = str(error)
-    return text if any(map(str.isalnum, text)) else type(error).__name__
 
 
 def _columns(request: Read) -> tuple[Addresses, Addresses]:

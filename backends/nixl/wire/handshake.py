@@ -28,8 +28,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvxfer import runtime
-from kvxfer.backends.nixl.wire.channel import FrameChannel
-from kvxfer.backends.nixl.wire.frames import FrameKeys, MessageT
+from kvxfer.backends.nixl.wire.frames import FrameChannel, FrameKeys, MessageT
 from kvxfer.backends.nixl.wire.messages import (
     MAX_TEXT_CHARACTERS,
     NONCE_BYTES,
