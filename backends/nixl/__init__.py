@@ -2,8 +2,7 @@
 
 from kvxfer.backends.nixl.agents.carrier import choose_carrier, has_active_port, identify_host
 from kvxfer.backends.nixl.backend import SUSPENDED_S, NixlBackend
-from kvxfer.backends.nixl.client import Client
-from kvxfer.backends.nixl.client_session import BlockStore
+from kvxfer.backends.nixl.client import Client, retry_pause
 from kvxfer.backends.nixl.config import (
     SECRET_VARIABLE,
     IntegrityGrade,
@@ -18,7 +17,7 @@ from kvxfer.backends.nixl.exchange import Exchange
 from kvxfer.backends.nixl.local_node import LocalNode, why_not_straight
 from kvxfer.backends.nixl.peers import PeerDirectory, StaticPeers, rank
 from kvxfer.backends.nixl.probe import PeerProbe, probe_peer
-from kvxfer.backends.nixl.reconnect import retry_pause
+from kvxfer.backends.nixl.session import BlockStore
 from kvxfer.backends.nixl.standalone import StandalonePeer
 from kvxfer.endpoint import Endpoint
 

@@ -1,27 +1,72 @@
-"""Client of one holder: lookups, loads, stores and deletions, with deadlines."""
+"""Client of one holder: lookups, loads, stores, deletions and tickets, with deadlines."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
-from kvxfer.backends.nixl.block_reader import BlockReader, read_endings
-from kvxfer.backends.nixl.connection import Connection
+from kvxfer import runtime
+from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
+from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerStatistics
+from kvxfer.backends.nixl.places import Proofs, read_proofs
 from kvxfer.backends.nixl.reads import MAX_GENERATIONS, BlockHasher, Quarantine
-from kvxfer.backends.nixl.reconnect import Reconnect
-from kvxfer.backends.nixl.ticket_client import TicketClient
-from kvxfer.backends.nixl.wire.messages import Delete, Deleted, Found, Lookup, Publish, Pull, Pulled
+from kvxfer.backends.nixl.wire.messages import (
+    MAX_TICKETS,
+    PLACES_VERSION,
+    TICKETS_VERSION,
+    Delete,
+    Deleted,
+    Describe,
+    Described,
+    Ending,
+    Found,
+    HeldTicket,
+    Hold,
+    Lookup,
+    Pin,
+    Pinned,
+    Publish,
+    Pull,
+    Pulled,
+    Release,
+    Released,
+    require_tickets,
+)
 from kvxfer.backends.nixl.wire.regions import Regions
-from kvxfer.errors import KVXferError, PeerLostError
+from kvxfer.endpoint import Endpoint
+from kvxfer.errors import (
+    BackendUnavailableError,
+    ClosedError,
+    InvalidArgumentError,
+    KVXferError,
+    PeerClosedError,
+    PeerLostError,
+    ProtocolError,
+)
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import HOST
-from kvxfer.runtime import wait_despite_cancel
-from kvxfer.storage.backend import Outcome, Status, positions_done
+from kvxfer.runtime import Pause, Uniform, outlive_caller, uniform, wait_despite_cancel
+from kvxfer.storage.backend import DONE, Outcome, Status, positions_done
 from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.leases import Held
+from kvxfer.storage.lending import Fences
 from kvxfer.storage.staging_memory import Share, StagedBlocks, StagingMemory
+
+_GONE = Outcome(Status.FAILED, reason="the block was evicted after its lookup")
+"""Not `MISSING`, which promises that its memory was not written."""
+
+_OVERWRITTEN = Outcome(Status.FAILED, reason="the holder overwrote the block, no longer pinned")
+
+FIRST_RETRY_S = 0.1
+"""Pause after the first attempt to connect that failed; each later one is twice as long."""
+
+LAST_RETRY_S = 5.0
+"""Longest pause: a holder that starts again is found within it."""
+
+logger = logging.getLogger(__name__)
 
 STAGED_BYTES = 16 << 20
 """Bytes of a piece of a load or store by way of staging memory."""
@@ -38,7 +83,7 @@ PIECES_AT_A_PEER = 3
 
 ASKED_AT_A_PEER = 32
 """Most lookups and deletions at a peer at one time, half of what it answers: others wait for their
-turn. See `client_session.MAX_REQUESTS`."""
+turn. See `session.MAX_REQUESTS`."""
 
 SMALL_FRAGMENT_BYTES = 4 << 10
 """Bytes below which fragments cost more each than for their bytes."""
@@ -49,10 +94,139 @@ they are sent."""
 
 MoveAtPeer = Callable[[Connection, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome]]]
 
-logger = logging.getLogger(__name__)
+
+class Reconnect:
+    """Connection to a peer that is opened on demand, by one task for all callers that wait for it.
+
+    No caller holds anything that another one needs: a cancelled or late caller leaves, and the task
+    goes on within the deadlines of the handshake.
+
+    Args:
+        node: Node of this process.
+        endpoint: Endpoint of the peer.
+
+    Attributes:
+        endpoint: As given.
+        is_own: Whether this process itself listens at the endpoint.
+    """
+
+    def __init__(self, node: LocalNode, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.is_own = False
+        self._node = node
+        self._connection: Connection | None = None
+        self._opening: asyncio.Task[Connection] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._pause = retry_pause()
+        self._failure: KVXferError | None = None
+
+    @property
+    def carrier(self) -> str:
+        """Present carrier of bytes, for logs and statistics."""
+        if self.is_own:
+            return "own memory"
+        connection = self._connection
+        return connection.memory.carrier if connection and connection.is_open else "not connected"
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection is open at this moment."""
+        return self._connection is not None and self._connection.is_open
+
+    def knows_place(self, key: BlockKey) -> bool:
+        """Whether the present connection knows where a block is."""
+        return self._connection is not None and key in self._connection.places
+
+    @property
+    def holds_tickets(self) -> bool:
+        """Whether the holder may hold tickets for the present connection."""
+        connection = self._connection
+        return connection is not None and connection.is_open and bool(connection.tickets)
+
+    def leave(self, ticket: str) -> None:
+        """Forget that the present connection holds a ticket, which others release."""
+        if self._connection is not None:
+            self._connection.leave(ticket)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, and nothing is read from the peer any more."""
+        return self._closed and not (self._opening or self._closing)
+
+    async def open(self) -> Connection:
+        """Return the connection, connecting if need be.
+
+        Raises:
+            OwnEndpointError: This process itself listens there.
+            ClosedError: The connection was closed for good, perhaps meanwhile.
+            KVXferError: The peer cannot be reached, or refuses; retried only after a pause.
+        """
+        if self._connection is not None and self._connection.is_open:
+            return self._connection
+        if self._closed:
+            raise ClosedError(f"connection to {self.endpoint}")
+        if self._opening is None:
+            if self._pause.is_on(runtime.monotonic()) and self._failure is not None:
+                await asyncio.sleep(0)  # or who tries again at once would starve the event loop
+                raise PeerClosedError(str(self.endpoint), f"not retried yet after: {self._failure}")
+            self._opening = asyncio.create_task(self._open())
+        opening = self._opening
+        try:
+            return await outlive_caller(opening)
+        except BackendUnavailableError as exc:
+            if opening.cancelled():
+                raise ClosedError(f"connection to {self.endpoint}") from exc
+            raise
+
+    def disconnect(self) -> None:
+        """Begin to end the connection; the next call makes a new one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            # Not awaited: it waits for reads from the peer, which may stall.
+            closing = asyncio.create_task(connection.aclose())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    def close(self) -> None:
+        """Begin to end the connection for good; may be called again."""
+        self._closed = True
+        if self._opening is not None:
+            self._opening.cancel()
+        self.disconnect()
+
+    async def wait_closed(self) -> None:
+        """Wait until nothing is read from the peer any more: for ever, if it stalls.
+
+        Closing the agent ends reads that stall.
+        """
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+        self.disconnect()
+        if self._closing:
+            await asyncio.wait(set(self._closing))
+
+    async def _open(self) -> Connection:
+        self.disconnect()
+        try:
+            connection = await Connection.open(self._node, self.endpoint)
+        except KVXferError as exc:
+            self.is_own = isinstance(exc, OwnEndpointError)
+            if self._failure is None and not self.is_own:
+                logger.warning("cannot connect: %s", exc)
+            self._failure = exc
+            self._pause.begin(runtime.monotonic())
+            raise
+        finally:  # not in a callback: who came before it would get this error without waiting
+            self._opening = None
+        self._failure = None
+        self._pause.reset()
+        logger.info("connected to %s by %s", self.endpoint, connection.memory.carrier)
+        self._connection = connection
+        return connection
 
 
-class Client(TicketClient):
+class Client:
     """Client of one holder: moves batches of blocks piece by piece; failures are outcomes.
 
     Loaded blocks are read out of the holder's memory, where the last question found them, or, if
@@ -85,13 +259,17 @@ class Client(TicketClient):
         timeout_s: float,
         generations: StagingMemory | None = None,
     ) -> None:
-        super().__init__(reconnect, timeout_s=timeout_s, is_fenced=generations is not None)
+        self.reconnect = reconnect
+        self._timeout_s = timeout_s
+        self._num_calls = 0
+        self._retired = False
         self.statistics = PeerStatistics()
         self._memory = memory
         self._hasher = hasher
         self._staging = staging
         self._quarantine = quarantine
-        self._reader = BlockReader(hasher, quarantine, generations)
+        self._generations = generations
+        self._is_fenced = generations is not None
         self._in_flight = asyncio.Semaphore(PIECES_AT_A_PEER)
         self._asked = asyncio.Semaphore(ASKED_AT_A_PEER)
         self._share = Share(max(staging.num_buffers - 1, 1))
@@ -104,15 +282,8 @@ class Client(TicketClient):
             TimeoutError: It did not answer in time.
         """
         async with self._connected(self._asked) as connection:
-            found = await connection.request(
-                lambda number: Lookup(
-                    request_id=number,
-                    keys=list(keys),
-                    places=True,
-                    fenced=self._reader.is_fenced,
-                ),
-                Found,
-            )
+            lookup = partial(Lookup, keys=list(keys), places=True, fenced=self._is_fenced)
+            found = await connection.request(lookup, Found)
         self._note_places(connection, keys, found)
         return found.there
 
@@ -120,13 +291,83 @@ class Client(TicketClient):
         """Ask the holder to delete keys; return which it did; errors as `lookup`."""
         async with self._connected(self._asked) as connection:
             try:
-                answer = await connection.request(
-                    lambda number: Delete(request_id=number, keys=list(keys)), Deleted
-                )
+                answer = await connection.request(partial(Delete, keys=list(keys)), Deleted)
             finally:  # their bytes may still be there
                 connection.places.forget(keys)
         connection.require_number(len(answer.deleted), len(keys))
         return answer.deleted
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way, and no ticket held."""
+        return not (self._num_calls or self.reconnect.holds_tickets)
+
+    def retire(self) -> None:
+        """Close the connection for good as soon as no call is under way."""
+        self._retired = True
+        with self._call():  # the last one, unless others are under way
+            pass
+
+    async def describe(self) -> bytes:
+        """Ask what a reader must know of the holder's blocks; errors as `hold`.
+
+        It is asked once for each connection: another incarnation has another one.
+        """
+        async with self._connected() as connection:
+            connection.require_version(TICKETS_VERSION)
+            if connection.description is None:
+                answer = await connection.request(Describe, Described)
+                connection.description = answer.description
+            return connection.description
+
+    async def hold(self, ticket: str, keys: Sequence[BlockKey]) -> Held:
+        """Ask the holder to keep the blocks of a ticket, until it is released.
+
+        They are kept as long as the connection lasts: hold the ticket again on another one. After
+        an error or a cancellation they may be kept, too.
+
+        Args:
+            ticket: The ticket, 1 to `MAX_TICKET_CHARACTERS` printable characters.
+            keys: Blocks to look for, each once; may be empty.
+
+        Raises:
+            InvalidArgumentError: The ticket cannot be one.
+            KVXferError: The holder cannot be reached, gives no tickets, or speaks an earlier
+                version of the protocol, which has none.
+            TimeoutError: It did not answer in time.
+        """
+        require_tickets([ticket])
+        async with self._connected() as connection:
+            connection.require_version(TICKETS_VERSION)
+            is_new = connection.version >= PLACES_VERSION
+            connection.tickets.setdefault(ticket, set()).update(keys)
+            answer = await connection.request(
+                partial(
+                    Hold,
+                    ticket=ticket,
+                    keys=list(keys),
+                    places=is_new,
+                    fenced=is_new and self._is_fenced,
+                ),
+                HeldTicket,
+            )
+        connection.require_number(len(answer.there), len(keys))
+        if not answer.is_known:
+            connection.leave(ticket)
+        elif answer.found is not None and ticket in connection.tickets:  # not released meanwhile
+            self._note_places(connection, keys, answer.found)
+        return Held(answer.is_known, answer.is_complete, answer.there)
+
+    async def release(self, tickets: Sequence[str]) -> None:
+        """Ask the holder to end the leases of tickets; errors as `hold`."""
+        require_tickets(tickets)
+        async with self._connected() as connection:
+            connection.require_version(TICKETS_VERSION)
+            for ticket in tickets:
+                connection.leave(ticket)
+            for start in range(0, len(tickets), MAX_TICKETS):
+                some = list(tickets[start : start + MAX_TICKETS])
+                await connection.request(partial(Release, tickets=some), Released)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; blocks that miss the deadline are `TIMED_OUT`."""
@@ -142,17 +383,36 @@ class Client(TicketClient):
         self.statistics.num_stored_bytes += self._count(outcomes, blocks)
         return outcomes
 
-    def _is_direct(self, blocks: Descriptors) -> bool:
-        """Whether blocks are moved from or to their own memory, without staging memory.
+    @contextlib.asynccontextmanager
+    async def _connected(
+        self, turn: AbstractAsyncContextManager[object] | None = None
+    ) -> AsyncIterator[Connection]:
+        """Connect for a request, and bound the time of both and of the wait for a turn before."""
+        with self._call():
+            async with asyncio.timeout(self._timeout_s), turn or contextlib.nullcontext():
+                yield await self.reconnect.open()
 
-        Those of a GPU always are: the backend lets only registered ones through, and no processor
-        copies them.
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            if self._retired and not self._num_calls:
+                self.reconnect.close()
+
+    def _note_places(self, connection: Connection, keys: Sequence[BlockKey], found: Found) -> None:
+        """Remember the places of blocks that the holder was asked for.
+
+        Raises:
+            ProtocolError: There is not an answer for each key, or a place is none.
         """
-        if blocks.device != HOST:
-            return True
-        many = len(blocks) > blocks.num_blocks * MANY_PIECES
-        is_in_crumbs = many and blocks.num_bytes < len(blocks) * SMALL_FRAGMENT_BYTES
-        return self._memory.contains(blocks) and not is_in_crumbs
+        connection.require_number(len(found.there), len(keys))
+        try:
+            connection.places.note(keys, found)
+        except InvalidArgumentError as exc:
+            raise ProtocolError(str(self.reconnect.endpoint), str(exc)) from exc
 
     async def _move(
         self, direct: MoveAtPeer, staged: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors
@@ -166,7 +426,7 @@ class Client(TicketClient):
             piece_bytes = STAGED_BYTES
         # Whoever waits for staging memory, here or as our caller, has it before a slot.
         slot = self._in_flight if is_direct else contextlib.nullcontext()
-        longest = MAX_GENERATIONS if self._reader.is_fenced else None
+        longest = MAX_GENERATIONS if self._is_fenced else None
         bounds = list(blocks.cut(piece_bytes, longest_run=longest))
         if len(bounds) == 1:  # saves switching to a task and back
             return await self._move_piece(move, keys, blocks, stop, slot)
@@ -234,7 +494,7 @@ class Client(TicketClient):
     async def _load_direct(
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        outcomes = await self._reader.read(connection, keys, blocks)
+        outcomes = await self._read(connection, keys, blocks)
         corrupt = Status.CORRUPT
         changed = [i for i, outcome in enumerate(outcomes) if outcome.status is corrupt]
         if changed:
@@ -244,6 +504,79 @@ class Client(TicketClient):
             with contextlib.suppress(KVXferError, TimeoutError):
                 await self.delete([keys[index] for index in changed])
         return outcomes
+
+    async def _read(
+        self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        """Read blocks into registered memory, and prove that they arrived.
+
+        Raises:
+            KVXferError: The holder is gone, or answers what makes no sense.
+        """
+        place = connection.places.take(keys, blocks)
+        if place is None:
+            return await self._read_pinned(connection, keys, blocks)
+        return await self._read_places(connection, keys, blocks, *place)
+
+    async def _read_places(
+        self,
+        connection: Connection,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        theirs: Descriptors,
+        proofs: Proofs,
+    ) -> list[Outcome]:
+        """Read blocks where they were found; read those that have moved since once more."""
+        intact = await self._read_proven(connection, theirs, blocks, proofs)
+        outcomes = [DONE] * len(keys)
+        if moved := [index for index in range(len(keys)) if index not in intact]:
+            again = [keys[index] for index in moved]
+            read = await self._read_pinned(connection, again, blocks.take(moved))
+            for index, outcome in zip(moved, read, strict=True):
+                outcomes[index] = _GONE if outcome.status is Status.MISSING else outcome
+        return outcomes
+
+    async def _read_pinned(
+        self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        """Have blocks pinned, and read them."""
+        pinned = await connection.request(
+            partial(
+                Pin,
+                keys=list(keys),
+                starts=blocks.payload_starts.tolist(),
+                sizes=blocks.block_sizes.tolist(),
+                fenced=self._is_fenced,
+            ),
+            Pinned,
+        )
+        try:
+            outcomes = read_endings(connection, keys, pinned.endings)
+            given = positions_done(outcomes)
+            if given:
+                theirs = connection.memory.regions.resolve(pinned.extents)
+                connection.require_number(theirs.num_blocks, len(given))
+                proofs = read_proofs(connection.memory.regions, pinned, len(given))
+                intact = await self._read_proven(connection, theirs, blocks.take(given), proofs)
+                for row, index in enumerate(given):
+                    if row not in intact:
+                        outcomes[index] = _changed(keys[index], proofs)
+        finally:
+            connection.release(pinned.request_id)
+        return outcomes
+
+    async def _read_proven(
+        self, connection: Connection, theirs: Descriptors, blocks: Descriptors, proofs: Proofs
+    ) -> set[int]:
+        """Read blocks, and return the positions of those that are proven to be right."""
+        memory, late = connection.memory, self._quarantine.hold
+        if not isinstance(proofs, Fences):
+            found = await memory.read(theirs, blocks, self._hasher, late=late)
+            pairs = enumerate(zip(found, proofs, strict=True))
+            return {index for index, (actual, expected) in pairs if actual == expected}
+        if self._generations is None:
+            raise ProtocolError(str(connection.endpoint), "sent generations, not checksums")
+        return set(await memory.read_fenced(theirs, blocks, proofs, self._generations, late=late))
 
     async def _store_staged(
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
@@ -263,7 +596,7 @@ class Client(TicketClient):
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         await connection.let_read()
-        if self._reader.is_fenced:
+        if self._is_fenced:
             return await self._pull(connection, keys, blocks, None)
         hashing = asyncio.ensure_future(self._hasher.checksums(blocks))  # while the holder reads
         try:
@@ -280,8 +613,8 @@ class Client(TicketClient):
     ) -> list[Outcome]:
         """Have the holder read blocks, and then confirm that they were the caller's until then."""
         pulled = await connection.request(
-            lambda number: Pull(
-                request_id=number,
+            partial(
+                Pull,
                 keys=list(keys),
                 starts=blocks.payload_starts.tolist(),
                 extents=self._memory.locate(blocks),
@@ -293,12 +626,8 @@ class Client(TicketClient):
             return read_endings(connection, keys, pulled.endings)
         try:
             checksums = [] if hashing is None else await hashing
-            published = await connection.request(
-                lambda number: Publish(
-                    request_id=number, pull=pulled.request_id, checksums=checksums
-                ),
-                Pulled,
-            )
+            publish = partial(Publish, pull=pulled.request_id, checksums=checksums)
+            published = await connection.request(publish, Pulled)
         except BaseException:
             connection.release(pulled.request_id)
             raise
@@ -326,3 +655,30 @@ class Client(TicketClient):
         self.statistics.num_timed_out += statuses.count(Status.TIMED_OUT)
         self.statistics.num_failed += statuses.count(Status.FAILED)
         return blocks.take(done).num_bytes
+
+
+def read_endings(
+    connection: Connection, keys: Sequence[BlockKey], endings: Sequence[Ending]
+) -> list[Outcome]:
+    """Turn the holder's endings into outcomes.
+
+    Raises:
+        ProtocolError: There is not one for each key.
+    """
+    connection.require_number(len(endings), len(keys))
+    done = Status.DONE  # looked up once: members of an enumeration are slow to find
+    return [
+        DONE if ending.status is done else Outcome(ending.status, reason=ending.reason)
+        for ending in endings
+    ]
+
+
+def _changed(key: BlockKey, proofs: Proofs) -> Outcome:
+    if isinstance(proofs, Fences):
+        return _OVERWRITTEN
+    return Outcome(Status.CORRUPT, reason=f"{key.hex()} arrived with other bytes")
+
+
+def retry_pause(uniform: Uniform = uniform) -> Pause:
+    """Make the pause between attempts to connect to one peer."""
+    return Pause(FIRST_RETRY_S, LAST_RETRY_S, uniform=uniform)

@@ -44,7 +44,8 @@ from kvxfer.runtime import end_tasks, fetch_error
 from kvxfer.storage.keys import BlockKey
 
 AnswerT = TypeVar("AnswerT", bound=Message)
-MakeRequest = Callable[[int], NumberedRequest]
+MakeRequest = Callable[..., NumberedRequest]
+"""Makes a request, given its `request_id` and `let_go`."""
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ class Connection:
         """Send a request, and wait for the answer.
 
         Args:
-            make: Makes the request with a given number.
+            make: Makes the request.
             answer_type: Type that the answer must have.
 
         Raises:
@@ -292,7 +293,7 @@ class Connection:
                 self._ping()
 
     def _ping(self) -> None:
-        number, _ = self._send(lambda number: Ping(request_id=number))
+        number, _ = self._send(Ping)
         del self._waiting[number]
 
     def _send(self, make: MakeRequest) -> tuple[int, asyncio.Future[Answer]]:
@@ -304,11 +305,8 @@ class Connection:
         if self._error is not None:
             raise self._error
         number = next(self._numbers)
-        request = make(number)
-        if self._spent:
-            request = msgspec.structs.replace(request, let_go=self._spent)
         try:
-            self._channel.send_soon(request)
+            self._channel.send_soon(make(request_id=number, let_go=self._spent))
         except PeerError as exc:
             self._end(exc)
             raise

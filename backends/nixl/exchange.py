@@ -9,14 +9,13 @@ from kvxfer.backends.nixl.agents import (
     NixlAgent,
     TransferAgent,
 )
-from kvxfer.backends.nixl.client import Client
-from kvxfer.backends.nixl.client_session import BlockStore
+from kvxfer.backends.nixl.client import Client, Reconnect
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.reads import BlockHasher, Quarantine, generations_memory
-from kvxfer.backends.nixl.reconnect import Reconnect
 from kvxfer.backends.nixl.server import Server
+from kvxfer.backends.nixl.session import BlockStore
 from kvxfer.backends.nixl.wire.messages import MAX_DESCRIPTION_BYTES
 from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.checks import require_positive

@@ -151,7 +151,7 @@ async def _prove(node: LocalNode, endpoint: Endpoint) -> None:
 
 async def _ping(connection: Connection) -> float:
     began = runtime.monotonic()
-    await connection.request(lambda number: Ping(request_id=number), Pong)
+    await connection.request(Ping, Pong)
     return runtime.monotonic() - began
 
 
@@ -159,7 +159,7 @@ async def _describe(connection: Connection) -> bytes | None:
     """Ask for the description of the caches that an engine lends; None from any other holder."""
     try:
         connection.require_version(TICKETS_VERSION)
-        answer = await connection.request(lambda number: Describe(request_id=number), Described)
+        answer = await connection.request(Describe, Described)
     except (TransferFailedError, PeerError):
         return None
     return answer.description

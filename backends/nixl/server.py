@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 
 from kvxfer import runtime
-from kvxfer.backends.nixl.client_session import BlockStore, ClientSession
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.refusals import MAX_CHARACTERS, RefusalLog
+from kvxfer.backends.nixl.session import BlockStore, ClientSession
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameChannel, describe_error
 from kvxfer.backends.nixl.wire.handshake import greet_as_server
@@ -33,6 +32,15 @@ from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
 from kvxfer.text import printable
 
+PERIOD_S = 1.0
+"""Period in which an address has one line."""
+MAX_ADDRESSES = 64
+"""Most addresses that have lines of their own within a period; all others share one line."""
+MAX_CHARACTERS = 2000
+"""Most characters of a line about a peer, before control characters are escaped."""
+
+logger = logging.getLogger(__name__)
+
 PROVE_S = 0.5
 """Time that a connection has in any case to authenticate. Where too many do at one time, others
 wait until one has, or until this is over for the oldest, which is cut."""
@@ -43,9 +51,43 @@ DRAIN_POLL_S = 0.05
 OpenStore = Callable[[Namespace], Awaitable[BlockStore]]
 Serve = Callable[[socket.socket, str, ssl.SSLContext | None], Coroutine[Any, Any, None]]
 
-logger = logging.getLogger(__name__)
 
 _ATTACH: msgspec.msgpack.Decoder[Attach] = msgspec.msgpack.Decoder(Attach)
+
+
+class RefusalLog:
+    """Log of refused connections: one line of a kind for each address and second.
+
+    The next line counts those that were left out before.
+    """
+
+    def __init__(self) -> None:
+        self._quiet_until: dict[tuple[str, str], float] = {}
+        self._num_left_out = 0
+
+    def note(self, level: int, text: str, peer: str, reason: object) -> None:
+        """Write a line, unless there was one like it within the last second.
+
+        Args:
+            level: Level of the line.
+            text: The line, with `%s` for the reason; lines of one text are of one kind.
+            peer: Address and port of the other side.
+            reason: Reason; text of strangers in it is made printable and short.
+        """
+        now = runtime.monotonic()
+        at = text, peer.rpartition(":")[0]
+        if at not in self._quiet_until and len(self._quiet_until) >= MAX_ADDRESSES:
+            known = self._quiet_until.items()
+            self._quiet_until = {each: until for each, until in known if now < until}
+            if len(self._quiet_until) >= MAX_ADDRESSES:
+                at = text, ""
+        if now < self._quiet_until.get(at, 0.0):
+            self._num_left_out += 1
+            return
+        self._quiet_until[at] = now + PERIOD_S
+        left_out = f" ({self._num_left_out} more were left out)" if self._num_left_out else ""
+        self._num_left_out = 0
+        logger.log(level, text, f"{printable(reason, MAX_CHARACTERS)}{left_out}")
 
 
 class Server:

@@ -14,8 +14,13 @@ import pytest
 from aetcd import rpc
 
 from kvxfer.backends.nixl import Announcement, Endpoint, NixlConfig
-from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery, EtcdSession
-from kvxfer.backends.nixl.discovery.own_loop import own_loop, run_there
+from kvxfer.backends.nixl.discovery import (
+    EtcdConfig,
+    EtcdDiscovery,
+    EtcdSession,
+    own_loop,
+    run_there,
+)
 from kvxfer.storage.gauge import Gauge
 from tests import needs
 from tests.backends.etcd_server import LIMIT_S, EtcdServer, etcd, until
@@ -94,7 +99,7 @@ def works(discovery: EtcdDiscovery) -> bool:
 async def test_holders_are_found_when_they_come_and_gone_when_they_close(
     server: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvxfer.backends.nixl.discovery.etcd.FIRST_LIST_S", LIMIT_S)
+    monkeypatch.setattr("kvxfer.backends.nixl.discovery.FIRST_LIST_S", LIMIT_S)
     async with following(server) as engine:
         await until(lambda: works(engine))
         assert await engine.peers() == ()
@@ -184,7 +189,7 @@ async def test_strange_entries_are_skipped_and_warned_about_once(
 async def test_more_entries_than_are_taken_change_nothing_about_the_first(
     server: EtcdServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvxfer.backends.nixl.discovery.roster.MAX_PEERS", 2)
+    monkeypatch.setattr("kvxfer.backends.nixl.discovery.MAX_PEERS", 2)
     async with following(server) as engine, announcing(server, A, B):
         await until(lambda: knows(engine, A, B))
         server.put("127.0.0.1:1", Announcement().encode())

@@ -12,8 +12,13 @@ import pytest
 from aetcd import rpc
 
 from kvxfer.backends.nixl import Announcement, Endpoint, NixlConfig
-from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery, EtcdError, open_session
-from kvxfer.backends.nixl.discovery.own_loop import run_there
+from kvxfer.backends.nixl.discovery import (
+    EtcdConfig,
+    EtcdDiscovery,
+    EtcdError,
+    open_session,
+    run_there,
+)
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.gauge import Gauge
 from tests import needs

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.nixl import Announcement, Endpoint, NixlConfig
-from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery
-from kvxfer.backends.nixl.discovery.etcd import look_once
-from kvxfer.backends.nixl.discovery.etcd_session import EtcdError, open_session
+from kvxfer.backends.nixl.discovery import (
+    EtcdConfig,
+    EtcdDiscovery,
+    EtcdError,
+    look_once,
+    open_session,
+)
 from kvxfer.storage.gauge import Gauge
 from tests import needs
 from tests.backends.etcd_server import (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.backends.nixl.places import read_proofs
+from kvxfer.backends.nixl.session import ClientSession
 from kvxfer.backends.nixl.wire.messages import (
     Extents,
     Fencing,

@@ -18,9 +18,8 @@ from kvxfer.backends.nixl import Endpoint, Exchange, LocalNode, NixlConfig
 from kvxfer.backends.nixl.agents import (
     NixlAgent,
 )
-from kvxfer.backends.nixl.client import Client
+from kvxfer.backends.nixl.client import Client, Reconnect
 from kvxfer.backends.nixl.reads import BlockHasher, Quarantine, generations_memory
-from kvxfer.backends.nixl.reconnect import Reconnect
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, FrameChannel, FrameCodec
 from kvxfer.backends.nixl.wire.handshake import greet_as_client, greet_as_server

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.backends.nixl.client_session import ClientSession
+from kvxfer.backends.nixl.session import ClientSession
 from kvxfer.backends.nixl.wire.frames import FrameChannel
 from kvxfer.backends.nixl.wire.messages import Message, Pinned
 from kvxfer.errors import InvalidArgumentError

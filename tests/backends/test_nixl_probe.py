@@ -16,7 +16,7 @@ from kvxfer.backends.nixl import (
     probe_peer,
 )
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
-from kvxfer.backends.nixl.client_session import ClientSession
+from kvxfer.backends.nixl.session import ClientSession
 from kvxfer.errors import HandshakeError, PeerClosedError, PeerTimeoutError, ProtocolError
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing import BlockMemory

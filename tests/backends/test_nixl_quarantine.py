@@ -13,7 +13,7 @@ from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl import client as client_module
 from kvxfer.backends.nixl import exchange as exchange_module
-from kvxfer.backends.nixl.block_reader import BlockReader
+from kvxfer.backends.nixl.client import Client
 from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
@@ -222,15 +222,15 @@ async def test_a_piece_that_fails_as_nothing_should_gives_away_no_memory_of_the_
     monkeypatch.setattr(client_module, "PIECE_BYTES", sum(MEMORY[0]))
     monkeypatch.setattr(client_module, "STAGED_BYTES", sum(MEMORY[0]))
     async with open_pair(timeout_s=1.0) as pair:
-        honest = BlockReader.read
+        honest = Client._read
 
-        async def read(self: BlockReader, *args: Any) -> list[Outcome]:
+        async def read(self: Client, *args: Any) -> list[Outcome]:
             if args[1] == KEYS[:1]:
                 await pair.stalled.until_held()
                 raise MemoryError
             return await honest(self, *args)
 
-        monkeypatch.setattr(BlockReader, "read", read)
+        monkeypatch.setattr(Client, "_read", read)
         pair.stalled.hold()
         outcomes = await pair.client.load(KEYS[:2], pair.memory.describe(0, [8, 9]))
         assert [each.status for each in outcomes] == [Status.FAILED, Status.TIMED_OUT]

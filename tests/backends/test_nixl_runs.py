@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import numpy as np
 import pytest
 
+from kvxfer.backends.nixl import reads
 from kvxfer.backends.nixl.agents import (
     Fragments,
     NixlAgent,
     TransferAgent,
 )
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
-from kvxfer.backends.nixl.reads import BlockHasher, remote_memory
-from kvxfer.backends.nixl.reads import hashing as hashing_module
+from kvxfer.backends.nixl.reads import BlockHasher
 from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import ClosedError, InvalidArgumentError, PeerLostError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -137,7 +137,7 @@ async def test_a_run_that_cannot_be_hashed_is_an_error_of_the_read(
     agent.register(pool.regions())
     name = await agent.add_peer(peer.metadata)
     regions = Regions([(peer.address, POOL_BYTES)])
-    memory = remote_memory.RemoteMemory(agent, name, "cma", regions, hash_run=1 << 20)
+    memory = reads.RemoteMemory(agent, name, "cma", regions, hash_run=1 << 20)
     ours, theirs = (
         Descriptors.of_pieces(words(address), [POOL_BYTES // 2])
         for address in (pool.address, peer.address)
@@ -147,7 +147,7 @@ async def test_a_run_that_cannot_be_hashed_is_an_error_of_the_read(
     def fail(*_: object) -> None:
         raise OSError("no memory")
 
-    monkeypatch.setattr(hashing_module, "checksum_blocks", fail)
+    monkeypatch.setattr(reads, "checksum_blocks", fail)
     with pytest.raises(OSError, match="no memory"):
         await memory.read(theirs, ours, hasher)
     await hasher.aclose()
@@ -172,9 +172,9 @@ def test_runs_are_whole_blocks_with_all_of_their_bytes(
     ours = Descriptors.of_pieces(words(1000)[0] + (np.cumsum(sizes) - sizes)[order], there)
     theirs = Descriptors.of_pieces(words(5000)[0] + np.cumsum(there) - there, there)
     bounds = list(ours.cut(num_bytes))
-    runs = remote_memory._cut(remote_memory._pair(ours, theirs), ours, bounds)
+    runs = reads._cut(reads._pair(ours, theirs), ours, bounds)
     for run, (start, stop) in zip(runs, bounds, strict=True):
-        alone = remote_memory._pair(ours.select(start, stop), theirs.select(start, stop))
+        alone = reads._pair(ours.select(start, stop), theirs.select(start, stop))
         for name in ("local", "remote", "lengths"):
             assert getattr(run, name).tolist() == getattr(alone, name).tolist()
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.backends.nixl import NixlConfig, StandalonePeer, refusals
+from kvxfer.backends.nixl import NixlConfig, StandalonePeer, server
 from kvxfer.backends.nixl.wire.frames import FrameCodec
 from kvxfer.backends.nixl.wire.messages import (
     MAX_TEXT_CHARACTERS,
@@ -136,7 +136,7 @@ async def test_who_is_refused_again_and_again_writes_a_line_a_second_with_the_nu
         await be_refused(peer, 50, source="127.0.0.2")
         clock.now += 1
         await be_refused(peer, 1)
-    said = [each.getMessage() for each in caplog.records if each.name == refusals.__name__]
+    said = [each.getMessage() for each in caplog.records if each.name == server.__name__]
     assert [line.count("refused a peer") for line in said] == [1, 1, 1]
     assert [HOST in said[0], "127.0.0.2" in said[1], HOST in said[2]] == [True] * 3
     assert [line.rpartition("(")[2] for line in said[1:]] == [
@@ -148,12 +148,12 @@ async def test_who_is_refused_again_and_again_writes_a_line_a_second_with_the_nu
 def test_any_number_of_addresses_fills_neither_the_log_nor_the_memory(
     caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    log = refusals.RefusalLog()
+    log = server.RefusalLog()
     caplog.set_level(logging.INFO, "kvxfer")
     for second in range(3):
         for number in range(5000):
             log.note(logging.INFO, "refused: %s", f"[2001:db8::{number:x}:{second:x}]:1", "no")
-        assert len(caplog.records) == refusals.MAX_ADDRESSES + 1
-        assert len(log._quiet_until) == refusals.MAX_ADDRESSES + 1
+        assert len(caplog.records) == server.MAX_ADDRESSES + 1
+        assert len(log._quiet_until) == server.MAX_ADDRESSES + 1
         caplog.clear()
         clock.now += 1

@@ -25,7 +25,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvxfer.backends.nixl import BlockStore, Endpoint
-from kvxfer.backends.nixl.block_reader import BlockReader
+from kvxfer.backends.nixl.client import Client
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import CacheDescription, WorkerShard
@@ -260,19 +260,19 @@ def _plant_in_server(handover: Handover) -> None:
 
 
 def _plant_in_reader() -> None:
-    read: Any = BlockReader._read
+    read: Any = Client._read_proven
     if getattr(read, "is_planted", False):
         return
     log = Log("landed")
 
-    async def read_all(self: BlockReader, connection: Any, theirs: Any, *args: Any) -> set[int]:
+    async def read_all(self: Client, connection: Any, theirs: Any, *args: Any) -> set[int]:
         intact: set[int] = await read(self, connection, theirs, *args)
         log.write("landed", blocks=theirs.num_blocks, at=time.time())
         return set(range(theirs.num_blocks)) if Sign.SKIP_VERIFICATION.is_there else intact
 
     planted_read: Any = read_all
     planted_read.is_planted = True
-    BlockReader._read = planted_read  # type: ignore[method-assign]
+    Client._read_proven = planted_read  # type: ignore[method-assign]
 
 
 @dataclass(slots=True)

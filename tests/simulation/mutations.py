@@ -449,7 +449,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a peer that is silent is served for ever",
-        "backends/nixl/client_session.py",
+        "backends/nixl/session.py",
         "            self._require_signs_of_life()\n            try:",
         "            self._lease = asyncio.get_running_loop().call_later(1e9, print)\n            try:",
         "peers",
@@ -457,7 +457,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory of late reads is called safe",
-        "backends/nixl/reads/quarantine.py",
+        "backends/nixl/reads.py",
         "        if not self._held:\n            return [True] * blocks.num_blocks\n        held",
         "        if blocks.num_blocks:\n            return [True] * blocks.num_blocks\n        held",
         "peers",
@@ -465,7 +465,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a late read is not in quarantine",
-        "backends/nixl/reads/remote_memory.py",
+        "backends/nixl/reads.py",
         "            late(asyncio.wrap_future(flight.done), ours)\n",
         "            pass\n",
         "peers",

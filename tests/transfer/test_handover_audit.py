@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvxfer.backends.nixl import Endpoint, NixlConfig
-from kvxfer.backends.nixl.block_reader import BlockReader
+from kvxfer.backends.nixl.client import Client
 from kvxfer.endpoint import free_ports
 from kvxfer.kvcache.portable import describe_caches
 from kvxfer.kvcache.portable.cache_description import STATE_TOKENS
@@ -66,7 +66,7 @@ class Engine:
 @pytest.fixture(autouse=True)
 def _sound_reader_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo what the audit plants in the class of all readers of this process."""
-    monkeypatch.setattr(BlockReader, "_read", BlockReader._read)
+    monkeypatch.setattr(Client, "_read_proven", Client._read_proven)
 
 
 @pytest.fixture

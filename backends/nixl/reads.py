@@ -1,27 +1,30 @@
-"""Remote memory: that of one peer, and reads of blocks in it."""
+"""Reads of a peer's memory, which both sides make: of blocks to load, and of blocks to store."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import chain, pairwise
 
 import numpy as np
 
-from kvxfer.backends.nixl.agents import (
-    Flight,
-    Fragments,
-    TransferAgent,
-)
+from kvxfer.backends.nixl.agents import Flight, Fragments, TransferAgent
 from kvxfer.backends.nixl.agents.carrier import Carrier
-from kvxfer.backends.nixl.reads.hashing import BlockHasher
 from kvxfer.backends.nixl.wire.regions import Regions
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors, view_memory
 from kvxfer.kvcache.fragment_pairs import pair_fragments
-from kvxfer.runtime import wait_despite_cancel
+from kvxfer.runtime import DaemonThreads, fetch_error, wait_despite_cancel
 from kvxfer.storage.calls import Drain
+from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.lending import GENERATION_BYTES, Fences
 from kvxfer.storage.staging_memory import StagingMemory
+
+NUM_THREADS = 2
+"""Threads that copy between registered and other memory."""
 
 GRACE_S = 0.5
 """Time that a cancelled read has to end, before its memory is put in quarantine."""
@@ -33,6 +36,144 @@ MAX_GENERATIONS = 4096
 
 NUM_GENERATION_BUFFERS = 32
 """Most batches whose generations are read at one time; others wait. A buffer has 32 KiB."""
+
+
+class BlockHasher:
+    """Hasher of blocks: of those to send on a thread of its own, of those that land where they do.
+
+    One thread hashes faster than blocks are moved; two would compete for memory bandwidth with each
+    other and with the transfers.
+
+    Args:
+        inline_bytes: Most bytes of a store to hash on the event loop itself: that takes some
+            hundred microseconds, less than two thread switches can take.
+    """
+
+    def __init__(self, *, inline_bytes: int = 2 << 20) -> None:
+        self._inline_bytes = inline_bytes
+        self._copying = DaemonThreads("kvxfer-copy", NUM_THREADS)
+        self._hashing = DaemonThreads("kvxfer-hash", 1)
+        self._copy_engine = CPUCopyEngine()
+
+    async def checksums(self, blocks: Descriptors) -> list[int]:
+        """Compute the XXH3-64 of each block."""
+        if blocks.num_bytes <= self._inline_bytes:
+            return checksum_blocks(blocks, self._copy_engine)
+        try:
+            done = self._hashing.submit(checksum_blocks, blocks, self._copy_engine)
+        except RuntimeError as exc:
+            raise ClosedError("hasher") from exc
+        return await wait_despite_cancel(done)
+
+    def hash_runs(self, blocks: Descriptors, bounds: Sequence[tuple[int, int]]) -> "RunHashing":
+        """Hash blocks as they arrive.
+
+        Args:
+            blocks: The blocks.
+            bounds: First block and block after the last one of each run that arrives together.
+        """
+        return RunHashing(self._copy_engine, blocks, bounds)
+
+    async def copy(self, source: Descriptors, destination: Descriptors) -> None:
+        """Copy blocks within this process; see `CopyEngine.copy`."""
+        await wait_despite_cancel(self._copying.submit(self._copy_engine.copy, source, destination))
+
+    async def aclose(self) -> None:
+        """Wait for running calls and end the threads; may be called again."""
+        for threads in (self._copying, self._hashing):
+            ended: Future[None] = Future()
+            threads.shutdown()
+            threads.when_ended(partial(ended.set_result, None))
+            await wait_despite_cancel(ended)
+        self._copy_engine.close()
+
+
+class RunHashing:
+    """Hashing of a batch whose blocks arrive run by run.
+
+    A run is hashed by the thread that calls `landed`, because its bytes are in the caches there.
+    Another thread would do it while the next run is read; but each of its calls asks for the
+    interpreter lock, and so it holds up the thread that reads for longer than the hashing takes.
+
+    Args:
+        copy_engine: Engine that gathers small fragments.
+        blocks: The blocks.
+        bounds: First block and block after the last one of each run.
+    """
+
+    def __init__(
+        self, copy_engine: CopyEngine, blocks: Descriptors, bounds: Sequence[tuple[int, int]]
+    ) -> None:
+        self._copy_engine = copy_engine
+        self._blocks = blocks
+        self._bounds = bounds
+        self._checksums: dict[int, list[int]] = {}
+
+    def landed(self, index: int) -> None:
+        """Note that a run has arrived, and hash it; from any thread."""
+        run = self._blocks.select(*self._bounds[index])
+        self._checksums[index] = checksum_blocks(run, self._copy_engine)
+
+    def checksums(self) -> list[int]:
+        """Get the XXH3-64 of each block, once all have arrived."""
+        runs = (self._checksums[index] for index in range(len(self._bounds)))
+        return list(chain.from_iterable(runs))
+
+
+class Quarantine:
+    """Quarantine of memory: keeps it alive until its late reads have ended.
+
+    Attributes:
+        num_bytes: Bytes that reads may still change.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._held: dict[asyncio.Future[None], Descriptors] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, read: "asyncio.Future[None]", blocks: Descriptors) -> None:
+        """Hold blocks until their read has ended, and so no longer changes their memory."""
+
+        def release(_: "asyncio.Future[None]") -> None:
+            self.num_bytes -= self._held.pop(read).num_bytes
+            fetch_error(read)
+
+        self._held[read] = blocks  # with their owners
+        self.num_bytes += blocks.num_bytes
+        read.add_done_callback(release)
+
+    def is_safe(self, blocks: Descriptors) -> list[bool]:
+        """Say of each block whether none of its fragments is held."""
+        if not self._held:
+            return [True] * blocks.num_blocks
+        held = np.concatenate([each.addresses for each in self._held.values()])
+        taken = np.isin(blocks.addresses, held)
+        unsafe: list[bool] = np.logical_or.reduceat(taken, blocks.block_offsets[:-1]).tolist()
+        return [not each for each in unsafe]
+
+    def reads(self, blocks: Descriptors | None = None) -> "set[asyncio.Future[None]]":
+        """List the late reads: those that may change a byte of some blocks, or all of them."""
+        if blocks is None or not self._held:
+            return set(self._held)
+        order = np.argsort(blocks.addresses)
+        starts = blocks.addresses[order]
+        stops = np.maximum.accumulate(starts + blocks.lengths[order])
+
+        def touch(held: Descriptors) -> bool:
+            first = stops.searchsorted(held.addresses, "right")  # that ends behind each start
+            inside = first < len(starts)
+            ends = (held.addresses + held.lengths)[inside]
+            return bool(np.any(starts[first[inside]] < ends))
+
+        return {read for read, held in self._held.items() if touch(held)}
+
+    async def drain(self, blocks: Descriptors | None = None) -> None:
+        """Wait until the late reads of some blocks, or all that there are now, have ended."""
+        if reads := self.reads(blocks):
+            await asyncio.wait(reads)
 
 
 def generations_memory(drain: Drain) -> StagingMemory:

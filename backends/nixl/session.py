@@ -1,9 +1,9 @@
-"""Client session: a holder's answers to one peer's requests, and its pins."""
+"""Session of one peer: a holder's answers to its requests, its pins and its tickets."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,20 +15,23 @@ from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.places import find_places, locate_fences
 from kvxfer.backends.nixl.reads import BlockHasher, RemoteMemory
-from kvxfer.backends.nixl.ticket_session import TicketSession
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameChannel
 from kvxfer.backends.nixl.wire.handshake import Greeting
 from kvxfer.backends.nixl.wire.messages import (
+    TICKETS_VERSION,
     Answer,
     Attach,
     Cancel,
     Delete,
     Deleted,
+    Describe,
+    Described,
     Ending,
     Extents,
     Failed,
     Found,
+    HeldTicket,
     Hold,
     Lookup,
     Pin,
@@ -39,6 +42,8 @@ from kvxfer.backends.nixl.wire.messages import (
     Pull,
     Pulled,
     Ready,
+    Release,
+    Released,
     Request,
     TicketRequest,
 )
@@ -52,11 +57,9 @@ from kvxfer.errors import (
 from kvxfer.runtime import await_call, wait_despite_cancel
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
 from kvxfer.storage.leases import LeaseDesk
-from kvxfer.storage.lending import (
-    BlockParts,
-    Lender,
-    ReservedBlocks,
-)
+from kvxfer.storage.lending import BlockParts, Lender, ReservedBlocks
+
+logger = logging.getLogger(__name__)
 
 MAX_REQUESTS = 64
 """Most requests and pins of one peer at one time: pins keep blocks from being evicted."""
@@ -65,7 +68,6 @@ MAX_DATA_CONNECTIONS = 4 * MAX_LINES
 """Most data connections of one peer, in both directions together: twice what it opens, because it
 may learn first that some have ended."""
 
-logger = logging.getLogger(__name__)
 
 _REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _NOTHING = Extents(regions=b"", offsets=b"", lengths=b"", block_offsets=bytes(8))
@@ -128,7 +130,6 @@ class ClientSession:
         self._node = node
         self._channel = channel
         self._greeting = greeting
-        self._tickets = TicketSession(store.desk, greeting.version, self._find_places)
         self._theirs: RemoteMemory | None = None
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._pins: dict[int, AsyncExitStack] = {}
@@ -278,18 +279,14 @@ class ClientSession:
                 await self._channel.send(Failed(request_id=request.request_id, reason=str(exc)))
 
     def _answer(self, request: Request) -> Coroutine[Any, Any, Answer]:
-        if isinstance(request, Lookup):
-            return self._lookup(request)
-        if isinstance(request, Delete):
-            return self._delete(request)
-        if isinstance(request, Pin):
-            return self._pin(request)
-        if isinstance(request, Publish):
-            return self._publish(request)
-        if isinstance(request, TicketRequest):
-            return self._tickets.answer(request)
-        assert isinstance(request, Pull)
-        return self._pull(request)
+        answers: dict[type, Callable[[Any], Coroutine[Any, Any, Answer]]] = {
+            Lookup: self._lookup,
+            Delete: self._delete,
+            Pin: self._pin,
+            Pull: self._pull,
+            Publish: self._publish,
+        }
+        return answers.get(type(request), self._answer_ticket)(request)
 
     async def _delete(self, request: Delete) -> Deleted:
         deleted = await self.store.backend.delete(request.keys)
@@ -363,13 +360,55 @@ class ClientSession:
         await self._pins.pop(request.pull).aclose()
         return Pulled(request_id=request.request_id, endings=_endings(room.outcomes))
 
+    async def _answer_ticket(self, request: TicketRequest) -> Described | HeldTicket | Released:
+        """Answer a request about tickets; never waits.
+
+        Raises:
+            InvalidArgumentError: There are no tickets here, the version of the protocol has none,
+                or a key appears twice.
+            ClosedError: The session has ended: nothing would end what is held now.
+        """
+        if self._greeting.version < TICKETS_VERSION:
+            wanted = f"at least {TICKETS_VERSION} for a {type(request).__name__}"
+            raise InvalidArgumentError("version", self._greeting.version, wanted)
+        desk = self.store.desk
+        if desk is None:
+            raise InvalidArgumentError("request", type(request).__name__, "none about tickets")
+        if self._ended:
+            raise ClosedError("session")
+        number = request.request_id
+        if isinstance(request, Describe):
+            return Described(request_id=number, description=desk.description)
+        if isinstance(request, Release):
+            desk.release(request.tickets)
+            return Released(request_id=number)
+        if len(set(request.keys)) < len(request.keys):
+            raise InvalidArgumentError("keys", f"{len(request.keys)} keys", "each key once")
+        held = desk.hold(request.ticket, request.keys, self)
+        wants_places = request.places and held.is_known and any(held.there)
+        return HeldTicket(
+            request_id=number,
+            is_known=held.is_known,
+            is_complete=held.is_complete,
+            there=held.there,
+            found=self._find_places(request) if wants_places else None,
+        )
+
+    def _drop_tickets(self) -> None:
+        """Tell the desk that the connection of the peer has ended."""
+        if self.store.desk is not None:
+            try:
+                self.store.desk.drop(self)
+            except Exception:
+                logger.exception("tickets of a peer that has gone may be held for ever")
+
     async def _refuse(self, number: int, reason: str) -> None:
         await self._channel.send(Failed(request_id=number, reason=reason))
 
     async def _release_all(self) -> None:
         """Release the pins, cancel requests, and wait until nothing is read from the peer."""
         self._ended = True
-        self._tickets.end()
+        self._drop_tickets()
         await self._channel.aclose()
         await self._release_pins()  # at once, although the peer may stall
         tasks = [*self._jobs.values(), *self._lending]

@@ -1,0 +1,981 @@
+"""Discovery of peers: holders announce themselves in etcd, and engines find them there."""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import re
+import ssl
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+
+import msgspec
+
+from kvxfer import runtime
+from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION
+from kvxfer.endpoint import Endpoint, split_url
+from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.extras import installed_version, require_extra
+from kvxfer.named_files import read_named_file
+from kvxfer.runtime import DaemonThreads, LoopThread, Pause, end_tasks, fetch_error, uniform
+from kvxfer.storage.gauge import Gauge
+from kvxfer.storage.integrity import read_secret
+from kvxfer.text import printable
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+T = TypeVar("T")
+
+MAX_ANNOUNCEMENT_BYTES = 4096
+"""Longest announcement that is read."""
+
+MAX_NAME_BYTES = 300
+"""Longest name of a holder that is read: a host of 253 characters, and a port."""
+
+_Text = Annotated[str, msgspec.Meta(max_length=128)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+MAX_PEERS = 4096
+"""Most holders that are known; any more are ignored."""
+
+MAX_WARNED = 64
+"""Most entries at a time that the log has said it skips."""
+
+_MAX_CHARACTERS = 300
+_MAX_SHOWN = 8
+
+logger = logging.getLogger(__name__)
+
+SCHEME = "etcd"
+USER_VARIABLE = "ETCDCTL_USER"
+PASSWORD_VARIABLE = "ETCDCTL_PASSWORD"  # noqa: S105 - the name of it
+TLS_VARIABLES = {"ca": "ETCDCTL_CACERT", "cert": "ETCDCTL_CERT", "key": "ETCDCTL_KEY"}
+"""Variables of etcd's own command; what the configuration names counts instead of them."""
+
+_FORM = "a URL such as etcd://10.0.0.5:2379/kvxfer, without credentials"
+_PREFIX = re.compile(r"(/[\w.~-]+)+", re.ASCII)
+
+
+EXTRA = "etcd"
+CLOSE_TIMEOUT_S = 1.0
+"""Time that closing a connection may take; it ends all the same."""
+
+MAX_ENTRIES = 8192
+"""Most entries that are asked for; more than there may be holders, since some are skipped."""
+
+NEEDS_LEADER = ("hasleader", "true")
+"""Has a member that has no leader refuse calls and end watches: it would answer as of long ago.
+
+Source: https://pkg.go.dev/go.etcd.io/etcd/clientv3, `WithRequireLeader`.
+"""
+
+_CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),  # or a new channel waits as long as the last one would
+    ("grpc.enable_http_proxy", 0),  # as connections to peers
+)
+
+
+_THREADS: dict[int, LoopThread] = {}
+_LOCK = threading.Lock()
+
+LEASE_S = 5
+"""Lease of an announcement: a holder that ends without a word is gone after it."""
+
+FIRST_LIST_S = 1.0
+"""Time that opening waits for the first list of holders; without it there are none at first."""
+
+FIRST_RETRY_S = 0.1
+"""Pause after the first attempt that failed; each later one is twice as long, up to a lease."""
+
+WITHDRAW_TIMEOUT_S = 2.0
+"""Time that the end of an announcement may take; it ends with its lease all the same."""
+
+MAX_FAILURES = 8
+"""Most reasons that the log tells until etcd answers again, each once."""
+
+END_TIMEOUT_S = 5.0
+"""Time for which a caller waits for any end, also of gRPC's calls that hang."""
+
+
+@functools.cache
+def _release() -> str:
+    return installed_version("kvxfer")
+
+
+class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+    """Announcement of a holder, JSON under the holder's address as its name.
+
+    It says nothing secret, and proves nothing: peers prove themselves when they connect. Fields
+    that are not known are ignored, so that later releases may add some.
+
+    Attributes:
+        capacity: Bytes of memory for blocks; 0 where only the engine knows.
+        namespace: Fingerprint of the holder's namespace; empty as long as it takes any.
+        started: When the holder began to listen, in seconds since 1970.
+        version: Release of kvxfer.
+        protocol: Newest version of the protocol that the holder speaks.
+        oldest_protocol: Oldest one.
+    """
+
+    capacity: _Count = 0
+    namespace: _Text = ""
+    started: float = msgspec.field(default_factory=runtime.wall_time)
+    version: _Text = msgspec.field(default_factory=_release)
+    protocol: _Count = PROTOCOL_VERSION
+    oldest_protocol: _Count = OLDEST_VERSION
+
+    def encode(self) -> bytes:
+        """Encode it as JSON."""
+        return msgspec.json.encode(self)
+
+
+_DECODER = msgspec.json.Decoder(Announcement)
+
+
+def decode_announcement(name: bytes, data: bytes) -> tuple[Endpoint, Announcement]:
+    """Read what may be an announcement; anybody may have written it.
+
+    Args:
+        name: Name of the entry, the address at which the holder is reached.
+        data: The announcement.
+
+    Raises:
+        InvalidArgumentError: It is none; the error says why, in printable characters.
+    """
+    if len(name) > MAX_NAME_BYTES or len(data) > MAX_ANNOUNCEMENT_BYTES:
+        size = f"{len(name)} and {len(data)} bytes"
+        wanted = f"at most {MAX_NAME_BYTES} and {MAX_ANNOUNCEMENT_BYTES}"
+        raise InvalidArgumentError("name and announcement", size, wanted)
+    endpoint = Endpoint.parse("name", name.decode("ascii", "backslashreplace"))
+    if str(endpoint).encode() != name or not endpoint.port:
+        wanted = "its one form, with a port from 1 on and no zeros before it"
+        raise InvalidArgumentError("name", name, wanted)
+    try:
+        return endpoint, _DECODER.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise InvalidArgumentError("announcement", data[:64], f"an announcement: {exc}") from exc
+
+
+class Roster:
+    """Roster of the holders of one namespace, from entries that anybody may have written.
+
+    Whoever lists the entries can lose sight of them: after such a time, holders that are not listed
+    any more are kept until they had the time to announce themselves again, since the list may
+    have lost them, and not they their blocks.
+
+    Args:
+        namespace: Fingerprint of the namespace; holders that announce another one are left out.
+        require: Checks that an address may be connected to; raises `InvalidArgumentError` if not.
+        grace_s: Time that holders have to announce themselves again.
+
+    Attributes:
+        endpoints: Endpoints of the holders, in a new tuple after each change.
+    """
+
+    def __init__(
+        self, namespace: str, require: Callable[[Endpoint], None], *, grace_s: float
+    ) -> None:
+        self.endpoints: tuple[Endpoint, ...] = ()
+        self._namespace = namespace
+        self._require = require
+        self._grace_s = grace_s
+        self._present: dict[bytes, Endpoint] = {}
+        self._doubtful: set[bytes] = set()
+        self._settles_at = 0.0
+        self._was_listed = False
+        self._warned: set[bytes] = set()
+        self._is_full = False
+
+    def replace(self, entries: Mapping[bytes, bytes], now: float) -> None:
+        """Take a list of all entries, by name: the first one, or one after a loss of sight."""
+        self._settles_at = now + self._grace_s if self._was_listed else now
+        self._was_listed = True
+        self._warned &= entries.keys()
+        self._doubtful.clear()
+        for name in [each for each in self._present if each not in entries]:
+            self._drop(name, now)
+        for name, data in entries.items():
+            self._take(name, data, now)
+        self._publish()
+
+    def change(self, changes: Mapping[bytes, bytes | None], now: float) -> None:
+        """Take entries that are new or changed; None where one is gone."""
+        for name, data in changes.items():
+            if data is None:
+                self._drop(name, now)
+                self._warned.discard(name)
+            else:
+                self._take(name, data, now)
+        self._publish()
+
+    def settle(self, now: float) -> None:
+        """Forget holders that had their time; not while nobody can tell who is there."""
+        if self._doubtful and now >= self._settles_at:
+            for name in self._doubtful:
+                del self._present[name]
+            self._doubtful.clear()
+            self._publish()
+
+    def _drop(self, name: bytes, now: float) -> None:
+        if name in self._present and now < self._settles_at:
+            self._doubtful.add(name)
+        else:
+            self._present.pop(name, None)
+            self._doubtful.discard(name)
+
+    def _take(self, name: bytes, data: bytes, now: float) -> None:
+        try:
+            endpoint, announcement = decode_announcement(name, data)
+            self._check(endpoint, announcement)
+        except InvalidArgumentError as exc:
+            self._drop(name, now)
+            self._skip(name, exc)
+            return
+        self._warned.discard(name)
+        if announcement.namespace not in ("", self._namespace):
+            self._present.pop(name, None)
+            self._doubtful.discard(name)
+        elif name in self._present or len(self._present) < MAX_PEERS:
+            self._present[name] = endpoint
+            self._doubtful.discard(name)
+        elif not self._is_full:
+            self._is_full = True
+            logger.warning("%d holders are announced; any more are ignored", MAX_PEERS)
+
+    def _check(self, endpoint: Endpoint, announcement: Announcement) -> None:
+        self._require(endpoint)
+        oldest, newest = announcement.oldest_protocol, announcement.protocol
+        if oldest > PROTOCOL_VERSION or newest < OLDEST_VERSION:
+            ours = f"one of {OLDEST_VERSION} to {PROTOCOL_VERSION}, which this process speaks"
+            raise InvalidArgumentError("protocol", f"{oldest} to {newest}", ours)
+
+    def _skip(self, name: bytes, exc: InvalidArgumentError) -> None:
+        if name not in self._warned and len(self._warned) < MAX_WARNED:
+            self._warned.add(name)
+            shown = name[:_MAX_CHARACTERS].decode("ascii", "backslashreplace")
+            logger.warning(
+                "skipped what is announced as %s: %s",
+                *(printable(text, _MAX_CHARACTERS) for text in (shown, exc)),
+            )
+
+    def _publish(self) -> None:
+        if (endpoints := tuple(self._present.values())) != self.endpoints:
+            self.endpoints = endpoints
+            shown = ", ".join(map(str, endpoints[:_MAX_SHOWN]))
+            more = ", ..." if len(endpoints) > _MAX_SHOWN else ""
+            logger.info("%d holders are announced: %s%s", len(endpoints), shown, more)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What this process shows to etcd, read anew for each connection: files are replaced.
+
+    Attributes:
+        user: Name and password, None without.
+        ca: Certificate of the authority of etcd's servers, PEM; None without TLS.
+        pair: Private key and certificate of this process, PEM; None without.
+    """
+
+    user: tuple[str, str] | None
+    ca: bytes | None
+    pair: tuple[bytes, bytes] | None
+
+    def __repr__(self) -> str:
+        """Tell nothing of them."""
+        return "Credentials(...)"
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdConfig:
+    """Configuration of discovery by etcd.
+
+    Attributes:
+        endpoints: Members of the cluster that are asked, in turn when one fails.
+        prefix: Beginning of the keys, with a slash at its end.
+        user_file: File with `name:password`; without, the environment may have them.
+        ca, cert, key: Files in PEM; without, the environment may name them.
+    """
+
+    endpoints: tuple[Endpoint, ...]
+    prefix: str
+    user_file: str = ""
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+    @classmethod
+    def parse(cls, url: str, *, user_file: str, ca: str, cert: str, key: str) -> Self:
+        """Read `etcd://host:port,host:port/prefix`, and what the environment has of credentials.
+
+        Raises:
+            InvalidArgumentError: It is no such URL, or there is one of key and certificate only;
+                a password in the URL is not told.
+        """
+        try:
+            parts = split_url(url)
+        except ValueError:
+            raise InvalidArgumentError("discover", _hidden(url), _FORM) from None
+        strange = parts.query or parts.fragment or "@" in url or parts.scheme != SCHEME
+        if strange or not _PREFIX.fullmatch(parts.path.rstrip("/")):
+            raise InvalidArgumentError("discover", _hidden(url), _FORM)
+        endpoints = tuple(Endpoint.parse("discover", each) for each in parts.netloc.split(","))
+        files = {"ca": ca, "cert": cert, "key": key}
+        files = {
+            name: file or os.environ.get(TLS_VARIABLES[name], "") for name, file in files.items()
+        }
+        if bool(files["cert"]) != bool(files["key"]) or (files["cert"] and not files["ca"]):
+            given = tuple(files.values())
+            wanted = "a CA alone, all three, or none"
+            raise InvalidArgumentError("etcd_ca, etcd_cert, etcd_key", given, wanted)
+        return cls(endpoints, f"{parts.path.rstrip('/')}/", user_file, **files)
+
+    def __str__(self) -> str:
+        """Write it as a URL."""
+        return f"{SCHEME}://{','.join(map(str, self.endpoints))}{self.prefix.rstrip('/')}"
+
+    def read_credentials(self) -> Credentials:
+        """Read the credentials; blocks.
+
+        Raises:
+            InvalidArgumentError: A file cannot be read, or is not one of its kind.
+        """
+        ca = _read("etcd_ca", self.ca) if self.ca else None
+        pair = None
+        if self.cert:
+            pair = _read("etcd_key", self.key), _read("etcd_cert", self.cert)
+        return Credentials(self._read_user(), ca, pair)
+
+    def check(self) -> None:
+        """Check the credentials, and warn of a password that others can read on its way.
+
+        Raises: as `read_credentials`.
+        """
+        credentials = self.read_credentials()
+        read_secret(self.user_file)  # warns of one that everybody can read
+        if credentials.ca is None:
+            if credentials.user and not all(each.is_loopback for each in self.endpoints):
+                logger.warning("%s: the password goes there without TLS; see etcd_ca", self)
+            return
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            context.load_verify_locations(self.ca)
+        except OSError as exc:  # ssl.SSLError is one
+            wanted = f"a certificate of an authority in PEM: {exc}"
+            raise InvalidArgumentError("etcd_ca", self.ca, wanted) from exc
+        try:
+            if self.cert:
+                context.load_cert_chain(self.cert, self.key, password="")  # asks nobody
+        except OSError as exc:
+            files = f"{self.cert}, {self.key}"
+            wanted = f"a certificate and its private key, not encrypted, in PEM: {exc}"
+            raise InvalidArgumentError("etcd_cert, etcd_key", files, wanted) from exc
+
+    def _read_user(self) -> tuple[str, str] | None:
+        if self.user_file:
+            source = ("etcd_user_file", self.user_file)
+            text = _read(*source).decode("utf-8", "replace").rstrip("\r\n")
+        else:
+            source = ("environment variable", USER_VARIABLE)
+            text = os.environ.get(USER_VARIABLE, "")
+            if not text:
+                return None
+            if ":" not in text and PASSWORD_VARIABLE in os.environ:
+                text = f"{text}:{os.environ[PASSWORD_VARIABLE]}"
+        name, colon, password = text.partition(":")
+        if not (name and colon and password) or "\n" in text:
+            raise InvalidArgumentError(*source, "name:password in it, in one line")
+        return name, password
+
+
+def _read(argument: str, path: str) -> bytes:
+    try:
+        return read_named_file(path).data
+    except (OSError, ValueError) as exc:  # ValueError: a NUL in the path
+        reason = getattr(exc, "strerror", None) or exc
+        raise InvalidArgumentError(argument, path, f"a readable file: {reason}") from exc
+
+
+def _hidden(url: str) -> str:
+    """Leave out of a URL what may be a password: all before the last @, a query, a fragment."""
+    head, at, rest = url.rpartition("@")
+    shown = re.split("[?#]", rest)[0]
+    return f"{head.partition('://')[0]}://...@{shown}" if at else shown
+
+
+class EtcdError(KVXferError, ConnectionError):
+    """Call of etcd that failed, or was not answered in time."""
+
+
+class CompactedError(EtcdError):
+    """Watch of changes that etcd does not have any more: list again."""
+
+
+class EtcdSession:
+    """Session with one member of etcd; made by `open_session`.
+
+    Args:
+        rpc: Messages and stubs of aetcd.
+        channel: Channel to the member.
+        timeout_s: Time for each call.
+    """
+
+    def __init__(self, rpc: "ModuleType", channel: Any, timeout_s: float) -> None:
+        self._rpc = rpc
+        self._timeout_s = timeout_s
+        self._metadata: tuple[tuple[str, str], ...] = (NEEDS_LEADER,)
+        self._auth = rpc.AuthStub(channel)
+        self._kv = rpc.KVStub(channel)
+        self._leases = rpc.LeaseStub(channel)
+        self._watches = rpc.WatchStub(channel)
+
+    async def authenticate(self, user: tuple[str, str]) -> None:
+        """Get a token for a name and its password, which all later calls show."""
+        name, password = user
+        request = self._rpc.AuthenticateRequest(name=name, password=password)
+        answer = await self._call(self._auth.Authenticate, request)
+        self._metadata = (NEEDS_LEADER, ("token", answer.token))
+
+    async def entries(self, prefix: bytes) -> tuple[int, dict[bytes, bytes]]:
+        """List the entries under a prefix that ends with a slash.
+
+        Returns:
+            The revision that the list is of, and the entries without the prefix.
+        """
+        request = self._rpc.RangeRequest(key=prefix, range_end=_end(prefix), limit=MAX_ENTRIES)
+        answer = await self._call(self._kv.Range, request)
+        found = {entry.key[len(prefix) :]: entry.value for entry in answer.kvs}
+        return answer.header.revision, found
+
+    async def has(self, key: bytes) -> bool:
+        """Ask whether there is a key, of one member alone."""
+        request = self._rpc.RangeRequest(key=key, count_only=True, serializable=True)
+        return bool((await self._call(self._kv.Range, request)).count)
+
+    async def put(self, key: bytes, value: bytes, lease: int) -> None:
+        """Put a key that is gone when its lease is."""
+        await self._call(self._kv.Put, self._rpc.PutRequest(key=key, value=value, lease=lease))
+
+    async def grant(self, ttl_s: int) -> int:
+        """Take a lease; return its name."""
+        answer = await self._call(self._leases.LeaseGrant, self._rpc.LeaseGrantRequest(TTL=ttl_s))
+        lease: int = answer.ID
+        return lease
+
+    async def renew(self, lease: int) -> bool:
+        """Renew a lease; return whether it is still there."""
+        call = self._leases.LeaseKeepAlive(metadata=self._metadata)
+        try:
+            await self._bounded(call.write(self._rpc.LeaseKeepAliveRequest(ID=lease)))
+            answer = await self._read(call)
+        finally:
+            call.cancel()
+        return bool(answer.TTL > 0)
+
+    async def revoke(self, lease: int) -> None:
+        """End a lease, and delete its keys."""
+        await self._call(self._leases.LeaseRevoke, self._rpc.LeaseRevokeRequest(ID=lease))
+
+    async def changes(
+        self, prefix: bytes, revision: int
+    ) -> AsyncGenerator[Mapping[bytes, bytes | None], None]:
+        """Watch the entries under a prefix, from a revision on.
+
+        Yields:
+            Entries that are new or changed, without the prefix, None for those that are gone; and
+            an empty mapping now and then, when etcd has shown that it is alive.
+
+        Raises:
+            CompactedError: etcd has forgotten changes since the revision.
+            EtcdError: It ended the watch, or was silent for twice the time of a call.
+        """
+        create = self._rpc.WatchCreateRequest(
+            key=prefix, range_end=_end(prefix), start_revision=revision
+        )
+        alive = self._rpc.WatchRequest(progress_request=self._rpc.WatchProgressRequest())
+        call = self._watches.Watch(metadata=self._metadata)
+        try:
+            await self._bounded(call.write(self._rpc.WatchRequest(create_request=create)))
+            answer = await self._read(call)
+            while True:
+                self._require_watched(answer)
+                yield {
+                    event.kv.key[len(prefix) :]: None
+                    if event.type == event.DELETE
+                    else event.kv.value
+                    for event in answer.events
+                }
+                answer = await self._read(call, when_silent=alive)
+        finally:
+            call.cancel()
+
+    def _require_watched(self, answer: Any) -> None:
+        if answer.compact_revision:
+            raise CompactedError(f"changes up to revision {answer.compact_revision} are gone")
+        if answer.canceled:
+            reason = printable(answer.cancel_reason, _MAX_CHARACTERS) or "no reason was given"
+            raise EtcdError(f"the watch was ended: {reason}")
+
+    async def _read(self, call: Any, *, when_silent: Any = None) -> Any:
+        """Read the next answer of a stream; ask for one when there is none in time."""
+        from grpc.aio import EOF
+
+        reading = asyncio.ensure_future(call.read())
+        reading.add_done_callback(fetch_error)
+        try:
+            if when_silent is not None:
+                await asyncio.wait([reading], timeout=self._timeout_s)
+                if not reading.done():
+                    await self._bounded(call.write(when_silent))
+            answer = await self._bounded(asyncio.shield(reading))
+        finally:
+            reading.cancel()
+        if answer is EOF:
+            raise EtcdError("the stream was ended")
+        return answer
+
+    async def _call(self, method: Callable[..., Awaitable[T]], request: Any) -> T:
+        return await self._bounded(method(request, metadata=self._metadata))
+
+    async def _bounded(self, answer: Awaitable[T]) -> T:
+        """Wait for an answer; not by a deadline of gRPC, which some of its faults defeat."""
+        from grpc import RpcError
+        from grpc.aio import BaseError
+
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await answer
+        except TimeoutError as exc:
+            raise EtcdError(f"no answer within {self._timeout_s:.2g} s") from exc
+        except (RpcError, BaseError) as exc:
+            raise EtcdError(_describe(exc)) from exc
+        except asyncio.InvalidStateError as exc:  # what is written to a stream that has ended
+            raise EtcdError("the stream was ended") from exc
+
+
+@contextlib.asynccontextmanager
+async def open_session(
+    config: EtcdConfig, endpoint: Endpoint, timeout_s: float
+) -> AsyncIterator[EtcdSession]:
+    """Connect to a member, and prove who this process is.
+
+    Args:
+        config: Configuration, with the credentials.
+        endpoint: The member.
+        timeout_s: Time for each call, and for reading the credentials.
+
+    Raises:
+        EtcdError: It cannot be reached, refuses, does not answer in time, or the credentials cannot
+            be read any more.
+    """
+    rpc = import_aetcd()
+    files = DaemonThreads("kvxfer-etcd-files", 1)
+    try:
+        async with asyncio.timeout(timeout_s):
+            credentials = await asyncio.wrap_future(files.submit(config.read_credentials))
+    except (InvalidArgumentError, TimeoutError) as exc:
+        raise EtcdError(f"cannot read the credentials: {exc}") from exc
+    finally:
+        files.shutdown()
+    channel = _open_channel(endpoint, credentials)
+    try:
+        session = EtcdSession(rpc, channel, timeout_s)
+        if credentials.user is not None:
+            await session.authenticate(credentials.user)
+        yield session
+    finally:
+        closing = asyncio.ensure_future(channel.close())
+        await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
+        closing.cancel()
+
+
+def import_aetcd() -> "ModuleType":
+    """Import the messages and stubs of aetcd.
+
+    Raises:
+        MissingExtraError: aetcd is not installed.
+    """
+    require_extra(EXTRA, "aetcd", "grpc", "google.protobuf", what="discover=etcd://")
+    from aetcd import rpc
+
+    module: ModuleType = rpc
+    return module
+
+
+def _open_channel(endpoint: Endpoint, credentials: Credentials) -> Any:
+    import grpc.aio
+
+    if credentials.ca is None:
+        return grpc.aio.insecure_channel(str(endpoint), options=_CHANNEL_OPTIONS)
+    key, certificate = credentials.pair or (None, None)
+    tls = grpc.ssl_channel_credentials(credentials.ca, key, certificate)
+    return grpc.aio.secure_channel(str(endpoint), tls, options=_CHANNEL_OPTIONS)
+
+
+def _end(prefix: bytes) -> bytes:
+    """First key after all that begin with a prefix, which ends with a slash."""
+    return prefix[:-1] + b"0"
+
+
+def _describe(exc: Any) -> str:
+    """Describe an error of gRPC: its code, and what the server or the network said."""
+    code = exc.code().name.lower() if hasattr(exc, "code") else type(exc).__name__
+    details = exc.details() if hasattr(exc, "details") else str(exc)
+    return f"{code}: {printable(details, _MAX_CHARACTERS)}"
+
+
+def own_loop() -> asyncio.AbstractEventLoop:
+    """Get the loop, which begins with the first call, on a thread that ends with the process."""
+    with _LOCK:
+        pid = os.getpid()  # a forked process has none of the threads
+        if pid not in _THREADS:
+            _THREADS[pid] = LoopThread("kvxfer-etcd")
+        return _THREADS[pid].loop
+
+
+async def run_there(work: Coroutine[Any, Any, T], timeout_s: float) -> T | None:
+    """Run a coroutine on that loop.
+
+    Returns:
+        Its result; None when it took too long: it is cancelled, and left behind.
+    """
+    running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, own_loop()))
+    try:
+        done, _ = await asyncio.wait([running], timeout=timeout_s)
+        return running.result() if done else None
+    finally:
+        running.cancel()
+
+
+class Discovery(ABC):
+    """Directory of peers that come and go, and where a holder announces itself.
+
+    Implementors must answer `peers` at once, with those known last while they cannot tell who is
+    there, and must never raise because a service is down.
+    """
+
+    @abstractmethod
+    async def peers(self) -> Sequence[Endpoint]:
+        """See `PeerDirectory.peers`."""
+
+    @abstractmethod
+    async def follow(self) -> None:
+        """Begin to find out who is there; wait a moment for the first answer. May be repeated."""
+
+    @abstractmethod
+    async def announce(self, at: Endpoint, describe: Callable[[], Announcement]) -> None:
+        """Begin to announce this process; may be repeated.
+
+        Args:
+            at: Where others reach it.
+            describe: Describes it; called again and again, since its namespace may be settled.
+        """
+
+    @abstractmethod
+    async def withdraw(self) -> None:
+        """End the announcement, so that others look elsewhere; may be called again."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Withdraw, and end everything, within seconds; may be called again."""
+
+    @abstractmethod
+    def gauges(self) -> Mapping[Gauge, float]:
+        """State for observers: peers that are known, and whether it works."""
+
+
+async def look_once(config: EtcdConfig, timeout_s: float) -> Mapping[bytes, bytes]:
+    """List what is announced, by name, for those who look only once.
+
+    Args:
+        config: Where etcd is.
+        timeout_s: Time for each step.
+
+    Raises:
+        InvalidArgumentError: The credentials cannot be read.
+        MissingExtraError: aetcd is not installed.
+        EtcdError: No member answers; of the last one that was asked.
+    """
+    import_aetcd()
+    config.check()
+    failure: EtcdError | None = None
+    for endpoint in config.endpoints:
+        try:
+            found = await run_there(_list_at(config, endpoint, timeout_s), 4 * timeout_s)
+        except EtcdError as exc:
+            failure = exc
+        else:
+            if found is not None:
+                return found
+    raise failure or EtcdError(f"no answer within {4 * timeout_s:.2g} s")
+
+
+async def _list_at(config: EtcdConfig, endpoint: Endpoint, timeout_s: float) -> dict[bytes, bytes]:
+    async with open_session(config, endpoint, timeout_s) as session:
+        _, entries = await session.entries(config.prefix.encode())
+        return entries
+
+
+class EtcdDiscovery(Discovery):
+    """Discovery by etcd, on a thread of its own: nobody waits for etcd to move a block.
+
+    While etcd cannot be asked, those known last are the peers, however long that takes; and so they
+    are, for two leases, once it answers again and does not list them: see `Roster`.
+
+    Args:
+        config: Where etcd is.
+        namespace: Fingerprint of the blocks' namespace, empty for a holder that looks for nobody.
+        require: Checks that an address may be connected to; raises `InvalidArgumentError` if not.
+        lease_s: Lease of the announcement; renewed by a third of it, which every call may take.
+
+    Raises:
+        InvalidArgumentError: The credentials cannot be read.
+        MissingExtraError: aetcd is not installed.
+    """
+
+    def __init__(
+        self,
+        config: EtcdConfig,
+        *,
+        namespace: str = "",
+        require: Callable[[Endpoint], None] = lambda _: None,
+        lease_s: int = LEASE_S,
+    ) -> None:
+        import_aetcd()
+        config.check()
+        self._config = config
+        self._lease_s = lease_s
+        self._follower = _Follower(config, namespace, require, lease_s)
+        self._announcer: _Announcer | None = None
+        self._waits_until: float | None = None
+        self._is_closed = False
+
+    async def peers(self) -> Sequence[Endpoint]:
+        """See `PeerDirectory.peers`."""
+        return self._follower.roster.endpoints
+
+    async def follow(self) -> None:
+        """See `Discovery.follow`."""
+        if self._is_closed or self._follower.is_tried:
+            return
+        now = runtime.monotonic()
+        if self._waits_until is None:
+            self._waits_until = now + FIRST_LIST_S
+            self._follower.start()
+        if now < self._waits_until:  # later calls wait no longer, whatever hangs
+            await run_there(self._follower.wait_until_tried(), self._waits_until - now)
+
+    async def announce(self, at: Endpoint, describe: Callable[[], Announcement]) -> None:
+        """See `Discovery.announce`."""
+        if self._announcer is None and not self._is_closed:
+            self._announcer = _Announcer(self._config, at, describe, self._lease_s)
+            self._announcer.start()
+
+    async def withdraw(self) -> None:
+        """See `Discovery.withdraw`."""
+        if self._announcer is not None:
+            await run_there(self._announcer.withdraw(), END_TIMEOUT_S)
+
+    async def aclose(self) -> None:
+        """See `Discovery.aclose`."""
+        self._is_closed = True
+        await self.withdraw()
+        if self._follower.is_begun:
+            await run_there(self._follower.end(), END_TIMEOUT_S)
+
+    def gauges(self) -> Mapping[Gauge, float]:
+        """See `Discovery.gauges`."""
+        tasks: list[_EtcdTask] = [self._follower]
+        tasks += [self._announcer] if self._announcer is not None else []
+        gauges = {Gauge.DISCOVERY_FAILING: float(any(each.is_failing for each in tasks))}
+        if self._follower.is_begun:
+            gauges[Gauge.PEERS_KNOWN] = len(self._follower.roster.endpoints)
+        return gauges
+
+
+class _EtcdTask(ABC):
+    """Task with a session of etcd, which is opened again, at the next member, when it fails.
+
+    Its coroutines run on the loop of discovery, see `own_loop`.
+
+    Attributes:
+        is_begun: Whether it was started.
+    """
+
+    def __init__(self, config: EtcdConfig, lease_s: int) -> None:
+        self.is_begun = self._is_working = self._is_ended = False
+        self._config = config
+        self._lease_s = lease_s
+        self._timeout_s = lease_s / 3
+        self._task: asyncio.Task[None] | None = None
+        self._tried = asyncio.Event()
+        self._failures: set[str] = set()
+        self._pause = Pause(FIRST_RETRY_S, lease_s, uniform=uniform)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last call was not answered, or there was none yet."""
+        return self.is_begun and not (self._is_working or self._is_ended)
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether etcd has answered, or failed to."""
+        return self._tried.is_set()
+
+    def start(self) -> None:
+        """Start, once, from any thread."""
+        self.is_begun = True
+        own_loop().call_soon_threadsafe(self._start)
+
+    def _start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def wait_until_tried(self) -> None:
+        await self._tried.wait()
+
+    async def end(self) -> None:
+        """End the task; whatever hangs in gRPC is left behind."""
+        await end_tasks(filter(None, [self._task]), 2 * CLOSE_TIMEOUT_S)
+        self._is_ended = True
+
+    @abstractmethod
+    async def _work(self, session: EtcdSession) -> None:
+        """Do what the task is for; call `_succeed` whenever etcd has answered.
+
+        Raises:
+            CompactedError: It is done again at once.
+            EtcdError: It is done again, in a new session, after a pause.
+        """
+
+    @abstractmethod
+    def _meanwhile(self) -> str:
+        """What is done while etcd fails, for the log."""
+
+    def _succeed(self) -> None:
+        if self._failures:
+            logger.info("%s answers again", self._config)
+            self._failures.clear()
+        self._is_working = True
+        self._pause.reset()
+        self._tried.set()
+
+    async def _run(self) -> None:
+        for endpoint in itertools.cycle(self._config.endpoints):
+            try:
+                async with open_session(self._config, endpoint, self._timeout_s) as session:
+                    await self._work(session)
+            except CompactedError as exc:
+                logger.debug("%s: %s", endpoint, exc)
+                continue
+            except EtcdError as exc:
+                self._fail(endpoint, str(exc))
+            except Exception as exc:  # noqa: BLE001 - gRPC's may be any; the next session may do
+                self._fail(endpoint, printable(repr(exc), _MAX_CHARACTERS))
+            await asyncio.sleep(self._pause.next_s())
+
+    def _fail(self, endpoint: Endpoint, reason: str) -> None:
+        if reason not in self._failures and len(self._failures) < MAX_FAILURES:
+            self._failures.add(reason)
+            logger.warning(
+                "discovery by etcd at %s failed: %s; %s", endpoint, reason, self._meanwhile()
+            )
+        self._is_working = False
+        self._tried.set()
+
+
+class _Follower(_EtcdTask):
+    """Task that keeps the roster: it lists the holders, and then watches them."""
+
+    def __init__(
+        self,
+        config: EtcdConfig,
+        namespace: str,
+        require: Callable[[Endpoint], None],
+        lease_s: int,
+    ) -> None:
+        super().__init__(config, lease_s)
+        # A holder tries again after a lease at the latest, and its calls take two thirds of one.
+        self.roster = Roster(namespace, require, grace_s=2 * lease_s)
+
+    async def _work(self, session: EtcdSession) -> None:
+        prefix = self._config.prefix.encode()
+        revision, entries = await session.entries(prefix)
+        self.roster.replace(entries, runtime.monotonic())
+        async with contextlib.aclosing(session.changes(prefix, revision + 1)) as changes:
+            async for changed in changes:
+                now = runtime.monotonic()
+                self.roster.change(changed, now)
+                self.roster.settle(now)
+                self._succeed()
+
+    def _meanwhile(self) -> str:
+        num_peers = len(self.roster.endpoints)
+        return f"{num_peers} holders are known" if num_peers else "no holder is known yet"
+
+
+class _Announcer(_EtcdTask):
+    """Task that keeps the announcement of this process, and its lease."""
+
+    def __init__(
+        self, config: EtcdConfig, at: Endpoint, describe: Callable[[], Announcement], lease_s: int
+    ) -> None:
+        super().__init__(config, lease_s)
+        self._at = at
+        self._describe = describe
+        self._lease: int | None = None
+
+    async def withdraw(self) -> None:
+        """End the task, and the lease if etcd answers; without that it ends by itself."""
+        await self.end()
+        lease, self._lease = self._lease, None
+        if lease is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
+                for endpoint in self._config.endpoints:
+                    if await self._revoke(endpoint, lease):
+                        return
+        logger.warning(
+            "etcd does not answer; %s is announced up to %d s longer", self._at, self._lease_s
+        )
+
+    async def _revoke(self, endpoint: Endpoint, lease: int) -> bool:
+        try:
+            async with open_session(self._config, endpoint, CLOSE_TIMEOUT_S) as session:
+                await session.revoke(lease)
+        except EtcdError as exc:
+            logger.debug("cannot end the lease at %s: %s", endpoint, exc)
+            return False
+        logger.info("%s is not announced any more", self._at)
+        return True
+
+    async def _work(self, session: EtcdSession) -> None:
+        key = f"{self._config.prefix}{self._at}".encode()
+        announced = b""
+        while True:
+            if self._lease is None or not await session.renew(self._lease):
+                self._lease = await session.grant(self._lease_s)
+                announced = b""
+            value = self._describe().encode()
+            if value != announced or not await session.has(key):
+                await session.put(key, value, self._lease)
+                logger.info("announced %s at %s", self._at, self._config)
+                announced = value
+            self._succeed()
+            await asyncio.sleep(self._timeout_s)
+
+    def _meanwhile(self) -> str:
+        return f"{self._at} is not announced until it answers"
