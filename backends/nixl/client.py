@@ -47,6 +47,7 @@ from kvxfer.errors import (
     ProtocolError,
 )
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import HOST
 from kvxfer.runtime import Pause, Uniform, outlive_caller, uniform, wait_despite_cancel
 from kvxfer.storage.backend import DONE, Outcome, Status, positions_done
 from kvxfer.storage.calls import wait_for_mark
@@ -413,6 +414,18 @@ class Client:
             connection.places.note(keys, found)
         except InvalidArgumentError as exc:
             raise ProtocolError(str(self.reconnect.endpoint), str(exc)) from exc
+
+    def _is_direct(self, blocks: Descriptors) -> bool:
+        """Whether blocks are moved from or to their own memory, without staging memory.
+
+        Those of a GPU always are: the backend lets only registered ones through, and no processor
+        copies them.
+        """
+        if blocks.device != HOST:
+            return True
+        many = len(blocks) > blocks.num_blocks * MANY_PIECES
+        is_in_crumbs = many and blocks.num_bytes < len(blocks) * SMALL_FRAGMENT_BYTES
+        return self._memory.contains(blocks) and not is_in_crumbs
 
     async def _move(
         self, direct: MoveAtPeer, staged: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors

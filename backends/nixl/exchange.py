@@ -27,7 +27,7 @@ from kvxfer.runtime import fetch_error
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
-from kvxfer.storage.leases import LeaseDesk
+from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.lending import LendingBackend
 from kvxfer.storage.observer import Reports
 from kvxfer.storage.staging_memory import StagingMemory
@@ -51,10 +51,10 @@ class Exchange:
         config: See `NixlConfig`; its `address`, `discover`, `replicas` and `capacity` mean nothing
             here.
         namespace: Namespace of the blocks; peers with another one are refused.
-        own: Backend whose blocks are served with `listen`; closed by its maker. None without.
+        own: Lender whose blocks are served with `listen`; closed by its maker. None without.
         largest_block_bytes: Bytes of the largest block that has to fit into staging memory.
         make_agent: Opens the agent that moves bytes between registered memory.
-        desk: Desk at which peers ask for tickets, with `own`; None where there are none.
+        desk: Lender that peers ask for tickets, with `own`; None where there are none.
         max_clients: Most peers that connections are kept to; idle ones are closed, the least
             recently used first. None for no limit.
         only_asks: Whether no blocks are moved: peers get no memory of this process, and so serve it
@@ -75,10 +75,10 @@ class Exchange:
         config: NixlConfig,
         namespace: Namespace,
         *,
-        own: LendingBackend | None = None,
+        own: LendingBackend | CacheLender | None = None,
         largest_block_bytes: int,
         make_agent: Callable[[], TransferAgent] = NixlAgent,
-        desk: LeaseDesk | None = None,
+        desk: CacheLender | None = None,
         max_clients: int | None = None,
         only_asks: bool = False,
     ) -> None:
@@ -334,7 +334,7 @@ async def _wait(reads: "set[asyncio.Future[None]]") -> "set[asyncio.Future[None]
     return (await asyncio.wait(reads, timeout=SETTLE_S))[1] if reads else reads
 
 
-def _require_desk(desk: LeaseDesk | None, own: LendingBackend | None) -> None:
+def _require_desk(desk: CacheLender | None, own: LendingBackend | CacheLender | None) -> None:
     if desk is None:
         return
     if own is None:

@@ -56,7 +56,7 @@ from kvxfer.errors import (
 )
 from kvxfer.runtime import await_call, wait_despite_cancel
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
-from kvxfer.storage.leases import LeaseDesk
+from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.lending import BlockParts, Lender, ReservedBlocks
 
 logger = logging.getLogger(__name__)
@@ -78,16 +78,16 @@ class BlockStore:
     """Store of a holder's blocks; each part is closed by its maker.
 
     Attributes:
-        backend: Backend for lookups and deletions.
+        backend: Asked for lookups and deletions.
         lender: Lender of the blocks, in place.
         hasher: Hasher of blocks that arrive.
-        desk: Desk at which peers ask for tickets; None where there are none.
+        desk: Lender that peers ask for tickets; None where there are none.
     """
 
-    backend: Backend
+    backend: Backend | CacheLender
     lender: Lender
     hasher: BlockHasher
-    desk: LeaseDesk | None = None
+    desk: CacheLender | None = None
 
 
 @dataclass(frozen=True, slots=True)

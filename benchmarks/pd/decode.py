@@ -20,7 +20,7 @@ from benchmarks.pd.shapes import EngineShape, WorkerCaches
 from kvxfer.backends.nixl import Endpoint, IntegrityGrade, NixlConfig
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.prompt_pages import Wanted
+from kvxfer.transfer.reader import Wanted
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from kvxfer.transfer.job import FinishedJob, JobId
 from kvxfer.transfer.load_or_compute import LoadOrCompute
 from kvxfer.transfer.polled_engine import PolledEngine
 from kvxfer.transfer.prompt_exchange import PromptExchange
-from kvxfer.transfer.prompt_pages import Fetched
+from kvxfer.transfer.reader import Fetched
 
 __all__ = [
     "Fetched",

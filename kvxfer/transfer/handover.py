@@ -30,12 +30,9 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import CacheLender, require_ticket
 from kvxfer.storage.observer import Reports
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.asking import Asker, Found
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.event_loop import EngineLoop
-from kvxfer.transfer.fetching import Fetcher
-from kvxfer.transfer.peer_engine import worker_keys
-from kvxfer.transfer.prompt_pages import Fetched, Wanted
+from kvxfer.transfer.reader import Fetched, Found, Reader, Wanted, worker_keys
 
 T = TypeVar("T")
 
@@ -126,8 +123,15 @@ class Handover:
             only_asks=caches is None,
             make_agent=make_agent,
         )
-        self._asker = Asker(self._exchange, description, timeout_s=config.timeout_s)
-        self._fetcher: Fetcher | None = None
+        self._reader = Reader(
+            self._exchange,
+            description,
+            caches,
+            in_place=in_place,
+            copy_engine=self._copy_engine,
+            threads=self._threads,
+            timeout_s=config.timeout_s,
+        )
         self._memory: CacheMemory | None = None
         self._device = regions[0].device if regions else HOST
         if caches is not None:
@@ -136,15 +140,6 @@ class Handover:
             else:
                 self._copy_engine.attach([*regions, self._exchange.staging.region])
             self._memory = CacheMemory(caches)
-            self._fetcher = Fetcher(
-                self._exchange,
-                caches,
-                description,
-                in_place=in_place,
-                copy_engine=self._copy_engine,
-                threads=self._threads,
-                timeout_s=config.timeout_s,
-            )
         self._loop = EngineLoop("hand-over")
         self._ended: deque[str] = deque()
         self._watching: asyncio.Task[None] | None = None
@@ -154,8 +149,7 @@ class Handover:
         """See `Observable.observe`: leases, peers, what they hold, and what is fetched."""
         if self._lender is not None:
             self._lender.observe(reports)
-        if self._fetcher is not None:
-            self._fetcher.observe(reports)
+        self._reader.observe(reports)
         self._exchange.observe(reports)
 
     @property
@@ -299,7 +293,7 @@ class Handover:
             KVXferError: It cannot be reached, or makes no sense.
             TimeoutError: It did not answer in time.
         """
-        return await self._asker.ask(endpoint, ticket, prompt, windows, waits=waits)
+        return await self._reader.ask(endpoint, ticket, prompt, windows, waits=waits)
 
     def fetch(
         self, endpoint: Endpoint, wanted: Wanted, *, waits_for: str | None = None
@@ -323,15 +317,14 @@ class Handover:
 
     async def drain(self, wanted: Wanted) -> None:
         """Wait until nothing writes to our blocks of a fetch that was not `memory_safe`."""
-        assert self._fetcher is not None, "a process with caches fetches"
-        await self._fetcher.drain(wanted)
+        await self._reader.drain(wanted)
 
     async def release(self, endpoint: Endpoint, ticket: str) -> None:
         """Tell another engine that a ticket's pages are not needed any more; failures are ignored.
 
         The lease then ends by itself.
         """
-        await self._asker.release(endpoint, ticket)
+        await self._reader.release(endpoint, ticket)
 
     def close(self) -> None:
         """End every ticket and call, and wait until nothing touches our caches; blocks."""
@@ -355,10 +348,9 @@ class Handover:
     async def _fetch(
         self, endpoint: Endpoint, wanted: Wanted, waits_for: str | None, after: StreamMark | None
     ) -> Fetched:
-        assert self._fetcher is not None, "a process with caches fetches"
         async with asyncio.timeout(self._timeout_s):
             await wait_for_mark(after)
-        return await self._fetcher.fetch(endpoint, wanted, waits_for=waits_for)
+        return await self._reader.fetch(endpoint, wanted, waits_for=waits_for)
 
     async def _run(self, call: Coroutine[Any, Any, T]) -> T:
         task = asyncio.create_task(call)

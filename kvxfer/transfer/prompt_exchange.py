@@ -27,7 +27,7 @@ from kvxfer.storage.leases import require_ticket
 from kvxfer.storage.observer import Observer, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.prompt_pages import Fetched
+from kvxfer.transfer.reader import Fetched
 
 EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - to refuse them
 

@@ -27,7 +27,7 @@ from kvxfer.backends.nixl.wire.messages import (
 from kvxfer.errors import PeerError
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.leases import LeaseDesk
+from kvxfer.storage.leases import CacheLender
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
@@ -109,7 +109,9 @@ async def holding(
 
 
 @contextlib.asynccontextmanager
-async def lending(tmp_path: Path, desk: LeaseDesk | None, **fields: Any) -> AsyncIterator[Exchange]:
+async def lending(
+    tmp_path: Path, desk: CacheLender | None, **fields: Any
+) -> AsyncIterator[Exchange]:
     """Open a holder with a secret and a desk for tickets."""
     config = NixlConfig(listen=f"{HOST}:0", secret_file=write_secret(tmp_path), **fields)
     async with (

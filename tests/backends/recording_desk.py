@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Callable, Hashable, Sequence
 
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.leases import Held, LeaseDesk
+from kvxfer.storage.leases import CacheLender, Held
 
 
-class RecordingDesk(LeaseDesk):
-    """Desk with tickets that are known from the start, and whose leases never end by themselves.
+class RecordingDesk(CacheLender):
+    """Lender without caches, whose tickets are known from the start and never end by themselves.
 
     Attributes:
         tickets: Blocks of each ticket; one that is released is taken out.

@@ -20,7 +20,7 @@ from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.testing import FakeNixlAgent
 from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.prompt_pages import Fetched, Wanted
+from kvxfer.transfer.reader import Fetched, Wanted
 from tests.cuda.engine_caches import EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
 from tests.cuda.test_staging import Compute, compute  # noqa: F401 - a fixture

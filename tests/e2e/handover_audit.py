@@ -33,7 +33,7 @@ from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.lending import BlockParts, Lender, LentBlocks, ReservedBlocks
 from kvxfer.testing.payloads import read_payloads, write_payloads
 from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.prompt_pages import Fetched, Wanted
+from kvxfer.transfer.reader import Fetched, Wanted
 from tests.e2e.audit import DIRECTORY, Forwarding, Log
 
 ALTERED_BYTE, SIGN_BIT = 3, 0x80

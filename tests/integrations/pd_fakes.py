@@ -10,8 +10,7 @@ from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.portable.cache_description import STATE_TOKENS
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.asking import Found
-from kvxfer.transfer.prompt_pages import Fetched, Wanted
+from kvxfer.transfer.reader import Fetched, Found, Wanted
 
 LEASE = "0123456789abcdef0123456789abcdef"
 BLOCK = 4

@@ -26,8 +26,8 @@ from kvxfer.kvcache.portable import describe_caches
 from kvxfer.storage import Namespace
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer import Fetched
-from kvxfer.transfer.asking import Found
 from kvxfer.transfer.handover import Handover
+from kvxfer.transfer.reader import Found
 
 T = TypeVar("T")
 

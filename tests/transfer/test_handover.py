@@ -43,9 +43,9 @@ from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.lending import LentBlocks
 from kvxfer.storage.observer import Moved, Operation, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer import fetching
-from kvxfer.transfer.asking import SETTLE_S
+from kvxfer.transfer import reader
 from kvxfer.transfer.handover import Handover
+from kvxfer.transfer.reader import SETTLE_S
 from tests.recorder import Recorder
 from tests.transfer.handover_engines import HND, LIMIT_S, NHD, NULL, Engine, get, prompt
 
@@ -91,7 +91,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture(params=[1, 1 << 40], ids=["in place", "staged"])
 def in_place_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have blocks of other shapes read to their places, or by way of staging memory."""
-    monkeypatch.setattr(fetching, "IN_PLACE_BYTES", request.param)
+    monkeypatch.setattr(reader, "IN_PLACE_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("in_place_bytes")
@@ -286,12 +286,11 @@ def test_a_read_that_nixl_does_not_end_makes_its_blocks_unsafe_and_no_others(
     theirs, ours = open_engine(stack), open_engine(stack)
     theirs.lend(TICKET, TOKENS, [THEIRS])
     (worker,) = ours.workers
-    fetcher, exchange = worker._fetcher, worker._exchange
-    assert fetcher is not None
+    exchange = worker._exchange
     late, begun = Future[None](), threading.Event()
 
     async def stall() -> None:
-        blocks = fetcher._describer.describe(0, OURS[2:3])
+        blocks = worker._reader._describer.describe(0, OURS[2:3])
         exchange._quarantine.hold(asyncio.wrap_future(late), blocks)
 
     async def drain() -> None:
@@ -551,7 +550,7 @@ def test_a_port_after_which_there_are_not_enough_for_all_workers_is_refused(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, ours = open_engine(stack, tp_size=2), open_engine(stack)
-    monkeypatch.setattr("kvxfer.transfer.peer_engine.MAX_PORT", theirs.endpoint.port)
+    monkeypatch.setattr("kvxfer.transfer.reader.MAX_PORT", theirs.endpoint.port)
     with pytest.raises(InvalidArgumentError, match=r"port is .*2 workers"):
         ours.ask(theirs.endpoint, TICKET, TOKENS)
 
@@ -646,7 +645,7 @@ def test_a_gpu_is_not_promised_blocks_that_a_processor_would_have_to_copy(
 ) -> None:
     theirs, ours = open_engine(stack, tokens_per_block=8), open_engine(stack)
     theirs.lend(TICKET, TOKENS, ids(theirs, THEIRS))
-    monkeypatch.setattr(fetching, "HOST", torch.device("cuda"))  # as if our caches were on one
+    monkeypatch.setattr(reader, "HOST", torch.device("cuda"))  # as if our caches were on one
     with pytest.raises(CacheMismatchError, match="pieces of 8192 bytes, for a GPU"):
         ours.fetch(theirs.endpoint, TICKET, TOKENS, ids(ours, OURS))
     assert ours.is_untouched([[]])

@@ -15,7 +15,7 @@ from kvxfer.kvcache.portable import describe_caches
 from kvxfer.kvcache.portable.cache_description import STATE_TOKENS
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.prompt_pages import Fetched
+from kvxfer.transfer.reader import Fetched
 from tests.e2e import audit
 from tests.e2e.handover_audit import BLOCK, AuditedHandover, Sign, planted, read
 from tests.storage.portable_workers import NAMESPACE, make_engine, make_values

@@ -21,9 +21,8 @@ from kvxfer.kvcache import (
 from kvxfer.kvcache.portable import describe_caches
 from kvxfer.storage import Namespace
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.asking import Found
 from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.prompt_pages import Fetched
+from kvxfer.transfer.reader import Fetched, Found
 from tests.transfer.handover_engines import get
 
 TICKET = "0123456789abcdef"

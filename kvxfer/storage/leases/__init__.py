@@ -6,8 +6,7 @@ from kvxfer.storage.leases.book import (
     LeaseBook,
     require_ticket,
 )
-from kvxfer.storage.leases.cache_lender import CacheLender
-from kvxfer.storage.leases.desk import Held, LeaseDesk
+from kvxfer.storage.leases.cache_lender import CacheLender, Held
 
 __all__ = [
     "LONGEST_S",
@@ -15,6 +14,5 @@ __all__ = [
     "CacheLender",
     "Held",
     "LeaseBook",
-    "LeaseDesk",
     "require_ticket",
 ]

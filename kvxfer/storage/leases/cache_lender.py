@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -29,12 +30,11 @@ from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.keys import BlockKey, group_of, require_keys
 from kvxfer.storage.leases.book import LONGEST_S, LeaseBook
-from kvxfer.storage.leases.desk import Held, LeaseDesk
 from kvxfer.storage.lending import (
     NO_ROOM,
     BlockParts,
     Generations,
-    LendingBackend,
+    Lender,
     LentBlocks,
     ReservedBlocks,
     require_parts_in_blocks,
@@ -48,7 +48,22 @@ _READ_ONLY = Outcome(Status.FAILED, reason="an engine's own cache is only read, 
 _NOT_HASHED = Outcome(Status.FAILED, reason="the block could not be hashed")
 
 
-class CacheLender(LendingBackend, LeaseDesk):
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Answer about a ticket and blocks.
+
+    Attributes:
+        is_known: Whether the ticket is known and its lease not over.
+        is_complete: Whether all blocks of the ticket were offered.
+        there: For each key whether its block can be read now, under this ticket or another one.
+    """
+
+    is_known: bool
+    is_complete: bool
+    there: list[bool]
+
+
+class CacheLender(Lender):
     """Lender of the blocks that an engine computed, in place, for as long as their leases last.
 
     The engine offers blocks under tickets. Readers find them by their keys alone; a ticket says how
@@ -74,6 +89,7 @@ class CacheLender(LendingBackend, LeaseDesk):
 
     Attributes:
         book: The leases, to be counted.
+        description: As given.
 
     Raises:
         InvalidArgumentError: An argument is out of range or of another type; caches are on several
@@ -173,7 +189,13 @@ class CacheLender(LendingBackend, LeaseDesk):
         return self.book.take_ended()
 
     def hold(self, ticket: str, keys: Sequence[BlockKey], holder: Hashable) -> Held:
-        """See `LeaseDesk.hold`."""
+        """Keep the blocks of a ticket for a reader, as long as its connection lasts; never waits.
+
+        Args:
+            ticket: The ticket; one that is not known changes nothing.
+            keys: Blocks to look for, each key once; may be empty.
+            holder: Connection of the reader.
+        """
         self._expire()
         is_known = self.book.hold(ticket, holder)
         is_complete = is_known and self.book.is_complete(ticket)
@@ -181,29 +203,19 @@ class CacheLender(LendingBackend, LeaseDesk):
         return Held(is_known=is_known, is_complete=is_complete, there=there)
 
     def release(self, tickets: Sequence[str]) -> None:
-        """See `LeaseDesk.release`."""
+        """End the leases of tickets at once; unknown ones are ignored."""
         for ticket in tickets:
             self._withdraw(self.book.release(ticket))
 
     def drop(self, holder: Hashable) -> None:
-        """See `LeaseDesk.drop`."""
+        """Note that the connection of a reader has ended: what it held runs out."""
         self.book.drop(holder)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.lookup`: whether a block is offered."""
+        """Return for each key whether a block is offered; errors as `Backend.lookup`."""
         self._guard.check_batch(keys)
         self._expire()
         return [slot is not None for slot in self.book.find(keys)]
-
-    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Refuse to write: every block is `FAILED`."""
-        self._guard.check_batch(keys, blocks)
-        return [_READ_ONLY] * len(keys)
-
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Refuse to copy within the engine's own process: every block is `FAILED`."""
-        self._guard.check_batch(keys, blocks)
-        return [_READ_ONLY] * len(keys)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Remove nothing: a reader does not decide over blocks of an engine."""

@@ -20,9 +20,8 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Reports, Requested
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.text import printable
-from kvxfer.transfer.asking import Found
 from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.prompt_pages import Wanted
+from kvxfer.transfer.reader import Found, Wanted
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from typing import Any
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.integrations.vllm.prefill_decode.interface import KVConnectorMetadata
 from kvxfer.storage.keys import BlockKey
-from kvxfer.transfer.prompt_pages import Wanted
+from kvxfer.transfer.reader import Wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, Step
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Removal, Reports
 from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.prompt_pages import Fetched
+from kvxfer.transfer.reader import Fetched
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,792 @@
+"""Reader of blocks that other engines lend: asks which pages of a prompt are there, reads them."""
+
+import asyncio
+import functools
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, compress, islice
+from typing import TypeAlias, TypedDict, cast
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvxfer import runtime
+from kvxfer.backends.nixl import Client, Endpoint, Exchange
+from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.endpoint import MAX_PORT
+from kvxfer.errors import (
+    CacheMismatchError,
+    DeviceError,
+    InvalidArgumentError,
+    KVXferError,
+    PeerTimeoutError,
+)
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import HOST
+from kvxfer.kvcache.portable import CacheDescription, PeerBlocks, map_peers, match_caches
+from kvxfer.runtime import Threads, wait_despite_cancel
+from kvxfer.storage.backend import Outcome, Status, positions_done
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.leases import Held
+from kvxfer.storage.observer import Operation, Reports
+from kvxfer.storage.prompt_keys import PromptKeys
+
+MAX_WORKERS = 128
+"""Most workers of another engine: each is connected to, because the first one says so."""
+
+MAX_MATCHES = 16
+"""Most kinds of other engines of which is remembered how their blocks become ours."""
+
+DIGEST_BYTES = 16
+
+ASK_AGAIN_S = 0.01
+"""Time between two looks for a ticket that is not known yet."""
+
+LOOK_S = 0.005
+"""Time between two looks for pages that are still being computed."""
+
+SETTLE_S = 0.25
+"""Time that a ticket may take from the answer of the other engine's server to its workers, unless
+they know of it before its blocks are offered."""
+
+MAX_ENGINES = 256
+"""Most engines whose workers are remembered: tickets, which come from outside, name them."""
+
+logger = logging.getLogger(__name__)
+
+IN_PLACE_BYTES = 8 << 10
+"""Mean size of fragments from which blocks of another shape are read to their places at once. Those
+in smaller ones are read whole into staging memory, and copied from there."""
+
+
+_NOT_TRIED = Outcome(Status.TIMED_OUT, reason="the time was over before it was asked for")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Pages to fetch.
+
+    Attributes:
+        keys: Keys of the other engine's blocks, for each group, consecutive in the prompt.
+        first_blocks: Index in the prompt of the first of them, in blocks of the other engine.
+        block_ids: Our blocks of each group, from the beginning of the prompt; the null block for
+            those that are not wanted.
+        first_token: First token that is wanted.
+        num_tokens: Tokens of the prompt up to the last one that is wanted.
+        tokens_per_block: Tokens of a block of the other engine, for each group.
+    """
+
+    keys: list[list[BlockKey]]
+    first_blocks: list[int]
+    block_ids: list[list[int]]
+    first_token: int
+    num_tokens: int
+    tokens_per_block: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Fetched:
+    """What arrived of a fetch.
+
+    Attributes:
+        bad_blocks: Our blocks of each group that have not arrived wholly: their bytes are
+            undefined.
+        num_verified: Blocks of the other engine that arrived and were verified.
+        num_bytes: Their bytes.
+        missing: Those that did not arrive, counted by the status of their outcome.
+        reason: Reason of one of them; empty where there is none.
+        memory_safe: Whether nothing writes to our blocks any more. False where a read stalled that
+            even a restart of NIXL has not ended: keep them out of use until `Handover.drain`, or
+            the end of the exchange.
+    """
+
+    bad_blocks: list[list[int]]
+    num_verified: int = 0
+    num_bytes: int = 0
+    missing: Counter[str] = field(default_factory=Counter)
+    reason: str = ""
+    memory_safe: bool = True
+
+
+class PeerEngine:
+    """Engine that lends blocks.
+
+    Args:
+        encoded: Description that its worker of rank 0 gives, which may be anything.
+
+    Attributes:
+        description: The same, decoded.
+        groups: How its blocks become ours, for each group; empty as long as none is read.
+
+    Raises:
+        InvalidArgumentError: It is no description.
+        CacheMismatchError: It is that of another worker, of more workers than there can be, or has
+            a field that this release does not know.
+    """
+
+    def __init__(self, encoded: bytes) -> None:
+        self.description = CacheDescription.decode(encoded)
+        shard = self.description.shard
+        if shard.rank != 0:
+            raise CacheMismatchError(None, "shard.rank of the first worker", 0, shard.rank)
+        if shard.num_workers > MAX_WORKERS:
+            at_most = f"at most {MAX_WORKERS}"
+            raise CacheMismatchError(None, "shard.num_workers", at_most, shard.num_workers)
+        self._words = msgspec.msgpack.decode(encoded)
+        self.groups: tuple[PeerBlocks, ...] = ()
+        self._digests: dict[int, bytes] = {}
+
+    @property
+    def tokens_per_block(self) -> tuple[int, ...]:
+        """Tokens of a block of each group."""
+        return tuple(group.tokens_per_block for group in self.description.groups)
+
+    def workers(self, first: Endpoint) -> list[Endpoint]:
+        """List the endpoints of its workers by rank: each listens at the port after the last one's.
+
+        Raises:
+            InvalidArgumentError: There are not as many ports after that of the first one.
+        """
+        num_workers = self.description.shard.num_workers
+        if first.port + num_workers - 1 > MAX_PORT:
+            rule = f"at most {MAX_PORT - num_workers + 1} with {num_workers} workers"
+            raise InvalidArgumentError("port", first.port, rule)
+        return [Endpoint(first.host, first.port + rank) for rank in range(num_workers)]
+
+    def worker_keys(self, rank: int, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Make the keys of blocks on one of its workers; see `worker_keys`.
+
+        They come from its own words: a release that has fewer fields than ours leaves some out.
+        """
+        if rank not in self._digests:
+            shard = {**self._words["shard"], "rank": self.description.at_rank(rank).shard.rank}
+            self._digests[rank] = _digest(msgspec.msgpack.encode({**self._words, "shard": shard}))
+        return _of_worker(self._digests[rank], keys)
+
+    def block_size_bytes(self, group: int) -> int:
+        """Bytes of a block of one of its workers."""
+        return self.description.groups[group].payload_size_bytes
+
+    def targets(self, group: int, index: int, wanted: Wanted, tokens_per_block: int) -> list[int]:
+        """List those of our blocks that have tokens of a block; the null block is not left out."""
+        size = self.tokens_per_block[group]
+        first = max(index * size, wanted.first_token)
+        stop = min((index + 1) * size, wanted.num_tokens)
+        ids = wanted.block_ids[group]
+        return ids[first // tokens_per_block : -(-stop // tokens_per_block)] if first < stop else []
+
+    def require_same_blocks(self, wanted: Wanted) -> None:
+        """Check that blocks are those of the engine that was asked; it may have been started anew.
+
+        Raises:
+            CacheMismatchError: They are not.
+            BlockIdError: We do not have a block.
+            DuplicateError: A block of ours is wanted twice.
+        """
+        sizes = self.tokens_per_block
+        if sizes != wanted.tokens_per_block:
+            raise CacheMismatchError(None, "tokens_per_block", wanted.tokens_per_block, sizes)
+        for blocks, ids in zip(self.groups, wanted.block_ids, strict=True):
+            blocks.check_ids(ids)
+
+
+def worker_keys(description: CacheDescription, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    """Make the keys of blocks on one worker out of those of the prompt.
+
+    They name the worker's part of the model and the layout of its memory as well. So who asks the
+    wrong worker, or one that was started anew with other caches, finds nothing: equal prompts have
+    other bytes there.
+    """
+    return _of_worker(_digest(description.encode()), keys)
+
+
+def _digest(encoded: bytes) -> bytes:
+    return hashlib.blake2b(encoded, digest_size=DIGEST_BYTES).digest()
+
+
+def _of_worker(digest: bytes, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    return cast("list[BlockKey]", list(map(digest.__add__, keys)))  # there are many
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Pages of a prompt that another engine lends.
+
+    Attributes:
+        num_tokens: Tokens from the beginning of the prompt whose pages are there, or will be.
+        is_complete: Whether they are there now.
+        tokens_per_block: Tokens of a block of the other engine, for each group.
+        our_tokens_per_block: Tokens of a block of ours, likewise.
+        has_states: Whether a block of a group is a state, likewise.
+    """
+
+    num_tokens: int
+    is_complete: bool
+    tokens_per_block: tuple[int, ...]
+    our_tokens_per_block: tuple[int, ...]
+    has_states: tuple[bool, ...]
+
+    def wanted(
+        self,
+        prompt: PromptKeys,
+        first_token: int,
+        num_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        *,
+        null_block_id: int | None = 0,
+    ) -> Wanted:
+        """Name the blocks of the other engine that have the pages of our blocks.
+
+        Args:
+            prompt: Keys of the prompt.
+            first_token: First token that is wanted.
+            num_tokens: Tokens of the prompt up to the last one that is wanted.
+            block_ids: Our blocks of each group, from the beginning of the prompt; the null block
+                for those that are not wanted. Of a state the one that is to have it after
+                `num_tokens`.
+            null_block_id: Id of our null block; None where there is none.
+        """
+        firsts, keys, kept = [], [], []
+        for group, (theirs, ours, is_state) in enumerate(
+            zip(self.tokens_per_block, self.our_tokens_per_block, self.has_states, strict=True)
+        ):
+            begin = first_token // ours
+            ids = block_ids[group]
+            used = (at for at in range(begin, len(ids)) if ids[at] != null_block_id)
+            first = max(first_token, next(used, len(ids)) * ours)
+            stop = min(-(-num_tokens // theirs) * theirs, prompt.num_tokens)
+            first = min(first, stop)
+            keys.append(
+                [prompt.state_key(group, num_tokens)]
+                if is_state
+                else prompt.block_keys(group, theirs, stop, first_token=first)
+            )
+            firsts.append(first // theirs)
+            skipped = ids[:begin] if null_block_id is None else [null_block_id] * begin
+            kept.append([*skipped, *ids[begin:]])
+        return Wanted(
+            keys=keys,
+            first_blocks=firsts,
+            block_ids=kept,
+            first_token=first_token,
+            num_tokens=num_tokens,
+            tokens_per_block=self.tokens_per_block,
+        )
+
+
+def _keys_of(
+    theirs: CacheDescription, prompt: PromptKeys, windows: Sequence[int | None]
+) -> list[list[BlockKey]]:
+    """List the keys of a prompt's blocks of each group, as another engine has them."""
+    num_tokens = prompt.num_tokens
+    return [
+        [prompt.state_key(group, num_tokens)]
+        if described.has_states
+        else prompt.block_keys(
+            group,
+            described.tokens_per_block,
+            num_tokens,
+            first_token=0 if window is None else max(num_tokens - window, 0),
+        )
+        for group, (described, window) in enumerate(zip(theirs.groups, windows, strict=True))
+    ]
+
+
+def _count(
+    there: Sequence[bool],
+    keys: Sequence[Sequence[BlockKey]],
+    theirs: CacheDescription,
+    windows: Sequence[int | None],
+    prompt: PromptKeys,
+) -> int:
+    """Count the tokens from the beginning of a prompt whose pages are all there."""
+    if all(there):
+        return prompt.num_tokens
+    if len(keys) > 1 or windows[0] is not None:  # windows of a shorter prompt were not asked for
+        return 0
+    return there.index(False) * theirs.groups[0].tokens_per_block
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """Blocks of one group at one of the other engine's workers that are to be read.
+
+    Attributes:
+        rank: The worker.
+        group: The group.
+        indices: Index of each block in the prompt, in blocks of the other engine.
+        keys: Their keys.
+        outcomes: What has become of each.
+        names: The keys by the tokens of the prompt alone.
+    """
+
+    rank: int
+    group: int
+    indices: NDArray[np.int64]
+    keys: list[BlockKey]
+    outcomes: list[Outcome]
+    names: Sequence[BlockKey]
+
+    def note(self, rows: "_Rows", outcomes: Iterable[Outcome]) -> None:
+        """Note what has become of some of the blocks."""
+        for row, outcome in zip(rows.tolist(), outcomes, strict=True):
+            self.outcomes[row] = outcome
+
+    def keys_of(self, rows: "_Rows") -> list[BlockKey]:
+        """List the keys of some of the blocks, which are all in most cases."""
+        return self.keys if len(rows) == len(self.keys) else [self.keys[row] for row in rows]
+
+
+_Rows: TypeAlias = NDArray[np.int64]
+"""Positions of blocks in a part, ascending."""
+
+
+class _Pages(TypedDict):
+    first_page: int
+    stop_page: int
+
+
+class Reader:
+    """Reader of blocks that other engines lend, under tickets.
+
+    Args:
+        exchange: Exchange by which they are asked, and that our caches were attached to.
+        description: Description of our caches.
+        caches: Our caches; None for a process that only asks.
+        in_place: Whether blocks can be read to their places; else all of them are copied there.
+        copy_engine: Copies from staging memory into the caches.
+        threads: Threads that it copies on.
+        timeout_s: Time that a question may take, and a fetch.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        description: CacheDescription,
+        caches: CanonicalKVCaches | None,
+        *,
+        in_place: bool,
+        copy_engine: CopyEngine,
+        threads: Threads,
+        timeout_s: float,
+    ) -> None:
+        self._exchange = exchange
+        self._reads_in_place = in_place
+        self._description = description
+        self._our_blocks = None if caches is None else BlockDescriber(caches)
+        self._copy_engine = copy_engine
+        self._threads = threads
+        self._timeout_s = timeout_s
+        self._reports = Reports()
+        self._workers: dict[Endpoint, list[Endpoint]] = {}  # asked last comes last
+        self._fitting = functools.lru_cache(MAX_MATCHES)(self._fit)
+        self._matching = functools.lru_cache(MAX_MATCHES)(self._match)
+
+    @property
+    def _describer(self) -> BlockDescriber:
+        assert self._our_blocks is not None, "a process with caches fetches"
+        return self._our_blocks
+
+    @property
+    def _null_block(self) -> int | None:
+        return self._describer.caches.null_block_id
+
+    def observe(self, reports: Reports) -> None:
+        """See `Observable.observe`: the blocks that are fetched."""
+        self._reports = reports
+
+    async def ask(
+        self,
+        endpoint: Endpoint,
+        ticket: str,
+        prompt: PromptKeys,
+        windows: Sequence[int | None] = (),
+        *,
+        waits: bool = False,
+    ) -> Found:
+        """See `Handover.ask`."""
+        async with asyncio.timeout(self._timeout_s):
+            engine = self._fitting(await self._exchange.peer(endpoint).describe())
+            theirs = engine.description
+            workers = engine.workers(endpoint)
+            self._remember(endpoint, workers)
+            windows = [*windows, *[None] * len(theirs.groups)][: len(theirs.groups)]
+            keys = _keys_of(theirs, prompt, windows)
+            wanted = [key for each in keys for key in each]
+            at_workers = [engine.worker_keys(rank, wanted) for rank in range(len(workers))]
+            held = await self._hold(workers, ticket, at_workers)
+            loop = asyncio.get_running_loop()
+            stop = loop.time() + (self._timeout_s if waits else SETTLE_S)
+            while not held.is_known and not all(held.there) and loop.time() < stop:
+                await asyncio.sleep(ASK_AGAIN_S)
+                held = await self._hold(workers, ticket, at_workers)
+        is_promised = held.is_known and not held.is_complete
+        there = _count(held.there, keys, theirs, windows, prompt)
+        return Found(
+            num_tokens=prompt.num_tokens if is_promised else there,
+            is_complete=not is_promised,
+            tokens_per_block=engine.tokens_per_block,
+            our_tokens_per_block=tuple(g.tokens_per_block for g in self._description.groups),
+            has_states=tuple(g.has_states for g in self._description.groups),
+        )
+
+    async def release(self, endpoint: Endpoint, ticket: str) -> None:
+        """See `Handover.release`."""
+        workers = self._workers.get(endpoint, [endpoint])
+        releases = (self._exchange.peer(worker).release([ticket]) for worker in workers)
+        for failed in await asyncio.gather(*releases, return_exceptions=True):
+            if isinstance(failed, BaseException):
+                logger.debug("%s was not released at %s: %r", ticket, endpoint, failed)
+
+    async def fetch(
+        self, endpoint: Endpoint, wanted: Wanted, *, waits_for: str | None = None
+    ) -> Fetched:
+        """See `Handover.fetch`."""
+        workers: list[Endpoint] = []
+        try:
+            fetched = await self._fetch(endpoint, wanted, waits_for, workers)
+            await wait_despite_cancel(self._exchange.settle())  # before blocks are used again
+        except BaseException:  # which cannot say that blocks are not safe
+            await wait_despite_cancel(self._end(wanted))
+            raise
+        finally:
+            if waits_for is not None:  # who asked for the prompt releases its ticket
+                for worker in workers:
+                    self._exchange.peer(worker).reconnect.leave(waits_for)
+        fetched.memory_safe = self._is_quiet(wanted)
+        return fetched
+
+    async def drain(self, wanted: Wanted) -> None:
+        """See `Handover.drain`."""
+        for blocks in self._blocks(wanted):
+            await self._exchange.drain(blocks)
+
+    async def _end(self, wanted: Wanted) -> None:
+        await self._exchange.settle()
+        if not self._is_quiet(wanted):
+            await self.drain(wanted)
+
+    def _is_quiet(self, wanted: Wanted) -> bool:
+        """Whether no read past its deadline may still write to our blocks."""
+        quiet = self._exchange.is_quiet
+        return quiet() or all(quiet(blocks) for blocks in self._blocks(wanted))
+
+    def _blocks(self, wanted: Wanted) -> list[Descriptors]:
+        """Describe our blocks that are wanted, of each group that has some."""
+        used = [[each for each in ids if each != self._null_block] for ids in wanted.block_ids]
+        return [self._describer.describe(group, ids) for group, ids in enumerate(used) if ids]
+
+    async def _fetch(
+        self, endpoint: Endpoint, wanted: Wanted, waits_for: str | None, workers: list[Endpoint]
+    ) -> Fetched:
+        """Fetch, and note the workers that were asked."""
+        stop = asyncio.get_running_loop().time() + self._timeout_s
+        parts: list[_Part] = []
+        engine: PeerEngine | None = None
+        began = runtime.monotonic()
+        try:
+            async with asyncio.timeout_at(stop):
+                engine = self._matching(await self._exchange.peer(endpoint).describe())
+                engine.require_same_blocks(wanted)
+                workers += engine.workers(endpoint)
+                parts = self._parts(engine, wanted)
+                await self._clear_tails(engine, wanted)
+                async for ready in self._ready(workers, parts, waits_for):
+                    await self._load(workers, engine, wanted, ready)
+                await self._load(workers, engine, wanted, _failed(parts))
+        except TimeoutError as exc:
+            if engine is None and isinstance(exc, KVXferError):  # connecting has its own deadline
+                raise
+            if engine is None:
+                raise PeerTimeoutError(str(endpoint), "a description", self._timeout_s) from exc
+            logger.debug("a fetch from %s took longer than %g s", endpoint, self._timeout_s)
+        return self._summarise(engine, wanted, parts, began)
+
+    def _remember(self, endpoint: Endpoint, workers: list[Endpoint]) -> None:
+        """Remember the workers of an engine, for the release of tickets."""
+        self._workers.pop(endpoint, None)
+        if len(self._workers) >= MAX_ENGINES:
+            del self._workers[next(iter(self._workers))]
+        self._workers[endpoint] = workers
+
+    def _fit(self, description: bytes) -> PeerEngine:
+        """Check that each group of another engine can be turned into ours; errors as `ask`."""
+        ours, engine = self._description, PeerEngine(description)
+        theirs = engine.description
+        if len(theirs.groups) != len(ours.groups):
+            raise CacheMismatchError(None, "groups", len(ours.groups), len(theirs.groups))
+        for group, each in enumerate(ours.groups):
+            map_peers([each.payload_size_bytes], group, ours, [theirs])
+        return engine
+
+    async def _hold(
+        self, workers: Sequence[Endpoint], ticket: str, keys: Sequence[Sequence[BlockKey]]
+    ) -> Held:
+        """Hold a ticket at every worker; what one of them lacks is not there."""
+        every = await asyncio.gather(
+            *(
+                self._exchange.peer(worker).hold(ticket, each)
+                for worker, each in zip(workers, keys, strict=True)
+            )
+        )
+        return Held(
+            is_known=all(held.is_known for held in every),
+            is_complete=all(held.is_complete for held in every),
+            there=[all(at) for at in zip(*(held.there for held in every), strict=True)],
+        )
+
+    def _match(self, description: bytes) -> PeerEngine:
+        engine = PeerEngine(description)
+        caches = self._describer.caches
+        engine.groups = match_caches(caches, self._description, [engine.description])
+        self._require_room(engine)
+        self._require_reach(engine)
+        return engine
+
+    def _require_room(self, engine: PeerEngine) -> None:
+        """Check that blocks which are not read in place fit into staging memory."""
+        room = self._exchange.staging.buffer_bytes
+        for group, blocks in enumerate(engine.groups):
+            size = engine.block_size_bytes(group)
+            if not (blocks.is_direct and self._reads_in_place) and size > room:
+                ours = f"at most {room}, by staging memory"
+                raise CacheMismatchError(group, "payload_size_bytes", ours, size)
+
+    def _require_reach(self, engine: PeerEngine) -> None:
+        """Check that blocks of ours which no processor writes to are read to their places whole."""
+        if self._describer.caches.tensors[0].tensor.device == HOST or not self._reads_in_place:
+            return
+        for group, blocks in enumerate(engine.groups):
+            ours = self._description.groups[group].tokens_per_block
+            theirs = engine.tokens_per_block[group]
+            least = min(blocks.fragment_bytes(rank) for rank in blocks.sources)
+            if not blocks.is_direct and (theirs != ours or least < IN_PLACE_BYTES):
+                wanted = f"blocks of {ours} tokens in pieces of {IN_PLACE_BYTES} bytes, for a GPU"
+                found = f"blocks of {theirs} tokens in pieces of {least:.0f} bytes"
+                raise CacheMismatchError(group, "blocks", wanted, found)
+
+    def _parts(self, engine: PeerEngine, wanted: Wanted) -> list[_Part]:
+        """List what is to be read: blocks with tokens of blocks of ours that are wanted."""
+        parts = []
+        for group, keys in enumerate(wanted.keys):
+            indices = wanted.first_blocks[group] + np.arange(len(keys))
+            has_targets = self._have_targets(engine, wanted, group, indices)
+            chosen = keys if has_targets.all() else [*compress(keys, has_targets)]
+            parts += [
+                _Part(
+                    rank,
+                    group,
+                    indices[has_targets],
+                    engine.worker_keys(rank, chosen),
+                    [_NOT_TRIED] * len(chosen),
+                    chosen,
+                )
+                for rank in engine.groups[group].sources
+                if chosen
+            ]
+        return parts
+
+    def _have_targets(
+        self, engine: PeerEngine, wanted: Wanted, group: int, indices: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Find out which blocks, by their indices in the prompt, have `_targets`; all at once."""
+        theirs = engine.tokens_per_block[group]
+        ours = self._description.groups[group].tokens_per_block
+        firsts = np.maximum(indices * theirs, wanted.first_token)
+        stops = np.minimum((indices + 1) * theirs, wanted.num_tokens)
+        ids = np.array(wanted.block_ids[group], np.int64)
+        is_used = ids != (-1 if self._null_block is None else self._null_block)
+        num_used = np.concatenate(([0], np.cumsum(is_used)))
+        begins, ends = np.minimum((firsts // ours, -(-stops // ours)), len(ids))
+        has_targets: NDArray[np.bool_] = (firsts < stops) & (num_used[ends] > num_used[begins])
+        return has_targets
+
+    async def _clear_tails(self, engine: PeerEngine, wanted: Wanted) -> None:
+        """Zero each last block of ours that their blocks do not fill.
+
+        Kernels read the rest of a block and weigh it with zero, so that it must not be NaN: its
+        former owner may have left any bytes there, and vLLM zeroes no block that is loaded.
+        """
+        tails = []
+        for group, ids in enumerate(wanted.block_ids):
+            ours = self._description.groups[group].tokens_per_block
+            page = engine.groups[group].tokens_per_page
+            filled = -(-wanted.num_tokens // page) * page
+            last = filled // ours
+            is_ours = last < len(ids) and ids[last] != self._null_block
+            if filled % ours and last * ours >= wanted.first_token and is_ours:
+                tails.append(self._describer.describe(group, [ids[last]]))
+        if not tails:
+            return
+        blocks = Descriptors.concatenate(tails)
+        zeros = torch.zeros(int(blocks.block_sizes.max()), dtype=torch.uint8)
+        places = np.full(blocks.num_blocks, zeros.data_ptr(), np.uint64)
+        source = Descriptors.of_pieces(places, blocks.block_sizes, owners=(zeros,))
+        await self._threads.run(self._copy_engine.copy, source, blocks)
+
+    async def _ready(
+        self, workers: Sequence[Endpoint], parts: Sequence[_Part], waits_for: str | None
+    ) -> AsyncIterator[list[tuple[_Part, _Rows]]]:
+        """Yield blocks when they are there, all that are left when no more will come."""
+        left = [(part, np.arange(len(part.keys))) for part in parts]
+        while left and waits_for is not None:
+            try:
+                there, may_come = await self._look(workers, left, waits_for)
+            except KVXferError as exc:  # it is gone; what is left says so
+                logger.debug("%s is not known any more: %s", waits_for, exc)
+                break
+            ready = _choose(left, there)
+            left = _choose(left, [~each for each in there])
+            if ready:
+                yield ready
+            elif not may_come:
+                break
+            else:
+                await asyncio.sleep(LOOK_S)
+        if left:
+            yield left
+
+    async def _look(
+        self, workers: Sequence[Endpoint], blocks: Sequence[tuple[_Part, _Rows]], ticket: str
+    ) -> tuple[list[NDArray[np.bool_]], bool]:
+        """Find out which blocks are there, and whether others are being computed."""
+        there: list[NDArray[np.bool_]] = []
+        may_come = True
+        for part, rows in blocks:
+            client = self._exchange.peer(workers[part.rank])
+            held = await client.hold(ticket, part.keys_of(rows))
+            there.append(np.array(held.there, bool))
+            may_come &= held.is_known and not held.is_complete
+        return there, may_come
+
+    async def _load(
+        self,
+        workers: Sequence[Endpoint],
+        engine: PeerEngine,
+        wanted: Wanted,
+        blocks: Sequence[tuple[_Part, _Rows]],
+    ) -> None:
+        in_place: dict[int, list[tuple[_Part, _Rows, Descriptors]]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            for part, rows in blocks:
+                client = self._exchange.peer(workers[part.rank])
+                staged = rows
+                theirs = engine.groups[part.group]
+                is_whole = theirs.is_direct or theirs.fragment_bytes(part.rank) >= IN_PLACE_BYTES
+                if is_whole and self._reads_in_place:
+                    direct, places = self._in_place(engine, wanted, part, rows)
+                    staged = np.setdiff1d(rows, direct, assume_unique=True)
+                    if len(direct):
+                        in_place.setdefault(part.rank, []).append((part, direct, places))
+                sizes = [engine.block_size_bytes(part.group)] * len(staged)
+                for start, stop in self._exchange.staging.cut(sizes) if sizes else ():
+                    run = staged[start:stop]
+                    tasks.create_task(self._load_staged(client, engine, wanted, part, run))
+            for rank, batch in in_place.items():
+                tasks.create_task(_load_in_place(self._exchange.peer(workers[rank]), batch))
+
+    def _in_place(
+        self, engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows
+    ) -> tuple[_Rows, Descriptors]:
+        """Find the blocks that can be read without staging memory, and where to."""
+        blocks, indices = engine.groups[part.group], part.indices[rows]
+        ids = np.array(wanted.block_ids[part.group], np.int64)
+        if blocks.is_direct:
+            return rows, self._describer.describe(part.group, ids[indices])
+        chosen, places = blocks.describe_in_place(part.rank, indices, ids, **_pages(wanted, blocks))
+        return rows[chosen], places
+
+    async def _load_staged(
+        self, client: Client, engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows
+    ) -> None:
+        """Read whole blocks into staging memory, and copy what is wanted of those that are good."""
+        sizes = [engine.block_size_bytes(part.group)] * len(rows)
+        async with client.hold_staging(sizes, [0] * len(sizes)) as staged:
+            loaded = await staged.move(client.load, part.keys_of(rows), staged.blocks)
+            if good := positions_done(loaded):
+                sides = self._copied(engine, wanted, part, rows[good], staged.blocks.take(good))
+                try:
+                    await self._threads.run(self._copy_engine.copy, *sides)
+                except DeviceError as exc:
+                    for row in good:
+                        loaded[row] = Outcome(Status.FAILED, reason=str(exc))
+        part.note(rows, loaded)
+
+    def _copied(
+        self, engine: PeerEngine, wanted: Wanted, part: _Part, rows: _Rows, staged: Descriptors
+    ) -> tuple[Descriptors, Descriptors]:
+        """Describe the copy of blocks in staging memory: from where, and to where."""
+        blocks, ids = engine.groups[part.group], wanted.block_ids[part.group]
+        if blocks.is_direct:
+            ours = np.array(ids, np.int64)[part.indices[rows]]
+            return staged, self._describer.describe(part.group, ours)
+        return blocks.describe(
+            part.rank, part.indices[rows], staged.addresses, ids, **_pages(wanted, blocks)
+        )
+
+    def _summarise(
+        self, engine: PeerEngine, wanted: Wanted, parts: Sequence[_Part], began: float
+    ) -> Fetched:
+        bad: list[dict[int, None]] = [{} for _ in wanted.block_ids]
+        fetched = Fetched([])
+        for part in parts:
+            ours = self._description.groups[part.group].tokens_per_block
+            failed = [row for row, outcome in enumerate(part.outcomes) if not outcome.done]
+            num_done = len(part.keys) - len(failed)
+            block_bytes = engine.block_size_bytes(part.group)
+            sizes = [block_bytes] * len(part.keys)
+            self._reports.moved(Operation.LOAD, part.names, part.outcomes, sizes, began)
+            fetched.num_verified += num_done
+            fetched.num_bytes += num_done * block_bytes
+            for row in failed:
+                outcome = part.outcomes[row]
+                fetched.missing[outcome.status.name.lower()] += 1
+                fetched.reason = outcome.reason or outcome.status.name.lower()
+                targets = engine.targets(part.group, int(part.indices[row]), wanted, ours)
+                bad[part.group].update((b, None) for b in targets if b != self._null_block)
+        fetched.bad_blocks = [list(each) for each in bad]
+        return fetched
+
+
+async def _load_in_place(client: Client, batch: Sequence[tuple[_Part, _Rows, Descriptors]]) -> None:
+    keys = [*chain.from_iterable(part.keys_of(rows) for part, rows, _ in batch)]
+    places = Descriptors.concatenate([places for *_, places in batch])
+    outcomes = iter(await client.load(keys, places))
+    for part, rows, _ in batch:
+        part.note(rows, islice(outcomes, len(rows)))
+
+
+def _failed(parts: Sequence[_Part]) -> list[tuple[_Part, _Rows]]:
+    """List the blocks whose read failed, which need not be the fault of their engine.
+
+    Reads that stall at one engine end the connections to all others, see `Exchange.settle`.
+    """
+    has_failed = Status.FAILED
+    open_parts = [part for part in parts if len(positions_done(part.outcomes)) < len(part.keys)]
+    failed = [
+        np.array([each.status is has_failed for each in part.outcomes]) for part in open_parts
+    ]
+    return _choose([(part, np.arange(len(part.keys))) for part in open_parts], failed)
+
+
+def _choose(
+    blocks: Sequence[tuple[_Part, _Rows]], chosen: Sequence[NDArray[np.bool_]]
+) -> list[tuple[_Part, _Rows]]:
+    taken = zip(blocks, chosen, strict=True)
+    return [(part, rows[which]) for (part, rows), which in taken if which.any()]
+
+
+def _pages(wanted: Wanted, blocks: PeerBlocks) -> _Pages:
+    """Name the pages that are wanted, as arguments for `blocks`."""
+    page = blocks.tokens_per_page
+    return {
+        "first_page": wanted.first_token // page,
+        "stop_page": -(-wanted.num_tokens // page),
+    }
