@@ -28,8 +28,7 @@ from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.telemetry.environment import environment_observers
 from kvxfer.text import did_you_mean, find_control
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
-from kvxfer.transfer.engine import TransferEngine
-from kvxfer.transfer.polled_engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S
+from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S, TransferEngine
 from kvxfer.transfer.prompt_exchange import PromptExchange
 from kvxfer.transfer.staged_backend import stage
 

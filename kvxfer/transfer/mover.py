@@ -1,17 +1,29 @@
-"""Mover of jobs: passes them to a backend piece by piece, and tracks memory still in use."""
+"""Mover of jobs: on the thread that submits them, or passed to a backend piece by piece."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import heapq
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from math import inf
 
 from kvxfer import runtime
-from kvxfer.errors import BackendUnavailableError
+from kvxfer.checks import require_number, set_counts
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.kvcache.memory_region import HOST
 from kvxfer.runtime import await_call
-from kvxfer.storage.backend import BlockMover, Outcome, Status
-from kvxfer.storage.calls import call_backend, drain_in_the_end
+from kvxfer.storage.backend import Begun, BlockMover, ImmediateMover, Outcome, Status
+from kvxfer.storage.calls import (
+    MARK_PAUSE_S,
+    begin_call,
+    call_backend,
+    drain_in_the_end,
+    poll_begun,
+)
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observer import Operation, Reports
-from kvxfer.transfer.admission import Admission
-from kvxfer.transfer.begun_jobs import BegunJobs, Slices
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.job import Direction, Job, JobId, Piece
 
@@ -20,8 +32,117 @@ PIECES_IN_FLIGHT = 4
 store, not for all of it."""
 
 
+class Admission:
+    """Admission of transfers by priority and then in order, with a bound on the bytes in flight.
+
+    The transfer at the head of the queue is never overtaken, so that a large one does not starve.
+    Owned by one event loop.
+
+    Args:
+        max_bytes: Bound on the bytes in flight. A larger transfer is admitted when it is alone.
+
+    Raises:
+        InvalidArgumentError: The bound is not positive.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 1:
+            raise InvalidArgumentError("max_bytes", max_bytes, "at least 1")
+        self._max_bytes = max_bytes
+        self._bytes_in_flight = 0
+        self._order = count()
+        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes of the transfers that were admitted and have not ended."""
+        return self._bytes_in_flight
+
+    @property
+    def num_waiting(self) -> int:
+        """Transfers that wait for their turn."""
+        return len(self._waiting)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a transfer would be admitted now, if none waited."""
+        return self._bytes_in_flight + min(num_bytes, self._max_bytes) <= self._max_bytes
+
+    @asynccontextmanager
+    async def admit(self, priority: int, num_bytes: int) -> AsyncIterator[None]:
+        """Wait for room, hold it inside the context; the lowest priority goes first."""
+        num_bytes = min(num_bytes, self._max_bytes)
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, next(self._order), num_bytes, turn))
+        self._admit_waiting()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # admitted at the same moment: release its bytes
+                self._bytes_in_flight -= num_bytes
+            self._admit_waiting()
+            raise
+        try:
+            yield
+        finally:
+            self._bytes_in_flight -= num_bytes
+            self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        while self._waiting:
+            _, _, num_bytes, turn = self._waiting[0]
+            if not turn.cancelled():
+                if self._bytes_in_flight + num_bytes > self._max_bytes:
+                    return
+                self._bytes_in_flight += num_bytes
+                turn.set_result(None)
+            heapq.heappop(self._waiting)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slices:
+    """Slices in which bytes within host memory are moved on the thread of the serving engine.
+
+    Attributes:
+        load_bytes: Bytes of a load that are moved at a time; the engine waits for it anyway.
+        store_bytes: Bytes of a store that are moved at a time: 0.6 ms of the engine's computing.
+        share: Share of the time between two looks that may go into slices, beyond one.
+
+    Raises:
+        InvalidArgumentError: A number of bytes is not positive, or the share is negative.
+    """
+
+    load_bytes: int = 256 << 20
+    store_bytes: int = 4 << 20
+    share: float = 0.05
+
+    def __post_init__(self) -> None:
+        set_counts(self, "load_bytes", "store_bytes")
+        share = require_number("share", self.share, "a number, 0 or more")
+        object.__setattr__(self, "share", share)
+
+
+@dataclass(slots=True, eq=False)
+class _BegunJob:
+    """Job with the pieces that have no outcome yet; the transfer is that of the first of them."""
+
+    job: Job
+    pieces: deque[Piece]
+    transfer: Begun | None = None
+    reported: bool = False
+
+
 class JobMover:
-    """Mover of jobs between caches and a backend. Owned by one event loop.
+    """Mover of jobs between caches and a backend, on an event loop or on the thread of the engine.
+
+    A job is begun on the thread that submits it, where the backend allows it: no event loop and no
+    thread takes part, and it goes on whenever a thread looks at it. A GPU goes on with a load by
+    itself; a look asks its event. In host memory a job is moved slice by slice: one when it is
+    submitted, one at each look, and more after a long pause. Threads of its own would fight with
+    those of a computing engine for cores and for the interpreter lock, and make its steps longer by
+    milliseconds. Any thread may call `begin`, `look`, `take_ended`, `may_touch` and `cancel`.
+
+    Any other job is moved on one event loop, which owns all the rest. It waits for those that were
+    begun and move the same blocks, and counts them among the bytes in flight.
 
     Args:
         backend: Mover that reaches the memory of the caches.
@@ -29,10 +150,6 @@ class JobMover:
         max_bytes_in_flight: Bound on the bytes handed to the backend at one time.
         slices: Bytes to move at a time on the thread of the serving engine.
         reports: Reports of the engine.
-
-    Attributes:
-        begun: Jobs that need no event loop. What is moved here waits for those that move the same
-            blocks, and counts them among the bytes in flight.
     """
 
     def __init__(
@@ -52,19 +169,83 @@ class JobMover:
         self._gives_up = asyncio.Event()
         self._lost: set[JobId] = set()
         self._reports = reports
-        self.begun = BegunJobs(backend, memory, slices, reports)
+        self._immediate = backend if isinstance(backend, ImmediateMover) else None
+        self._slices = slices
+        self._begun: dict[JobId, _BegunJob] = {}
+        self._ended: deque[Job] = deque()
+        self._looked_s = runtime.monotonic()
+        self._lock = runtime.lock()  # held while bytes are moved on a thread
+        self._is_closed = False
         reports.watch(self._gauges)
 
     @property
     def num_unsettled(self) -> int:
         """Pieces that are being moved, and ended calls that may still touch memory."""
         num_on_loop = len(self._moving) + len(self._settling) + len(self._lost)
-        return num_on_loop + len(self.begun)
+        return num_on_loop + len(self._begun)
 
     def may_touch(self, job_id: JobId) -> bool:
         """Whether a transfer may still touch memory of a job; thread-safe."""
         on_loop = [*self._lost.copy(), *list(self._moving.values()), *list(self._settling.values())]
-        return job_id in on_loop or self.begun.may_touch(job_id)
+        self._ask_in_turn()
+        return job_id in on_loop or job_id in self._begun
+
+    def begin(self, job: Job) -> bool:
+        """Begin a job on the calling thread, if it and the backend allow it.
+
+        Returns:
+            False when nothing was done: the job has to be moved on the event loop.
+        """
+        if self._immediate is None or (
+            job.deadline is not None and job.deadline <= runtime.monotonic()
+        ):
+            return False
+        on_host = job.blocks.device == HOST
+        is_load, slices = job.direction is Direction.LOAD, self._slices
+        slice_bytes = slices.load_bytes if is_load else slices.store_bytes
+        pieces = job.cut(slice_bytes if on_host else max(1, job.blocks.num_bytes))
+        with self._lock:
+            if self._is_closed:
+                return False
+            each = self._begun[job.job_id] = _BegunJob(job, deque(pieces))
+            if not (job.ended or self._begin_piece(self._immediate, each)):
+                del self._begun[job.job_id]
+                return False
+            self._report(each)
+        return True
+
+    def look(self, hurry: Collection[JobId] = (), until: float = inf) -> None:
+        """Look at every job, unless another thread does, and move a slice of the first.
+
+        Args:
+            hurry: Jobs to move to their end instead.
+            until: When to stop that, on the clock of `runtime.monotonic`.
+        """
+        with self._turn() as has_turn:
+            if has_turn and self._immediate is not None:
+                self._ask_all()
+                if not hurry:
+                    now = runtime.monotonic()
+                    until = now + self._slices.share * (now - self._looked_s)
+                self._go_on(self._immediate, hurry or list(self._begun), until)
+                self._looked_s = runtime.monotonic()
+
+    def take_ended(self) -> list[Job]:
+        """Return the jobs that ended since the last call, as far as a look has shown."""
+        ended = []
+        while self._ended:
+            try:
+                ended.append(self._ended.popleft())
+            except IndexError:  # another thread took it
+                break
+        return ended
+
+    def cancel(self, job_id: JobId) -> None:
+        """Cancel a job; memory that a device is moving is not safe. No effect on unknown jobs."""
+        with self._lock:
+            if each := self._begun.get(job_id):
+                each.job.end(Status.CANCELLED, "cancelled")
+                self._report(each)
 
     async def move(self, job: Job) -> list[Outcome]:
         """Move every piece, until all end, the deadline passes or the job is cancelled."""
@@ -100,12 +281,19 @@ class JobMover:
 
     def has_room(self, job: Job) -> bool:
         """Whether the bytes in flight leave room for a job, beside those that were begun."""
-        return self._admission.has_room(self.begun.bytes_in_flight + job.blocks.num_bytes)
+        return self._admission.has_room(self._bytes_begun + job.blocks.num_bytes)
 
     async def wait_until_idle(self, timeout_s: float) -> None:
         """Wait until the backend moves no piece, but no longer than `timeout_s`."""
         if self._moving:
             await asyncio.wait(self._moving, timeout=timeout_s)
+
+    async def end_beginning(self) -> None:
+        """Refuse to begin any more, once the bytes that are being moved have landed."""
+        while not self._lock.acquire(blocking=False):  # noqa: ASYNC110 - a thread moves some
+            await asyncio.sleep(MARK_PAUSE_S)
+        self._is_closed = True
+        self._lock.release()
 
     async def drain(self) -> None:
         """Wait until no earlier transfer touches the caches, abandoned ones included.
@@ -132,22 +320,20 @@ class JobMover:
         return not self._lost
 
     async def _wait_for_calls(self) -> None:
-        await self.begun.drain()
+        await self.drain_begun()
         if self._moving:
             await asyncio.wait(list(self._moving))
 
     async def _move(self, job: Job, piece: Piece) -> None:
         began = runtime.monotonic()
-        await self.begun.wait_for_blocks(job)
+        await self._wait_for_begun(job)
         async with self._admission.admit(job.direction, piece.num_bytes):
             # No load is begun that leaves no room for the piece, so those that were come to an end.
             has_room = self._admission.has_room
-            await self.begun.wait_until(lambda: has_room(self.begun.bytes_in_flight))
+            await self._wait_until(lambda: has_room(self._bytes_begun))
             job.waited_s = max(job.waited_s, runtime.monotonic() - began)
             outcomes = await self._pass_to_backend(job, piece)
-        for index, outcome in enumerate(outcomes, piece.start):
-            if job.outcomes[index] is None:
-                job.outcomes[index] = outcome
+        self._note(job, piece, outcomes)
         if not all(outcome.memory_safe for outcome in outcomes):
             self._settle(job)
 
@@ -164,10 +350,16 @@ class JobMover:
             self._settle(job)
             raise
 
+    @property
+    def _bytes_begun(self) -> int:
+        """Bytes that devices are moving."""
+        moving = [each for each in list(self._begun.values()) if each.transfer is not None]
+        return sum(each.job.blocks.num_bytes for each in moving)
+
     def _gauges(self) -> Mapping[Gauge, float]:
         return {
             Gauge.QUEUED_BATCHES: self._admission.num_waiting,
-            Gauge.BYTES_IN_FLIGHT: self._admission.bytes_in_flight + self.begun.bytes_in_flight,
+            Gauge.BYTES_IN_FLIGHT: self._admission.bytes_in_flight + self._bytes_begun,
         }
 
     def _settle(self, job: Job) -> None:
@@ -181,6 +373,107 @@ class JobMover:
         job_id = self._settling.pop(task)
         if not (task.cancelled() or task.result()):
             self._lost.add(job_id)
+
+    async def _wait_for_begun(self, job: Job) -> None:
+        """Wait until devices have moved the blocks of a job that they were moving before.
+
+        What is begun meanwhile does not count, or a store might wait for ever.
+        """
+        moving = [each for each in list(self._begun.values()) if each.transfer is not None]
+        shared = [each for each in moving if each.job.meets(job)]
+        await self._wait_until(lambda: all(each.transfer is None for each in shared))
+
+    async def _wait_until(self, is_met: Callable[[], bool]) -> None:
+        """Look at what devices move until a condition holds."""
+        while not is_met():
+            self._ask_in_turn()
+            await asyncio.sleep(MARK_PAUSE_S)
+
+    async def drain_begun(self) -> None:
+        """Wait for the end of the jobs that were begun on threads, and of their transfers."""
+        while self._begun:
+            self.look(list(self._begun))
+            await asyncio.sleep(MARK_PAUSE_S)
+
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Take the lock if there is anything to do and no other thread does it."""
+        has_turn = bool(self._begun) and self._lock.acquire(blocking=False)
+        try:
+            yield has_turn
+        finally:
+            if has_turn:
+                self._lock.release()
+
+    def _ask_in_turn(self) -> None:
+        with self._turn() as has_turn:
+            if has_turn:
+                self._ask_all()
+
+    def _ask_all(self) -> None:
+        for each in list(self._begun.values()):
+            self._ask(each)
+            self._report(each)
+
+    def _go_on(self, backend: ImmediateMover, job_ids: Collection[JobId], until: float) -> None:
+        """Move one slice of these jobs, loads first, and further ones until a time."""
+        waiting = [self._begun[job_id] for job_id in job_ids if job_id in self._begun]
+        for each in sorted(waiting, key=lambda each: each.job.direction):
+            while not (each.transfer or each.job.ended) and self._begin_piece(backend, each):
+                self._report(each)
+                if runtime.monotonic() >= until:
+                    return
+
+    def _begin_piece(self, backend: ImmediateMover, each: _BegunJob) -> bool:
+        """Begin the next piece; False where that takes a thread, or has to wait for others."""
+        job, piece = each.job, each.pieces[0]
+        if change := self._memory.describe_change():
+            job.end(Status.FAILED, change)
+            return True
+        is_load = job.direction is Direction.LOAD
+        begin = backend.begin_load if is_load else backend.begin_store
+        keys, blocks = job.keys[piece.start : piece.stop], job.blocks
+        if len(keys) < len(job.keys):
+            blocks = blocks.select(piece.start, piece.stop)
+        each.transfer = begin_call(begin, keys, blocks)
+        if each.transfer is None:
+            return False
+        self._ask(each)
+        return True
+
+    def _ask(self, each: _BegunJob) -> None:
+        """Ask for the outcomes of the piece that is being moved, and apply the deadline."""
+        job = each.job
+        if each.transfer is not None:
+            piece = each.pieces[0]
+            num_keys = piece.stop - piece.start
+            outcomes = poll_begun(each.transfer, job.direction.name.lower(), num_keys)
+            if outcomes is None:
+                job.in_backend[piece.start : piece.stop] = [True] * num_keys
+            else:
+                each.transfer = None
+                each.pieces.popleft()
+                self._note(job, piece, outcomes)
+        if job.deadline is not None and job.deadline <= runtime.monotonic():
+            left = job.end(Status.TIMED_OUT, "deadline passed")
+            self._reports.late(Operation[job.direction.name], left)
+
+    def _note(self, job: Job, piece: Piece, outcomes: Sequence[Outcome]) -> None:
+        for index, outcome in enumerate(outcomes, piece.start):
+            if job.outcomes[index] is None:
+                job.outcomes[index] = outcome
+
+    def _report(self, each: _BegunJob) -> None:
+        """Report a job once it has ended, and forget it once no transfer touches its memory."""
+        if not each.job.ended:
+            return
+        if not each.reported:
+            each.reported = True
+            each.job.retain_in(self._backend)
+            each.job.tell(self._reports)
+            self._ended.append(each.job)
+        if each.transfer is None:
+            self._begun.pop(each.job.job_id, None)
 
 
 def _error_of(tasks: Sequence[asyncio.Task[None]]) -> str:

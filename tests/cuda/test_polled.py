@@ -13,7 +13,7 @@ import kvxfer
 from kvxfer.backends.host import HostBackend, HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.storage.backend import Status
-from kvxfer.transfer import PolledEngine, submissions
+from kvxfer.transfer import PolledEngine
 from kvxfer.transfer.job import FinishedJob, JobId
 from tests.cuda.engine_caches import EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
@@ -83,7 +83,7 @@ def refuse_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         pytest.fail("an event loop took part")
 
-    monkeypatch.setattr(submissions.Submissions, "_start", refuse)
+    monkeypatch.setattr(PolledEngine, "_start", refuse)
 
 
 def test_a_load_takes_no_thread_and_ends_when_the_device_says_so(

@@ -105,8 +105,8 @@ MUTATIONS = (
     Mutation(
         "a drain does not wait for pieces that move",
         "kvxfer/transfer/mover.py",
-        "        await self.begun.drain()\n        if self._moving:",
-        "        await self.begun.drain()\n        if not self._moving:",
+        "        await self.drain_begun()\n        if self._moving:",
+        "        await self.drain_begun()\n        if not self._moving:",
         "tiers",
         40,
     ),

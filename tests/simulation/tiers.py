@@ -133,7 +133,7 @@ def leftovers_of_engine(engine: TransferEngine, *, may_lose: bool = False) -> li
         "unsettled pieces": mover.num_unsettled - may_lose * len(mover._lost),
         "bytes in flight": mover._admission.bytes_in_flight,
         "waiting pieces": mover._admission.num_waiting,
-        "begun jobs": len(mover.begun),
+        "begun jobs": len(mover._begun),
         "late calls": engine._calls.num_late,
     }
     return [f"{count} {what}" for what, count in counts.items() if count]

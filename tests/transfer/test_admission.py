@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.transfer.admission import Admission
+from kvxfer.transfer.mover import Admission
 
 
 async def enter(admission: Admission, priority: int, num_bytes: int, log: list[int]) -> None:

@@ -448,7 +448,7 @@ def test_a_job_that_is_added_while_the_engine_closes_is_cancelled_and_reported(
     closing = threading.Thread(target=engine.close)
     closing.start()
     closing.join(0.1)
-    engine._submissions.add(job)
+    engine._submit(job)
     may_go_on.set()
     assert engine.wait([job.job_id], timeout_s=5)
     engine._loop.call_soon(gated.gate.set)
@@ -457,7 +457,7 @@ def test_a_job_that_is_added_while_the_engine_closes_is_cancelled_and_reported(
     (finished,) = engine.get_finished()
     assert statuses(finished.outcomes) == {Status.CANCELLED}
     with pytest.raises(ClosedError):
-        engine._submissions.add(job)
+        engine._submit(job)
     assert engine.get_finished() == []
 
 

@@ -145,7 +145,7 @@ def test_what_is_not_first_and_in_time_goes_to_the_event_loop(
     if way == "second":
         backend.may_go_on.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(engine._mover.begun, "begin", lambda _: False)
+            patch.setattr(engine._mover, "begin", lambda _: False)
             jobs.append(engine.submit_load(KEYS, IDS))
     jobs.append(engine.submit_load(KEYS, ELSEWHERE, timeout_s=1e-9 if way == "late" else None))
     backend.may_go_on.set()

@@ -51,7 +51,7 @@ from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.telemetry.trace_recorder import TraceRecorder
 from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.transfer import PolledEngine
-from kvxfer.transfer.polled_engine import DEFAULT_MAX_BYTES_IN_FLIGHT
+from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT
 
 
 class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
