@@ -15,7 +15,7 @@ import pytest
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.host import PoolShape
 from kvxfer.backends.host.shared_memory import SharedMemory
-from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, attachment, server
+from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, backend, server
 from kvxfer.backends.pool.messages import Message, Pin, Pinned, Welcome, encode
 from kvxfer.connect import open_backend, parse_backend
 from kvxfer.copy_engine.cpu import CPUCopyEngine
@@ -108,7 +108,7 @@ def test_an_engine_of_another_model_is_refused_with_both_names(path: Path) -> No
 def test_an_engine_of_another_version_is_refused_with_both_versions(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attachment, "PROTOCOL_VERSION", 7)
+    monkeypatch.setattr(backend, "PROTOCOL_VERSION", 7)
     wanted = "protocol_version: ours is '7', theirs is '1'"
     with running_pool(path), pytest.raises(NamespaceMismatchError, match=wanted):
         attach(path)
@@ -123,7 +123,7 @@ def test_a_process_of_another_user_is_refused_on_both_sides(
             patched.setattr(server, "peer_of", lambda _: (1, 65534))
             with pytest.raises(NamespaceMismatchError, match="in user: ours is '65534'"):
                 attach(path)
-        monkeypatch.setattr(attachment, "peer_of", lambda _: (1, 65534))
+        monkeypatch.setattr(backend, "peer_of", lambda _: (1, 65534))
         with attached(path) as engine:
             assert not engine.is_attached
         assert "its user is 65534, that of this process is" in caplog.text

@@ -425,7 +425,7 @@ MUTATIONS = (
     ),
     Mutation(
         "two threads of an engine ask a pool at one time",
-        "backends/pool/attachment.py",
+        "backends/pool/backend.py",
         "        with self._lock:\n            try:\n                self._send(request)\n                answer",
         "        with contextlib.nullcontext():\n            try:\n                self._send(request)\n                answer",
         "pool",
