@@ -17,6 +17,7 @@ from kvxfer.endpoint import split_url
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import PageMapping, WorkerShard
+from kvxfer.lending.prompt_exchange import PromptExchange
 from kvxfer.runtime import begin_aside
 from kvxfer.settings import convert_settings, is_credential, shown
 from kvxfer.storage.backend import Backend
@@ -29,7 +30,6 @@ from kvxfer.telemetry.environment import environment_observers
 from kvxfer.text import did_you_mean, find_control
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
 from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S, TransferEngine
-from kvxfer.transfer.prompt_exchange import PromptExchange
 from kvxfer.transfer.staged_backend import stage
 
 logger = logging.getLogger(__name__)

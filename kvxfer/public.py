@@ -1,7 +1,7 @@
 """Public names of the package, each available as `kvxfer.NAME`; `import kvxfer` imports none.
 
 What fewer programs need is one level down: `kvxfer.kvcache`, `kvxfer.storage`, `kvxfer.tiering`,
-`kvxfer.transfer`, `kvxfer.engine_side`, `kvxfer.errors`.
+`kvxfer.transfer`, `kvxfer.lending`, `kvxfer.engine_side`, `kvxfer.errors`.
 """
 
 from kvxfer.connect import connect, exchange

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import kvxfer
-from kvxfer import engine_side, kvcache, public, storage, tiering, transfer
+from kvxfer import engine_side, kvcache, lending, public, storage, tiering, transfer
 from kvxfer.backends.nixl import NixlConfig
 from kvxfer.engine_side import (
     LAYOUT_ZOO,
@@ -148,7 +148,7 @@ def load_or_compute() -> transfer.LoadOrCompute:
 
 
 @functools.cache
-def prompts() -> transfer.PromptExchange:
+def prompts() -> lending.PromptExchange:
     """Open an exchange that lends a prompt, for all calls."""
     opened = kvxfer.exchange(
         "nixl://?listen=127.0.0.1:0&transport=socket",
@@ -407,7 +407,7 @@ def public_callables() -> dict[str, Callable[..., Any]]:
     Not errors and enums, which the library makes itself, and not methods for implementors.
     """
     found: dict[str, Callable[..., Any]] = {}
-    faces = (public, kvcache, storage, tiering, transfer, engine_side)
+    faces = (public, kvcache, storage, tiering, transfer, lending, engine_side)
     public_values = {name: getattr(face, name) for face in faces for name in face.__all__}
     for name, value in public_values.items():
         if inspect.isfunction(value):

@@ -26,6 +26,7 @@ FLOORS = (
     {"pages"},
     {"tiering", "backends"},
     {"transfer"},
+    {"lending"},
     {"telemetry"},
     {"connect", "engine_side", "face"},
     {"integrations"},
@@ -58,6 +59,7 @@ BUDGETS = {
     "kvxfer/face": 456,
     "kvxfer/integrations": 11_160,
     "kvxfer/kvcache": 6_020,
+    "kvxfer/lending": 1_570,
     "kvxfer/pages": 1_220,
     "kvxfer/replay": 1_949,
     "kvxfer/runtime": 1_250,
@@ -65,7 +67,7 @@ BUDGETS = {
     "kvxfer/telemetry": 1_707,
     "kvxfer/testing": 7_205,
     "kvxfer/tiering": 1_585,
-    "kvxfer/transfer": 3_670,
+    "kvxfer/transfer": 2_110,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.
@@ -92,7 +94,10 @@ BESIDE_THE_RUNTIME = (
     *("benchmarks/", "examples/", "kvxfer/cli/bench.py", "kvxfer/runtime/"),
     "kvxfer/testing/simulation/",
 )
-FACES = ("kvxfer", "kvxfer.kvcache", "kvxfer.storage", "kvxfer.tiering", "kvxfer.transfer")
+FACES = (
+    *("kvxfer", "kvxfer.kvcache", "kvxfer.lending", "kvxfer.storage", "kvxfer.tiering"),
+    "kvxfer.transfer",
+)
 
 
 def name_of(path: Path) -> str:

@@ -26,7 +26,8 @@ from kvxfer.checks import require_timeout
 from kvxfer.configuration import Configuration
 from kvxfer.connect import ENTRY_POINT_GROUP
 from kvxfer.errors import InvalidArgumentError, KVXferError
-from kvxfer.transfer import PolledEngine, PromptExchange
+from kvxfer.lending import PromptExchange
+from kvxfer.transfer import PolledEngine
 from kvxfer.units import ByteSize
 from tests.public_calls import VALID_CALLS, public_callables
 

@@ -18,9 +18,9 @@ from benchmarks.nixl.raw import allocate
 from benchmarks.pd.prefill import HOST, NAMESPACE, NUM_BYTES
 from benchmarks.pd.shapes import EngineShape, WorkerCaches
 from kvxfer.backends.nixl import Endpoint, IntegrityGrade, NixlConfig
+from kvxfer.lending.handover import Handover
+from kvxfer.lending.reader import Wanted
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.reader import Wanted
 
 T = TypeVar("T")
 

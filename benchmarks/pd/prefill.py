@@ -7,8 +7,8 @@ from benchmarks.nixl.far import Far
 from benchmarks.pd.shapes import EngineShape, WorkerCaches
 from kvxfer.backends.nixl import IntegrityGrade, NixlConfig
 from kvxfer.errors import BackendUnavailableError
+from kvxfer.lending.handover import Handover
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.transfer.handover import Handover
 
 NUM_BYTES = 1 << 30
 """Bytes of the caches of an engine, all of which are handed over: 8192 tokens of Llama-3.1-8B."""

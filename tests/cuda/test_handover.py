@@ -15,12 +15,12 @@ from kvxfer.errors import BackendUnavailableError, DeviceUnavailableError
 from kvxfer.kvcache import WorkerShard
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.kvcache.portable import describe_caches
+from kvxfer.lending.handover import Handover
+from kvxfer.lending.reader import Fetched, Wanted
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.testing import FakeNixlAgent
-from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.reader import Fetched, Wanted
 from tests.cuda.engine_caches import EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
 from tests.cuda.test_staging import Compute, compute  # noqa: F401 - a fixture

@@ -29,11 +29,11 @@ from kvxfer.backends.nixl.client import Client
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import CacheDescription, WorkerShard
+from kvxfer.lending.handover import Handover
+from kvxfer.lending.reader import Fetched, Wanted
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.lending import BlockParts, Lender, LentBlocks, ReservedBlocks
 from kvxfer.testing.payloads import read_payloads, write_payloads
-from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.reader import Fetched, Wanted
 from tests.e2e.audit import DIRECTORY, Forwarding, Log
 
 ALTERED_BYTE, SIGN_BIT = 3, 0x80

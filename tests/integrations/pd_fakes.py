@@ -9,8 +9,8 @@ from typing import Any
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.portable.cache_description import STATE_TOKENS
+from kvxfer.lending.reader import Fetched, Found, Wanted
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.reader import Fetched, Found, Wanted
 
 LEASE = "0123456789abcdef0123456789abcdef"
 BLOCK = 4

@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 from kvxfer.errors import PeerTimeoutError
 from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
-from kvxfer.transfer.reader import Fetched
+from kvxfer.lending.reader import Fetched
 from tests.examples import examples
 from tests.integrations.pd_engine import Engine, engine_config, full, sliding
 from tests.integrations.pd_fakes import BLOCK, LEASE, FakeHandover, make_found, ticket_params

@@ -32,8 +32,8 @@ from kvxfer.integrations.vllm.prefill_decode.metrics import (
 )
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, StepData
 from kvxfer.integrations.vllm.prefill_decode.worker import PrefillDecodeWorker
+from kvxfer.lending.reader import Fetched
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.reader import Fetched
 from tests.integrations.pd_engine import (
     FULL,
     Engine,

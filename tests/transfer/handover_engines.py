@@ -23,11 +23,11 @@ from kvxfer.kvcache import (
     canonicalize,
 )
 from kvxfer.kvcache.portable import describe_caches
+from kvxfer.lending import Fetched
+from kvxfer.lending.handover import Handover
+from kvxfer.lending.reader import Found
 from kvxfer.storage import Namespace
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer import Fetched
-from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.reader import Found
 
 T = TypeVar("T")
 

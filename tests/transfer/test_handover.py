@@ -37,15 +37,15 @@ from kvxfer.kvcache import (
     canonicalize,
 )
 from kvxfer.kvcache.portable import CacheDescription, describe_caches
+from kvxfer.lending import reader
+from kvxfer.lending.handover import Handover
+from kvxfer.lending.reader import SETTLE_S
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.lending import LentBlocks
 from kvxfer.storage.observer import Moved, Operation, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer import reader
-from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.reader import SETTLE_S
 from tests.recorder import Recorder
 from tests.transfer.handover_engines import HND, LIMIT_S, NHD, NULL, Engine, get, prompt
 
@@ -317,7 +317,7 @@ def test_a_read_that_nixl_does_not_end_makes_its_blocks_unsafe_and_no_others(
 def test_revoking_fails_when_nobody_can_say_that_the_blocks_are_not_found(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvxfer.transfer.handover.REVOKE_S", 0.2)
+    monkeypatch.setattr("kvxfer.lending.handover.REVOKE_S", 0.2)
     standing = threading.Event()
     (worker,) = open_engine(stack).workers
     worker._loop.call_soon(standing.wait)
@@ -550,7 +550,7 @@ def test_a_port_after_which_there_are_not_enough_for_all_workers_is_refused(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, ours = open_engine(stack, tp_size=2), open_engine(stack)
-    monkeypatch.setattr("kvxfer.transfer.reader.MAX_PORT", theirs.endpoint.port)
+    monkeypatch.setattr("kvxfer.lending.reader.MAX_PORT", theirs.endpoint.port)
     with pytest.raises(InvalidArgumentError, match=r"port is .*2 workers"):
         ours.ask(theirs.endpoint, TICKET, TOKENS)
 

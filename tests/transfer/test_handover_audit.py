@@ -13,9 +13,9 @@ from kvxfer.backends.nixl.client import Client
 from kvxfer.endpoint import free_ports
 from kvxfer.kvcache.portable import describe_caches
 from kvxfer.kvcache.portable.cache_description import STATE_TOKENS
+from kvxfer.lending.handover import Handover
+from kvxfer.lending.reader import Fetched
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.reader import Fetched
 from tests.e2e import audit
 from tests.e2e.handover_audit import BLOCK, AuditedHandover, Sign, planted, read
 from tests.storage.portable_workers import NAMESPACE, make_engine, make_values

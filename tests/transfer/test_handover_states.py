@@ -19,10 +19,10 @@ from kvxfer.kvcache import (
     canonicalize,
 )
 from kvxfer.kvcache.portable import describe_caches
+from kvxfer.lending.handover import Handover
+from kvxfer.lending.reader import Fetched, Found
 from kvxfer.storage import Namespace
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.reader import Fetched, Found
 from tests.transfer.handover_engines import get
 
 TICKET = "0123456789abcdef"

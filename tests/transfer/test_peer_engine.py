@@ -5,8 +5,8 @@ import torch
 
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import CacheDescription, GroupDescription, WorkerShard
+from kvxfer.lending.reader import PeerEngine, worker_keys
 from kvxfer.storage.keys import BlockKey
-from kvxfer.transfer.reader import PeerEngine, worker_keys
 
 BOX = PageBox(layer_name="0", part="k", dtype=torch.int16, digits=(Digit("token", 4, 2),))
 GROUP = GroupDescription(tokens_per_block=4, payload_size_bytes=8, boxes=(BOX,))

@@ -17,7 +17,7 @@ from kvxfer.errors import (
     NamespaceMismatchError,
 )
 from kvxfer.kvcache import CanonicalKVCaches, SlidingWindowSpec
-from kvxfer.transfer import PromptExchange
+from kvxfer.lending import PromptExchange
 
 MODEL = kvxfer.Namespace(model="m", revision="1")
 TOKENS = list(range(100, 122))

@@ -46,9 +46,9 @@ from kvxfer.integrations.vllm.prefill_decode.worker import Ended, PrefillDecodeW
 from kvxfer.integrations.vllm.prefill_decode.worker_caches import describe_worker
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import CacheDescription
+from kvxfer.lending.handover import Handover
 from kvxfer.storage.observer import LENT, Reports
 from kvxfer.telemetry.journal import flush_journal, journal_observers
-from kvxfer.transfer.handover import Handover
 
 PEERS = "nixl"
 """Tier of the blocks that other engines give."""

@@ -16,12 +16,12 @@ from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, StepData
 from kvxfer.integrations.vllm.prefill_decode.ticket import Ticket, read_ticket, wants_decode
+from kvxfer.lending.handover import Handover
+from kvxfer.lending.reader import Found, Wanted
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Reports, Requested
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.text import printable
-from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.reader import Found, Wanted
 
 T = TypeVar("T")
 

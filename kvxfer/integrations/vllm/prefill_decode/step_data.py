@@ -5,8 +5,8 @@ from typing import Any
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.integrations.vllm.prefill_decode.interface import KVConnectorMetadata
+from kvxfer.lending.reader import Wanted
 from kvxfer.storage.keys import BlockKey
-from kvxfer.transfer.reader import Wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from kvxfer import runtime
 from kvxfer.errors import KVXferError
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, StepData
+from kvxfer.lending.handover import Handover
+from kvxfer.lending.reader import Fetched
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Removal, Reports
-from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.reader import Fetched
 
 logger = logging.getLogger(__name__)
 

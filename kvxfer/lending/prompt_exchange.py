@@ -21,13 +21,13 @@ from kvxfer.checks import (
 from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import WorkerShard, describe_caches
+from kvxfer.lending.handover import Handover
+from kvxfer.lending.reader import Fetched
 from kvxfer.runtime import run_aside, wait_despite_cancel
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import require_ticket
 from kvxfer.storage.observer import Observer, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.handover import Handover
-from kvxfer.transfer.reader import Fetched
 
 EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - to refuse them
 

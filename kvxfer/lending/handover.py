@@ -23,6 +23,7 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
 from kvxfer.kvcache.descriptors import StreamMark
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.kvcache.portable import CacheDescription
+from kvxfer.lending.reader import Fetched, Found, Reader, Wanted, worker_keys
 from kvxfer.runtime import Threads, begin_aside, end_tasks
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import wait_for_mark
@@ -32,7 +33,6 @@ from kvxfer.storage.observer import Reports
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.event_loop import EngineLoop
-from kvxfer.transfer.reader import Fetched, Found, Reader, Wanted, worker_keys
 
 T = TypeVar("T")
 
