@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -271,9 +272,7 @@ async def test_nothing_can_be_published_that_was_not_pulled() -> None:
         [client] = pair.client._exchange.clients.values()
         connection = await client.reconnect.open()
         with pytest.raises(TransferFailedError, match="pull is 99; expected one that waits"):
-            await connection.request(
-                lambda number: Publish(request_id=number, pull=99, checksums=[]), Pulled
-            )
+            await connection.request(partial(Publish, pull=99, checksums=[]), Pulled)
 
 
 async def test_bytes_that_change_while_they_are_stored_are_not_stored() -> None:

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import pytest
 
@@ -53,9 +54,7 @@ async def pinned(peer: StandalonePeer) -> AsyncIterator[None]:
     node = LocalNode(config, NAMESPACE, make_agent=NixlAgent)
     connection = await Connection.open(node, peer.endpoint)
     async with contextlib.aclosing(node), contextlib.aclosing(connection):
-        await connection.request(
-            lambda number: Pin(request_id=number, keys=KEYS, starts=[0], sizes=[4096]), Pinned
-        )
+        await connection.request(partial(Pin, keys=KEYS, starts=[0], sizes=[4096]), Pinned)
         yield
 
 

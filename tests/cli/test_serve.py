@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,7 @@ async def connect(peer: ServeProcess) -> Connection:
 
 async def pin(connection: Connection) -> Pinned:
     return await connection.request(
-        lambda number: Pin(
-            request_id=number, keys=peers.KEYS[:1], starts=[0], sizes=[peers.BLOCK_BYTES]
-        ),
+        partial(Pin, keys=peers.KEYS[:1], starts=[0], sizes=[peers.BLOCK_BYTES]),
         Pinned,
     )
 
