@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, islice
-from typing import TypeAlias, TypedDict, cast
+from typing import TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -346,11 +346,6 @@ class _Part:
 
 _Rows: TypeAlias = NDArray[np.int64]
 """Positions of blocks in a part, ascending."""
-
-
-class _Pages(TypedDict):
-    first_page: int
-    stop_page: int
 
 
 class Reader:
@@ -700,7 +695,10 @@ class Reader:
         ids = np.array(wanted.block_ids[part.group], np.int64)
         if blocks.is_direct:
             return rows, self._describer.describe(part.group, ids[indices])
-        chosen, places = blocks.describe_in_place(part.rank, indices, ids, **_pages(wanted, blocks))
+        first, stop = _pages(wanted, blocks)
+        chosen, places = blocks.describe_in_place(
+            part.rank, indices, ids, first_page=first, stop_page=stop
+        )
         return rows[chosen], places
 
     async def _load_staged(
@@ -727,8 +725,14 @@ class Reader:
         if blocks.is_direct:
             ours = np.array(ids, np.int64)[part.indices[rows]]
             return staged, self._describer.describe(part.group, ours)
+        first, stop = _pages(wanted, blocks)
         return blocks.describe(
-            part.rank, part.indices[rows], staged.addresses, ids, **_pages(wanted, blocks)
+            part.rank,
+            part.indices[rows],
+            staged.addresses,
+            ids,
+            first_page=first,
+            stop_page=stop,
         )
 
     def _summarise(
@@ -783,10 +787,7 @@ def _choose(
     return [(part, rows[which]) for (part, rows), which in taken if which.any()]
 
 
-def _pages(wanted: Wanted, blocks: PeerBlocks) -> _Pages:
-    """Name the pages that are wanted, as arguments for `blocks`."""
+def _pages(wanted: Wanted, blocks: PeerBlocks) -> tuple[int, int]:
+    """Find the first page that is wanted, and the page after the last one."""
     page = blocks.tokens_per_page
-    return {
-        "first_page": wanted.first_token // page,
-        "stop_page": -(-wanted.num_tokens // page),
-    }
+    return wanted.first_token // page, -(-wanted.num_tokens // page)

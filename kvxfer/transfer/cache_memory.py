@@ -17,15 +17,20 @@ from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 class CacheMemory:
     """Memory of caches: detects that it was freed or moved, and orders transfers after GPU work.
 
+    The storages are kept alive, but the engine can still resize or empty them: addresses that were
+    computed before then point to memory in other use, or unmapped.
+
     Args:
-        caches: The caches; kept alive.
+        caches: The caches, as they are now.
 
     Raises:
         DeviceUnavailableError: The caches are on a GPU that cannot be used.
     """
 
     def __init__(self, caches: CanonicalKVCaches) -> None:
-        self._storages = CacheStorages(caches)
+        self._caches = caches
+        self._storages = [each.tensor.untyped_storage() for each in caches.tensors]
+        self._places = list(self._find())
         devices = {each.tensor.device for each in caches.tensors}
         with ExitStack() as stack:
             self._streams = {
@@ -60,43 +65,6 @@ class CacheMemory:
         return None if stream is None else stream.mark()
 
     def describe_change(self) -> str:
-        """See `CacheStorages.describe_change`."""
-        return self._storages.describe_change()
-
-    def close(self) -> None:
-        """Release the devices; may be called again."""
-        self._opened.close()
-
-
-def _open_stream(device_index: int, stack: ExitStack) -> ComputeStream:
-    driver = CudaDriver(device_index)
-    stack.callback(_close, driver)
-    stream = ComputeStream(driver, torch.device("cuda", device_index))
-    stack.callback(stream.close)
-    return stream
-
-
-def _close(driver: CudaDriver) -> None:
-    with contextlib.suppress(DeviceError):  # a lost device has released everything
-        driver.close()
-
-
-class CacheStorages:
-    """Storages of caches, compared with their first addresses and sizes to detect changes.
-
-    The storages are kept alive, but the engine can still resize or empty them: addresses that were
-    computed before then point to memory in other use, or unmapped.
-
-    Args:
-        caches: The caches, as they are now.
-    """
-
-    def __init__(self, caches: CanonicalKVCaches) -> None:
-        self._caches = caches
-        self._storages = [each.tensor.untyped_storage() for each in caches.tensors]
-        self._places = list(self._find())
-
-    def describe_change(self) -> str:
         """Describe the first tensor whose storage was freed or resized; empty if there is none."""
         places = list(self._find())
         if places == self._places:
@@ -113,6 +81,10 @@ class CacheStorages:
             f"{new_num_bytes} bytes at {new_address:#x}"
         )
 
+    def close(self) -> None:
+        """Release the devices; may be called again."""
+        self._opened.close()
+
     def _find(self) -> Iterator[tuple[int, int]]:
         """List the address and the bytes of each storage."""
         addresses = map(torch.UntypedStorage.data_ptr, self._storages)
@@ -122,3 +94,16 @@ class CacheStorages:
         refs = (ref for refs in self._caches.group_data_refs for ref in refs)
         names = (name for ref in refs if ref.tensor_idx == tensor_idx for name in ref.layer_names)
         return list(dict.fromkeys(names))
+
+
+def _open_stream(device_index: int, stack: ExitStack) -> ComputeStream:
+    driver = CudaDriver(device_index)
+    stack.callback(_close, driver)
+    stream = ComputeStream(driver, torch.device("cuda", device_index))
+    stack.callback(stream.close)
+    return stream
+
+
+def _close(driver: CudaDriver) -> None:
+    with contextlib.suppress(DeviceError):  # a lost device has released everything
+        driver.close()

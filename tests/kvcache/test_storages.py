@@ -1,4 +1,4 @@
-"""CacheStorages: detects memory that an engine has freed."""
+"""CacheMemory: detects memory that an engine has freed."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from kvxfer.kvcache.canonical import (
 )
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.spec import FullAttentionSpec
-from kvxfer.transfer.cache_memory import CacheStorages
+from kvxfer.transfer.cache_memory import CacheMemory
 
 NUM_BLOCKS = 6
 
@@ -20,11 +20,11 @@ def make_tensors() -> dict[str, torch.Tensor]:
     return {f"layers.{n}": torch.zeros(NUM_BLOCKS, 2, 16, 2, 8) for n in range(3)}
 
 
-def watch(tensors: dict[str, torch.Tensor]) -> CacheStorages:
+def watch(tensors: dict[str, torch.Tensor]) -> CacheMemory:
     spec = FullAttentionSpec(tokens_per_block=16, num_kv_heads=2, head_dim=8, dtype=torch.float32)
     config = KVCacheConfig(NUM_BLOCKS, (KVCacheGroup(spec, tuple(tensors)),))
     layouts = dict.fromkeys(tensors, "block kv token head dim")
-    return CacheStorages(canonicalize(tensors, config, layouts=layouts))
+    return CacheMemory(canonicalize(tensors, config, layouts=layouts))
 
 
 def test_caches_that_stay_where_they_are_have_not_changed() -> None:
@@ -64,6 +64,6 @@ def test_a_tensor_without_layer_names_is_named_by_its_index() -> None:
         [CanonicalKVCacheTensor(tensor, 64) for tensor in tensors],
         [[CanonicalKVCacheRef(0, 64), CanonicalKVCacheRef(1, 64)]],
     )
-    storages = CacheStorages(caches)
+    storages = CacheMemory(caches)
     tensors[1].untyped_storage().resize_(0)
     assert storages.describe_change().startswith("tensor 1 of the caches: ")
