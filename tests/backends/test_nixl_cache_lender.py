@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.backends.nixl import Exchange, NixlBackend, NixlConfig
 from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory, FakeNixlAgent
@@ -81,9 +81,14 @@ async def lent() -> AsyncIterator[Lent]:
     engine = LendingEngine()
     config = NixlConfig(listen="127.0.0.1:0")
     namespace = engine.memory.namespace()
-    holder = NixlBackend(config, namespace, own=engine.lender, make_agent=FakeNixlAgent)
-    async with holder:
-        await holder.start()
+    largest = max(namespace.chunk_sizes)
+    async with Exchange(
+        config,
+        namespace,
+        own=engine.lender,
+        largest_block_bytes=largest,
+        make_agent=FakeNixlAgent,
+    ) as holder:
         assert holder.server is not None
         engine.offer(KEYS, BLOCKS)
         yield Lent(engine, str(holder.server.endpoint))
