@@ -3,6 +3,9 @@
 Every message is a tagged struct in one frame: four bytes, big-endian, with the size of the payload,
 and the payload in MessagePack. The bytes of blocks are not in messages: either side has the pool's
 memory mapped, whose descriptor comes with `Welcome`. An engine sends one request at a time.
+
+These are not the requests of peers: blocks are told by slots, which both sides have mapped, an
+engine writes into them itself, and nobody pays for numbers of requests, leases and seals.
 """
 
 import asyncio

@@ -440,7 +440,7 @@ class PolledEngine(Generic[MoverT]):
 
     def _end(self, submission: _Submission) -> None:
         if submission.job.end(Status.CANCELLED, "cancelled before it began"):
-            self._mover.tell(submission.job)
+            submission.job.tell(self._reports)
         self._finished[submission.job.job_id] = submission.job.finished()
         submission.ended.set_result(None)
 
@@ -459,7 +459,8 @@ class TransferEngine(PolledEngine[Backend]):
 
     The asynchronous methods (`lookup`, `store`, `load`, `flush`) may be awaited on any event loop;
     the polled ones, those of `PolledEngine`, need none. Inside `async with engine` all work runs on
-    the running loop. Arguments, guarantees and errors are those of `PolledEngine`.
+    the running loop. Arguments, guarantees and errors are those of `PolledEngine`, which is a class
+    of its own because it may have a mover that knows no lookups.
     """
 
     kind = Backend

@@ -275,10 +275,6 @@ class JobMover:
             job.tell(self._reports)
         return list(job.finished().outcomes)
 
-    def tell(self, job: Job) -> None:
-        """Tell observers of a job that ended before it was moved."""
-        job.tell(self._reports)
-
     def has_room(self, job: Job) -> bool:
         """Whether the bytes in flight leave room for a job, beside those that were begun."""
         return self._admission.has_room(self._bytes_begun + job.blocks.num_bytes)
