@@ -56,18 +56,11 @@ from kvxfer.storage.leases import Held
 from kvxfer.storage.lending import Fences
 from kvxfer.storage.staging_memory import Share, StagedBlocks, StagingMemory
 
-_GONE = Outcome(Status.FAILED, reason="the block was evicted after its lookup")
-"""Not `MISSING`, which promises that its memory was not written."""
-
-_OVERWRITTEN = Outcome(Status.FAILED, reason="the holder overwrote the block, no longer pinned")
-
 FIRST_RETRY_S = 0.1
 """Pause after the first attempt to connect that failed; each later one is twice as long."""
 
 LAST_RETRY_S = 5.0
 """Longest pause: a holder that starts again is found within it."""
-
-logger = logging.getLogger(__name__)
 
 STAGED_BYTES = 16 << 20
 """Bytes of a piece of a load or store by way of staging memory."""
@@ -92,6 +85,13 @@ SMALL_FRAGMENT_BYTES = 4 << 10
 MANY_PIECES = 16
 """Most fragments of a block that are smaller than that; more are gathered in staging memory before
 they are sent."""
+
+logger = logging.getLogger(__name__)
+
+_GONE = Outcome(Status.FAILED, reason="the block was evicted after its lookup")
+"""Not `MISSING`, which promises that its memory was not written."""
+
+_OVERWRITTEN = Outcome(Status.FAILED, reason="the holder overwrote the block, no longer pinned")
 
 MoveAtPeer = Callable[[Connection, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome]]]
 

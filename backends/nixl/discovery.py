@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 MAX_ANNOUNCEMENT_BYTES = 4096
 """Longest announcement that is read."""
 
@@ -58,8 +60,6 @@ MAX_WARNED = 64
 _MAX_CHARACTERS = 300
 _MAX_SHOWN = 8
 
-logger = logging.getLogger(__name__)
-
 SCHEME = "etcd"
 USER_VARIABLE = "ETCDCTL_USER"
 PASSWORD_VARIABLE = "ETCDCTL_PASSWORD"  # noqa: S105 - the name of it
@@ -68,7 +68,6 @@ TLS_VARIABLES = {"ca": "ETCDCTL_CACERT", "cert": "ETCDCTL_CERT", "key": "ETCDCTL
 
 _FORM = "a URL such as etcd://10.0.0.5:2379/kvxfer, without credentials"
 _PREFIX = re.compile(r"(/[\w.~-]+)+", re.ASCII)
-
 
 EXTRA = "etcd"
 CLOSE_TIMEOUT_S = 1.0
@@ -87,7 +86,6 @@ _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # or a new channel waits as long as the last one would
     ("grpc.enable_http_proxy", 0),  # as connections to peers
 )
-
 
 _THREADS: dict[int, LoopThread] = {}
 _LOCK = threading.Lock()
@@ -425,7 +423,16 @@ class CompactedError(EtcdError):
 
 
 class EtcdSession:
-    """Session with one member of etcd; made by `open_session`.
+    """Session with one member of etcd: a deadline for every call; made by `open_session`.
+
+    The messages and stubs are those of aetcd. Its client is not used, for it
+
+    - knows no TLS;
+    - never asks for another token, when its own has expired;
+    - waits for ever, unless told otherwise, for a server that is stopped;
+    - ignores that etcd cancels a watch, as for want of a permission, and waits on;
+    - cannot ask whether a watch is still alive, and does not tell as of which revision a list is;
+    - takes the answer that a lease is gone for its renewal.
 
     Args:
         rpc: Messages and stubs of aetcd.
@@ -638,7 +645,12 @@ def _describe(exc: Any) -> str:
 
 
 def own_loop() -> asyncio.AbstractEventLoop:
-    """Get the loop, which begins with the first call, on a thread that ends with the process."""
+    """Get the loop for all discovery of a process, on a thread that ends with it.
+
+    gRPC's asynchronous interface has one queue for all event loops of a process: what is left of
+    the calls of a loop that has ended arrives in another one, where it raises. So discovery uses
+    one loop that never ends. A lease is kept there, too, while an engine computes on its own loop.
+    """
     with _LOCK:
         pid = os.getpid()  # a forked process has none of the threads
         if pid not in _THREADS:

@@ -32,14 +32,8 @@ from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
 from kvxfer.text import printable
 
-PERIOD_S = 1.0
-"""Period in which an address has one line."""
-MAX_ADDRESSES = 64
-"""Most addresses that have lines of their own within a period; all others share one line."""
-MAX_CHARACTERS = 2000
-"""Most characters of a line about a peer, before control characters are escaped."""
-
-logger = logging.getLogger(__name__)
+OpenStore = Callable[[Namespace], Awaitable[BlockStore]]
+Serve = Callable[[socket.socket, str, ssl.SSLContext | None], Coroutine[Any, Any, None]]
 
 PROVE_S = 0.5
 """Time that a connection has in any case to authenticate. Where too many do at one time, others
@@ -48,9 +42,16 @@ wait until one has, or until this is over for the oldest, which is cut."""
 DRAIN_POLL_S = 0.05
 """Time between two looks at the sessions while the server ends."""
 
-OpenStore = Callable[[Namespace], Awaitable[BlockStore]]
-Serve = Callable[[socket.socket, str, ssl.SSLContext | None], Coroutine[Any, Any, None]]
+PERIOD_S = 1.0
+"""Period in which an address has one line in the log of refusals."""
 
+MAX_ADDRESSES = 64
+"""Most addresses that have lines of their own within a period; all others share one line."""
+
+MAX_CHARACTERS = 2000
+"""Most characters of a line about a peer, before control characters are escaped."""
+
+logger = logging.getLogger(__name__)
 
 _ATTACH: msgspec.msgpack.Decoder[Attach] = msgspec.msgpack.Decoder(Attach)
 

@@ -70,16 +70,11 @@ GRACE_S = 5.0
 SO_PEERPIDFD = 77
 """Source: Linux 6.5, include/uapi/asm-generic/socket.h."""
 
-logger = logging.getLogger(__name__)
-
-_REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-
 HANDSHAKE_TIMEOUT_S = 5.0
 """Time that an engine has for its first message."""
 
 ABANDON_AFTER_S = 0.2
 """Seconds that the end waits for memory that is being reserved; nothing is in it yet."""
-
 
 MODE = 0o600
 """Mode of the socket: whoever connects can read and write every block."""
@@ -90,7 +85,9 @@ DRAIN_POLL_S = 0.05
 MAX_CHARACTERS = 2000
 """Most characters of a value in a refusal."""
 
+logger = logging.getLogger(__name__)
 
+_REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _HELLO: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
 
 

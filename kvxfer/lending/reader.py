@@ -38,13 +38,13 @@ from kvxfer.storage.leases import Held
 from kvxfer.storage.observer import Operation, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
 
+DIGEST_BYTES = 16
+
 MAX_WORKERS = 128
 """Most workers of another engine: each is connected to, because the first one says so."""
 
 MAX_MATCHES = 16
 """Most kinds of other engines of which is remembered how their blocks become ours."""
-
-DIGEST_BYTES = 16
 
 ASK_AGAIN_S = 0.01
 """Time between two looks for a ticket that is not known yet."""
@@ -59,12 +59,11 @@ they know of it before its blocks are offered."""
 MAX_ENGINES = 256
 """Most engines whose workers are remembered: tickets, which come from outside, name them."""
 
-logger = logging.getLogger(__name__)
-
 IN_PLACE_BYTES = 8 << 10
 """Mean size of fragments from which blocks of another shape are read to their places at once. Those
 in smaller ones are read whole into staging memory, and copied from there."""
 
+logger = logging.getLogger(__name__)
 
 _NOT_TRIED = Outcome(Status.TIMED_OUT, reason="the time was over before it was asked for")
 
