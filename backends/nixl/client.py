@@ -463,24 +463,16 @@ class Client:
         """Move one piece; memory that a read may still change after the deadline is not safe."""
         try:
             async with asyncio.timeout_at(stop), slot:
-                return await self._begin_piece(move, keys, blocks)
-        except TimeoutError:
-            reason = f"{self.reconnect.endpoint} took longer than {self._timeout_s:g} s"
-            return self._end(Status.TIMED_OUT, blocks, reason)
-
-    async def _begin_piece(
-        self, move: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> list[Outcome]:
-        try:
-            await wait_for_mark(blocks.after)
-            return await move(await self.reconnect.open(), keys, blocks)
+                await wait_for_mark(blocks.after)
+                return await move(await self.reconnect.open(), keys, blocks)
         except PeerLostError as exc:
             self.reconnect.disconnect()  # reconnecting finds out how to reach it now
             return self._end(Status.FAILED, blocks, str(exc))
-        except KVXferError as exc:
+        except KVXferError as exc:  # before `TimeoutError`: some are both, and end in time
             return self._end(Status.FAILED, blocks, str(exc))
         except TimeoutError:
-            raise
+            reason = f"{self.reconnect.endpoint} took longer than {self._timeout_s:g} s"
+            return self._end(Status.TIMED_OUT, blocks, reason)
         except Exception as exc:  # a piece that raised would cut the reads of the others short
             logger.exception("%s: a transfer failed", self.reconnect.endpoint)
             return self._end(Status.FAILED, blocks, repr(exc))

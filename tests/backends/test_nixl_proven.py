@@ -16,7 +16,6 @@ from kvxfer.backends.nixl.agents import (
 from kvxfer.backends.nixl.agents.nixl import NUM_SLOTS
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.wire.messages import (
-    MAX_TICKET_CHARACTERS,
     MAX_TICKETS,
     Cancel,
     Delete,
@@ -38,6 +37,7 @@ from kvxfer.backends.nixl.wire.messages import (
 from kvxfer.backends.nixl.wire.regions import MAX_REGIONS, AgentMetadata
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.leases import MAX_TICKET_CHARACTERS
 from kvxfer.testing.conformance.suite import make_keys
 from tests.backends.nixl_proven import (
     LIMIT_S,

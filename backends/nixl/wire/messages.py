@@ -11,11 +11,10 @@ from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvxfer.checks import require_text
 from kvxfer.endpoint import MAX_PORT
-from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.leases import MAX_TICKET_CHARACTERS, require_ticket
 from kvxfer.text import printable
 
 PROTOCOL_VERSION = 6
@@ -38,9 +37,6 @@ PLACES_VERSION = 6
 
 MAX_DESCRIPTION_BYTES = 1 << 20
 """Largest description of a holder's blocks."""
-
-MAX_TICKET_CHARACTERS = 128
-"""Longest ticket."""
 
 MAX_TICKETS = 4096
 """Most tickets that are released by one request."""
@@ -485,13 +481,10 @@ Answer: TypeAlias = (
 
 
 def require_tickets(tickets: Sequence[str]) -> None:
-    """Check tickets: printable text of 1 to `MAX_TICKET_CHARACTERS` characters each.
+    """Check tickets; see `require_ticket`.
 
     Raises:
         InvalidArgumentError: One of them is not.
     """
     for ticket in tickets:
-        text = require_text("ticket", ticket)
-        if not (0 < len(text) <= MAX_TICKET_CHARACTERS and text.isprintable()):
-            wanted = f"1 to {MAX_TICKET_CHARACTERS} printable characters"
-            raise InvalidArgumentError("ticket", ticket, wanted)
+        require_ticket("ticket", ticket)
