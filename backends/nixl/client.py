@@ -13,28 +13,7 @@ from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.places import Proofs, read_proofs
 from kvxfer.backends.nixl.reads import MAX_GENERATIONS, BlockHasher, Quarantine
-from kvxfer.backends.nixl.wire.messages import (
-    MAX_TICKETS,
-    PLACES_VERSION,
-    TICKETS_VERSION,
-    Delete,
-    Deleted,
-    Describe,
-    Described,
-    Ending,
-    Found,
-    HeldTicket,
-    Hold,
-    Lookup,
-    Pin,
-    Pinned,
-    Publish,
-    Pull,
-    Pulled,
-    Release,
-    Released,
-    require_tickets,
-)
+from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
@@ -283,8 +262,8 @@ class Client:
             TimeoutError: It did not answer in time.
         """
         async with self._connected(self._asked) as connection:
-            lookup = partial(Lookup, keys=list(keys), places=True, fenced=self._is_fenced)
-            found = await connection.request(lookup, Found)
+            lookup = partial(wire.Lookup, keys=list(keys), places=True, fenced=self._is_fenced)
+            found = await connection.request(lookup, wire.Found)
         self._note_places(connection, keys, found)
         return found.there
 
@@ -292,7 +271,9 @@ class Client:
         """Ask the holder to delete keys; return which it did; errors as `lookup`."""
         async with self._connected(self._asked) as connection:
             try:
-                answer = await connection.request(partial(Delete, keys=list(keys)), Deleted)
+                answer = await connection.request(
+                    partial(wire.Delete, keys=list(keys)), wire.Deleted
+                )
             finally:  # their bytes may still be there
                 connection.places.forget(keys)
         connection.require_number(len(answer.deleted), len(keys))
@@ -315,9 +296,9 @@ class Client:
         It is asked once for each connection: another incarnation has another one.
         """
         async with self._connected() as connection:
-            connection.require_version(TICKETS_VERSION)
+            connection.require_version(wire.TICKETS_VERSION)
             if connection.description is None:
-                answer = await connection.request(Describe, Described)
+                answer = await connection.request(wire.Describe, wire.Described)
                 connection.description = answer.description
             return connection.description
 
@@ -337,20 +318,20 @@ class Client:
                 version of the protocol, which has none.
             TimeoutError: It did not answer in time.
         """
-        require_tickets([ticket])
+        wire.require_tickets([ticket])
         async with self._connected() as connection:
-            connection.require_version(TICKETS_VERSION)
-            is_new = connection.version >= PLACES_VERSION
+            connection.require_version(wire.TICKETS_VERSION)
+            is_new = connection.version >= wire.PLACES_VERSION
             connection.tickets.setdefault(ticket, set()).update(keys)
             answer = await connection.request(
                 partial(
-                    Hold,
+                    wire.Hold,
                     ticket=ticket,
                     keys=list(keys),
                     places=is_new,
                     fenced=is_new and self._is_fenced,
                 ),
-                HeldTicket,
+                wire.HeldTicket,
             )
         connection.require_number(len(answer.there), len(keys))
         if not answer.is_known:
@@ -361,14 +342,14 @@ class Client:
 
     async def release(self, tickets: Sequence[str]) -> None:
         """Ask the holder to end the leases of tickets; errors as `hold`."""
-        require_tickets(tickets)
+        wire.require_tickets(tickets)
         async with self._connected() as connection:
-            connection.require_version(TICKETS_VERSION)
+            connection.require_version(wire.TICKETS_VERSION)
             for ticket in tickets:
                 connection.leave(ticket)
-            for start in range(0, len(tickets), MAX_TICKETS):
-                some = list(tickets[start : start + MAX_TICKETS])
-                await connection.request(partial(Release, tickets=some), Released)
+            for start in range(0, len(tickets), wire.MAX_TICKETS):
+                some = list(tickets[start : start + wire.MAX_TICKETS])
+                await connection.request(partial(wire.Release, tickets=some), wire.Released)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; blocks that miss the deadline are `TIMED_OUT`."""
@@ -403,7 +384,9 @@ class Client:
             if self._retired and not self._num_calls:
                 self.reconnect.close()
 
-    def _note_places(self, connection: Connection, keys: Sequence[BlockKey], found: Found) -> None:
+    def _note_places(
+        self, connection: Connection, keys: Sequence[BlockKey], found: wire.Found
+    ) -> None:
         """Remember the places of blocks that the holder was asked for.
 
         Raises:
@@ -547,13 +530,13 @@ class Client:
         """Have blocks pinned, and read them."""
         pinned = await connection.request(
             partial(
-                Pin,
+                wire.Pin,
                 keys=list(keys),
                 starts=blocks.payload_starts.tolist(),
                 sizes=blocks.block_sizes.tolist(),
                 fenced=self._is_fenced,
             ),
-            Pinned,
+            wire.Pinned,
         )
         try:
             outcomes = read_endings(connection, keys, pinned.endings)
@@ -619,20 +602,20 @@ class Client:
         """Have the holder read blocks, and then confirm that they were the caller's until then."""
         pulled = await connection.request(
             partial(
-                Pull,
+                wire.Pull,
                 keys=list(keys),
                 starts=blocks.payload_starts.tolist(),
                 extents=self._memory.locate(blocks),
                 hashed=hashing is not None,
             ),
-            Pulled,
+            wire.Pulled,
         )
         if not pulled.waits:
             return read_endings(connection, keys, pulled.endings)
         try:
             checksums = [] if hashing is None else await hashing
-            publish = partial(Publish, pull=pulled.request_id, checksums=checksums)
-            published = await connection.request(publish, Pulled)
+            publish = partial(wire.Publish, pull=pulled.request_id, checksums=checksums)
+            published = await connection.request(publish, wire.Pulled)
         except BaseException:
             connection.release(pulled.request_id)
             raise
@@ -663,7 +646,7 @@ class Client:
 
 
 def read_endings(
-    connection: Connection, keys: Sequence[BlockKey], endings: Sequence[Ending]
+    connection: Connection, keys: Sequence[BlockKey], endings: Sequence[wire.Ending]
 ) -> list[Outcome]:
     """Turn the holder's endings into outcomes.
 

@@ -14,23 +14,10 @@ from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.places import Places
 from kvxfer.backends.nixl.reads import RemoteMemory
+from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import STREAM_BUFFER_BYTES, FrameChannel, describe_error
 from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client
-from kvxfer.backends.nixl.wire.messages import (
-    Answer,
-    Cancel,
-    Failed,
-    Hello,
-    Message,
-    NumberedRequest,
-    Ping,
-    Pinned,
-    Pong,
-    Pulled,
-    Reach,
-    Ready,
-)
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     KVXferError,
@@ -43,15 +30,15 @@ from kvxfer.errors import (
 from kvxfer.runtime import end_tasks, fetch_error
 from kvxfer.storage.keys import BlockKey
 
-AnswerT = TypeVar("AnswerT", bound=Message)
-MakeRequest = Callable[..., NumberedRequest]
+AnswerT = TypeVar("AnswerT", bound=wire.Message)
+MakeRequest = Callable[..., wire.NumberedRequest]
 """Makes a request, given its `request_id` and `let_go`."""
 
 logger = logging.getLogger(__name__)
 
-_READY = msgspec.msgpack.Decoder(Ready)
-_PONG = msgspec.msgpack.Decoder(Pong)
-_ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_READY = msgspec.msgpack.Decoder(wire.Ready)
+_PONG = msgspec.msgpack.Decoder(wire.Pong)
+_ANSWER: msgspec.msgpack.Decoder[wire.Answer] = msgspec.msgpack.Decoder(wire.Answer)
 
 
 class OwnEndpointError(PeerError):
@@ -98,7 +85,7 @@ class Connection:
         self.version = greeting.version
         self._data_endpoint = Endpoint(channel.peer.host, greeting.reach.data_port)
         self._numbers = count(1)
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}
         self._spent: list[int] = []  # pins to release that the holder was not told of yet
         self._telling: asyncio.TimerHandle | None = None
         self._error: KVXferError | None = None
@@ -120,7 +107,7 @@ class Connection:
             BackendUnavailableError: `transport=nixl`, and NIXL cannot be used.
         """
 
-        async def reach(theirs: Hello) -> Reach:
+        async def reach(theirs: wire.Hello) -> wire.Reach:
             if theirs.incarnation == node.hello.incarnation:
                 raise OwnEndpointError(str(endpoint), "is this process itself")
             return ours
@@ -211,7 +198,7 @@ class Connection:
             if not answer.cancelled() and answer.done() and not answer.exception():
                 self._decline(answer.result())  # it came in the same turn of the loop
             with contextlib.suppress(KVXferError):
-                self._channel.send_soon(Cancel(request_id=number))
+                self._channel.send_soon(wire.Cancel(request_id=number))
             raise
         finally:
             self._waiting.pop(number, None)
@@ -293,10 +280,10 @@ class Connection:
                 self._ping()
 
     def _ping(self) -> None:
-        number, _ = self._send(Ping)
+        number, _ = self._send(wire.Ping)
         del self._waiting[number]
 
-    def _send(self, make: MakeRequest) -> tuple[int, asyncio.Future[Answer]]:
+    def _send(self, make: MakeRequest) -> tuple[int, asyncio.Future[wire.Answer]]:
         """Number a request, send it without waiting, and make a future for its answer.
 
         Raises:
@@ -314,7 +301,7 @@ class Connection:
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         return number, answer
 
-    def _expect(self, answer_type: type[AnswerT], answer: Answer) -> AnswerT:
+    def _expect(self, answer_type: type[AnswerT], answer: wire.Answer) -> AnswerT:
         if isinstance(answer, answer_type):
             return answer
         wanted, given = answer_type.__name__, type(answer).__name__
@@ -331,16 +318,16 @@ class Connection:
                 if waiting is None or waiting.done():
                     self._decline(answer)
                     continue
-                if isinstance(answer, Failed):
+                if isinstance(answer, wire.Failed):
                     waiting.set_exception(TransferFailedError(str(self.endpoint), answer.reason))
                 else:
                     waiting.set_result(answer)
         except KVXferError as exc:
             self._end(exc)
 
-    def _decline(self, answer: Answer) -> None:
+    def _decline(self, answer: wire.Answer) -> None:
         """Let go of what was pinned for a caller that was cancelled."""
-        if isinstance(answer, Pinned | Pulled):
+        if isinstance(answer, wire.Pinned | wire.Pulled):
             self.release(answer.request_id)
 
     async def _send_heartbeats(self) -> None:

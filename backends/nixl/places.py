@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.wire.messages import Fencing, Found, Hold, Lookup, Pinned
+from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.checks import require_integers
 from kvxfer.errors import InvalidArgumentError
@@ -92,7 +92,7 @@ class Places:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._rows
 
-    def note(self, keys: Sequence[BlockKey], found: Found) -> None:
+    def note(self, keys: Sequence[BlockKey], found: wire.Found) -> None:
         """Remember the places that were found of `keys`, instead of earlier ones.
 
         The oldest places are forgotten beyond `max_places`.
@@ -150,7 +150,9 @@ class Places:
         return places.blocks, places.proofs
 
 
-def find_places(lender: Lender, memory: Regions, request: Lookup | Hold) -> Found | None:
+def find_places(
+    lender: Lender, memory: Regions, request: wire.Lookup | wire.Hold
+) -> wire.Found | None:
     """Find the places of the blocks of a request, as they are told to a peer.
 
     Args:
@@ -164,7 +166,7 @@ def find_places(lender: Lender, memory: Regions, request: Lookup | Hold) -> Foun
     sight = lender.peek(request.keys, fenced=request.fenced)
     if sight is None or sight.blocks is None or len(sight.blocks) > MAX_FRAGMENTS:
         return None
-    return Found(
+    return wire.Found(
         request_id=request.request_id,
         there=[outcome.done for outcome in sight.outcomes],
         starts=sight.blocks.payload_starts.tolist(),
@@ -174,16 +176,16 @@ def find_places(lender: Lender, memory: Regions, request: Lookup | Hold) -> Foun
     )
 
 
-def locate_fences(memory: Regions, fences: Fences | None) -> Fencing | None:
+def locate_fences(memory: Regions, fences: Fences | None) -> wire.Fencing | None:
     """Tell a peer generations of blocks, and where they are in our registered memory."""
     if fences is None:
         return None
     words = Descriptors.of_pieces(fences.addresses, [GENERATION_BYTES] * len(fences.addresses))
     generations = fences.generations.astype("<u8", copy=False).tobytes()
-    return Fencing(extents=memory.locate(words), generations=generations)
+    return wire.Fencing(extents=memory.locate(words), generations=generations)
 
 
-def read_proofs(remote: Regions, answer: Found | Pinned, num_blocks: int) -> Proofs:
+def read_proofs(remote: Regions, answer: wire.Found | wire.Pinned, num_blocks: int) -> Proofs:
     """Read the proofs of an answer about blocks.
 
     Raises:

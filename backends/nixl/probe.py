@@ -13,15 +13,8 @@ from kvxfer.backends.nixl.agents.carrier import Carrier
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.connection import Connection, open_channel
 from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.handshake import ask_hello, greet_as_client
-from kvxfer.backends.nixl.wire.messages import (
-    TICKETS_VERSION,
-    Describe,
-    Described,
-    Hello,
-    Ping,
-    Pong,
-)
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import NamespaceMismatchError, PeerError, PeerTimeoutError, TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
@@ -125,7 +118,7 @@ def _some_memory() -> MemoryRegion:
     return MemoryRegion(page.ctypes.data, page.nbytes, owner=page)
 
 
-async def _ask_hello(node: LocalNode, endpoint: Endpoint) -> Hello:
+async def _ask_hello(node: LocalNode, endpoint: Endpoint) -> wire.Hello:
     timeout_s = node.config.handshake_timeout_s
     channel = await open_channel(node, endpoint)
     return await ask_hello(channel, node.hello, timeout_s=timeout_s)
@@ -151,15 +144,15 @@ async def _prove(node: LocalNode, endpoint: Endpoint) -> None:
 
 async def _ping(connection: Connection) -> float:
     began = runtime.monotonic()
-    await connection.request(Ping, Pong)
+    await connection.request(wire.Ping, wire.Pong)
     return runtime.monotonic() - began
 
 
 async def _describe(connection: Connection) -> bytes | None:
     """Ask for the description of the caches that an engine lends; None from any other holder."""
     try:
-        connection.require_version(TICKETS_VERSION)
-        answer = await connection.request(Describe, Described)
+        connection.require_version(wire.TICKETS_VERSION)
+        answer = await connection.request(wire.Describe, wire.Described)
     except (TransferFailedError, PeerError):
         return None
     return answer.description

@@ -15,38 +15,10 @@ from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.places import find_places, locate_fences
 from kvxfer.backends.nixl.reads import BlockHasher, RemoteMemory
+from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameChannel
 from kvxfer.backends.nixl.wire.handshake import Greeting
-from kvxfer.backends.nixl.wire.messages import (
-    TICKETS_VERSION,
-    Answer,
-    Attach,
-    Cancel,
-    Delete,
-    Deleted,
-    Describe,
-    Described,
-    Ending,
-    Extents,
-    Failed,
-    Found,
-    HeldTicket,
-    Hold,
-    Lookup,
-    Pin,
-    Ping,
-    Pinned,
-    Pong,
-    Publish,
-    Pull,
-    Pulled,
-    Ready,
-    Release,
-    Released,
-    Request,
-    TicketRequest,
-)
 from kvxfer.errors import (
     ClosedError,
     InvalidArgumentError,
@@ -69,8 +41,8 @@ MAX_DATA_CONNECTIONS = 4 * MAX_LINES
 may learn first that some have ended."""
 
 
-_REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_NOTHING = Extents(regions=b"", offsets=b"", lengths=b"", block_offsets=bytes(8))
+_REQUEST: msgspec.msgpack.Decoder[wire.Request] = msgspec.msgpack.Decoder(wire.Request)
+_NOTHING = wire.Extents(regions=b"", offsets=b"", lengths=b"", block_offsets=bytes(8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +142,7 @@ class ClientSession:
         try:
             self._theirs = await self._node.link(self._greeting)
             needs_data = self._theirs.carrier == "socket" and not self._only_asks
-            await self._channel.send(Ready(needs_data=needs_data))
+            await self._channel.send(wire.Ready(needs_data=needs_data))
             self._heard = runtime.monotonic()  # until then it has to be silent
             logger.info("serving %s by %s", self._channel.peer, self.carrier)
             self._require_signs_of_life()
@@ -184,7 +156,7 @@ class ClientSession:
         finally:  # a server that ends cancels again what has not ended
             await wait_despite_cancel(self._release_all())
 
-    async def serve_data(self, attach: Attach, connection: DataConnection) -> None:
+    async def serve_data(self, attach: wire.Attach, connection: DataConnection) -> None:
         """Serve a data connection that was admitted to this session, until it ends.
 
         Raises:
@@ -202,7 +174,7 @@ class ClientSession:
         self._lending.add(task)
         try:
             connection.secure(self.session.frame_keys(attach.serial))
-            await connection.say(Pong(request_id=attach.serial))
+            await connection.say(wire.Pong(request_id=attach.serial))
             if attach.reads:
                 await self._node.sockets.serve(connection)
             else:
@@ -234,22 +206,22 @@ class ClientSession:
         logger.warning("%s: silent for %g s", self._channel.peer, lease_s)
         self._channel.cut(PeerTimeoutError(str(self._channel.peer), "a request", lease_s))
 
-    async def _take(self, request: Request) -> None:
+    async def _take(self, request: wire.Request) -> None:
         self._heard = runtime.monotonic()
         number = request.request_id
         for spent in request.let_go:
             if spent in self._pins:
                 await self._pins.pop(spent).aclose()
-        if isinstance(request, Ping):
-            await self._channel.send(Pong(request_id=number))
-        elif isinstance(request, Cancel):
+        if isinstance(request, wire.Ping):
+            await self._channel.send(wire.Pong(request_id=number))
+        elif isinstance(request, wire.Cancel):
             if job := self._jobs.get(number):
                 job.cancel()
         elif number in self._jobs or number in self._pins:
             await self._refuse(number, f"request {number} has not ended")
-        elif self._draining and isinstance(request, Lookup | Pin | Pull | Hold):
+        elif self._draining and isinstance(request, wire.Lookup | wire.Pin | wire.Pull | wire.Hold):
             await self._refuse(number, "this peer is about to end")
-        elif isinstance(request, TicketRequest):
+        elif isinstance(request, wire.TicketRequest):
             await self._do(request)  # waits for nothing: a burst of them is no load
         elif len(self._jobs) + len(self._pins) >= MAX_REQUESTS:
             await self._refuse(number, f"more than {MAX_REQUESTS} requests at one time")
@@ -257,7 +229,7 @@ class ClientSession:
             job = self._jobs[number] = asyncio.create_task(self._do(request))
             job.add_done_callback(lambda _: self._jobs.pop(number))
 
-    async def _do(self, request: Request) -> None:
+    async def _do(self, request: wire.Request) -> None:
         """Execute a request, and answer."""
         try:
             answer = await await_call(self._answer(request))
@@ -266,43 +238,45 @@ class ClientSession:
                 await pin.aclose()
             raise
         except (InvalidArgumentError, TransferFailedError, ClosedError) as exc:
-            answer = Failed(request_id=request.request_id, reason=str(exc))
+            answer = wire.Failed(request_id=request.request_id, reason=str(exc))
         except Exception as exc:
             logger.exception("%s of %s failed", type(request).__name__, self._channel.peer)
-            answer = Failed(request_id=request.request_id, reason=repr(exc))
+            answer = wire.Failed(request_id=request.request_id, reason=repr(exc))
         with contextlib.suppress(PeerError, ClosedError):  # `serve` gets it, too
             try:
                 await self._channel.send(answer)
             except InvalidArgumentError as exc:  # it is too large for a message
                 if pin := self._pins.pop(request.request_id, None):
                     await pin.aclose()
-                await self._channel.send(Failed(request_id=request.request_id, reason=str(exc)))
+                await self._channel.send(
+                    wire.Failed(request_id=request.request_id, reason=str(exc))
+                )
 
-    def _answer(self, request: Request) -> Coroutine[Any, Any, Answer]:
-        answers: dict[type, Callable[[Any], Coroutine[Any, Any, Answer]]] = {
-            Lookup: self._lookup,
-            Delete: self._delete,
-            Pin: self._pin,
-            Pull: self._pull,
-            Publish: self._publish,
+    def _answer(self, request: wire.Request) -> Coroutine[Any, Any, wire.Answer]:
+        answers: dict[type, Callable[[Any], Coroutine[Any, Any, wire.Answer]]] = {
+            wire.Lookup: self._lookup,
+            wire.Delete: self._delete,
+            wire.Pin: self._pin,
+            wire.Pull: self._pull,
+            wire.Publish: self._publish,
         }
         return answers.get(type(request), self._answer_ticket)(request)
 
-    async def _delete(self, request: Delete) -> Deleted:
+    async def _delete(self, request: wire.Delete) -> wire.Deleted:
         deleted = await self.store.backend.delete(request.keys)
-        return Deleted(request_id=request.request_id, deleted=deleted)
+        return wire.Deleted(request_id=request.request_id, deleted=deleted)
 
-    async def _lookup(self, request: Lookup) -> Found:
+    async def _lookup(self, request: wire.Lookup) -> wire.Found:
         found = self._find_places(request) if request.places else None
         if found is not None:
             return found
         there = await self.store.backend.lookup(request.keys)
-        return Found(request_id=request.request_id, there=there)
+        return wire.Found(request_id=request.request_id, there=there)
 
-    def _find_places(self, request: Lookup | Hold) -> Found | None:
+    def _find_places(self, request: wire.Lookup | wire.Hold) -> wire.Found | None:
         return find_places(self.store.lender, self._node.memory, request)
 
-    async def _pin(self, request: Pin) -> Pinned:
+    async def _pin(self, request: wire.Pin) -> wire.Pinned:
         async with AsyncExitStack() as stack:
             wanted = BlockParts(request.keys, request.starts, request.sizes)
             lend = self.store.lender.lend(wanted, fenced=request.fenced)
@@ -310,7 +284,7 @@ class ClientSession:
             extents = _NOTHING if loan.blocks is None else self._node.memory.locate(loan.blocks)
             if loan.blocks is not None:
                 self._pins[request.request_id] = stack.pop_all()
-        return Pinned(
+        return wire.Pinned(
             request_id=request.request_id,
             endings=_endings(loan.outcomes),
             checksums=loan.checksums,
@@ -318,7 +292,7 @@ class ClientSession:
             fences=None if loan.blocks is None else locate_fences(self._node.memory, loan.fences),
         )
 
-    async def _pull(self, request: Pull) -> Pulled:
+    async def _pull(self, request: wire.Pull) -> wire.Pulled:
         """Read blocks, and keep them until the peer has confirmed them."""
         assert self._theirs is not None
         number = request.request_id
@@ -327,7 +301,7 @@ class ClientSession:
         async with AsyncExitStack() as stack:
             room = await stack.enter_async_context(self.store.lender.make_room(offered))
             if room.blocks is None:
-                return Pulled(request_id=number, endings=_endings(room.outcomes))
+                return wire.Pulled(request_id=number, endings=_endings(room.outcomes))
             wanted = [index for index, outcome in enumerate(room.outcomes) if outcome is None]
             checksums: list[int] | None = None
             if request.hashed:
@@ -340,9 +314,9 @@ class ClientSession:
             stack.callback(self._unpublished.pop, number, None)
             self._pins[number] = stack.pop_all()
         endings = _endings([outcome or DONE for outcome in room.outcomes])
-        return Pulled(request_id=number, endings=endings, waits=True)
+        return wire.Pulled(request_id=number, endings=endings, waits=True)
 
-    async def _publish(self, request: Publish) -> Pulled:
+    async def _publish(self, request: wire.Publish) -> wire.Pulled:
         """Store the blocks of a pull, those of them that are as the peer says."""
         waiting = self._unpublished.get(request.pull)
         if waiting is None:
@@ -358,9 +332,11 @@ class ClientSession:
             pairs = enumerate(zip(waiting.checksums, expected, strict=True))
             room.arrived.update({at: found for at, (found, wanted) in pairs if found == wanted})
         await self._pins.pop(request.pull).aclose()
-        return Pulled(request_id=request.request_id, endings=_endings(room.outcomes))
+        return wire.Pulled(request_id=request.request_id, endings=_endings(room.outcomes))
 
-    async def _answer_ticket(self, request: TicketRequest) -> Described | HeldTicket | Released:
+    async def _answer_ticket(
+        self, request: wire.TicketRequest
+    ) -> wire.Described | wire.HeldTicket | wire.Released:
         """Answer a request about tickets; never waits.
 
         Raises:
@@ -368,8 +344,8 @@ class ClientSession:
                 or a key appears twice.
             ClosedError: The session has ended: nothing would end what is held now.
         """
-        if self._greeting.version < TICKETS_VERSION:
-            wanted = f"at least {TICKETS_VERSION} for a {type(request).__name__}"
+        if self._greeting.version < wire.TICKETS_VERSION:
+            wanted = f"at least {wire.TICKETS_VERSION} for a {type(request).__name__}"
             raise InvalidArgumentError("version", self._greeting.version, wanted)
         desk = self.store.desk
         if desk is None:
@@ -377,16 +353,16 @@ class ClientSession:
         if self._ended:
             raise ClosedError("session")
         number = request.request_id
-        if isinstance(request, Describe):
-            return Described(request_id=number, description=desk.description)
-        if isinstance(request, Release):
+        if isinstance(request, wire.Describe):
+            return wire.Described(request_id=number, description=desk.description)
+        if isinstance(request, wire.Release):
             desk.release(request.tickets)
-            return Released(request_id=number)
+            return wire.Released(request_id=number)
         if len(set(request.keys)) < len(request.keys):
             raise InvalidArgumentError("keys", f"{len(request.keys)} keys", "each key once")
         held = desk.hold(request.ticket, request.keys, self)
         wants_places = request.places and held.is_known and any(held.there)
-        return HeldTicket(
+        return wire.HeldTicket(
             request_id=number,
             is_known=held.is_known,
             is_complete=held.is_complete,
@@ -403,7 +379,7 @@ class ClientSession:
                 logger.exception("tickets of a peer that has gone may be held for ever")
 
     async def _refuse(self, number: int, reason: str) -> None:
-        await self._channel.send(Failed(request_id=number, reason=reason))
+        await self._channel.send(wire.Failed(request_id=number, reason=reason))
 
     async def _release_all(self) -> None:
         """Release the pins, cancel requests, and wait until nothing is read from the peer."""
@@ -426,9 +402,9 @@ class ClientSession:
             await pin.aclose()
 
 
-def _endings(outcomes: Sequence[Outcome | None]) -> list[Ending]:
+def _endings(outcomes: Sequence[Outcome | None]) -> list[wire.Ending]:
     """Turn outcomes into endings; those that are not settled yet count as failed."""
     return [
-        Ending(outcome.status, outcome.reason) if outcome else Ending(Status.FAILED)
+        wire.Ending(outcome.status, outcome.reason) if outcome else wire.Ending(Status.FAILED)
         for outcome in outcomes
     ]
