@@ -102,7 +102,7 @@ async def test_so_many_connections_are_kept_and_no_more(
         for seed in range(2):
             for peer in peers:
                 await require_read(agent, peer, pool, seed)
-        kept = agent._thread.peers._connections._kept
+        kept = agent._thread.peers._kept
         assert list(kept) == [peer.agent.name for peer in peers[-2:]]
 
 
