@@ -33,6 +33,9 @@ CLOSE_TIMEOUT_S = 60.0
 MOST_S = 900.0
 """Virtual time after which a call without a deadline is said to hang."""
 
+POLL_S = (0.003, 0.05)
+"""Shortest and longest pause of asking whether a job has finished."""
+
 BURSTS_S = (0.02, 0.1)
 MILD_S = 0.2
 """Longest delay of a call that no deadline notices, and that excuses nothing."""
@@ -349,7 +352,7 @@ class EngineRun:
     ) -> Sequence[Outcome] | None:
         """Poll for the end of a job, and cancel it at some time; None if it does not end."""
         ends_at = batch.began + (ENGINE_TIMEOUT_S if timeout_s is None else timeout_s)
-        cancel_at = inf if cancel_s is None else batch.began + cancel_s
+        cancel_at, pause_s = inf if cancel_s is None else batch.began + cancel_s, POLL_S[0]
         while job_id not in self._finished:
             now = self._simulation.now
             closing_s = CLOSE_TIMEOUT_S if self.is_closing else 0.0
@@ -361,7 +364,8 @@ class EngineRun:
                 ends_at, cancel_at = min(now, ends_at), inf
             for each in self._engine.get_finished():
                 self._finished[each.job_id] = each
-            await asyncio.sleep(0.003)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, POLL_S[1])
         return self._finished.pop(job_id).outcomes
 
     async def _storm(self, part: Part, timeout_s: float | None) -> None:
@@ -596,7 +600,7 @@ class EngineRun:
                 if outcome.done:
                     found = self._world.watched.read(part.group, batch.block_ids[0])
                     history, began = self._world.history, self._simulation.now
-                    versions.append(history.judge_load(part.group, key, 0, found, began))
+                    versions.append(history.judge_load(key, 0, found, began))
                 elif tier is tiers[-1] and self._must_be_there(part):
                     self._simulation.fail("flush left the last tier without", part)
                 self._world.release(batch)

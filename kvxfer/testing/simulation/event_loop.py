@@ -57,10 +57,14 @@ class _Ready(deque[asyncio.Handle]):
 
     def popleft(self) -> asyncio.Handle:
         """Take one of the tasks before the first callback, or that callback."""
-        if len(self) == 1:
+        num_first = -1
+        for handle in self:
+            num_first += 1
+            if not _is_task(handle):
+                break
+        if num_first <= 0:
             return super().popleft()
-        num_first = next((at for at, each in enumerate(self) if not _is_task(each)), len(self) - 1)
-        chosen = self._scheduler.random.randrange(num_first + 1) if num_first else 0
+        chosen = self._scheduler.random.randrange(num_first + 1)
         handle = self[chosen]
         del self[chosen]
         return handle

@@ -1,15 +1,15 @@
 """Oracle: which bytes a load may find, and whose memory may be touched."""
 
-import ctypes
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf
 from random import Random
 
-from kvxfer.kvcache.describer import describe
+import numpy as np
+from numpy.typing import NDArray
+
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.block_memory import BlockMemory
 from kvxfer.testing.simulation.scenario import Simulation
@@ -60,7 +60,9 @@ class WatchedMemory:
         self._memory = memory
         self._random = random
         self._num_canaries = 0
-        self._pieces = [_pieces(memory, group) for group in range(memory.num_groups)]
+        self._pages = [_pages(memory, group) for group in range(memory.num_groups)]
+        self._expected = [[pages.copy() for pages in group] for group in self._pages]
+        self._is_free = np.ones((memory.num_groups, memory.num_blocks), np.bool_)
         self._free: list[dict[int, bytes]] = [{} for _ in range(memory.num_groups)]
         for group in range(memory.num_groups):
             self.give_back(group, range(memory.num_blocks))
@@ -72,6 +74,7 @@ class WatchedMemory:
             return []
         block_ids = self._random.sample(list(free), num_blocks)
         self._check(group, block_ids)
+        self._is_free[group, block_ids] = False
         for block_id in block_ids:
             del free[block_id]
         return block_ids
@@ -84,12 +87,19 @@ class WatchedMemory:
             size = self._memory.chunk_size_bytes(group) // self._memory.blocks_per_chunk
             canaries.append(_bytes_of(b"canary", self._num_canaries, size))
         self.write(group, block_ids, canaries)
+        self._is_free[group, block_ids] = True
+        for pages, expected in zip(self._pages[group], self._expected[group], strict=True):
+            expected[block_ids] = pages[block_ids]
         self._free[group] |= zip(block_ids, canaries, strict=True)
 
     def look(self) -> None:
         """Check all blocks that nobody may touch."""
-        for group, free in enumerate(self._free):
-            self._check(group, list(free))
+        for group, is_free in enumerate(self._is_free):
+            differs = np.zeros_like(is_free)
+            for pages, expected in zip(self._pages[group], self._expected[group], strict=True):
+                differs |= (pages != expected).any(axis=1)
+            if (differs & is_free).any():
+                self._check(group, list(self._free[group]))
 
     def num_taken(self) -> int:
         """Count the blocks that were taken and not given back."""
@@ -97,19 +107,17 @@ class WatchedMemory:
 
     def read(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
         """Read the bytes of blocks."""
-        pieces = self._pieces[group]
-        return [
-            b"".join(ctypes.string_at(*piece) for piece in pieces[block_id])
-            for block_id in block_ids
-        ]
+        pages = self._pages[group]
+        return [b"".join(each[block_id].tobytes() for each in pages) for block_id in block_ids]
 
     def write(self, group: int, block_ids: Sequence[int], payloads: Sequence[bytes]) -> None:
         """Write the bytes of blocks."""
         for block_id, payload in zip(block_ids, payloads, strict=True):
-            start = 0
-            for address, length in self._pieces[group][block_id]:
-                ctypes.memmove(address, payload[start : start + length], length)
-                start += length
+            start, written = 0, np.frombuffer(payload, np.uint8)
+            for pages in self._pages[group]:
+                stop = start + pages.shape[1]
+                pages[block_id] = written[start:stop]
+                start = stop
 
     def _check(self, group: int, block_ids: Sequence[int]) -> None:
         if not block_ids:
@@ -118,6 +126,8 @@ class WatchedMemory:
             if found != self._free[group][block_id]:
                 self._simulation.fail("safe memory was touched", f"block {block_id} of {group}")
                 self._free[group][block_id] = found
+                for pages, expected in zip(self._pages[group], self._expected[group], strict=True):
+                    expected[block_id] = pages[block_id]
 
 
 class History:
@@ -143,6 +153,7 @@ class History:
         self._removed: dict[BlockKey, float] = {}
         self._found: dict[BlockKey, list[tuple[float, float, int]]] = {}
         self._missed: dict[BlockKey, list[tuple[float, float, int, int]]] = {}
+        self._versions: dict[tuple[BlockKey, int], dict[bytes, int]] = {}  # of payloads
         self._num_versions = self._num_purges = 0
         self._mixed: dict[BlockKey, None] = {}
         self.is_strict = True
@@ -159,7 +170,9 @@ class History:
     def payload(self, group: int, key: BlockKey, version: int, index: int) -> bytes:
         """Make the bytes of a block of a chunk, as a store of it has them."""
         number = version * MAX_PARTS + index
-        return _bytes_of(key, number, self._block_sizes[group])
+        payload = _bytes_of(key, number, self._block_sizes[group])
+        self._versions.setdefault((key, index), {})[payload] = version
+        return payload
 
     def end_store(self, stored: Stored, *, is_done: bool) -> None:
         """Note that a store has ended, and that nothing reads its memory any more."""
@@ -221,25 +234,21 @@ class History:
         self._mixed[key] = None
 
     def judge_load(
-        self, group: int, key: BlockKey, first: int, blocks: Sequence[bytes], began: float
+        self, key: BlockKey, first: int, blocks: Sequence[bytes], began: float
     ) -> int:
         """Check the bytes of a load that is `DONE`: all of one store that they may be of.
 
         Returns:
             Version of the store; 0 if there is none, which is noted.
         """
-        now, matches = self._simulation.now, None
+        now, matches = self._simulation.now, None  # type: tuple[float, set[int] | None]
         for index, found in enumerate(blocks, first):
-            fitting = {
-                each.version
-                for each in self._stores.get(key, [])
-                if each.covers(index, 1) and self.payload(group, key, each.version, index) == found
-            }
-            matches = fitting if matches is None else matches & fitting
-            if not fitting:
+            version = self._versions.get((key, index), {}).get(found)
+            if version is None:
                 detail = f"block {index} of {_name(key)} begins with {found[:8].hex()}"
                 self._simulation.fail("wrong bytes", f"{detail}, as no store of it")
                 return 0
+            matches = {version} if matches is None else matches & {version}
         if not matches:
             self._simulation.fail("wrong bytes", f"{_name(key)} is of several stores")
             return 0
@@ -359,12 +368,11 @@ class BucketHistory:
             self.on_late(request, name)
 
 
-def _pieces(memory: BlockMemory, group: int) -> list[list[tuple[int, int]]]:
-    """Find the pieces of memory of each block: address and length."""
-    blocks = describe(memory.caches, group, list(range(memory.num_blocks)))
-    pieces = list(zip(blocks.addresses.tolist(), blocks.lengths.tolist(), strict=True))
-    ends = blocks.block_offsets.tolist()
-    return [pieces[first:last] for first, last in pairwise(ends)]
+def _pages(memory: BlockMemory, group: int) -> list[NDArray[np.uint8]]:
+    """View the pages of all blocks of a group, `(num_blocks, page_size_bytes)` each."""
+    refs, tensors = memory.caches.group_data_refs[group], memory.caches.tensors
+    every = [tensors[ref.tensor_idx].tensor.numpy().view(np.uint8) for ref in refs]
+    return [pages[:, : ref.page_size_bytes] for pages, ref in zip(every, refs, strict=True)]
 
 
 def _bytes_of(name: bytes, number: int, num_bytes: int) -> bytes:

@@ -139,7 +139,7 @@ class Scheduler:
 
     def alive(self) -> list[SimulatedThread]:
         """Return the threads that have not ended, without the main one."""
-        return [thread for thread in self._threads[1:] if not thread.ended]
+        return self._threads[1:]
 
     def run(self, main: Callable[[], None]) -> None:
         """Run a function on the calling thread as the main one, then end all others."""
@@ -177,6 +177,7 @@ class Scheduler:
                 self._fail(f"thread {name} ended by {exc!r}")
             sys.settrace(None)
             thread.ended = True
+            self._threads.remove(thread)
             if self._is_ending:
                 self._current = self._main
                 self._main.turn.release()

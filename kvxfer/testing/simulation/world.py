@@ -231,4 +231,4 @@ class World:
             self.history.end_store(batch.stores[at], is_done=True)
             return
         found = self.watched.read(part.group, ids)
-        self.history.judge_load(part.group, self.key(part), part.first, found, batch.began)
+        self.history.judge_load(self.key(part), part.first, found, batch.began)
