@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar, Protocol
 
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.simulation.engine_scenario import (
     CLOSE_TIMEOUT_S,
@@ -224,12 +225,20 @@ class _Fleet:
         self._engines[number] = life
 
     async def _start_holder(self, number: int) -> None:
-        process = ProcessRun(self._simulation, f"holder {number}")
-        holder = await process.call(
-            lambda: self._scenario.open_holder(self._simulation, self._keys.namespace, number)
-        )
-        await process.run(holder.start())
-        self._holders[number] = _HolderLife(process, holder)
+        """Start a holder, and once more where a fault does not let it, as a supervisor does."""
+        while True:
+            process = ProcessRun(self._simulation, f"holder {number}")
+            holder = await process.call(
+                lambda: self._scenario.open_holder(self._simulation, self._keys.namespace, number)
+            )
+            try:
+                await process.run(holder.start())
+            except BackendUnavailableError as exc:
+                self._simulation.note(f"holder {number} does not start: {exc}")
+                await self._close_holder(_HolderLife(process, holder))
+                continue
+            self._holders[number] = _HolderLife(process, holder)
+            return
 
     def _begin_loss(self) -> float:
         """Note that blocks may be gone from now on: a holder ends."""

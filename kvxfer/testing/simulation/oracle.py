@@ -233,9 +233,7 @@ class History:
         """Note that a store that had failed, or was given up, has stored a key all the same."""
         self._mixed[key] = None
 
-    def judge_load(
-        self, key: BlockKey, first: int, blocks: Sequence[bytes], began: float
-    ) -> int:
+    def judge_load(self, key: BlockKey, first: int, blocks: Sequence[bytes], began: float) -> int:
         """Check the bytes of a load that is `DONE`: all of one store that they may be of.
 
         Returns:
