@@ -13,7 +13,7 @@ KEYS_FIRST = AttentionLayout("kv block token head dim", "block layer kv token he
 LATENTS = AttentionLayout("block token dim", "block layer token dim")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PublishedModel:
     """Model with published sizes of its I/O: its KV cache on one worker, in 16 bits.
 
@@ -47,85 +47,26 @@ class PublishedModel:
 
 def _attention(num_kv_heads: int, head_dim: int) -> FullAttentionSpec:
     return FullAttentionSpec(
-        tokens_per_block=16,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=torch.bfloat16,
+        tokens_per_block=16, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=torch.bfloat16
     )
 
 
-MODELS = (
-    PublishedModel(
-        name="Llama-3.1-8B",
-        num_layers=32,
-        spec=_attention(8, 128),
-        registered_bytes=32 * KIB,
-        allocated_bytes=2 * MIB,
-    ),
-    PublishedModel(
-        name="Llama-3.1-70B, TP 4",
-        num_layers=80,
-        spec=_attention(2, 128),
-        registered_bytes=8 * KIB,
-        allocated_bytes=1.25 * MIB,
-    ),
-    PublishedModel(
-        name="Llama-3.2-1B",
-        num_layers=16,
-        spec=_attention(8, 64),
-        registered_bytes=16 * KIB,
-        allocated_bytes=0.5 * MIB,
-    ),
-    PublishedModel(
-        name="Mistral-7B",
-        num_layers=32,
-        spec=_attention(8, 128),
-        registered_bytes=32 * KIB,
-        allocated_bytes=2 * MIB,
-    ),
-    PublishedModel(
-        name="DeepSeek-R1-Distill-Qwen-32B, TP 2",
-        num_layers=64,
-        spec=_attention(4, 128),
-        registered_bytes=16 * KIB,
-        allocated_bytes=2 * MIB,
-    ),
-    PublishedModel(
-        name="Qwen3-0.6B",
-        num_layers=28,
-        spec=_attention(8, 128),
-        registered_bytes=32 * KIB,
-        allocated_bytes=1.75 * MIB,
-    ),
-    PublishedModel(
-        name="Qwen3-8B",
-        num_layers=36,
-        spec=_attention(8, 128),
-        registered_bytes=28 * KIB,
-        allocated_bytes=1.97 * MIB,
-        remark="published as if 7 heads",
-    ),
-    PublishedModel(
-        name="Qwen2.5-7B",
-        num_layers=28,
-        spec=_attention(4, 128),
-        registered_bytes=16 * KIB,
-        allocated_bytes=0.87 * MIB,
-    ),
-    PublishedModel(
-        name="DeepSeek-V2-Lite",
-        num_layers=27,
-        spec=MLASpec(tokens_per_block=64, head_dim=576, dtype=torch.bfloat16),
-        registered_bytes=72 * KIB,
-        allocated_bytes=1.9 * MIB,
-    ),
-    PublishedModel(
-        name="Qwen2.5-1.5B",
-        num_layers=28,
-        spec=_attention(2, 128),
-        registered_bytes=8 * KIB,
-        allocated_bytes=0.44 * MIB,
-    ),
+_LATENTS_OF_DEEPSEEK = MLASpec(tokens_per_block=64, head_dim=576, dtype=torch.bfloat16)
+
+MODELS = tuple(
+    PublishedModel(name, num_layers, spec, registered_kib * KIB, allocated_mib * MIB, *remark)
+    for name, num_layers, spec, registered_kib, allocated_mib, *remark in (
+        ("Llama-3.1-8B", 32, _attention(8, 128), 32, 2),
+        ("Llama-3.1-70B, TP 4", 80, _attention(2, 128), 8, 1.25),
+        ("Llama-3.2-1B", 16, _attention(8, 64), 16, 0.5),
+        ("Mistral-7B", 32, _attention(8, 128), 32, 2),
+        ("DeepSeek-R1-Distill-Qwen-32B, TP 2", 64, _attention(4, 128), 16, 2),
+        ("Qwen3-0.6B", 28, _attention(8, 128), 32, 1.75),
+        ("Qwen3-8B", 36, _attention(8, 128), 28, 1.97, "published as if 7 heads"),
+        ("Qwen2.5-7B", 28, _attention(4, 128), 16, 0.87),
+        ("DeepSeek-V2-Lite", 27, _LATENTS_OF_DEEPSEEK, 72, 1.9),
+        ("Qwen2.5-1.5B", 28, _attention(2, 128), 8, 0.44),
+    )
 )
 """Source: "Inside vLLM's New KV Offloading Connector", https://blog.vllm.ai. The 8 KB of
 Llama-3.1-70B are two of its eight heads, which four workers have."""

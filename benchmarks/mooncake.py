@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.batches import Batch, describe
 from benchmarks.report import BenchRow, compare, time_in_turn
 from kvxfer.backends.mooncake import MooncakeBackend, MooncakeConfig
 from kvxfer.endpoint import free_ports
 from kvxfer.errors import BackendUnavailableError
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+from kvxfer.storage.keys import GroupIdentity, Namespace
 
 KIB = 1 << 10
 BLOCKS = tuple(size * KIB for size in (64, 512, 2048))
@@ -53,7 +52,8 @@ def _measure(
     destination = torch.zeros_like(source)
     theirs = _OwnClient(store, block_bytes, source, destination)
     with asyncio.Runner() as runner:
-        ours = _Ours(runner, MooncakeBackend(config, namespace), block_bytes, source, destination)
+        backend = MooncakeBackend(config, namespace)
+        ours = Batch(runner, backend, source, destination, block_bytes)
         try:
             stored = time_in_turn([ours.store, theirs.store], rounds=rounds)
             loaded = time_in_turn([ours.load, theirs.load], rounds=rounds)
@@ -69,40 +69,6 @@ def _measure(
     ]
 
 
-class _Ours:
-    """Batches of this backend: new blocks in each store, and the last ones in each load."""
-
-    def __init__(
-        self,
-        runner: asyncio.Runner,
-        backend: Backend,
-        block_bytes: int,
-        source: torch.Tensor,
-        destination: torch.Tensor,
-    ) -> None:
-        self._runner, self._backend = runner, backend
-        self._source, self._destination = (
-            _describe(memory, block_bytes) for memory in (source, destination)
-        )
-        self._numbers = itertools.count()
-        self._keys: list[BlockKey] = []
-
-    def store(self) -> None:
-        number, count = next(self._numbers), self._source.num_blocks
-        self._keys = [make_block_key(f"{number:03} {n:06}".encode(), 0) for n in range(count)]
-        self._require_done(self._backend.store(self._keys, self._source))
-
-    def load(self) -> None:
-        self._require_done(self._backend.load(self._keys, self._destination))
-
-    def close(self) -> None:
-        self._runner.run(self._backend.aclose())
-
-    def _require_done(self, call: Any) -> None:
-        outcomes = self._runner.run(call)
-        assert all(outcome.done for outcome in outcomes), outcomes
-
-
 class _OwnClient:
     """The same batches by Mooncake's client, from and to registered memory."""
 
@@ -114,7 +80,7 @@ class _OwnClient:
         for memory in self._memory:
             assert store.register_buffer(memory.data_ptr(), memory.numel()) == 0
         self._source, self._destination = (
-            _describe(memory, block_bytes).addresses.tolist() for memory in self._memory
+            describe(memory, block_bytes).addresses.tolist() for memory in self._memory
         )
         self._sizes = [block_bytes] * len(self._source)
         self._numbers = itertools.count()
@@ -190,10 +156,3 @@ def _own_client(address: str) -> Iterator[Any]:
         yield store
     finally:
         store.close()
-
-
-def _describe(memory: torch.Tensor, block_bytes: int) -> Descriptors:
-    num_blocks = memory.numel() // block_bytes
-    addresses = memory.data_ptr() + np.arange(num_blocks, dtype=np.uint64) * np.uint64(block_bytes)
-    sizes = np.full(num_blocks, block_bytes)
-    return Descriptors.of_pieces(addresses.astype(np.uint64), sizes, owners=(memory,))

@@ -7,18 +7,16 @@ import itertools
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from benchmarks.batches import Batch
 from benchmarks.report import BenchRow, compare, time_in_turn
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.pool import PoolBackend, PoolConfig
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.units import ByteSize
 
 KIB = 1 << 10
@@ -47,23 +45,21 @@ def _measure(block_bytes: int, num_blocks: int, rounds: int) -> list[BenchRow]:
     source = torch.randint(-128, 128, (num_blocks * block_bytes,), dtype=torch.int8)
     destination = torch.zeros_like(source)
     with _serving(capacity) as path, asyncio.Runner() as runner:
-        pool = PoolBackend(PoolConfig(path=str(path)), namespace)
-        host = HostBackend(HostConfig(capacity=capacity), namespace)
+        backends = (
+            PoolBackend(PoolConfig(path=str(path)), namespace),
+            HostBackend(HostConfig(capacity=capacity), namespace),
+        )
+        pool, host = (Batch(runner, each, source, destination, block_bytes) for each in backends)
         try:
-            calls: list[Callable[[], object]] = []
-            for backend in (pool, host):
-                keys = _keys("loaded", num_blocks)
-                _require_done(runner, backend, keys, _describe(source, block_bytes))
-                calls.append(_loading(runner, backend, keys, _describe(destination, block_bytes)))
-            calls.append(lambda: destination.copy_(source))
-            of_pool, of_host, of_copy = time_in_turn(calls, rounds=rounds)
-            stores = [
-                _storing(runner, each, _describe(source, block_bytes)) for each in (pool, host)
-            ]
-            stored_in_pool, stored_in_host = time_in_turn(stores, rounds=rounds)
+            pool.store()
+            host.store()
+            of_pool, of_host, of_copy = time_in_turn(
+                [pool.load, host.load, lambda: destination.copy_(source)], rounds=rounds
+            )
+            stored_in_pool, stored_in_host = time_in_turn([pool.store, host.store], rounds=rounds)
         finally:
-            runner.run(pool.aclose())
-            runner.run(host.aclose())
+            pool.close()
+            host.close()
     size, goal = f"{block_bytes // KIB} KiB", f">= {AS_HOST}"
     to_ms = functools.partial(compare, unit="ms", scale=1e3)
     return [
@@ -91,38 +87,3 @@ def _serving(capacity: ByteSize) -> Iterator[Path]:
             finally:
                 process.terminate()
                 process.stderr.read()
-
-
-def _loading(
-    runner: asyncio.Runner, backend: Backend, keys: list[BlockKey], blocks: Descriptors
-) -> Callable[[], object]:
-    def load() -> None:
-        outcomes = runner.run(backend.load(keys, blocks))
-        assert all(outcome.done for outcome in outcomes), outcomes
-
-    return load
-
-
-def _storing(runner: asyncio.Runner, backend: Backend, blocks: Descriptors) -> Callable[[], object]:
-    numbers = itertools.count()  # new blocks in each round, in place of those of earlier ones
-    return lambda: _require_done(
-        runner, backend, _keys(f"stored {next(numbers)}", blocks.num_blocks), blocks
-    )
-
-
-def _require_done(
-    runner: asyncio.Runner, backend: Backend, keys: list[BlockKey], blocks: Descriptors
-) -> None:
-    outcomes = runner.run(backend.store(keys, blocks))
-    assert all(outcome.done for outcome in outcomes), outcomes
-
-
-def _keys(name: str, count: int) -> list[BlockKey]:
-    return [make_block_key(f"{name} {number:06}".encode(), 0) for number in range(count)]
-
-
-def _describe(memory: torch.Tensor, block_bytes: int) -> Descriptors:
-    num_blocks = memory.numel() // block_bytes
-    addresses = memory.data_ptr() + np.arange(num_blocks, dtype=np.uint64) * np.uint64(block_bytes)
-    sizes = np.full(num_blocks, block_bytes)
-    return Descriptors.of_pieces(addresses.astype(np.uint64), sizes, owners=(memory,))

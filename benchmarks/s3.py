@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import obstore
-from numpy.typing import NDArray
+import torch
 
+from benchmarks.batches import Batch, describe
 from benchmarks.report import BenchRow, compare, time_in_turn
 from kvxfer.backends.object import S3Backend, S3Config
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.integrity import Integrity
-from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+from kvxfer.storage.keys import GroupIdentity, Namespace
 from tests.backends.object_servers import BUCKET, CREDENTIALS, REGION, ObjectServer, seaweedfs
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -68,7 +68,7 @@ def run(*, quick: bool, num_bytes: int = 0) -> list[BenchRow]:
         return rows
 
 
-class _Measured:
+class _Measured(Batch):
     """Batch of blocks in the bucket, and calls that store and load it."""
 
     def __init__(
@@ -81,13 +81,11 @@ class _Measured:
         blocks_per_chunk: int = 1,
         secret_file: str = "",
     ) -> None:
-        self._runner = runner
         self._block_bytes = block_bytes
         self._place = f"batch-{next(_places)}"  # of its own: what is there is not stored again
-        self._numbers = itertools.count()
         self.num_blocks = num_bytes // block_bytes
         self._memory = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
-        self._target = np.zeros_like(self._memory)
+        self._received = np.zeros_like(self._memory)
         self._client = server.open_client()
         group = GroupIdentity(page_sizes_bytes=(block_bytes // blocks_per_chunk,))
         namespace = Namespace(model="bench", groups=(group,), blocks_per_chunk=blocks_per_chunk)
@@ -101,29 +99,27 @@ class _Measured:
             timeout_s=TIMEOUT_S,
             max_requests=MAX_REQUESTS,
         )
-        self._backend = S3Backend(config, namespace)
+        backend = S3Backend(config, namespace)
+        self._counts = backend.counts
+        memory = torch.from_numpy(self._memory), torch.from_numpy(self._received)
+        super().__init__(runner, backend, *memory, block_bytes)
 
     def store(self) -> None:
         """Store blocks that are not there yet."""
-        self._keys = self._new_keys()
-        counts = self._backend.counts
-        requests = counts.requests
-        self._move(self._backend.store, self._keys, _describe(self._memory, self._block_bytes))
-        if counts.requests - requests > self.num_blocks + MAX_OTHER_REQUESTS:
+        requests = self._counts.requests
+        super().store()
+        if self._counts.requests - requests > self.num_blocks + MAX_OTHER_REQUESTS:
             raise RuntimeError("some blocks were there already")
-
-    def load(self) -> None:
-        """Load the blocks that were stored last."""
-        self._move(self._backend.load, self._keys, _describe(self._target, self._block_bytes))
 
     def load_part(self, num_bytes: int) -> None:
         """Load the first bytes of each block."""
-        blocks = _describe(self._target, self._block_bytes, num_bytes)
-        self._move(self._backend.load, self._keys, blocks)
+        memory = torch.from_numpy(self._received)
+        self.move(self._backend.load, describe(memory, self._block_bytes, num_bytes))
 
     def put(self) -> None:
         """Store objects with the plain client."""
-        self._names = [f"{self._place}/plain/{key.hex()}" for key in self._new_keys()]
+        batch = f"{self._place}/plain/{next(self._numbers)}"
+        self._names = [f"{batch}/{number}" for number in range(self.num_blocks)]
         rows = self._memory.reshape(self.num_blocks, self._block_bytes)
         self._each(lambda i: obstore.put_async(self._client, self._names[i], rows[i].data))
 
@@ -133,7 +129,7 @@ class _Measured:
         Args:
             to_place: Whether their bytes are copied to where they are wanted, as a load does.
         """
-        rows = self._target.reshape(self.num_blocks, self._block_bytes)
+        rows = self._received.reshape(self.num_blocks, self._block_bytes)
 
         async def get(index: int) -> None:
             found = await obstore.get_async(self._client, self._names[index])
@@ -153,23 +149,10 @@ class _Measured:
 
     def require_same(self) -> None:
         """Check that what is loaded is what was stored."""
-        self._target[:] = 0
+        self._received[:] = 0
         self.load()
-        if not np.array_equal(self._memory, self._target):
+        if not np.array_equal(self._memory, self._received):
             raise RuntimeError("loaded bytes are not those that were stored")
-
-    def close(self) -> None:
-        """Close the backend; objects stay until the server ends."""
-        self._runner.run(self._backend.aclose())
-
-    def _new_keys(self) -> list[BlockKey]:
-        batch = next(self._numbers)
-        return [make_block_key(f"{batch} {n}".encode(), 0) for n in range(self.num_blocks)]
-
-    def _move(self, move: Callable[..., Any], keys: list[BlockKey], blocks: Descriptors) -> None:
-        outcomes = self._runner.run(move(keys, blocks))
-        if not all(outcome.done for outcome in outcomes):
-            raise RuntimeError(f"a block was not done: {outcomes}")
 
     def _each(self, ask: Callable[[int], Awaitable[object]]) -> None:
         """Make requests, as many at a time as the backend does."""
@@ -252,15 +235,6 @@ def _sealed(
 
 
 _to_ms = functools.partial(compare, unit="ms", scale=1e3)
-
-
-def _describe(
-    memory: NDArray[np.uint8], block_bytes: int, part_bytes: int | None = None
-) -> Descriptors:
-    num_blocks = len(memory) // block_bytes
-    addresses = memory.ctypes.data + np.arange(num_blocks, dtype=np.uint64) * np.uint64(block_bytes)
-    sizes = np.full(num_blocks, part_bytes or block_bytes)
-    return Descriptors.of_pieces(addresses.astype(np.uint64), sizes, owners=(memory,))
 
 
 @contextmanager

@@ -49,7 +49,7 @@ BUDGETS = {
     "backends/nixl": 9_130,
     "backends/object": 1_880,
     "backends/pool": 1_360,
-    "benchmarks": 5_486,
+    "benchmarks": 5_390,
     "examples": 2_490,
     "kvxfer/cli": 1_868,
     "kvxfer/copy_engine": 2_454,

@@ -149,13 +149,3 @@ def test_describe_runs_against_vllm() -> None:
     assert [list(each) for each in rows] == [KEYS] * len(rows)
     assert [each["goal"] for each in rows] == [">= 1.0", ">= 1.0", "<= 1.25"]
     assert all(each[key] > 0 for each in rows for key in ("value", "baseline", "ratio"))
-
-
-@pytest.mark.slow
-def test_the_rows_can_be_drawn(bench: PretendedBench, tmp_path: Path) -> None:
-    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
-    assert main(["copy", "--chart", str(first)]) == 0
-    assert main(["copy", "--chart", str(second)]) == 0
-    drawn = first.read_text()
-    assert all(row.case in drawn for row in bench.rows)
-    assert drawn == second.read_text()

@@ -199,7 +199,7 @@ def test_the_benchmark_runs() -> None:
     command = [sys.executable, "-m", "benchmarks", "pd", "--quick", "--json"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     rows = json.loads(printed)
-    assert len(rows) == 18
+    assert len(rows) == 17
     assert all(each["value"] > 0 and each["baseline"] > 0 for each in rows)
 
 
