@@ -1,8 +1,8 @@
 """NIXL backend: blocks at peers, in other processes and on other machines."""
 
 from kvxfer.backends.nixl.agents.carrier import choose_carrier, has_active_port, identify_host
-from kvxfer.backends.nixl.backend import SUSPENDED_S, NixlBackend
-from kvxfer.backends.nixl.client import Client, retry_pause
+from kvxfer.backends.nixl.backend import NixlBackend
+from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import (
     SECRET_VARIABLE,
     IntegrityGrade,
@@ -23,7 +23,6 @@ from kvxfer.endpoint import Endpoint
 
 __all__ = [
     "SECRET_VARIABLE",
-    "SUSPENDED_S",
     "Announcement",
     "BlockStore",
     "Client",
@@ -46,7 +45,6 @@ __all__ = [
     "identify_host",
     "probe_peer",
     "rank",
-    "retry_pause",
     "server_context",
     "why_not_straight",
 ]

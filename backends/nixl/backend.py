@@ -273,8 +273,7 @@ class NixlBackend(Backend):
         return endpoints
 
     def _home(self, client: Client) -> Home:
-        at = client.reconnect
-        is_own = at.is_own or at.endpoint == self._announced_at
+        is_own = client.is_own or client.endpoint == self._announced_at
         return self._own if self._own is not None and is_own else client
 
     async def _lookup_at(
@@ -313,7 +312,7 @@ class NixlBackend(Backend):
         """Get the suspension of a peer; None of this process."""
         if not isinstance(home, Client):
             return None
-        endpoint = home.reconnect.endpoint
+        endpoint = home.endpoint
         if endpoint not in self._suspensions:
             name = f"peer {endpoint}"
             self._suspensions[endpoint] = Suspension(name, SUSPENDED_S, what="the peer")

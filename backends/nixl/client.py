@@ -14,7 +14,6 @@ from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.places import Proofs, read_proofs
 from kvxfer.backends.nixl.reads import MAX_GENERATIONS, BlockHasher, Quarantine
 from kvxfer.backends.nixl.wire import messages as wire
-from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -27,7 +26,7 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST
-from kvxfer.runtime import Pause, Uniform, outlive_caller, uniform, wait_despite_cancel
+from kvxfer.runtime import Pause, outlive_caller, uniform, wait_despite_cancel
 from kvxfer.storage.backend import DONE, Outcome, Status, positions_done
 from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey
@@ -75,31 +74,64 @@ _OVERWRITTEN = Outcome(Status.FAILED, reason="the holder overwrote the block, no
 MoveAtPeer = Callable[[Connection, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome]]]
 
 
-class Reconnect:
-    """Connection to a peer that is opened on demand, by one task for all callers that wait for it.
+class Client:
+    """Client of one holder: moves batches of blocks piece by piece; failures are outcomes.
 
-    No caller holds anything that another one needs: a cancelled or late caller leaves, and the task
-    goes on within the deadlines of the handshake.
+    Loaded blocks are read out of the holder's memory, where the last question found them, or, if
+    they have moved since, pinned by the holder. Stored blocks are read by the holder out of our
+    memory. Hashing one piece overlaps with moving the next.
+
+    Its connection is opened on demand, by one task for all callers that wait for it. No caller
+    holds anything that another one needs: a cancelled or late caller leaves, and the task goes on
+    within the deadlines of the handshake.
 
     Args:
         node: Node of this process.
-        endpoint: Endpoint of the peer.
+        endpoint: Endpoint of the holder.
+        hasher: Hasher that makes checksums of what is stored, and of what has arrived.
+        staging: Registered memory for blocks whose own memory is not registered.
+        quarantine: Quarantine of memory that a read may still change after its deadline.
+        generations: Registered memory for generations of blocks, with which blocks are fenced
+            where the holder keeps generations; None to verify every block by its checksum.
 
     Attributes:
         endpoint: As given.
         is_own: Whether this process itself listens at the endpoint.
+        statistics: Statistics so far.
     """
 
-    def __init__(self, node: LocalNode, endpoint: Endpoint) -> None:
+    def __init__(
+        self,
+        node: LocalNode,
+        endpoint: Endpoint,
+        *,
+        hasher: BlockHasher,
+        staging: StagingMemory,
+        quarantine: Quarantine,
+        generations: StagingMemory | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self.is_own = False
         self._node = node
+        self._timeout_s = node.config.timeout_s
         self._connection: Connection | None = None
         self._opening: asyncio.Task[Connection] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._pause = retry_pause()
+        self._pause = Pause(FIRST_RETRY_S, LAST_RETRY_S, uniform=uniform)
         self._failure: KVXferError | None = None
+        self._num_calls = 0
+        self._retired = False
+        self.statistics = PeerStatistics()
+        self._memory = node.memory
+        self._hasher = hasher
+        self._staging = staging
+        self._quarantine = quarantine
+        self._generations = generations
+        self._is_fenced = generations is not None
+        self._in_flight = asyncio.Semaphore(PIECES_AT_A_PEER)
+        self._asked = asyncio.Semaphore(ASKED_AT_A_PEER)
+        self._share = Share(max(staging.num_buffers - 1, 1))
 
     @property
     def carrier(self) -> str:
@@ -113,10 +145,6 @@ class Reconnect:
     def is_connected(self) -> bool:
         """Whether the connection is open at this moment."""
         return self._connection is not None and self._connection.is_open
-
-    def knows_place(self, key: BlockKey) -> bool:
-        """Whether the present connection knows where a block is."""
-        return self._connection is not None and key in self._connection.places
 
     @property
     def holds_tickets(self) -> bool:
@@ -186,74 +214,6 @@ class Reconnect:
         if self._closing:
             await asyncio.wait(set(self._closing))
 
-    async def _open(self) -> Connection:
-        self.disconnect()
-        try:
-            connection = await Connection.open(self._node, self.endpoint)
-        except KVXferError as exc:
-            self.is_own = isinstance(exc, OwnEndpointError)
-            if self._failure is None and not self.is_own:
-                logger.warning("cannot connect: %s", exc)
-            self._failure = exc
-            self._pause.begin(runtime.monotonic())
-            raise
-        finally:  # not in a callback: who came before it would get this error without waiting
-            self._opening = None
-        self._failure = None
-        self._pause.reset()
-        logger.info("connected to %s by %s", self.endpoint, connection.memory.carrier)
-        self._connection = connection
-        return connection
-
-
-class Client:
-    """Client of one holder: moves batches of blocks piece by piece; failures are outcomes.
-
-    Loaded blocks are read out of the holder's memory, where the last question found them, or, if
-    they have moved since, pinned by the holder. Stored blocks are read by the holder out of our
-    memory. Hashing one piece overlaps with moving the next.
-
-    Args:
-        reconnect: Connection to the holder.
-        memory: Our registered memory.
-        hasher: Hasher that makes checksums of what is stored, and of what has arrived.
-        staging: Registered memory for blocks whose own memory is not registered.
-        quarantine: Quarantine of memory that a read may still change after its deadline.
-        timeout_s: Time that a call may take.
-        generations: Registered memory for generations of blocks, with which blocks are fenced
-            where the holder keeps generations; None to verify every block by its checksum.
-
-    Attributes:
-        reconnect: As given.
-        statistics: Statistics so far.
-    """
-
-    def __init__(
-        self,
-        reconnect: Reconnect,
-        *,
-        memory: Regions,
-        hasher: BlockHasher,
-        staging: StagingMemory,
-        quarantine: Quarantine,
-        timeout_s: float,
-        generations: StagingMemory | None = None,
-    ) -> None:
-        self.reconnect = reconnect
-        self._timeout_s = timeout_s
-        self._num_calls = 0
-        self._retired = False
-        self.statistics = PeerStatistics()
-        self._memory = memory
-        self._hasher = hasher
-        self._staging = staging
-        self._quarantine = quarantine
-        self._generations = generations
-        self._is_fenced = generations is not None
-        self._in_flight = asyncio.Semaphore(PIECES_AT_A_PEER)
-        self._asked = asyncio.Semaphore(ASKED_AT_A_PEER)
-        self._share = Share(max(staging.num_buffers - 1, 1))
-
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Ask the holder which keys it has, and where.
 
@@ -282,7 +242,7 @@ class Client:
     @property
     def is_idle(self) -> bool:
         """Whether no call is under way, and no ticket held."""
-        return not (self._num_calls or self.reconnect.holds_tickets)
+        return not (self._num_calls or self.holds_tickets)
 
     def retire(self) -> None:
         """Close the connection for good as soon as no call is under way."""
@@ -365,6 +325,29 @@ class Client:
         self.statistics.num_stored_bytes += self._count(outcomes, blocks)
         return outcomes
 
+    async def _open(self) -> Connection:
+        self.disconnect()
+        try:
+            connection = await Connection.open(self._node, self.endpoint)
+        except KVXferError as exc:
+            self.is_own = isinstance(exc, OwnEndpointError)
+            if self._failure is None and not self.is_own:
+                logger.warning("cannot connect: %s", exc)
+            self._failure = exc
+            self._pause.begin(runtime.monotonic())
+            raise
+        finally:  # not in a callback: who came before it would get this error without waiting
+            self._opening = None
+        self._failure = None
+        self._pause.reset()
+        logger.info("connected to %s by %s", self.endpoint, connection.memory.carrier)
+        self._connection = connection
+        return connection
+
+    def _knows_place(self, key: BlockKey) -> bool:
+        """Whether the present connection knows where a block is."""
+        return self._connection is not None and key in self._connection.places
+
     @contextlib.asynccontextmanager
     async def _connected(
         self, turn: AbstractAsyncContextManager[object] | None = None
@@ -372,7 +355,7 @@ class Client:
         """Connect for a request, and bound the time of both and of the wait for a turn before."""
         with self._call():
             async with asyncio.timeout(self._timeout_s), turn or contextlib.nullcontext():
-                yield await self.reconnect.open()
+                yield await self.open()
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
@@ -382,7 +365,7 @@ class Client:
         finally:
             self._num_calls -= 1
             if self._retired and not self._num_calls:
-                self.reconnect.close()
+                self.close()
 
     def _note_places(
         self, connection: Connection, keys: Sequence[BlockKey], found: wire.Found
@@ -396,7 +379,7 @@ class Client:
         try:
             connection.places.note(keys, found)
         except InvalidArgumentError as exc:
-            raise ProtocolError(str(self.reconnect.endpoint), str(exc)) from exc
+            raise ProtocolError(str(self.endpoint), str(exc)) from exc
 
     def _is_direct(self, blocks: Descriptors) -> bool:
         """Whether blocks are moved from or to their own memory, without staging memory.
@@ -417,7 +400,7 @@ class Client:
         is_direct = self._is_direct(blocks)
         move = direct if is_direct else staged
         is_small = blocks.num_bytes < blocks.num_blocks * SMALL_FRAGMENT_BYTES
-        piece_bytes = PLACED_BYTES if self.reconnect.knows_place(keys[0]) else PIECE_BYTES
+        piece_bytes = PLACED_BYTES if self._knows_place(keys[0]) else PIECE_BYTES
         if is_small or not is_direct:
             piece_bytes = STAGED_BYTES
         # Whoever waits for staging memory, here or as our caller, has it before a slot.
@@ -447,17 +430,17 @@ class Client:
         try:
             async with asyncio.timeout_at(stop), slot:
                 await wait_for_mark(blocks.after)
-                return await move(await self.reconnect.open(), keys, blocks)
+                return await move(await self.open(), keys, blocks)
         except PeerLostError as exc:
-            self.reconnect.disconnect()  # reconnecting finds out how to reach it now
+            self.disconnect()  # reconnecting finds out how to reach it now
             return self._end(Status.FAILED, blocks, str(exc))
         except KVXferError as exc:  # before `TimeoutError`: some are both, and end in time
             return self._end(Status.FAILED, blocks, str(exc))
         except TimeoutError:
-            reason = f"{self.reconnect.endpoint} took longer than {self._timeout_s:g} s"
+            reason = f"{self.endpoint} took longer than {self._timeout_s:g} s"
             return self._end(Status.TIMED_OUT, blocks, reason)
         except Exception as exc:  # a piece that raised would cut the reads of the others short
-            logger.exception("%s: a transfer failed", self.reconnect.endpoint)
+            logger.exception("%s: a transfer failed", self.endpoint)
             return self._end(Status.FAILED, blocks, repr(exc))
 
     def _end(self, status: Status, blocks: Descriptors, reason: str) -> list[Outcome]:
@@ -488,7 +471,7 @@ class Client:
         if changed:
             reason = outcomes[changed[0]].reason
             text = "%s: dropped %d corrupt blocks: %s"
-            logger.warning(text, self.reconnect.endpoint, len(changed), reason)
+            logger.warning(text, self.endpoint, len(changed), reason)
             with contextlib.suppress(KVXferError, TimeoutError):
                 await self.delete([keys[index] for index in changed])
         return outcomes
@@ -665,8 +648,3 @@ def _changed(key: BlockKey, proofs: Proofs) -> Outcome:
     if isinstance(proofs, Fences):
         return _OVERWRITTEN
     return Outcome(Status.CORRUPT, reason=f"{key.hex()} arrived with other bytes")
-
-
-def retry_pause(uniform: Uniform = uniform) -> Pause:
-    """Make the pause between attempts to connect to one peer."""
-    return Pause(FIRST_RETRY_S, LAST_RETRY_S, uniform=uniform)

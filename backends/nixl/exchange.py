@@ -9,7 +9,7 @@ from kvxfer.backends.nixl.agents import (
     NixlAgent,
     TransferAgent,
 )
-from kvxfer.backends.nixl.client import Client, Reconnect
+from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerStatistics
@@ -134,7 +134,7 @@ class Exchange:
     @property
     def statistics(self) -> dict[str, tuple[str, PeerStatistics]]:
         """Carrier and statistics of each peer."""
-        return {str(e): (p.reconnect.carrier, p.statistics) for e, p in self.clients.items()}
+        return {str(e): (p.carrier, p.statistics) for e, p in self.clients.items()}
 
     def observe(self, reports: Reports) -> None:
         """See `Observable.observe`: peers that are connected, either way, and their pins."""
@@ -219,7 +219,7 @@ class Exchange:
 
     def leave(self, endpoint: Endpoint) -> None:
         """Close the client of a peer when its calls have ended; unknown ones are ignored."""
-        self._former_clients = [c for c in self._former_clients if not c.reconnect.is_closed]
+        self._former_clients = [c for c in self._former_clients if not c.is_closed]
         former = self.clients.pop(endpoint, None)
         if former is not None:
             former.retire()
@@ -229,9 +229,7 @@ class Exchange:
         """Connect to peers, all at once, within the time of one request; failures are ignored."""
         if not endpoints:
             return
-        connecting = [
-            asyncio.ensure_future(self.peer(endpoint).reconnect.open()) for endpoint in endpoints
-        ]
+        connecting = [asyncio.ensure_future(self.peer(endpoint).open()) for endpoint in endpoints]
         await asyncio.wait(connecting, timeout=self._config.timeout_s)
         for each in connecting:
             each.cancel()
@@ -271,7 +269,7 @@ class Exchange:
         ending = asyncio.ensure_future(self._node.restart())
         await asyncio.sleep(0)  # from now on it is the next agent that peers are reached by
         for client in self.clients.values():
-            client.reconnect.disconnect()
+            client.disconnect()
         if self._server is not None:
             await self._server.disconnect()
         await ending
@@ -289,21 +287,21 @@ class Exchange:
         if self._server is not None:
             self._server.close()
         for client in clients:
-            client.reconnect.close()
+            client.close()
         await self._node.aclose()  # ends reads, also those that stall
         if self._restarting is not None:
             await asyncio.wait([self._restarting])
         if self._server is not None:
             await self._server.wait_closed()
         for client in clients:
-            await client.reconnect.wait_closed()
+            await client.wait_closed()
         await self._quarantine.drain()
         await self._hasher.aclose()
 
     def _gauges(self) -> Mapping[Gauge, float]:
         clients = list(self.clients.values())
         return {
-            Gauge.PEERS: sum(client.reconnect.is_connected for client in clients),
+            Gauge.PEERS: sum(client.is_connected for client in clients),
             Gauge.QUARANTINED_BYTES: self._quarantine.num_bytes,
         }
 
@@ -315,12 +313,11 @@ class Exchange:
 
     def _open_client(self, endpoint: Endpoint) -> Client:
         return Client(
-            Reconnect(self._node, endpoint),
-            memory=self._node.memory,
+            self._node,
+            endpoint,
             hasher=self._hasher,
             staging=self.staging,
             quarantine=self._quarantine,
-            timeout_s=self._config.timeout_s,
             generations=self._generations,
         )
 

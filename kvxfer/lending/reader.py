@@ -453,7 +453,7 @@ class Reader:
         finally:
             if waits_for is not None:  # who asked for the prompt releases its ticket
                 for worker in workers:
-                    self._exchange.peer(worker).reconnect.leave(waits_for)
+                    self._exchange.peer(worker).leave(waits_for)
         fetched.memory_safe = self._is_quiet(wanted)
         return fetched
 

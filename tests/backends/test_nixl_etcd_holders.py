@@ -141,7 +141,7 @@ async def test_the_connection_to_a_peer_that_leaves_outlives_the_calls_that_are_
         payloads = await store_generated(backend, keys, memory.describe(0, range(8)))
         [client] = backend._exchange.clients.values()
         with client._call():
-            backend._exchange.leave(client.reconnect.endpoint)
+            backend._exchange.leave(client.endpoint)
             target = memory.describe(0, range(8, 16))
             assert statuses(await client.load(keys, target)) == [Status.DONE] * 8
             assert read_payloads(target) == payloads

@@ -163,16 +163,16 @@ async def test_a_ticket_that_is_left_while_it_is_asked_for_keeps_no_places() -> 
     async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
         client = exchange.peer(holder.endpoint)
         await client.hold("ours", KEYS)
-        connection = client.reconnect._connection
+        connection = client._connection
         assert connection is not None
         assert len(connection.places) == len(KEYS)
-        client.reconnect.leave("ours")
+        client.leave("ours")
         assert len(connection.places) == 0
         asking = asyncio.create_task(client.hold("ours", KEYS))
         async with asyncio.timeout(LIMIT_S):
             while "ours" not in connection.tickets:  # noqa: ASYNC110 - it sets no event
                 await asyncio.sleep(0)
-        client.reconnect.leave("ours")
+        client.leave("ours")
         assert (await asking).is_known
         assert (len(connection.places), connection.tickets) == (0, {})
 
@@ -262,7 +262,7 @@ async def test_a_ticket_that_cannot_be_one_is_refused_by_name_and_not_sent(ticke
             with pytest.raises(InvalidArgumentError) as caught:
                 await call
             assert (caught.value.argument, caught.value.value) == ("ticket", ticket)
-        assert client.reconnect.carrier == "not connected"
+        assert client.carrier == "not connected"
         assert holder.desk.num_holds == 0
         assert "ours" in holder.desk.tickets
 
@@ -345,7 +345,7 @@ async def close(relay: Relay, exchange: Exchange) -> None:
 
 async def disconnect(relay: Relay, exchange: Exchange) -> None:
     for client in exchange.clients.values():
-        client.reconnect.disconnect()
+        client.disconnect()
 
 
 @pytest.mark.parametrize("end", [cut, silence, close, disconnect])
@@ -380,7 +380,7 @@ async def test_who_connects_again_holds_tickets_as_another_holder() -> None:
         client = exchange.peer(holder.endpoint)
         await client.hold("ours", KEYS)
         [first] = holder.desk.held
-        client.reconnect.disconnect()
+        client.disconnect()
         await client.hold("ours", KEYS)
         await holder.desk.until(lambda desk: first in desk.dropped, LIMIT_S)
         assert len(holder.desk.held) == 1
@@ -414,7 +414,7 @@ async def test_a_client_with_a_ticket_or_a_call_is_not_closed() -> None:
         exchange.attach(memory_regions(two.memory.caches))
         async with exchange:
             holding, loading = exchange.peer(one.endpoint), exchange.peer(two.endpoint)
-            assert holding.reconnect.is_closed  # idle until now
+            assert holding.is_closed  # idle until now
             holding = exchange.peer(one.endpoint)
             await holding.hold("ours", KEYS)
             await holding.hold("nobody's", KEYS)
@@ -562,7 +562,7 @@ async def test_another_spelling_of_an_address_leaves_the_connection_in_use_alone
         await exchange.peer(holder.endpoint).hold("ours", KEYS)
         other = exchange.peer(Endpoint("127.1", holder.endpoint.port))
         await other.hold("forged-ticket-0000", KEYS[:1])
-        assert exchange.peer(holder.endpoint).reconnect.is_connected
+        assert exchange.peer(holder.endpoint).is_connected
         assert holder.desk.dropped == []
 
 
@@ -571,9 +571,9 @@ async def test_places_of_a_ticket_that_was_asked_for_group_by_group_are_forgotte
         client = exchange.peer(holder.endpoint)
         for keys in (KEYS[:2], KEYS[2:]):
             await client.hold("ours", keys)
-        connection = await client.reconnect.open()
+        connection = await client.open()
         assert len(connection.places) == len(KEYS)
-        client.reconnect.leave("ours")
+        client.leave("ours")
         assert len(connection.places) == 0
 
 

@@ -189,7 +189,7 @@ async def test_a_store_whose_peer_is_gone_before_it_confirms_is_never_published(
         assert pair.holder.server is not None
         assert sum(each.num_pins for each in pair.holder.server.sessions) == 1
         for client in other._exchange.clients.values():
-            client.reconnect.disconnect()
+            client.disconnect()
         [outcome] = await storing
         assert outcome.status is FAILED
         await until_idle(pair)
@@ -270,7 +270,7 @@ async def test_what_waits_to_be_published_is_found_by_nobody_before(
 async def test_nothing_can_be_published_that_was_not_pulled() -> None:
     async with open_pair(integrity="fenced") as pair:
         [client] = pair.client._exchange.clients.values()
-        connection = await client.reconnect.open()
+        connection = await client.open()
         with pytest.raises(TransferFailedError, match="pull is 99; expected one that waits"):
             await connection.request(partial(Publish, pull=99, checksums=[]), Pulled)
 

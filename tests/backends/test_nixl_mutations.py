@@ -18,7 +18,7 @@ from kvxfer.backends.nixl import Endpoint, Exchange, LocalNode, NixlConfig
 from kvxfer.backends.nixl.agents import (
     NixlAgent,
 )
-from kvxfer.backends.nixl.client import Client, Reconnect
+from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.reads import BlockHasher, Quarantine, generations_memory
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, FrameChannel, FrameCodec
@@ -417,19 +417,17 @@ async def test_mutated_frames_of_a_holder_cost_no_more_than_its_blocks(
         staging = StagingMemory(1 << 20, 4096, quarantine.drain)
         generations = generations_memory(quarantine.drain) if is_fenced else None
         node.add_memory([staging.region, *([generations.region] if generations else [])])
-        reconnect = Reconnect(node, endpoint)
         liar = Client(
-            reconnect,
-            memory=node.memory,
+            node,
+            endpoint,
             hasher=hasher,
             staging=staging,
             quarantine=quarantine,
-            timeout_s=0.3,
             generations=generations,
         )
         for number in range(num_frames):
             async with asyncio.timeout(LIMIT_S):
-                reconnect._pause.reset()
+                liar._pause.reset()
                 with contextlib.suppress(KVXferError, TimeoutError):
                     await liar.lookup(KEYS[:1])
                     if kind is Described:
@@ -438,11 +436,11 @@ async def test_mutated_frames_of_a_holder_cost_no_more_than_its_blocks(
                         assert len((await liar.hold("ours", KEYS)).there) == len(KEYS)
                 assert statuses(await liar.load(KEYS[:1], target)) != [Status.DONE]
                 if kind is Ready:
-                    reconnect.disconnect()
+                    liar.disconnect()
             if number % HONEST_EVERY == 0:
                 await require_served(client, first_key=10 + 4 * (number // HONEST_EVERY % 10))
         await node.aclose()
-        reconnect.close()
-        await reconnect.wait_closed()
+        liar.close()
+        await liar.wait_closed()
         await hasher.aclose()
     require_quiet_log(caplog)

@@ -113,7 +113,7 @@ async def test_what_was_pinned_is_let_go_when_the_cancellation_meets_the_answer(
 ) -> None:
     async with open_pair() as pair:
         [client] = pair.client._exchange.clients.values()
-        connection = await client.reconnect.open()
+        connection = await client.open()
         connection._waiting = racing = Racing(connection._waiting)
         target = pair.memory.describe(0, [8])
         new = make_keys(1, first=50)

@@ -208,7 +208,7 @@ async def test_calls_that_fail_at_once_leave_the_event_loop_to_others(call: str)
                 await getattr(pair.client, call)(KEYS, *([blocks] if moves else []))
 
         for _ in range(3):  # the task that receives answers needs a turn to notice
-            connection = await client.reconnect.open()
+            connection = await client.open()
             connection._channel.cut(PeerClosedError("the holder", "ended the connection"))
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(call_on_and_on(), 0.05)
@@ -227,7 +227,7 @@ async def test_who_comes_when_an_attempt_has_just_failed_does_not_get_its_error_
 
     async def come_late() -> list[bool]:
         [client] = backend._exchange.clients.values()
-        seen.append(client.reconnect._opening)
+        seen.append(client._opening)
         return await client.lookup(KEYS)
 
     monkeypatch.setattr(Connection, "open", fail)

@@ -379,6 +379,6 @@ async def test_no_message_waits_for_the_acknowledgement_of_the_one_before(
             assert await client.lookup(make_keys(1)) == [False]
             [ours] = client._exchange.clients.values()
             [theirs] = holder.server.sessions
-            for channel in ((await ours.reconnect.open())._channel, theirs._channel):
+            for channel in ((await ours.open())._channel, theirs._channel):
                 connection = channel._writer.get_extra_info("socket")
                 assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -237,7 +237,7 @@ async def test_certificates_that_were_replaced_are_shown_and_wanted_from_the_nex
         elsewhere = await stack.enter_async_context(engine(address, new))
         assert await moves(elsewhere) == [Status.DONE] * 2, "the holder read them again"
         [client] = old._exchange.clients.values()
-        client.reconnect.disconnect()
+        client.disconnect()
         assert await moves(old) == [Status.DONE] * 2, "and so did the engine"
 
 

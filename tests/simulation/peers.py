@@ -124,9 +124,9 @@ class PeersScenario(FleetScenario):
             "missing staging buffers": exchange.staging.num_buffers - len(exchange.staging._idle),
             "late lookups": opened.backend._calls.num_late,
             "requests that wait": sum(
-                len(client.reconnect._connection._waiting)
+                len(client._connection._waiting)
                 for client in exchange.clients.values()
-                if client.reconnect._connection is not None
+                if client._connection is not None
             ),
         }
         return left + [f"{count} {what}" for what, count in counts.items() if count]

@@ -263,7 +263,7 @@ def test_a_fetch_that_is_cancelled_while_a_late_read_ends_waits_for_it(
     [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
     assert settling.wait(LIMIT_S)
     (client,) = worker._exchange.clients.values()
-    assert client.reconnect.holds_tickets
+    assert client.holds_tickets
     calls = list(worker._calls)
 
     async def cancel() -> set[bool]:
@@ -276,7 +276,7 @@ def test_a_fetch_that_is_cancelled_while_a_late_read_ends_waits_for_it(
     quiet.set()
     with pytest.raises(CancelledError):
         get(loading)
-    assert not client.reconnect.holds_tickets
+    assert not client.holds_tickets
 
 
 def test_a_read_that_nixl_does_not_end_makes_its_blocks_unsafe_and_no_others(

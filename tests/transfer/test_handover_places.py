@@ -175,7 +175,7 @@ def test_places_are_forgotten_with_their_ticket(
     wait_until_hashed(theirs, len(THEIRS))
     ours.ask(theirs.endpoint, TICKET, TOKENS)
     (client,) = ours.workers[0]._exchange.clients.values()
-    connection = client.reconnect._connection
+    connection = client._connection
     assert connection is not None
     assert len(connection.places) == len(THEIRS)
     ours.ask(theirs.endpoint, TICKET, TOKENS)
