@@ -52,6 +52,9 @@ class BytePairs(NamedTuple):
 class PeerMapping:
     """Mapping of one group's blocks of another engine's workers to ours, by common pages.
 
+    Not a second arithmetic of pages: it has the fragments of two `PageMapping`s of one portable
+    page, ours and theirs, and finds the bytes that both have.
+
     Attributes:
         tokens_per_page: Tokens of a common page; those of our block where pages are blocks.
         our_pages_per_block: Consecutive pages that one of our blocks holds.
