@@ -161,9 +161,10 @@ def _of_types(said: str) -> str:
 
 
 def _allowed_values(kind: Any) -> str:
-    is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
-    literals = [each for each in (kind, *get_args(kind)) if get_origin(each) is Literal]
-    values = [each.value for each in kind] if is_enum else get_args(next(iter(literals), None))
+    kinds = kind, *get_args(kind)
+    literals = [value for each in kinds if get_origin(each) is Literal for value in get_args(each)]
+    enums = [each for each in kinds if isinstance(each, type) and issubclass(each, enum.Enum)]
+    values = [*literals, *(each.value for kind in enums for each in kind)]
     return f"one of {', '.join(map(repr, values))}" if values else ""
 
 

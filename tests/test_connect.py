@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvxfer.backends.file import FileConfig
-from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.connect import (
     BACKENDS,
     choice_of_replica,
@@ -90,6 +90,10 @@ def test_every_parameter_reaches_the_backend() -> None:
     _, config = parse_backend("host://?capacity=1MiB&eviction=arc&integrity=off")
     assert isinstance(config, HostConfig)
     assert (config.eviction, config.integrity.value) == ("arc", "off")
+    for url in ("host://?capacity=1MiB&integrity=full", "host://?capacity=1MiB&integrity=fast"):
+        _, config = parse_backend(url)
+        assert isinstance(config, HostConfig)
+        assert config.integrity is MemoryIntegrity.FULL
 
 
 def test_the_path_of_a_url_may_have_any_characters() -> None:
@@ -135,7 +139,10 @@ def test_the_mapping_is_left_as_it_was() -> None:
         ({"type": "host", "capacity": None}, "positive size"),
         ("host://?capacity=4MiB&eviction=random", "'random'"),
         ("host://?capacity=4MiB&integrity=perhaps", "'perhaps'"),
-        ("host://?capacity=4MiB&integrity=keyed", "'keyed'; expected 'off' or 'fast'"),
+        (
+            "host://?capacity=4MiB&integrity=keyed",
+            "'keyed'; expected one of 'fenced', 'full', 'off'",
+        ),
         (
             "nixl://127.0.0.1:1?integrity=keyed",
             "integrity is 'keyed'; expected one of 'full', 'fenced'$",

@@ -5,13 +5,14 @@ from kvxfer.backends.host.config import HostConfig
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.backends.host.pool_shape import PoolShape
 from kvxfer.backends.host.slots import SlotMover, keys_in_slots, slot_key
-from kvxfer.storage.integrity import Integrity
+from kvxfer.storage.integrity import Integrity, MemoryIntegrity
 
 __all__ = [
     "HostBackend",
     "HostConfig",
     "HostPool",
     "Integrity",
+    "MemoryIntegrity",
     "PoolShape",
     "SlotMover",
     "keys_in_slots",

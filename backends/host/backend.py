@@ -1,9 +1,11 @@
 """Host memory backend: a pool of slots, and the index of the blocks in them."""
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from kvxfer.backends.host.pool import HostPool
 from kvxfer.backends.host.pool_shape import PoolShape
 from kvxfer.backends.host.shared_memory import SharedMemory
 from kvxfer.checks import require_instance
+from kvxfer.copy_engine.engine import SHORTEST_WAIT_S, Copy
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
@@ -27,10 +30,11 @@ from kvxfer.storage.backend import (
     positions_done,
 )
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.calls import wait_for_begun
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
-from kvxfer.storage.integrity import Integrity
+from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.lending import (
@@ -44,7 +48,11 @@ from kvxfer.storage.lending import (
 from kvxfer.storage.observer import Removal, Reports
 
 NUM_THREADS = 2
-"""Threads for batches: one stores while another loads; the copy engine adds its own."""
+"""Threads for batches that are hashed: one stores while another loads; the copy engine adds its
+own."""
+
+SLICE_BYTES = 16 << 20
+"""Bytes of blocks in host memory that are copied at a time on the event loop: 1 to 2 ms."""
 
 INLINE_BYTES = 2 << 20
 INLINE_BLOCKS = 256
@@ -82,6 +90,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         size = max(self._guard.chunk_sizes)
         shape = PoolShape.fit(capacity_bytes=config.capacity, num_parts=1, part_size_bytes=size)
         self.shared_memory = SharedMemory.create(shape.num_bytes) if config.shared else None
+        self._hashed = config.integrity is MemoryIntegrity.FULL
         self._pool = HostPool(
             shape,
             namespace,
@@ -89,10 +98,12 @@ class HostBackend(LendingBackend, ImmediateMover):
             integrity=config.integrity,
             memory=self.shared_memory,
         )
+        self.hashes = (self._hashed, self._hashed)
         self.num_slots = shape.num_slots
         self._index = BlockIndex(shape.num_slots, config.open_policy(shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores = KeyLocks()
+        self._begun: dict[BlockKey, _BegunStore] = {}  # what a device stores
         self._lock = runtime.lock()  # of the index, which `load` and `begin_store` use on threads
         self._reports = Reports()
         self.regions = [self._pool.region, self._pool.generations.region]
@@ -125,41 +136,38 @@ class HostBackend(LendingBackend, ImmediateMover):
         if plan.keys:
             chosen = _chosen(plan.keys, keys, blocks)
             with self._storing(plan.keys) as stored:
-                await self._threads.run(self._pool.write, plan.slots, plan.keys, chosen)
-                stored.extend(plan.keys)
+                if self._hashed:
+                    await self._threads.run(self._pool.write, plan.slots, plan.keys, chosen)
+                    stored.extend(plan.keys)
+                else:
+                    await self._write(plan.slots, plan.keys, chosen, stored)
         return self._outcomes(keys, plan)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are not `DONE` is not written."""
-        self._guard.check_batch(keys, blocks)
-        return [*await self._threads.run(lambda: self._begin_load(keys, blocks).wait())]
+        return await self._load(keys, blocks)
 
     async def load_for_copy(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `CopySource.load_for_copy`."""
-        self._guard.check_batch(keys, blocks)
-        read = partial(self._begin_load, keys, blocks, is_use=False)
-        return [*await self._threads.run(lambda: read().wait())]
+        return await self._load(keys, blocks, is_use=False)
 
-    def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
-        """See `ImmediateMover.begin_load`. A thread verifies what a device loads, if it is much.
-
-        The device would wait for the calling thread meanwhile, and so would the engine.
-        """
+    def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
+        """See `ImmediateMover.begin_load`."""
         self._guard.check_batch(keys, blocks)
-        is_much = blocks.num_bytes > INLINE_BYTES and self._pool.integrity is Integrity.FAST
-        return None if is_much and blocks.device != HOST else self._begin_load(keys, blocks)
+        return self._begin_load(keys, blocks)
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
-        """See `ImmediateMover.begin_store`; everything else waits for the end of it."""
+        """See `ImmediateMover.begin_store`; everything else waits for what is stored from here."""
         self._guard.check_batch(keys, blocks)
-        if blocks.device != HOST:
-            return None  # hashed when it has landed, which takes a thread
         starts = blocks.payload_starts
         ends = starts + blocks.block_sizes
         with self._lock:
             if any(self._index.state(key) is BlockState.STORING for key in keys):
                 return None
             plan = self._plan_store(keys, starts.tolist(), ends.tolist())
+            if plan.keys and blocks.device != HOST:
+                chosen = _chosen(plan.keys, keys, blocks)
+                return self._begin_device_store(plan, chosen, self._outcomes(keys, plan))
             stored = False
             try:
                 if plan.keys:
@@ -169,6 +177,66 @@ class HostBackend(LendingBackend, ImmediateMover):
                 self._index.finish_store(plan.keys, stored=stored)
                 self._reports.added(plan.keys if stored else [])
         return Begun(self._outcomes(keys, plan))
+
+    def _begin_device_store(
+        self, plan: StorePlan, blocks: Descriptors, outcomes: Sequence[Outcome]
+    ) -> Begun:
+        """Begin a copy by a device; called with the lock of the index."""
+        try:
+            copy, finish = self._pool.begin_write(plan.slots, plan.keys, blocks)
+        except BaseException:
+            self._index.finish_store(plan.keys, stored=False)
+            raise
+
+        def end(*, stored: bool) -> None:
+            with self._lock:
+                for key in plan.keys:
+                    del self._begun[key]
+                self._index.finish_store(plan.keys, stored=stored)
+                self._reports.added(plan.keys if stored else [])
+
+        begun = _BegunStore(outcomes, copy, finish, end)
+        self._begun |= dict.fromkeys(plan.keys, begun)
+        return begun
+
+    async def _write(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        stored: list[BlockKey],
+    ) -> None:
+        """Copy blocks to slots, slice by slice on the event loop, and list those that are there."""
+        with self._threads.counting():
+            for start, stop in _slices(blocks):
+                part = slots[start:stop], keys[start:stop], blocks.select(start, stop)
+                copy, finish = self._pool.begin_write(*part)
+                await wait_for_begun(Begun((), copy, landed=finish))
+                stored.extend(keys[start:stop])
+                if stop < len(keys):
+                    await asyncio.sleep(0)
+
+    async def _load(
+        self, keys: Sequence[BlockKey], blocks: Descriptors, *, is_use: bool = True
+    ) -> list[Outcome]:
+        """Load blocks, on a thread if they are verified, else slice by slice on the event loop."""
+        self._guard.check_batch(keys, blocks)
+        if self._hashed:
+            read = partial(self._begin_load, keys, blocks, is_use=is_use)
+            return [*await self._threads.run(lambda: read().wait())]
+        slices = list(_slices(blocks))
+        there = self.pin(keys, is_use=False)[0] if len(slices) > 1 else []
+        outcomes: list[Outcome] = []
+        try:
+            with self._threads.counting():
+                for start, stop in slices:
+                    if start:
+                        await asyncio.sleep(0)
+                    part = keys[start:stop], blocks.select(start, stop)
+                    outcomes += await wait_for_begun(self._begin_load(*part, is_use=is_use))
+        finally:
+            self.unpin([keys[index] for index in there])
+        return outcomes
 
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
         """See `Retaining.retain`."""
@@ -299,7 +367,7 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     def is_storing(self, key: BlockKey) -> bool:
         """Whether a block is being stored, so that another store of it would wait."""
-        return key in self._stores
+        return key in self._stores or key in self._begun
 
     def _begin_load(
         self, keys: Sequence[BlockKey], blocks: Descriptors, *, is_use: bool = True
@@ -345,10 +413,14 @@ class HostBackend(LendingBackend, ImmediateMover):
         self, keys: Sequence[BlockKey], starts: Sequence[int], stops: Sequence[int]
     ) -> StorePlan:
         """Find slots for blocks, once no other call stores them; see `_plan_store`."""
-        await self._stores.wait(keys)
-        self._guard.check()  # it may have been closed meanwhile
-        with self._lock:
-            return self._plan_store(keys, starts, stops)
+        while True:
+            await self._stores.wait(keys)
+            self._guard.check()  # it may have been closed meanwhile
+            with self._lock:
+                begun = [self._begun[key] for key in keys if key in self._begun]
+                if not begun:
+                    return self._plan_store(keys, starts, stops)
+            await wait_for_begun(begun[0])
 
     def _plan_store(
         self, keys: Sequence[BlockKey], starts: Sequence[int], stops: Sequence[int]
@@ -392,6 +464,66 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     def _is_ready(self, key: BlockKey) -> bool:
         return self._index.state(key) in (BlockState.READY, BlockState.LOADING)
+
+
+class _BegunStore(Begun):
+    """Store that a device goes on with, which ends once, on the thread that first sees it.
+
+    Args:
+        outcomes, copy: See `Begun`.
+        finish: Called when the copy has ended.
+        end: Called once with whether that was done.
+    """
+
+    def __init__(
+        self,
+        outcomes: Sequence[Outcome],
+        copy: Copy,
+        finish: Callable[[], object],
+        end: "_EndStore",
+    ) -> None:
+        super().__init__(outcomes, copy)
+        self._finish = finish
+        self._end_store = end
+        self._turn = runtime.lock()  # of who asks the device
+        self._error: Exception | None = None
+        self._has_ended = False
+
+    def poll(self) -> Sequence[Outcome] | None:
+        """See `Begun.poll`; on any thread, and also again after the end."""
+        with self._turn:
+            if self._error is not None:
+                raise self._error
+            try:
+                return self._outcomes if self._has_ended else super().poll()
+            except Exception as exc:
+                self._error = exc
+                raise
+
+    def wait(self) -> Sequence[Outcome]:
+        """See `Begun.wait`."""
+        while (outcomes := self.poll()) is None:
+            runtime.sleep(SHORTEST_WAIT_S)
+        return outcomes
+
+    def _end(self, *, has_landed: bool) -> None:
+        self._has_ended, stored = True, False
+        try:
+            if has_landed:
+                self._finish()
+                stored = True
+        finally:
+            self._end_store(stored=stored)
+
+
+class _EndStore(Protocol):
+    def __call__(self, *, stored: bool) -> None: ...
+
+
+def _slices(blocks: Descriptors) -> Iterator[tuple[int, int]]:
+    """Cut blocks where the event loop has its turn; a device moves all of them by itself."""
+    on_host = blocks.device == HOST
+    return blocks.cut(SLICE_BYTES if on_host else max(1, blocks.num_bytes))
 
 
 def _chosen(some: Sequence[BlockKey], keys: Sequence[BlockKey], blocks: Descriptors) -> Descriptors:

@@ -1,5 +1,7 @@
 """Configuration of the host memory backend."""
 
+import msgspec
+
 from kvxfer.configuration import Configuration
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
@@ -11,7 +13,7 @@ from kvxfer.storage.eviction.retention import (
     DEFAULT_PRIORITY_SHARE,
     require_limits,
 )
-from kvxfer.storage.integrity import Integrity
+from kvxfer.storage.integrity import Integrity, MemoryIntegrity
 from kvxfer.units import ByteSize
 
 
@@ -23,8 +25,8 @@ class HostConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         eviction: Policy that chooses the blocks to evict when the memory is full.
         priority_share: Largest share of the blocks whose priority above normal counts.
         priority_half_life_s: Seconds that one step of priority lasts.
-        integrity: `fast` stores an XXH3 checksum with every block and verifies it before the
-            block is read; `off` does neither.
+        integrity: See `MemoryIntegrity`; `fenced` by default, which is `full` where the memory is
+            `shared`: other processes write there.
         methods: Fragment sizes below which a kernel copies to and from a GPU, such as
             `to_device=28KiB,to_host=0`. Measured when a GPU's caches are attached, if not given.
         shared: Whether other processes can map the memory, as those that `kvxfer serve --pool`
@@ -35,15 +37,23 @@ class HostConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
     eviction: PolicyName = "lru"
     priority_share: float = DEFAULT_PRIORITY_SHARE
     priority_half_life_s: float = DEFAULT_PRIORITY_HALF_LIFE_S
-    integrity: Integrity = Integrity.FAST
+    integrity: MemoryIntegrity = MemoryIntegrity.FENCED
     methods: str | None = None
     shared: bool = False
 
     def __post_init__(self) -> None:
+        given: object = self.integrity
+        if isinstance(given, Integrity):  # as other backends have it
+            given.require_keyless()
+            self._set_integrity(MemoryIntegrity(given.value))
         super().__post_init__()
-        self.integrity.require_keyless()
+        if self.shared and self.integrity is MemoryIntegrity.FENCED:
+            self._set_integrity(MemoryIntegrity.FULL)
         require_limits(self.priority_share, self.priority_half_life_s)
         self._parse_methods()
+
+    def _set_integrity(self, integrity: MemoryIntegrity) -> None:
+        msgspec.structs.force_setattr(self, "integrity", integrity)
 
     def open_copy_engine(self) -> CopyEngine:
         """Open the engine that copies to and from the pool."""

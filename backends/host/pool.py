@@ -1,7 +1,8 @@
 """Slots of host memory, each tagged with the block it holds and the checksum of its bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import DONE, MISSING, PARTIAL, Outcome, Status, positions_done
-from kvxfer.storage.integrity import Integrity
+from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import Generations
 
@@ -34,14 +35,14 @@ class HostPool:
 
     The pool knows bytes, not which block lives where: a `BlockIndex` decides that, in one
     process. Tags catch errors that must not happen: a slot that is read for another block than was
-    written, a slot that was never finished, and bytes that changed.
+    written, a slot that was never finished and, with checksums, bytes that changed.
 
     Args:
         shape: The same in every process.
         namespace: The same in every process.
         copy_engine: Engine that moves the bytes; closed with the pool.
         name: Name of the shared memory, None for memory of this process alone.
-        integrity: Whether bytes are checksummed when written and verified before they are read.
+        integrity: `FULL` to hash bytes when they are written, and verify them before they are read.
         claim: Whether this process keeps the index; only one process of a name can.
         memory: Memory of the slots, closed with the pool; by default memory of its own.
 
@@ -50,8 +51,8 @@ class HostPool:
         generations: Generations of the slots; of use where this process alone writes them.
 
     Raises:
-        InvalidArgumentError: The memory exists with another shape, or for another namespace,
-            another process keeps its index, or the checksums need a secret.
+        InvalidArgumentError: The memory exists with another shape, or for another namespace, or
+            another process keeps its index.
         CapacityError: There is not that much memory.
     """
 
@@ -62,11 +63,10 @@ class HostPool:
         copy_engine: CopyEngine,
         *,
         name: str | None = None,
-        integrity: Integrity = Integrity.FAST,
+        integrity: MemoryIntegrity = MemoryIntegrity.FENCED,
         claim: bool = False,
         memory: SharedMemory | None = None,
     ) -> None:
-        integrity.require_keyless()
         self.shape, self.integrity = shape, integrity
         self._copy_engine = copy_engine
         self._memory: SharedSegment | PrivateMemory | SharedMemory
@@ -101,10 +101,24 @@ class HostPool:
         leaves an empty slot.
 
         Returns:
-            The checksum in the tag of each.
+            The checksum of each; zeros where none is made.
 
         Raises:
             InvalidArgumentError: A block does not fit into a part.
+        """
+        copy, finish = self.begin_write(slots, keys, blocks, part=part)
+        if not copy.has_ended():
+            copy.wait()
+        return finish()
+
+    def begin_write(
+        self, slots: Sequence[int], keys: Sequence[BlockKey], blocks: Descriptors, *, part: int = 0
+    ) -> tuple[Copy, Callable[[], list[int]]]:
+        """Begin `write`.
+
+        Returns:
+            The copy, and what is to be called once it has ended: it hashes the bytes, if they are
+            to be hashed, and tags the slots.
         """
         starts = blocks.payload_starts
         stops = starts + blocks.block_sizes
@@ -112,11 +126,9 @@ class HostPool:
             limit = f"at most {self.shape.part_size_bytes}, the size of a slot"
             raise InvalidArgumentError("bytes of a block", longest, limit)
         self._open(slots, part)
-        self._copy_engine.copy(blocks, self.describe(slots, starts, stops, part=part))
-        spans = list(zip(slots, starts.tolist(), stops.tolist(), strict=True))
-        checksums = [self._checksum(slot, part, start, stop) for slot, start, stop in spans]
-        self.tag(slots, keys, starts.tolist(), stops.tolist(), checksums, part=part)
-        return checksums
+        copy = self._copy_engine.begin(blocks, self.describe(slots, starts, stops, part=part))
+        finish = self._hash_and_tag
+        return copy, partial(finish, slots, keys, starts.tolist(), stops.tolist(), part)
 
     def read(
         self,
@@ -154,8 +166,8 @@ class HostPool:
         verified: bool = False,
     ) -> tuple[list[Outcome], Copy]:
         """Begin `read`: the outcomes are true, and the slots free to change, after the copy."""
-        large = len(slots) > 1 and blocks.num_bytes > RUN_BYTES
-        if large and not verified and blocks.device == HOST:
+        hashed = self.integrity is MemoryIntegrity.FULL and not verified
+        if hashed and len(slots) > 1 and blocks.num_bytes > RUN_BYTES and blocks.device == HOST:
             outcomes: list[Outcome] = []
             for start, stop in blocks.cut(RUN_BYTES):
                 chosen = slots[start:stop], keys[start:stop], blocks.select(start, stop)
@@ -163,11 +175,14 @@ class HostPool:
             return outcomes, Copy()
         starts = blocks.payload_starts
         stops = starts + blocks.block_sizes
-        parts = zip(slots, keys, starts.tolist(), stops.tolist(), strict=True)
-        outcomes = [
-            self._verify_part(slot, key, part, checksum=not verified, span=(start, stop))
-            for slot, key, start, stop in parts
-        ]
+        tags = self._tags[list(slots), part].tolist()
+        outcomes = list(map(self._judge, tags, slots, keys, starts.tolist(), stops.tolist()))
+        if hashed:
+            rows = zip(outcomes, tags, slots, keys, strict=True)
+            outcomes = [
+                self._verify_bytes(tag, slot, key, part) if each.done else each
+                for each, tag, slot, key in rows
+            ]
         done = positions_done(outcomes)
         if not done:
             return outcomes, Copy()
@@ -177,14 +192,17 @@ class HostPool:
         return outcomes, self._copy_engine.begin(source, blocks)
 
     def verify(self, slot: int, key: BlockKey) -> Outcome:
-        """Check that every part of a slot holds all of `key`'s bytes up to its end, unchanged.
+        """Check that every part of a slot holds all of `key`'s bytes up to its end.
 
-        A slot whose leading bytes were never stored is `MISSING`: it does not hold the whole block.
+        With `FULL` also that they are unchanged. A slot whose leading bytes were never stored is
+        `MISSING`: it does not hold the whole block.
         """
-        for part in range(self.shape.num_parts):
-            if self._tags["start"][slot, part]:
+        for part, tag in enumerate(self._tags[slot].tolist()):
+            if tag[1]:
                 return PARTIAL
-            outcome = self._verify_part(slot, key, part, checksum=True)
+            outcome = self._judge(tag, slot, key)
+            if outcome.done and self.integrity is MemoryIntegrity.FULL:
+                outcome = self._verify_bytes(tag, slot, key, part)
             if not outcome.done:
                 return outcome
         return DONE
@@ -219,8 +237,8 @@ class HostPool:
     ) -> tuple[list[Outcome], list[int]]:
         """Find the slots that hold these bytes of `keys[i]`, and the checksums of the bytes.
 
-        The bytes are verified here only where they are a part of the stored ones; their reader has
-        to verify them.
+        The bytes are verified here only with `FULL`, and where they are a part of the stored ones;
+        their reader has to verify them.
 
         Args:
             slots: Slot of each key.
@@ -234,11 +252,13 @@ class HostPool:
             zero when integrity is off or `hashed` is.
         """
         outcomes, checksums = [], []
+        verifies = hashed and self.integrity is MemoryIntegrity.FULL
         for slot, key, start, stop in zip(slots, keys, starts, stops, strict=True):
-            outcome = PARTIAL
-            if self.covers(slot, start, stop):
-                whole = (start, stop) == self._tags[slot, 0].tolist()[1:3]
-                outcome = self._verify_part(slot, key, 0, checksum=hashed and not whole)
+            tag = self._tags[slot, 0].tolist()
+            whole = (start, stop) == tag[1:3]
+            outcome = self._judge(tag, slot, key, start, stop)
+            if outcome.done and verifies and not whole:
+                outcome = self._verify_bytes(tag, slot, key, 0)
             outcomes.append(outcome)
             if outcome.done:
                 if not hashed:
@@ -266,7 +286,8 @@ class HostPool:
         possible = (starts >= 0) & (starts < stops) & (stops <= self.shape.part_size_bytes)
         if not possible.all():
             return None
-        if hashed and not (self.integrity is Integrity.FAST and self._unhashed.isdisjoint(slots)):
+        is_off = self.integrity is MemoryIntegrity.OFF
+        if hashed and (is_off or not self._unhashed.isdisjoint(slots)):
             return None
         return self.describe(slots, starts, stops), tags["checksum"].tolist()
 
@@ -287,24 +308,22 @@ class HostPool:
             keys: Key of the block in each slot.
             starts: Byte of its chunk at which each block begins.
             stops: Byte after its end.
-            checksums: XXH3-64 of its bytes; None to compute it when it is first needed.
+            checksums: XXH3-64 of its bytes; None to compute it when it first leaves this memory.
             part: Part of the slots that was written.
         """
-        self._unhashed.update(
-            slot for slot, checksum in zip(slots, checksums, strict=True) if checksum is None
-        )
-        kept = checksums if self.integrity is Integrity.FAST else [0] * len(slots)
-        rows = zip(map(_key_digest, keys), starts, stops, (each or 0 for each in kept), strict=True)
+        pairs = zip(slots, checksums, strict=True)
+        self._unhashed.update([slot for slot, checksum in pairs if checksum is None])
+        is_off = self.integrity is MemoryIntegrity.OFF
+        kept = [0 if is_off or each is None else each for each in checksums]
+        rows = zip(map(_key_digest, keys), starts, stops, kept, strict=True)
         self._tags[list(slots), part] = np.array(list(rows), TAG)
         self.generations.change(slots)
 
     def seal(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
-        """Hash `slots[i]`, written by other means, and tag it as the whole block of `keys[i]`."""
-        size = self.shape.part_size_bytes
-        for slot, key in zip(slots, keys, strict=True):
-            for part in range(self.shape.num_parts):
-                checksum = self._checksum(slot, part, 0, size)
-                self._tags[slot, part] = (_key_digest(key), 0, size, checksum)
+        """Tag `slots[i]`, written by other means, as the whole of `keys[i]`; hash as `write`."""
+        starts, stops = [0] * len(slots), [self.shape.part_size_bytes] * len(slots)
+        for part in range(self.shape.num_parts):
+            self._hash_and_tag(slots, keys, starts, stops, part)
 
     @property
     def region(self) -> MemoryRegion:
@@ -346,26 +365,49 @@ class HostPool:
             owners=(self,),
         )
 
-    def _verify_part(
+    def _hash_and_tag(
         self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        starts: Sequence[int],
+        stops: Sequence[int],
+        part: int,
+    ) -> list[int]:
+        """Tag slots whose bytes have landed, with checksums if they are made on the way."""
+        if self.integrity is not MemoryIntegrity.FULL:
+            self.tag(slots, keys, starts, stops, [None] * len(slots), part=part)
+            return [0] * len(slots)
+        spans = zip(slots, starts, stops, strict=True)
+        checksums = [self._checksum(slot, part, start, stop) for slot, start, stop in spans]
+        self.tag(slots, keys, starts, stops, checksums, part=part)
+        return checksums
+
+    def _judge(
+        self,
+        tag: tuple[int, int, int, int],
         slot: int,
         key: BlockKey,
-        part: int,
-        *,
-        checksum: bool,
-        span: tuple[int, int] = (INT64_MAX, 0),
+        first: int = INT64_MAX,
+        last: int = 0,
     ) -> Outcome:
-        """Check that a part holds a span of `key`'s bytes, and holds its bytes unchanged."""
-        held, start, stop, expected = self._tags[slot, part].tolist()
-        if held != _key_digest(key) or span[0] < start or stop < span[1]:
-            return PARTIAL if held == _key_digest(key) else MISSING
+        """Check that the tag of a part says that it holds bytes `first` to `last` of `key`."""
+        held, start, stop, _ = tag
+        if held != _key_digest(key):
+            return MISSING
+        if first < start or stop < last:
+            return PARTIAL
         if stop > self.shape.part_size_bytes or start > stop:
             return Outcome(Status.CORRUPT, reason=f"slot {slot}: tag says {start} to {stop} bytes")
-        if slot in self._unhashed:
-            return DONE  # nothing to compare with
-        if checksum and self._checksum(slot, part, start, stop) != expected:
-            return Outcome(Status.CORRUPT, reason=f"slot {slot}: checksum of {key.hex()} differs")
         return DONE
+
+    def _verify_bytes(
+        self, tag: tuple[int, int, int, int], slot: int, key: BlockKey, part: int
+    ) -> Outcome:
+        """Check that a part holds the bytes that it was tagged with."""
+        _, start, stop, expected = tag
+        if slot in self._unhashed or self._checksum(slot, part, start, stop) == expected:
+            return DONE  # an unhashed one has nothing to compare with
+        return Outcome(Status.CORRUPT, reason=f"slot {slot}: checksum of {key.hex()} differs")
 
     def _open(self, slots: Sequence[int], part: int) -> None:
         """Mark a part of slots as empty, before it is written."""
@@ -382,7 +424,7 @@ class HostPool:
         return int(self._tags["checksum"][slot, part])
 
     def _checksum(self, slot: int, part: int, start: int, stop: int) -> int:
-        if self.integrity is Integrity.OFF:
+        if self.integrity is MemoryIntegrity.OFF:
             return 0
         return xxhash.xxh3_64_intdigest(self._data[slot, part, start:stop].data)
 

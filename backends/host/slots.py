@@ -4,17 +4,19 @@ from collections.abc import Sequence
 
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Threads
 from kvxfer.storage.backend import DONE, Begun, ImmediateMover, Outcome
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.calls import wait_for_begun
+from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, make_block_key
 
 SLOT_BYTES = 8
 """Bytes of the slot's number in a key."""
 
 NUM_THREADS = 2
-"""Threads for what cannot be moved on the polling thread: stores from a GPU."""
+"""Threads for what is hashed while an event loop waits."""
 
 
 def slot_key(key: BlockKey, slot: int, group: int) -> BlockKey:
@@ -63,6 +65,7 @@ class SlotMover(ImmediateMover):
         self._writer_index = writer_index
         self._threads = Threads("kvxfer-slots", NUM_THREADS)
         self._guard = CallGuard("slots of a host pool")
+        self.hashes = (pool.integrity is MemoryIntegrity.FULL, False)
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `BlockMover.attach` and `HostPool.attach`."""
@@ -71,16 +74,29 @@ class SlotMover(ImmediateMover):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Overwrite the slot in each block's key with the block, if it is this worker's turn."""
         self._guard.check()
-        return await self._threads.run(self._store, keys, blocks)
+        if self.hashes[0]:
+            return [*await self._threads.run(lambda: self.begin_store(keys, blocks).wait())]
+        with self._threads.counting():
+            return await wait_for_begun(self.begin_store(keys, blocks))
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Read each block from the slot in its key, if the slot holds the block."""
         self._guard.check()
-        return [*await self._threads.run(lambda: self.begin_load(keys, blocks).wait())]
+        with self._threads.counting():
+            return await wait_for_begun(self.begin_load(keys, blocks))
 
-    def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
-        """See `store`; what a device stores is hashed when it has landed, which takes a thread."""
-        return Begun(self._store(keys, blocks)) if blocks.device == HOST else None
+    def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
+        """See `store`."""
+        self._guard.check_batch(keys, blocks)
+        named = [_split(key) for key in keys]
+        turns = [slot % self._num_writers == self._writer_index for slot, _ in named]
+        ours = [index for index, is_ours in enumerate(turns) if is_ours]
+        outcomes = [DONE] * len(keys)
+        if not ours:
+            return Begun(outcomes)
+        slots, names = zip(*(named[index] for index in ours), strict=True)
+        copy, finish = self._pool.begin_write(slots, names, blocks.take(ours), part=self._part)
+        return Begun(outcomes, copy, landed=finish)
 
     def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
         """See `load`."""
@@ -95,16 +111,6 @@ class SlotMover(ImmediateMover):
     async def _release(self) -> None:
         if not await self._threads.aclose():
             self._pool.close()
-
-    def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        self._guard.check_batch(keys, blocks)
-        named = [_split(key) for key in keys]
-        turns = [slot % self._num_writers == self._writer_index for slot, _ in named]
-        ours = [index for index, is_ours in enumerate(turns) if is_ours]
-        if ours:
-            slots, names = zip(*(named[index] for index in ours), strict=True)
-            self._pool.write(slots, names, blocks.take(ours), part=self._part)
-        return [DONE] * len(keys)
 
 
 def _split(key: BlockKey) -> tuple[int, BlockKey]:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from kvxfer import runtime
-from kvxfer.backends.host import HostPool, Integrity, PoolShape
+from kvxfer.backends.host import HostPool, Integrity, MemoryIntegrity, PoolShape
 from kvxfer.backends.host.shared_memory import SharedMemory
 from kvxfer.backends.pool.messages import (
     HEADER,
@@ -176,7 +176,9 @@ class Attachment:
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as closing:
             closing.callback(os.close, fd)
             shape = PoolShape(welcome.num_slots, 1, welcome.part_size_bytes)
-            integrity = Integrity(welcome.integrity)
+            given = Integrity(welcome.integrity)
+            given.require_keyless()
+            integrity = MemoryIntegrity(given.value)
             num_bytes = shape.num_bytes
             closing.pop_all()  # from here on the memory closes it
             memory = SharedMemory(fd, num_bytes)

@@ -566,7 +566,7 @@ def _welcome(host: HostBackend) -> tuple[Message, int]:
     welcome = Welcome(
         num_slots=shape.num_slots,
         part_size_bytes=shape.part_size_bytes,
-        integrity=host.pool.integrity.value,
+        integrity=host.pool.integrity.of_media.value,
     )
     return welcome, host.shared_memory.fd
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
@@ -80,6 +80,17 @@ class Threads:
         self._running[asked] = None
         asked.add_done_callback(self._running.pop)
         return await outlive_caller(asked)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what runs without a thread, until the context ends, among the running functions."""
+        running: Future[None] = Future()
+        self._running[running] = None
+        try:
+            yield
+        finally:
+            del self._running[running]
+            running.set_result(None)
 
     async def aclose(self, timeout_s: float | None = None) -> int:
         """Wait for running functions and stop the threads; may be called again.

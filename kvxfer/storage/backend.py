@@ -223,7 +223,8 @@ class Begun:
     Args:
         outcomes: One outcome per key, true once the copy has ended.
         copy: Copy that moves the bytes; ended by default.
-        release: Called once, when the copy has ended or its device is lost.
+        landed: Called once, when the copy has ended.
+        release: Called once after that, or when the device is lost.
     """
 
     def __init__(
@@ -231,10 +232,13 @@ class Begun:
         outcomes: Sequence[Outcome],
         copy: Copy | None = None,
         release: Callable[[], object] | None = None,
+        *,
+        landed: Callable[[], object] | None = None,
     ) -> None:
         self._outcomes = outcomes
         self._copy = copy
         self._release = release
+        self._landed = landed
 
     def poll(self) -> Sequence[Outcome] | None:
         """Return the outcomes once the copy has ended, None before; never blocks.
@@ -248,9 +252,9 @@ class Begun:
             if self._copy is not None and not self._copy.has_ended():
                 return None
         except DeviceLostError:
-            self._end()
+            self._end(has_landed=False)
             raise
-        self._end()
+        self._end(has_landed=True)
         return self._outcomes
 
     def wait(self) -> Sequence[Outcome]:
@@ -258,13 +262,19 @@ class Begun:
         try:
             if self._copy is not None:
                 self._copy.wait()
-        finally:
-            self._end()
+        except BaseException:
+            self._end(has_landed=False)
+            raise
+        self._end(has_landed=True)
         return self._outcomes
 
-    def _end(self) -> None:
-        if self._release is not None:
-            self._release()
+    def _end(self, *, has_landed: bool) -> None:
+        try:
+            if has_landed and self._landed is not None:
+                self._landed()
+        finally:
+            if self._release is not None:
+                self._release()
 
 
 class ImmediateMover(BlockMover):
@@ -273,7 +283,13 @@ class ImmediateMover(BlockMover):
     The bytes are moved on the calling thread, or by a device, which goes on after the call. The
     methods may be called on any thread, also while `store` and `load` run on an event loop. Every
     transfer must have ended when `aclose` is called, which releases the memory.
+
+    Attributes:
+        hashes: Whether the calling thread also reads the bytes of what is stored, and of what is
+            loaded, when a device moves them. That holds the thread up, so it is done by pieces.
     """
+
+    hashes: tuple[bool, bool] = (False, False)
 
     @abstractmethod
     def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:

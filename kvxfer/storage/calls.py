@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvxfer.errors import DeviceLostError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
-from kvxfer.runtime import Pause, await_call
+from kvxfer.runtime import Pause, await_call, wait_despite_cancel
 from kvxfer.storage.backend import Begun, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.text import printable
@@ -81,6 +81,23 @@ def poll_begun(begun: Begun, name: str, num_keys: int) -> list[Outcome] | None:
     except Exception as exc:  # noqa: BLE001 - logged, and in the outcomes
         return _failed(name, exc, num_keys)
     return None if outcomes is None else _one_each(name, outcomes, num_keys)
+
+
+async def wait_for_begun(begun: Begun) -> list[Outcome]:
+    """Wait for the outcomes of a transfer that was begun, also when cancelled, with no thread.
+
+    Raises:
+        asyncio.CancelledError: The caller was cancelled; the transfer has ended.
+        DeviceLostError: The device is gone.
+    """
+    outcomes = begun.poll()
+    return list(await wait_despite_cancel(_poll(begun)) if outcomes is None else outcomes)
+
+
+async def _poll(begun: Begun) -> Sequence[Outcome]:
+    while (outcomes := begun.poll()) is None:  # noqa: ASYNC110 - see `MARK_PAUSE_S`
+        await asyncio.sleep(MARK_PAUSE_S)
+    return outcomes
 
 
 def _failed(name: str, exc: Exception, num_keys: int) -> list[Outcome]:

@@ -62,6 +62,29 @@ class Integrity(enum.Enum):
             raise InvalidArgumentError("integrity", self.value, "'off' or 'fast'")
 
 
+class MemoryIntegrity(enum.Enum):
+    """Proof that a block in host memory is the one that was stored.
+
+    `FENCED`: the tag and the generation of its slot, which catch stale and unfinished blocks
+    without a pass over their bytes; a checksum is made when the block leaves the memory. `FULL`:
+    the XXH3-64 of its bytes, made when it is stored and verified at each load. `OFF`: as `FENCED`,
+    and no checksum is ever made. `fast` is an older word for `full`.
+    """
+
+    FENCED = "fenced"
+    FULL = "full"
+    OFF = "off"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "MemoryIntegrity | None":
+        return cls.FULL if value == Integrity.FAST.value else None
+
+    @property
+    def of_media(self) -> Integrity:
+        """Grade of the same proof where `Integrity` is spoken, as on the wire."""
+        return Integrity.OFF if self is MemoryIntegrity.OFF else Integrity.FAST
+
+
 def read_secret(path: str) -> bytes | None:
     """Read a secret from a file; None for an empty path.
 

@@ -173,7 +173,7 @@ class _Immediate(ObservedBackend, ImmediateMover):
     def __init__(self, inner: Backend, reports: Reports) -> None:
         super().__init__(inner, reports)
         assert isinstance(inner, ImmediateMover)
-        self._mover = inner
+        self._mover, self.hashes = inner, inner.hashes
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
         """See `ImmediateMover.begin_store`."""

@@ -63,9 +63,10 @@ class Admission:
         """Transfers that wait for their turn."""
         return len(self._waiting)
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether a transfer would be admitted now, if none waited."""
-        return self._bytes_in_flight + min(num_bytes, self._max_bytes) <= self._max_bytes
+    def has_room(self, num_bytes: int, *, beside: int = 0) -> bool:
+        """Whether a transfer would be admitted now, if none waited, beside bytes of others."""
+        in_flight = self._bytes_in_flight + beside
+        return in_flight + min(num_bytes, self._max_bytes) <= self._max_bytes
 
     @asynccontextmanager
     async def admit(self, priority: int, num_bytes: int) -> AsyncIterator[None]:
@@ -105,6 +106,7 @@ class Slices:
     Attributes:
         load_bytes: Bytes of a load that are moved at a time; the engine waits for it anyway.
         store_bytes: Bytes of a store that are moved at a time: 0.6 ms of the engine's computing.
+        hashed_bytes: Bytes of a device that are moved at a time where they are hashed: 0.5 ms.
         share: Share of the time between two looks that may go into slices, beyond one.
 
     Raises:
@@ -113,10 +115,11 @@ class Slices:
 
     load_bytes: int = 256 << 20
     store_bytes: int = 4 << 20
+    hashed_bytes: int = 8 << 20
     share: float = 0.05
 
     def __post_init__(self) -> None:
-        set_counts(self, "load_bytes", "store_bytes")
+        set_counts(self, "load_bytes", "store_bytes", "hashed_bytes")
         share = require_number("share", self.share, "a number, 0 or more")
         object.__setattr__(self, "share", share)
 
@@ -135,7 +138,7 @@ class JobMover:
     """Mover of jobs between caches and a backend, on an event loop or on the thread of the engine.
 
     A job is begun on the thread that submits it, where the backend allows it: no event loop and no
-    thread takes part, and it goes on whenever a thread looks at it. A GPU goes on with a load by
+    thread takes part, and it goes on whenever a thread looks at it. A GPU goes on with it by
     itself; a look asks its event. In host memory a job is moved slice by slice: one when it is
     submitted, one at each look, and more after a long pause. Threads of its own would fight with
     those of a computing engine for cores and for the interpreter lock, and make its steps longer by
@@ -200,12 +203,9 @@ class JobMover:
             job.deadline is not None and job.deadline <= runtime.monotonic()
         ):
             return False
-        on_host = job.blocks.device == HOST
-        is_load, slices = job.direction is Direction.LOAD, self._slices
-        slice_bytes = slices.load_bytes if is_load else slices.store_bytes
-        pieces = job.cut(slice_bytes if on_host else max(1, job.blocks.num_bytes))
+        pieces = job.cut(self._slice_bytes(job, self._immediate))
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or (self._begun and self._has_to_wait(job)):
                 return False
             each = self._begun[job.job_id] = _BegunJob(job, deque(pieces))
             if not (job.ended or self._begin_piece(self._immediate, each)):
@@ -213,6 +213,21 @@ class JobMover:
                 return False
             self._report(each)
         return True
+
+    def _slice_bytes(self, job: Job, backend: ImmediateMover) -> int:
+        """Choose how many bytes of a job are moved at a time."""
+        is_load, slices = job.direction is Direction.LOAD, self._slices
+        if job.blocks.device == HOST:
+            return slices.load_bytes if is_load else slices.store_bytes
+        is_hashed = backend.hashes[is_load]
+        return slices.hashed_bytes if is_hashed else max(1, job.blocks.num_bytes)
+
+    def _has_to_wait(self, job: Job) -> bool:
+        """Whether a device moves blocks that a store would overwrite, or is to read."""
+        if job.direction is Direction.LOAD:
+            return False
+        moving = [each for each in self._begun.values() if each.transfer is not None]
+        return any(each.job.meets(job) for each in moving)
 
     def look(self, hurry: Collection[JobId] = (), until: float = inf) -> None:
         """Look at every job, unless another thread does, and move a slice of the first.
@@ -252,15 +267,18 @@ class JobMover:
         if job.ended:
             job.tell(self._reports)
             return list(job.finished().outcomes)
-        tasks = [asyncio.create_task(self._move(job, piece)) for piece in job.cut(self._max_piece)]
+        left = None if job.deadline is None else max(0.0, job.deadline - runtime.monotonic())
+        pieces = () if left == 0 else job.cut(self._max_piece)
+        tasks = [asyncio.create_task(self._move(job, piece)) for piece in pieces]
         for task in tasks:
             self._moving[task] = job.job_id
             task.add_done_callback(self._moving.pop)
         status, reason = Status.TIMED_OUT, "deadline passed"
         try:
-            left = None if job.deadline is None else max(0.0, job.deadline - runtime.monotonic())
-            _, running = await asyncio.wait(tasks, timeout=left)
-            if not running:  # a block that has no outcome then has failed
+            running: set[asyncio.Task[None]] = set()
+            if tasks:
+                _, running = await asyncio.wait(tasks, timeout=left)
+            if tasks and not running:  # a block that has no outcome then has failed
                 status, reason = Status.FAILED, _error_of(tasks)
         except asyncio.CancelledError:
             status, reason = Status.CANCELLED, "cancelled"
@@ -277,7 +295,7 @@ class JobMover:
 
     def has_room(self, job: Job) -> bool:
         """Whether the bytes in flight leave room for a job, beside those that were begun."""
-        return self._admission.has_room(self._bytes_begun + job.blocks.num_bytes)
+        return self._admission.has_room(job.blocks.num_bytes, beside=self._bytes_begun)
 
     async def wait_until_idle(self, timeout_s: float) -> None:
         """Wait until the backend moves no piece, but no longer than `timeout_s`."""

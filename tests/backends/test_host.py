@@ -1,18 +1,29 @@
 """The host backend keeps every promise of `Backend`, bounded or not, with either policy."""
 
+import asyncio
 import logging
 import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvxfer.backends.host import HostBackend, HostConfig, Integrity, PoolShape, SlotMover
+from kvxfer.backends.host import (
+    HostBackend,
+    HostConfig,
+    Integrity,
+    MemoryIntegrity,
+    PoolShape,
+    SlotMover,
+)
+from kvxfer.backends.host import backend as backend_module
 from kvxfer.errors import CapacityError, InvalidArgumentError
 from kvxfer.runtime import threads as threads_module
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
+from kvxfer.testing.conformance.suite import make_keys, store_generated
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
 from tests.backends.host_blocks import flip
@@ -36,21 +47,34 @@ def capacity_for(namespace: Namespace, num_blocks: int) -> ByteSize:
 class TestHostBackend(BackendTests):
     max_blocks = 5
 
+    integrity = MemoryIntegrity.FENCED
+
     async def make_backend(self, namespace: Namespace) -> Backend:
-        return HostBackend(HostConfig(capacity=capacity_for(namespace, 64)), namespace)
+        capacity = capacity_for(namespace, 64)
+        return HostBackend(HostConfig(capacity=capacity, integrity=self.integrity), namespace)
 
     async def make_bounded_backend(self, namespace: Namespace) -> Backend:
-        return HostBackend(HostConfig(capacity=capacity_for(namespace, 5)), namespace)
+        capacity = capacity_for(namespace, 5)
+        return HostBackend(HostConfig(capacity=capacity, integrity=self.integrity), namespace)
+
+    async def corrupt(self, backend: Backend, key: BlockKey) -> None:
+        """Damage the tag: what else changes in memory, only `full` sees."""
+        assert isinstance(backend, HostBackend)
+        backend.pool._tags["stop"][backend._index.slot_of(key)] = 1 << 40
+
+
+class TestHostBackendFull(TestHostBackend):
+    integrity = MemoryIntegrity.FULL
+
+    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
+        config = HostConfig(
+            capacity=capacity_for(namespace, 5), eviction="arc", integrity=self.integrity
+        )
+        return HostBackend(config, namespace)
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
         assert isinstance(backend, HostBackend)
         flip(backend, key, at=0)
-
-
-class TestHostBackendARC(TestHostBackend):
-    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
-        capacity = capacity_for(namespace, 5)
-        return HostBackend(HostConfig(capacity=capacity, eviction="arc"), namespace)
 
 
 class HostStateMachine(BackendStateMachine):
@@ -82,9 +106,10 @@ async def store_one(memory: BlockMemory, backend: HostBackend) -> tuple[BlockKey
     return key, payload
 
 
-async def test_without_integrity_a_changed_byte_is_not_noticed() -> None:
+@pytest.mark.parametrize("integrity", [MemoryIntegrity.FENCED, Integrity.OFF])
+async def test_without_checksums_a_changed_byte_is_not_noticed(integrity: Any) -> None:
     memory = BlockMemory([[4096]], num_blocks=8)
-    config = HostConfig(capacity=ByteSize.parse("1MiB"), integrity=Integrity.OFF)
+    config = HostConfig(capacity=ByteSize.parse("1MiB"), integrity=integrity)
     async with HostBackend(config, memory.namespace()) as backend:
         key, payload = await store_one(memory, backend)
         flip(backend, key, at=0)
@@ -93,11 +118,56 @@ async def test_without_integrity_a_changed_byte_is_not_noticed() -> None:
         assert read_payloads(blocks) != [payload]
 
 
+@pytest.mark.parametrize("integrity", [MemoryIntegrity.FENCED, Integrity.FAST])
+def test_memory_that_others_write_is_verified(integrity: Any) -> None:
+    shared = HostConfig(capacity=ByteSize(1 << 20), shared=True, integrity=integrity)
+    assert shared.integrity is MemoryIntegrity.FULL
+    assert HostConfig(capacity=ByteSize(1 << 20)).integrity is MemoryIntegrity.FENCED
+
+
+async def test_nothing_is_hashed_and_no_thread_takes_part_where_nothing_can_have_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = BlockMemory([[4096]], num_blocks=8)
+    async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), memory.namespace()) as backend:
+
+        def refuse(*_: object) -> None:
+            pytest.fail("bytes were hashed, or a thread took part")
+
+        monkeypatch.setattr(backend.pool, "_checksum", refuse)
+        monkeypatch.setattr(backend._threads, "start", refuse)
+        monkeypatch.setattr(backend_module, "SLICE_BYTES", 4096)
+        keys = make_keys(4)
+        payloads = await store_generated(backend, keys, memory.describe(0, range(4)))
+        target = memory.describe(0, range(4, 8))
+        assert all(outcome.done for outcome in await backend.load(keys, target))
+        assert read_payloads(target) == payloads
+        assert all(outcome.done for outcome in await backend.load_for_copy(keys, target))
+
+
+async def test_closing_waits_for_a_load_that_goes_on_without_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = BlockMemory([[4096]], num_blocks=8)
+    monkeypatch.setattr(backend_module, "SLICE_BYTES", 4096)
+    backend = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), memory.namespace())
+    keys = make_keys(4)
+    payloads = await store_generated(backend, keys, memory.describe(0, range(4)))
+    target = memory.describe(0, range(4, 8))
+    loading = asyncio.create_task(backend.load(keys, target))
+    await asyncio.sleep(0)
+    assert not loading.done()
+    await backend.aclose()
+    assert loading.done()
+    assert all(outcome.done for outcome in await loading)
+    assert read_payloads(target) == payloads
+
+
 async def test_a_corrupt_block_is_logged_and_its_key_can_be_stored_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     memory = BlockMemory([[4096]], num_blocks=8)
-    config = HostConfig(capacity=ByteSize.parse("1MiB"))
+    config = HostConfig(capacity=ByteSize.parse("1MiB"), integrity=MemoryIntegrity.FULL)
     async with HostBackend(config, memory.namespace()) as backend:
         key, payload = await store_one(memory, backend)
         flip(backend, key, at=17)

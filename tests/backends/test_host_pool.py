@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvxfer.backends.host import HostPool, PoolShape, SlotMover, slot_key
+from kvxfer.backends.host import HostPool, MemoryIntegrity, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import ClosedError, InvalidArgumentError
@@ -41,7 +41,8 @@ def memory() -> BlockMemory:
 
 @pytest.fixture
 def pool(memory: BlockMemory) -> Iterator[HostPool]:
-    pool = HostPool(SHAPE, memory.namespace(), CPUCopyEngine(num_threads=1))
+    engine = CPUCopyEngine(num_threads=1)
+    pool = HostPool(SHAPE, memory.namespace(), engine, integrity=MemoryIntegrity.FULL)
     yield pool
     pool.close()
 

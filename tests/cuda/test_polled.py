@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ import kvxfer
 from kvxfer.backends.host import HostBackend, HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.storage.backend import Status
-from kvxfer.transfer import PolledEngine
+from kvxfer.testing import BlockMemory
+from kvxfer.transfer import PolledEngine, Slices
 from kvxfer.transfer.job import FinishedJob, JobId
 from tests.cuda.engine_caches import EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
@@ -54,7 +56,7 @@ def engine(gpu: SimulatedGpu, engine_caches: EngineCaches) -> Iterator[PolledEng
     engine.close()
 
 
-def poll(engine: PolledEngine[SlotMover], job_id: JobId) -> FinishedJob:
+def poll(engine: PolledEngine[Any], job_id: JobId) -> FinishedJob:
     """Poll as the loop of an engine does."""
     end = time.monotonic() + 10
     while time.monotonic() < end:
@@ -109,6 +111,83 @@ def test_a_load_takes_no_thread_and_ends_when_the_device_says_so(
     assert threading.active_count() == threads
     for target in (slice(20, 28), slice(40, 48)):
         assert np.array_equal(engine_caches.blocks[:, target], before[:, :NUM_KEYS])
+
+
+def connect_host(
+    engine_caches: EngineCaches, integrity: str
+) -> tuple[kvxfer.TransferEngine, HostBackend]:
+    """Open an engine over host memory for two times `NUM_KEYS` blocks."""
+    shape = engine_caches.blocks.shape
+    url = f"host://?capacity={2 * NUM_KEYS * (shape[0] * shape[2] + 4096)}&integrity={integrity}"
+    engine = kvxfer.connect(url, engine_caches.caches, namespace=NAMESPACE)
+    assert isinstance(engine.backend, HostBackend)
+    return engine, engine.backend
+
+
+@pytest.mark.parametrize("integrity", ["fenced", "full"])
+def test_a_store_takes_no_thread_and_ends_when_the_device_says_so(
+    gpu: SimulatedGpu,
+    engine_caches: EngineCaches,
+    monkeypatch: pytest.MonkeyPatch,
+    integrity: str,
+) -> None:
+    refuse_event_loop(monkeypatch)
+    block_bytes = engine_caches.blocks[:, 0].nbytes
+    engine, backend = connect_host(engine_caches, integrity)
+    slices = Slices(hashed_bytes=2 * block_bytes)
+    monkeypatch.setattr(engine._mover, "_slices", slices)
+    before, threads = engine_caches.blocks, threading.active_count()
+    keys = [kvxfer.make_block_key(bytes([i]), 0) for i in range(NUM_KEYS)]
+    with engine, going_on(gpu):
+        gpu.set("paused", 1)
+        batches = gpu.get("num_batches")
+        job_id = engine.submit_store(keys, STORED)
+        assert gpu.get("num_batches") == batches + 1, "not handed to the device yet"
+        assert engine.get_finished() == []
+        assert engine.may_touch(job_id)
+        assert not any(backend.pool.holds(slot, keys[slot]) for slot in range(NUM_KEYS))
+        gpu.set("paused", 0)
+        assert poll(engine, job_id).done
+        num_pieces = NUM_KEYS // 2 if integrity == "full" else 1
+        assert gpu.get("num_batches") == batches + num_pieces
+        assert poll(engine, engine.submit_load(keys, LOADED)).done
+        assert gpu.get("num_batches") == batches + 2 * num_pieces
+        assert threading.active_count() == threads
+    assert np.array_equal(engine_caches.blocks[:, 20:28], before[:, :NUM_KEYS])
+
+
+def test_another_store_of_a_block_waits_for_the_device_that_stores_it(
+    gpu: SimulatedGpu, engine_caches: EngineCaches
+) -> None:
+    engine, backend = connect_host(engine_caches, "fenced")
+    keys = [kvxfer.make_block_key(bytes([i]), 0) for i in range(NUM_KEYS)]
+    memory = BlockMemory([[engine_caches.blocks[:, 0].nbytes]], num_blocks=NUM_KEYS)
+    with engine, going_on(gpu):
+        gpu.set("paused", 1)
+        job_id = engine.submit_store(keys, STORED)
+        assert backend.is_storing(keys[0])
+        other = engine.submit_call(backend.store(keys[:1], memory.describe(0, [0])))
+        with pytest.raises(TimeoutError):
+            other.result(0.05)
+        gpu.set("paused", 0)
+        assert [outcome.done for outcome in other.result(10)] == [True], "nobody polls meanwhile"
+        assert not backend.is_storing(keys[0])
+        assert poll(engine, job_id).done
+
+
+def test_a_device_that_is_lost_while_it_stores_leaves_no_block(
+    gpu: SimulatedGpu, engine_caches: EngineCaches
+) -> None:
+    engine, backend = connect_host(engine_caches, "fenced")
+    keys = [kvxfer.make_block_key(bytes([i]), 0) for i in range(NUM_KEYS)]
+    with engine, going_on(gpu):
+        gpu.set("paused", 1)
+        job_id = engine.submit_store(keys, STORED)
+        gpu.set("lost", 0)
+        for outcome in poll(engine, job_id).outcomes:
+            assert (outcome.status, outcome.memory_safe) == (Status.FAILED, False)
+        assert engine.submit_lookup(keys).result(10) == [False] * NUM_KEYS
+        assert not backend.is_storing(keys[0])
 
 
 @pytest.mark.parametrize("way", ["deadline", "cancel"])

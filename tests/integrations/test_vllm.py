@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.backends.host import HostPool, PoolShape
+from kvxfer.backends.host import HostPool, MemoryIntegrity, PoolShape
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.offloading import metrics
@@ -92,7 +92,8 @@ class Scheduler:
 @pytest.fixture
 def scheduler() -> Iterator[Scheduler]:
     shape = PoolShape(num_slots=NUM_SLOTS, num_parts=2, part_size_bytes=4096)
-    pool = HostPool(shape, MEMORY.namespace(), CPUCopyEngine(num_threads=1))
+    engine = CPUCopyEngine(num_threads=1)
+    pool = HostPool(shape, MEMORY.namespace(), engine, integrity=MemoryIntegrity.FULL)
     index = BlockIndex(NUM_SLOTS, LRU(NUM_SLOTS))
     scheduler = Scheduler(KVXferOffloadingManager(pool, index, emit_events=True), pool)
     yield scheduler

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvxfer.backends.host import HostPool, PoolShape
+from kvxfer.backends.host import HostPool, MemoryIntegrity, PoolShape
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.storage.backend import Backend
@@ -168,10 +168,12 @@ def schedulers() -> Iterator[Start]:
         num_slots: int = NUM_SLOTS,
         prefill: PrefillSpeed | None = None,
         purge_on_reset: bool = False,
+        integrity: MemoryIntegrity = MemoryIntegrity.FULL,
         **timeouts: float,
     ) -> Scheduler:
         shape = PoolShape(num_slots=num_slots, num_parts=NUM_PARTS, part_size_bytes=PART_BYTES)
-        pool = HostPool(shape, make_namespace(), CPUCopyEngine(num_threads=1))
+        copy_engine = CPUCopyEngine(num_threads=1)
+        pool = HostPool(shape, make_namespace(), copy_engine, integrity=integrity)
         index = BlockIndex(num_slots, LRU(num_slots))
         observers = journal_observers(engine="engine")
         tier = LowerTier(

@@ -12,7 +12,7 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.integrity import Integrity
+from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import BlockParts, Lender, StagedLender
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
@@ -28,13 +28,15 @@ def memory() -> BlockMemory:
     return make_memory()
 
 
-@pytest.fixture(params=["host", "staged"])
+@pytest.fixture(params=["host", "fenced", "staged"])
 async def lending(
     request: pytest.FixtureRequest, memory: BlockMemory
 ) -> AsyncIterator[tuple[Lender, Backend]]:
     namespace = memory.namespace()
-    if request.param == "host":
-        async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace) as host:
+    if request.param in {"host", "fenced"}:
+        integrity = MemoryIntegrity("full" if request.param == "host" else "fenced")
+        config = HostConfig(capacity=ByteSize(1 << 20), integrity=integrity)
+        async with HostBackend(config, namespace) as host:
             yield host, host
         return
     threads, engine = Threads("test-lending", 1), CPUCopyEngine()
@@ -178,10 +180,14 @@ async def test_two_that_make_room_for_one_key_store_it_once(memory: BlockMemory)
 
 
 async def test_only_host_memory_says_where_blocks_are(
-    lending: tuple[Lender, Backend], memory: BlockMemory
+    request: pytest.FixtureRequest, lending: tuple[Lender, Backend], memory: BlockMemory
 ) -> None:
     lender, backend = lending
     payloads = await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
+    if request.node.callspec.params["lending"] == "fenced":
+        assert lender.peek([KEYS[1], KEYS[3], KEYS[0]]) is None, "nobody has hashed them"
+        async with lender.lend(whole(memory, KEYS[:2])):
+            pass
     sight = lender.peek([KEYS[1], KEYS[3], KEYS[0]])
     if not isinstance(lender, HostBackend):
         assert sight is None
@@ -197,7 +203,7 @@ async def test_only_host_memory_says_where_blocks_are(
 
 
 async def test_without_checksums_nothing_is_said_of_places(memory: BlockMemory) -> None:
-    config = HostConfig(capacity=ByteSize(1 << 20), integrity=Integrity.OFF)
+    config = HostConfig(capacity=ByteSize(1 << 20), integrity=MemoryIntegrity.OFF)
     async with HostBackend(config, memory.namespace()) as backend:
         await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
         assert backend.peek(KEYS[:1]) is None

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from kvxfer.backends.host import HostBackend, HostConfig, PoolShape
+from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity, PoolShape
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -37,8 +37,10 @@ def host_capacity(namespace: Namespace, num_blocks: int) -> ByteSize:
 
 
 def open_host(namespace: Namespace, num_blocks: int) -> HostBackend:
-    """Open a host backend for exactly as many blocks."""
-    return HostBackend(HostConfig(capacity=host_capacity(namespace, num_blocks)), namespace)
+    """Open a host backend for exactly as many blocks, which sees when a byte of one changes."""
+    capacity = host_capacity(namespace, num_blocks)
+    config = HostConfig(capacity=capacity, integrity=MemoryIntegrity.FULL)
+    return HostBackend(config, namespace)
 
 
 def open_dict(namespace: Namespace, max_blocks: int | None = None) -> DictBackend:

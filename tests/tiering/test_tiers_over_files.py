@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvxfer import runtime
-from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.storage.backend import DONE, Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
@@ -45,7 +45,8 @@ class TestHostOverFiles(BackendTests):
 
     async def make_backend(self, namespace: Namespace) -> Backend:
         self.namespace = namespace
-        self.host = HostBackend(HostConfig(capacity=ByteSize(4 << 20)), namespace)
+        config = HostConfig(capacity=ByteSize(4 << 20), integrity=MemoryIntegrity.FULL)
+        self.host = HostBackend(config, namespace)
         self.file = open_store(self.root, namespace, engine=self.engine)
         return open_tiers([self.host, self.file], namespace)
 

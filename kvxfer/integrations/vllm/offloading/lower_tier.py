@@ -201,7 +201,7 @@ class LowerTier:
         backend = observe(backend, Reports(told, self.name, chunk_sizes=chunk_sizes))
         self._storing: dict[BlockKey, tuple[int, BlockKey]] = {}  # row and key of a backend's key
         self._verify: Verify | None = None
-        backend = _CheckedStores(backend, self._check_rows)
+        backend = self._checked = _CheckedStores(backend, self._check_rows)
         self._timeouts, self._reset_s = timeouts, reset_s
         limit_s = self._timeouts.lookup_s
         self._lookup_s = inf if limit_s is None else limit_s
@@ -229,9 +229,14 @@ class LowerTier:
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
 
-    def verify_by(self, verify: Verify) -> None:
-        """Verify each row before it is stored from now on; one that has changed is not stored."""
-        self._verify = verify
+    def verify_by(self, verify: Verify, *, hashes: bool) -> None:
+        """Verify each row before it is stored from now on; one that has changed is not stored.
+
+        Args:
+            verify: Verifies a row.
+            hashes: Whether that reads all of its bytes, which takes a thread.
+        """
+        self._verify, self._checked.hashes = verify, hashes
 
     def lookup(self, key: BlockKey, req_id: str) -> bool | None:
         """Whether the backend has a key; None while its lookup has not ended.
@@ -497,7 +502,7 @@ class LowerTier:
         return {id_: job for id_, job in self._jobs.items() if job.direction is Direction.LOAD}
 
     def _check_rows(self, names: Sequence[BlockKey]) -> list[Outcome]:
-        """Verify rows that are being stored; called on a thread."""
+        """Verify rows that are being stored."""
         if self._verify is None:
             return [DONE] * len(names)
         rows = [self._storing.get(name) for name in names]
@@ -581,7 +586,10 @@ class _CheckedStores(ObservedBackend):
 
     Args:
         inner: The backend; closed with this one.
-        check: Verifies the rows of keys; called on a thread.
+        check: Verifies the rows of keys.
+
+    Attributes:
+        hashes: Whether a thread calls it, since it reads all bytes of the rows.
     """
 
     def __init__(
@@ -589,11 +597,13 @@ class _CheckedStores(ObservedBackend):
     ) -> None:
         super().__init__(inner, Reports())
         self._check = check
+        self.hashes = False
         self._threads = Threads("kvxfer-verify", 1)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; a row that has changed is `CORRUPT`."""
-        checked = await self._threads.run(self._check, keys)
+        check = self._check
+        checked = await self._threads.run(check, keys) if self.hashes else check(keys)
         sound = positions_done(checked)
         names = [keys[index] for index in sound]
         stored = iter(await self.inner.store(names, blocks.take(sound)) if sound else ())

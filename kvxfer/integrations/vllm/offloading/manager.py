@@ -32,6 +32,7 @@ from kvxfer.storage.backend import DONE, NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
+from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Cause, NotLoaded, Observer, Operation, Removal, Reports
 from kvxfer.telemetry.journal import flush_journal
@@ -78,19 +79,20 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
     vLLM cannot recover from a load that fails. So a hit is promised only for a chunk that was
     verified and is pinned: from the first lookup on, the chunk is held for the request until the
-    request is scheduled, loads, or ends. Verifying reads memory on the scheduler's thread, a
-    bounded number of bytes in each step; further chunks are pending hits until the next step. (A
-    thread would answer a step later, and a step takes as long as hashing 30 MB.)
+    request is scheduled, loads, or ends. With `integrity=full` verifying reads memory on the
+    scheduler's thread, a bounded number of bytes in each step; further chunks are pending hits
+    until the next step. (A thread would answer a step later, and a step takes as long as hashing
+    30 MB.) Else it reads tags only.
 
     A chunk is written back to the lower tier when every worker has stored it, pinned meanwhile. It
-    is verified before, so that the tier proves no bytes that have changed, and again when it has
-    arrived: until then this engine does not take it from there. Chunks beyond the bound on those,
-    and chunks that the lower tier fails to store, wait for their turn, as long as they are in host
-    memory; see `WriteBackQueue`. A chunk that is looked up and not in host memory is given a slot
-    and looked up below (`RETRY`), loaded if it is there (`HIT_PENDING`), and then held for the
-    requests that wait for it. Any failure below makes it a miss for those requests. While a load
-    that was abandoned may still write to its slot, the chunk is a miss and the slot stays out of
-    use.
+    is verified before, so that the tier proves no bytes of another chunk and, with
+    `integrity=full`, none that have changed, and again when it has arrived: until then this engine
+    does not take it from there. Chunks beyond the bound on those, and chunks that the lower tier
+    fails to store, wait for their turn, as long as they are in host memory; see `WriteBackQueue`. A
+    chunk that is looked up and not in host memory is given a slot and looked up below (`RETRY`),
+    loaded if it is there (`HIT_PENDING`), and then held for the requests that wait for it. Any
+    failure below makes it a miss for those requests. While a load that was abandoned may still
+    write to its slot, the chunk is a miss and the slot stays out of use.
 
     Args:
         pool: The pool, mapped by this process; closed on `shutdown`.
@@ -120,6 +122,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._tier = tier
         self._prefill = prefill
         self._slot_bytes = pool.shape.slot_size_bytes
+        hashes = pool.integrity is MemoryIntegrity.FULL
+        self._hashed_bytes = self._slot_bytes if hashes else 0  # of a chunk that is verified
         self._bytes_to_verify = VERIFY_BYTES_PER_STEP
         self._polled = tier is None
         self._step_ended_s = 0.0
@@ -137,7 +141,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         else:
             self._wanted, self._metrics = tier.wanted, tier.metrics
             self._lower_reports = self._reports.of(tier.name)
-            tier.verify_by(pool.verify)
+            tier.verify_by(pool.verify, hashes=hashes)
         self._metrics.counted_by_manager = metrics.COUNTED_BY_MANAGER
         self._requests = Requests(
             self._reports,
@@ -165,7 +169,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             if held.checked is None:
                 if self._bytes_to_verify <= 0:
                     return LookupResult.HIT_PENDING
-                self._bytes_to_verify -= self._slot_bytes
+                self._bytes_to_verify -= self._hashed_bytes
                 held.checked = self._pool.verify(held.slot, key)
             if held.checked.done:
                 self._requests.note_hit(req_id, key, metrics.HOST)
@@ -453,7 +457,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         landed: list[BlockKey] = []
         while self._loaded and self._bytes_to_verify > 0:
             moved = self._loaded.popleft()
-            self._bytes_to_verify -= self._slot_bytes
+            self._bytes_to_verify -= self._hashed_bytes
             self._pool.seal([moved.row], [moved.key])
             landed.append(moved.key)
         if landed:
@@ -463,7 +467,8 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         """Unpin chunks that were written back, and verify that the copies are of intact bytes.
 
         A bit that flipped in host memory while it was read would be stored with a matching
-        checksum. Requests come first: this uses the bytes of the step that they left over.
+        checksum; `integrity=full` finds it here. Requests come first: this uses the bytes of the
+        step that they left over.
         """
         stored: list[BlockKey] = []
         failed: list[BlockKey] = []
@@ -471,7 +476,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             moved = self._copied.popleft()
             sound = moved.outcome.done
             if sound:
-                self._bytes_to_verify -= self._slot_bytes
+                self._bytes_to_verify -= self._hashed_bytes
                 sound = self._pool.verify(moved.row, moved.key).done
                 if not sound:
                     tier.delete([moved.key])
