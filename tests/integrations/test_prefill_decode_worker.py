@@ -346,7 +346,8 @@ def test_what_workers_count_and_what_their_tiers_tell_is_shown_by_prometheus() -
     stats = counters.take(3)
     stats.increase_counter("vllm:kv_offload_load_bytes", 7)
     types = {each: partial(each, registry=registry) for each in (Counter, Gauge, Histogram)}
-    tiers = SimpleNamespace(seen=[], observe=lambda data, engine: tiers.seen.append(data["data"]))
+    seen: list[object] = []
+    tiers = SimpleNamespace(observe=lambda data, engine: seen.append(data["data"]))
     config = SimpleNamespace(kv_transfer_config=None)
     shown = PrefillDecodeMetrics(config, types, ["engine"], {0: ["0"]}, tiers=tiers)
     shown.observe(stats.to_dict())
@@ -362,4 +363,4 @@ def test_what_workers_count_and_what_their_tiers_tell_is_shown_by_prometheus() -
         assert registry.get_sample_value(PREFIX + name, engine) == value
     refused = engine | {"reason": "no_answer"}
     assert registry.get_sample_value(PREFIX + "refused_total", refused) == 2
-    assert tiers.seen == [{"vllm:kv_offload_load_bytes": {(): 7}}, {}]
+    assert seen == [{"vllm:kv_offload_load_bytes": {(): 7}}, {}]
