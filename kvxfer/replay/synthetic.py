@@ -1,9 +1,9 @@
 """Synthetic traces: chats, agents and retrieval, made of a seed and a few sizes."""
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -111,11 +111,9 @@ class _Blocks:
 def _requests(
     workload: Workload, source: np.random.Generator, blocks: _Blocks
 ) -> Iterator[_Request]:
-    if isinstance(workload, MultiTurn):
-        return _multi_turn(workload, source, blocks)
-    if isinstance(workload, Agentic):
-        return _agentic(workload, source, blocks)
-    return _rag(workload, source, blocks)
+    if isinstance(workload, Rag):
+        return _rag(workload, source, blocks)
+    return _sessions(workload, _Sessions.of(workload), source, blocks)
 
 
 def _line(request: _Request, blocks: _Blocks) -> TraceLine:
@@ -137,105 +135,66 @@ def _tokens(source: np.random.Generator, mean: float) -> int:
     return 1 + int(source.exponential(max(mean - 1, 0)))
 
 
-def _multi_turn(
-    workload: MultiTurn, source: np.random.Generator, blocks: _Blocks
-) -> Iterator[_Request]:
-    systems = [
-        blocks.append(_Prompt(), blocks.new_text(), workload.system_tokens)
-        for _ in range(workload.system_prompts)
-    ]
+class _Sessions(NamedTuple):
+    """Sizes of chats, and of agents, which are chats that fork.
 
-    def begin() -> _Prompt:
-        return systems[source.integers(len(systems))]
+    Attributes:
+        num_heads: Texts of which each session begins with one.
+        task_tokens: Tokens behind it, of the session's own.
+        num_requests: Requests of a session and its forks.
+        forks: Share of the requests after which two go on.
+        input_tokens: Tokens that each request adds.
+        pause_s: Seconds between two requests.
+    """
 
-    def go_on(prompt: _Prompt, output_tokens: int) -> list[_Prompt]:
-        if source.random() < 1 / workload.turns:
-            return []
-        return [blocks.append(prompt, blocks.new_text(), output_tokens)]
+    num_heads: int
+    task_tokens: int
+    num_requests: float
+    forks: float
+    input_tokens: int
+    pause_s: float
 
-    return _sessions(
-        workload.requests,
-        source,
-        blocks,
-        sessions_per_s=workload.requests_per_s / workload.turns,
-        pause_s=workload.think_s,
-        input_tokens=workload.user_tokens,
-        output_tokens=workload.output_tokens,
-        begin=begin,
-        go_on=go_on,
-    )
-
-
-def _agentic(workload: Agentic, source: np.random.Generator, blocks: _Blocks) -> Iterator[_Request]:
-    agents = [
-        blocks.append(_Prompt(), blocks.new_text(), workload.system_tokens)
-        for _ in range(workload.agents)
-    ]
-
-    def begin() -> _Prompt:
-        agent = agents[source.integers(len(agents))]
-        return blocks.append(agent, blocks.new_text(), _tokens(source, workload.task_tokens))
-
-    ends = 1 - (1 - 1 / workload.steps) / (1 + workload.forks)
-
-    def go_on(prompt: _Prompt, output_tokens: int) -> list[_Prompt]:
-        if source.random() < ends:
-            return []
-        num_agents = 2 if source.random() < workload.forks else 1
-        answered = blocks.append(prompt, blocks.new_text(), output_tokens)
-        return [answered] * num_agents
-
-    return _sessions(
-        workload.requests,
-        source,
-        blocks,
-        sessions_per_s=workload.requests_per_s / workload.steps,
-        pause_s=workload.tool_s,
-        input_tokens=workload.tool_tokens,
-        output_tokens=workload.output_tokens,
-        begin=begin,
-        go_on=go_on,
-    )
+    @classmethod
+    def of(cls, kind: MultiTurn | Agentic) -> "_Sessions":
+        """Find the sizes, which are averages."""
+        if isinstance(kind, MultiTurn):
+            return cls(kind.system_prompts, 0, kind.turns, 0, kind.user_tokens, kind.think_s)
+        more = kind.steps, kind.forks, kind.tool_tokens, kind.tool_s
+        return cls(kind.agents, kind.task_tokens, *more)
 
 
 def _sessions(
-    num_requests: int,
+    workload: MultiTurn | Agentic,
+    sizes: _Sessions,
     source: np.random.Generator,
     blocks: _Blocks,
-    *,
-    sessions_per_s: float,
-    pause_s: float,
-    input_tokens: float,
-    output_tokens: float,
-    begin: Callable[[], _Prompt],
-    go_on: Callable[[_Prompt, int], list[_Prompt]],
 ) -> Iterator[_Request]:
-    """Make the requests of sessions, in the order of their arrival.
-
-    Args:
-        num_requests: How many to make.
-        source: Source of what is random.
-        blocks: Numbers of blocks.
-        sessions_per_s: Sessions that begin in a second.
-        pause_s: Seconds between two requests of a session, on average.
-        input_tokens: Tokens that each request adds to its prompt, on average.
-        output_tokens: Tokens of an answer, on average.
-        begin: Makes what a session begins with.
-        go_on: Makes, of a prompt and the tokens of its answer, what the next ones begin with.
-    """
-    next_session_s = source.exponential(1 / sessions_per_s)
+    """Make the requests of sessions, in the order of their arrival."""
+    heads = [
+        blocks.append(_Prompt(), blocks.new_text(), workload.system_tokens)
+        for _ in range(sizes.num_heads)
+    ]
+    ends = 1 - (1 - 1 / sizes.num_requests) / (1 + sizes.forks)
+    between_s = sizes.num_requests / workload.requests_per_s
+    next_session_s = source.exponential(between_s)
     waiting: list[tuple[float, int, _Prompt]] = []
-    for number in range(num_requests):
+    for number in range(workload.requests):
         if not waiting or next_session_s < waiting[0][0]:
-            arrival_s, head = next_session_s, begin()
-            next_session_s += source.exponential(1 / sessions_per_s)
+            arrival_s, head = next_session_s, heads[source.integers(len(heads))]
+            if sizes.task_tokens:
+                task = _tokens(source, sizes.task_tokens)
+                head = blocks.append(head, blocks.new_text(), task)
+            next_session_s += source.exponential(between_s)
         else:
             arrival_s, _, head = heapq.heappop(waiting)
-        prompt = blocks.append(head, blocks.new_text(), _tokens(source, input_tokens))
-        answer = _tokens(source, output_tokens)
-        for index, later in enumerate(go_on(prompt, answer)):
-            pause = source.exponential(pause_s)
-            heapq.heappush(waiting, (arrival_s + pause, 2 * number + index, later))
+        prompt = blocks.append(head, blocks.new_text(), _tokens(source, sizes.input_tokens))
+        answer = _tokens(source, workload.output_tokens)
+        if source.random() >= ends:
+            num_next = 2 if sizes.forks and source.random() < sizes.forks else 1
+            later = blocks.append(prompt, blocks.new_text(), answer)
+            for index in range(num_next):
+                pause = source.exponential(sizes.pause_s)
+                heapq.heappush(waiting, (arrival_s + pause, 2 * number + index, later))
         yield _Request(arrival_s, prompt, answer)
 
 
