@@ -37,7 +37,7 @@ class WantedBlocks:
 
     def __init__(self) -> None:
         self._blocks: dict[BlockKey, Wanted] = {}
-        self._unasked: dict[BlockKey, None] = {}
+        self._open: dict[BlockKey, None] = {}  # to be looked up, or to be loaded
         self._keys_of: dict[str, dict[BlockKey, None]] = {}
 
     def want(self, key: BlockKey, req_id: str) -> Wanted:
@@ -60,8 +60,12 @@ class WantedBlocks:
             block.waiting = {}
         block.waiting[req_id] = None
         if not block.is_asked:
-            self._unasked[key] = None
+            self._open[key] = None
         return block.found
+
+    def ask_to_load(self, key: BlockKey) -> None:
+        """Note that a block is to be loaded that the lower tier has."""
+        self._open[key] = None
 
     def get(self, key: BlockKey) -> Wanted | None:
         """Return a block that is wanted, or being looked up."""
@@ -73,14 +77,14 @@ class WantedBlocks:
         return None if block is None else block.found
 
     @property
-    def unasked(self) -> list[BlockKey]:
-        """Keys to be looked up, in the order in which they were wanted."""
-        return list(self._unasked)
+    def open(self) -> list[BlockKey]:
+        """Keys to be looked up or loaded, in the order in which they were wanted."""
+        return list(self._open)
 
     def take_unasked(self) -> list[BlockKey]:
-        """Return the keys to be looked up now, in the order in which they were wanted."""
-        keys = self.unasked
-        self._unasked.clear()
+        """Return the keys to be looked up now; nothing is open after it."""
+        keys = [key for key in self._open if not self._blocks[key].is_asked]
+        self._open.clear()
         for key in keys:
             self._blocks[key].is_asked = True
         return keys
@@ -98,13 +102,13 @@ class WantedBlocks:
         for key in keys:
             if block := self._blocks.get(key):
                 block.is_asked, block.found = True, False
-                self._unasked.pop(key, None)
+                self._open.pop(key, None)
                 self._drop_unwanted(key, block)
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
         """Forget the answers for blocks that are being stored: the next lookup asks again."""
         for key in keys:
-            self._unasked.pop(key, None)
+            self._open.pop(key, None)
             if block := self._blocks.get(key):
                 block.is_asked, block.found = False, None
                 self._drop_unwanted(key, block)
@@ -131,14 +135,14 @@ class WantedBlocks:
                 unpinned.append(key)
                 block.slot = block.checked = None
             if not block.is_asked or block.found is not None:  # no lookup goes on
-                self._unasked.pop(key, None)
+                self._open.pop(key, None)
                 del self._blocks[key]
         return used, unpinned
 
     def clear(self) -> None:
         """Forget everything."""
         self._blocks.clear()
-        self._unasked.clear()
+        self._open.clear()
         self._keys_of.clear()
 
     def _drop_unwanted(self, key: BlockKey, block: Wanted) -> None:

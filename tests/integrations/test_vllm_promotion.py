@@ -224,11 +224,12 @@ def test_a_chunk_that_was_found_and_not_taken_is_asked_for_again_by_the_next_req
 ) -> None:
     """As of hybrid models: a request settles on less than was found, and forgets the rest."""
     backend, keys = KeepingBackend(), keys_of(2)
+    fill(start, backend, keys)
     scheduler = start(backend)
-    scheduler.store(keys)
-    scheduler.forget()
-    scheduler.manager._found.update(dict.fromkeys(keys))  # by one that has forgotten the answer
-    assert scheduler.lookup(keys, "second") == [RETRY] * 2
+    store_all(scheduler, keys_of(NUM_SLOTS, first=100))  # there is room to look one up
+    scheduler.until(lambda: scheduler.lookup(keys, "first")[1] is PENDING)
+    scheduler.manager.on_request_finished(ReqContext("first"))
+    assert scheduler.lookup(keys, "second")[1] is RETRY
     scheduler.step("second")
     assert scheduler.resolve(keys, "second") == [HIT] * 2
 

@@ -20,7 +20,7 @@ def test_a_key_that_is_being_looked_up_is_not_asked_for_again() -> None:
     assert wanted.take_unasked() == [key]
     wanted.release("one")
     assert wanted.ask(key, "two") is None
-    assert wanted.unasked == []
+    assert wanted.open == []
     wanted.tell([key], [True])
     assert wanted.ask(key, "two") is True
 
@@ -80,18 +80,18 @@ class WantedBlocksMachine(RuleBasedStateMachine):
         super().__init__()
         self.wanted = WantedBlocks()
         self.model: dict[BlockKey, Model] = {}
-        self.unasked: list[BlockKey] = []  # in the order in which they were wanted
+        self.open: list[BlockKey] = []  # in the order in which they were wanted
 
     def drop_useless(self) -> None:
         self.model = {key: each for key, each in self.model.items() if each.is_of_use}
-        self.unasked = [key for key in self.unasked if key in self.model]
+        self.open = [key for key in self.open if key in self.model]
 
     @rule(key=st.sampled_from(KEYS), req_id=st.sampled_from(REQUESTS))
     def ask(self, key: BlockKey, req_id: str) -> None:
         model = self.model.setdefault(key, Model())
         model.req_ids.add(req_id)
-        if not model.asked and key not in self.unasked:
-            self.unasked.append(key)
+        if not model.asked and key not in self.open:
+            self.open.append(key)
         assert self.wanted.ask(key, req_id) is model.found
 
     @rule(key=st.sampled_from(KEYS), req_id=st.sampled_from(REQUESTS))
@@ -104,10 +104,18 @@ class WantedBlocksMachine(RuleBasedStateMachine):
 
     @rule()
     def take_unasked(self) -> None:
-        assert self.wanted.take_unasked() == self.unasked
-        for key in self.unasked:
+        unasked = [key for key in self.open if not self.model[key].asked]
+        assert self.wanted.take_unasked() == unasked
+        for key in unasked:
             self.model[key].asked = True
-        self.unasked = []
+        self.open = []
+
+    @rule()
+    def ask_to_load(self) -> None:
+        for key, model in self.model.items():
+            if model.found:
+                self.wanted.ask_to_load(key)
+                self.open += [] if key in self.open else [key]
 
     @rule(keys=keys, found=st.lists(st.booleans(), min_size=len(KEYS), max_size=len(KEYS)))
     def tell(self, keys: list[BlockKey], found: list[bool]) -> None:
@@ -123,7 +131,7 @@ class WantedBlocksMachine(RuleBasedStateMachine):
         self.wanted.deny(keys)
         for key in self.model.keys() & set(keys):
             self.model[key].asked, self.model[key].found = True, False
-        self.unasked = [key for key in self.unasked if key not in keys]
+        self.open = [key for key in self.open if key not in keys]
         self.drop_useless()
 
     @rule(keys=keys)
@@ -131,7 +139,7 @@ class WantedBlocksMachine(RuleBasedStateMachine):
         self.wanted.forget(keys)
         for key in self.model.keys() & set(keys):
             self.model[key].asked, self.model[key].found = False, None
-        self.unasked = [key for key in self.unasked if key not in keys]
+        self.open = [key for key in self.open if key not in keys]
         self.drop_useless()
 
     @rule(req_id=st.sampled_from(REQUESTS))
@@ -150,11 +158,11 @@ class WantedBlocksMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         self.wanted.clear()
         self.model.clear()
-        self.unasked = []
+        self.open = []
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        assert self.wanted.unasked == self.unasked
+        assert self.wanted.open == self.open
         for key in KEYS:
             model, block = self.model.get(key, Model()), self.wanted.get(key)
             assert self.wanted.found(key) is model.found

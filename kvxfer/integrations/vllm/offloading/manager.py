@@ -128,7 +128,6 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._polled = tier is None
         self._step_ended_s = 0.0
         self._storing: dict[BlockKey, None] = {}  # by workers, in the order of the prompts
-        self._found: dict[BlockKey, None] = {}  # known to be below, and without a slot
         self._loaded: deque[RowOutcome] = deque()  # to be sealed
         self._copied: deque[RowOutcome] = deque()  # to be verified
         self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
@@ -301,7 +300,6 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._index.clear()
         self._wanted.clear()
         self._storing.clear()
-        self._found.clear()
         self._loaded.clear()
         self._copied.clear()
         self._write_back.clear()
@@ -348,7 +346,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         if found is None:
             return LookupResult.RETRY
         if found and key not in self._index:
-            self._found[key] = None
+            self._wanted.ask_to_load(key)
         return LookupResult.HIT_PENDING if found else LookupResult.MISS
 
     def _release(self, req_id: str) -> None:
@@ -385,7 +383,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         Whether the tier below has them is not known yet: what counts is how long it would take.
         """
         wanted: dict[str, list[BlockKey]] = {}
-        for key in [*self._found, *self._wanted.unasked]:
+        for key in self._wanted.open:
             block = self._wanted.get(key)
             if block is not None and block.waiting:
                 wanted.setdefault(min(block.waiting), []).append(key)
@@ -398,8 +396,6 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._wanted.deny(keys)
             self._metrics.add(metrics.NOT_LOADED, len(keys))
             self._lower_reports.tell(NotLoaded(tier.name, keys))
-            for key in keys:
-                self._found.pop(key, None)
 
     def _make_room(self, tier: LowerTier) -> dict[BlockKey, int]:
         """Give slots to chunks of the lower tier that were wanted in this step.
@@ -410,12 +406,11 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         chunks that were evicted for it are gone, but a missing chunk is computed and stored soon,
         and would evict them then. Chunks beyond this bound get slots when they were found.
         """
-        # A request that did not take what was found forgets the answer: the next one asks anew.
-        found = [key for key in self._found if self._wanted.found(key)]
-        unknown = self._wanted.unasked
-        self._found.clear()
-        if not found and not unknown:
+        wanted = self._wanted.open
+        if not wanted:
             return {}
+        found = [key for key in wanted if self._wanted.found(key)]
+        unknown = [key for key in wanted if not self._wanted.found(key)]
         evictable = math.ceil(self._index.num_evictable * MAX_SHARE_FOR_UNKNOWN)
         room = self._index.num_free_slots - len(found) + evictable - tier.num_unknown
         plan = self._index.begin_store([*found, *unknown[: max(0, room)]])
