@@ -19,9 +19,5 @@ SCENARIOS: list[Scenario] = [
     FilesScenario(),
 ]
 
-ON_REQUEST = ("files",)
-"""Scenarios that run where they are named alone, until thousands of their seeds have run."""
-
 if __name__ == "__main__":
-    is_named = "--scenario" in sys.argv
-    sys.exit(main([each for each in SCENARIOS if is_named or each.name not in ON_REQUEST]))
+    sys.exit(main(SCENARIOS))

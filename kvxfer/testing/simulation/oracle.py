@@ -224,6 +224,15 @@ class History:
             if is_whole:
                 self._deleted.setdefault(key, []).append((began, self._simulation.now))
 
+    def judge_damage(self, key: BlockKey, reason: object) -> None:
+        """Check that bytes of a key may be damaged; stores that have met these are gone with them.
+
+        A store of what is there reads nothing, and is `DONE`.
+        """
+        if not self.may_be_torn:
+            self._simulation.fail("corrupt without a fault", f"{_name(key)}: {reason}")
+        self._removed[key] = self._simulation.now
+
     def note_loss(self, key: BlockKey) -> None:
         """Note that a fault has removed a key, in one place at least."""
         self._removed[key] = self._simulation.now

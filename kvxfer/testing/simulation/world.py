@@ -220,8 +220,8 @@ class World:
         if outcome.done and not outcome.memory_safe:
             self._simulation.fail("impossible outcome", outcome)
         if not outcome.done:
-            if outcome.status is Status.CORRUPT and not self.history.may_be_torn:
-                self._simulation.fail("corrupt without a fault", f"{part}: {outcome.reason}")
+            if outcome.status is Status.CORRUPT:
+                self.history.judge_damage(self.key(part), outcome.reason)
             if not outcome.reason and outcome.status is not Status.MISSING:
                 self._simulation.fail("outcome without a reason", outcome)
             if not batch.is_store and outcome.status not in GIVEN_UP:
