@@ -73,7 +73,7 @@ helm: $(HELM) ; $(BIN)/pytest tests/test_fleets.py
 
 sglang: $(SGLANG)/.installed ; PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "not e2e" tests/sglang
 
-# The tables of docs/backends.md and examples/storages: storages of LMCache and SGLang, and ours.
+# The tables of examples/storages/README.md: storages of LMCache and SGLang, and ours.
 storages: $(SGLANG)/.installed ; PYTHONPATH=$(SGLANG) $(BIN)/python -m examples.storages
 
 # Two engines at a time, each with one thread of its own; those of one file come one after the other.

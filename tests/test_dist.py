@@ -410,7 +410,7 @@ def blocks_of(page: str, language: str) -> str:
     return "\n".join(found)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/concepts.md"])
 def test_the_first_program_of_a_stranger_runs(bare: Bare, page: str, tmp_path: Path) -> None:
     program = tmp_path / "first.py"
     program.write_text(blocks_of(page, "python"))

@@ -90,7 +90,7 @@ def test_the_python_blocks_of_a_page_run(page: Path) -> None:
 
 def test_the_readme_and_the_guides_have_code() -> None:
     names = {page.name for page in PAGES_WITH_CODE}
-    guides = {"quickstart.md", "concepts.md", "backends.md", "peers.md"}
+    guides = {"concepts.md", "backends.md", "peers.md"}
     assert {"README.md", "index.md"} | guides <= names
 
 
@@ -113,14 +113,12 @@ def test_pages_quote_files_as_they_are() -> None:
     assert not [(name, part) for name, part in quoted if part not in (ROOT / name).read_text()]
 
 
-def test_the_tutorial_has_every_line_of_its_engine_in_order() -> None:
-    ((name, parts),) = {
-        (name, "".join(part for other, part in excerpts(page) if other == name))
-        for page in [ROOT / "docs/own-engine.md"]
-        for name, _ in excerpts(page)
-    }
-    lines = [line for line in (ROOT / name).read_text().splitlines() if line]
-    assert [line for line in parts.splitlines() if line] == lines
+def test_the_tutorial_has_parts_of_its_engine_in_order() -> None:
+    found = list(excerpts(ROOT / "docs/own-engine.md"))
+    ((name, text),) = {(name, (ROOT / name).read_text()) for name, _ in found}
+    places = [text.index(part) for _, part in found]
+    assert len(places) > 3
+    assert places == sorted(places)
     assert len((ROOT / name).read_text().splitlines()) <= MAX_LINES_OF_TUTORIAL
 
 

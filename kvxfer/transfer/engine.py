@@ -70,7 +70,7 @@ class PolledEngine(Generic[MoverT]):
     """Engine that stores and loads batches of blocks for a step loop, which polls it.
 
     Jobs of host memory are moved on the threads that submit and poll them. All other work runs on
-    one event loop, by default one of its own, on a thread. See docs/decisions.md.
+    one event loop, by default one of its own, on a thread. See docs/architecture.md.
 
     A process that was forked cannot use the engine of its parent: it gets a `ForkedError`.
 

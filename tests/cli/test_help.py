@@ -122,9 +122,9 @@ def test_a_path_with_a_nul_is_named(name: str, capsys: pytest.CaptureFixture[str
     ("command", "page", "example"),
     [
         ("serve", "peers.md", "--capacity"),
-        ("doctor", "doctor.md", "--json"),
-        ("explain", "explain.md", "--journal"),
-        ("replay", "replay.md", "--budget"),
+        ("doctor", "cli.md", "--json"),
+        ("explain", "cli.md", "--journal"),
+        ("replay", "fleets.md", "--budget"),
     ],
 )
 def test_every_option_is_in_the_table_of_a_page(command: str, page: str, example: str) -> None:

@@ -70,7 +70,7 @@ def test_the_page_of_fleets_shows_what_the_command_prints(
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_page_shows_what_tiers_give(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs/replay.md").read_text().partition("## Lists of tiers\n")[2]
+    page = (ROOT / "docs/fleets.md").read_text().partition("## Lists of tiers\n")[2]
     command, shown = re.findall(r"^```(?:bash)?\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]
     assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out.endswith(f"\n\n{shown}")
@@ -206,7 +206,7 @@ def test_a_call_without_a_trace_or_with_two_ends_with_one_line(
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs/replay.md").read_text()
+    page = (ROOT / "docs/fleets.md").read_text().partition("## Plan the capacity\n")[2]
     command, shown = re.findall(r"^```(?:bash)?\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]
     assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out == shown

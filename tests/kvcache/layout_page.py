@@ -35,10 +35,10 @@ INTRODUCTION = """# Layouts
 With this page you can tell how an engine lays out its KV cache, and in how many pieces a
 block of all layers lies in memory.
 
-Each entry has the releases, the axes of an allocation from the outermost, and the pieces of a
-block; a piece is one I/O, or one descriptor. The model is Qwen3-0.6B in 16 bits with 16 tokens in a
-block, or for latents DeepSeek-V2-Lite with 64. [Canonical allocation](allocation.md) makes one
-piece of it. The data is in [`LAYOUT_ZOO`][kvxfer.engine_side.LAYOUT_ZOO].
+Each layout has its releases, the axes in memory from the outermost, and the pieces of a block. The
+model is Qwen3-0.6B in 16 bits with 16 tokens in a block, or for latents DeepSeek-V2-Lite with 64. A
+piece is one I/O, or one descriptor; [canonical allocation](allocation.md) makes one of it. Shapes,
+and the attention backends of each, are in [`LAYOUT_ZOO`][kvxfer.engine_side.LAYOUT_ZOO].
 
 The pictures show memory from left to right, one bar for each allocation, of two layers, two heads
 and three blocks of two tokens. One block is coloured: K is blue, V is red, the second layer is
@@ -58,21 +58,20 @@ def layout_page() -> dict[str, str]:
 
 def section(entry: EngineLayout) -> str:
     """Describe one layout."""
-    axes = f"`{entry.shape}`"
-    if entry.memory != entry.shape:
-        axes = f"Shape {axes}, memory `{entry.memory}`"
+    axes = f"`{entry.memory}`"
     if entry.allocations:
         axes += f" for each {' and '.join(entry.allocations.split())}"
     if entry.content != "states":
         axes += f": {in_pieces(entry)}"
-    lines = [
-        f"### {entry.name}\n",
-        f"*{entry.releases[:1].upper()}{entry.releases[1:]}.* {entry.note}".rstrip() + "\n",
-        f"{axes}\n",
-        *([f'Tell kvxfer: `layouts={{...: "{entry.layout}"}}`\n'] if told(entry) else []),
-        f"![One block]({IMAGES}/{picture_name(entry)}.svg)\n",
-    ]
-    return "\n".join(lines)
+    if told(entry):
+        axes += f'. Tell kvxfer: `layouts={{...: "{entry.layout}"}}`'
+    return "\n".join(
+        [
+            f"### {entry.name}\n",
+            f"{entry.releases[:1].upper()}{entry.releases[1:]}, {axes}\n",
+            f"![One block]({IMAGES}/{picture_name(entry)}.svg)\n",
+        ]
+    )
 
 
 def in_pieces(entry: EngineLayout) -> str:

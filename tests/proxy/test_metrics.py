@@ -51,7 +51,7 @@ async def test_prometheus_reads_all_of_it() -> None:
         "requests_under_way": "gauge",
         "engine_ejected": "gauge",
     }
-    page = (Path(__file__).parents[2] / "docs" / "prefill-decode.md").read_text()
+    page = (Path(__file__).parents[2] / "examples" / "proxy" / "README.md").read_text()
     explained = set(re.findall(r"^\| `(kvxfer_proxy_\w+)`", page, re.MULTILINE))
     assert {name.removesuffix("_total") for name in explained} == set(families)
     (alone,) = families["kvxfer_proxy_decoded_alone"].samples

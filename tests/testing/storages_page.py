@@ -1,12 +1,11 @@
-"""Tables and lines of two pages that `python -m examples.storages` prints."""
+"""Tables and lines of the page that `python -m examples.storages` prints."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = (REPOSITORY / "docs/backends.md", REPOSITORY / "examples/storages/README.md")
-TEXT = "\n".join(page.read_text() for page in PAGES)
+TEXT = (REPOSITORY / "examples" / "storages" / "README.md").read_text()
 
 
 def table(*, of: str) -> dict[tuple[str, str], str]:

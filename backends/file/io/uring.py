@@ -36,7 +36,7 @@ from kvxfer.backends.file.io.ring import (
 )
 
 FILES_PER_CALL = 64
-"""Files of a system call; see docs/decisions.md."""
+"""Files of a system call; see docs/architecture.md."""
 
 Operations = NDArray[np.void]
 StringAddresses = NDArray[np.int64]
