@@ -69,6 +69,11 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             if getattr(self, name) > most:
                 raise InvalidArgumentError(name, getattr(self, name), f"at most {most}, {what}")
 
+    @property
+    def num_connections(self) -> int:
+        """Connections of all engines of a group to one of its holders."""
+        return -(-self.engines // self.groups) * self.connections
+
 
 def parse_fleet(text: str) -> Fleet:
     """Make a fleet of a text such as `holders=1000,engines=10000`.
@@ -97,50 +102,31 @@ def place(fleet: Fleet, num_blocks: int) -> Placement:
 
 
 class SimulatedHolders:
-    """Holders that engines share: what each of them has, and is asked.
+    """Holders, each connected to the engines of its group: what it has, and is asked.
 
     Args:
         fleet: The fleet.
         num_slots: Blocks that fit into a holder.
         placement: Holders of each block.
-        connected: bool `(engines, holders)`; who is connected.
 
     Attributes:
         stores: Store of each holder.
         num_lookups: Lookups that each holder has answered.
         num_stores: Batches that each holder was asked to store.
-        num_connected: Engines that are connected to each.
-        num_refused: Lookups and stores for which a holder had no connection left.
     """
 
-    def __init__(
-        self, fleet: Fleet, num_slots: int, placement: Placement, connected: NDArray[np.bool_]
-    ) -> None:
+    def __init__(self, fleet: Fleet, num_slots: int, placement: Placement) -> None:
         plan = TierPlan("host", "lru", num_slots)
         self.stores = [SimulatedTier(plan) for _ in range(fleet.holders)]
         self.num_lookups, self.num_stores = [0] * fleet.holders, [0] * fleet.holders
-        self.num_connected: list[int] = connected.sum(axis=0).tolist()
-        self.num_refused = 0
         self._fleet = fleet
         self._placement = placement
-        self._connected = connected.tobytes()
 
     def homes(self, engine: int, blocks: Sequence[int]) -> list[list[int]]:
         """Find the holders of blocks for an engine, the first choice first."""
         group = engine * self._fleet.groups // self._fleet.engines
         homes: list[list[int]] = self._placement[group][:, blocks].tolist()
         return homes
-
-    def is_connected(self, engine: int, home: int) -> bool:
-        """Whether a holder and an engine are connected."""
-        return bool(self._connected[engine * self._fleet.holders + home])
-
-    def ask(self, engine: int, home: int, counts: list[int]) -> bool:
-        """Count a lookup or store of an engine; whether the holder answers it."""
-        answers = self.is_connected(engine, home)
-        counts[home] += answers
-        self.num_refused += not answers
-        return answers
 
 
 class HoldersTier(SimulatedTier):
@@ -157,26 +143,23 @@ class HoldersTier(SimulatedTier):
         self._engine = engine
 
     def __contains__(self, block: object) -> bool:
-        """Whether a block is at a holder that is connected; nobody is asked."""
+        """Whether a block is at a holder; nobody is asked."""
         assert isinstance(block, int)
-        holders, engine = self._holders, self._engine
-        return any(
-            block in holders.stores[home]
-            for [home] in holders.homes(engine, [block])
-            if holders.is_connected(engine, home)
-        )
+        stores = self._holders.stores
+        return any(block in stores[home] for [home] in self._holders.homes(self._engine, [block]))
 
     def lookup(self, blocks: Sequence[int]) -> list[int]:
-        """Ask the holders of blocks; those of one that is not connected are misses."""
+        """Ask the holders of blocks."""
         holders = self._holders
-        asked: dict[int, bool] = {}
+        asked: set[int] = set()
         found: set[int] = set()
         for homes in holders.homes(self._engine, blocks):
+            asked.update(homes)
             for block, home in zip(blocks, homes, strict=True):
-                if home not in asked:
-                    asked[home] = holders.ask(self._engine, home, holders.num_lookups)
-                if asked[home] and block in holders.stores[home]:
+                if block in holders.stores[home]:
                     found.add(block)
+        for home in asked:
+            holders.num_lookups[home] += 1
         return [block for block in blocks if block in found]
 
     def load(self, blocks: Sequence[int], *, is_use: bool = True) -> None:
@@ -185,23 +168,22 @@ class HoldersTier(SimulatedTier):
         for homes in holders.homes(self._engine, blocks):
             there: dict[int, list[int]] = {}
             for block, home in zip(blocks, homes, strict=True):
-                is_open = holders.is_connected(self._engine, home)
-                if block in left and is_open and block in holders.stores[home]:
+                if block in left and block in holders.stores[home]:
                     there.setdefault(home, []).append(block)
             for home, each in there.items():
                 holders.stores[home].load(each, is_use=is_use)
                 left.difference_update(each)
 
     def store(self, blocks: Sequence[int]) -> None:
-        """Store blocks at all of their holders that are connected."""
+        """Store blocks at all of their holders."""
         holders = self._holders
         by_home: dict[int, list[int]] = {}
         for homes in holders.homes(self._engine, blocks):
             for block, home in zip(blocks, homes, strict=True):
                 by_home.setdefault(home, []).append(block)
         for home, each in by_home.items():
-            if holders.ask(self._engine, home, holders.num_stores):
-                holders.stores[home].store(each)
+            holders.stores[home].store(each)
+            holders.num_stores[home] += 1
 
 
 def route(trace: Trace, fleet: Fleet, seed: int) -> list[int]:
@@ -220,22 +202,6 @@ def route(trace: Trace, fleet: Fleet, seed: int) -> list[int]:
         for request, source in zip(requests, sources[follows].tolist(), strict=True):
             engines[request] = engines[source]
     return engines
-
-
-def connect_all(fleet: Fleet, seed: int) -> NDArray[np.bool_]:
-    """Connect every engine to every holder of its group, as far as holders take so many.
-
-    So it is after a while: each prompt is spread over many holders. Who came first is in.
-    """
-    most = fleet.max_connections // fleet.connections
-    ours = np.arange(fleet.engines) * fleet.groups // fleet.engines
-    theirs = np.arange(fleet.holders) * fleet.groups // fleet.holders
-    connected: NDArray[np.bool_] = ours[:, None] == theirs[None]
-    if connected.sum(axis=0).max() > most:
-        arrival = np.random.default_rng(seed).random(connected.shape, np.float32)
-        arrival[~connected] = np.inf
-        connected &= arrival < np.partition(arrival, most, axis=0)[most]
-    return connected
 
 
 def replay_on_holders(
@@ -286,7 +252,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
         hits_own: Hits in the memory of engines.
         hits_holders: Hits at holders.
         hits_pool: Hits in one pool as large as all holders, of the same engines.
-        refused: Share of the questions to holders that found no room for a connection.
+        num_connections: Connections that a holder needs, for all engines of its group.
         holders: Figures of holders.
     """
 
@@ -295,7 +261,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
     hits_own: float
     hits_holders: float
     hits_pool: float
-    refused: float
+    num_connections: int
     holders: list[Spread]
 
 
@@ -311,17 +277,16 @@ def study_fleet(trace: Trace, machine: Machine, fleet: Fleet, *, seed: int = 0) 
         for capacity in (fleet.engine_capacity, fleet.capacity)
     )
     engines, placement = route(trace, fleet, seed), place(fleet, trace.num_unique)
-    holders = SimulatedHolders(fleet, num_slots, placement, connect_all(fleet, seed))
+    holders = SimulatedHolders(fleet, num_slots, placement)
     hits = replay_on_holders(trace, engines, num_own, holders)
     own, theirs = (hits.sum(axis=0) / trace.num_references).tolist()
-    num_asked = sum(holders.num_lookups) + sum(holders.num_stores)
     return FleetReport(
         fleet={name: _plain(getattr(fleet, name)) for name in fleet.__struct_fields__},
         num_slots=num_slots,
         hits_own=own,
         hits_holders=theirs,
         hits_pool=_hits_in_one_pool(trace, fleet, engines, num_own, num_slots),
-        refused=holders.num_refused / max(1, num_asked + holders.num_refused),
+        num_connections=fleet.num_connections,
         holders=_spreads(holders, max(trace.duration_s, 1e-3), block, fleet),
     )
 
@@ -336,8 +301,7 @@ def _hits_in_one_pool(
     """Count the hits of the same engines above one store as large as all holders together."""
     pool = msgspec.structs.replace(fleet, holders=1, groups=1, replicas=1)
     placement = [np.zeros((1, trace.num_unique), np.int32)]
-    connected = np.ones((fleet.engines, 1), bool)
-    holders = SimulatedHolders(pool, num_slots * fleet.holders, placement, connected)
+    holders = SimulatedHolders(pool, num_slots * fleet.holders, placement)
     hits = replay_on_holders(trace, engines, num_own, holders)
     return float(hits[:, 1].sum() / trace.num_references)
 
@@ -348,9 +312,9 @@ def _spreads(holders: SimulatedHolders, seconds: float, block: int, fleet: Fleet
         for what in ("read", "written", "evicted")
     )
     lookups, stores = np.array(holders.num_lookups), np.array(holders.num_stores)
-    connected = np.array(holders.num_connected)
+    connections = np.full(fleet.holders, fleet.num_connections)
     messages = MESSAGES_OF_A_LOOKUP * lookups + MESSAGES_OF_A_STORE * stores
-    heartbeats = MESSAGES_OF_A_HEARTBEAT * connected / PEERS.heartbeat_s
+    heartbeats = MESSAGES_OF_A_HEARTBEAT * connections / fleet.connections / PEERS.heartbeat_s
     return [
         Spread.of("blocks kept", written - evicted),
         Spread.of("requests/s", (lookups + stores) / seconds),
@@ -358,7 +322,7 @@ def _spreads(holders: SimulatedHolders, seconds: float, block: int, fleet: Fleet
         Spread.of("messages/s of heartbeats", heartbeats),
         Spread.of("bytes/s read", read * block / seconds),
         Spread.of("bytes/s written", written * block / seconds),
-        Spread.of("connections", connected * fleet.connections),
+        Spread.of("connections", connections),
     ]
 
 
@@ -387,9 +351,9 @@ def _head(report: FleetReport) -> Iterator[str]:
     yield f"hits     {_percent(report.hits_own)} of the blocks in engines"
     yield f"         {at_holders} at holders; {in_pool} in one pool"
     yield f"         of {format_size(capacity * int(fleet['holders']))} in their place"
-    if report.refused:
-        yield f"refused  {_percent(report.refused)} of what holders are asked: no room"
-        yield f"         for more than {fleet['max_connections']:,} connections"
+    if report.num_connections > int(fleet["max_connections"]):
+        most = f"{report.num_connections:,} connections at each"
+        yield f"refused  with max_connections={fleet['max_connections']}: {most}"
 
 
 def _percent(share: float) -> str:

@@ -113,7 +113,7 @@ def test_a_fleet_fits_a_terminal_and_is_the_same_as_json(
     assert main([*arguments, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["fleet"]["engines"] == 20
-    for share in (report["hits_own"], report["hits_holders"], report["refused"]):
+    for share in (report["hits_own"], report["hits_holders"]):
         assert f"{100 * share:.1f} % " in printed
     for row in report["holders"]:
         assert row["name"] in printed

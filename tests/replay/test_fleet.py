@@ -9,9 +9,8 @@ from kvxfer.replay import Machine, MultiTurn, TierPlan, Trace, make_synthetic, s
 from kvxfer.replay.fleet import (
     Fleet,
     FleetReport,
-    HoldersTier,
     SimulatedHolders,
-    connect_all,
+    format_fleet,
     parse_fleet,
     place,
     replay_on_holders,
@@ -38,7 +37,7 @@ def report(chats: Trace) -> FleetReport:
 def test_one_engine_above_one_holder_has_the_hits_of_two_tiers(chats: Trace) -> None:
     fleet = Fleet(holders=1, engines=1)
     placement = place(fleet, chats.num_unique)
-    holders = SimulatedHolders(fleet, 500, placement, connect_all(fleet, 0))
+    holders = SimulatedHolders(fleet, 500, placement)
     hits = replay_on_holders(chats, route(chats, fleet, 0), 100, holders)
     tiers = simulate(chats, [TierPlan("host", "lru", 100), TierPlan("host", "lru", 500)])
     assert hits.tolist() == tiers.hits.tolist()
@@ -67,20 +66,17 @@ def test_a_fleet_has_almost_the_hits_of_one_pool(report: FleetReport) -> None:
     assert abs(report.hits_pool - report.hits_holders) < 0.05
 
 
-def test_a_full_holder_refuses_engines() -> None:
-    fleet = Fleet(holders=3, engines=10, max_connections=8, connections=2)
-    connected = connect_all(fleet, 0)
-    assert connected.sum(axis=0).tolist() == [4, 4, 4]
-    holders = SimulatedHolders(fleet, 100, place(fleet, 50), connected)
-    stranger = int(connected.sum(axis=1).argmin())
-    tier = HoldersTier(holders, stranger)
-    tier.store(range(50))
-    there = [home for home in range(3) if connected[stranger, home]]
-    assert {home for home in range(3) if holders.stores[home].num_written} == set(there)
-    assert holders.num_refused == 3 - len(there)
-    reachable = [block for block in range(50) if holders.homes(stranger, [block])[0][0] in there]
-    assert tier.lookup(range(50)) == reachable
-    assert holders.num_refused == 2 * (3 - len(there))
+def test_every_engine_of_a_group_is_connected_to_its_holders(chats: Trace) -> None:
+    fleet = parse_fleet(f"{SMALL},groups=5,connections=3,max_connections=29")
+    report = study_fleet(chats, Machine(bytes_per_token=16384), fleet)
+    rows = {row.name: row for row in report.holders}
+    assert report.num_connections == 30
+    assert rows["connections"].mean == rows["connections"].largest == 30
+    assert rows["messages/s of heartbeats"].mean == pytest.approx(10)
+    refused = "refused  with max_connections=29: 30 connections at each"
+    assert refused in format_fleet(report).splitlines()
+    enough = msgspec.structs.replace(fleet, max_connections=30)
+    assert "refused" not in format_fleet(study_fleet(chats, Machine(bytes_per_token=16384), enough))
 
 
 def test_requests_of_a_chat_stay_at_an_engine_that_has_it() -> None:
