@@ -16,7 +16,7 @@ from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.reads import BlockHasher, Quarantine, generations_memory
 from kvxfer.backends.nixl.server import Server
 from kvxfer.backends.nixl.session import BlockStore
-from kvxfer.backends.nixl.wire.messages import MAX_DESCRIPTION_BYTES
+from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.checks import require_positive
 from kvxfer.endpoint import Endpoint
@@ -51,10 +51,10 @@ class Exchange:
         config: See `NixlConfig`; its `address`, `discover`, `replicas` and `capacity` mean nothing
             here.
         namespace: Namespace of the blocks; peers with another one are refused.
-        own: Lender whose blocks are served with `listen`; closed by its maker. None without.
+        own: Lender whose blocks are served with `listen`, a `CacheLender` also under tickets;
+            closed by its maker. None without.
         largest_block_bytes: Bytes of the largest block that has to fit into staging memory.
         make_agent: Opens the agent that moves bytes between registered memory.
-        desk: Lender that peers ask for tickets, with `own`; None where there are none.
         max_clients: Most peers that connections are kept to; idle ones are closed, the least
             recently used first. None for no limit.
         only_asks: Whether no blocks are moved: peers get no memory of this process, and so serve it
@@ -66,8 +66,8 @@ class Exchange:
         staging: Registered memory for blocks on their way, which callers may hold as well.
 
     Raises:
-        InvalidArgumentError: There is `own` without `listen`, the reverse, or a desk without
-            either; the description of the desk is too large; or a parameter is out of range.
+        InvalidArgumentError: There is `own` without `listen`, or the reverse; the description of
+            `own` is too large; or a parameter is out of range.
     """
 
     def __init__(
@@ -78,14 +78,15 @@ class Exchange:
         own: LendingBackend | CacheLender | None = None,
         largest_block_bytes: int,
         make_agent: Callable[[], TransferAgent] = NixlAgent,
-        desk: CacheLender | None = None,
         max_clients: int | None = None,
         only_asks: bool = False,
     ) -> None:
         if (own is not None) != bool(config.listen):
             wanted = "HOST:PORT with a backend whose blocks are served, and nothing without one"
             raise InvalidArgumentError("listen", config.listen, wanted)
-        _require_desk(desk, own)
+        if isinstance(own, CacheLender) and len(own.description) > wire.MAX_DESCRIPTION_BYTES:
+            wanted = f"at most {wire.MAX_DESCRIPTION_BYTES}"
+            raise InvalidArgumentError("bytes of own.description", len(own.description), wanted)
         largest = require_positive("largest_block_bytes", largest_block_bytes)
         self._max_clients = max_clients
         if max_clients is not None:
@@ -96,7 +97,6 @@ class Exchange:
         self._guard = CallGuard("exchange")
         self._config = config
         self._own = own
-        self._desk = desk
         self._node = LocalNode(config, namespace, make_agent=make_agent)
         self._hasher = BlockHasher()
         self._quarantine = Quarantine()
@@ -323,20 +323,9 @@ class Exchange:
 
     async def _open_store(self, namespace: Namespace) -> BlockStore:  # noqa: ARG002 - only ours comes
         assert self._own is not None
-        return BlockStore(self._own, self._own, self._hasher, self._desk)
+        return BlockStore(self._own, self._own, self._hasher)
 
 
 async def _wait(reads: "set[asyncio.Future[None]]") -> "set[asyncio.Future[None]]":
     """Wait for the end of reads for a while; return those that go on."""
     return (await asyncio.wait(reads, timeout=SETTLE_S))[1] if reads else reads
-
-
-def _require_desk(desk: CacheLender | None, own: LendingBackend | CacheLender | None) -> None:
-    if desk is None:
-        return
-    if own is None:
-        raise InvalidArgumentError("desk", desk, "none without blocks that are served")
-    num_bytes = len(desk.description)
-    if num_bytes > MAX_DESCRIPTION_BYTES:
-        wanted = f"at most {MAX_DESCRIPTION_BYTES}"
-        raise InvalidArgumentError("bytes of desk.description", num_bytes, wanted)

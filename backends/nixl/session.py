@@ -53,13 +53,16 @@ class BlockStore:
         backend: Asked for lookups and deletions.
         lender: Lender of the blocks, in place.
         hasher: Hasher of blocks that arrive.
-        desk: Lender that peers ask for tickets; None where there are none.
     """
 
     backend: Backend | CacheLender
     lender: Lender
     hasher: BlockHasher
-    desk: CacheLender | None = None
+
+    @property
+    def desk(self) -> CacheLender | None:
+        """Lender that peers ask for tickets; None where there are none."""
+        return self.backend if isinstance(self.backend, CacheLender) else None
 
 
 @dataclass(frozen=True, slots=True)

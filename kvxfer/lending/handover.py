@@ -117,7 +117,6 @@ class Handover:
             config,
             namespace,
             own=self._lender,
-            desk=self._lender,
             largest_block_bytes=max(group.payload_size_bytes for group in description.groups),
             max_clients=MAX_CLIENTS,
             only_asks=caches is None,

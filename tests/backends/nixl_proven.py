@@ -27,12 +27,12 @@ from kvxfer.backends.nixl.wire.messages import (
 from kvxfer.errors import PeerError
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.leases import CacheLender
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
 from tests.backends.nixl_wire import HOST, SECRET, hello
+from tests.backends.recording_desk import RecordingDesk
 
 LIMIT_S = 10.0
 MEMORY = BlockMemory([[4096]], num_blocks=16)
@@ -110,13 +110,18 @@ async def holding(
 
 @contextlib.asynccontextmanager
 async def lending(
-    tmp_path: Path, desk: CacheLender | None, **fields: Any
+    tmp_path: Path, desk: RecordingDesk | None, **fields: Any
 ) -> AsyncIterator[Exchange]:
     """Open a holder with a secret and a desk for tickets."""
     config = NixlConfig(listen=f"{HOST}:0", secret_file=write_secret(tmp_path), **fields)
     async with (
-        HostBackend(HostConfig(capacity=CAPACITY), NAMESPACE) as own,
-        Exchange(config, NAMESPACE, own=own, largest_block_bytes=4096, desk=desk) as holder,
+        HostBackend(HostConfig(capacity=CAPACITY), NAMESPACE) as blocks,
+        Exchange(
+            config,
+            NAMESPACE,
+            own=blocks if desk is None else desk.of(blocks),
+            largest_block_bytes=4096,
+        ) as holder,
     ):
         yield holder
 

@@ -1,14 +1,17 @@
 """Desk for tickets that records what peers ask of it."""
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager
+from typing import Self
 
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.leases import CacheLender, Held
+from kvxfer.storage.lending import BlockParts, LendingBackend, LentBlocks, ReservedBlocks
 
 
 class RecordingDesk(CacheLender):
-    """Lender without caches, whose tickets are known from the start and never end by themselves.
+    """Lender of the blocks of a backend under tickets that are known and never end by themselves.
 
     Attributes:
         tickets: Blocks of each ticket; one that is released is taken out.
@@ -26,6 +29,30 @@ class RecordingDesk(CacheLender):
         self.dropped: list[Hashable] = []
         self.num_holds = 0
         self._changed = asyncio.Event()
+
+    def of(self, inner: LendingBackend) -> Self:
+        """Lend the blocks of a backend."""
+        self.inner, self.regions = inner, [*inner.regions]
+        return self
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return await self.inner.lookup(keys)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return await self.inner.delete(keys)
+
+    @asynccontextmanager
+    async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
+        async with self.inner.lend(wanted, fenced=fenced) as lent:
+            yield lent
+
+    def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
+        return self.inner.peek(keys, fenced=fenced)
+
+    @asynccontextmanager
+    async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
+        async with self.inner.make_room(offered) as room:
+            yield room
 
     def hold(self, ticket: str, keys: Sequence[BlockKey], holder: Hashable) -> Held:
         self._change()

@@ -86,8 +86,7 @@ async def lent(**fields: Any) -> AsyncIterator[Lent]:
         exchange = Exchange(
             config,
             GROUPLESS,
-            own=own,
-            desk=desk,
+            own=desk.of(own),
             largest_block_bytes=4608,
             make_agent=FakeNixlAgent,
         )
@@ -297,7 +296,6 @@ async def test_a_holder_without_a_desk_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "argument"),
     [
-        ({"desk": RecordingDesk()}, "desk"),
         ({"own": EngineCache()}, "listen"),
         ({"listen": "127.0.0.1:0"}, "listen"),
         ({"max_clients": 0}, "max_clients"),
@@ -305,10 +303,9 @@ async def test_a_holder_without_a_desk_says_so(tmp_path: Path) -> None:
         (
             {
                 "listen": "127.0.0.1:0",
-                "own": EngineCache(),
-                "desk": RecordingDesk(description=bytes(MAX_DESCRIPTION_BYTES + 1)),
+                "own": RecordingDesk(description=bytes(MAX_DESCRIPTION_BYTES + 1)),
             },
-            "bytes of desk.description",
+            "bytes of own.description",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -326,7 +323,7 @@ def test_an_exchange_that_cannot_work_is_refused_by_name(
 async def test_the_largest_description_arrives() -> None:
     desk = RecordingDesk(description=os.urandom(MAX_DESCRIPTION_BYTES))
     config = NixlConfig(listen="127.0.0.1:0", transport="socket")
-    holding = Exchange(config, GROUPLESS, own=EngineCache(), desk=desk, largest_block_bytes=1)
+    holding = Exchange(config, GROUPLESS, own=desk.of(EngineCache()), largest_block_bytes=1)
     async with holding as holder, reader(transport="socket") as exchange:
         assert await exchange.peer(endpoint_of(holder)).describe() == desk.description
 
@@ -534,7 +531,7 @@ async def test_tickets_of_a_process_that_ends_or_stalls_are_dropped(
     process = await asyncio.to_thread(HolderProcess)
     try:
         async with Exchange(
-            config, GROUPLESS, own=cache, desk=desk, largest_block_bytes=4608
+            config, GROUPLESS, own=desk.of(cache), largest_block_bytes=4608
         ) as holder:
             order = {
                 "do": "read",
