@@ -15,13 +15,14 @@ import msgspec
 
 from kvxfer import runtime
 from kvxfer.checks import require_positive
-from kvxfer.storage.backend import Status
+from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.observer import (
     ENGINE,
     Added,
     Asked,
     AskGauges,
+    Cause,
     Ended,
     Event,
     Moved,
@@ -182,19 +183,14 @@ class Journal:
     def _parts(self, number: int, event: Event) -> Iterator[Event]:
         """Shorten an event: an outcome that all blocks have once, and a bounded number of keys.
 
-        A batch is left out that says no more than other events of its source.
+        A batch that says no more than other events of its source is left out.
         """
         if isinstance(event, Added):
             self._telling.add((number, event.tier))
         if isinstance(event, (Moved, Ended)):
             first = event.outcomes[:1]
             if first and event.outcomes.count(first[0]) == len(event.outcomes):
-                is_stored = first[0].done and event.operation is Operation.STORE
-                if isinstance(event, Ended):
-                    is_told = first[0].status in TOLD_BY_TIERS
-                else:
-                    is_told = is_stored and (number, event.tier) in self._telling
-                if is_told:
+                if self._is_told(number, event, first[0]):
                     return
                 event = replace(event, outcomes=first)
         if not isinstance(event, (Added, Removed)) or len(event.keys) <= MAX_KEYS_PER_RECORD:
@@ -202,6 +198,14 @@ class Journal:
             return
         for start in range(0, len(event.keys), MAX_KEYS_PER_RECORD):
             yield replace(event, keys=event.keys[start : start + MAX_KEYS_PER_RECORD])
+
+    def _is_told(self, number: int, event: Moved | Ended, outcome: Outcome) -> bool:
+        """Whether other events tell what a batch says, all of whose blocks have one outcome."""
+        if isinstance(event, Ended):
+            return outcome.status in TOLD_BY_TIERS
+        if event.operation is Operation.STORE:
+            return outcome.done and (number, event.tier) in self._telling
+        return outcome.done and event.cause is Cause.WRITE_BACK  # the tier below tells of the copy
 
     def _write(self, records: Sequence[Record]) -> bool:
         """Write records; whether that was possible."""
