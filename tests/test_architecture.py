@@ -64,7 +64,7 @@ BUDGETS = {
     "kvxfer/replay": 1_872,
     "kvxfer/runtime": 1_260,
     "kvxfer/storage": 5_095,
-    "kvxfer/telemetry": 1_711,
+    "kvxfer/telemetry": 1_716,
     "kvxfer/testing": 7_205,
     "kvxfer/tiering": 1_589,
     "kvxfer/transfer": 2_105,

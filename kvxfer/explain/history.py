@@ -239,10 +239,8 @@ def _of_outcomes(
     here: Callable[..., Happening], event: Moved | Ended
 ) -> Iterator[tuple[Iterable[BlockKey], Happening]]:
     """List what a batch says of its blocks; that of an engine, what no tier has told."""
-    is_store, outcomes = event.operation is Operation.STORE, event.outcomes
-    if len(outcomes) == 1:
-        outcomes = list(outcomes) * len(event.keys)
-    for outcome, some in _groups(event.keys, outcomes):
+    is_store = event.operation is Operation.STORE
+    for outcome, some in _groups(event.keys, event.outcomes):
         what, tier = outcome.status.value, ENGINE
         if isinstance(event, Moved):
             tier = event.tier
@@ -257,7 +255,9 @@ def _of_outcomes(
 def _groups(
     keys: Sequence[BlockKey], values: Sequence[T]
 ) -> Iterable[tuple[T, Iterable[BlockKey]]]:
-    """Group keys by their values."""
+    """Group keys by their values, of which there is one if all have that."""
+    if len(values) == 1:
+        return [(values[0], keys)]
     groups: dict[T, list[BlockKey]] = defaultdict(list)
     for key, value in zip(keys, values, strict=True):
         groups[value].append(key)

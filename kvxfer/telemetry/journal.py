@@ -25,6 +25,7 @@ from kvxfer.storage.observer import (
     Cause,
     Ended,
     Event,
+    LookedUp,
     Moved,
     Observer,
     Operation,
@@ -181,18 +182,18 @@ class Journal:
                 self._num_lost += len(noted) + lost.num_events
 
     def _parts(self, number: int, event: Event) -> Iterator[Event]:
-        """Shorten an event: an outcome that all blocks have once, and a bounded number of keys.
+        """Shorten an event: what all blocks have once, and a bounded number of keys.
 
         A batch that says no more than other events of its source is left out.
         """
         if isinstance(event, Added):
             self._telling.add((number, event.tier))
-        if isinstance(event, (Moved, Ended)):
-            first = event.outcomes[:1]
-            if first and event.outcomes.count(first[0]) == len(event.outcomes):
-                if self._is_told(number, event, first[0]):
-                    return
-                event = replace(event, outcomes=first)
+        if isinstance(event, (Moved, Ended)) and _are_equal(event.outcomes):
+            if self._is_told(number, event, event.outcomes[0]):
+                return
+            event = replace(event, outcomes=event.outcomes[:1])
+        elif isinstance(event, LookedUp) and _are_equal(event.tiers):
+            event = replace(event, tiers=event.tiers[:1])
         if not isinstance(event, (Added, Removed)) or len(event.keys) <= MAX_KEYS_PER_RECORD:
             yield event
             return
@@ -292,6 +293,10 @@ class JournalObserver(Observer):
     def watch(self, tier: str, ask: AskGauges) -> None:  # noqa: ARG002 - only its name is of use
         """See `Observer.watch`."""
         self._journal.add_tier(self, tier)
+
+
+def _are_equal(values: Sequence[object]) -> bool:
+    return bool(values) and values.count(values[0]) == len(values)
 
 
 def _write_whole(file: IO[bytes], data: bytes) -> None:

@@ -69,7 +69,7 @@ class Noted(_Record, frozen=True, tag="event"):
         at_s: Seconds since the epoch.
         source: Number of the source.
         kind: Name of the event's class.
-        event: The event. If all blocks of a batch have one outcome, that is written once.
+        event: The event. If all blocks of a batch have one outcome or tier, that is written once.
     """
 
     at_s: float

@@ -79,14 +79,16 @@ def test_records_come_back_as_they_were_noted(tmp_path: Path) -> None:
     assert [each.event for each in found if isinstance(each, Noted)] == events
 
 
-def test_an_outcome_that_all_blocks_have_is_written_once(tmp_path: Path) -> None:
+def test_what_all_blocks_have_is_written_once(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path))
     observer = journal.observer()
     for outcomes in ([DONE] * 4, [DONE, MISSING, DONE, DONE], [PAUSED] * 4):
         observer.note(Moved("host", Operation.STORE, KEYS, outcomes, {Status.DONE: 8}, 0.1))
         observer.note(Ended(Operation.STORE, KEYS, outcomes, 8, 0.1, 0.0))
+    observer.note(LookedUp(KEYS, ["host"] * 4, 0.1))
     journal.close()
     noted = [each.event for each in records(tmp_path) if isinstance(each, Noted)]
+    assert noted.pop().tiers == ["host"]
     told = [(type(each), each.outcomes) for each in noted]
     some = [DONE, MISSING, DONE, DONE]
     assert told[:3] == [(Moved, [DONE]), (Moved, some), (Ended, some)]  # all done: the tier says so
