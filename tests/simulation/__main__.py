@@ -1,14 +1,41 @@
 """Command `make simulate`: seeds of the scenarios of this project."""
 
 import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from random import Random
+from typing import ClassVar
 
-from kvxfer.testing.simulation import Scenario, main
+from kvxfer.testing.simulation import Scenario, Simulation, Step, main
+from kvxfer.testing.simulation.campaign import scenario_named
 from tests.simulation.files import FilesScenario
 from tests.simulation.objects import ObjectsScenario
 from tests.simulation.peers import PeersScenario
 from tests.simulation.polled import PolledScenario
 from tests.simulation.pool import PoolScenario
 from tests.simulation.tiers import TiersScenario
+
+
+class VLLMScenario(Scenario):
+    """Scenario that imports vLLM, which takes ten seconds, when it is run."""
+
+    place: ClassVar[str]
+
+    def plan(self, random: Random) -> list[Step]:
+        """See `Scenario.plan`."""
+        return scenario_named(self.place).plan(random)
+
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        """See `Scenario.run`."""
+        scenario_named(self.place).run(simulation, steps)
+
+
+class OffloadingScenario(VLLMScenario):
+    """See `tests.simulation.offloading`."""
+
+    name, share = "offloading", 0.1
+    place = "tests.simulation.offloading:OffloadingScenario"
+
 
 SCENARIOS: list[Scenario] = [
     TiersScenario(),
@@ -17,6 +44,7 @@ SCENARIOS: list[Scenario] = [
     PeersScenario(),
     ObjectsScenario(),
     FilesScenario(),
+    *([OffloadingScenario()] if find_spec("vllm") else []),
 ]
 
 if __name__ == "__main__":

@@ -17,7 +17,10 @@ from types import CodeType
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 900
 NUM_PROCESSES = 2
-PRELOADED = ("torch", "numpy", "msgspec", "xxhash", "aiofiles", "hypothesis", "pytest")
+PRELOADED = (
+    *("torch", "numpy", "msgspec", "xxhash", "aiofiles", "aiohttp", "hypothesis", "pytest"),
+    *("vllm.v1.core.sched.scheduler", "vllm.engine.arg_utils", "vllm.v1.worker.utils"),
+)
 """Packages that the product imports, which the process of each mutation finds imported."""
 
 
@@ -471,6 +474,62 @@ MUTATIONS = (
         "peers",
         20,
     ),
+    Mutation(
+        "a reset keeps the names of the lower tier",
+        "kvxfer/integrations/vllm/offloading/lower_tier.py",
+        "        deletes_former = self._keys.renew()\n",
+        "        deletes_former = False\n",
+        "offloading",
+        40,
+    ),
+    Mutation(
+        "slots that are in use are free after a reset",
+        "kvxfer/integrations/vllm/offloading/manager.py",
+        "            self._index.keep_out(set(in_use))\n",
+        "            pass\n",
+        "offloading",
+        40,
+    ),
+    Mutation(
+        "a row that is not safe is reported as moved",
+        "kvxfer/integrations/vllm/offloading/lower_tier.py",
+        "                (moved if outcome.memory_safe else self._late).append(each)\n",
+        "                moved.append(each)\n",
+        "offloading",
+        40,
+    ),
+    Mutation(
+        "a worker does not wait for stores of blocks that are written anew",
+        "kvxfer/integrations/vllm/offloading/worker.py",
+        "        self._engine.wait([self._ours",
+        "        list([self._ours",
+        "offloading",
+        40,
+    ),
+    Mutation(
+        "rows of chunks that are not below are never given back",
+        "kvxfer/integrations/vllm/offloading/manager.py",
+        "        self._index.finish_store(self._tier.take_missing(), stored=False)\n",
+        "        self._tier.take_missing()\n",
+        "offloading",
+        20,
+    ),
+    Mutation(
+        "a request that is aborted still wants its chunks",
+        "kvxfer/integrations/vllm/offloading/manager.py",
+        "        self._release(req_context.req_id)\n        self._requests.finish",
+        "        self._requests.finish",
+        "offloading",
+        40,
+    ),
+    Mutation(
+        "chunks that were loaded are not pinned for the requests that wait",
+        "kvxfer/integrations/vllm/offloading/manager.py",
+        "                (block.slot,) = self._index.pin([key])\n            block.checked = DONE",
+        "                block.slot = self._index.slot_of(key)\n            block.checked = DONE",
+        "offloading",
+        20,
+    ),
 )
 
 
@@ -523,7 +582,8 @@ def try_one(mutation: Mutation) -> tuple[Mutation, str]:
 def try_all(words: list[str]) -> bool:
     """Try the mutations whose names have one of some words; whether all are found."""
     for name in PRELOADED:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     chosen = [each for each in MUTATIONS if not words or any(word in each.name for word in words)]
     with multiprocessing.get_context("fork").Pool(NUM_PROCESSES, maxtasksperchild=1) as pool:
         trying = pool.imap_unordered(try_one, chosen)

@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from kvxfer import runtime
 from kvxfer.testing.simulation import (
@@ -20,7 +21,7 @@ from kvxfer.testing.simulation import (
     scheduler,
 )
 from tests.simulation import mutations
-from tests.simulation.__main__ import SCENARIOS
+from tests.simulation.__main__ import SCENARIOS, VLLMScenario
 from tests.simulation.mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,12 @@ for scenario in SCENARIOS:
     for seed in range(3):
         print(scenario.name, run_seed(scenario, seed).digest())
 """
+
+
+def _parameter(scenario: Scenario) -> ParameterSet:
+    """Make the parameter of a scenario; vLLM warns when it is imported."""
+    marks = pytest.mark.filterwarnings("ignore") if isinstance(scenario, VLLMScenario) else ()
+    return pytest.param(scenario, id=scenario.name, marks=marks)
 
 
 class Written(Scenario):
@@ -53,7 +60,7 @@ class Written(Scenario):
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.name)
+@pytest.mark.parametrize("scenario", [_parameter(each) for each in SCENARIOS])
 def test_seeds_find_nothing(scenario: Scenario) -> None:
     found = {seed: run_seed(scenario, seed).violations for seed in SEEDS}
     assert {seed: list(map(str, each)) for seed, each in found.items() if each} == {}
