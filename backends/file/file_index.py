@@ -303,7 +303,7 @@ class FileIndex:
                 is_counted = file in gone if entry is None else False
                 if entry is not None and file in changes.stored:
                     total += entry.num_bytes
-                    is_counted = not entry.held
+                    is_counted = not entry.held or file in gone  # and found before it was replaced
                 if block is not None and is_counted:
                     total -= block.num_bytes_on_disk
         return total, changes.num_bytes_reserved

@@ -541,13 +541,15 @@ def test_what_happens_during_a_walk_is_not_counted_twice(policy: type[LRU | ARC]
     file_index.settle(files[4:6], stored=[True, False])
     file_index.remove(files[0])
     file_index.quarantine(files[1], FILE_BYTES)
+    file_index.remove(files[2])  # found before, and now replaced
+    file_index.admit(files[2:3], [FILE_BYTES])
     walk = [found(index) for index in (0, 1, 2, 3, 4)]
     assert all(file_index.learn_walk([*walk, found(7), found(1, away=True)]))
     total, reserved = file_index.end_walk()
-    # In quarantine: 1. Stored: 2, 3 and 4. On its way: 6. Another process's: 7.
+    # In quarantine: 1. Stored: 3 and 4. On their way: 2 and 6. Another process's: 7.
     assert total == 6 * FILE_BYTES
-    assert reserved == 2 * FILE_BYTES
-    file_index.settle(files[6:7], stored=[True])
+    assert reserved == 3 * FILE_BYTES
+    file_index.settle([files[2], files[6]], stored=[True, True])
     victims = []
     while (victim := file_index.choose_victim()) is not None:
         victims.append(victim)

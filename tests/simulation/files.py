@@ -23,6 +23,7 @@ from kvxfer.backends.file.maintenance import (
 )
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.errors import BackendUnavailableError
+from kvxfer.pages.names import file_name
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import Namespace
@@ -48,6 +49,9 @@ REST_S = 5.0
 BY_LINE = 0.01
 """Share of the lines of kvxfer after which another thread goes on, in some seeds."""
 INSTEAD = ("ls", "gc", "fsck", "retain", "retain", "restart", "lookup", "store")
+OPERATORS = ("gc", "fsck")
+"""Those who count what is there while engines store: perhaps too much, until the next walk."""
+REMOVALS = ("delete", "purge", "gc")
 ERRORS = (0, 0, errno.EIO, errno.EIO, errno.ENOSPC, errno.EMFILE, errno.ESTALE)
 
 
@@ -63,10 +67,17 @@ class FilesScenario(EngineScenario):
         steps = super().plan(random)
         some = steps[:: 1 + len(steps) // MOST_STEPS]
         names = random.choice((PROCESSES, PROCESSES, PROCESSES, PROCESSES[:1]))
-        steps = [self._of_a_process(step, random, names) for step in some]
+        left_out: tuple[str, ...] = ()
+        if random.random() < 0.3:  # whatever is lost is seen
+            left_out = REMOVALS
+        elif len(names) == 1:  # whatever is counted wrong is seen
+            left_out = OPERATORS
+        some = [step for step in some if step.what not in left_out]
+        instead = tuple(each for each in INSTEAD if each not in left_out)
+        steps = [self._of_a_process(step, random, names, instead) for step in some]
         length_s = max(step.at_s for step in steps)
         for _ in range(random.choice((0, 0, 1, 2))):
-            what = random.choices(("kill", "cut"), (2, 1))[0]
+            what = random.choice(("kill", "cut"))
             given: dict[str, Any] = {"after": random.choice((0, random.randrange(80)))}
             given["process"] = random.choice(names)
             steps.append(Step(random.random() * length_s, what, given))
@@ -81,8 +92,11 @@ class FilesScenario(EngineScenario):
             steps.append(Step(random.random() * length_s, "bad_disk", given))
         return sorted(steps, key=lambda step: step.at_s)
 
-    def _of_a_process(self, step: Step, random: Random, names: Sequence[str]) -> Step:
-        what = {"evict": random.choice(INSTEAD), "close": "restart"}.get(step.what, step.what)
+    def _of_a_process(
+        self, step: Step, random: Random, names: Sequence[str], instead: Sequence[str]
+    ) -> Step:
+        others = {"evict": random.choice(instead), "close": "restart", "drain": "flush"}
+        what = others.get(step.what, step.what)
         return replace(
             step, what=what, arguments={**step.arguments, "process": random.choice(names)}
         )
@@ -138,8 +152,8 @@ class _Store:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether one process alone has used the store, and nothing has happened to it."""
-        apart = ("kill", "cut", "restart", "gc", "fsck")
+        """Whether one process alone has used the store, again and again, and counted all."""
+        apart = ("kill", "cut", *OPERATORS)
         names = {step.arguments["process"] for step in self._steps}
         is_calm = not self.has_faults and all(step.what not in apart for step in self._steps)
         return is_calm and len(names) == 1
@@ -250,7 +264,17 @@ class _Store:
         self._disk.cut_power()
         self.was_cut = True
         self._history.lose_power(is_durable=self.config.durability == "fsync")
+        self._require_survivors()
         self.kill(name)
+
+    def _require_survivors(self) -> None:
+        """Check that the power cut has left what was safe from it."""
+        names = {path.rpartition("/")[2] for path in self._blocks() if "quarantine" not in path}
+        for part in self._world.every_part() if self.is_roomy else []:
+            key = self._world.key(part)
+            is_there = file_name(key) in names
+            if not is_there and self._history.must_be_there(key, part.num_blocks):
+                self._simulation.fail("lost by a power cut", part)
 
     async def _examine(self) -> None:
         """Look at the store, when all processes have ended, with an engine of its own."""
