@@ -61,7 +61,7 @@ BUDGETS = {
     "kvxfer/kvcache": 6_020,
     "kvxfer/lending": 1_570,
     "kvxfer/pages": 1_220,
-    "kvxfer/replay": 1_872,
+    "kvxfer/replay": 1_866,
     "kvxfer/runtime": 1_260,
     "kvxfer/storage": 5_095,
     "kvxfer/telemetry": 1_716,

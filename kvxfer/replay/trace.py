@@ -78,12 +78,6 @@ class Trace:
         """Seconds from the first request to the last."""
         return float(self.timestamps_ms[-1] - self.timestamps_ms[0]) / 1000
 
-    @property
-    def times_s(self) -> NDArray[np.float64]:
-        """Seconds from the first request to each."""
-        times_s: NDArray[np.float64] = (self.timestamps_ms - self.timestamps_ms[0]) / 1000
-        return times_s
-
     def requests(self) -> Iterator[list[int]]:
         """Iterate over the blocks of each request."""
         bounds = self.bounds.tolist()
