@@ -13,6 +13,7 @@ from tests.simulation.objects import ObjectsScenario
 from tests.simulation.peers import PeersScenario
 from tests.simulation.polled import PolledScenario
 from tests.simulation.pool import PoolScenario
+from tests.simulation.proxy import ProxyScenario
 from tests.simulation.tiers import TiersScenario
 
 
@@ -44,6 +45,7 @@ SCENARIOS: list[Scenario] = [
     PeersScenario(),
     ObjectsScenario(),
     FilesScenario(),
+    ProxyScenario(),
     *([OffloadingScenario()] if find_spec("vllm") else []),
 ]
 
