@@ -17,7 +17,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvxfer.integrations.vllm.offloading import lower_tier, metrics
+from kvxfer.integrations.vllm.offloading import lower_tier, manager, metrics
 from tests.integrations.two_tiers import (
     HIT,
     LIMIT_S,
@@ -168,6 +168,28 @@ def test_a_chunk_that_landed_is_a_hit_while_the_next_is_still_read(
     scheduler.until(lambda: scheduler.lookup(keys) == [HIT, PENDING, HIT])
     backend.held = set()
     assert scheduler.resolve(keys) == [HIT] * 3
+
+
+def test_a_chunk_whose_load_fails_right_after_another_is_stored_again_too(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lower_tier, "JOB_BYTES", NUM_PARTS * PART_BYTES)
+    monkeypatch.setattr(manager, "AFTER_FAILURE_S", LIMIT_S)
+    backend, keys = RecordingBackend(), keys_of(2)
+    fill(start, backend, keys)
+    for key in keys:
+        backend.corrupt(key)
+    backend.held = {keys[1]}
+    scheduler = start(backend)
+    scheduler.until(lambda: scheduler.lookup(keys) == [MISS])
+    wait = scheduler.tier.wait
+
+    def let_go(timeout_s: float) -> None:
+        backend.held = set()
+        wait(timeout_s)
+
+    monkeypatch.setattr(scheduler.tier, "wait", let_go)
+    assert scheduler.store(keys, version=1) == keys
 
 
 def test_a_lookup_that_hangs_gives_its_slots_back_and_never_loads(start: Start) -> None:

@@ -54,6 +54,9 @@ EMPTY_STEP_S = 0.001
 YIELD_S = 0.005
 """Longest wait for the lower tier in such a step, and so of a new request. Else vLLM would poll in
 a tight loop, and the thread that moves chunks get the interpreter lock only every 5 ms."""
+AFTER_FAILURE_S = 0.05
+"""Longest wait for loads that go on when one has failed and its request stores what it computed: a
+chunk whose load fails later than that is not stored, and vLLM offers it no second time."""
 
 NO_ROOM = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON}: every chunk in it is in use")
 _LOST = Outcome(Status.CANCELLED, reason="some worker did not complete it")
@@ -126,6 +129,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._hashed_bytes = self._slot_bytes if hashes else 0  # of a chunk that is verified
         self._bytes_to_verify = VERIFY_BYTES_PER_STEP
         self._polled = tier is None
+        self._has_failed = False  # a load, while others go on
         self._step_ended_s = 0.0
         self._storing: dict[BlockKey, None] = {}  # by workers, in the order of the prompts
         self._loaded: deque[RowOutcome] = deque()  # to be sealed
@@ -200,6 +204,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Find slots for the leading chunks that have room; None if there is no room at all."""
         self._take_moved()
+        self._take_failed(keys)
         if self._prefill is not None:
             self._prefill.compute([key for key in keys if key not in self._index])
         self._release(req_context.req_id)
@@ -446,7 +451,9 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
                 self._copied.append(moved)
             else:
                 (self._loaded if moved.outcome.done else failed).append(moved)
+        self._has_failed &= self._tier.queued_bytes > 0
         if failed:
+            self._has_failed = True
             self._drop_failed(failed)
         self._index.finish_store(self._tier.take_missing(), stored=False)
         landed: list[BlockKey] = []
@@ -457,6 +464,16 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             landed.append(moved.key)
         if landed:
             self._land(landed)
+
+    def _take_failed(self, keys: Collection[BlockKey]) -> None:
+        """Wait for loads of chunks that are stored now, if another one has just failed."""
+        if self._tier is None or not self._has_failed:
+            return
+        storing = [key for key in keys if self._index.state(key) is BlockState.STORING]
+        if any(key not in self._storing for key in storing):
+            self._tier.wait(AFTER_FAILURE_S)
+            self._polled = self._has_failed = False
+            self._take_moved()
 
     def _end_stores(self, tier: LowerTier) -> None:
         """Unpin chunks that were written back, and verify that the copies are of intact bytes.
