@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Protocol
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from kvxfer import runtime
 from kvxfer.backends.host.config import HostConfig
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.backends.host.pool_shape import PoolShape
+from kvxfer.backends.host.scrubber import Scrubber
 from kvxfer.backends.host.shared_memory import SharedMemory
 from kvxfer.checks import require_instance
 from kvxfer.copy_engine.engine import SHORTEST_WAIT_S, Copy
@@ -106,6 +108,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         self._begun: dict[BlockKey, _BegunStore] = {}  # what a device stores
         self._lock = runtime.lock()  # of the index, which `load` and `begin_store` use on threads
         self._reports = Reports()
+        self._scrubber = self._open_scrubber(config)
         self.regions = [self._pool.region, self._pool.generations.region]
 
     @property
@@ -347,7 +350,8 @@ class HostBackend(LendingBackend, ImmediateMover):
         await self._guard.aclose(self._release)
 
     async def _release(self) -> None:
-        if not await self._threads.aclose():
+        is_still = await self._scrubber.aclose()
+        if not await self._threads.aclose() and is_still:
             self._pool.close()
 
     def pin(self, keys: Sequence[BlockKey], *, is_use: bool = True) -> tuple[list[int], list[int]]:
@@ -432,6 +436,7 @@ class HostBackend(LendingBackend, ImmediateMover):
                 self._index.quarantine(key)
                 replaced.append(key)
         plan = self._index.begin_store(keys)
+        self._scrubber.start()
         for reason, gone in {Removal.REPLACED: replaced, **plan.evicted_by()}.items():
             self._reports.removed(gone, reason)
         return plan
@@ -459,8 +464,32 @@ class HostBackend(LendingBackend, ImmediateMover):
                     self._index.quarantine(key)
                     self._reports.removed([key], Removal.CORRUPT)
 
+    def _open_scrubber(self, config: HostConfig) -> Scrubber:
+        is_off = config.integrity is MemoryIntegrity.OFF
+        alive = WeakMethod(self._drop_changed)  # the thread keeps no backend that nobody closed
+
+        def changed(slot: int, generation: int) -> None:
+            if (drop := alive()) is not None:
+                drop(slot, generation)
+
+        return Scrubber(self._pool, 0.0 if is_off else config.scrub_mib_per_s, changed)
+
+    def _drop_changed(self, slot: int, generation: int) -> None:
+        """Hide a block whose bytes changed, unless its slot was overwritten since."""
+        with self._lock:
+            if self._pool.generations.of(slot) != generation:
+                return
+            ready = filter(self._is_ready, self._index.keys())
+            found = [key for key in ready if self._index.slot_of(key) == slot]
+            for key in found:
+                self._index.quarantine(key)
+            self._reports.removed(found, Removal.CORRUPT)
+        for key in found:
+            logger.warning("dropped a corrupt block: %s has changed in memory", key.hex())
+
     def _gauges(self) -> Mapping[Gauge, float]:
-        return self._index.gauges(self._pool.shape.slot_size_bytes)
+        gauges = self._index.gauges(self._pool.shape.slot_size_bytes)
+        return {**gauges, Gauge.SCRUBBED_BYTES: self._scrubber.num_bytes}
 
     def _is_ready(self, key: BlockKey) -> bool:
         return self._index.state(key) in (BlockState.READY, BlockState.LOADING)

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from kvxfer.checks import require_number
 from kvxfer.configuration import Configuration
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
@@ -16,6 +17,9 @@ from kvxfer.storage.eviction.retention import (
 from kvxfer.storage.integrity import Integrity, MemoryIntegrity
 from kvxfer.units import ByteSize
 
+DEFAULT_SCRUB_MIB_PER_S = 64.0
+"""Rate of the scrubber: half a percent of a core, and all of 100 GiB in 27 minutes."""
+
 
 class HostConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `host://`.
@@ -29,6 +33,8 @@ class HostConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             `shared`: other processes write there.
         methods: Fragment sizes below which a kernel copies to and from a GPU, such as
             `to_device=28KiB,to_host=0`. Measured when a GPU's caches are attached, if not given.
+        scrub_mib_per_s: MiB that are read in a second, in the background, to find blocks that have
+            changed in memory; 0 for none. See `Scrubber`.
         shared: Whether other processes can map the memory, as those that `kvxfer serve --pool`
             serves; it is not in huge pages then.
     """
@@ -39,6 +45,7 @@ class HostConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
     priority_half_life_s: float = DEFAULT_PRIORITY_HALF_LIFE_S
     integrity: MemoryIntegrity = MemoryIntegrity.FENCED
     methods: str | None = None
+    scrub_mib_per_s: float = DEFAULT_SCRUB_MIB_PER_S
     shared: bool = False
 
     def __post_init__(self) -> None:
@@ -49,6 +56,7 @@ class HostConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         super().__post_init__()
         if self.shared and self.integrity is MemoryIntegrity.FENCED:
             self._set_integrity(MemoryIntegrity.FULL)
+        require_number("scrub_mib_per_s", self.scrub_mib_per_s, "MiB, 0 or more")
         require_limits(self.priority_share, self.priority_half_life_s)
         self._parse_methods()
 

@@ -316,14 +316,34 @@ class HostPool:
         is_off = self.integrity is MemoryIntegrity.OFF
         kept = [0 if is_off or each is None else each for each in checksums]
         rows = zip(map(_key_digest, keys), starts, stops, kept, strict=True)
+        self.generations.change(slots)  # first: who sees the tag sees that it is another block
         self._tags[list(slots), part] = np.array(list(rows), TAG)
-        self.generations.change(slots)
 
     def seal(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Tag `slots[i]`, written by other means, as the whole of `keys[i]`; hash as `write`."""
         starts, stops = [0] * len(slots), [self.shape.part_size_bytes] * len(slots)
         for part in range(self.shape.num_parts):
             self._hash_and_tag(slots, keys, starts, stops, part)
+
+    def occupied(self) -> list[int]:
+        """List the slots whose parts are all tagged."""
+        slots: list[int] = np.flatnonzero(self._tags["key"].all(axis=1)).tolist()
+        return slots
+
+    def sums_of(self, slot: int) -> tuple[list[int], list[int], int]:
+        """Hash every part of a slot, whatever writes there; any thread.
+
+        Returns:
+            XXH3-64 of each part, the checksums in the tags, zero where there is none, and the
+            number of bytes; nothing of a slot that is not whole.
+        """
+        tags = self._tags[slot].tolist()
+        limit = self.shape.part_size_bytes
+        if not all(held and start < stop <= limit for held, start, stop, _ in tags):
+            return [], [], 0
+        spans = [(part, start, stop) for part, (_, start, stop, _) in enumerate(tags)]
+        sums = [self._checksum(slot, *span) for span in spans]
+        return sums, [tag[3] for tag in tags], sum(stop - start for _, start, stop in spans)
 
     @property
     def region(self) -> MemoryRegion:

@@ -8,8 +8,8 @@ class Gauge(enum.StrEnum):
 
     `BREAKER_OPEN`, `SUSPENDED` and `DISCOVERY_FAILING` are 1 or 0. `QUARANTINED_BYTES` is memory
     that late reads may still change; `QUARANTINED_BLOCKS` are corrupt files that were kept.
-    `REQUESTS`, `SENT_BYTES` and `RECEIVED_BYTES`, of object storage and Mooncake Store, are counted
-    since the tier was opened.
+    `REQUESTS`, `SENT_BYTES` and `RECEIVED_BYTES`, of object storage and Mooncake Store, and
+    `SCRUBBED_BYTES`, of host memory, are counted since the tier was opened.
     """
 
     CAPACITY_BYTES = "capacity_bytes"
@@ -30,3 +30,4 @@ class Gauge(enum.StrEnum):
     REQUESTS = "requests"
     SENT_BYTES = "sent_bytes"
     RECEIVED_BYTES = "received_bytes"
+    SCRUBBED_BYTES = "scrubbed_bytes"

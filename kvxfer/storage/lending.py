@@ -75,6 +75,14 @@ class Generations:
         """Change the generations of slots; to be called before and after each is overwritten."""
         self._words[list(slots)] += np.uint64(1)
 
+    def of(self, slot: int) -> int:
+        """Get the present generation of one slot."""
+        return int(self._words[slot])
+
+    def before(self) -> NDArray[np.uint64]:
+        """Make generations that the slots have no more, uint64, `(num_slots,)`."""
+        return self._words - np.uint64(1)
+
     def fences(self, slots: Sequence[int]) -> Fences:
         """Get the present generations of slots."""
         chosen = np.asarray(slots, np.uint64)

@@ -97,6 +97,7 @@ GAUGES: Mapping[Gauge, str] = {
     Gauge.REQUESTS: "Requests to object storage, or calls of Mooncake, since the tier was opened.",
     Gauge.SENT_BYTES: "Bytes of objects that were sent since then.",
     Gauge.RECEIVED_BYTES: "Bytes of objects that were received since then.",
+    Gauge.SCRUBBED_BYTES: "Bytes in memory that were read for changes since it was opened.",
 }
 """Gauges: their meaning. Each has the label `tier`."""
 

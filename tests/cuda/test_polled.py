@@ -118,7 +118,8 @@ def connect_host(
 ) -> tuple[kvxfer.TransferEngine, HostBackend]:
     """Open an engine over host memory for two times `NUM_KEYS` blocks."""
     shape = engine_caches.blocks.shape
-    url = f"host://?capacity={2 * NUM_KEYS * (shape[0] * shape[2] + 4096)}&integrity={integrity}"
+    capacity = 2 * NUM_KEYS * (shape[0] * shape[2] + 4096)
+    url = f"host://?capacity={capacity}&integrity={integrity}&scrub_mib_per_s=0"
     engine = kvxfer.connect(url, engine_caches.caches, namespace=NAMESPACE)
     assert isinstance(engine.backend, HostBackend)
     return engine, engine.backend

@@ -9,6 +9,7 @@ from typing import ClassVar
 from kvxfer.testing.simulation import Scenario, Simulation, Step, main
 from kvxfer.testing.simulation.campaign import scenario_named
 from tests.simulation.files import FilesScenario
+from tests.simulation.memory import MemoryScenario
 from tests.simulation.objects import ObjectsScenario
 from tests.simulation.peers import PeersScenario
 from tests.simulation.polled import PolledScenario
@@ -41,6 +42,7 @@ class OffloadingScenario(VLLMScenario):
 SCENARIOS: list[Scenario] = [
     TiersScenario(),
     PolledScenario(),
+    MemoryScenario(),
     PoolScenario(),
     PeersScenario(),
     ObjectsScenario(),

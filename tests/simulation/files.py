@@ -237,7 +237,9 @@ class _Store:
                 continue
             if not self._has_tiers:
                 return Opened(backend=files, may_raise=self.has_faults)
-            host = HostBackend(HostConfig(capacity=ByteSize(8 * FILE_BYTES)), namespace)
+            capacity = ByteSize(8 * FILE_BYTES)
+            config = HostConfig(capacity=capacity, scrub_mib_per_s=0)
+            host = HostBackend(config, namespace)
             timeouts = TierTimeouts(lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=0.1)
             tiers: list[Backend] = [host, files]
             backend = TieredBackend(tiers, namespace, staging_bytes=16384, timeouts=timeouts)

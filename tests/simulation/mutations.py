@@ -50,6 +50,30 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "the scrubber ignores the generation of a slot",
+        "backends/host/scrubber.py",
+        "        is_known = int(self._seen[slot]) == generation\n",
+        "        is_known = True\n",
+        "memory",
+        40,
+    ),
+    Mutation(
+        "the scrubber tells nobody of a change",
+        "backends/host/scrubber.py",
+        "            self._changed(slot, generation)\n",
+        "            pass\n",
+        "memory",
+        40,
+    ),
+    Mutation(
+        "no checksum is made of a block that leaves",
+        "backends/host/pool.py",
+        "        if slot in self._unhashed:\n",
+        "        if slot < 0:\n",
+        "memory",
+        40,
+    ),
+    Mutation(
         "a delete does not wait for what moves",
         "kvxfer/tiering/tiered_backend.py",
         "            await held.enter_async_context(self._locks.acquire(keys))\n            deleting",

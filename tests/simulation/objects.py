@@ -220,7 +220,9 @@ class _Process:
         self.opened = Opened(backend=self.objects, is_roomy=is_roomy, may_delete_late=True)
         if not self.is_alone:
             blocks = ROOM if is_roomy else random.choice((2, 4, 8))
-            host = HostBackend(HostConfig(capacity=ByteSize(blocks * SLOT_BYTES)), namespace)
+            capacity = ByteSize(blocks * SLOT_BYTES)
+            config = HostConfig(capacity=capacity, scrub_mib_per_s=0)
+            host = HostBackend(config, namespace)
             tiers: list[Backend] = [host, self.objects]
             timeouts = TierTimeouts(lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=0.1)
             backend = TieredBackend(tiers, namespace, staging_bytes=16384, timeouts=timeouts)

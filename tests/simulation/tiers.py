@@ -81,9 +81,19 @@ def _open_tier(kind: str, num_blocks: int, namespace: Namespace) -> Backend:
     return open_host(num_blocks, namespace)
 
 
-def open_host(num_blocks: int, namespace: Namespace, *, is_shared: bool = False) -> HostBackend:
+def open_host(
+    num_blocks: int,
+    namespace: Namespace,
+    *,
+    is_shared: bool = False,
+    scrub_mib_per_s: float = 0.0,
+) -> HostBackend:
     """Open host memory for some blocks, whose events are compared with what is there."""
-    config = HostConfig(capacity=ByteSize(num_blocks * SLOT_BYTES), shared=is_shared)
+    config = HostConfig(
+        capacity=ByteSize(num_blocks * SLOT_BYTES),
+        shared=is_shared,
+        scrub_mib_per_s=scrub_mib_per_s,
+    )
     backend = HostBackend(config, namespace)
     backend.observe(Reports([_Mirror(backend)]))
     return backend

@@ -156,6 +156,7 @@ class History:
         self._versions: dict[tuple[BlockKey, int], dict[bytes, int]] = {}  # of payloads
         self._num_versions = self._num_purges = 0
         self._mixed: dict[BlockKey, None] = {}
+        self._damaged: dict[BlockKey, float] = {}
         self.is_strict = True
         self.keeps_all = False
         self.may_be_torn = False
@@ -238,6 +239,17 @@ class History:
         self._removed[key] = self._simulation.now
         self._mixed[key] = None
 
+    def note_damage(self, key: BlockKey, found_s: float | None) -> None:
+        """Note that a byte of a key changed where it is stored, so that it may be dropped.
+
+        Args:
+            key: The key.
+            found_s: Seconds after which no load has that byte; None if it need not be found.
+        """
+        self.note_loss(key)
+        until = inf if found_s is None else self._simulation.now + found_s
+        self._damaged[key] = max(self._damaged.get(key, 0.0), until)
+
     def note_late_store(self, key: BlockKey) -> None:
         """Note that a store that had failed, or was given up, has stored a key all the same."""
         self._mixed[key] = None
@@ -251,6 +263,8 @@ class History:
         now, matches = self._simulation.now, None  # type: tuple[float, set[int] | None]
         for index, found in enumerate(blocks, first):
             version = self._versions.get((key, index), {}).get(found)
+            if version is None and began <= self._damaged.get(key, -1.0):
+                return 0
             if version is None:
                 detail = f"block {index} of {_name(key)} begins with {found[:8].hex()}"
                 self._simulation.fail("wrong bytes", f"{detail}, as no store of it")

@@ -1,0 +1,104 @@
+"""Scrubber: looks for bytes that changed in the slots of a host pool, in the background."""
+
+import logging
+from collections.abc import Callable, Sequence
+from weakref import ref
+
+import numpy as np
+
+from kvxfer import runtime
+from kvxfer.backends.host.pool import HostPool
+from kvxfer.runtime import Threads
+
+BATCH_S = 0.25
+"""Seconds between two batches, each of as many bytes as the rate allows in that time."""
+
+ROUND_S = 10.0
+"""Seconds between two rounds: to list the slots of a large pool takes milliseconds."""
+
+YIELD_BLOCKS = 16
+"""Blocks after which other threads get the interpreter lock: small ones are hashed with it."""
+
+logger = logging.getLogger(__name__)
+
+
+class Scrubber:
+    """Thread that reads the blocks of a pool, round after round, to find bytes that changed.
+
+    A checksum is made at the first sight of a block, if its tag has none, and compared in later
+    rounds. It belongs to one generation of the slot. No lock is held: a slot may be overwritten
+    while it is read, and whoever is told of it has to ask whether it is of that generation still.
+
+    Args:
+        pool: The pool; closed after this, and not kept alive.
+        mib_per_s: MiB to read in a second, 0 for no thread.
+        changed: Called on the thread with a slot whose bytes changed, and its generation.
+
+    Attributes:
+        num_bytes: Bytes that were read.
+    """
+
+    def __init__(
+        self, pool: HostPool, mib_per_s: float, changed: Callable[[int, int], object]
+    ) -> None:
+        self.num_bytes = 0
+        self._pool = ref(pool)
+        self._batch_bytes = mib_per_s * (1 << 20) * BATCH_S
+        self._changed = changed
+        shape = pool.shape
+        self._sums = np.zeros((shape.num_slots, shape.num_parts), np.uint64)
+        self._seen = pool.generations.before()
+        self._threads = Threads("kvxfer-scrub", 1)
+        self._stop = runtime.event()
+        self._is_started = not mib_per_s
+
+    def start(self) -> None:
+        """Start the thread, once there is anything to read; without effect when called again."""
+        if not self._is_started:
+            self._is_started = True
+            self._threads.start(self._run)
+
+    async def aclose(self) -> bool:
+        """Stop the thread; return whether it has ended within `CLOSE_TIMEOUT_S`."""
+        self._stop.set()
+        return not await self._threads.aclose()
+
+    def scrub(self, pool: HostPool, slot: int) -> int:
+        """Read one slot; return the number of its bytes."""
+        generation = pool.generations.of(slot)
+        sums, tagged, num_bytes = pool.sums_of(slot)
+        is_known = int(self._seen[slot]) == generation
+        expected = [
+            (is_known and seen) or tag
+            for seen, tag in zip(self._sums[slot].tolist(), tagged, strict=False)
+        ]
+        if any(one not in (0, made) for one, made in zip(expected, sums, strict=True)):
+            self._changed(slot, generation)
+        if sums:
+            self._sums[slot], self._seen[slot] = sums, generation
+        self.num_bytes += num_bytes
+        return num_bytes
+
+    def _run(self) -> None:
+        slots: Sequence[int] = ()
+        while not self._stop.wait(BATCH_S if slots else ROUND_S):
+            pool = self._pool()
+            if pool is None:
+                return
+            try:
+                slots = self._scrub(pool, slots or pool.occupied())
+            except Exception:
+                logger.exception("blocks in host memory are not scrubbed any more")
+                return
+            del pool
+
+    def _scrub(self, pool: HostPool, slots: Sequence[int]) -> Sequence[int]:
+        """Read a batch of slots; return those that are left of the round."""
+        num_bytes = 0
+        for done, slot in enumerate(slots, 1):
+            num_bytes += self.scrub(pool, slot)
+            if num_bytes >= self._batch_bytes or self._stop.is_set():
+                return slots[done:]
+            if not done % YIELD_BLOCKS:
+                runtime.sleep(0)
+        return ()

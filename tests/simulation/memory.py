@@ -1,0 +1,132 @@
+"""Scenario of host memory whose bytes change, and of the scrubber that looks for them."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, ClassVar
+
+import xxhash
+
+from kvxfer.backends.host import HostBackend, scrubber
+from kvxfer.kvcache.descriptors import view_blocks
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.lending import BlockParts
+from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulation, Step
+from kvxfer.testing.simulation.world import World
+from kvxfer.transfer import TransferEngine
+from tests.simulation.polled import BY_LINE
+from tests.simulation.tiers import (
+    ROOM,
+    SLOT_BYTES,
+    leftovers_of_engine,
+    leftovers_of_host,
+    open_host,
+)
+
+RATES = (1.0, 0.125)
+"""MiB that are scrubbed in a second: all in one batch, or a few blocks."""
+SLACK_S = 2.0
+FEW_STEPS = 30
+"""Most steps of a run in which threads also switch between lines, which takes ten times as long."""
+
+
+class MemoryScenario(EngineScenario):
+    """Engine over host memory that hashes nothing on the way of a block.
+
+    A bit that flips there may be loaded, until the scrubber has found it: in the round after the
+    one in which it first saw the block. What was not seen before it changed is never found. No
+    other block is dropped.
+    """
+
+    name = "memory"
+    num_faulty: ClassVar[int] = 0
+
+    def plan(self, random: Random) -> list[Step]:
+        """See `Scenario.plan`; the calls go on for several rounds of the scrubber."""
+        rounds = random.choice((1, 6))
+        steps = [
+            Step(step.at_s + random.randrange(rounds) * scrubber.ROUND_S, step.what, step.arguments)
+            for step in super().plan(random)
+        ]
+        calls = ["flip"] * random.choice((0, 1, 4)) + ["lend"] * random.choice((0, 4))
+        for what in calls:
+            at_s = random.random() * rounds * scrubber.ROUND_S
+            steps.append(Step(at_s, what, {"number": random.randrange(1 << 20)}))
+        return sorted(steps, key=lambda step: step.at_s)
+
+    def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
+        """See `EngineScenario.open`."""
+        random = simulation.random("memory")
+        is_roomy = random.random() < 0.6
+        num_blocks = ROOM if is_roomy else random.choice((2, 4, 8))
+        rate = random.choice(RATES)
+        backend = open_host(num_blocks, namespace, scrub_mib_per_s=rate)
+        self._found_s = (
+            2 * (scrubber.ROUND_S + num_blocks * SLOT_BYTES / (rate * (1 << 20))) + SLACK_S
+        )
+        return Opened(backend=backend, is_roomy=is_roomy)
+
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        """See `Scenario.run`."""
+        world = World(simulation)
+        opened = self.open(simulation, world.namespace)
+        opened.excuse((), world.history)
+        if len(steps) <= FEW_STEPS and simulation.random("lines").random() < 0.5:
+            simulation.runtime.scheduler.switch_by_line(BY_LINE)
+        run = _MemoryRun(self, simulation, world, opened, found_s=self._found_s)
+        simulation.run(self._run(run, steps))
+
+    def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
+        """See `EngineScenario.leftovers`."""
+        assert isinstance(opened.backend, HostBackend)
+        return leftovers_of_engine(engine) + leftovers_of_host(opened.backend)
+
+
+class _MemoryRun(EngineRun):
+    """Engine over memory in which bits flip.
+
+    Args:
+        found_s: Seconds within which a flipped bit is found, if its block was seen before.
+    """
+
+    def __init__(self, *given: Any, found_s: float) -> None:
+        super().__init__(*given)
+        self._found_s = found_s
+        self._damaged: dict[BlockKey, None] = {}
+
+    async def _flip(self, number: int) -> None:
+        """Flip a bit of a block that is there, if any is."""
+        host = self._host
+        for key in self._choose(number):
+            slot = host._index.slot_of(key)
+            was_seen = int(host._scrubber._seen[slot]) == host.pool.generations.of(slot)
+            parts = self._whole(key)
+            host.pool.slots[slot, 0, parts.starts[0] + number % parts.sizes[0]] ^= 1
+            self._damaged[key] = None
+            self._world.history.note_damage(key, self._found_s if was_seen else None)
+
+    async def _lend(self, number: int) -> None:
+        """Lend a block to a reader that verifies it."""
+        for key in self._choose(number):
+            async with self._host.lend(self._whole(key)) as lent:
+                if lent.blocks is None:
+                    return
+                found = [xxhash.xxh3_64_intdigest(view) for (view,) in view_blocks(lent.blocks)]
+                if found != lent.checksums and key not in self._damaged:
+                    self._simulation.fail("lent with another checksum", key.hex())
+
+    @property
+    def _host(self) -> HostBackend:
+        host = self._opened.backend
+        assert isinstance(host, HostBackend)
+        return host
+
+    def _choose(self, number: int) -> list[BlockKey]:
+        """Choose a block that is there; none if there is none."""
+        there = list(filter(self._host._is_ready, self._host._index.keys()))
+        return [there[number % len(there)]] if there else []
+
+    def _whole(self, key: BlockKey) -> BlockParts:
+        """Describe all that is stored of a block."""
+        slot = self._host._index.slot_of(key)
+        _, start, stop, _ = self._host.pool._tags[slot, 0].tolist()
+        return BlockParts([key], [start], [stop - start])
