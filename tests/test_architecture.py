@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/file": 5_940,
     "backends/host": 1_990,
     "backends/mooncake": 721,
-    "backends/nixl": 9_130,
+    "backends/nixl": 9_085,
     "backends/object": 1_880,
     "backends/pool": 1_360,
     "benchmarks": 5_390,

@@ -131,9 +131,6 @@ class Quarantine:
         self.num_bytes = 0
         self._held: dict[asyncio.Future[None], Descriptors] = {}
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def hold(self, read: "asyncio.Future[None]", blocks: Descriptors) -> None:
         """Hold blocks until their read has ended, and so no longer changes their memory."""
 
