@@ -69,7 +69,7 @@ def section(entry: EngineLayout) -> str:
         [
             f"### {entry.name}\n",
             f"{entry.releases[:1].upper()}{entry.releases[1:]}, {axes}\n",
-            f"![One block]({IMAGES}/{picture_name(entry)}.svg)\n",
+            f"![Block]({IMAGES}/{picture_name(entry)}.svg)\n",
         ]
     )
 
