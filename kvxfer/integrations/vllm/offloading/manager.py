@@ -78,14 +78,15 @@ class ChunkSlots(LoadStoreSpec):
 
 
 class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
-    """Offloading manager over the index of a host pool, and over a lower tier; no call blocks.
+    """Offloading manager over the index of a host pool, and over a lower tier.
 
-    vLLM cannot recover from a load that fails. So a hit is promised only for a chunk that was
-    verified and is pinned: from the first lookup on, the chunk is held for the request until the
-    request is scheduled, loads, or ends. With `integrity=full` verifying reads memory on the
-    scheduler's thread, a bounded number of bytes in each step; further chunks are pending hits
-    until the next step. (A thread would answer a step later, and a step takes as long as hashing
-    30 MB.) Else it reads tags only.
+    No call blocks for longer than `AFTER_FAILURE_S`, but for `reset_cache` and `shutdown`. vLLM
+    cannot recover from a load that fails. So a hit is promised only for a chunk that was verified
+    and is pinned: from the first lookup on, the chunk is held for the request until the request is
+    scheduled, loads, or ends. With `integrity=full` verifying reads memory on the scheduler's
+    thread, a bounded number of bytes in each step; further chunks are pending hits until the next
+    step. (A thread would answer a step later, and a step takes as long as hashing 30 MB.) Else it
+    reads tags only.
 
     A chunk is written back to the lower tier when every worker has stored it, pinned meanwhile. It
     is verified before, so that the tier proves no bytes of another chunk and, with
