@@ -39,6 +39,13 @@ class OffloadingScenario(VLLMScenario):
     place = "tests.simulation.offloading:OffloadingScenario"
 
 
+class HandoverScenario(VLLMScenario):
+    """See `tests.simulation.handover`."""
+
+    name, share = "handover", 0.06
+    place = "tests.simulation.handover:HandoverScenario"
+
+
 SCENARIOS: list[Scenario] = [
     TiersScenario(),
     PolledScenario(),
@@ -48,7 +55,7 @@ SCENARIOS: list[Scenario] = [
     ObjectsScenario(),
     FilesScenario(),
     ProxyScenario(),
-    *([OffloadingScenario()] if find_spec("vllm") else []),
+    *([OffloadingScenario(), HandoverScenario()] if find_spec("vllm") else []),
 ]
 
 if __name__ == "__main__":

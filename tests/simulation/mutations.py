@@ -610,6 +610,46 @@ MUTATIONS = (
         "proxy",
         100,
     ),
+    Mutation(
+        "blocks that were not loaded are not reported",
+        "kvxfer/integrations/vllm/prefill_decode/worker.py",
+        "                ended.end_load(request_id, bad)\n",
+        "                ended.end_load(request_id, [])\n",
+        "handover",
+        40,
+    ),
+    Mutation(
+        "a lease is held for a reader that is gone",
+        "kvxfer/storage/leases/book.py",
+        "                entry.holders.discard(holder)\n",
+        "",
+        "handover",
+        60,
+    ),
+    Mutation(
+        "a lease that nobody asks for does not run out",
+        "kvxfer/storage/leases/book.py",
+        "        return self.latest if self.holders else min(self.expires, self.latest)\n",
+        "        return self.latest\n",
+        "handover",
+        20,
+    ),
+    Mutation(
+        "the lease is not released after a load",
+        "kvxfer/integrations/vllm/prefill_decode/decode.py",
+        "        for request_id in request_ids:\n            self._release(request_id)\n",
+        "        for request_id in request_ids:\n            self._asked.pop(request_id, None)\n",
+        "handover",
+        20,
+    ),
+    Mutation(
+        "blocks of a prompt are free although they are lent",
+        "kvxfer/integrations/vllm/prefill_decode/prefill.py",
+        "        self._leases[request.request_id] = lease\n        return True, make_params(",
+        "        self._leases[request.request_id] = lease\n        return False, make_params(",
+        "handover",
+        10,
+    ),
 )
 
 

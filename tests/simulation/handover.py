@@ -1,0 +1,519 @@
+"""Scenario of prefill and decode in separate engines of vLLM, whose leases run out."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+from kvxfer import runtime
+from kvxfer.integrations.vllm.prefill_decode import connector as connector_module
+from kvxfer.lending.handover import Handover
+from kvxfer.runtime import begin_aside
+from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
+from kvxfer.testing.simulation import ProcessRun, Scenario, Simulation, Step
+from tests.simulation.offloading import SLOT_BYTES, leftovers_of_manager
+from tests.simulation.vllm_engine import BLOCK, DeadEngineError, ModelEngine, Prefixes
+
+PORT = 7100
+MOST_TOKENS = 48
+MOST_OUTPUTS = 16
+IDLE_S = 0.02
+"""Virtual time between two steps of an engine that computes nothing."""
+LOOK_S = 0.01
+ANSWER_S = 60.0
+"""Virtual time in which a request ends at an engine that goes on, whatever the other one does."""
+GIVE_UP_S = 20.0
+"""Virtual time that the router waits for the first leg."""
+CLOSE_S = 65.0
+RESET_S = 30.0
+QUIET_S = 40.0
+AGENT_DELAYS_S = (0.0, 0.001, 0.2)
+LONG_DELAYS_S = (0.5, 2.5, 8.0)
+KINDS = {"handover": 9, "twice": 2, "lost": 2, "overlap": 6, "forged": 1, "p": 3, "d": 3}
+"""Kinds of requests: the two legs one after the other, or with two second legs, or with none, or
+both at a time; with a ticket that nobody gave; and requests of one engine alone."""
+FAULTS = {
+    "kill_p": 2,
+    "kill_d": 2,
+    "stop_p": 2,
+    "stop_d": 2,
+    "partition": 3,
+    "cut": 3,
+    "refuse": 1,
+    "late_reads": 4,
+    "failing_reads": 2,
+    "held_reads": 2,
+    "reset": 1,
+}
+
+
+class HandoverScenario(Scenario):
+    """Two engines of vLLM and a router: aborts, preemption, restarts, cuts, and late reads."""
+
+    name: ClassVar[str] = "handover"
+    share: ClassVar[float] = 0.06
+
+    def plan(self, random: Random) -> list[Step]:
+        """See `Scenario.plan`."""
+        steps, length_s = [], random.choice((0.3, 2.0, 6.0))
+        moments = [random.random() * length_s for _ in range(random.choice((0, 1, 3)))]
+        for number in range(random.choice((2, 8, 20))):
+            at_s = random.random() * length_s
+            if moments and random.random() < 0.7:
+                at_s = random.choice(moments) + random.random() * 0.02
+            request: dict[str, Any] = {
+                "number": number,
+                "kind": random.choices(list(KINDS), list(KINDS.values()))[0],
+                "family": random.randrange(3),
+                "length": random.randint(1, MOST_TOKENS - 8),
+                "tail": random.choice((0, 0, random.randint(1, 8))),
+                "max_tokens": random.choice((1, 2, MOST_OUTPUTS)),
+                "delay_s": random.choice((0.0, 0.0, 0.01, 0.5, 2.0)),
+            }
+            for leg in "pd":
+                after_s = random.choice((0.01, 0.1, 1.0)) * random.random()
+                request[f"abort_{leg}_s"] = after_s if random.random() < 0.15 else None
+            steps.append(Step(at_s, "request", request))
+        begins = [step.at_s for step in steps]
+        for _ in range(random.choice((0, 1, 2, 5))):
+            what = random.choices(list(FAULTS), list(FAULTS.values()))[0]
+            fault = {
+                "for_s": random.choice((0.05, 0.5, 2.0, 5.0)),
+                "share": random.choice((0.3, 1.0)),
+            }
+            at_s = random.choice(begins) + random.random() * random.choice((0.02, 0.2, 2.0))
+            steps.append(Step(at_s, what, fault))
+        return sorted(steps, key=lambda step: step.at_s)
+
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        """See `Scenario.run`."""
+        run = _Run(simulation, steps)
+        opened = partial(Handover, make_agent=run.make_agent)
+        with patch.object(connector_module, "Handover", opened):
+            simulation.run(run.run())
+
+
+@dataclass(slots=True)
+class _Life:
+    """Life of an engine, from its start to its end."""
+
+    process: ProcessRun
+    engine: "LendingEngine"
+    work: list[Callable[[], object]] = field(default_factory=list)
+    is_closing: bool = False
+    has_closed: "Future[None]" = field(default_factory=Future)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it makes no further step."""
+        return self.has_closed.done()
+
+
+class LendingEngine(ModelEngine):
+    """Engine that lends and reads blocks, and never frees a block that it lends."""
+
+    @property
+    def handover(self) -> Any:
+        """Hand-over of its worker."""
+        return self.worker._handover
+
+    def note_prepared(self) -> None:
+        """Check that all blocks that are offered are still kept, or revoked by now."""
+        if self.handover._lender is not None:
+            pool, book = self.scheduler.kv_cache_manager.block_pool, self.handover._lender.book
+            for slot in book._offers:
+                if not pool.blocks[self._block(slot)].ref_cnt:
+                    self._simulation.fail("an offered block is free", self._block(slot))
+
+    def note_ended(self, done: Any) -> None:
+        """Check that no block of a lease that is over is still read, or offered by it alone."""
+        if self.handover._lender is None:
+            return
+        pool, book = self.scheduler.kv_cache_manager.block_pool, self.handover._lender.book
+        per_group = self.handover._lender._slots_per_group
+        for name in sorted(done.finished_sending or ()):
+            for group, ids in enumerate(self.scheduler.kv_cache_manager.get_block_ids(name)):
+                slots = {group * per_group + each: each for each in ids if each}
+                read = [slot for slot in slots if slot in book._pins and slot not in book._offers]
+                if read:
+                    self._simulation.fail("freed while it is read", f"{name}: {read}")
+                last = [slot for slot in slots if pool.blocks[slots[slot]].ref_cnt == 1]
+                if offered := [slot for slot in last if slot in book._offers]:
+                    self._simulation.fail("freed while it is offered", f"{name}: {offered}")
+
+    def leftovers(self) -> list[str]:
+        """Describe what an idle engine still has, and should not."""
+        decode, prefill, worker = (
+            self.connector._decode,
+            self.connector._prefill,
+            self.worker._worker,
+        )
+        counts = {
+            "requests": len(self.scheduler.requests),
+            "requests of D": decode.num_requests,
+            "loads that were planned": len(decode._fetches),
+            "loads": len(worker._loads),
+            "unsafe loads": len(worker._unsafe),
+            "leases of the worker": len(worker._lent),
+            "shares": len(self.connector._shares),
+            "heads": len(self.connector._heads),
+            "bad blocks": len(self.connector._bad_blocks),
+            "loads that the worker waits for": len(self.worker._loads._open),
+            "stores that the worker waits for": len(self.worker._saves._open),
+        }
+        if prefill is not None:
+            book = self.handover._lender.book
+            counts |= {
+                "leases": prefill.num_leases,
+                "early leases": len(prefill._early),
+                "tickets": book.num_tickets,
+                "pins": book.num_pinned,
+                "offers": book.num_offered,
+            }
+        exchange = self.handover._exchange
+        counts["missing staging buffers"] = exchange.staging.num_buffers - len(
+            exchange.staging._idle
+        )
+        return [f"{count} {what}" for what, count in counts.items() if count]
+
+    def _block(self, slot: int) -> int:
+        return int(slot % self.handover._lender._slots_per_group)
+
+
+class _Run:
+    """One run of the scenario: two engines, and the router before them."""
+
+    def __init__(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        self._simulation = simulation
+        self._network = simulation.runtime.network
+        self._steps = steps
+        self._random = random = simulation.random("engines")
+        self._prefixes = Prefixes()
+        self._agents: list[tuple[Any, FakeNixlAgent]] = []
+        self._has_window = random.random() < 0.3
+        most = (MOST_TOKENS + MOST_OUTPUTS) // BLOCK + 2
+        self._least_blocks = most * (1 + self._has_window) + 2
+        self._lease_s = random.choice((0.3, 1.0, 3.0))
+        self._common: dict[str, Any] = {
+            "revision": "r",
+            "transport": random.choice(("auto", "auto", "socket")),
+            "integrity": random.choice(("full", "fenced")),
+            "lease_s": self._lease_s,
+            "heartbeat_s": min(0.5, self._lease_s / 3),
+            "timeout_s": random.choice((0.5, 2.0)),
+            "ask_timeout_s": random.choice((0.2, 1.0)),
+            "on_failure": random.choice(("recompute", "recompute", "fail")),
+        }
+        self._tiers = random.choice(((), ("d",), ("p", "d")))
+        self._lives: dict[str, _Life] = {}
+        self._killed: list[_Life] = []
+        self._weights = 0
+        self._is_open = asyncio.Event()  # requests are held back while weights change
+        self._starting = asyncio.Lock()
+
+    def make_agent(self) -> FakeNixlAgent:
+        """Open the agent of a process; see `TransferAgent`."""
+        agent = FakeNixlAgent()
+        agent.delay_s = self._simulation.random(f"agent {len(self._agents)}").choice(AGENT_DELAYS_S)
+        self._agents.append((self._simulation.runtime.scheduler.current.process, agent))
+        return agent
+
+    async def run(self) -> None:
+        """Carry out the steps, then look at what is left."""
+        for name in "pd":
+            await self._start(name)
+        self._is_open.set()
+        running = [asyncio.create_task(self._carry_out(step)) for step in self._steps]
+        left = (await asyncio.wait(running, timeout=600.0))[1] if running else set()
+        if left:
+            self._simulation.fail("never ended", self._stacks())
+        for task in left:
+            task.cancel()
+        self._end_faults()
+        await asyncio.sleep(QUIET_S)
+        if not self._simulation.violations:
+            for name, life in self._lives.items():
+                await self._look_at_the_end(name, life)
+        for life in self._lives.values():
+            await self._close(life)
+        verdict, trace = len(self._simulation.violations), len(self._simulation.trace)
+        alive = self._simulation.runtime.scheduler.alive()
+        if names := sorted(each.name for each in alive if not each.process.has_ended):
+            self._simulation.fail("threads left", f"{names}: {self._stacks()}")
+            verdict, trace = len(self._simulation.violations), len(self._simulation.trace)
+        for life in self._killed:
+            life.is_closing = True
+            await life.process.bury(partial(self._give_back, life))
+            life.process.loop.stop()
+        del self._simulation.violations[verdict:], self._simulation.trace[trace:]
+
+    async def _carry_out(self, step: Step) -> None:
+        await asyncio.sleep(step.at_s)
+        self._simulation.note(f"-> {step}")
+        if step.what == "request":
+            self._simulation.num_calls += 1
+            await self._request(**step.arguments)
+        else:
+            await getattr(self, f"_{step.what}")(**step.arguments)
+
+    def _stacks(self) -> str:
+        return "\n" + self._simulation.runtime.scheduler.describe_waiting()
+
+    # The router.
+
+    async def _request(
+        self,
+        *,
+        number: int,
+        kind: str,
+        family: int,
+        length: int,
+        tail: int,
+        max_tokens: int,
+        delay_s: float,
+        abort_p_s: float | None,
+        abort_d_s: float | None,
+    ) -> None:
+        tokens = [100 + 60 * family + at for at in range(length)]
+        tokens += [1000 + 10 * tail + at for at in range(tail)]
+        name, params = f"request {number}", None
+        if kind == "overlap":
+            ticket = f"ticket-of-the-router-{number}"
+            first = {"do_remote_decode": True, "remote_request_id": ticket}
+            await asyncio.gather(
+                self._leg("p", name, tokens, 1, first, abort_p_s),
+                self._leg("d", name, tokens, max_tokens, _ticket(ticket, "overlap"), abort_d_s),
+            )
+            return
+        if kind == "p":
+            await self._leg("p", name, tokens, max_tokens, None, abort_p_s)
+            return
+        if kind == "forged":
+            params = _ticket(f"nobody-gave-this-ticket-{number}", "pull")
+        elif kind != "d":
+            first = {"do_remote_decode": True}
+            params = await self._leg("p", name, tokens, 1, first, abort_p_s)
+            await asyncio.sleep(delay_s)
+        if kind != "lost":
+            legs = [name, f"{name} again"] if kind == "twice" else [name]
+            await asyncio.gather(
+                *(self._leg("d", each, tokens, max_tokens, params, abort_d_s) for each in legs)
+            )
+
+    async def _leg(
+        self,
+        at: str,
+        name: str,
+        tokens: list[int],
+        max_tokens: int,
+        params: Any,
+        abort_s: float | None,
+    ) -> Any:
+        """Send a leg to an engine, and wait for its end; return the parameters that it gives."""
+        await self._is_open.wait()
+        life = self._lives.get(at)
+        if life is None:
+            return None
+        engine, began = life.engine, self._simulation.now
+        life.work.append(lambda: engine.add(name, tokens, max_tokens=max_tokens, params=params))
+        stood_s = 0.0
+        while name not in engine.ended:
+            await asyncio.sleep(LOOK_S)
+            if life.has_ended or not life.process.is_alive:
+                return None
+            stood_s += LOOK_S * life.process.process.is_stopped
+            took_s = self._simulation.now - began - stood_s
+            if abort_s is not None and took_s >= abort_s:
+                abort_s = None
+                life.work.append(lambda: engine.abort(name))
+                return None
+            if at == "p" and took_s > GIVE_UP_S:
+                life.work.append(lambda: engine.abort(name))
+                return None
+            if took_s > ANSWER_S:
+                self._simulation.fail("never ended", f"{name} at {at}: {self._stacks()}")
+                return None
+        return engine.ended[name]
+
+    # Faults, by their names.
+
+    async def _kill_p(self, *, for_s: float, share: float) -> None:
+        await self._kill("p", for_s, share)
+
+    async def _kill_d(self, *, for_s: float, share: float) -> None:
+        await self._kill("d", for_s, share)
+
+    async def _kill(self, name: str, for_s: float, share: float) -> None:
+        async with self._starting:
+            if life := self._lives.pop(name, None):
+                life.process.kill(for_s if share < 1 else None)
+                for owner, agent in self._agents:
+                    if owner is life.process.process:
+                        FakeNixlAgent._agents.pop(agent.name, None)
+                self._killed.append(life)
+                await asyncio.sleep(for_s)
+                await self._start(name)
+
+    async def _stop_p(self, *, for_s: float, share: float) -> None:
+        await self._stop("p", for_s)
+
+    async def _stop_d(self, *, for_s: float, share: float) -> None:
+        await self._stop("d", for_s)
+
+    async def _stop(self, name: str, for_s: float) -> None:
+        life = self._lives.get(name)
+        if life is not None and not life.process.process.is_stopped:
+            life.process.stop()
+            await asyncio.sleep(for_s)
+            life.process.go_on()
+
+    async def _partition(self, *, for_s: float, share: float) -> None:
+        self._network.partition("engine d", "engine p", for_s)
+
+    async def _cut(self, *, for_s: float, share: float) -> None:
+        self._network.cut("engine d", "engine p", share)
+
+    async def _refuse(self, *, for_s: float, share: float) -> None:
+        self._network.refuse("engine p", for_s)
+
+    async def _late_reads(self, *, for_s: float, share: float) -> None:
+        delay_s = self._simulation.random(f"late {self._simulation.now}").choice(LONG_DELAYS_S)
+        await self._trouble(lambda agent: setattr(agent, "delay_s", delay_s), for_s)
+
+    async def _failing_reads(self, *, for_s: float, share: float) -> None:
+        await self._trouble(lambda agent: setattr(agent, "failing", True), for_s)
+
+    async def _held_reads(self, *, for_s: float, share: float) -> None:
+        await self._trouble(lambda agent: agent.hold(), for_s)
+
+    async def _trouble(self, begin: Callable[[FakeNixlAgent], object], for_s: float) -> None:
+        agents = [agent for _, agent in self._agents]
+        for agent in agents:
+            begin(agent)
+        await asyncio.sleep(for_s)
+        self._mend(agents)
+
+    def _mend(self, agents: Sequence[FakeNixlAgent]) -> None:
+        for agent in agents:
+            agent.delay_s, agent.failing = 0.0, False
+            agent.release()
+
+    async def _reset(self, *, for_s: float, share: float) -> None:
+        """Change the weights of both engines, as training does: nothing is computed meanwhile."""
+        async with self._starting:
+            self._is_open.clear()
+            for life in self._lives.values():
+                engine = life.engine
+                life.work.append(lambda engine=engine: self._abort_all(engine))  # type: ignore[misc]
+            ends_at, open_lives = self._simulation.now + RESET_S, list(self._lives.values())
+            while open_lives and self._simulation.now < ends_at:
+                done: list[bool] = []
+                for life in open_lives:
+                    life.work.append(partial(self._reset_one, life.engine, done))
+                await asyncio.sleep(0.3)
+                if len(done) == len(open_lives) and all(done):
+                    self._weights += 1
+                    for life in open_lives:
+                        life.engine.weights = self._weights
+                    break
+            self._is_open.set()
+
+    def _abort_all(self, engine: LendingEngine) -> None:
+        for name in list(engine.scheduler.requests):
+            engine.abort(name)
+
+    def _reset_one(self, engine: LendingEngine, done: list[bool]) -> None:
+        done.append(engine.reset(also_running=False, has_new_weights=False))
+
+    def _end_faults(self) -> None:
+        self._network.heal()
+        self._mend([agent for _, agent in self._agents])
+
+    # The lives of engines.
+
+    async def _start(self, name: str) -> None:
+        process = ProcessRun(self._simulation, f"engine {name}")
+        life = await process.call(lambda: _Life(process, self._open(name)))
+        life.engine.weights = self._weights
+        process.loop.loop.call_soon_threadsafe(
+            begin_aside, f"steps of {name}", partial(_drive, life)
+        )
+        self._lives[name] = life
+
+    def _open(self, name: str) -> LendingEngine:
+        random = self._simulation.random(f"engine {name} {self._simulation.now}")
+        extra = dict(self._common)
+        if name == "p" or random.random() < 0.3:
+            extra["listen"] = f"127.0.0.1:{PORT + (name == 'd')}"
+        if name in self._tiers:
+            slots = random.choice((3, 8, 40))
+            extra["backend"] = [f"host://?capacity={slots * SLOT_BYTES + 8192}"]
+        return LendingEngine(
+            self._simulation,
+            name,
+            self._prefixes,
+            connector="KVXferConnector",
+            extra=extra,
+            num_blocks=self._least_blocks + random.choice((0, 3, 12)),
+            has_window=self._has_window,
+            batch_tokens=random.choice((8, 32)),
+            step_s=random.choice((0.003, 0.03)),
+        )
+
+    async def _look_at_the_end(self, name: str, life: _Life) -> None:
+        engine = life.engine
+        for what in engine.leftovers():
+            self._simulation.fail("left", f"{what} at {name}")
+        pool = engine.scheduler.kv_cache_manager.block_pool
+        if num_kept := pool.num_gpu_blocks - 1 - engine.num_free:
+            self._simulation.fail("left", f"{num_kept} blocks in use at {name}")
+        if name in self._tiers:
+            for what in leftovers_of_manager(engine.connector._tiers.connector_scheduler.manager):
+                self._simulation.fail("left", f"{what} at {name}")
+
+    async def _close(self, life: _Life) -> None:
+        life.is_closing = True
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.wrap_future(life.has_closed)
+        except TimeoutError:
+            self._simulation.fail("late", f"the end of {life.process.process.name}{self._stacks()}")
+        await asyncio.sleep(1.0)
+        life.process.loop.stop()
+
+    async def _give_back(self, life: _Life) -> None:
+        """Give back the memory of a killed engine, in its process."""
+        await asyncio.wrap_future(begin_aside("last", life.engine.close))
+
+
+def _drive(life: _Life) -> None:
+    """Make the steps of an engine, on a thread of its process."""
+    engine = life.engine
+    try:
+        while not life.is_closing:
+            work, life.work = life.work, []
+            for each in work:
+                each()
+            if engine.has_work:
+                engine.step()
+            if not engine.is_computing:
+                runtime.sleep(IDLE_S)
+        if not life.process.process.has_ended:
+            engine.close()
+    except DeadEngineError:
+        pass
+    life.has_closed.set_result(None)
+
+
+def _ticket(name: str, mode: str) -> dict[str, Any]:
+    return {
+        "do_remote_prefill": True,
+        "remote_request_id": name,
+        "remote_host": "127.0.0.1",
+        "remote_port": PORT,
+        "transfer_mode": mode,
+    }
