@@ -53,8 +53,8 @@ NUM_THREADS = 2
 """Threads for batches that are hashed: one stores while another loads; the copy engine adds its
 own."""
 
-SLICE_BYTES = 16 << 20
-"""Bytes of blocks in host memory that are copied at a time on the event loop: 1 to 2 ms."""
+SLICE_BYTES = 8 << 20
+"""Bytes of blocks in host memory that are copied at a time on the event loop: 0.5 to 1 ms."""
 
 INLINE_BYTES = 2 << 20
 INLINE_BLOCKS = 256
@@ -139,7 +139,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         if plan.keys:
             chosen = _chosen(plan.keys, keys, blocks)
             with self._storing(plan.keys) as stored:
-                if self._hashed:
+                if self._takes_thread(chosen):
                     await self._threads.run(self._pool.write, plan.slots, plan.keys, chosen)
                     stored.extend(plan.keys)
                 else:
@@ -202,6 +202,11 @@ class HostBackend(LendingBackend, ImmediateMover):
         self._begun |= dict.fromkeys(plan.keys, begun)
         return begun
 
+    def _takes_thread(self, blocks: Descriptors) -> bool:
+        """Whether blocks are hashed, or one of them would hold up the event loop by itself."""
+        is_large = blocks.device == HOST and int(blocks.block_sizes.max()) > SLICE_BYTES
+        return self._hashed or is_large
+
     async def _write(
         self,
         slots: Sequence[int],
@@ -222,9 +227,9 @@ class HostBackend(LendingBackend, ImmediateMover):
     async def _load(
         self, keys: Sequence[BlockKey], blocks: Descriptors, *, is_use: bool = True
     ) -> list[Outcome]:
-        """Load blocks, on a thread if they are verified, else slice by slice on the event loop."""
+        """Load blocks, on a thread or slice by slice on the event loop."""
         self._guard.check_batch(keys, blocks)
-        if self._hashed:
+        if self._takes_thread(blocks):
             read = partial(self._begin_load, keys, blocks, is_use=is_use)
             return [*await self._threads.run(lambda: read().wait())]
         slices = list(_slices(blocks))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.backends.nixl import Endpoint, Exchange, LocalNode, NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.reads import RemoteMemory
@@ -81,7 +81,8 @@ async def lent(**fields: Any) -> AsyncIterator[Lent]:
     """Serve `KEYS` under the ticket "ours", from an exchange whose namespace has no groups."""
     memory, desk = BlockMemory([[4096, 512]], num_blocks=16), RecordingDesk({"ours": KEYS})
     config = NixlConfig(listen="127.0.0.1:0", **fields)
-    async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), memory.namespace()) as own:
+    kept = HostConfig(capacity=ByteSize(1 << 20), integrity=MemoryIntegrity.FULL)
+    async with HostBackend(kept, memory.namespace()) as own:
         payloads = await store_generated(own, KEYS, memory.describe(0, range(4)))
         exchange = Exchange(
             config,
