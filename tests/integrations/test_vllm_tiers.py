@@ -26,6 +26,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
+from kvxfer.backends.host import HostPool, MemoryIntegrity
 from kvxfer.integrations.vllm.offloading import lower_tier, manager, metrics
 from tests.backends.object_memory import open_in_memory
 from tests.integrations.two_tiers import (
@@ -70,6 +71,24 @@ def test_what_was_stored_is_a_hit_after_a_restart_with_the_same_bytes(start: Sta
         assert after.pool.verify(slot, key).done
     after.manager.complete_load(keys, ReqContext("request"))
     assert after.counts()[metrics.LOWER_LOADED] == 3
+
+
+def test_nothing_is_hashed_and_no_step_is_full_where_nothing_can_have_changed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostPool, "_checksum", lambda *_: pytest.fail("bytes were hashed"))
+    backend, keys = KeepingBackend(), keys_of(3)
+    before = start(backend, num_slots=8, integrity=MemoryIntegrity.FENCED)
+    before.manager._bytes_to_verify = 1
+    assert before.store(keys) == keys
+    assert before.lookup(keys) == [HIT] * 3
+    before.manager.shutdown()
+
+    after = start(backend, integrity=MemoryIntegrity.FENCED)
+    assert after.lookup(keys) == [RETRY] * 3
+    after.step()
+    assert after.resolve(keys) == [HIT] * 3
+    assert [after.bytes_of(key) for key in keys] == [payloads_of(key) for key in keys]
 
 
 def test_a_chunk_that_is_nowhere_is_a_miss_once_the_lower_tier_said_so(start: Start) -> None:

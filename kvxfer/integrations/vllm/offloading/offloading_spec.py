@@ -51,7 +51,9 @@ from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.telemetry.trace_recorder import TraceRecorder
 from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.transfer import PolledEngine
-from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT
+
+MAX_BYTES_IN_FLIGHT = 1 << 30
+"""Bytes that GPUs copy at one time, straight to and from slots: a load is begun beside stores."""
 
 
 class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
@@ -119,7 +121,7 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
                 caches,
                 slots,
                 blocks_per_chunk=self.blocks_per_chunk,
-                max_bytes_in_flight=DEFAULT_MAX_BYTES_IN_FLIGHT,
+                max_bytes_in_flight=MAX_BYTES_IN_FLIGHT,
                 timeout_s=None,  # host copies always end; a failed load would end the engine
                 observers=self._observe_worker(),
             )
