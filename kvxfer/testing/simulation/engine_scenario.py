@@ -42,6 +42,7 @@ MILD_S = 0.2
 DELETE_S = 1.5
 """Virtual time that a delete may take where nothing fails."""
 
+LOST_STORES = 6
 STORM_S = 4.0
 STORM_DELETES = 8
 STORM_TASKS = 3
@@ -126,8 +127,12 @@ class EngineScenario(Scenario):
 
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`."""
-        if self.has_storms and random.random() < 0.25:
-            return self._plan_storm(random)
+        if self.has_storms:
+            kind = random.random()
+            if kind < 0.25:
+                return self._plan_storm(random)
+            if kind < 0.32:
+                return self._plan_lost_source(random)
         steps, length_s = [], random.choice((2.0, 5.0, 15.0))
         num_keys, bursts = random.choice((1, 3, NUM_KEYS)), random.choice((0, 3, 12))
         burst_s = random.choice(BURSTS_S)
@@ -172,6 +177,18 @@ class EngineScenario(Scenario):
             given["cancel_s"] = random.choice((None, None, None, 0.0, 0.01))
             steps.append(Step(at_s, "delete", given | {"parts": (part,)}))
         return steps
+
+    def _plan_lost_source(self, random: Random) -> list[Step]:
+        """Plan stores whose copies to the tiers below meet a first tier that cannot be read."""
+        kinds = (TierFault.FAILED, TierFault.ERROR, TierFault.HANG, TierFault.HANG)
+        arguments = {"for_s": 1.5, "share": random.choice((0.5, 1.0)), "calls": ("load",)}
+        fault = {"tier": 0, "fault": random.choice(kinds), **arguments}
+        given: dict[str, Any] = {"timeout_s": None, "cancel_s": None}
+        stores = [
+            Step(0.1 + random.random(), "store", given | {"parts": draw_parts(random)})
+            for _ in range(LOST_STORES)
+        ]
+        return sorted([Step(0.0, "fault", fault), *stores], key=lambda step: step.at_s)
 
     def _draw_faults(self, random: Random, length_s: float) -> list[Step]:
         num_faults, is_mild = random.choice((0, 0, 1, 3, 8)), random.random() < 0.3
