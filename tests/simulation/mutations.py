@@ -560,7 +560,7 @@ MUTATIONS = (
         "            handler_cancellation=True,\n",
         "            handler_cancellation=False,\n",
         "proxy",
-        20,
+        60,
     ),
     Mutation(
         "the prefill leg outlives its request",
@@ -584,7 +584,7 @@ MUTATIONS = (
         "                if client.answer is not None:\n                    raise\n",
         "",
         "proxy",
-        40,
+        60,
     ),
     Mutation(
         "an engine that was ejected never comes back",
@@ -592,7 +592,7 @@ MUTATIONS = (
         "            else:\n                engine.bring_back()\n",
         "            else:\n                pass\n",
         "proxy",
-        40,
+        60,
     ),
     Mutation(
         "a request that was cancelled stays under way at its engine",
@@ -600,7 +600,7 @@ MUTATIONS = (
         "        try:\n            yield\n        finally:\n            self.num_requests -= 1\n",
         "        yield\n        self.num_requests -= 1\n",
         "proxy",
-        20,
+        60,
     ),
     Mutation(
         "an end does not cut off requests that are late",
