@@ -29,7 +29,7 @@ SLOT_BYTES = 4096 + 32
 """Bytes of a slot of the host pool, and of its tag."""
 MOST_S = 120.0
 """Virtual time in which a request ends, whatever the tiers do."""
-QUIET_S = (0.05, 0.2, 1.0, 3.0, 12.0, 12.0, 12.0)
+QUIET_S = (0.05, 0.2, 1.0, 3.0, 12.0, 12.0, 12.0, 12.0, 12.0)
 """Times between the requests at the end, after which everything has ended."""
 CLOSE_S = 70.0
 BY_LINE = 0.02
