@@ -96,7 +96,7 @@ def _measure_verifying(hit: tuple[int, int], rounds: int, device: torch.device) 
     memory = torch.ones(hit, dtype=torch.int8, device=device)
     count, block_bytes = hit
     size = f"{count} x {block_bytes // KIB} KiB," + (f" {device}," if device != HOST else "")
-    with open_engine(memory) as verifying, open_engine(memory, "&integrity=off") as trusting:
+    with open_engine(memory, "&integrity=full") as verifying, open_engine(memory) as trusting:
         loads = [Loop(engine).loading(count) for engine in (verifying, trusting)]
         verified, trusted = time_in_turn(loads, rounds=rounds)
     case = f"load {size} polled, verified, against not"
