@@ -17,6 +17,7 @@ from kvxfer.testing.simulation import (
     Simulation,
     Step,
     cut_down,
+    main,
     run_seed,
     scheduler,
 )
@@ -110,6 +111,16 @@ def test_a_seed_repeats_in_another_process_with_other_hashes() -> None:
     )
     assert first == second
     assert len(first.splitlines()) == 3 * len(SCENARIOS)
+
+
+def test_of_many_seeds_that_fail_the_first_are_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scenario = Written(lambda simulation, steps: simulation.fail("wrong"))
+    assert main([scenario], ["--seeds", "12"]) == 1
+    said = capsys.readouterr().out
+    assert [f"seed {seed}: wrong" in said for seed in range(12)] == [True] * 5 + [False] * 7
+    assert "12 seeds failed" in said
 
 
 def test_time_passes_only_when_all_wait() -> None:

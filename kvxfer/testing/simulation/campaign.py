@@ -149,16 +149,16 @@ def main(scenarios: Sequence[Scenario], arguments: Sequence[str] | None = None) 
 def _run_all(chosen: Sequence[Scenario], given: argparse.Namespace) -> int:
     began = time.monotonic()
     until_s = began + given.seconds if given.seconds else 0.0
-    totals = {each.name: [0.0] * 4 for each in chosen}
+    totals, num_said = {each.name: [0.0] * 4 for each in chosen}, 0
     if given.until_one:
         return _run_until_one_fails(chosen, range(given.first, given.first + given.seeds))
     for ran in _shares(chosen, given.first, given.seeds, until_s, given.processes):
         total = totals[ran.name]
         for at, more in enumerate((ran.num_seeds, ran.num_calls, ran.virtual_s, len(ran.failed))):
             total[at] += more
-        for _, report in ran.failed:
-            if sum(each[3] for each in totals.values()) <= MOST_REPORTS:
-                _say(report)
+        for _, report in ran.failed[: MOST_REPORTS - num_said]:
+            _say(report)
+            num_said += 1
     _say_totals(totals, time.monotonic() - began)
     return int(any(each[3] for each in totals.values()))
 
