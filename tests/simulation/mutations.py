@@ -712,7 +712,7 @@ MUTATIONS = (
         "                outlives_caller=operation is Operation.LOOKUP,\n",
         "                outlives_caller=False,\n",
         "tiers",
-        40,
+        60,
     ),
     Mutation(
         "blocks that could not be read are not written back",
