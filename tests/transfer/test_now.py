@@ -44,7 +44,9 @@ class ToldBackend(SlotMover):
             raise self.error
         return super().begin_load(keys, blocks)
 
-    def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
+    def begin_store(  # type: ignore[override]  # as movers that have to wait do
+        self, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> Begun | None:
         if self.has_to_wait:
             return None
         self.threads.append(threading.current_thread())
