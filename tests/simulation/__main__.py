@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from random import Random
 from typing import ClassVar
@@ -58,5 +59,5 @@ SCENARIOS: list[Scenario] = [
     *([OffloadingScenario(), HandoverScenario()] if find_spec("vllm") else []),
 ]
 
-if __name__ == "__main__":
-    sys.exit(main(SCENARIOS))
+if __name__ == "__main__":  # the classes have to be of a module that other processes can import
+    sys.exit(main(import_module("tests.simulation.__main__").SCENARIOS))

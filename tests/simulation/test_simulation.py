@@ -123,6 +123,15 @@ def test_of_many_seeds_that_fail_the_first_are_reported(
     assert "12 seeds failed" in said
 
 
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT_S)
+def test_the_command_shares_the_seeds_of_every_scenario_between_processes() -> None:
+    command = [sys.executable, "-m", "tests.simulation", "--seeds", "1", "--processes", "2"]
+    ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count(": 1 seeds, ") == len(SCENARIOS)
+
+
 def test_time_passes_only_when_all_wait() -> None:
     def body(simulation: Simulation, steps: Sequence[Step]) -> None:
         async def wait() -> None:
