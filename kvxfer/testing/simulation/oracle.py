@@ -327,7 +327,8 @@ class History:
             num_blocks: Blocks of a whole chunk, of which each is wanted; 0 if any of them will do.
             since: Time before which the store has ended.
         """
-        removed = self._removed.get(key, -1.0)
+        # A store of what is there reads nothing: it goes with bytes that are found to be damaged.
+        removed = max(self._removed.get(key, -1.0), self._damaged.get(key, -1.0))
         return not (self._removing[key] or self._num_purges) and any(
             each.is_done
             and (not num_blocks or each.covers(0, num_blocks))
