@@ -111,7 +111,7 @@ MUTATIONS = (
         "        except asyncio.CancelledError:\n            self._settle(job)\n            raise",
         "        except asyncio.CancelledError:\n            raise",
         "tiers",
-        40,
+        400,
     ),
     Mutation(
         "unsafe outcomes of a backend are forgotten",
@@ -167,7 +167,7 @@ MUTATIONS = (
         '        if is_caller_cancelled():\n            raise\n        raise BackendUnavailableError("the',
         '        if exc:\n            raise\n        raise BackendUnavailableError("the',
         "tiers",
-        60,
+        400,
     ),
     Mutation(
         "what the second tier took is not written back",

@@ -3,7 +3,7 @@
 from random import Random
 from typing import ClassVar
 
-from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Added, Event, Observer, Removed, Reports
@@ -17,6 +17,8 @@ from kvxfer.units import ByteSize
 ROOM = NUM_KEYS * len(PAGE_SIZES_BYTES) + 4
 """Blocks for which a roomy tier has room, those that are being replaced included."""
 SLOT_BYTES = 8192
+HASHING = (MemoryIntegrity.FULL, MemoryIntegrity.FULL, MemoryIntegrity.FENCED)
+"""Kinds of host memory: threads move what is hashed, and are late; the loop moves the rest."""
 LISTS = (
     ("host", "dict"),
     ("dict", "dict"),
@@ -38,14 +40,14 @@ class TiersScenario(EngineScenario):
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
         """See `EngineScenario.open`."""
-        random = simulation.random("tiers")
+        random, hashing = simulation.random("tiers"), simulation.random("hashing")
         kinds = random.choice(LISTS)
         is_roomy = random.random() < 0.6
         tiers: list[Backend] = []
         faulty: dict[int, FaultyTier] = {}
         for number, kind in enumerate(kinds):
             num_blocks = ROOM if is_roomy or number else random.choice((2, 4, 8))
-            tier = _open_tier(kind, num_blocks, namespace)
+            tier = _open_tier(kind, num_blocks, namespace, hashing.choice(HASHING))
             if number or random.random() < 0.5:
                 tier = faulty[number] = FaultyTier(tier, simulation, f"{number} {kind}")
             tiers.append(tier)
@@ -75,10 +77,12 @@ class TiersScenario(EngineScenario):
         return left
 
 
-def _open_tier(kind: str, num_blocks: int, namespace: Namespace) -> Backend:
+def _open_tier(
+    kind: str, num_blocks: int, namespace: Namespace, integrity: MemoryIntegrity
+) -> Backend:
     if kind == "dict":
         return _PurgeableDict(DictConfig(max_blocks=num_blocks), namespace)
-    return open_host(num_blocks, namespace)
+    return open_host(num_blocks, namespace, integrity=integrity)
 
 
 def open_host(
@@ -87,12 +91,14 @@ def open_host(
     *,
     is_shared: bool = False,
     scrub_mib_per_s: float = 0.0,
+    integrity: MemoryIntegrity = MemoryIntegrity.FENCED,
 ) -> HostBackend:
     """Open host memory for some blocks, whose events are compared with what is there."""
     config = HostConfig(
         capacity=ByteSize(num_blocks * SLOT_BYTES),
         shared=is_shared,
         scrub_mib_per_s=scrub_mib_per_s,
+        integrity=integrity,
     )
     backend = HostBackend(config, namespace)
     backend.observe(Reports([_Mirror(backend)]))

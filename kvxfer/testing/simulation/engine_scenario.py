@@ -67,7 +67,8 @@ CALLS = {
     "poll_store": 4,
     "poll_load": 6,
 }
-TIMEOUTS_S = (None, None, 0.0, 0.01, 0.1, 1.0, 5.0)
+TIMEOUTS_S = (None, None, 1e-6, 0.01, 0.1, 1.0, 5.0)
+"""Deadlines; the shortest is over when a call has begun, and before any thread has ended."""
 CANCELS_S = (None, None, None, None, 0.0, 0.005, 0.05, 1.0)
 
 T = TypeVar("T")
