@@ -408,7 +408,7 @@ MUTATIONS = (
         "            self._lock_file(ends_at)\n            try:",
         "            try:",
         "files",
-        300,
+        500,
     ),
     Mutation(
         "room is made for what is there, not for what comes",
@@ -672,7 +672,7 @@ MUTATIONS = (
         "        await self._ask(self._removers, self._folder.sync_file_system)\n",
         "        await asyncio.sleep(0)\n",
         "files",
-        200,
+        300,
     ),
     Mutation(
         "reserved bytes are not counted",
@@ -688,7 +688,7 @@ MUTATIONS = (
         "        async with self._stores.acquire(keys):\n",
         "        async with contextlib.AsyncExitStack():\n",
         "files",
-        60,
+        200,
     ),
     Mutation(
         "padding is not cut off",
