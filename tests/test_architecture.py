@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_260,
     "kvxfer/storage": 5_105,
     "kvxfer/telemetry": 1_717,
-    "kvxfer/testing": 7_225,
+    "kvxfer/testing": 7_226,
     "kvxfer/tiering": 1_589,
     "kvxfer/transfer": 2_105,
 }

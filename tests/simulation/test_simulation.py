@@ -101,7 +101,8 @@ def test_a_seed_repeats_in_another_process_with_other_hashes() -> None:
     first, second = (
         subprocess.run(
             command,
-            env=os.environ | {"PYTHONHASHSEED": hashes, "PYTHONPATH": str(ROOT)},
+            env=os.environ
+            | {"PYTHONHASHSEED": hashes, "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"},
             cwd=ROOT,
             check=True,
             capture_output=True,

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Coroutine, Mapping
 from contextvars import Context
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 from kvxfer.testing.simulation.network import Network, Waitable
@@ -168,6 +169,7 @@ class SimulatedLoop(BaseSelectorEventLoop):
     def __init__(self, scheduler: Scheduler, network: Network) -> None:
         self._waker = _Selector(scheduler, network)
         super().__init__(self._waker)
+        self.slow_callback_duration = inf  # its clock is virtual: no callback blocks a real loop
         self.scheduler = scheduler
         self.process = scheduler.current.process
         self.errors: list[str] = []
