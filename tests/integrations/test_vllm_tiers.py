@@ -1,5 +1,6 @@
 """Two tiers under vLLM's scheduler: blocks come back, and a bad lower tier does no harm."""
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -47,6 +48,8 @@ from tests.integrations.two_tiers import (
     schedulers,
 )
 from tests.integrations.vllm_counts import failed_loads, read_series
+
+LATE_S = 0.25
 
 
 @pytest.fixture
@@ -126,12 +129,24 @@ def test_the_keys_of_one_step_are_asked_for_in_one_call(start: Start) -> None:
     assert backend.calls == [5]
 
 
+class LateBackend(KeepingBackend):
+    """Backend that answers long after a step which waits for nothing has ended."""
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        await asyncio.sleep(LATE_S)
+        return await super().lookup(keys)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        await asyncio.sleep(LATE_S)
+        return await super().load(keys, blocks)
+
+
 def test_a_step_that_runs_no_model_waits_for_the_answer_and_for_the_loads_and_no_longer(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manager, "EMPTY_STEP_S", LIMIT_S)
     monkeypatch.setattr(manager, "YIELD_S", LIMIT_S)
-    scheduler, keys = start(KeepingBackend()), keys_of(3)
+    scheduler, keys = start(LateBackend()), keys_of(3)
     scheduler.store(keys)
     scheduler.forget()
     began = time.monotonic()
