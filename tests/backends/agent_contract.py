@@ -28,7 +28,6 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.memory_region import MemoryRegion
 
-PAGE = mmap.PAGESIZE
 POOL_BYTES = 8 << 20
 FRAGMENT_BYTES = 1 << 17
 LATE_S = 0.02
@@ -182,18 +181,6 @@ class AgentContract(ABC):
         pool.bytes[:] = 7
         await asyncio.sleep(LATE_S)
         assert np.all(pool.bytes == 7), "a late read"
-
-    async def test_a_fragment_may_be_longer_than_a_piece(
-        self, agent: TransferAgent, peer: Peer, pool: Pool
-    ) -> None:
-        await peer.fill(1)
-        pool.bytes[:] = random_bytes(2)
-        name = await agent.add_peer(peer.metadata)
-        half = POOL_BYTES // 2
-        starts = words(half, 0)
-        here, there = starts + words(pool.address), starts + words(peer.address)
-        await read(agent, name, here, there, words(half, half))
-        assert pool.bytes.tobytes() == await peer.content() == random_bytes(1).tobytes()
 
     async def test_fragments_that_touch_where_a_region_ends_are_not_one(
         self, agent: TransferAgent, peer: Peer, pool: Pool
@@ -364,11 +351,6 @@ class AgentContract(ABC):
                 await call
         gc.collect()
         assert not reference()
-
-    async def test_names_are_new(self, agent: TransferAgent) -> None:
-        other = self.make_agent()
-        assert agent.name != other.name
-        await other.aclose()
 
     async def _read_all(self, agent: TransferAgent, name: str, peer: Peer, pool: Pool) -> None:
         starts = np.arange(0, POOL_BYTES, FRAGMENT_BYTES, dtype=np.uint64)

@@ -3,12 +3,10 @@
 import contextlib
 import socket
 import ssl
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,12 +14,10 @@ from kvxfer.backends.nixl import client_context, server_context
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameCodec, FrameKeys
 from kvxfer.backends.nixl.wire.handshake import Role, Session
-from kvxfer.backends.nixl.wire.messages import Message, Ping, Read
+from kvxfer.backends.nixl.wire.messages import Message, Read
 from kvxfer.backends.nixl.wire.regions import Regions, Words
 from tests.backends.nixl_wire import HOST, Authority
 
-PING: msgspec.msgpack.Decoder[Ping] = msgspec.msgpack.Decoder(Ping)
-ONE = Ping(request_id=1)
 MEMORY_BYTES = 1 << 20
 LIMIT_S = 4.0
 
@@ -97,13 +93,6 @@ def frames(role: Role, *messages: Message) -> bytes:
 
 def a_read(memory: Bytes, num_bytes: int) -> Read:
     return Read(addresses=words([address(memory)]).tobytes(), lengths=words([num_bytes]).tobytes())
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    stop = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < stop
-        time.sleep(1e-3)
 
 
 def contexts(authority: Authority) -> tuple[ssl.SSLContext, ssl.SSLContext]:

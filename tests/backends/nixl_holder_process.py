@@ -9,11 +9,9 @@ from typing import Any
 import msgspec
 
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.backends.nixl import Endpoint, Exchange, NixlBackend, NixlConfig
+from kvxfer.backends.nixl import Exchange, NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.testing import BlockMemory
-from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
 from tests.backends.host_blocks import flip
 
@@ -69,32 +67,6 @@ class Holders:
     async def do_delete(self, holder: int, keys: list[str]) -> object:
         """Delete blocks, as eviction would."""
         return await self.hosts[holder].delete([BlockKey(bytes.fromhex(key)) for key in keys])
-
-    async def do_read(
-        self,
-        namespace: Any,
-        config: dict[str, Any],
-        endpoint: str,
-        ticket: str,
-        keys: list[str],
-    ) -> object:
-        """Hold a ticket and read its blocks; return the description, which are there, and these.
-
-        The ticket is held until this process ends.
-        """
-        self.exchange = Exchange(
-            msgspec.convert(config, NixlConfig),
-            msgspec.convert(namespace, Namespace),
-            largest_block_bytes=4608,
-        )
-        await self.exchange.start()
-        client = self.exchange.peer(Endpoint.parse("endpoint", endpoint))
-        wanted = [BlockKey(bytes.fromhex(key)) for key in keys]
-        held = await client.hold(ticket, wanted)
-        target = BlockMemory([[4096, 512]], num_blocks=len(keys)).describe(0, range(len(keys)))
-        outcomes = await client.load(wanted, target)
-        assert all(outcome.done for outcome in outcomes), outcomes
-        return await client.describe(), held.there, read_payloads(target)
 
     async def do_look(self, holder: int) -> object:
         """Count the blocks, pins and peers of a holder."""

@@ -1,17 +1,13 @@
 """Transfer agents, the real one and the fake one: they move bytes between processes."""
 
 import asyncio
-import contextlib
-import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -23,19 +19,16 @@ import torch
 
 from benchmarks.nixl.raw import TCP_ALONE
 from kvxfer.backends.nixl.agents import (
-    Fragments,
     NixlAgent,
     NixlLimits,
     SocketAgent,
     TransferAgent,
 )
-from kvxfer.backends.nixl.agents.nixl import Reads
 from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.regions import AgentMetadata
 from kvxfer.errors import (
     BackendUnavailableError,
-    ClosedError,
     DeviceUnavailableError,
     InvalidArgumentError,
     PeerLostError,
@@ -101,28 +94,6 @@ class TestNixlAgentInOneProcess(SharedAgentContract):
         agent = NixlAgent(SMALL_PIECES)
         yield LocalPeer(agent)
         await agent.aclose()
-
-    async def test_last_fragments_do_not_wait_for_other_reads(
-        self, agent: TransferAgent, peer: Peer, pool: Pool
-    ) -> None:
-        name = await agent.add_peer(peer.metadata)
-        step = POOL_BYTES // 64
-        runs = [
-            Fragments.of(words(pool.address + at), words(peer.address + at), words(step - 8))
-            for at in range(0, POOL_BYTES, step)
-        ]
-        last = Fragments.of(
-            words(pool.address + step - 8), words(peer.address + step - 8), words(8)
-        )
-        landed: list[int] = []
-        num_landed: list[int] = []
-        fenced = agent.begin(name, runs[:1], lambda _: None, last=last)
-        fenced.done.add_done_callback(lambda _: num_landed.append(len(landed)))
-        others = agent.begin(name, runs[1:], landed.append)
-        await fenced.wait()
-        await others.wait()
-        assert len(landed) == len(runs) - 1
-        assert num_landed[0] < len(landed) // 2
 
 
 class TestNixlAgentAndAnotherProcess(SharedAgentContract):
@@ -220,13 +191,6 @@ async def move(agent):
 class TestProcess:
     """Tests of an agent's effects on its own process."""
 
-    def test_nothing_is_imported_before_an_agent_is_opened(self) -> None:
-        child = run_child("""
-assert "nixl" not in sys.modules
-assert "UCX_MODULES" not in os.environ
-""")
-        assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
-
     @pytest.mark.parametrize("error", ["ImportError('no libucp.so.0')", "OSError('a\\nb')"])
     def test_a_wheel_that_is_broken_is_one_line(self, tmp_path: Path, error: str) -> None:
         (tmp_path / "nixl").mkdir()
@@ -257,14 +221,6 @@ peer = asyncio.run(move(agent))
 """)
         assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
 
-    def test_an_agent_that_is_let_go_ends_its_thread(self) -> None:
-        agent = NixlAgent()
-        thread = agent._thread._thread
-        assert thread.is_alive()
-        del agent
-        gc.collect()
-        assert not thread.is_alive()
-
     def test_what_the_application_configured_stays(self, tmp_path: Path) -> None:
         child = run_child(f"""
 os.environ["UCX_LOG_FILE"] = "stdout"
@@ -280,17 +236,6 @@ assert logging.getLogger("other").level == logging.ERROR
 """)
         assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
         assert (tmp_path / "log").read_text() == "before\nafter\n"
-
-    def test_an_idle_agent_takes_a_twentieth_of_a_core_at_most(self) -> None:
-        child = run_child("""
-agent = NixlAgent()
-peer = asyncio.run(move(agent))
-time.sleep(0.2)
-before = time.process_time(), time.perf_counter()
-time.sleep(1)
-print((time.process_time() - before[0]) / (time.perf_counter() - before[1]) / 2)
-""")
-        assert float(child.stdout) <= 0.05
 
     def test_without_nixl_the_error_names_the_way_out(
         self, monkeypatch: pytest.MonkeyPatch
@@ -395,44 +340,6 @@ class TestPeerInTrouble:
         for num_bytes in (1, 64, 8192, POOL_BYTES // 2):
             await read(agent, name, here, there, words(num_bytes))
 
-    async def test_a_cancelled_transfer_waits_for_its_end(
-        self, agent: NixlAgent, process: PeerProcess
-    ) -> None:
-        pool = Pool()
-        agent.register(pool.regions())
-        name = await agent.add_peer(process.metadata)
-        busy: Future[None] = Future()
-        go_on = threading.Event()
-        agent._thread.order(busy, go_on.wait)
-        task = asyncio.create_task(read_all(agent, name, pool, process))
-        await asyncio.sleep(0)
-        try:
-            for _ in range(2):
-                task.cancel()
-                done, _ = await asyncio.wait([task], timeout=0.01)
-                assert not done
-        finally:
-            go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not agent._thread._reads.busy_peers
-
-    async def test_a_small_transfer_does_not_wait_for_a_large_one(
-        self, agent: NixlAgent, process: PeerProcess
-    ) -> None:
-        pool = Pool()
-        agent.register(pool.regions())
-        name = await agent.add_peer(process.metadata)
-        large = [asyncio.create_task(read_all(agent, name, pool, process)) for _ in range(20)]
-        small = asyncio.create_task(
-            read(agent, name, words(pool.address), words(process.address), words(1))
-        )
-        ended: list[asyncio.Task[None]] = []
-        for task in (*large, small):
-            task.add_done_callback(ended.append)
-        await asyncio.gather(*large, small)
-        assert not {*large[-5:]} & {*ended[: ended.index(small)]}
-
     async def test_an_agent_that_could_not_register_memory_of_a_gpu_serves_its_peers(
         self, agent: NixlAgent
     ) -> None:
@@ -487,31 +394,3 @@ def test_without_rdma_nothing_listens_on_the_network() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["0100007F"]  # 127.0.0.1, in the byte order of /proc/net/tcp
-
-
-async def test_an_agent_whose_thread_has_failed_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = np.zeros(1 << 13, np.uint8)
-    async with contextlib.AsyncExitStack() as stack:
-        reading, read = NixlAgent(), NixlAgent()
-        for agent in (reading, read):
-            stack.push_async_callback(agent.aclose)
-        half = memory.nbytes // 2
-        start = memory.ctypes.data
-        reading.register([MemoryRegion(start, half, memory)])
-        read.register([MemoryRegion(start + half, half, memory)])
-        peer = await reading.add_peer(read.metadata)
-
-        def fail(*_: object) -> None:
-            raise MemoryError
-
-        monkeypatch.setattr(Reads, "_post_piece", fail)
-        monkeypatch.setattr(threading, "excepthook", lambda _: None)
-        places = (np.array([word], np.uint64) for word in (start, start + half, half))
-        fragments = Fragments.of(*places)
-        flight = reading.begin(peer, [fragments], lambda _: None)
-        with pytest.raises(TransferFailedError, match="the agent was closed"):
-            await flight.wait()
-        with pytest.raises(ClosedError):
-            reading.begin(peer, [fragments], lambda _: None)
-        with pytest.raises(ClosedError):
-            _ = reading.metadata

@@ -95,14 +95,6 @@ def test_parameters_that_make_no_sense_together_are_errors(
     assert caught.value.argument == argument
 
 
-def test_files_may_be_those_of_etcds_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CACERT", "CERT", "KEY"):
-        monkeypatch.setenv(f"ETCDCTL_{name}", f"/{name}")
-    etcd = NixlConfig(discover=URL, etcd_ca="/ours").etcd
-    assert etcd is not None
-    assert (etcd.ca, etcd.cert, etcd.key) == ("/ours", "/CERT", "/KEY")
-
-
 @pytest.mark.parametrize("text", ["", "root", "root:", ":password", "root:pass\nword"])
 def test_a_file_without_name_and_password_is_an_error_that_tells_neither(
     tmp_path: object, text: str
@@ -148,13 +140,6 @@ def test_workers_advertise_their_own_ports(advertise: str, reached: Endpoint) ->
     assert config.at_rank(2).advertised(Endpoint("::", 7002)) == reached
 
 
-def test_a_port_for_data_that_a_worker_would_listen_at_is_named() -> None:
-    config = NixlConfig(listen="127.0.0.1:7000", capacity=MIB, data_port=7002)
-    assert config.at_rank(1).data_port == 7003
-    with pytest.raises(InvalidArgumentError, match="data_port is 7002"):
-        config.at_rank(2)
-
-
 def test_a_directory_of_ones_own_is_not_taken_beside_discovery() -> None:
     namespace = BlockMemory([[4096]], num_blocks=1).namespace()
     with pytest.raises(InvalidArgumentError, match="directory"):
@@ -167,12 +152,6 @@ def test_without_aetcd_one_line_says_how_to_install_it(monkeypatch: pytest.Monke
     needed = r"discover=etcd:// needs the package aetcd: pip install 'kvxfer\[etcd\]'"
     with pytest.raises(MissingExtraError, match=needed):
         NixlBackend(NixlConfig(discover=URL), namespace)
-
-
-def test_fields_of_later_releases_are_ignored() -> None:
-    data = msgspec.json.encode(msgspec.to_builtins(Announcement(capacity=7)) | {"rack": [1]})
-    endpoint, announcement = decode_announcement(b"[::1]:7000", data)
-    assert (endpoint, announcement.capacity) == (Endpoint("::1", 7000), 7)
 
 
 @given(st.binary(max_size=400), st.binary(max_size=5000))
@@ -208,23 +187,6 @@ def test_holders_that_a_later_list_lacks_have_time_to_come_again(roster: Roster)
     assert ports_of(roster) == []
 
 
-def test_the_time_begins_anew_with_each_loss_of_sight(roster: Roster) -> None:
-    roster.replace(announced(1, 2), 0.0)
-    roster.replace({}, 100.0)
-    roster.replace(announced(2), 109.0)
-    roster.settle(110.0)
-    assert ports_of(roster) == [1, 2]
-    roster.settle(119.0)
-    assert ports_of(roster) == [2]
-
-
-def test_a_first_list_that_is_empty_is_no_reason_to_wait(roster: Roster) -> None:
-    roster.replace({}, 0.0)
-    roster.change(announced(1), 1.0)
-    roster.change({name_of(1): None}, 2.0)
-    assert ports_of(roster) == []
-
-
 def test_holders_of_another_namespace_and_protocol_are_left_out(
     roster: Roster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -236,6 +198,13 @@ def test_holders_of_another_namespace_and_protocol_are_left_out(
     assert [each.getMessage().split(":")[1] for each in warned] == ["3"]
     roster.change(announced(1, namespace="theirs"), 1.0)  # it has settled for another one
     assert ports_of(roster) == []
+
+
+def test_a_port_for_data_that_a_worker_would_listen_at_is_named() -> None:
+    config = NixlConfig(listen="127.0.0.1:7000", capacity=MIB, data_port=7002)
+    assert config.at_rank(1).data_port == 7003
+    with pytest.raises(InvalidArgumentError, match="data_port is 7002"):
+        config.at_rank(2)
 
 
 def test_the_number_of_holders_and_of_warnings_is_bounded(

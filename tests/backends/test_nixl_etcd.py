@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,8 +17,6 @@ from kvxfer.backends.nixl.discovery import (
     EtcdConfig,
     EtcdDiscovery,
     EtcdSession,
-    own_loop,
-    run_there,
 )
 from kvxfer.storage.gauge import Gauge
 from tests import needs
@@ -115,29 +112,10 @@ async def test_holders_are_found_when_they_come_and_gone_when_they_close(
     assert server.leases() == []
 
 
-@pytest.mark.exhaustive
-async def test_a_holder_that_ends_without_a_word_is_gone_after_its_lease(
-    server: EtcdServer,
-) -> None:
-    async with following(server) as engine, announcing(server, A, B) as (silent, _):
-        await until(lambda: knows(engine, A, B))
-        assert silent._announcer is not None
-        await run_there(silent._announcer.end(), LIMIT_S)  # the task alone
-        await until(lambda: knows(engine, B), 3 * LEASE_S + LIMIT_S)
-
-
 async def test_a_lease_that_is_lost_is_taken_again(server: EtcdServer) -> None:
     async with following(server) as engine, announcing(server, A):
         await until(lambda: knows(engine, A))
         server.revoke_leases()
-        await until(lambda: knows(engine))
-        await until(lambda: knows(engine, A))
-
-
-async def test_an_announcement_that_somebody_deleted_is_made_again(server: EtcdServer) -> None:
-    async with following(server) as engine, announcing(server, A):
-        await until(lambda: knows(engine, A))
-        server.delete(str(A))
         await until(lambda: knows(engine))
         await until(lambda: knows(engine, A))
 
@@ -186,20 +164,6 @@ async def test_strange_entries_are_skipped_and_warned_about_once(
     assert any("10.0.0.1:7000" in each and "secret_file or TLS" in each for each in warned)
 
 
-async def test_more_entries_than_are_taken_change_nothing_about_the_first(
-    server: EtcdServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("kvxfer.backends.nixl.discovery.MAX_PEERS", 2)
-    async with following(server) as engine, announcing(server, A, B):
-        await until(lambda: knows(engine, A, B))
-        server.put("127.0.0.1:1", Announcement().encode())
-        server.put("127.0.0.1:2", Announcement().encode())
-        server.delete("127.0.0.1:2")
-        await until(lambda: "any more are ignored" in caplog.text)
-        assert knows(engine, A, B)
-    assert caplog.text.count("any more are ignored") == 1
-
-
 async def test_while_etcd_is_dead_those_known_are_the_peers_and_come_back_with_it(
     own_server: EtcdServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,26 +179,6 @@ async def test_while_etcd_is_dead_those_known_are_the_peers_and_come_back_with_i
         assert knows(engine, A, B)
         async with announcing(own_server, C):
             await until(lambda: knows(engine, A, B, C))
-
-
-@pytest.mark.exhaustive
-async def test_an_etcd_that_lost_its_data_takes_no_holder_away(own_server: EtcdServer) -> None:
-    seen = set()
-    async with following(own_server) as engine, announcing(own_server, A, B) as (_, gone):
-        await until(lambda: knows(engine, A, B))
-        own_server.kill()
-        own_server.forget()
-        assert gone._announcer is not None
-        await run_there(gone._announcer.end(), LIMIT_S)
-        own_server.start()
-        await until(lambda: works(engine))
-
-        def is_settled() -> bool:
-            seen.add(frozenset(engine._follower.roster.endpoints))
-            return knows(engine, A)
-
-        await until(is_settled)  # B, which does not come again, is forgotten in time
-    assert seen == {frozenset((A, B)), frozenset((A,))}  # A was there all the time
 
 
 async def test_a_frozen_etcd_blocks_nobody_and_its_late_news_takes_no_holder_away(
@@ -286,38 +230,6 @@ async def test_opened_while_etcd_is_down_peers_are_found_later(
         own_server.start()
         await until(lambda: knows(engine, A))
         await until(lambda: "answers again" in caplog.text)
-
-
-async def test_opened_while_etcd_is_frozen_takes_a_moment(own_server: EtcdServer) -> None:
-    own_server.freeze()
-    began = time.monotonic()
-    async with following(own_server) as engine:
-        assert time.monotonic() - began < 8.0
-        assert await engine.peers() == ()
-    own_server.thaw()
-
-
-async def test_whatever_hangs_only_the_first_call_waits_for_the_first_list(
-    own_server: EtcdServer,
-) -> None:
-    hung, go_on = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        hung.set()
-        go_on.wait(LIMIT_S)
-
-    own_loop().call_soon_threadsafe(hang)
-    await asyncio.to_thread(hung.wait)
-    try:
-        async with following(own_server) as engine:
-            began = time.monotonic()
-            for _ in range(100):
-                await engine.follow()
-            assert time.monotonic() - began < 0.9
-            go_on.set()
-            await until(lambda: works(engine))
-    finally:
-        go_on.set()
 
 
 async def test_changes_that_etcd_has_forgotten_are_listed_again(

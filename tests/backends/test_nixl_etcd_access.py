@@ -2,8 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,12 +138,6 @@ async def test_who_may_only_read_finds_holders_and_announces_none(
     assert f"{A} is not announced until it answers" in caplog.text
 
 
-async def test_a_watch_that_etcd_ends_is_an_error(guarded: EtcdServer, tmp_path: Path) -> None:
-    config = configure(guarded, tmp_path, f"engine:{PASSWORD}")
-    with pytest.raises(EtcdError, match=r"the watch was ended: .*permission denied"):
-        await run_there(watch(config, b"/elsewhere/"), LIMIT_S)
-
-
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("authority") / "ours")
@@ -233,38 +226,3 @@ def test_files_that_are_no_certificates_are_errors_at_once(
 async def list_entries(config: EtcdConfig) -> None:
     async with open_session(config, config.endpoints[0], 5.0) as session:
         await session.entries(b"/")
-
-
-async def watch(config: EtcdConfig, prefix: bytes) -> None:
-    async with (
-        open_session(config, config.endpoints[0], 5.0) as session,
-        contextlib.aclosing(session.changes(prefix, 1)) as changes,
-    ):
-        async for _ in changes:
-            pass
-
-
-@pytest.mark.parametrize("ask", [list_entries, lambda config: watch(config, b"/kvxfer/")])
-async def test_a_call_that_the_server_cancels_is_an_error_and_no_cancellation(
-    ask: Callable[[EtcdConfig], Coroutine[Any, Any, None]],
-) -> None:
-    def give_up(_: object, context: grpc.ServicerContext) -> None:
-        context.abort(grpc.StatusCode.CANCELLED, "context canceled")
-
-    server = grpc.server(ThreadPoolExecutor(1))
-    for service, method, handler in (
-        ("KV", "Range", grpc.unary_unary_rpc_method_handler(give_up)),
-        ("Watch", "Watch", grpc.stream_stream_rpc_method_handler(give_up)),
-    ):
-        methods = grpc.method_handlers_generic_handler(f"etcdserverpb.{service}", {method: handler})
-        server.add_generic_rpc_handlers((methods,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    config = NixlConfig(discover=f"etcd://127.0.0.1:{port}/kvxfer").etcd
-    assert config is not None
-    try:
-        # gRPC's second words: the call was over before gRPC had sent its headers
-        with pytest.raises(EtcdError, match=r"^(cancelled|internal: Internal error from Core)"):
-            await run_there(ask(config), LIMIT_S)
-    finally:
-        server.stop(None)

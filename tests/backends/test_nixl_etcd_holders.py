@@ -2,28 +2,21 @@
 
 import asyncio
 import contextlib
-import itertools
 import math
-import signal
-import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import msgspec
 import pytest
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer
-from kvxfer.backends.nixl.discovery import LEASE_S
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
 from kvxfer.storage.observer import Reports
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
-from kvxfer.testing.payloads import read_payloads
+from kvxfer.testing.conformance.suite import make_keys, make_memory, store_generated
 from kvxfer.units import ByteSize
 from tests import needs
 from tests.backends import test_nixl_standalone
@@ -95,60 +88,6 @@ async def test_a_holder_that_comes_moves_its_share_of_the_keys_and_no_other(
         assert all(await backend.lookup(keys))  # and they are back where they were
 
 
-@pytest.mark.exhaustive
-async def test_a_holder_that_is_killed_costs_its_share_and_its_connection_is_closed(
-    server: EtcdServer, processes: list[HolderProcess]
-) -> None:
-    keys = make_keys(NUM_KEYS)
-    holders = await open_holders(server, processes[0], 3)
-    [victim] = await open_holders(server, processes[1], 1)
-    async with discovering(server, *holders, victim) as backend:
-        await store_generated(backend, keys, some_blocks(NUM_KEYS))
-        processes[1].signal(signal.SIGKILL)
-        await until(lambda: victim.endpoint not in known(backend))
-        lost = NUM_KEYS - sum(await backend.lookup(keys))
-        share = NUM_KEYS / 4
-        assert 0 < lost <= share + 4 * math.sqrt(share * 3 / 4)
-        assert victim.endpoint not in backend.statistics
-        await store_generated(backend, keys, some_blocks(NUM_KEYS))
-        assert all(await backend.lookup(keys))
-
-
-async def test_blocks_move_as_fast_while_etcd_is_frozen_and_dead(
-    server: EtcdServer, processes: list[HolderProcess]
-) -> None:
-    keys = make_keys(8)
-    holders = await open_holders(server, processes[0], 2)
-    async with discovering(server, *holders) as backend:
-        for disturb in (server.freeze, server.kill):
-            disturb()
-            await until(lambda: backend._discovery._follower.is_failing)  # type: ignore[union-attr]
-            began = time.monotonic()
-            for _ in range(5):
-                await store_generated(backend, keys, some_blocks(8))
-                assert all(await backend.lookup(keys))
-            assert time.monotonic() - began < LIMIT_S / 10
-            server.thaw()
-
-
-async def test_the_connection_to_a_peer_that_leaves_outlives_the_calls_that_are_under_way(
-    server: EtcdServer, processes: list[HolderProcess]
-) -> None:
-    [holder] = await open_holders(server, processes[0], 1)
-    memory = make_memory()
-    async with discovering(server, holder) as backend:
-        keys = make_keys(8)
-        payloads = await store_generated(backend, keys, memory.describe(0, range(8)))
-        [client] = backend._exchange.clients.values()
-        with client._call():
-            backend._exchange.leave(client.endpoint)
-            target = memory.describe(0, range(8, 16))
-            assert statuses(await client.load(keys, target)) == [Status.DONE] * 8
-            assert read_payloads(target) == payloads
-        assert statuses(await client.load(keys, target)) == [Status.FAILED] * 8
-        assert await backend.lookup(keys) == [True] * 8  # by another connection
-
-
 async def test_engines_that_share_what_they_hold_find_each_other(server: EtcdServer) -> None:
     memory = make_memory()
     keys = make_keys(16)
@@ -213,21 +152,6 @@ async def test_a_served_peer_is_found_settles_and_leaves_when_it_is_asked_to_end
     assert f"announced {served.endpoint} at {server.url}" in "".join(served.said)
 
 
-@pytest.mark.exhaustive
-async def test_a_served_peer_serves_and_ends_while_etcd_is_frozen(
-    server: EtcdServer, served: ServeProcess
-) -> None:
-    server.freeze()
-    await asyncio.to_thread(served.wait_for, f"{served.endpoint} is not announced until it answers")
-    assert await asyncio.to_thread(served.readiness) == 200
-    config = NixlConfig(address=str(served.endpoint), transport="socket")
-    async with NixlBackend(config, namespace()) as backend:
-        assert all(outcome.done for outcome in await store(backend))
-    began = time.monotonic()
-    assert await asyncio.to_thread(served.end) == 0
-    assert time.monotonic() - began < LIMIT_S
-
-
 async def test_a_peer_that_drains_is_not_announced_while_its_blocks_are_still_in_use(
     server: EtcdServer,
 ) -> None:
@@ -242,58 +166,3 @@ async def test_a_peer_that_drains_is_not_announced_while_its_blocks_are_still_in
             await until(lambda: not server.entries())
             assert not draining.done()
         await draining
-
-
-def write_noise(server: EtcdServer, stop: threading.Event) -> None:
-    """Write and delete what is no announcement, as fast as one client can."""
-    for number in itertools.count():
-        if stop.is_set():
-            return
-        with contextlib.suppress(grpc.RpcError):
-            server.put(f"noise-{number % 50}", b"x" * 200)
-            server.delete(f"noise-{(number + 25) % 50}")
-
-
-@pytest.mark.exhaustive
-async def test_no_block_is_missed_while_etcd_is_killed_frozen_and_restarted_under_load(
-    server: EtcdServer, processes: list[HolderProcess]
-) -> None:
-    keys, memory = make_keys(8), make_memory()
-    target = memory.describe(0, range(8, 16))
-    holders = [each for process in processes for each in await open_holders(server, process, 2)]
-    stop = threading.Event()
-    noise = threading.Thread(target=write_noise, args=(server, stop))
-    async with discovering(server, *holders) as backend:
-        payloads = await store_generated(backend, keys, memory.describe(0, range(8)))
-        noise.start()
-
-        async def move() -> int:
-            for number in itertools.count(1):
-                assert all(await backend.lookup(keys))
-                assert statuses(await backend.load(keys, target)) == [Status.DONE] * 8
-                assert read_payloads(target) == payloads
-                if stop.is_set():
-                    return number
-            raise AssertionError
-
-        def is_working() -> bool:
-            return not backend._discovery._follower.is_failing  # type: ignore[union-attr]
-
-        moving = asyncio.create_task(move())
-        try:
-            for disturb, mend in [
-                (server.kill, server.start),
-                (server.freeze, server.thaw),
-                (server.kill, server.start),
-            ]:
-                await asyncio.to_thread(disturb)
-                await until(lambda: not is_working() or moving.done())
-                await asyncio.sleep(LEASE_S)  # until all leases are over
-                await asyncio.to_thread(mend)
-                await until(lambda: is_working() or moving.done())
-            await asyncio.sleep(2 * LEASE_S)  # until doubts are over
-        finally:
-            stop.set()
-            await asyncio.to_thread(noise.join)
-        assert await moving > 10
-        assert known(backend) == {each.endpoint for each in holders}

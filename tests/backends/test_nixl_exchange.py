@@ -1,24 +1,19 @@
 """Exchange: readers of blocks that say themselves which peer has them, and hold tickets there."""
 
-import asyncio
 import contextlib
 import os
-import signal
-import socket
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
+import numpy as np
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.backends.nixl import Endpoint, Exchange, LocalNode, NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
-from kvxfer.backends.nixl.reads import RemoteMemory
-from kvxfer.backends.nixl.wire.handshake import Greeting
 from kvxfer.backends.nixl.wire.messages import (
     MAX_DESCRIPTION_BYTES,
     MAX_TICKETS,
@@ -32,27 +27,88 @@ from kvxfer.backends.nixl.wire.messages import (
     Reach,
     Release,
 )
-from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError, PeerError
+from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
 from kvxfer.kvcache.canonical import memory_regions
-from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import Namespace
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
+from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import Held
+from kvxfer.storage.lending import (
+    BlockParts,
+    Generations,
+    LendingBackend,
+    LentBlocks,
+    ReservedBlocks,
+)
 from kvxfer.testing import BlockMemory, FakeNixlAgent
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
-from kvxfer.testing.payloads import read_payloads
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
-from tests.backends.nixl_holders import HolderProcess
 from tests.backends.nixl_proven import endpoint_of, lending, proven
-from tests.backends.nixl_traffic import Relay
 from tests.backends.nixl_wire import speak_version
 from tests.backends.recording_desk import RecordingDesk
-from tests.backends.test_nixl_own import EngineCache
 
-LIMIT_S = 15.0
-LEASES: dict[str, Any] = {"lease_s": 1.0, "heartbeat_s": 0.25}
 GROUPLESS = Namespace(model="example/model", dtype="float32")
 KEYS = make_keys(4)
 NOWHERE = [Endpoint("127.0.0.1", port) for port in (1, 2, 3, 4)]
+
+
+class EngineCache(LendingBackend):
+    """KV cache of an engine whose blocks 0, 1 and 2 are the first of `KEYS`."""
+
+    def __init__(self) -> None:
+        self.memory = BlockMemory([[4096, 512]], num_blocks=8)
+        self.blocks = dict(zip(KEYS[:3], range(3), strict=True))
+        size = self.memory.chunk_size_bytes(0)
+        self.payloads = [make_payload(key, size) for key in KEYS[:3]]
+        write_payloads(self.memory.describe(0, range(3)), self.payloads)
+        self.generations = Generations(8)
+        self.regions: Sequence[MemoryRegion] = [
+            *memory_regions(self.memory.caches),
+            self.generations.region,
+        ]
+
+    def overwrite(self, key: BlockKey) -> None:
+        """Compute another block where this one was."""
+        block = self.blocks.pop(key)
+        self.generations.change([block])
+        write_payloads(self.memory.describe(0, [block]), [bytes(len(self.payloads[0]))])
+        self.generations.change([block])
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [key in self.blocks for key in keys]
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [False] * len(keys)
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        raise NotImplementedError
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        raise NotImplementedError
+
+    @asynccontextmanager
+    async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
+        assert fenced
+        yield self._lend(wanted.keys)
+
+    def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
+        return self._lend(keys) if fenced else None
+
+    def make_room(self, offered: BlockParts) -> AbstractAsyncContextManager[ReservedBlocks]:
+        raise NotImplementedError
+
+    def _lend(self, keys: Sequence[BlockKey]) -> LentBlocks:
+        outcomes = [DONE if key in self.blocks else MISSING for key in keys]
+        there = [self.blocks[key] for key in keys if key in self.blocks]
+        if not there:
+            return LentBlocks(outcomes, None, [])
+        blocks = self.memory.describe(0, there)
+        return LentBlocks(outcomes, blocks, [], self.generations.fences(there))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,135 +162,6 @@ def reader(max_clients: int | None = None, *, only_asks: bool = False, **fields:
         max_clients=max_clients,
         only_asks=only_asks,
     )
-
-
-@pytest.mark.parametrize("transport", ["nixl", "socket"])
-@pytest.mark.parametrize("attached", [True, False])
-async def test_blocks_are_loaded_without_a_lookup_and_without_groups(
-    transport: Literal["nixl", "socket"], *, attached: bool
-) -> None:
-    async with lent(transport=transport) as holder:
-        exchange, target = reader(transport=transport), holder.memory.describe(0, range(8, 12))
-        if attached:
-            exchange.attach(memory_regions(holder.memory.caches))
-        async with exchange:
-            outcomes = await exchange.peer(holder.endpoint).load(KEYS, target)
-            assert statuses(outcomes) == [Status.DONE] * 4
-            assert read_payloads(target) == holder.payloads
-            [missing] = await exchange.peer(holder.endpoint).load(
-                make_keys(1, first=9), holder.memory.describe(0, [12])
-            )
-            assert missing.status is Status.MISSING
-            carrier, statistics = exchange.statistics[str(holder.endpoint)]
-            assert carrier == ("socket" if transport == "socket" else "cma")
-            assert statistics.num_loaded_bytes == sum(map(len, holder.payloads))
-
-
-async def test_who_only_asks_is_answered_whatever_the_transport_and_gets_no_block() -> None:
-    async with (
-        lent(transport="nixl", integrity="fenced") as holder,
-        reader(transport="socket", only_asks=True, timeout_s=2.0) as asking,
-    ):
-        client = asking.peer(holder.endpoint)
-        assert await client.describe() == holder.desk.description
-        assert (await client.hold("ours", KEYS)).there == [True] * 4
-        outcomes = await client.load(KEYS, holder.memory.describe(0, range(8, 12)))
-        assert not any(outcome.done for outcome in outcomes)
-        await client.release(["ours"])
-        assert not holder.desk.tickets
-        async with reader(transport="socket") as moving:
-            with pytest.raises(KVXferError):
-                await moving.peer(holder.endpoint).hold("ours", KEYS)
-
-
-async def test_no_burst_of_questions_about_tickets_is_refused() -> None:
-    """Many clients that leave at once would else have their pages kept for ten minutes."""
-    tickets = [f"{index:032d}" for index in range(256)]
-    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
-        client = exchange.peer(holder.endpoint)
-        holder.desk.tickets |= dict.fromkeys(tickets, KEYS)
-        held = await asyncio.gather(*(client.hold(ticket, KEYS) for ticket in tickets))
-        assert all(each.is_known for each in held)
-        await asyncio.gather(*(client.release([ticket]) for ticket in tickets))
-        assert list(holder.desk.tickets) == ["ours"]
-
-
-async def test_a_ticket_that_is_left_while_it_is_asked_for_keeps_no_places() -> None:
-    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
-        client = exchange.peer(holder.endpoint)
-        await client.hold("ours", KEYS)
-        connection = client._connection
-        assert connection is not None
-        assert len(connection.places) == len(KEYS)
-        client.leave("ours")
-        assert len(connection.places) == 0
-        asking = asyncio.create_task(client.hold("ours", KEYS))
-        async with asyncio.timeout(LIMIT_S):
-            while "ours" not in connection.tickets:  # noqa: ASYNC110 - it sets no event
-                await asyncio.sleep(0)
-        client.leave("ours")
-        assert (await asking).is_known
-        assert (len(connection.places), connection.tickets) == (0, {})
-
-
-async def test_a_peer_has_its_lease_from_the_moment_at_which_it_may_speak(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also when the way to its memory took a machine that stands still longer than a lease."""
-    honest = LocalNode.link
-
-    async def stand_still(node: LocalNode, greeting: Greeting) -> RemoteMemory:
-        if node.config.listen:
-            await asyncio.sleep(1.5 * node.config.lease_s)
-        return await honest(node, greeting)
-
-    monkeypatch.setattr(LocalNode, "link", stand_still)
-    async with (
-        lent(transport="socket", **LEASES) as holder,
-        reader(transport="socket", **LEASES) as exchange,
-    ):
-        target = holder.memory.describe(0, range(8, 12))
-        outcomes = await exchange.peer(holder.endpoint).load(KEYS, target)
-        assert statuses(outcomes) == [Status.DONE] * 4
-
-
-async def test_fenced_blocks_are_loaded_without_a_lookup() -> None:
-    cache = EngineCache()
-    config = NixlConfig(listen="127.0.0.1:0", integrity="fenced", transport="socket")
-    async with (
-        Exchange(config, GROUPLESS, own=cache, largest_block_bytes=4608) as holder,
-        reader(integrity="fenced", transport="socket") as exchange,
-    ):
-        target = BlockMemory([[4096, 512]], num_blocks=4).describe(0, range(3))
-        client = exchange.peer(endpoint_of(holder))
-        assert statuses(await client.load(KEYS[:3], target)) == [Status.DONE] * 3
-        assert read_payloads(target) == cache.payloads
-        cache.overwrite(KEYS[1])
-        assert statuses(await client.load(KEYS[1:2], target.take([1]))) == [Status.MISSING]
-
-
-async def test_a_caller_holds_registered_memory_for_blocks_of_any_shape() -> None:
-    async with (
-        lent(transport="nixl") as holder,
-        reader(transport="nixl") as exchange,
-        exchange.staging.hold([4608, 4608], [0, 0]) as staged,
-    ):
-        assert exchange.memory.contains(staged.blocks)
-        client = exchange.peer(holder.endpoint)
-        outcomes = await staged.move(client.load, KEYS[:2], staged.blocks)
-        assert statuses(outcomes) == [Status.DONE] * 2
-        assert read_payloads(staged.blocks) == holder.payloads[:2]
-
-
-async def test_two_exchanges_that_listen_read_each_other() -> None:
-    async with lent(transport="socket") as one, lent(transport="socket") as two:
-        for ours, theirs in ((one, two), (two, one)):
-            target = ours.memory.describe(0, range(8, 12))
-            outcomes = await ours.exchange.peer(theirs.endpoint).load(KEYS, target)
-            assert statuses(outcomes) == [Status.DONE] * 4
-            assert read_payloads(target) == theirs.payloads
-        with pytest.raises(PeerError, match="is this process itself"):
-            await one.exchange.peer(one.endpoint).hold("ours", [])
 
 
 async def test_tickets_are_described_held_and_released() -> None:
@@ -329,73 +256,6 @@ async def test_the_largest_description_arrives() -> None:
         assert await exchange.peer(endpoint_of(holder)).describe() == desk.description
 
 
-async def cut(relay: Relay, exchange: Exchange) -> None:
-    relay.cut()
-
-
-async def silence(relay: Relay, exchange: Exchange) -> None:
-    relay.edit = lambda _: b""
-
-
-async def close(relay: Relay, exchange: Exchange) -> None:
-    await exchange.aclose()
-
-
-async def disconnect(relay: Relay, exchange: Exchange) -> None:
-    for client in exchange.clients.values():
-        client.disconnect()
-
-
-@pytest.mark.parametrize("end", [cut, silence, close, disconnect])
-async def test_when_the_connection_of_a_holder_ends_its_tickets_are_dropped(
-    end: Callable[..., Any],
-) -> None:
-    async with (
-        lent(transport="socket", **LEASES) as holder,
-        reader(**LEASES) as exchange,
-        Relay(str(holder.endpoint)) as relay,
-    ):
-        await exchange.peer(Endpoint.parse("relay", relay.endpoint)).hold("ours", KEYS)
-        [who] = holder.desk.held
-        await end(relay, exchange)
-        await holder.desk.until(lambda desk: bool(desk.dropped), LIMIT_S)
-        assert holder.desk.dropped == [who]
-        assert not holder.desk.held
-
-
-async def test_when_the_holder_of_blocks_ends_all_tickets_are_dropped() -> None:
-    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
-        await exchange.peer(holder.endpoint).hold("ours", KEYS)
-        await holder.exchange.aclose()
-        assert not holder.desk.held
-        with pytest.raises(KVXferError):
-            await exchange.peer(holder.endpoint).hold("ours", KEYS)
-        assert len(holder.desk.dropped) == 1
-
-
-async def test_who_connects_again_holds_tickets_as_another_holder() -> None:
-    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
-        client = exchange.peer(holder.endpoint)
-        await client.hold("ours", KEYS)
-        [first] = holder.desk.held
-        client.disconnect()
-        await client.hold("ours", KEYS)
-        await holder.desk.until(lambda desk: first in desk.dropped, LIMIT_S)
-        assert len(holder.desk.held) == 1
-
-
-async def test_a_holder_that_drains_takes_no_tickets_but_lets_them_go() -> None:
-    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
-        client = exchange.peer(holder.endpoint)
-        await client.hold("ours", KEYS)
-        assert holder.exchange.server is not None
-        assert await holder.exchange.server.drain(LIMIT_S), "tickets are no pins"
-        with pytest.raises(KVXferError, match="about to end"):
-            await client.hold("ours", KEYS)
-        await client.release(["ours"])
-        assert not holder.desk.tickets
-
-
 async def test_beyond_the_limit_the_client_that_was_idle_longest_is_closed() -> None:
     async with reader(max_clients=2, transport="socket") as exchange:
         first, second = exchange.peer(NOWHERE[0]), exchange.peer(NOWHERE[1])
@@ -406,78 +266,64 @@ async def test_beyond_the_limit_the_client_that_was_idle_longest_is_closed() -> 
             await second.describe()
 
 
-async def test_a_client_with_a_ticket_or_a_call_is_not_closed() -> None:
-    async with lent(transport="socket") as one, lent(transport="nixl") as two:
-        exchange = reader(max_clients=1)
-        exchange.attach(memory_regions(two.memory.caches))
-        async with exchange:
-            holding, loading = exchange.peer(one.endpoint), exchange.peer(two.endpoint)
-            assert holding.is_closed  # idle until now
-            holding = exchange.peer(one.endpoint)
-            await holding.hold("ours", KEYS)
-            await holding.hold("nobody's", KEYS)
-            loading = exchange.peer(two.endpoint)
-            call = asyncio.create_task(loading.load(KEYS, two.memory.describe(0, range(8, 12))))
-            await asyncio.sleep(0)
-            exchange.peer(NOWHERE[0])
-            exchange.peer(NOWHERE[1])
-            assert list(exchange.clients) == [one.endpoint, two.endpoint, NOWHERE[1]]
-            assert statuses(await call) == [Status.DONE] * 4
-            await holding.release(["ours"])
-            exchange.peer(NOWHERE[2])
-            assert list(exchange.clients) == [NOWHERE[2]]
+LISTEN = "127.0.0.1:0"
 
 
-async def test_a_closed_exchange_refuses_calls() -> None:
-    async with lent(transport="socket") as holder:
-        exchange = reader(transport="socket")
-        await exchange.start()
-        client = exchange.peer(holder.endpoint)
-        await client.describe()
-        for _ in range(2):
-            await exchange.aclose()
-        with pytest.raises(ClosedError):
-            exchange.peer(holder.endpoint)
-        with pytest.raises(ClosedError):
-            await exchange.start()
-        with pytest.raises(ClosedError):
-            await client.describe()
+@pytest.mark.parametrize("transport", ["nixl", "socket"])
+async def test_blocks_are_lent_out_of_the_cache_of_an_engine(transport: str) -> None:
+    cache = EngineCache()
+    namespace, target = cache.memory.namespace(), BlockMemory([[4096, 512]], num_blocks=4)
+    holder = NixlBackend(NixlConfig(listen=LISTEN), namespace, own=cache, make_agent=FakeNixlAgent)
+    async with holder:
+        await holder.start()
+        assert holder.server is not None
+        config = NixlConfig(
+            address=str(holder.server.endpoint),
+            integrity="fenced",
+            transport=transport,  # type: ignore[arg-type]
+        )
+        async with NixlBackend(config, namespace, make_agent=FakeNixlAgent) as client:
+            client.attach(memory_regions(target.caches))
+            blocks = target.describe(0, range(3))
+            for _ in range(2):  # where they were found, and pinned
+                assert statuses(await client.load(KEYS[:3], blocks)) == [Status.DONE] * 3
+                assert read_payloads(blocks) == cache.payloads
+                write_payloads(blocks, [bytes(len(each)) for each in cache.payloads])
+                assert await client.lookup(KEYS[:3]) == [True] * 3
+            cache.overwrite(KEYS[1])
+            outcomes = await client.load(KEYS[:3], blocks)
+            assert [each.done for each in outcomes] == [True, False, True]
+            read = read_payloads(blocks)
+            assert [read[0], read[2]] == [cache.payloads[0], cache.payloads[2]]
+            assert await client.lookup(KEYS[:3]) == [True, False, True]
+    assert np.array_equal(cache.memory.describe(0, [0]).block_sizes, [4608]), "still open"
+
+
+@pytest.mark.parametrize(
+    ("config", "has_own"),
+    [
+        (NixlConfig(listen=LISTEN), False),
+        (NixlConfig(listen=LISTEN, capacity=ByteSize(1 << 20)), True),
+        (NixlConfig(address="127.0.0.1:1"), True),
+    ],
+)
+def test_what_is_served_is_a_pool_or_ones_own_and_only_where_one_listens(
+    config: NixlConfig, *, has_own: bool
+) -> None:
+    cache = EngineCache()
+    with pytest.raises(InvalidArgumentError, match="capacity"):
+        NixlBackend(config, cache.memory.namespace(), own=cache if has_own else None)
+
+
+def test_a_backend_that_knows_no_peers_and_holds_nothing_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="address is ''; expected peers, or listen"):
+        NixlBackend(NixlConfig(), BlockMemory([[4096]], num_blocks=1).namespace())
 
 
 @pytest.fixture
 def of_version_4(monkeypatch: pytest.MonkeyPatch) -> list[LocalNode]:
     """List of the nodes that say to their peers that they speak version 4."""
     return speak_version(4, monkeypatch)
-
-
-@pytest.mark.parametrize("old_side", ["holder", "reader", "both"])
-async def test_with_version_4_blocks_come_and_go_and_tickets_are_not_asked_for(
-    old_side: str, of_version_4: list[LocalNode]
-) -> None:
-    passed: list[bytes] = []
-
-    def note(data: bytes) -> bytes:
-        passed.append(data)
-        return data
-
-    async with (
-        lent(transport="socket") as holder,
-        reader(transport="socket", heartbeat_s=4.0) as exchange,
-        Relay(str(holder.endpoint)) as relay,
-    ):
-        nodes = {"holder": holder.exchange._node, "reader": exchange._node}
-        of_version_4 += [node for side, node in nodes.items() if old_side in {side, "both"}]
-        client = exchange.peer(Endpoint.parse("relay", relay.endpoint))
-        assert await client.lookup(KEYS) == [True] * 4
-        relay.edit = note
-        text = "version 4 of the protocol is spoken; this needs 5"
-        for call in (client.describe(), client.hold("t", []), client.release(["t"])):
-            with pytest.raises(KVXferError, match=text):
-                await call
-        assert not passed, "something was sent"
-        assert await client.delete(KEYS[:1]) == [True]
-        assert passed
-    assert holder.desk.num_holds == 0
 
 
 @pytest.mark.parametrize("way", ["nixl", "socket"])
@@ -520,100 +366,34 @@ async def test_a_session_of_version_4_refuses_requests_about_tickets(tmp_path: P
         assert "t" in desk.tickets
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("transport", ["nixl", "socket"])
-async def test_tickets_of_a_process_that_ends_or_stalls_are_dropped(
-    transport: Literal["nixl", "socket"], number: signal.Signals
+@pytest.mark.parametrize("old_side", ["holder", "reader"])
+async def test_tickets_are_not_asked_for_where_version_4_is_spoken(
+    old_side: str, of_version_4: list[LocalNode]
 ) -> None:
-    cache, desk = EngineCache(), RecordingDesk({"ours": KEYS})
-    leases: dict[str, Any] = LEASES | {"integrity": "fenced", "transport": transport}
-    config = NixlConfig(listen="127.0.0.1:0", **leases)
-    process = await asyncio.to_thread(HolderProcess)
-    try:
-        async with Exchange(
-            config, GROUPLESS, own=desk.of(cache), largest_block_bytes=4608
-        ) as holder:
-            order = {
-                "do": "read",
-                "namespace": msgspec.to_builtins(GROUPLESS),
-                "config": leases,
-                "endpoint": str(endpoint_of(holder)),
-                "ticket": "ours",
-                "keys": [key.hex() for key in KEYS[:3]],
-            }
-            read = await asyncio.to_thread(lambda: process.tell(**order))
-            assert read == (desk.description, [True] * 3, cache.payloads)
-            assert list(desk.held.values()) == [["ours"]]
-            process.signal(number)
-            await desk.until(lambda desk: bool(desk.dropped), LIMIT_S)
-            assert not desk.held
-    finally:
-        await asyncio.to_thread(process.end)
-
-
-# One peer under several names, and ends at awkward moments.
-
-
-async def test_another_spelling_of_an_address_leaves_the_connection_in_use_alone() -> None:
     async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
-        await exchange.peer(holder.endpoint).hold("ours", KEYS)
-        other = exchange.peer(Endpoint("127.1", holder.endpoint.port))
-        await other.hold("forged-ticket-0000", KEYS[:1])
-        assert exchange.peer(holder.endpoint).is_connected
-        assert holder.desk.dropped == []
-
-
-async def test_places_of_a_ticket_that_was_asked_for_group_by_group_are_forgotten_with_it() -> None:
-    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
+        nodes = {"holder": holder.exchange._node, "reader": exchange._node}
+        of_version_4.append(nodes[old_side])
         client = exchange.peer(holder.endpoint)
-        for keys in (KEYS[:2], KEYS[2:]):
-            await client.hold("ours", keys)
-        connection = await client.open()
-        assert len(connection.places) == len(KEYS)
-        client.leave("ours")
-        assert len(connection.places) == 0
+        assert await client.lookup(KEYS) == [True] * 4
+        text = "version 4 of the protocol is spoken; this needs 5"
+        for call in (client.describe(), client.hold("t", []), client.release(["t"])):
+            with pytest.raises(KVXferError, match=text):
+                await call
+        assert holder.desk.num_holds == 0
 
 
-async def test_a_call_that_is_connecting_when_the_exchange_closes_is_told_so() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        exchange = reader(transport="socket")
-        client = exchange.peer(Endpoint("127.0.0.1", silent.getsockname()[1]))
-        describing = asyncio.create_task(client.describe())
-        await asyncio.sleep(0.05)
-        await exchange.aclose()
-        with pytest.raises(ClosedError):
-            await asyncio.wait_for(describing, LIMIT_S)
-
-
-async def test_an_exchange_that_closes_while_it_starts_does_not_listen() -> None:
-    is_opening, may_open = threading.Event(), threading.Event()
-    agents: list[FakeNixlAgent] = []
-
-    def make_agent() -> FakeNixlAgent:
-        is_opening.set()
-        may_open.wait(LIMIT_S)
-        agents.append(FakeNixlAgent())
-        return agents[-1]
-
-    memory = BlockMemory([[4096]], num_blocks=4)
-    async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), memory.namespace()) as own:
-        exchange = Exchange(
-            NixlConfig(listen="127.0.0.1:0"),
-            GROUPLESS,
-            own=own,
-            largest_block_bytes=4096,
-            make_agent=make_agent,
-        )
-        starting = asyncio.create_task(exchange.start())
-        await asyncio.to_thread(is_opening.wait, LIMIT_S)
-        closing = asyncio.create_task(exchange.aclose())
-        await asyncio.sleep(0)
-        may_open.set()
-        await asyncio.wait_for(closing, LIMIT_S)
-        with pytest.raises(ClosedError):
-            await starting
-        assert exchange.server is not None
-        assert exchange.server.endpoint.port == 0
-        with pytest.raises(ClosedError):
-            agents[0].register([])
+async def test_who_only_asks_is_answered_whatever_the_transport_and_gets_no_block() -> None:
+    async with (
+        lent(transport="nixl", integrity="fenced") as holder,
+        reader(transport="socket", only_asks=True, timeout_s=2.0) as asking,
+    ):
+        client = asking.peer(holder.endpoint)
+        assert await client.describe() == holder.desk.description
+        assert (await client.hold("ours", KEYS)).there == [True] * 4
+        outcomes = await client.load(KEYS, holder.memory.describe(0, range(8, 12)))
+        assert not any(outcome.done for outcome in outcomes)
+        await client.release(["ours"])
+        assert not holder.desk.tickets
+        async with reader(transport="socket") as moving:
+            with pytest.raises(KVXferError):
+                await moving.peer(holder.endpoint).hold("ours", KEYS)

@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 
 from kvxfer.storage.backend import Status
-from kvxfer.testing import BlockMemory
 from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
-from tests.backends.nixl_traffic import BATCH, Relay, Traffic, disturb, traffic_memory
-from tests.backends.test_host import capacity_for
+from tests.backends.nixl_traffic import Relay, Traffic, disturb, traffic_memory
 from tests.backends.test_nixl import WAYS
-from tests.examples import examples
 
 QUICK = {"timeout_s": 1.0, "lease_s": 1.0, "heartbeat_s": 0.2}
 ROUND_S = 30.0
 CAPACITY = 64 << 20
 NUM_WAYS = len(WAYS)
-NUM_LOADED = examples(2500).max_examples
 
 
 def rounds(quick: int) -> pytest.MarkDecorator:
@@ -114,31 +110,6 @@ async def test_a_holder_that_stops_and_goes_on_writes_nothing_late(
     await until_idle(holder)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "way", [0, *(pytest.param(way, marks=pytest.mark.exhaustive) for way in (1, 2))]
-)
-async def test_a_holder_that_stops_for_twenty_seconds_comes_back(
-    way: int, new_process: NewProcess
-) -> None:
-    process, holder = await open_holder(new_process)
-    traffic, _ = await start_traffic(way, holder, timeout_s=3.0, lease_s=8.0, heartbeat_s=2.0)
-
-    async def stop() -> None:
-        process.signal(signal.SIGSTOP)
-        await asyncio.sleep(20)
-        process.signal(signal.SIGCONT)
-
-    async with asyncio.timeout(60), traffic.backend:
-        await traffic.store(traffic.keys)
-        await disturb(traffic, stop, after_s=0.1, settle_s=0.5)
-        await traffic.check()
-        await until_done(traffic)
-        await traffic.check()
-    await until_idle(holder)
-
-
 @rounds(quick=0)
 async def test_a_holder_that_is_started_again_is_another_one(
     seed: int, new_process: NewProcess
@@ -155,27 +126,6 @@ async def test_a_holder_that_is_started_again_is_another_one(
         await disturb(traffic, restart, after_s=rng.uniform(0, 0.1), settle_s=0.1)
         await until_done(traffic)
         await traffic.check()
-
-
-@rounds(quick=1)
-async def test_a_control_connection_that_is_cut_is_made_again(
-    seed: int, new_process: NewProcess
-) -> None:
-    _, holder = await open_holder(new_process)
-    async with Relay(holder.endpoint) as relay:
-        traffic, rng = await start_traffic(seed, relay.endpoint)
-
-        async def cut() -> None:
-            for _ in range(rng.randint(1, 3)):
-                relay.cut()
-                await asyncio.sleep(rng.uniform(0, 0.2))
-
-        async with asyncio.timeout(ROUND_S), traffic.backend:
-            await until_done(traffic)
-            await disturb(traffic, cut, after_s=rng.uniform(0, 0.1), settle_s=0.2)
-            await until_done(traffic)
-            await traffic.check()
-    await until_idle(holder)
 
 
 @rounds(quick=2)
@@ -219,74 +169,6 @@ async def test_frames_that_are_changed_end_the_connection_and_nothing_else(
             await until_done(traffic)
             await traffic.check()
     await until_idle(holder)
-
-
-@pytest.mark.slow
-@pytest.mark.property
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("way", WAYS)
-async def test_no_block_is_wrong_although_connections_are_cut_again_and_again(
-    way: str, new_process: NewProcess
-) -> None:
-    memory = BlockMemory([[4000, 4000]], num_blocks=32)
-    namespace = memory.namespace()
-    process = await asyncio.to_thread(new_process)
-    holder = await asyncio.to_thread(process.open, namespace, capacity=CAPACITY)
-    async with Relay(holder.endpoint) as relay:
-        backend = open_client(namespace, relay.endpoint, **WAYS[way], **QUICK)
-        traffic, stop = Traffic(backend, memory, random.Random(7)), asyncio.Event()
-        async with backend:
-            await until_done(traffic)
-            flow = asyncio.create_task(traffic.go_on(stop))
-            for nth in range(1, 1000):
-                await asyncio.sleep(0.4)
-                if nth % 10:
-                    relay.cut()
-                else:
-                    process.signal(signal.SIGKILL)
-                    process = await asyncio.to_thread(new_process)
-                    await asyncio.to_thread(
-                        process.open, namespace, capacity=CAPACITY, listen=holder.endpoint
-                    )
-                if flow.done() or traffic.num_loaded >= NUM_LOADED:
-                    break
-            stop.set()
-            await flow
-            await until_done(traffic)
-            await traffic.check()
-    assert traffic.num_loaded >= NUM_LOADED
-
-
-@pytest.mark.slow
-@pytest.mark.property
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("way", WAYS)
-async def test_no_block_is_wrong_although_its_slot_is_overwritten_again_and_again(
-    way: str, new_process: NewProcess
-) -> None:
-    memory = traffic_memory()
-    namespace = memory.namespace()
-    process = await asyncio.to_thread(new_process)
-    capacity = int(capacity_for(namespace, BATCH))  # a third of the keys
-    holder = await asyncio.to_thread(process.open, namespace, capacity=capacity)
-    rng, num_overwritten = random.Random(7), 0
-    traffic = Traffic(open_client(namespace, holder, **WAYS[way]), memory, rng)
-    async with traffic.backend:
-        for _ in range(NUM_LOADED // 20):
-            keys = rng.sample(traffic.keys, 2 * BATCH)
-            ours, others = keys[:BATCH], keys[BATCH:]
-            await traffic.store(ours)
-            await traffic.backend.lookup(ours)
-            storing = asyncio.create_task(traffic.store(others))  # in the slots of ours
-            if rng.random() < 0.2:  # else while ours are read
-                await storing
-            outcomes = await traffic.load(ours)
-            num_overwritten += sum("evicted after" in outcome.reason for outcome in outcomes)
-            await storing
-            await traffic.load(others)
-        await traffic.check()
-    assert num_overwritten, "no slot was overwritten between a lookup and the end of a load"
-    assert traffic.num_loaded
 
 
 async def until_done(traffic: Traffic) -> None:

@@ -120,18 +120,6 @@ async def test_another_secret_is_refused_whether_a_namespace_is_settled_or_not(
         assert (await probe_peer(asking(right), peer.endpoint)).namespace == settled
 
 
-async def test_a_holder_that_falls_silent_after_the_handshake_is_named_within_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def say_nothing(_: ClientSession, request: object) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(ClientSession, "_take", say_nothing)
-    async with standing(NAMESPACE) as peer:
-        with pytest.raises(PeerTimeoutError, match=r"a round trip took longer than 0\.5 s"):
-            await probe_peer(asking(timeout_s=0.5), peer.endpoint)
-
-
 async def test_who_is_no_holder_is_named_within_the_deadline() -> None:
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
@@ -154,3 +142,15 @@ async def test_who_is_no_holder_is_named_within_the_deadline() -> None:
         await server.wait_closed()
     with pytest.raises(PeerClosedError, match="cannot connect"):
         await probe_peer(asking(), endpoint)
+
+
+async def test_a_holder_that_falls_silent_after_the_handshake_is_named_within_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def say_nothing(_: ClientSession, request: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ClientSession, "_take", say_nothing)
+    async with standing(NAMESPACE) as peer:
+        with pytest.raises(PeerTimeoutError, match=r"a round trip took longer than 0\.5 s"):
+            await probe_peer(asking(timeout_s=0.5), peer.endpoint)

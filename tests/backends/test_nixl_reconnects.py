@@ -81,44 +81,6 @@ async def test_a_peer_that_reconnects_costs_no_descriptor_on_either_side() -> No
         await asyncio.to_thread(process.end)
 
 
-async def test_a_connection_that_broke_while_it_was_kept_is_made_anew(
-    agent: NixlAgent, peers: list[LocalPeer]
-) -> None:
-    pool = Pool()
-    agent.register(pool.regions())
-    await require_read(agent, peers[0], pool, seed=1)
-    thread = agent._thread
-    name = peers[0].agent.name
-    thread.call(lambda: thread._agent.remove_remote_agent(name))
-    await require_read(agent, peers[0], pool, seed=2)
-
-
-async def test_so_many_connections_are_kept_and_no_more(
-    peers: list[LocalPeer],
-) -> None:
-    async with contextlib.aclosing(NixlAgent(NixlLimits(max_kept=2))) as agent:
-        pool = Pool()
-        agent.register(pool.regions())
-        for seed in range(2):
-            for peer in peers:
-                await require_read(agent, peer, pool, seed)
-        kept = agent._thread.peers._kept
-        assert list(kept) == [peer.agent.name for peer in peers[-2:]]
-
-
-async def test_a_peer_that_has_registered_more_memory_is_connected_anew(
-    agent: NixlAgent, peers: list[LocalPeer]
-) -> None:
-    pool, more = Pool(), Pool()
-    agent.register(pool.regions())
-    await require_read(agent, peers[0], pool, seed=1)
-    more.bytes[:] = 7
-    peers[0].agent.register(more.regions())
-    name = await agent.add_peer(peers[0].agent.metadata)
-    await read(agent, name, words(pool.address), words(more.address), words(1000))
-    assert (pool.bytes[:1000] == 7).all()
-
-
 @pytest.mark.parametrize("max_unanswered", [70, 71])
 async def test_peers_that_never_answer_keep_so_much_and_no_more(
     peers: list[LocalPeer], max_unanswered: int

@@ -15,19 +15,28 @@ import pytest
 
 from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents import MAX_LINES
+from kvxfer.backends.nixl.server import MAX_ADDRESSES, RefusalLog
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameChannel, FrameCodec
 from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client
-from kvxfer.backends.nixl.wire.messages import Attach, Hello, Ping, Pong, Reach, Ready, Region
-from kvxfer.errors import PeerClosedError, PeerError
+from kvxfer.backends.nixl.wire.messages import (
+    Attach,
+    Hello,
+    Ping,
+    Pong,
+    Reach,
+    Ready,
+    Region,
+)
+from kvxfer.errors import PeerClosedError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.units import ByteSize
 from tests.backends.nixl_wire import HOST, Authority, hello
+from tests.clock import Clock
 
 NUM_STRANGERS = 200
-NUM_PEERS = 24
 WITHIN_S = 1.0
 LIMIT_S = 10.0
 MEMORY = BlockMemory([[4096]], num_blocks=16)
@@ -145,42 +154,6 @@ async def test_the_oldest_unproven_connection_makes_room_for_the_next_and_the_lo
     assert "did not prove itself" in caplog.text
 
 
-async def test_peers_that_come_all_at_once_wait_for_each_other_and_none_is_cut(
-    tls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvxfer.backends.nixl.server.PROVE_S", LIMIT_S)  # also on a busy machine
-    async with holding(tls | {"max_unauthenticated": 2}) as holder:
-        assert holder.server is not None
-        config = NixlConfig(address=str(holder.server.endpoint), transport="socket", **tls)
-        async with contextlib.AsyncExitStack() as stack:
-            peers = [
-                await stack.enter_async_context(NixlBackend(config, NAMESPACE))
-                for _ in range(NUM_PEERS)
-            ]
-            blocks = MEMORY.describe(0, range(4))
-            stores = await asyncio.gather(*(peer.store(make_keys(4), blocks) for peer in peers))
-            assert [statuses(each) for each in stores] == [[Status.DONE] * 4] * NUM_PEERS
-
-
-async def test_connections_of_peers_make_no_room_for_strangers(
-    tls: dict[str, Any],
-) -> None:
-    async with holding(tls | {"max_unauthenticated": 2}) as holder:
-        assert holder.server is not None
-        address = str(holder.server.endpoint)
-        config = NixlConfig(address=address, transport="socket", **tls)
-        async with NixlBackend(config, NAMESPACE) as backend:
-            keys = make_keys(4)
-            await store_generated(backend, keys, MEMORY.describe(0, range(4)))
-            [session] = holder.server.sessions
-            for which in PORTS:
-                async with strangers(port(holder, which), 9) as silent:
-                    assert all(await asyncio.gather(*map(ends, silent[:7])))
-            loaded = await backend.load(keys, MEMORY.describe(0, range(4, 8)))
-            assert statuses(loaded) == [Status.DONE] * 4
-            assert holder.server.sessions == [session]
-
-
 @contextlib.asynccontextmanager
 async def greeted(holder: NixlBackend) -> AsyncIterator[tuple[Greeting, FrameChannel]]:
     """Shake hands with a holder, as a peer would."""
@@ -230,22 +203,6 @@ async def test_a_session_has_so_many_data_connections_and_no_more() -> None:
                     open_ones.append(await attach(holder, greeting, message))
         for connection in open_ones:
             connection.close()
-
-
-async def test_a_session_that_has_ended_takes_no_data_connection() -> None:
-    async with holding({}) as holder:
-        assert holder.server is not None
-        async with greeted(holder) as (greeting, _):
-            [session] = holder.server.sessions
-            (await attach(holder, greeting, greeting.session.attach(reads=True))).close()
-        async with asyncio.timeout(LIMIT_S):
-            while holder.server.sessions:  # noqa: ASYNC110 - it ends on its own
-                await asyncio.sleep(0)
-        ours, theirs = socket.socketpair()
-        late = greeting.session.attach(reads=True)
-        serving = session.serve_data(late, DataConnection(theirs, "late"))
-        with ours, theirs, pytest.raises(PeerError, match="has ended"):
-            await asyncio.wait_for(serving, LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -368,17 +325,55 @@ async def test_neither_does_a_holder_into_the_log_of_a_peer(
         assert len(message) < 2500
 
 
-async def test_no_message_waits_for_the_acknowledgement_of_the_one_before(
-    tls: dict[str, Any],
+OLD = bytes(
+    FrameCodec("peer").encode(Hello(version=1, oldest_version=1, incarnation=b"", namespace=None))
+)
+
+
+async def be_refused(holder: NixlBackend, num: int, source: str = HOST) -> None:
+    """Connect, speak another version of the protocol, and wait for the end of the connection."""
+    for _ in range(num):
+        reader, writer = await asyncio.open_connection(
+            HOST, port(holder, "control"), local_addr=(source, 0)
+        )
+        writer.write(OLD)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+    assert holder.server is not None
+    async with asyncio.timeout(LIMIT_S):
+        while holder.server.num_unproven:  # noqa: ASYNC110 - the log is written when it is over
+            await asyncio.sleep(0)
+
+
+async def test_who_is_refused_again_and_again_writes_a_line_a_second_with_the_number_left_out(
+    caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    async with holding(tls) as holder:
-        assert holder.server is not None
-        address = str(holder.server.endpoint)
-        config = NixlConfig(address=address, transport="socket", **tls)
-        async with NixlBackend(config, NAMESPACE) as client:
-            assert await client.lookup(make_keys(1)) == [False]
-            [ours] = client._exchange.clients.values()
-            [theirs] = holder.server.sessions
-            for channel in ((await ours.open())._channel, theirs._channel):
-                connection = channel._writer.get_extra_info("socket")
-                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    async with holding({}) as holder:
+        caplog.set_level(logging.INFO, "kvxfer")
+        caplog.clear()
+        await be_refused(holder, 50)
+        await be_refused(holder, 50, source="127.0.0.2")
+        clock.now += 1
+        await be_refused(holder, 1)
+    said = [each.getMessage() for each in caplog.records if "refused a peer" in each.getMessage()]
+    assert len(said) == 3
+    assert [HOST in said[0], "127.0.0.2" in said[1], HOST in said[2]] == [True] * 3
+    assert [line.rpartition("(")[2] for line in said[1:]] == [
+        "49 more were left out)",
+        "49 more were left out)",
+    ]
+
+
+def test_any_number_of_addresses_fills_neither_the_log_nor_the_memory(
+    caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
+    log = RefusalLog()
+    caplog.set_level(logging.INFO, "kvxfer")
+    for second in range(3):
+        for number in range(5000):
+            log.note(logging.INFO, "refused: %s", f"[2001:db8::{number:x}:{second:x}]:1", "no")
+        assert len(caplog.records) == MAX_ADDRESSES + 1
+        assert len(log._quiet_until) == MAX_ADDRESSES + 1
+        caplog.clear()
+        clock.now += 1

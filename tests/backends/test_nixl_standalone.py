@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import threading
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
@@ -17,14 +16,12 @@ from kvxfer.backends.nixl.agents import (
 )
 from kvxfer.backends.nixl.wire.messages import Pin, Pinned
 from kvxfer.endpoint import free_ports
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys, store_generated
-from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.units import ByteSize
-from tests.tiering.opened_tiers import Recorder
 
 LIMIT_S = 10.0
 NUM_AT_ONCE = 300
@@ -56,51 +53,6 @@ async def pinned(peer: StandalonePeer) -> AsyncIterator[None]:
     async with contextlib.aclosing(node), contextlib.aclosing(connection):
         await connection.request(partial(Pin, keys=KEYS, starts=[0], sizes=[4096]), Pinned)
         yield
-
-
-class SlowHost:
-    """Function that opens a host backend once its gate is open."""
-
-    def __init__(self) -> None:
-        self.begun, self.may_end = threading.Event(), threading.Event()
-        self.opened: list[Namespace] = []
-
-    def __call__(self, namespace: Namespace) -> HostBackend:
-        self.begun.set()
-        self.may_end.wait(LIMIT_S)
-        self.opened.append(namespace)
-        return open_host(namespace)
-
-
-async def test_memory_is_kept_for_a_peer_that_did_not_wait_for_it() -> None:
-    host = SlowHost()
-    async with contextlib.aclosing(StandalonePeer(CONFIG, host)) as peer:
-        opening = asyncio.create_task(peer._open_store(NAMESPACE))
-        await asyncio.to_thread(host.begun.wait, LIMIT_S)
-        opening.cancel()
-        host.may_end.set()
-        with pytest.raises(asyncio.CancelledError):
-            await opening
-        with pytest.raises(NamespaceMismatchError, match="'other'"):
-            await peer._open_store(OTHER)
-        assert (await peer._open_store(NAMESPACE)).lender.regions[0].num_bytes < CAPACITY
-    assert host.opened == [NAMESPACE]
-
-
-async def test_while_memory_is_reserved_a_peer_of_another_model_is_greeted_and_refused() -> None:
-    host = SlowHost()
-    async with contextlib.aclosing(StandalonePeer(CONFIG, host)) as peer:
-        await peer.start()
-        config = NixlConfig(address=str(peer.endpoint), transport="socket")
-        async with NixlBackend(config, NAMESPACE) as first, NixlBackend(config, OTHER) as second:
-            lookup = asyncio.create_task(first.lookup(KEYS))
-            await asyncio.to_thread(host.begun.wait, LIMIT_S)
-            other = asyncio.create_task(second.lookup(KEYS))
-            assert not lookup.done()
-            host.may_end.set()
-            assert await lookup == await other == [False]
-            assert (first.statistics[config.address][0]) == "socket"
-            assert (second.statistics[config.address][0]) == "not connected"
 
 
 async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -135,36 +87,6 @@ async def test_a_peer_that_drains_offers_and_takes_no_blocks() -> None:
                     assert "about to end" in outcome.reason
                 assert not draining.done()
             await draining
-
-
-async def test_a_peer_whose_handshake_ends_after_the_drain_began_is_given_nothing() -> None:
-    host = SlowHost()
-    async with contextlib.aclosing(StandalonePeer(CONFIG, host)) as peer:
-        await peer.start()
-        config = NixlConfig(address=str(peer.endpoint), transport="socket")
-        async with NixlBackend(config, NAMESPACE) as backend:
-            storing = asyncio.create_task(backend.store(KEYS, MEMORY.describe(0, [0])))
-            await asyncio.to_thread(host.begun.wait, LIMIT_S)
-            await peer.drain(LIMIT_S)
-            host.may_end.set()
-            (outcome,) = await storing
-            assert "about to end" in outcome.reason
-
-
-async def test_a_peer_that_keeps_tiers_deletes_with_one_call_to_each() -> None:
-    tiers = [Recorder(NAMESPACE) for _ in range(2)]
-    keys = make_keys(4)
-    async with contextlib.aclosing(
-        StandalonePeer(CONFIG, lambda namespace: TieredBackend(tiers, namespace))
-    ) as peer:
-        await peer.start()
-        config = NixlConfig(address=str(peer.endpoint), transport="socket")
-        async with NixlBackend(config, NAMESPACE) as backend:
-            await tiers[1].store(keys[:1], MEMORY.describe(0, [0]))
-            for tier in tiers:
-                tier.calls.clear()
-            assert await backend.delete(keys) == [True, False, False, False]
-            assert [tier.calls for tier in tiers] == [["delete"]] * 2
 
 
 async def test_a_port_that_is_taken_is_said_so_and_listened_at_when_it_is_free() -> None:

@@ -1,32 +1,44 @@
 """Handshake: succeeds only with the same secret and namespace, and unaltered messages."""
 
 import asyncio
+import time
 
 import msgspec
 import pytest
 
 from kvxfer.backends.nixl import Endpoint, client_context, server_context
 from kvxfer.backends.nixl.wire import messages
+from kvxfer.backends.nixl.wire.frames import MAX_UNPROVEN_FRAME_BYTES, FrameChannel
 from kvxfer.backends.nixl.wire.handshake import greet_as_client, greet_as_server
 from kvxfer.backends.nixl.wire.messages import (
     OLDEST_VERSION,
     PROTOCOL_VERSION,
     Hello,
+    Ping,
     Reach,
     Refusal,
 )
-from kvxfer.errors import HandshakeError, NamespaceMismatchError, ProtocolError
+from kvxfer.errors import (
+    HandshakeError,
+    NamespaceMismatchError,
+    PeerError,
+    PeerTimeoutError,
+    ProtocolError,
+)
 from tests.backends.nixl_wire import (
     FOUND,
+    HOST,
     LOOKUP,
     NAMESPACE,
     SECRET,
     Authority,
+    Edit,
     Ending,
     Offer,
     connected,
     converse,
     hello,
+    listening,
 )
 
 OTHER_SECRET = bytes(32)
@@ -231,3 +243,105 @@ async def test_every_handshake_has_nonces_and_keys_of_its_own() -> None:
             asked.greeting.session.key,
         }
     assert len(seen) == 6
+
+
+LIMIT_S = 4.0  # no end takes longer, whatever happens: two deadlines, the close, and the machine
+
+
+HELLOS = (hello(b"c", None), hello(b"s", None))
+
+
+async def interfered(edit: Edit) -> tuple[Ending, Ending]:
+    """Run a conversation with `edit` in between; return its results."""
+    start = time.monotonic()
+    async with connected(edit=edit, frame_timeout_s=TIMEOUT_S) as ends:
+        endings = await converse(ends, hellos=HELLOS, timeout_s=TIMEOUT_S)
+    assert time.monotonic() - start < LIMIT_S
+    return endings
+
+
+@pytest.mark.parametrize("secret", [SECRET, None], ids=["secret", "none"])
+async def test_a_mirror_is_not_a_peer(secret: bytes | None) -> None:
+    offer = Offer(b"client's")
+    async with listening() as listener:
+        client = FrameChannel(*await asyncio.open_connection(HOST, listener.port))
+        reader, writer = await listener.accepted()
+
+        async def mirror() -> None:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+            writer.close()
+
+        mirroring = asyncio.create_task(mirror())
+        with pytest.raises(HandshakeError) as caught:
+            await greet_as_client(client, HELLOS[0], secret=secret, reach=offer)
+        assert caught.value.field == "secret"
+        assert not offer.asked
+        await mirroring
+
+
+async def test_a_recorded_conversation_proves_nothing() -> None:
+    recorded: list[bytes] = []
+
+    def record(direction: str, number: int, data: bytes) -> bytes:
+        if direction == "asked":
+            recorded.append(data)
+        return data
+
+    assert (await interfered(record))[1].error is None
+    offer = Offer(b"server's")
+    async with listening() as listener:
+        _, writer = await asyncio.open_connection(HOST, listener.port)
+        server = FrameChannel(*await listener.accepted())
+        writer.write(b"".join(recorded))
+        with pytest.raises(HandshakeError) as caught:
+            await greet_as_server(server, HELLOS[1], secret=SECRET, reach=offer)
+        writer.close()
+    assert caught.value.field == "secret"
+    assert not offer.asked
+
+
+GARBAGE = {
+    "nothing": b"",
+    "an announcement": b"\0\0\1\0",
+    "half a greeting": b"\0\0\1\0\x81\xa4type\xa5Hello",
+    "HTTP": b"GET / HTTP/1.1\r\nHost: example.com\r\n\r\n",
+    "TLS": bytes.fromhex("16030100c8010000c40303") + bytes(200),
+    "an empty frame": b"\0\0\0\0",
+    "too much": (MAX_UNPROVEN_FRAME_BYTES + 1).to_bytes(4, "big"),
+    "far too much": b"\xff\xff\xff\xff",
+    "depth": (1 << 17).to_bytes(4, "big") + b"\x91" * (1 << 17),
+    "a list of billions": b"\0\0\0\x05\xdd\xff\xff\xff\xff",
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+@pytest.mark.parametrize("side", ["client", "server"])
+async def test_a_stranger_gets_no_further(name: str, side: str) -> None:
+    error = await greet_stranger(side, GARBAGE[name])
+    silent = name in {"nothing", "an announcement", "half a greeting"}
+    assert type(error) is (PeerTimeoutError if silent else ProtocolError)
+
+
+async def greet_stranger(side: str, data: bytes) -> PeerError:
+    """Shake hands with a peer that sends these bytes, and then nothing; return the error."""
+    start = time.monotonic()
+    async with connected(frame_timeout_s=10) as ends:
+        greet, ours, stranger = greet_as_client, ends.client, ends.serving
+        if side == "server":
+            greet, ours, stranger = greet_as_server, ends.server, ends.asking
+        stranger.writer.write(data)
+        with pytest.raises(PeerError) as caught:
+            await greet(ours, HELLOS[0], secret=SECRET, reach=Offer(b""), timeout_s=TIMEOUT_S)
+        with pytest.raises(PeerError) as again:
+            await ours.send(Ping(request_id=1))
+    assert again.value is caught.value or not isinstance(caught.value, ProtocolError)
+    assert time.monotonic() - start < LIMIT_S
+    return caught.value
+
+
+async def test_a_greeting_without_a_proper_nonce_is_an_error() -> None:
+    async with connected() as ends:
+        await ends.client.send(msgspec.structs.replace(hello(b"", None), nonce=bytes(31)))
+        with pytest.raises(ProtocolError, match="nonce of 31 bytes"):
+            await greet_as_server(ends.server, HELLOS[1], secret=SECRET, reach=Offer(b""))
