@@ -6,17 +6,15 @@ import fcntl
 import os
 import socket
 import stat
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
-from kvxfer.backends.host import PoolShape
 from kvxfer.backends.host.shared_memory import SharedMemory
 from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, backend, server
-from kvxfer.backends.pool.messages import Message, Pin, Pinned, Welcome, encode
+from kvxfer.backends.pool.messages import Message, Pin, Pinned
 from kvxfer.connect import open_backend, parse_backend
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
@@ -160,79 +158,6 @@ def test_what_is_no_request_ends_its_own_session_only(path: Path) -> None:
         assert all(each.done for each in asyncio.run(peers.store(good)))
 
 
-def test_what_an_engine_reads_stays_after_it_sent_nonsense_until_it_ends(path: Path) -> None:
-    def store_another(engine: PoolBackend) -> bool:
-        key = make_block_key(b"another block", 0)
-        return asyncio.run(engine.store([key], MEMORY.describe(0, [0])))[0].done
-
-    with running_pool(path, capacity="76KiB") as pool, attached(path) as other:
-        assert all(each.done for each in asyncio.run(peers.store(other)))
-        engine = Attachment(
-            str(path), peers.namespace(), timeout_s=5.0, open_copy_engine=CPUCopyEngine
-        )
-        pin = Pin(keys=peers.KEYS, within_s=1.0)
-        assert len(engine.ask(pin, Pinned).rows) == len(peers.KEYS)
-        assert pool.gauge(Gauge.PINS) == 1.0, "of eight blocks"
-        engine.tell(Nonsense())
-        with pytest.raises(BackendUnavailableError, match="ended the connection"):
-            engine.ask(pin, Pinned)
-        assert not store_another(other), "every block is pinned"
-        engine.close()
-        assert any(store_another(other) for _ in range(1000))
-        assert pool.gauge(Gauge.PINS) == 0.0
-
-
-class Nonsense(Message, frozen=True):
-    """Message that no holder knows."""
-
-
-@pytest.mark.parametrize(
-    "welcome",
-    [
-        Welcome(num_slots=-1, part_size_bytes=4096, integrity="fast"),
-        Welcome(num_slots=1, part_size_bytes=4096, integrity="none such"),
-        Welcome(num_slots=1, part_size_bytes=4096, integrity="keyed"),
-        Welcome(num_slots=7, part_size_bytes=4096, integrity="fast"),
-    ],
-    ids=repr,
-)
-def test_a_pool_that_cannot_be_used_leaves_no_descriptor_open(path: Path, welcome: Welcome) -> None:
-    def answer() -> None:
-        memory = SharedMemory.create(PoolShape(1, 1, 4096).num_bytes)
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(str(path))
-            listening.listen()
-            ready.set()
-            engine = listening.accept()[0]
-            with engine:
-                socket.send_fds(engine, [encode(welcome)], [memory.fd])
-                while engine.recv(4096):
-                    pass
-        memory.close()
-
-    ready = threading.Event()
-    holder = threading.Thread(target=answer, daemon=True)
-    open_before = open_memory()
-    holder.start()
-    assert ready.wait(5)
-    with pytest.raises(BackendUnavailableError, match="no host pool at"):
-        Attachment(str(path), peers.namespace(), timeout_s=5.0, open_copy_engine=CPUCopyEngine)
-    holder.join(5)
-    assert open_memory() <= open_before
-
-
-def open_memory() -> set[Path]:
-    """List the descriptors of shared memory; threads of other tests may still open sockets."""
-    return {each for each in Path("/proc/self/fd").iterdir() if "memfd:" in read_link(each)}
-
-
-def read_link(path: Path) -> str:
-    try:
-        return str(path.readlink())
-    except FileNotFoundError:  # closed meanwhile: the one of this listing always is
-        return ""
-
-
 def test_memory_that_somebody_could_cut_is_not_mapped() -> None:
     for seals, wanted in ((0, "a sealed size"), (fcntl.F_SEAL_SHRINK, "expected 8192")):
         fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
@@ -257,22 +182,6 @@ def test_memory_that_somebody_could_cut_is_not_mapped() -> None:
 def test_a_url_of_no_use_says_why(url: str, complaint: str) -> None:
     with pytest.raises(InvalidArgumentError, match=complaint):
         parse_backend(url)
-
-
-async def test_a_tier_below_the_pool_that_hangs_costs_no_engine_its_pool(path: Path) -> None:
-    class Hanging(DictBackend):
-        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-            await asyncio.Event().wait()
-            return []
-
-    def tiers(host: Backend, namespace: Namespace) -> Backend:
-        return TieredBackend([host, Hanging(DictConfig(), namespace)], namespace)
-
-    with running_pool(path, tiers=tiers):
-        async with attach(path, timeout_s=1.0) as engine:
-            assert not any(await engine.lookup(peers.KEYS))
-            assert await peers.load(engine) == [None] * len(peers.KEYS)
-            assert engine.is_attached
 
 
 async def test_an_engine_may_have_tiers_below_the_pool_and_works_on_when_it_is_gone(
@@ -307,3 +216,45 @@ async def test_blocks_go_to_the_tier_below_and_come_back_into_memory(
                 if work is peers.load:
                     assert result == peers.PAYLOADS
                     assert all(await engine.lookup(peers.KEYS))
+
+
+def test_what_an_engine_reads_stays_after_it_sent_nonsense_until_it_ends(path: Path) -> None:
+    def store_another(engine: PoolBackend) -> bool:
+        key = make_block_key(b"another block", 0)
+        return asyncio.run(engine.store([key], MEMORY.describe(0, [0])))[0].done
+
+    with running_pool(path, capacity="76KiB") as pool, attached(path) as other:
+        assert all(each.done for each in asyncio.run(peers.store(other)))
+        engine = Attachment(
+            str(path), peers.namespace(), timeout_s=5.0, open_copy_engine=CPUCopyEngine
+        )
+        pin = Pin(keys=peers.KEYS, within_s=1.0)
+        assert len(engine.ask(pin, Pinned).rows) == len(peers.KEYS)
+        assert pool.gauge(Gauge.PINS) == 1.0, "of eight blocks"
+        engine.tell(Nonsense())
+        with pytest.raises(BackendUnavailableError, match="ended the connection"):
+            engine.ask(pin, Pinned)
+        assert not store_another(other), "every block is pinned"
+        engine.close()
+        assert any(store_another(other) for _ in range(1000))
+        assert pool.gauge(Gauge.PINS) == 0.0
+
+
+class Nonsense(Message, frozen=True):
+    """Message that no holder knows."""
+
+
+async def test_a_tier_below_the_pool_that_hangs_costs_no_engine_its_pool(path: Path) -> None:
+    class Hanging(DictBackend):
+        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+            await asyncio.Event().wait()
+            return []
+
+    def tiers(host: Backend, namespace: Namespace) -> Backend:
+        return TieredBackend([host, Hanging(DictConfig(), namespace)], namespace)
+
+    with running_pool(path, tiers=tiers):
+        async with attach(path, timeout_s=1.0) as engine:
+            assert not any(await engine.lookup(peers.KEYS))
+            assert await peers.load(engine) == [None] * len(peers.KEYS)
+            assert engine.is_attached

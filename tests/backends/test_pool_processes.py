@@ -5,7 +5,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
@@ -13,7 +12,7 @@ from typing import Self
 import pytest
 
 from kvxfer.backends.pool import PoolBackend, PoolConfig
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import write_payloads
@@ -85,9 +84,9 @@ def path(served: tuple[ServeProcess, Path]) -> Path:
 
 
 @contextlib.contextmanager
-def other_engine(path: Path, *does: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run an engine, killed at the end, until it has done something to the pool."""
-    command = [sys.executable, "-m", "tests.backends.pool_engine_process", str(path), *does]
+def other_engine(path: Path, seed: int) -> Iterator["subprocess.Popen[str]"]:
+    """Run an engine, killed at the end, until it has moved blocks."""
+    command = [sys.executable, "-m", "tests.backends.pool_engine_process", str(path), str(seed)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
         try:
             wait_for_a_line(process)
@@ -109,62 +108,6 @@ def kill(process: "subprocess.Popen[str]", pool: ServeProcess) -> None:
 
 def num_done(outcomes: Sequence[Outcome]) -> int:
     return sum(outcome.done for outcome in outcomes)
-
-
-def test_blocks_outlive_the_engine_that_stored_them(pool: ServeProcess, path: Path) -> None:
-    with other_engine(path, "store") as first:
-        kill(first, pool)
-        with Engine(path) as second:
-            assert all(second.lookup())
-            assert second.load() == peers.PAYLOADS
-
-
-def test_what_an_engine_was_writing_when_it_was_killed_is_not_there_and_its_slots_are_free(
-    pool: ServeProcess, path: Path
-) -> None:
-    with Engine(path, timeout_s=1.0) as other, other_engine(path, "reserve") as writer:
-        assert not any(other.lookup())
-        assert other.load() == NOTHING
-        [no_room] = other.store_others(OTHER_KEYS[:1])
-        assert no_room.reason.startswith("no room: 8 slots")
-        writer.send_signal(signal.SIGSTOP)
-        busy = other.store()
-        assert {each.status for each in busy} == {Status.FAILED}
-        assert "another engine" in busy[0].reason
-        kill(writer, pool)
-        assert not any(other.lookup())
-        assert num_done(other.store()) == len(peers.KEYS), "all slots are free"
-        assert other.load() == peers.PAYLOADS
-
-
-def test_the_pins_of_an_engine_that_is_killed_are_released(pool: ServeProcess, path: Path) -> None:
-    with Engine(path) as other:
-        assert num_done(other.store()) == len(peers.KEYS)
-        with other_engine(path, "pin") as reader:
-            assert num_done(other.store_others(OTHER_KEYS[:1])) == 0, "every block is pinned"
-            kill(reader, pool)
-        assert num_done(other.store_others(OTHER_KEYS[:1])) == 1
-
-
-def test_a_pool_that_stands_still_costs_one_timeout_and_is_used_again_when_it_goes_on(
-    pool: ServeProcess, path: Path
-) -> None:
-    with Engine(path, timeout_s=0.5) as engine:
-        assert num_done(engine.store()) == len(peers.KEYS)
-        pool.process.send_signal(signal.SIGSTOP)
-        try:
-            began = time.monotonic()
-            assert not any(engine.lookup())
-            assert time.monotonic() - began >= 0.5
-            assert num_done(engine.store()) == 0
-            assert engine.load() == NOTHING
-            assert not engine.backend.is_attached
-        finally:
-            pool.process.send_signal(signal.SIGCONT)
-        with Engine(path) as another:  # which the pool answers once it goes on
-            assert all(another.lookup())
-        engine.retry()
-        assert engine.load() == peers.PAYLOADS
 
 
 def test_when_the_pool_is_killed_engines_miss_and_attach_to_the_next_one(tmp_path: Path) -> None:
@@ -195,12 +138,10 @@ def test_no_byte_is_wrong_and_no_slot_is_lost_while_everything_is_killed(tmp_pat
     path = tmp_path / "pool.sock"
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(serving("--capacity", EXACTLY_ENOUGH, pool=path))
-        engines = [
-            stack.enter_context(other_engine(path, "traffic", str(seed))) for seed in range(2)
-        ]
+        engines = [stack.enter_context(other_engine(path, seed)) for seed in range(2)]
         kill(engines.pop(), pool)
         engines[0].send_signal(signal.SIGSTOP)
-        engines.append(stack.enter_context(other_engine(path, "traffic", "2")))
+        engines.append(stack.enter_context(other_engine(path, 2)))
         engines[0].send_signal(signal.SIGCONT)
         pool.process.kill()
         pool.process.wait()

@@ -1,15 +1,14 @@
 """CacheLender: blocks of an engine are lent where they are, and end when nobody reads them."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import xxhash
 from numpy.typing import ArrayLike
 
+from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import (
     BlockIdError,
     ClosedError,
@@ -19,18 +18,62 @@ from kvxfer.errors import (
     UnknownGroupError,
 )
 from kvxfer.kvcache import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.leases import CacheLender, Held
-from kvxfer.storage.lending import BlockParts, Fences
+from kvxfer.storage.leases import CacheLender
+from kvxfer.storage.lending import BlockParts
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses
-from kvxfer.testing.payloads import read_payloads
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from tests.clock import Clock
-from tests.storage.lending_engine import LEASE_S, LendingEngine
 
 KEYS = make_keys(3)
 OTHER_KEYS = make_keys(2, group=1)
 DONE, MISSING, FAILED = Status.DONE, Status.MISSING, Status.FAILED
+
+
+LEASE_S = 8.0
+
+
+class LendingEngine:
+    """Engine in whose caches every block has bytes of its own, and its lender."""
+
+    def __init__(self) -> None:
+        self.memory = make_memory()
+        self.threads = Threads("test-cache-lender", 2)
+        self.copy_engine = CPUCopyEngine()
+        self.lender = CacheLender(
+            self.memory.caches,
+            lease_s=LEASE_S,
+            description=b"blocks of 16 tokens",
+            threads=self.threads,
+            copy_engine=self.copy_engine,
+        )
+
+    def payload(self, key: BlockKey) -> bytes:
+        return make_payload(key, self.memory.chunk_size_bytes(key[-1]))
+
+    def offer(self, keys: list[BlockKey], block_ids: list[int]) -> None:
+        """Compute blocks and offer them all."""
+        for key, block in zip(keys, block_ids, strict=True):
+            write_payloads(self.memory.describe(key[-1], [block]), [self.payload(key)])
+        self.lender.offer("t", keys, block_ids, complete=True)
+
+    def whole(self, keys: list[BlockKey]) -> BlockParts:
+        sizes = [self.memory.chunk_size_bytes(key[-1]) for key in keys]
+        return BlockParts(keys, [0] * len(keys), sizes)
+
+    async def read(self, keys: list[BlockKey]) -> tuple[list[Status], list[bytes]]:
+        """Read what is lent, whose checksums must be right."""
+        async with self.lender.lend(self.whole(keys)) as loan:
+            payloads = [] if loan.blocks is None else read_payloads(loan.blocks)
+            assert loan.checksums == list(map(xxhash.xxh3_64_intdigest, payloads))
+            return statuses(loan.outcomes), payloads
+
+    async def aclose(self) -> None:
+        await self.lender.aclose()
+        await self.threads.aclose()
+        self.copy_engine.close()
 
 
 @pytest.fixture
@@ -62,218 +105,6 @@ async def test_blocks_of_all_groups_are_lent_in_place_with_their_checksums(
         )
 
 
-async def test_readers_at_one_time_share_the_hashing_of_a_block(engine: LendingEngine) -> None:
-    engine.offer(KEYS, [0, 1, 2])
-    engine.threads.gate.clear()
-    async with asyncio.TaskGroup() as group:
-        one = group.create_task(engine.read(KEYS[:2]))
-        await engine.threads.hashed.wait()
-        other = group.create_task(engine.read([KEYS[2], KEYS[1]]))
-        await asyncio.sleep(0)
-        assert engine.lender.peek(KEYS) is None, "not hashed yet"
-        engine.threads.gate.set()
-    assert one.result() == ([DONE] * 2, [engine.payload(key) for key in KEYS[:2]])
-    assert other.result() == ([DONE] * 2, [engine.payload(key) for key in (KEYS[2], KEYS[1])])
-    await engine.read(KEYS)
-    assert engine.threads.num_hashed == 3
-
-
-async def test_a_ticket_ends_when_it_is_over_and_nobody_reads(engine: LendingEngine) -> None:
-    engine.offer(KEYS, [0, 1, 2])
-    async with engine.lender.lend(engine.whole(KEYS[:1])) as loan:
-        engine.lender.release(["t", "unknown"])
-        assert await engine.lender.lookup(KEYS) == [False] * 3
-        assert engine.lender.take_ended() == []
-        assert loan.blocks is not None
-        assert read_payloads(loan.blocks) == [engine.payload(KEYS[0])]
-    assert engine.lender.take_ended() == ["t"]
-    assert engine.lender.take_ended() == []
-
-
-async def test_leases_run_out_for_readers_before_the_engine_asks(
-    engine: LendingEngine, clock: Clock
-) -> None:
-    for ticket in "abcd":
-        engine.offer(KEYS, [0, 1, 2], ticket=ticket)
-        clock.now += LEASE_S
-        if ticket == "a":
-            assert await engine.lender.lookup(KEYS) == [False] * 3
-        elif ticket == "b":
-            assert await engine.read(KEYS) == ([MISSING] * 3, [])
-        elif ticket == "c":
-            sight = engine.lender.peek(KEYS, fenced=True)
-            assert sight is not None
-            assert statuses(sight.outcomes) == [MISSING] * 3
-        else:
-            held = engine.lender.hold(ticket, KEYS, "reader")
-            assert held == Held(is_known=False, is_complete=False, there=[False] * 3)
-        assert engine.lender.take_ended() == [ticket]
-
-
-async def test_a_reader_that_holds_a_ticket_learns_what_is_there(
-    engine: LendingEngine, clock: Clock
-) -> None:
-    engine.compute(KEYS, [0, 1, 2])
-    engine.lender.offer("t", KEYS[:1], [0], complete=False)
-    held = engine.lender.hold("t", KEYS, "reader")
-    assert held == Held(is_known=True, is_complete=False, there=[True, False, False])
-    engine.lender.offer("t", KEYS[1:], [1, 2], complete=True)
-    held = engine.lender.hold("t", KEYS, "reader")
-    assert held == Held(is_known=True, is_complete=True, there=[True] * 3)
-    unknown = engine.lender.hold("u\0", KEYS, "reader")
-    assert unknown == Held(is_known=False, is_complete=False, there=[True] * 3)
-    clock.now += 3 * LEASE_S
-    assert engine.lender.take_ended() == []
-    engine.lender.drop("reader")
-    clock.now += LEASE_S
-    assert engine.lender.take_ended() == ["t"]
-
-
-async def test_a_reader_that_left_leaves_its_blocks_in_place_while_they_are_hashed(
-    engine: LendingEngine,
-) -> None:
-    engine.offer(KEYS, [0, 1, 2])
-    engine.threads.gate.clear()
-    reading = asyncio.create_task(engine.read(KEYS[:1]))
-    await engine.threads.hashed.wait()
-    reading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reading
-    engine.lender.revoke("t")
-    assert engine.lender.take_ended() == []
-    engine.threads.gate.set()
-    await engine.lender.aclose()
-    assert engine.lender.take_ended() == ["t"]
-
-
-async def test_a_block_that_is_revoked_while_it_is_hashed_is_missing(engine: LendingEngine) -> None:
-    engine.offer(KEYS[:1], [0])
-    engine.offer(KEYS[1:], [1, 2], ticket="u")
-    engine.threads.gate.clear()
-    reading = asyncio.create_task(engine.read(KEYS))
-    await engine.threads.hashed.wait()
-    engine.lender.revoke("t")
-    engine.threads.gate.set()
-    assert await reading == ([MISSING, DONE, DONE], [engine.payload(key) for key in KEYS[1:]])
-
-
-async def test_a_block_that_comes_back_with_other_bytes_is_hashed_again(
-    engine: LendingEngine,
-) -> None:
-    engine.offer(KEYS[:1], [0])
-    engine.threads.gate.clear()
-    async with asyncio.TaskGroup() as group:
-        first = group.create_task(engine.read(KEYS[:1]))
-        await engine.threads.hashed.wait()
-        engine.lender.revoke("t")  # an engine that overwrites it all the same
-        engine.compute(KEYS[:1], [0], version=1)
-        engine.lender.offer("u", KEYS[:1], [0], complete=True)
-        engine.threads.hashed.clear()
-        second = group.create_task(engine.read(KEYS[:1]))
-        await engine.threads.hashed.wait()
-        engine.threads.gate.set()
-    seen, _ = first.result()
-    assert seen in ([DONE], [FAILED])  # whose checksum `read` has compared
-    assert second.result() == ([DONE], [engine.payload(KEYS[0], version=1)])
-    engine.lender.revoke("u")
-    assert sorted(engine.lender.take_ended()) == ["t", "u"]
-    engine.compute(KEYS[:1], [0], version=2)
-    engine.lender.offer("v", KEYS[:1], [0], complete=True)
-    assert await engine.read(KEYS[:1]) == ([DONE], [engine.payload(KEYS[0], version=2)])
-
-
-async def test_a_block_that_comes_back_under_another_key_is_missing(engine: LendingEngine) -> None:
-    """Also when its new bytes are hashed sooner than those of before, and have a checksum."""
-    engine.offer(KEYS[:1], [0])
-    slow = engine.threads.gate = asyncio.Event()
-    first = asyncio.create_task(engine.read(KEYS[:1]))
-    await engine.threads.hashed.wait()
-    engine.lender.revoke("t")  # preempted: another prompt is computed there
-    engine.offer(KEYS[1:2], [0], ticket="u")
-    engine.threads.gate = asyncio.Event()
-    engine.threads.gate.set()
-    assert await engine.read(KEYS[1:2]) == ([DONE], [engine.payload(KEYS[1])])
-    slow.set()
-    assert await first == ([MISSING], [])
-
-
-async def test_fenced_readers_get_generations_and_nothing_is_hashed(engine: LendingEngine) -> None:
-    engine.offer([*KEYS, *OTHER_KEYS], [0, 1, 2, 1, 2])
-    wanted = [OTHER_KEYS[0], KEYS[1]]
-    async with engine.lender.lend(engine.whole(wanted), fenced=True) as loan:
-        sight = engine.lender.peek(wanted, fenced=True)
-        assert sight is not None
-        for lent in (loan, sight):
-            assert statuses(lent.outcomes) == [DONE] * 2
-            assert lent.checksums == []
-            assert lent.blocks is not None
-            assert read_payloads(lent.blocks) == list(map(engine.payload, wanted))
-            assert isinstance(lent.fences, Fences)
-            assert len(set(lent.fences.addresses.tolist())) == 2, "of one block id, in two groups"
-    assert engine.threads.num_hashed == 0
-
-
-async def test_generations_change_when_a_block_is_offered_and_when_nobody_offers_it_any_more(
-    engine: LendingEngine,
-) -> None:
-    engine.offer(KEYS, [0, 1, 2])
-    sight = engine.lender.peek(KEYS, fenced=True)
-    assert sight is not None
-    assert sight.fences is not None
-    found = sight.fences
-    engine.lender.offer("u", KEYS[:2], [0, 1], complete=True)
-    assert engine.generations(KEYS) == found.generations.tolist(), "offered all the time"
-    engine.lender.release(["t"])
-    words = engine.lender.regions[-1]
-    present: Any = words.owner
-    rows = (found.addresses - np.uint64(words.address)) // np.uint64(8)
-    changed = (present[rows] != found.generations).tolist()
-    assert changed == [False, False, True]
-    revoked = int(present[rows[2]])
-    engine.lender.offer("v", KEYS[2:], [2], complete=True)
-    assert engine.generations(KEYS[2:])[0] not in {revoked, int(found.generations[2])}
-
-
-async def test_blocks_without_checksums_are_not_located_for_readers_that_verify(
-    engine: LendingEngine,
-) -> None:
-    engine.offer(KEYS[:2], [0, 1])
-    await engine.read(KEYS[:1])
-    assert engine.lender.peek(KEYS[:2]) is None
-    sight = engine.lender.peek([KEYS[0], KEYS[2]])
-    assert sight is not None
-    assert statuses(sight.outcomes) == [DONE, MISSING]
-    assert sight.checksums == [xxhash.xxh3_64_intdigest(engine.payload(KEYS[0]))]
-    with pytest.raises(InvalidArgumentError, match="keys"):
-        engine.lender.peek([])
-
-
-async def test_blocks_can_be_hashed_when_they_are_offered() -> None:
-    engine = LendingEngine(hash_early=True)
-    engine.offer(KEYS, [0, 1, 2])
-    engine.lender.offer("u", KEYS, [0, 1, 2], complete=True)
-    seen, _ = await engine.read(KEYS)
-    assert seen == [DONE] * 3
-    assert engine.threads.num_hashed == 3
-    sight = engine.lender.peek(KEYS)
-    assert sight is not None
-    assert len(sight.checksums) == 3
-    await engine.aclose()
-
-
-async def test_blocks_that_can_not_be_hashed_have_failed_until_they_can(
-    engine: LendingEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine.offer(KEYS[:1], [0])
-    engine.threads.error = MemoryError("planted")
-    seen, _ = await engine.read(KEYS[:1])
-    assert seen == [FAILED]
-    assert "hashing of 1 blocks failed" in caplog.text
-    assert "planted" in caplog.text
-    engine.threads.error = None
-    assert await engine.read(KEYS[:1]) == ([DONE], [engine.payload(KEYS[0])])
-
-
 @pytest.mark.parametrize(("start", "fewer"), [(1, 1), (0, 1), (0, -1)])
 @pytest.mark.parametrize("fenced", [True, False])
 async def test_only_whole_blocks_are_lent(
@@ -298,22 +129,6 @@ async def test_nobody_writes_to_an_engines_own_cache(engine: LendingEngine) -> N
     assert await engine.lender.delete(KEYS[:2]) == [False] * 2
     assert await engine.lender.lookup(KEYS[:2]) == [True, False]
     assert engine.memory.snapshot() == before
-
-
-async def test_a_block_with_two_keys_is_lent_by_both_in_one_batch_and_quiet_at_the_end(
-    engine: LendingEngine,
-) -> None:
-    engine.offer(KEYS[:1], [3], ticket="short")
-    engine.lender.offer("long", KEYS[1:2], [3], complete=True)
-    found, payloads = await engine.read(KEYS[:2])
-    assert found == [Status.DONE] * 2
-    assert payloads == [engine.payload(KEYS[0])] * 2
-    engine.lender.release(["short"])
-    assert engine.lender.take_ended() == ["short"]
-    found, _ = await engine.read(KEYS[:2])
-    assert found == [Status.MISSING, Status.DONE]
-    engine.lender.release(["long"])
-    assert engine.lender.take_ended() == ["long"], "nothing is pinned any more"
 
 
 @pytest.mark.parametrize(

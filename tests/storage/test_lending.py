@@ -1,6 +1,5 @@
 """Lenders: blocks are read and written in place."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -15,7 +14,7 @@ from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import BlockParts, Lender, StagedLender
-from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
+from kvxfer.testing import BlockMemory, DictBackend, DictConfig
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
@@ -143,42 +142,6 @@ async def test_what_no_block_has_is_refused(
                 pytest.fail("lent")
 
 
-async def test_a_slot_that_is_lent_is_not_evicted(memory: BlockMemory) -> None:
-    size = memory.chunk_size_bytes(0)
-    capacity = ByteSize(3 * 8192 + (64 << 10))
-    async with HostBackend(HostConfig(capacity=capacity), memory.namespace()) as backend:
-        keys = make_keys(backend.num_slots)
-        blocks = memory.describe(0, range(len(keys)))
-        payloads = await store_generated(backend, keys, blocks)
-        async with backend.lend(BlockParts(keys[:1], [0], [size])) as loan:
-            for first in range(100, 110):
-                new = make_keys(1, first=first)
-                write_payloads(memory.describe(0, [40]), [make_payload(new[0], size)])
-                await backend.store(new, memory.describe(0, [40]))
-            assert loan.blocks is not None
-            assert read_payloads(loan.blocks) == payloads[:1]
-
-
-async def test_two_that_make_room_for_one_key_store_it_once(memory: BlockMemory) -> None:
-    size = memory.chunk_size_bytes(0)
-    config = HostConfig(capacity=ByteSize(1 << 20))
-    async with HostBackend(config, memory.namespace()) as backend:
-        wanted = BlockParts(KEYS[:1], [0], [size])
-
-        async def second() -> list[Status]:
-            async with backend.make_room(wanted) as room:
-                assert room.blocks is None
-            return [outcome.status for outcome in room.outcomes if outcome]
-
-        async with backend.make_room(wanted) as room:
-            other = asyncio.create_task(second())
-            await asyncio.sleep(0)
-            assert room.blocks is not None
-            write_payloads(room.blocks, [payload := make_payload(KEYS[0], size)])
-            room.arrived[0] = xxhash.xxh3_64_intdigest(payload)
-        assert await other == [Status.DONE]
-
-
 async def test_only_host_memory_says_where_blocks_are(
     request: pytest.FixtureRequest, lending: tuple[Lender, Backend], memory: BlockMemory
 ) -> None:
@@ -200,49 +163,3 @@ async def test_only_host_memory_says_where_blocks_are(
     absent = lender.peek([KEYS[3]])
     assert absent is not None
     assert absent.blocks is None
-
-
-async def test_without_checksums_nothing_is_said_of_places(memory: BlockMemory) -> None:
-    config = HostConfig(capacity=ByteSize(1 << 20), integrity=MemoryIntegrity.OFF)
-    async with HostBackend(config, memory.namespace()) as backend:
-        await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
-        assert backend.peek(KEYS[:1]) is None
-
-
-@pytest.mark.parametrize("way", ["lend", "make_room"])
-async def test_memory_of_a_cancelled_loan_is_lent_to_nobody_while_it_may_be_touched(
-    memory: BlockMemory, way: str
-) -> None:
-    namespace, size = memory.namespace(), memory.chunk_size_bytes(0)
-    threads, engine = Threads("test-lending", 1), CPUCopyEngine()
-    inner = DictBackend(DictConfig(), namespace)
-    payloads = await store_generated(inner, KEYS[:2], memory.describe(0, [0, 1]))
-    async with FaultyBackend(inner, seed=0, rates=FaultRates(late=1.0)) as faulty:
-        lender = StagedLender(faulty, namespace, copy_engine=engine, threads=threads, max_bytes=1)
-
-        async def lend() -> None:
-            async with lender.lend(whole(memory, KEYS[:1])):
-                pytest.fail("lent")
-
-        async def make_room() -> None:
-            async with lender.make_room(whole(memory, KEYS[2:3])) as room:
-                assert room.blocks is not None
-                write_payloads(room.blocks, [bytes(size)])
-                room.arrived[0] = xxhash.xxh3_64_intdigest(bytes(size))
-
-        first = asyncio.ensure_future(lend() if way == "lend" else make_room())
-        await faulty.until_waiting()
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        [late] = faulty.late
-        faulty.rates = FaultRates()
-        for _ in range(3):
-            async with lender.lend(whole(memory, KEYS[1:2])) as loan:
-                assert loan.blocks is not None
-                assert set(loan.blocks.addresses) & set(late.addresses) == set()
-                assert read_payloads(loan.blocks) == payloads[1:]
-        faulty.release()
-        await lender.aclose()
-    await threads.aclose()
-    engine.close()
