@@ -78,12 +78,6 @@ def test_each_pair_of_groups_that_shares_a_tensor_is_compared(ids: list[list[int
         describe_batch(BlockDescriber(three_groups()), keys, ids, None)
 
 
-def test_groups_that_share_no_tensor_may_have_blocks_of_one_number() -> None:
-    keys = keys_of(0, 1, 2)
-    blocks = describe_batch(BlockDescriber(three_groups()), keys, [[3], [4], [3]], None)
-    assert blocks.num_blocks == 3
-
-
 @pytest.mark.parametrize("null_block_id", [0, 7])
 def test_nothing_is_loaded_into_the_null_block(null_block_id: int) -> None:
     describer = BlockDescriber(overlaid(null_block_id=null_block_id))
@@ -97,13 +91,6 @@ def test_nothing_is_loaded_into_the_null_block(null_block_id: int) -> None:
 def test_the_null_block_may_be_stored_by_several_groups() -> None:
     describer = BlockDescriber(overlaid(null_block_id=0))
     blocks = describe_batch(describer, keys_of(0, 1), [[0], [0]], None, direction=Direction.STORE)
-    assert blocks.num_blocks == 2
-
-
-def test_caches_without_a_null_block_use_every_block() -> None:
-    keys = keys_of(0, 1)
-    describer = BlockDescriber(overlaid())
-    blocks = describe_batch(describer, keys, [[0], [7]], None, direction=Direction.LOAD)
     assert blocks.num_blocks == 2
 
 

@@ -28,7 +28,7 @@ from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.transfer.engine import TransferEngine
-from kvxfer.transfer.job import Direction, FinishedJob, JobId
+from kvxfer.transfer.job import FinishedJob, JobId
 
 PAGE_BYTES = 1024
 
@@ -250,58 +250,6 @@ async def test_the_bytes_in_flight_are_bounded(memory: BlockMemory, gated: Gated
         assert engine._mover._admission.bytes_in_flight == 0
 
 
-async def test_a_block_larger_than_the_bound_is_moved_alone(memory: BlockMemory) -> None:
-    async with TransferEngine(
-        memory.caches, make_backend(memory), max_bytes_in_flight=100
-    ) as engine:
-        assert statuses(await engine.store(keys_of(3), [[1, 2, 3]])) == {Status.DONE}
-
-
-async def test_a_deadline_counts_the_time_in_the_queue(
-    memory: BlockMemory, gated: GatedBackend
-) -> None:
-    async with TransferEngine(
-        memory.caches, gated, max_bytes_in_flight=PAGE_BYTES, timeout_s=None
-    ) as engine:
-        blocking = asyncio.create_task(engine.store(keys_of(1), [[0]]))
-        await until(lambda: gated.calls)
-        (outcome,) = await engine.store(keys_of(1, first=1), [[1]], timeout_s=0.01)
-        assert outcome.status is Status.TIMED_OUT
-        assert outcome.memory_safe, "it never reached the backend"
-        gated.gate.set()
-        assert statuses(await blocking) == {Status.DONE}
-        assert len(gated.calls) == 1
-
-
-async def test_blocks_that_arrived_before_the_deadline_stay_done(memory: BlockMemory) -> None:
-    class SlowSecond(DictBackend):
-        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-            if keys[0] == keys_of(1, first=1)[0]:
-                await asyncio.sleep(60)
-            return await super().store(keys, blocks)
-
-    backend = SlowSecond(DictConfig(), memory.namespace())
-    engine = TransferEngine(memory.caches, backend, max_bytes_in_flight=4 * PAGE_BYTES)
-    outcomes = await engine.store(keys_of(2), [[0, 1]], timeout_s=0.1)
-    assert [outcome.status for outcome in outcomes] == [Status.DONE, Status.TIMED_OUT]
-    await engine.aclose()
-
-
-async def test_a_cancelled_caller_is_cancelled_and_drain_waits_for_the_memory(
-    memory: BlockMemory, gated: GatedBackend
-) -> None:
-    async with TransferEngine(memory.caches, gated) as engine:
-        load = asyncio.create_task(engine.load(keys_of(1), [[1]]))
-        await until(lambda: gated.calls)
-        load.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await load
-        assert gated.bytes_in_flight == PAGE_BYTES
-        gated.gate.set()
-        await engine.drain()
-        assert gated.bytes_in_flight == 0
-
-
 async def test_a_backend_that_raises_fails_the_blocks_and_not_the_caller(
     memory: BlockMemory,
 ) -> None:
@@ -319,37 +267,6 @@ async def test_a_backend_that_forgets_outcomes_fails_the_whole_call(memory: Bloc
         outcomes = await engine.store(keys_of(3), [[1, 2, 3]])
         assert statuses(outcomes) == {Status.FAILED}
         assert "2 outcomes for 3 keys" in outcomes[0].reason
-
-
-@pytest.mark.parametrize("seed", range(5))
-async def test_under_random_faults_every_done_block_has_its_bytes(
-    memory: BlockMemory, seed: int
-) -> None:
-    rates = FaultRates(delay=0.3, error=0.1, failure=0.2)
-    faulty = FaultyBackend(make_backend(memory), seed=seed, rates=rates)
-    async with TransferEngine(memory.caches, faulty, max_bytes_in_flight=8 * PAGE_BYTES) as engine:
-        keys = keys_of(32)
-        payloads = fill(memory, keys, range(32))
-        stored = await engine.store(keys, [range(32)])
-        memory.fill(0)
-        loaded = await engine.load(keys, [range(32)])
-        found = read_payloads(memory.describe(0, range(32)))
-        for index, (store, load) in enumerate(zip(stored, loaded, strict=True)):
-            assert store.status in {Status.DONE, Status.FAILED}
-            assert load.status in {Status.DONE, Status.FAILED, Status.MISSING}
-            if load.done:
-                assert found[index] == payloads[index]
-        assert Status.DONE in statuses(loaded)
-
-
-async def test_a_flipped_bit_after_landing_is_what_only_an_audit_sees(memory: BlockMemory) -> None:
-    rates = FaultRates(flip=1.0)
-    faulty = FaultyBackend(make_backend(memory), seed=3, rates=rates)
-    async with TransferEngine(memory.caches, faulty) as engine:
-        payloads = fill(memory, keys_of(1), [1])
-        await engine.store(keys_of(1), [[1]])
-        await engine.load(keys_of(1), [[2]])
-        assert read_payloads(memory.describe(0, [2])) != payloads
 
 
 def test_the_polled_interface_needs_no_event_loop(
@@ -387,106 +304,11 @@ def test_the_polled_interface_needs_no_event_loop(
     assert not [thread.name for thread in started if thread.is_alive()]
 
 
-async def test_both_interfaces_share_one_engine(memory: BlockMemory) -> None:
-    async with TransferEngine(memory.caches, make_backend(memory)) as engine:
-        job = engine.submit_store(keys_of(1), [[1]])
-        (finished,) = (await collect(engine, 1)).values()
-        assert finished.job_id == job
-        assert finished.done
-        assert await engine.lookup(keys_of(1)) == [True]
-        assert statuses(await engine.load(keys_of(1), [[5]])) == {Status.DONE}
-
-
-async def test_a_cancelled_job_ends_once_with_cancelled_blocks(
-    memory: BlockMemory, gated: GatedBackend
-) -> None:
-    async with TransferEngine(memory.caches, gated, max_bytes_in_flight=4 * PAGE_BYTES) as engine:
-        assert await engine.lookup(keys_of(1)) == [False]
-        running = engine.submit_store(keys_of(6), [range(6)])
-        await until(lambda: len(gated.calls) == 4)
-        at_once = engine.submit_load(keys_of(1, first=9), [[9]])
-        engine.cancel(at_once)
-        engine.cancel(running)
-        engine.cancel(JobId(1234))
-        finished = await collect(engine, 2)
-        assert statuses(finished[running].outcomes) == {Status.CANCELLED}
-        assert [outcome.memory_safe for outcome in finished[running].outcomes] == [False] * 4 + [
-            True
-        ] * 2
-        assert finished[at_once].outcomes[0].status is Status.CANCELLED
-        assert finished[at_once].outcomes[0].memory_safe
-        assert engine.wait([running, at_once], timeout_s=0) == []  # which were taken
-        gated.gate.set()
-        await engine.aclose()
-        assert engine.get_finished() == []
-
-
-async def test_closing_ends_what_waits_and_waits_for_what_moves(
-    memory: BlockMemory, gated: GatedBackend
-) -> None:
-    async with TransferEngine(memory.caches, gated, max_bytes_in_flight=PAGE_BYTES) as engine:
-        job = engine.submit_store(keys_of(2), [[1, 2]])
-        await until(lambda: gated.calls)
-        closing = asyncio.create_task(engine.aclose())
-        await asyncio.sleep(0.01)
-        assert not closing.done()
-        gated.gate.set()
-        await closing
-        (finished,) = engine.get_finished()
-        assert finished.job_id == job
-        assert statuses(finished.outcomes) == {Status.CANCELLED}
-        assert len(gated.calls) == 1
-
-
-def test_a_job_that_is_added_while_the_engine_closes_is_cancelled_and_reported(
-    memory: BlockMemory, gated: GatedBackend
-) -> None:
-    engine = TransferEngine(memory.caches, gated)
-    job = engine._job(Direction.STORE, keys_of(1), [[1]], None, None)
-    may_go_on = threading.Event()
-    engine._loop.call_soon(may_go_on.wait, 5)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
-    closing.join(0.1)
-    engine._submit(job)
-    may_go_on.set()
-    assert engine.wait([job.job_id], timeout_s=5)
-    engine._loop.call_soon(gated.gate.set)
-    closing.join(5)
-    assert not closing.is_alive()
-    (finished,) = engine.get_finished()
-    assert statuses(finished.outcomes) == {Status.CANCELLED}
-    with pytest.raises(ClosedError):
-        engine._submit(job)
-    assert engine.get_finished() == []
-
-
 def test_an_engine_outlives_the_event_loop_it_was_first_used_on(memory: BlockMemory) -> None:
     engine = TransferEngine(memory.caches, make_backend(memory))
     assert asyncio.run(engine.store(keys_of(1), [[1]])) == [DONE]
     assert asyncio.run(engine.load(keys_of(1), [[2]])) == [DONE]
     engine.close()
-
-
-def test_the_engine_keeps_the_caches_alive(memory: BlockMemory) -> None:
-    engine = TransferEngine(memory.caches, make_backend(memory))
-    tensor = memory.caches.tensors[0].tensor
-    fill(memory, keys_of(1), [1])
-    expected = tensor[1].clone()
-    caches_id = id(memory.caches)
-    del memory
-    assert id(engine._describer.caches) == caches_id
-    engine.wait([engine.submit_store(keys_of(1), [[1]])])
-    engine.wait([engine.submit_load(keys_of(1), [[7]])])
-    assert torch.equal(tensor[7, : PAGE_BYTES - 24], expected[: PAGE_BYTES - 24])
-    engine.close()
-
-
-async def test_a_submitted_call_gives_what_the_backend_gives(memory: BlockMemory) -> None:
-    async with TransferEngine(memory.caches, make_backend(memory)) as engine:
-        assert await engine.store(keys_of(1), [[1]]) == [DONE]
-        call = engine.submit_call(engine.backend.lookup(keys_of(2)))
-        assert await asyncio.wrap_future(call) == [True, False]
 
 
 def test_a_step_loop_submits_lookups_and_closes_the_engine_at_the_end_of_a_block(
@@ -508,73 +330,6 @@ def test_a_block_that_raises_closes_the_engine_too(memory: BlockMemory) -> None:
         raise KeyError
     with pytest.raises(ClosedError):
         engine.submit_store(keys_of(1), [[1]])
-
-
-def test_waiting_returns_each_job_that_ended_in_time_once(
-    memory: BlockMemory, gated: GatedBackend
-) -> None:
-    with TransferEngine(memory.caches, gated) as engine:
-        late = engine.submit_store(keys_of(1), [[1]])
-        ended = engine.submit_load(keys_of(1, first=9), [[9]])
-        engine.cancel(ended)
-        engine.wait([ended], timeout_s=10)
-        found = engine.wait([late, ended, ended], timeout_s=0)
-        engine._loop.call_soon(gated.gate.set)
-        assert [(job.job_id, job.outcomes[0].status) for job in found] == [
-            (ended, Status.CANCELLED)
-        ]
-
-
-async def test_closing_cancels_a_call_that_hangs_and_takes_no_more(memory: BlockMemory) -> None:
-    engine = TransferEngine(memory.caches, make_backend(memory))
-    hanging = engine.submit_call(asyncio.Event().wait())
-    await engine.aclose()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wrap_future(hanging)
-    with pytest.raises(ClosedError):
-        engine.submit_call(engine.backend.lookup(keys_of(1)))
-
-
-async def test_a_job_that_ended_touches_memory_until_its_backend_lets_go(
-    memory: BlockMemory,
-) -> None:
-    faulty = FaultyBackend(make_backend(memory), seed=1, rates=FaultRates(stuck=1.0))
-    async with TransferEngine(memory.caches, faulty) as engine:
-        job = engine.submit_store(keys_of(1), [[1]], timeout_s=0.01)
-        (finished,) = (await collect(engine, 1)).values()
-        assert not finished.outcomes[0].memory_safe
-        assert engine.may_touch(job)
-        faulty.release()
-        await until(lambda: not engine.may_touch(job))
-
-
-async def test_a_job_touches_memory_until_the_backend_says_that_it_is_quiet(
-    memory: BlockMemory,
-) -> None:
-    class Unsafe(DictBackend):
-        quiet = asyncio.Event()
-
-        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-            return [Outcome(Status.TIMED_OUT, memory_safe=False)] * len(keys)
-
-        async def drain(self) -> None:
-            await self.quiet.wait()
-
-        async def aclose(self) -> None:
-            self.quiet.set()
-            await super().aclose()
-
-        async def let_go(self) -> None:
-            self.quiet.set()
-
-    backend = Unsafe(DictConfig(), memory.namespace())
-    async with TransferEngine(memory.caches, backend) as engine:
-        job = engine.submit_load(keys_of(1), [[1]])
-        (finished,) = (await collect(engine, 1)).values()
-        assert list(finished.outcomes) == [Outcome(Status.TIMED_OUT, memory_safe=False)]
-        assert engine.may_touch(job)
-        engine.submit_call(backend.let_go())
-        await until(lambda: not engine.may_touch(job))
 
 
 async def test_the_backend_learns_where_blocks_will_be(memory: BlockMemory) -> None:
@@ -606,22 +361,6 @@ async def test_blocks_of_a_tensor_that_was_freed_fail_by_its_name(
         assert all("tensor 1 of the caches" in outcome.reason for outcome in outcomes)
         assert all(outcome.memory_safe for outcome in outcomes)
         assert not gated.calls
-
-
-async def test_a_tensor_that_is_freed_while_its_blocks_wait_is_not_read(
-    memory: BlockMemory, gated: GatedBackend
-) -> None:
-    async with TransferEngine(memory.caches, gated, max_bytes_in_flight=PAGE_BYTES) as engine:
-        moving = asyncio.create_task(engine.load(keys_of(1), [[0]]))
-        await until(lambda: gated.calls)
-        waiting = asyncio.create_task(engine.store(keys_of(1, first=1), [[1]]))
-        await until(lambda: len(engine._mover._admission._waiting) == 1)
-        memory.caches.tensors[0].tensor.untyped_storage().resize_(0)
-        gated.gate.set()
-        assert statuses(await moving) == {Status.MISSING}
-        (outcome,) = await waiting
-        assert "tensor 0 of the caches" in outcome.reason
-        assert len(gated.calls) == 1
 
 
 @pytest.mark.parametrize(("kind", "reached"), [("xpu", "cpu"), ("cuda", "xpu"), ("xpu", "cuda")])
@@ -681,32 +420,6 @@ def test_an_engine_that_is_closed_when_the_interpreter_ends_loses_nothing(
     assert (done.returncode, done.stderr) == (0, "")
     assert len(list(tmp_path.rglob("*.safetensors"))) == (40 if backend != "unused" else 0)
     assert list(tmp_path.glob("*.claim")) == []
-
-
-async def test_memory_is_in_use_as_long_as_the_backend_cannot_be_drained(
-    memory: BlockMemory,
-) -> None:
-    class Broken(DictBackend):
-        is_broken = True
-
-        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-            return [Outcome(Status.FAILED, memory_safe=False)] * len(keys)
-
-        async def drain(self) -> None:
-            if self.is_broken:
-                raise OSError("completion queue is gone")
-
-    backend = Broken(DictConfig(), memory.namespace())
-    async with TransferEngine(memory.caches, backend) as engine:
-        job = engine.submit_load(keys_of(1), [[1]])
-        await collect(engine, 1)
-        for _ in range(2):
-            with pytest.raises(BackendUnavailableError, match="completion queue"):
-                await engine.drain()
-            assert engine.may_touch(job)
-        backend.is_broken = False
-        await engine.drain()
-        assert not engine.may_touch(job)
 
 
 async def test_an_engine_whose_backend_cannot_be_drained_ends_and_says_what_it_left(

@@ -1,52 +1,27 @@
 """Handover: prompts go from the blocks of one engine to those of another, of any shape."""
 
-import asyncio
 import socket
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 
-from kvxfer.backends.nixl import Endpoint, NixlConfig
-from kvxfer.endpoint import free_ports
+from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import (
     BlockIdError,
     CacheMismatchError,
-    ClosedError,
     DuplicateError,
-    EventLoopError,
     InvalidArgumentError,
     KVXferError,
     NamespaceMismatchError,
     PeerError,
     PeerTimeoutError,
 )
-from kvxfer.kvcache import (
-    CanonicalKVCaches,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    WorkerShard,
-    canonicalize,
-)
-from kvxfer.kvcache.portable import CacheDescription, describe_caches
 from kvxfer.lending import reader
-from kvxfer.lending.handover import Handover
-from kvxfer.lending.reader import SETTLE_S
-from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import Namespace
-from kvxfer.storage.leases import CacheLender
-from kvxfer.storage.lending import LentBlocks
-from kvxfer.storage.observer import Moved, Operation, Reports
-from kvxfer.storage.prompt_keys import PromptKeys
-from tests.recorder import Recorder
 from tests.transfer.handover_engines import HND, LIMIT_S, NHD, NULL, Engine, get, prompt
 
 TICKET = "0123456789abcdef"
@@ -125,26 +100,6 @@ def wait_until_ended(engine: Engine, ticket: str) -> None:
     assert not any(engine.take_ended())
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_fetched_blocks_are_told_by_the_keys_of_the_prompt(tp_size: int, stack: ExitStack) -> None:
-    theirs, ours = open_engine(stack, tp_size=tp_size), open_engine(stack)
-    recorder = Recorder()
-    ours.workers[0].observe(Reports([recorder], "nixl"))
-    theirs.lend(TICKET, TOKENS, ids(theirs, THEIRS))
-    ours.fetch(theirs.endpoint, TICKET, TOKENS, ids(ours, OURS))
-    theirs.revoke(TICKET)
-    ours.fetch(theirs.endpoint, TICKET, TOKENS, ids(ours, OURS))
-    keys = PromptKeys(TOKENS).block_keys(0, ours.tokens_per_block, len(TOKENS))
-    told = [
-        (each.tier, each.operation, each.keys, {outcome.status for outcome in each.outcomes})
-        for each in recorder.of(Moved)
-    ]
-    done, gone = (
-        ("nixl", Operation.LOAD, keys, {status}) for status in (Status.DONE, Status.MISSING)
-    )
-    assert told == [done] * tp_size + [gone] * tp_size
-
-
 @pytest.mark.usefixtures("in_place_bytes")
 @pytest.mark.parametrize("their_size", [4, 8])
 def test_only_the_tokens_that_are_wanted_are_read(their_size: int, stack: ExitStack) -> None:
@@ -219,115 +174,6 @@ def test_pages_are_found_by_their_content_whatever_the_ticket_is(stack: ExitStac
     assert ours.all_good(TOKENS, [OURS])
 
 
-@pytest.mark.usefixtures("in_place_bytes")
-def test_reads_that_are_cut_short_for_those_of_another_engine_are_done_again(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs, ours = open_engine(stack), open_engine(stack)
-    theirs.lend(TICKET, TOKENS, [THEIRS])
-    lend, asked = CacheLender.lend, threading.Event()
-
-    @asynccontextmanager
-    async def lend_late(*args: Any, **how: Any) -> AsyncIterator[LentBlocks]:
-        if not asked.is_set():
-            asked.set()
-            await asyncio.sleep(LIMIT_S)
-        async with lend(*args, **how) as lent:
-            yield lent
-
-    monkeypatch.setattr(CacheLender, "peek", Mock(return_value=None))  # so that blocks are pinned
-    monkeypatch.setattr(CacheLender, "lend", lend_late)
-    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
-    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS])
-    assert asked.wait(LIMIT_S)
-    get(ours.workers[0].submit(ours.workers[0]._exchange._end_reads()))
-    assert not any(get(loading).bad_blocks)
-    assert ours.all_good(TOKENS, [OURS])
-
-
-def test_a_fetch_that_is_cancelled_while_a_late_read_ends_waits_for_it(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs, ours = open_engine(stack), open_engine(stack)
-    theirs.lend(TICKET, TOKENS, [THEIRS])
-    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
-    (worker,) = ours.workers
-    settling, quiet = threading.Event(), threading.Event()
-
-    async def settle() -> None:
-        settling.set()
-        while not quiet.is_set():  # noqa: ASYNC110 - set by another thread
-            await asyncio.sleep(0.001)
-
-    monkeypatch.setattr(worker._exchange, "settle", settle)
-    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
-    assert settling.wait(LIMIT_S)
-    (client,) = worker._exchange.clients.values()
-    assert client.holds_tickets
-    calls = list(worker._calls)
-
-    async def cancel() -> set[bool]:
-        for call in calls:
-            call.cancel()
-        await asyncio.sleep(0.01)
-        return {call.done() for call in calls}
-
-    assert get(worker.submit(cancel())) == {False}
-    quiet.set()
-    with pytest.raises(CancelledError):
-        get(loading)
-    assert not client.holds_tickets
-
-
-def test_a_read_that_nixl_does_not_end_makes_its_blocks_unsafe_and_no_others(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("kvxfer.backends.nixl.exchange.SETTLE_S", 0.05)
-    theirs, ours = open_engine(stack), open_engine(stack)
-    theirs.lend(TICKET, TOKENS, [THEIRS])
-    (worker,) = ours.workers
-    exchange = worker._exchange
-    late, begun = Future[None](), threading.Event()
-
-    async def stall() -> None:
-        blocks = worker._reader._describer.describe(0, OURS[2:3])
-        exchange._quarantine.hold(asyncio.wrap_future(late), blocks)
-
-    async def drain() -> None:
-        begun.set()
-        await worker.drain(wanted)
-
-    get(worker.submit(stall()))
-    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
-    wanted = found.wanted(PromptKeys(TOKENS), 0, len(TOKENS), [OURS])
-    for blocks, is_safe in ((OURS, False), ([13, 14, 15, 16, 17, 18], True), (OURS, False)):
-        [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, [blocks])
-        assert fetched.memory_safe == is_safe
-        assert ours.all_good(TOKENS, [blocks])
-    assert caplog.text.count("restarting NIXL") == 1, "that does not help a second time"
-    draining = worker.submit(drain())
-    assert begun.wait(LIMIT_S)
-    assert not draining.done()
-    late.set_result(None)
-    get(draining)
-    [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, [OURS])
-    assert fetched.memory_safe
-
-
-def test_revoking_fails_when_nobody_can_say_that_the_blocks_are_not_found(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvxfer.lending.handover.REVOKE_S", 0.2)
-    standing = threading.Event()
-    (worker,) = open_engine(stack).workers
-    worker._loop.call_soon(standing.wait)
-    try:
-        with pytest.raises(EventLoopError, match=r"hand-over: .* stood still for 0\.2 s"):
-            worker.revoke([TICKET])
-    finally:
-        standing.set()
-
-
 @pytest.mark.parametrize("end", ["expired", "revoked", "released", "never offered"])
 def test_what_is_not_lent_any_more_is_missing(end: str, stack: ExitStack) -> None:
     theirs, ours = open_engine(stack, **SHORT_LEASE), open_engine(stack)
@@ -366,78 +212,6 @@ def test_a_page_that_was_altered_after_its_offer_is_bad(
     wrong = {block for block, is_good in zip(targets, good, strict=True) if not is_good}
     assert wrong
     assert wrong <= set(bad)
-
-
-def test_pages_are_read_while_others_are_computed(stack: ExitStack) -> None:
-    theirs, ours = open_engine(stack), open_engine(stack)
-    theirs.lend(TICKET, TOKENS, [THEIRS], num_tokens=8, is_complete=False)
-    found = ours.ask(theirs.endpoint, TICKET, TOKENS, waits=True)
-    assert (found.num_tokens, found.is_complete) == (len(TOKENS), False)
-    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
-    stop = time.monotonic() + 10
-    while not all(ours.good(TOKENS, [OURS])[0][0][:2]):
-        assert time.monotonic() < stop, "the first pages did not come before the last ones"
-    assert not loading.done()
-    theirs.offer(TICKET, TOKENS, [THEIRS], num_tokens=16, is_complete=False)
-    theirs.offer(TICKET, TOKENS, [THEIRS])
-    fetched = get(loading)
-    assert not any(fetched.bad_blocks)
-    assert fetched.num_verified == 6
-    assert ours.all_good(TOKENS, [OURS])
-
-
-def test_a_worker_keeps_no_ticket_of_a_load_that_has_ended(stack: ExitStack) -> None:
-    """Another connection, that of who asked, releases it."""
-    theirs, asking = open_engine(stack), open_engine(stack, lends=False)
-    reading = open_engine(stack, lends=False)
-    theirs.lend(TICKET, TOKENS, [THEIRS])
-    found = asking.ask(theirs.endpoint, TICKET, TOKENS)
-    [load] = reading.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
-    assert not any(get(load).bad_blocks)
-    asking.release(theirs.endpoint, TICKET)
-    [client] = reading.workers[0]._exchange.clients.values()
-    assert client.is_idle
-
-
-def test_pages_of_a_ticket_that_was_announced_count_before_they_are_offered(
-    stack: ExitStack,
-) -> None:
-    theirs, ours = open_engine(stack), open_engine(stack)
-    theirs.lend(TICKET, TOKENS, [[]], is_complete=False)
-    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
-    assert (found.num_tokens, found.is_complete) == (len(TOKENS), False)
-    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
-    time.sleep(2 * SETTLE_S)
-    assert not loading.done()
-    theirs.lend(TICKET, TOKENS, [THEIRS])
-    assert not any(get(loading).bad_blocks)
-    assert ours.all_good(TOKENS, [OURS])
-
-
-@pytest.mark.parametrize("end", ["given up", "closed"])
-def test_a_lender_that_ends_half_way_leaves_what_had_come(end: str, stack: ExitStack) -> None:
-    theirs, ours = open_engine(stack), open_engine(stack)
-    theirs.lend(TICKET, TOKENS, [THEIRS], num_tokens=8, is_complete=False)
-    found = ours.ask(theirs.endpoint, TICKET, TOKENS, waits=True)
-    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
-    stop = time.monotonic() + 10
-    while not all(ours.good(TOKENS, [OURS])[0][0][:2]):
-        assert time.monotonic() < stop
-    if end == "closed":
-        theirs.close()
-    else:
-        theirs.workers[0].give_up([TICKET])
-    fetched = get(loading)
-    assert set(fetched.bad_blocks[0]) >= set(OURS[2:])
-    for block in set(OURS) - set(fetched.bad_blocks[0]):
-        index = OURS.index(block)
-        assert ours.good(TOKENS, [OURS])[0][0][index]
-
-
-def test_a_question_that_waits_for_an_unknown_ticket_ends_in_time(stack: ExitStack) -> None:
-    theirs, ours = open_engine(stack), open_engine(stack, timeout_s=0.3)
-    with pytest.raises(TimeoutError):
-        ours.ask(theirs.endpoint, TICKET, TOKENS, waits=True)
 
 
 @pytest.mark.parametrize(
@@ -502,25 +276,6 @@ def test_an_engine_that_was_started_anew_with_other_blocks_is_refused(stack: Exi
     assert ours.is_untouched([[]])
 
 
-def test_an_engine_that_was_started_anew_with_other_pages_has_none(stack: ExitStack) -> None:
-    theirs, ours = open_engine(stack), open_engine(stack)
-    theirs.lend(TICKET, TOKENS, [THEIRS])
-    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
-    theirs.close()
-    again = open_engine(stack, port=theirs.endpoint.port)
-    again.lend(TICKET, prompt(22, seed=1), [THEIRS])
-    stop = time.monotonic() + 20
-    while True:
-        [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS])
-        try:
-            fetched = get(loading)
-            break
-        except KVXferError:  # not connected again yet
-            assert time.monotonic() < stop
-    assert fetched.bad_blocks == [OURS]
-    assert fetched.num_verified == 0
-
-
 def test_a_port_of_another_worker_gives_no_pages(stack: ExitStack) -> None:
     """Worker 1 has other heads of the same prompt."""
     theirs, ours = open_engine(stack, tp_size=2), open_engine(stack, tp_size=2)
@@ -575,19 +330,6 @@ def test_a_fetch_says_which_deadline_an_engine_missed_that_says_nothing(stack: E
         get(fetch)
 
 
-def test_how_the_blocks_of_an_engine_become_ours_is_found_out_once(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs, ours = open_engine(stack, tp_size=2), open_engine(stack)
-    theirs.lend(TICKET, TOKENS, ids(theirs, THEIRS))
-    decode = Mock(wraps=CacheDescription.decode)
-    monkeypatch.setattr(CacheDescription, "decode", decode)
-    for _ in range(3):
-        assert ours.ask(theirs.endpoint, TICKET, TOKENS).num_tokens == len(TOKENS)
-        ours.fetch(theirs.endpoint, TICKET, TOKENS, ids(ours, OURS))
-    assert decode.call_count == 2, "once by who asks, once by who fetches"
-
-
 def test_release_never_raises(stack: ExitStack) -> None:
     ours = open_engine(stack)
     ours.release(Endpoint("x" * 70, 7100), TICKET)
@@ -604,42 +346,6 @@ def test_blocks_that_we_do_not_have_are_refused_before_anything_is_read(stack: E
     assert ours.is_untouched([[]])
 
 
-def test_many_prompts_go_both_ways_at_once(stack: ExitStack) -> None:
-    first, second = open_engine(stack, 8), open_engine(stack)
-    loads = []
-    for number in range(5):
-        tokens = prompt(16, seed=number)
-        mine, other = [[4 * number + b for b in range(1, 5)]], [[2 * number + 1, 2 * number + 2]]
-        first.lend(f"{TICKET}{number}", tokens, other)
-        found = second.ask(first.endpoint, f"{TICKET}{number}", tokens)
-        loads.append((tokens, mine, second.begin_fetch(first.endpoint, found, tokens, mine)))
-    back = prompt(12, seed=9)
-    second.lend(TICKET, back, [[21, 22, 23]])
-    [fetched] = first.fetch(second.endpoint, TICKET, back, [[20, 21]])
-    assert not any(fetched.bad_blocks)
-    assert first.all_good(back, [[20, 21]])
-    for tokens, mine, [loading] in loads:
-        assert not any(get(loading).bad_blocks)
-        assert second.all_good(tokens, mine)
-
-
-def test_closing_ends_calls_under_way_and_refuses_others(stack: ExitStack) -> None:
-    theirs, ours = open_engine(stack), open_engine(stack)
-    theirs.lend(TICKET, TOKENS, [THEIRS], num_tokens=8, is_complete=False)
-    found = ours.ask(theirs.endpoint, TICKET, TOKENS, waits=True)
-    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
-    ours.close()
-    ours.close()
-    assert loading.done()
-    worker = ours.workers[0]
-    with pytest.raises(ClosedError):
-        worker.submit(worker.ask(theirs.endpoint, TICKET, PromptKeys(TOKENS)))
-    with pytest.raises(ClosedError):
-        ours.offer(TICKET, TOKENS, [OURS])
-    with pytest.raises(ClosedError):
-        worker.give_up([TICKET])
-
-
 def test_a_gpu_is_not_promised_blocks_that_a_processor_would_have_to_copy(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -649,57 +355,3 @@ def test_a_gpu_is_not_promised_blocks_that_a_processor_would_have_to_copy(
     with pytest.raises(CacheMismatchError, match="pieces of 8192 bytes, for a GPU"):
         ours.fetch(theirs.endpoint, TICKET, TOKENS, ids(ours, OURS))
     assert ours.is_untouched([[]])
-
-
-def test_many_fetches_of_crumbs_and_of_other_shapes_do_not_wait_for_each_other(
-    stack: ExitStack,
-) -> None:
-    layers, num_blocks, num_prompts = 20, 600, 8
-    names = tuple(f"layers.{index}" for index in range(layers + 2))
-    lent, read = (
-        caches_of_two_groups(names, num_blocks, tokens_per_block) for tokens_per_block in (8, 16)
-    )
-    model = Namespace(model="m")
-    port = free_ports()
-    lender, reader = (
-        stack.enter_context(
-            Handover(
-                NixlConfig(listen=listen, transport="socket", timeout_s=5.0, lease_s=60.0),
-                model,
-                *each,
-            )
-        )
-        for each, listen in ((lent, f"127.0.0.1:{port}"), (read, ""))
-    )
-    endpoint = Endpoint("127.0.0.1", port)
-    wanted = []
-    for index in range(num_prompts):
-        keys = PromptKeys(prompt(256, index))
-        small = range(1 + 64 * index, 65 + 64 * index)
-        large = range(1 + 32 * index, 33 + 32 * index)
-        blocks = [*small, *large]
-        named = [*keys.block_keys(0, 4, 256), *keys.block_keys(1, 8, 256)]
-        get(lender.submit(lender.lend(f"ticket-{index:016}", named, blocks)))
-        found = get(reader.submit(reader.ask(endpoint, f"ticket-{index:016}", keys)))
-        ours = [list(small), list(range(1 + 16 * index, 17 + 16 * index))]
-        wanted.append(found.wanted(keys, 0, 256, ours))
-    fetches = [reader.submit(reader.fetch(endpoint, each)) for each in wanted]
-    assert [get(each).missing for each in fetches] == [{}] * num_prompts
-
-
-def caches_of_two_groups(
-    names: Sequence[str], num_blocks: int, tokens_per_block: int
-) -> tuple[CacheDescription, CanonicalKVCaches]:
-    """Make caches of many layers in small pieces, and of two more with blocks of another size."""
-    groups: list[KVCacheGroup] = []
-    caches: dict[str, torch.Tensor] = {}
-    for layers, tokens in ((names[:-2], 4), (names[-2:], tokens_per_block)):
-        spec = FullAttentionSpec(
-            tokens_per_block=tokens, num_kv_heads=1, head_dim=8, dtype=torch.float16
-        )
-        groups.append(KVCacheGroup(spec, tuple(layers)))
-        shape = (num_blocks, 2, tokens, 1, 8)
-        caches |= {name: torch.zeros(shape, dtype=torch.float16) for name in layers}
-    plan = KVCacheConfig(num_blocks, tuple(groups), null_block_id=0)
-    made = canonicalize(caches, plan, layouts=dict.fromkeys(caches, NHD))
-    return describe_caches(made, WorkerShard(num_kv_heads=1)), made

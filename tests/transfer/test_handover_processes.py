@@ -7,13 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
-from kvxfer.errors import CacheMismatchError, InvalidArgumentError, KVXferError
+from kvxfer.errors import CacheMismatchError, InvalidArgumentError
 from kvxfer.kvcache.portable import CacheDescription, WorkerShard
 from tests.transfer.handover_engines import LIMIT_S, Engine, EngineProcess, get, prompt
 
@@ -88,25 +87,6 @@ def test_a_lender_that_dies_or_stops_during_a_fetch_ends_it_in_time(
     assert all(is_good or b in bad for b, is_good in zip(OURS, good, strict=True))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lender_that_is_gone_gives_nothing_in_time(
-    number: signal.Signals, stack: ExitStack
-) -> None:
-    theirs = start(stack)
-    ours = open_engine(stack, timeout_s=0.5)
-    theirs.tell("lend", TICKET, TOKENS, [THEIRS])
-    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
-    theirs.signal(number)
-    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS])
-    error = loading.exception(5)
-    if error is None:  # what it said of itself is known
-        assert loading.result().bad_blocks == [OURS]
-    else:
-        assert isinstance(error, (KVXferError, TimeoutError))
-    ours.release(theirs.endpoint, TICKET)
-    assert ours.is_untouched([[]])
-
-
 def lying(stack: ExitStack, description: bytes) -> Engine:
     """Engine whose description of its caches is another one."""
     theirs = open_engine(stack)
@@ -156,30 +136,6 @@ def test_blocks_that_do_not_fit_into_staging_memory_are_refused_by_both_sizes(
     their_bytes = 2 * 2 * 128 * 4 * 3 * 4
     with pytest.raises(CacheMismatchError, match=f"payload_size_bytes.*at most.*{their_bytes}"):
         get(loading)
-
-
-def test_a_lender_that_stands_still_leaves_staging_memory_to_others() -> None:
-    fields: dict[str, Any] = {"staging": 16 << 10, "lease_s": 60.0, "heartbeat_s": 20.0}
-    stopped, healthy = (EngineProcess(8, **fields) for _ in range(2))
-    ours = Engine(4, lends=False, timeout_s=3.0, **fields)
-    try:
-        prompts = prompt(64, 1), prompt(28, 2)
-        for lender, tokens in zip((stopped, healthy), prompts, strict=True):
-            lender.tell("lend", TICKET, tokens, [list(range(1, 9))])
-        found = [
-            ours.ask(lender.endpoint, TICKET, tokens)
-            for lender, tokens in zip((stopped, healthy), prompts, strict=True)
-        ]
-        stopped.signal(signal.SIGSTOP)
-        [late] = ours.begin_fetch(stopped.endpoint, found[0], prompts[0], [list(range(1, 17))])
-        [soon] = ours.begin_fetch(healthy.endpoint, found[1], prompts[1], [list(range(17, 24))])
-        assert not any(get(soon).bad_blocks)
-        assert not late.done()
-        assert get(late).missing == {"timed_out": 8}
-    finally:
-        ours.close()
-        for lender in (stopped, healthy):
-            lender.end()
 
 
 AT_THE_END = """

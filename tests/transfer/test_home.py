@@ -12,7 +12,7 @@ import pytest
 
 from kvxfer.errors import ClosedError, EventLoopError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import DONE, Outcome, Status
+from kvxfer.storage.backend import DONE, Outcome
 from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.testing import (
     BlockMemory,
@@ -22,7 +22,7 @@ from kvxfer.testing import (
     FaultyBackend,
     Operation,
 )
-from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from kvxfer.testing.payloads import make_payload, write_payloads
 from kvxfer.transfer.engine import TransferEngine
 
 LIMIT_S = 10.0
@@ -53,36 +53,6 @@ def stopped() -> asyncio.AbstractEventLoop:
 # An engine that was first used on a loop that stopped
 
 
-def test_an_engine_is_closed_after_the_loop_of_its_first_call_stopped(
-    memory: BlockMemory, stopped: asyncio.AbstractEventLoop
-) -> None:
-    payloads = fill(memory)
-    engine = open_engine(memory)
-    ids = [range(4)]
-    assert stopped.run_until_complete(engine.store(KEYS, ids)) == [DONE] * 4
-    job = engine.submit_load(KEYS, [range(8, 12)])
-    assert engine.wait([job], timeout_s=LIMIT_S)
-    assert read_payloads(memory.describe(0, range(8, 12))) == payloads
-    engine.close()
-    stopped.close()
-
-
-def test_calls_from_a_second_loop_keep_their_deadline(
-    memory: BlockMemory, stopped: asyncio.AbstractEventLoop
-) -> None:
-    faulty = FaultyBackend(
-        DictBackend(DictConfig(), memory.namespace()), seed=0, rates=FaultRates()
-    )
-    engine = TransferEngine(memory.caches, faulty)
-    fill(memory)
-    assert stopped.run_until_complete(engine.store(KEYS, [range(4)])) == [DONE] * 4
-    faulty.rates = FaultRates(hang=1.0)
-    [outcome] = asyncio.run(engine.load(KEYS[:1], [[9]], timeout_s=0.05))
-    assert outcome.status is Status.TIMED_OUT
-    engine.close()
-    stopped.close()
-
-
 def test_an_engine_entered_on_a_loop_that_stopped_says_so(
     memory: BlockMemory, stopped: asyncio.AbstractEventLoop
 ) -> None:
@@ -96,27 +66,6 @@ def test_an_engine_entered_on_a_loop_that_stopped_says_so(
         with pytest.raises(EventLoopError, match="does not run"):
             call()
     stopped.run_until_complete(asyncio.sleep(0))
-    stopped.close()
-
-
-def test_a_job_whose_loop_stops_meanwhile_is_not_awaited_for_ever(
-    memory: BlockMemory, stopped: asyncio.AbstractEventLoop
-) -> None:
-    faulty = FaultyBackend(
-        DictBackend(DictConfig(), memory.namespace()), seed=0, rates=FaultRates(hang=1.0)
-    )
-    engine = TransferEngine(memory.caches, faulty)
-
-    async def begin() -> int:
-        await engine.__aenter__()
-        return engine.submit_load(KEYS[:1], [[1]])
-
-    job = stopped.run_until_complete(begin())
-    with pytest.raises(EventLoopError, match="does not run"):
-        engine.wait([job])  # type: ignore[list-item]
-    for task in asyncio.all_tasks(stopped):
-        task.cancel()
-    stopped.run_until_complete(asyncio.sleep(0.01))
     stopped.close()
 
 
@@ -134,17 +83,6 @@ async def test_blocking_the_loop_that_one_waits_for_is_refused(memory: BlockMemo
         while not engine.get_finished():  # noqa: ASYNC110 - turns of this loop are all it takes
             await asyncio.sleep(0)
         assert await engine.lookup(KEYS) == [True] * 4, "it is as open as before"
-
-
-def test_a_call_on_the_private_loop_cannot_wait_for_it(memory: BlockMemory) -> None:
-    engine = open_engine(memory)
-
-    async def deadlock() -> None:
-        engine.close()
-
-    with pytest.raises(EventLoopError, match=r"close\(\) would block"):
-        engine.submit_call(deadlock()).result(LIMIT_S)
-    engine.close()
 
 
 def test_no_thread_is_left_and_later_calls_say_that_it_is_closed(memory: BlockMemory) -> None:
@@ -225,37 +163,6 @@ async def test_closing_ends_in_time_and_says_what_it_left(
     await engine._mover.drain()
 
 
-class Gates(DictBackend):
-    """Backend with a gate for each key."""
-
-    def __init__(self, memory: BlockMemory) -> None:
-        super().__init__(DictConfig(), memory.namespace())
-        self.opened = {key: asyncio.Event() for key in KEYS}
-        self.begun: list[BlockKey] = []
-
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        self.begun += keys
-        await self.opened[keys[0]].wait()
-        return await super().load(keys, blocks)
-
-
-async def test_a_drain_does_not_wait_for_what_began_after_it(memory: BlockMemory) -> None:
-    backend = Gates(memory)
-    async with TransferEngine(memory.caches, backend) as engine:
-        first = asyncio.ensure_future(engine.load(KEYS[:1], [[1]]))
-        await asyncio.sleep(0)
-        drained = asyncio.ensure_future(engine.drain())
-        await asyncio.sleep(0)
-        second = asyncio.ensure_future(engine.load(KEYS[1:2], [[2]]))
-        while backend.begun != KEYS[:2]:  # noqa: ASYNC110 - turns of this loop are all it takes
-            await asyncio.sleep(0)
-        backend.opened[KEYS[0]].set()
-        await drained
-        assert not second.done()
-        backend.opened[KEYS[1]].set()
-        await asyncio.gather(first, second)
-
-
 # Fork
 
 FORK = """
@@ -324,3 +231,14 @@ def test_a_forked_process_is_told_that_it_cannot_use_the_engine_of_its_parent(us
         timeout=60,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_a_call_on_the_private_loop_cannot_wait_for_it(memory: BlockMemory) -> None:
+    engine = open_engine(memory)
+
+    async def deadlock() -> None:
+        engine.close()
+
+    with pytest.raises(EventLoopError, match=r"close\(\) would block"):
+        engine.submit_call(deadlock()).result(LIMIT_S)
+    engine.close()

@@ -55,11 +55,6 @@ def test_a_load_that_takes_longer_than_computing_does_not_pay(clock: Clock) -> N
     assert not loads.pays(KEYS, 101 * MB, 1000)
 
 
-def test_the_ratio_says_how_much_longer_a_load_may_take(clock: Clock) -> None:
-    assert make(clock, ratio=2.0).pays(KEYS, 190 * MB, 1000)
-    assert not make(clock, ratio=0.5).pays(KEYS, 60 * MB, 1000)
-
-
 def test_what_is_queued_before_a_load_counts(clock: Clock) -> None:
     loads = make(clock)
     assert loads.pays(KEYS, 50 * MB, 1000, queued_bytes=40 * MB)
@@ -72,31 +67,6 @@ def test_a_bandwidth_that_is_old_is_forgotten_and_the_store_tried_anew(clock: Cl
     clock.now += STALE_S + 1
     assert loads.pays(KEYS, 200 * MB, 1000)
     assert loads.bytes_per_s is None
-
-
-def test_loads_at_the_same_time_share_it(clock: Clock) -> None:
-    loads = LoadOrCompute(1.0)
-    clock.now += 1
-    for _ in range(4):  # each took the whole second
-        loads.loaded(25 * MB, 1.0)
-    assert loads.bytes_per_s is not None
-    assert loads.bytes_per_s == pytest.approx(100 * MB)
-
-
-def test_the_last_loads_count_most(clock: Clock) -> None:
-    loads = make(clock)
-    for _ in range(30):
-        clock.now += 1
-        loads.loaded(10 * MB, 1.0)
-    assert loads.bytes_per_s == pytest.approx(10 * MB, rel=0.5)
-
-
-def test_a_stated_speed_needs_no_measurement(clock: Clock) -> None:
-    loads = LoadOrCompute(1.0, prefill_tokens_per_s=1000)
-    clock.now += 1
-    loads.loaded(100 * MB, 1.0)
-    loads.computed(1, 1000.0)
-    assert not loads.pays(KEYS, 101 * MB, 1000)
 
 
 def test_a_load_that_timed_out_counts_and_one_of_what_is_gone_does_not(clock: Clock) -> None:

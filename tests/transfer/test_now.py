@@ -4,13 +4,11 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 
 from kvxfer.backends.host import HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Begun, Status
 from kvxfer.storage.keys import BlockKey
@@ -110,12 +108,6 @@ def test_a_job_has_ended_when_it_was_submitted(
     assert threading.active_count() == threads, "a thread was started"
 
 
-def test_a_block_that_is_not_there_is_missing_and_the_others_are_done(
-    engine: PolledEngine[ToldBackend],
-) -> None:
-    assert [each.status for each in submit(engine, IDS).outcomes] == [Status.MISSING] * 4
-
-
 def test_an_error_is_the_outcome_of_each_block(
     engine: PolledEngine[ToldBackend], backend: ToldBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,28 +128,6 @@ def test_blocks_of_caches_that_the_engine_freed_have_failed(
     assert not backend.threads
 
 
-@pytest.mark.parametrize("way", ["late", "second"])
-def test_what_is_not_first_and_in_time_goes_to_the_event_loop(
-    engine: PolledEngine[ToldBackend],
-    backend: ToldBackend,
-    monkeypatch: pytest.MonkeyPatch,
-    way: str,
-) -> None:
-    jobs = []
-    if way == "second":
-        backend.may_go_on.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(engine._mover, "begin", lambda _: False)
-            jobs.append(engine.submit_load(KEYS, IDS))
-    jobs.append(engine.submit_load(KEYS, ELSEWHERE, timeout_s=1e-9 if way == "late" else None))
-    backend.may_go_on.set()
-    assert engine.wait(jobs, timeout_s=10)
-    assert not any(backend.was_here)
-    ended = {job.job_id: job for job in engine.get_finished()}
-    expected = Status.TIMED_OUT if way == "late" else Status.MISSING
-    assert {each.status for each in ended[jobs[-1]].outcomes} == {expected}
-
-
 async def test_an_event_loop_that_runs_on_the_thread_is_not_held_up(
     memory: BlockMemory, backend: ToldBackend
 ) -> None:
@@ -168,27 +138,6 @@ async def test_an_event_loop_that_runs_on_the_thread_is_not_held_up(
     assert engine.wait([job_id]) == []  # it was taken
     assert backend.was_here == [False]
     await asyncio.to_thread(engine.close)
-
-
-def test_closing_waits_for_a_job_that_another_thread_moves(
-    memory: BlockMemory, backend: ToldBackend
-) -> None:
-    engine = PolledEngine(memory.caches, backend)
-    backend.may_go_on.clear()
-    moving = threading.Thread(target=engine.submit_load, args=(KEYS, IDS))
-    moving.start()
-    while not backend.threads:
-        pass
-    closing = threading.Thread(target=engine.close)
-    closing.start()
-    closing.join(0.05)
-    assert closing.is_alive(), "closed under a copy"
-    backend.may_go_on.set()
-    closing.join(10)
-    moving.join(10)
-    assert not closing.is_alive()
-    with pytest.raises(ClosedError):
-        engine.submit_load(KEYS, IDS)
 
 
 class TestLongJobs:
@@ -212,50 +161,6 @@ class TestLongJobs:
         assert all(backend.was_here)
         assert submit(engine, ELSEWHERE).done
         assert read_payloads(memory.describe(0, ELSEWHERE[0])) == payloads
-
-    def test_more_is_moved_after_a_long_pause(
-        self, memory: BlockMemory, backend: ToldBackend, slices: Slices
-    ) -> None:
-        engine = PolledEngine(memory.caches, backend, slices=replace(slices, share=1e6))
-        engine.submit_store(KEYS, IDS)
-        [job] = engine.get_finished()
-        assert (job.done, backend.num_stored) == (True, [1, 1, 1, 1])
-        engine.close()
-
-    def test_a_wait_moves_the_rest(
-        self, engine: PolledEngine[ToldBackend], backend: ToldBackend
-    ) -> None:
-        jobs = [engine.submit_store(KEYS[2 * at :][:2], [IDS[0][2 * at :][:2]]) for at in (0, 1)]
-        assert engine.wait(jobs[:1], timeout_s=10)
-        assert backend.num_stored == [1, 1, 1], "a slice of the other store, too"
-        assert engine.may_touch(jobs[1])
-        assert engine.wait(jobs[1:])
-        assert [(job.job_id, job.done) for job in engine.get_finished()] == [
-            (job_id, True) for job_id in jobs
-        ]
-        assert all(backend.was_here)
-
-    def test_a_wait_without_time_moves_no_more_than_a_slice(
-        self, engine: PolledEngine[ToldBackend], backend: ToldBackend
-    ) -> None:
-        job_id = engine.submit_store(KEYS, IDS)
-        assert not engine.wait([job_id], timeout_s=0)
-        assert sum(backend.num_stored) < 4
-
-    def test_a_load_goes_first(
-        self, engine: PolledEngine[ToldBackend], backend: ToldBackend, memory: BlockMemory
-    ) -> None:
-        payloads = [make_payload(key, 4096) for key in KEYS]
-        write_payloads(memory.describe(0, IDS[0]), payloads)
-        engine.wait([engine.submit_store(KEYS, IDS)])
-        assert engine.get_finished()[0].done
-        store = engine.submit_store(KEYS, IDS)
-        load = engine.submit_load(KEYS, ELSEWHERE)
-        assert engine.may_touch(load), "more than a slice at once"
-        [job] = engine.get_finished()
-        assert (job.job_id, job.done) == (load, True)
-        assert read_payloads(memory.describe(0, ELSEWHERE[0])) == payloads
-        assert engine.wait([store])
 
     @pytest.mark.parametrize("way", ["cancel", "deadline", "close", "freed"])
     def test_what_was_not_stored_says_why_and_is_safe(
@@ -284,21 +189,3 @@ class TestLongJobs:
         assert not engine.may_touch(job_id)
         assert engine.get_finished() == []
         assert backend.num_stored == [1]
-
-    def test_a_slice_that_has_to_wait_is_tried_again(
-        self, engine: PolledEngine[ToldBackend], backend: ToldBackend
-    ) -> None:
-        engine.submit_store(KEYS, IDS)
-        backend.has_to_wait = True
-        assert [engine.get_finished() for _ in range(3)] == [[], [], []]
-        backend.has_to_wait = False
-        [*_, last] = [engine.get_finished() for _ in range(3)]
-        assert last[0].done
-
-    async def test_draining_moves_the_rest(
-        self, engine: PolledEngine[ToldBackend], backend: ToldBackend
-    ) -> None:
-        job_id = await asyncio.to_thread(engine.submit_store, KEYS, IDS)
-        await engine.drain()
-        [job] = engine.get_finished()
-        assert (job.job_id, job.done) == (job_id, True)

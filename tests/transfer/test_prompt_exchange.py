@@ -10,9 +10,7 @@ import torch
 
 import kvxfer
 from kvxfer.errors import (
-    BlockIdError,
     CacheMismatchError,
-    ClosedError,
     InvalidArgumentError,
     NamespaceMismatchError,
 )
@@ -127,25 +125,6 @@ async def test_a_window_is_taken_from_the_caches() -> None:
     assert torch.equal(ours[[4, 5, 6]], theirs[[15, 9, 2]])
 
 
-async def test_a_caller_that_is_cancelled_waits_until_nothing_writes_to_its_blocks() -> None:
-    (lent, theirs), (read, ours) = caches(), caches()
-    compute(theirs)
-    url = "nixl://?transport=socket&timeout_s=0.5"
-    async with opened(lent) as lender, kvxfer.exchange(url, read, namespace=MODEL) as reader:
-        ticket = await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]], num_computed_tokens=8)
-        loading = asyncio.create_task(reader.fetch(ticket, TOKENS, [[1, 2, 3, 4, 5, 6]]))
-        async with asyncio.timeout(10):
-            while not torch.equal(ours[[1, 2]], theirs[[3, 1]]):  # noqa: ASYNC110 - memory tells nobody
-                await asyncio.sleep(0.001)
-        loading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await loading
-        before = ours.clone()
-        await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]], ticket=ticket)
-        await reader.ask(ticket, TOKENS)
-        assert torch.equal(ours, before)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "named"),
     [
@@ -226,59 +205,6 @@ def test_what_cannot_be_an_exchange_is_refused(
         kvxfer.exchange(url, caches()[0], **{"namespace": MODEL} | options)
 
 
-@pytest.mark.parametrize("integrity", ["full", "fenced"])
-@pytest.mark.parametrize("computed", [8, len(TOKENS)])
-async def test_an_offer_that_is_cancelled_lends_nothing(integrity: str, computed: int) -> None:
-    (lent, theirs), (read, _) = caches(), caches()
-    compute(theirs)
-    blocks = [[3, 1, 4, 15, 9, 2]]
-    async with (
-        opened(lent, query=f"&integrity={integrity}") as lender,
-        opened(read, lends=False, query=f"&integrity={integrity}") as reader,
-    ):
-        while True:
-            offer = lender.offer(TOKENS, blocks, num_computed_tokens=computed)
-            offering = asyncio.create_task(offer)
-            await asyncio.sleep(0)
-            if offering.cancel():
-                break
-            lender.give_up(ended := offering.result())  # the thread was faster than this loop
-            await wait_until_ended(lender, ended)
-        with pytest.raises(asyncio.CancelledError):
-            await offering
-        theirs[blocks[0]] = 7  # they are the caller's again
-        other = await lender.offer([5, 6, 7, 8], [[10]])
-        fetched = await reader.fetch(other, TOKENS, [[1, 2, 3, 4, 5, 6]])
-        assert fetched.num_verified == 0
-        await reader.release(other)
-        await wait_until_ended(lender, other)
-
-
-async def test_a_ticket_ends_once_however_often_it_is_given_up() -> None:
-    lent, _ = caches()
-    async with opened(lent) as lender:
-        ticket = await lender.offer(TOKENS, [[1, 2, 3, 4, 5, 6]])
-        for _ in range(3):
-            lender.give_up(ticket)
-        await wait_until_ended(lender, ticket)
-        lender.give_up(ticket)
-        last = await lender.offer(TOKENS, [[1, 2, 3, 4, 5, 6]])
-        lender.give_up(last)
-        await wait_until_ended(lender, last)
-
-
-async def test_a_ticket_under_which_nothing_was_lent_has_no_end() -> None:
-    lent, _ = caches()
-    async with opened(lent) as lender:
-        real = await lender.offer(TOKENS, [[1, 2, 3, 4, 5, 6]])
-        never = f"{real.rpartition('/')[0]}/{'0' * 32}"
-        with pytest.raises(BlockIdError):
-            await lender.offer(TOKENS, [[1, 2, 3, 4, 5, NUM_BLOCKS]], ticket=never)
-        lender.give_up(never)
-        lender.give_up(real)
-        await wait_until_ended(lender, real)
-
-
 @pytest.mark.parametrize("first_token", [0, 4, 8, 12])
 async def test_the_beginning_of_a_prompt_may_be_in_any_blocks(first_token: int) -> None:
     (lent, theirs), (made, ours) = caches(), caches()
@@ -294,18 +220,6 @@ async def test_the_beginning_of_a_prompt_may_be_in_any_blocks(first_token: int) 
     read_blocks = [7, 8, 5, 4, 0, 6][skipped:]
     assert torch.equal(ours[read_blocks], theirs[[3, 1, 4, 15, 9, 2][skipped:]])
     assert (ours[[7, 8, 5, 4, 0, 6][:skipped]] == -1).all()
-
-
-async def test_a_fetch_is_told_that_its_exchange_was_closed() -> None:
-    (lent, _), (read, _) = caches(), caches()
-    async with opened(lent) as lender, opened(read, lends=False) as reader:
-        ticket = await lender.offer(TOKENS, [[1, 2, 3, 4, 5, 6]], num_computed_tokens=8)
-        fetching = asyncio.create_task(reader.fetch(ticket, TOKENS, [[1, 2, 3, 4, 5, 6]]))
-        while not reader._handover._calls:  # noqa: ASYNC110 - the calls of another thread
-            await asyncio.sleep(0.001)
-        await reader.aclose()
-        with pytest.raises(ClosedError):
-            await fetching
 
 
 async def test_tickets_of_a_host_with_a_long_name_are_tickets(tmp_path: Path) -> None:

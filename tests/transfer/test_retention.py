@@ -15,9 +15,6 @@ from kvxfer.kvcache import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.eviction.retention import NORMAL, Retaining, Retention
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observed_backend import observed
-from kvxfer.storage.observer import Observer, Reports
-from kvxfer.testing import DictBackend
 from kvxfer.testing.conformance.suite import make_keys
 
 NUM_BLOCKS = 8
@@ -64,25 +61,6 @@ def test_a_polled_store_passes_its_wish_on(tmp_path: Path) -> None:
             assert is_kept(engine.backend, KEYS[:2])
         finally:
             engine.close()
-
-
-async def test_a_backend_with_five_methods_is_stored_to_as_ever() -> None:
-    backend = DictBackend(None, kvxfer.Namespace(model="m"))
-    async with kvxfer.TransferEngine(CACHES, backend) as engine:
-        (outcome,) = await engine.store(KEYS[:1], [[0]], retention=WISH)
-        assert outcome.done
-        assert await engine.lookup(KEYS[:1]) == [True]
-
-
-async def test_an_observed_backend_passes_wishes_on() -> None:
-    class Silent(Observer):
-        def note(self, event: object) -> None:
-            """Forget it."""
-
-    engine = open_engine("host://?capacity=64KiB")
-    async with kvxfer.TransferEngine(CACHES, observed(engine.backend, Reports([Silent()]))) as seen:
-        await seen.store(KEYS[:1], [[0]], retention=WISH)
-        assert is_kept(seen.backend, KEYS[:1])
 
 
 def test_what_is_no_wish_is_refused_before_anything_is_stored() -> None:

@@ -2,14 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack
 
-import numpy as np
 import pytest
 
 from kvxfer.errors import (
     BackendUnavailableError,
-    ClosedError,
     DeviceError,
     DeviceLostError,
     InvalidArgumentError,
@@ -170,77 +167,6 @@ async def assert_all_buffers_work(staged: Staged) -> None:
     assert statuses(await store) == [Status.DONE] * len(keys)
 
 
-async def test_a_part_is_copied_while_the_one_before_is_being_stored(staged: Staged) -> None:
-    staged.inner.gate.clear()
-    keys = make_keys(3)
-    store = asyncio.create_task(staged.backend.store(keys, staged.blocks(3)))
-    await until(lambda: staged.inner.calls)
-    await until(lambda: len(staged.copies.begun) == 3)
-    assert not store.done()
-    staged.inner.gate.set()
-    assert statuses(await store) == [Status.DONE] * 3
-
-
-async def test_a_part_is_loaded_while_the_one_before_is_being_copied(staged: Staged) -> None:
-    keys = make_keys(3)
-    payloads = await staged.fill(keys)
-    staged.copies.gate.clear()
-    load = asyncio.create_task(staged.backend.load(keys, staged.blocks(3)))
-    await until(lambda: staged.copies.begun)
-    await until(lambda: len(staged.inner.calls) == 3)
-    assert not load.done()
-    staged.copies.gate.set()
-    assert await load == [DONE] * 3
-    assert read_payloads(staged.blocks(3)) == payloads
-
-
-async def test_loads_and_stores_of_many_calls_share_the_buffers_and_need_no_more(
-    staged: Staged,
-) -> None:
-    keys = make_keys(8)
-    await staged.fill(keys)
-    staged.inner.gate.clear()
-    new = make_keys(8, first=100)
-    moves = [
-        *(staged.backend.load([key], staged.blocks(1, first=n)) for n, key in enumerate(keys)),
-        *(staged.backend.store([key], staged.blocks(1, first=8 + n)) for n, key in enumerate(new)),
-    ]
-    tasks = [asyncio.create_task(move) for move in moves]
-    await until(lambda: len(staged.inner.calls) == NUM_BUFFERS)
-    await settled()
-    assert len(staged.inner.calls) == NUM_BUFFERS, "more is in flight than there are buffers"
-    staged.inner.gate.set()
-    assert await asyncio.gather(*tasks) == [[DONE]] * 16
-    (region,) = staged.inner.attached
-    used = {*staged.copies.host_addresses, *staged.inner.addresses}
-    assert len(used) <= NUM_BUFFERS
-    assert region.num_bytes == STAGING_BYTES
-    assert all(0 <= at - region.address <= STAGING_BYTES - BLOCK_BYTES for at in used)
-
-
-async def test_a_load_that_waits_has_a_buffer_before_stores_that_waited_longer(
-    staged: Staged,
-) -> None:
-    (key,) = make_keys(1)
-    await staged.fill([key])
-    staged.inner.gate.clear()
-    async with AsyncExitStack() as held:
-        for _ in range(NUM_BUFFERS - 1):
-            await held.enter_async_context(staged.backend._staging.hold([1], [0]))
-        async with staged.backend._staging.hold([1], [0]):
-            store = asyncio.create_task(
-                staged.backend.store(make_keys(1, first=10), staged.blocks(1, first=8))
-            )
-            await until(lambda: staged.num_waiting == 1)
-            load = asyncio.create_task(staged.backend.load([key], staged.blocks(1)))
-            await until(lambda: staged.num_waiting == 2)
-        await until(lambda: staged.inner.calls or staged.copies.begun)
-        assert staged.inner.calls == [[key]]
-        assert not staged.copies.begun
-        staged.inner.gate.set()
-        assert await load == await store == [DONE]
-
-
 async def test_what_did_not_arrive_leaves_the_memory_of_the_device_as_it_was() -> None:
     memory = BlockMemory([[BLOCK_BYTES - 96, 96]], num_blocks=32)
     inner, copies = HeldBackend(memory), PretendedCopyEngine()
@@ -341,147 +267,12 @@ async def test_a_device_lost_under_a_load_says_so_of_the_blocks_that_had_arrived
     assert outcomes[2] in {MISSING, Outcome(Status.FAILED, reason=str(LOST))}
 
 
-async def test_a_device_that_is_lost_while_its_caller_is_cancelled_is_lost_all_the_same(
-    staged: Staged,
-) -> None:
-    staged.copies.gate.clear()
-    store = asyncio.create_task(staged.backend.store(make_keys(1), staged.blocks(1)))
-    await until(lambda: staged.copies.begun)
-    store.cancel()
-    staged.copies.error = LOST
-    staged.copies.gate.set()
-    with pytest.raises(asyncio.CancelledError):
-        await store
-    later = await staged.backend.store(make_keys(1), staged.blocks(1))
-    assert later == [Outcome(Status.FAILED, reason=str(LOST))]
-    assert len(staged.copies.begun) == 1
-
-
-@pytest.mark.parametrize("name", ["store", "load"])
-async def test_a_buffer_that_the_backend_may_still_touch_waits_until_it_is_drained(
-    staged: Staged, name: str
-) -> None:
-    keys = make_keys(1)
-    if name == "load":
-        await staged.fill(keys)
-    unsafe = Outcome(Status.TIMED_OUT, memory_safe=False, reason="a peer")
-    staged.inner.given = {keys[0]: unsafe}
-    staged.inner.quiet.clear()
-    move = staged.backend.store if name == "store" else staged.backend.load
-    outcomes = await move(keys, staged.blocks(1))
-    assert outcomes == [Outcome(Status.TIMED_OUT, reason="a peer")], "the device is left alone"
-    (retired,) = set(staged.inner.addresses)
-    staged.inner.addresses.clear()
-    later = make_keys(8, first=20)
-    assert await staged.backend.store(later, staged.blocks(8)) == [DONE] * 8
-    assert retired not in staged.inner.addresses
-    await assert_all_buffers_work(staged)  # it is drained here
-    assert retired in staged.inner.addresses
-
-
 async def cancelled(transfer: "asyncio.Task[list[Outcome]]") -> None:
     transfer.cancel()
     await settled()
     transfer.cancel()
     with pytest.raises(asyncio.CancelledError):
         await transfer
-
-
-@pytest.mark.parametrize("name", ["store", "load"])
-async def test_who_is_cancelled_while_the_device_copies_leaves_when_it_has_copied(
-    staged: Staged, name: str
-) -> None:
-    keys = make_keys(2)
-    if name == "load":
-        await staged.fill(keys)
-    staged.copies.gate.clear()
-    move = staged.backend.store if name == "store" else staged.backend.load
-    transfer = asyncio.create_task(move(keys, staged.blocks(2)))
-    await until(lambda: len(staged.copies.begun) == 2)
-    transfer.cancel()
-    await settled()
-    transfer.cancel()
-    await settled()
-    assert not transfer.done()
-    staged.copies.gate.set()
-    with pytest.raises(asyncio.CancelledError):
-        await transfer
-    if name == "store":
-        assert not staged.inner.calls, "what was cancelled was stored"
-    await assert_all_buffers_work(staged)
-
-
-async def test_who_is_cancelled_leaves_with_the_last_of_its_parts(staged: Staged) -> None:
-    staged.copies.gate.clear()
-    keys = make_keys(NUM_BUFFERS + 2)
-    store = asyncio.create_task(staged.backend.store(keys, staged.blocks(len(keys))))
-    await until(lambda: len(staged.copies.begun) == NUM_BUFFERS)
-    store.cancel()
-    await settled()
-    assert not store.done(), "parts that wait for a buffer end at once, but not the others"
-    staged.copies.gate.set()
-    with pytest.raises(asyncio.CancelledError):
-        await store
-    assert len(staged.copies.begun) == NUM_BUFFERS
-
-
-@pytest.mark.parametrize("name", ["store", "load"])
-async def test_who_is_cancelled_while_the_backend_moves_leaves_when_it_has_moved(
-    staged: Staged, name: str
-) -> None:
-    keys = make_keys(2)
-    if name == "load":
-        await staged.fill(keys)
-    staged.inner.gate.clear()
-    before = staged.memory.snapshot()
-    move = staged.backend.store if name == "store" else staged.backend.load
-    transfer = asyncio.create_task(move(keys, staged.blocks(2)))
-    await until(lambda: len(staged.inner.calls) == 2)
-    transfer.cancel()
-    await settled()
-    assert not transfer.done()
-    staged.inner.gate.set()
-    with pytest.raises(asyncio.CancelledError):
-        await transfer
-    assert staged.memory.snapshot() == before
-    await assert_all_buffers_work(staged)
-
-
-async def test_a_buffer_that_a_cancelled_call_left_behind_waits_until_the_backend_is_drained(
-    staged: Staged,
-) -> None:
-    staged.inner.waits = False
-    staged.inner.gate.clear()
-    staged.inner.quiet.clear()
-    store = asyncio.create_task(staged.backend.store(make_keys(1), staged.blocks(1)))
-    await until(lambda: staged.inner.calls)
-    await cancelled(store)
-    (left,) = staged.inner.addresses
-    staged.inner.addresses.clear()
-    staged.inner.gate.set()
-    later = make_keys(8, first=20)
-    assert await staged.backend.store(later, staged.blocks(8)) == [DONE] * 8
-    assert left not in staged.inner.addresses
-    await assert_all_buffers_work(staged)
-    assert left in staged.inner.addresses
-
-
-async def test_who_is_cancelled_while_it_waits_for_a_buffer_leaves_at_once(staged: Staged) -> None:
-    staged.inner.gate.clear()
-    keys = make_keys(NUM_BUFFERS)
-    store = asyncio.create_task(staged.backend.store(keys, staged.blocks(NUM_BUFFERS)))
-    await until(lambda: len(staged.inner.calls) == NUM_BUFFERS)
-    waiting = asyncio.create_task(
-        staged.backend.store(make_keys(1, first=50), staged.blocks(1, first=8))
-    )
-    await until(lambda: staged.num_waiting == 1)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    staged.inner.gate.set()
-    assert await store == [DONE] * NUM_BUFFERS
-    assert len(staged.inner.calls) == NUM_BUFFERS
-    await assert_all_buffers_work(staged)
 
 
 async def test_a_backend_that_raises_fails_the_blocks_of_one_part_only(staged: Staged) -> None:
@@ -529,51 +320,88 @@ async def test_memory_is_attached_where_it_is_used_and_buffers_are_pinned_once(
     assert "cuda" in staged.backend.memory_kinds
 
 
-async def test_closing_ends_waits_and_closes_the_backend_before_the_copies() -> None:
-    staged = Staged()
-    staged.inner.given = {make_keys(1)[0]: Outcome(Status.FAILED, memory_safe=False)}
+@pytest.mark.parametrize("name", ["store", "load"])
+async def test_a_buffer_that_the_backend_may_still_touch_waits_until_it_is_drained(
+    staged: Staged, name: str
+) -> None:
+    keys = make_keys(1)
+    if name == "load":
+        await staged.fill(keys)
+    unsafe = Outcome(Status.TIMED_OUT, memory_safe=False, reason="a peer")
+    staged.inner.given = {keys[0]: unsafe}
     staged.inner.quiet.clear()
-    order = []
-    close_inner, close_copies = staged.inner.aclose, staged.copies.close
-
-    async def aclose() -> None:
-        order.append("backend")
-        await close_inner()
-
-    def close() -> None:
-        order.append("copies")
-        close_copies()
-
-    staged.inner.aclose = aclose  # type: ignore[method-assign]
-    staged.copies.close = close  # type: ignore[method-assign]
-    await staged.backend.store(make_keys(1), staged.blocks(1))
-    await staged.backend.aclose()
-    await staged.backend.aclose()
-    assert order == ["backend", "copies"]
-    with pytest.raises(ClosedError):
-        await staged.backend.store(make_keys(1), staged.blocks(1))
+    move = staged.backend.store if name == "store" else staged.backend.load
+    outcomes = await move(keys, staged.blocks(1))
+    assert outcomes == [Outcome(Status.TIMED_OUT, reason="a peer")], "the device is left alone"
+    (retired,) = set(staged.inner.addresses)
+    staged.inner.addresses.clear()
+    later = make_keys(8, first=20)
+    assert await staged.backend.store(later, staged.blocks(8)) == [DONE] * 8
+    assert retired not in staged.inner.addresses
+    await assert_all_buffers_work(staged)  # it is drained here
+    assert retired in staged.inner.addresses
 
 
-@pytest.mark.parametrize("seed", range(5))
-async def test_random_batches_come_back_byte_for_byte(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    memory = BlockMemory([[4000, 33], [64]], num_blocks=64, blocks_per_chunk=3)
-    largest = max(memory.chunk_size_bytes(group) for group in (0, 1))
-    inner = DictBackend(DictConfig(), memory.namespace())
-    backend = StagedBackend(inner, PretendedCopyEngine(), largest, staging_bytes=40_000)
-    async with backend:
-        keys = [*make_keys(10), *make_keys(10, group=1)]
-        source = [memory.describe(group, rng.permutation(64)[:30]) for group in (0, 1)]
-        blocks = on_device(Descriptors.concatenate(source))
-        payloads = [
-            make_payload(key, size)
-            for key, size in zip(keys, blocks.block_sizes.tolist(), strict=True)
-        ]
-        write_payloads(blocks, payloads)
-        assert await backend.store(keys, blocks) == [DONE] * 20
-        memory.fill(seed)
-        order = rng.permutation(20)
-        targets = [memory.describe(group, rng.permutation(64)[:30]) for group in (0, 1)]
-        target = on_device(Descriptors.concatenate(targets)).take(order)
-        assert await backend.load([keys[index] for index in order], target) == [DONE] * 20
-        assert read_payloads(target) == [payloads[index] for index in order]
+@pytest.mark.parametrize("name", ["store", "load"])
+async def test_who_is_cancelled_while_the_device_copies_leaves_when_it_has_copied(
+    staged: Staged, name: str
+) -> None:
+    keys = make_keys(2)
+    if name == "load":
+        await staged.fill(keys)
+    staged.copies.gate.clear()
+    move = staged.backend.store if name == "store" else staged.backend.load
+    transfer = asyncio.create_task(move(keys, staged.blocks(2)))
+    await until(lambda: len(staged.copies.begun) == 2)
+    transfer.cancel()
+    await settled()
+    transfer.cancel()
+    await settled()
+    assert not transfer.done()
+    staged.copies.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    if name == "store":
+        assert not staged.inner.calls, "what was cancelled was stored"
+    await assert_all_buffers_work(staged)
+
+
+@pytest.mark.parametrize("name", ["store", "load"])
+async def test_who_is_cancelled_while_the_backend_moves_leaves_when_it_has_moved(
+    staged: Staged, name: str
+) -> None:
+    keys = make_keys(2)
+    if name == "load":
+        await staged.fill(keys)
+    staged.inner.gate.clear()
+    before = staged.memory.snapshot()
+    move = staged.backend.store if name == "store" else staged.backend.load
+    transfer = asyncio.create_task(move(keys, staged.blocks(2)))
+    await until(lambda: len(staged.inner.calls) == 2)
+    transfer.cancel()
+    await settled()
+    assert not transfer.done()
+    staged.inner.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    assert staged.memory.snapshot() == before
+    await assert_all_buffers_work(staged)
+
+
+async def test_a_buffer_that_a_cancelled_call_left_behind_waits_until_the_backend_is_drained(
+    staged: Staged,
+) -> None:
+    staged.inner.waits = False
+    staged.inner.gate.clear()
+    staged.inner.quiet.clear()
+    store = asyncio.create_task(staged.backend.store(make_keys(1), staged.blocks(1)))
+    await until(lambda: staged.inner.calls)
+    await cancelled(store)
+    (left,) = staged.inner.addresses
+    staged.inner.addresses.clear()
+    staged.inner.gate.set()
+    later = make_keys(8, first=20)
+    assert await staged.backend.store(later, staged.blocks(8)) == [DONE] * 8
+    assert left not in staged.inner.addresses
+    await assert_all_buffers_work(staged)
+    assert left in staged.inner.addresses
