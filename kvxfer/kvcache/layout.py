@@ -9,7 +9,6 @@ import torch
 from kvxfer.checks import find_repeated, require_texts
 from kvxfer.errors import AmbiguousLayoutError, InvalidArgumentError, UnknownLayoutError
 from kvxfer.kvcache.cache_tensor import CacheTensorForm
-from kvxfer.kvcache.spec import KVCacheSpec
 
 SPLIT_AXES = frozenset({"kv", "layer", "head"})
 """Axes that may lie outside the block axis: each of their indices has pages of its own."""
@@ -121,54 +120,6 @@ def page_layout(layout: KVLayout, kernel_blocks_per_block: int) -> str:
     return f"{layout}, {kernel_blocks_per_block} kernel blocks per block"
 
 
-def recognise(
-    tensor: torch.Tensor,
-    spec: KVCacheSpec,
-    num_blocks: int,
-    *,
-    layout: str | KVLayout | None = None,
-    num_layers: int | None = None,
-    tensor_index: int = 0,
-    layer_name: str = "",
-) -> KVLayout:
-    """Find the one layout that the shape and the strides of a registered tensor fit.
-
-    Dimensions are sorted by stride; neither the order of the shape nor any other hint is used.
-    Readings that differ only in the position of axes of size 1 are the same reading.
-
-    Args:
-        tensor: The tensor that the engine registered, on any device.
-        spec: The layer's spec.
-        num_blocks: Blocks in the block pool; the tensor may have a multiple of it when the
-            kernel's blocks are smaller.
-        layout: Layout given by the caller; it is checked as any other.
-        num_layers: Layers in a cross-layer tensor; None for a tensor of one layer.
-        tensor_index: Index of the tensor in `spec.cache_tensors`.
-        layer_name: Name of the layer in errors.
-
-    Raises:
-        AmbiguousLayoutError: Two layouts fit, which give the bytes different meanings.
-        UnknownLayoutError: No layout fits.
-        InvalidArgumentError: `layout` is not a layout that a page can be read from.
-    """
-    form = spec.cache_tensors[tensor_index]
-    readings = fitting_readings(
-        tensor,
-        form,
-        num_blocks,
-        layout=layout,
-        num_layers=num_layers,
-        page_size_bytes=spec.page_size_bytes,
-    )
-    if not readings:
-        raise unknown_layout(
-            tensor, form, num_blocks, layer_name, layout=layout, num_layers=num_layers
-        )
-    if len(readings) > 1:
-        raise ambiguous_layout(tensor, readings, layer_name)
-    return readings[0].layout
-
-
 def fitting_readings(
     tensor: torch.Tensor,
     form: CacheTensorForm,
@@ -178,7 +129,10 @@ def fitting_readings(
     num_layers: int | None = None,
     page_size_bytes: int | None = None,
 ) -> list[LayoutReading]:
-    """List every layout of `form` that fits, each meaning once.
+    """List every layout of `form` that shape and strides of a tensor fit, each meaning once.
+
+    Dimensions are sorted by stride; neither the order of the shape nor any other hint is used.
+    Readings that differ only in the position of axes of size 1 are the same reading.
 
     Args:
         tensor: The tensor that the engine registered.

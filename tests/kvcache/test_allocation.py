@@ -187,15 +187,6 @@ def test_a_block_of_any_group_is_one_piece() -> None:
         assert blocks.lengths.tolist() == [end, end]
 
 
-def test_layers_of_different_groups_at_one_position_are_the_same_bytes() -> None:
-    allocation = allocate_canonical(GEMMA, [NHD] * 3)
-    for names in GEMMA.shared_tensors:
-        assert len({allocation.kv_caches[name].data_ptr() for name in names}) == 1
-    allocation.kv_caches["4"][0, 5] = 1
-    assert allocation.kv_caches["1"][0, 5].eq(1).all()
-    assert not allocation.kv_caches["1"][0, 4].any()
-
-
 def test_the_refs_say_whose_pages_they_are_and_how_they_read() -> None:
     allocation = allocate_canonical(GEMMA, [NHD] * 3, tokens_per_kernel_block=[16, 8, 16])
     (first,), (second,), _ = allocation.caches.group_data_refs

@@ -1,5 +1,6 @@
 """Every condition of a canonical allocation, refused with the values that clash."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.allocation import (
     AllocationCondition,
-    AllocationRefusal,
     AllocationRefusedError,
     AttentionBackend,
     AttentionLayout,
@@ -20,6 +20,7 @@ from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.spec import (
     AttentionSpec,
     FullAttentionSpec,
+    KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -27,6 +28,8 @@ from kvxfer.kvcache.spec import (
 
 NHD = AttentionLayout("kv block token head dim", "block layer kv token head dim")
 HND = AttentionLayout("kv block token head dim", "block layer kv head token dim")
+LAYERS_FIRST = AttentionLayout(NHD.shape, "layer block kv token head dim")
+BLOCKS_FIRST = AttentionLayout("block kv token head dim", NHD.memory)
 SIZES: dict[str, Any] = {
     "tokens_per_block": 16,
     "num_kv_heads": 2,
@@ -34,10 +37,9 @@ SIZES: dict[str, Any] = {
     "dtype": torch.float16,
 }
 FULL = FullAttentionSpec(**SIZES)
+NARROW = replace(FULL, num_kv_heads=4, head_dim=4)
 SLIDING = SlidingWindowSpec(**SIZES, sliding_window=64)
 PAGE = FULL.page_size_bytes
-GROUPS = (KVCacheGroup(FULL, ("a", "b")), KVCacheGroup(SLIDING, ("c",)))
-CONFIG = KVCacheConfig(5, GROUPS, (("a", "c"), ("b",)), (5 * PAGE, 5 * PAGE))
 MAMBA = MambaSpec(tokens_per_block=16, shapes=((PAGE // 2,),), dtypes=(torch.float16,))
 
 
@@ -56,201 +58,155 @@ class Odd:
         return self.order
 
 
-def config_of(**changes: Any) -> KVCacheConfig:
-    return replace(CONFIG, **changes)
+def uniform(**specs: KVCacheSpec) -> KVCacheGroup:
+    collection = UniformTypeKVCacheSpecs(tokens_per_block=16, layer_specs=specs)
+    return KVCacheGroup(collection, tuple(specs))
 
 
-def only_refusal(
-    config: KVCacheConfig, backends: list[AttentionBackend] | None = None, **options: Any
-) -> AllocationRefusal:
-    """Get the only reason, and check that the error has it, too."""
-    backends = backends or [NHD] * len(config.groups)
-    (refusal,) = why_not_canonical(config, backends, **options)
+AB = KVCacheGroup(FULL, ("a", "b"))
+CONFIG = KVCacheConfig(
+    5, (AB, KVCacheGroup(SLIDING, ("c",))), (("a", "c"), ("b",)), (5 * PAGE, 5 * PAGE)
+)
+ALONE = KVCacheConfig(5, (AB,))
+
+
+def config(spec: KVCacheSpec = SLIDING, **changes: Any) -> KVCacheConfig:
+    """Change the plan, or the second group's spec."""
+    return replace(CONFIG, groups=(AB, KVCacheGroup(spec, ("c",))), **changes)
+
+
+PADDED = KVCacheConfig(5, (KVCacheGroup(replace(FULL, page_size_padded=PAGE + 8), ("a",)),))
+SLIDING_ALONE = KVCacheConfig(5, (KVCacheGroup(SLIDING, ("c",)),))
+NO_LAYERS = AttentionLayout(NHD.shape, None)
+C = AllocationCondition
+ELEMENTS = "1 kernel blocks, 512 elements"
+WHOLE = "8 kernel blocks of whole torch.float16 elements"
+REFUSED: list[tuple[AllocationCondition, KVCacheConfig, Sequence[AttentionBackend], str]] = [
+    (C.ATTENTION, config(MAMBA), [], " (group 1, layer 'c'): MambaSpec, an AttentionSpec"),
+    (
+        C.ONE_PAGE_SIZE,
+        config(replace(SLIDING, num_kv_heads=4)),
+        [],
+        f" (group 1, layer 'c'): {2 * PAGE}, {PAGE} like layer 'a'",
+    ),
+    (
+        C.SHARED_TENSORS,
+        config(shared_tensors=(), shared_tensor_sizes_bytes=()),
+        [],
+        ": no shared tensor, at least one",
+    ),
+    (
+        C.SHARED_TENSORS,
+        config(shared_tensors=(("a",), ("b",))),
+        [],
+        " (group 1, layer 'c'): no tensor, one",
+    ),
+    (
+        C.SHARED_TENSORS,
+        KVCacheConfig(5, (uniform(a=FULL, b=NARROW),), (("a", "b"),)),
+        [],
+        f" (group 0, layer 'b', tensor 0): {NARROW}, {FULL}, like layer 'a' in the same tensor",
+    ),
+    (
+        C.TENSOR_SIZE,
+        config(shared_tensor_sizes_bytes=(5 * PAGE, 6 * PAGE)),
+        [],
+        f" (tensor 1): {6 * PAGE}, {5 * PAGE}, which is 5 pages of {PAGE}",
+    ),
+    (
+        C.LAYER_DIMENSION,
+        CONFIG,
+        [NHD, NO_LAYERS],
+        f" (group 1): none for '{NHD.shape}', a stride order",
+    ),
+    (C.ONE_ORDER, CONFIG, [NHD, HND], f" (group 1): '{HND.memory}', '{NHD.memory}' like group 0"),
+    (
+        C.BLOCK_OUTERMOST,
+        ALONE,
+        [LAYERS_FIRST],
+        f" (group 0): '{LAYERS_FIRST.memory}', 'block' first",
+    ),
+    *(
+        (
+            C.CACHE_SHAPE,
+            SLIDING_ALONE,
+            [Odd(shape=shape)],
+            f" (group 0, layer 'c'): {shape} as 'block token dim' for {ELEMENTS}",
+        )
+        for shape in ((1, 16, 31), (2, 8, 32), (1, 16, 32, 1))
+    ),
+]
+OPTIONS: list[tuple[AllocationCondition, KVCacheConfig, dict[str, Any], str]] = [
+    (C.CROSS_LAYER_WANTED, CONFIG, {"wants_cross_layer_blocks": False}, ": no, yes"),
+    (C.HYBRID_SUPPORTED, CONFIG, {"supports_hybrid_groups": False}, ": 2 groups, 1 group"),
+    (
+        C.KERNEL_BLOCKS,
+        CONFIG,
+        {"tokens_per_kernel_block": [16, 6]},
+        " (group 1): 6 tokens, a divisor of 16 tokens",
+    ),
+    (
+        C.KERNEL_BLOCKS,
+        PADDED,
+        {"tokens_per_kernel_block": [2]},
+        f" (group 0, layer 'a'): a page of {PAGE + 8} bytes, {WHOLE}",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("condition", "plan", "backends", "options", "text"),
+    [
+        *((condition, plan, backends, {}, text) for condition, plan, backends, text in REFUSED),
+        *((condition, plan, [], options, text) for condition, plan, options, text in OPTIONS),
+    ],
+)
+def test_a_condition_that_does_not_hold_is_the_only_reason_and_the_error_has_it(
+    condition: AllocationCondition,
+    plan: KVCacheConfig,
+    backends: Sequence[AttentionBackend],
+    options: dict[str, Any],
+    text: str,
+) -> None:
+    backends = backends or [NHD] * len(plan.groups)
+    (refusal,) = why_not_canonical(plan, backends, **options)
+    where, _ = text.split(": ", 1)
+    assert refusal.condition is condition
+    assert f"{where}: {refusal.found}, {refusal.expected}" == text
+    said = f"{condition.value}{where}: found {refusal.found}, expected {refusal.expected}"
+    assert str(refusal) == said
     with pytest.raises(AllocationRefusedError) as caught:
-        allocate_canonical(config, backends, **options)
-    assert caught.value.refusals == (refusal,)
-    assert str(caught.value) == str(refusal)
-    return refusal
+        allocate_canonical(plan, backends, **options)
+    assert (caught.value.refusals, str(caught.value)) == ((refusal,), said)
 
 
-def test_nothing_stands_against_a_model_of_two_groups() -> None:
-    assert why_not_canonical(CONFIG, [NHD, NHD]) == ()
+def test_every_condition_is_tried() -> None:
+    assert {each[0] for each in (*REFUSED, *OPTIONS)} == set(AllocationCondition)
 
 
-def test_the_connector_must_want_it() -> None:
-    refusal = only_refusal(CONFIG, wants_cross_layer_blocks=False)
-    assert refusal.condition is AllocationCondition.CROSS_LAYER_WANTED
-    assert str(refusal) == "the connector wants blocks of all layers: found no, expected yes"
-
-
-def test_the_connector_must_support_several_groups_when_there_are_several() -> None:
-    refusal = only_refusal(CONFIG, supports_hybrid_groups=False)
-    assert refusal.condition is AllocationCondition.HYBRID_SUPPORTED
-    assert str(refusal) == (
-        "the connector supports several KV-cache groups: found 2 groups, expected 1 group"
-    )
-    alone = KVCacheConfig(5, GROUPS[:1])
-    assert why_not_canonical(alone, [NHD], supports_hybrid_groups=False) == ()
-
-
-def test_there_must_be_a_group() -> None:
-    with pytest.raises(InvalidArgumentError, match="at least one KVCacheGroup") as caught:
-        config_of(groups=(), shared_tensors=(), shared_tensor_sizes_bytes=())
-    assert (caught.value.argument, caught.value.value) == ("groups", ())
-
-
-def test_every_layer_must_be_attention() -> None:
-    groups = (GROUPS[0], KVCacheGroup(MAMBA, ("c",)))
-    refusal = only_refusal(config_of(groups=groups))
-    assert (refusal.condition, refusal.group) == (AllocationCondition.ATTENTION, 1)
-    assert str(refusal) == (
-        "every layer is an attention layer (group 1, layer 'c'): "
-        "found MambaSpec, expected an AttentionSpec"
-    )
-
-
-def test_every_layer_of_a_group_with_its_own_specs_must_be_attention() -> None:
-    specs = UniformTypeKVCacheSpecs(tokens_per_block=16, layer_specs={"a": MAMBA, "b": MAMBA})
-    refusals = why_not_canonical(KVCacheConfig(5, (KVCacheGroup(specs, ("a", "b")),)), [NHD])
-    assert [(r.condition, r.layer_name) for r in refusals] == [
-        (AllocationCondition.ATTENTION, "a"),
-        (AllocationCondition.ATTENTION, "b"),
-    ]
-
-
-def test_page_sizes_must_be_equal() -> None:
-    sliding = replace(SLIDING, num_kv_heads=4)
-    refusal = only_refusal(config_of(groups=(GROUPS[0], KVCacheGroup(sliding, ("c",)))))
-    assert refusal.condition is AllocationCondition.ONE_PAGE_SIZE
-    assert (refusal.group, refusal.layer_name, refusal.found) == (1, "c", 2 * PAGE)
-    assert str(refusal) == (
-        "all pages have one size, in bytes (group 1, layer 'c'): "
-        f"found {2 * PAGE}, expected {PAGE} like layer 'a'"
-    )
-
-
-def test_padding_makes_page_sizes_equal() -> None:
-    narrow = replace(SLIDING, head_dim=4, page_size_padded=PAGE)
-    config = config_of(groups=(GROUPS[0], KVCacheGroup(narrow, ("c",))))
-    assert why_not_canonical(config, [NHD, NHD]) == ()
-
-
-def test_several_groups_must_share_tensors() -> None:
-    refusal = only_refusal(config_of(shared_tensors=(), shared_tensor_sizes_bytes=()))
-    assert refusal.condition is AllocationCondition.SHARED_TENSORS
-    assert str(refusal) == (
-        "the config says which layers share a tensor: found no shared tensor, expected at least one"
-    )
-
-
-def test_every_layer_must_have_a_tensor() -> None:
-    refusal = only_refusal(config_of(shared_tensors=(("a",), ("b",))))
-    assert refusal.condition is AllocationCondition.SHARED_TENSORS
-    assert str(refusal) == (
-        "the config says which layers share a tensor (group 1, layer 'c'): "
-        "found no tensor, expected one"
-    )
-
-
-def test_layers_of_one_group_that_share_a_tensor_must_be_alike() -> None:
-    narrow = replace(FULL, num_kv_heads=4, head_dim=4)
-    specs = UniformTypeKVCacheSpecs(tokens_per_block=16, layer_specs={"a": FULL, "b": narrow})
-    config = KVCacheConfig(5, (KVCacheGroup(specs, ("a", "b")),), (("a", "b"),))
-    refusal = only_refusal(config)
-    assert refusal.condition is AllocationCondition.SHARED_TENSORS
-    assert (refusal.group, refusal.layer_name, refusal.tensor_index) == (0, "b", 0)
-    assert (refusal.found, refusal.expected) == (
-        narrow,
-        f"{FULL}, like layer 'a' in the same tensor",
-    )
-    assert why_not_canonical(replace(config, shared_tensors=(("a",), ("b",))), [NHD]) == ()
-
-
-def test_tensors_must_have_one_page_for_each_block() -> None:
-    refusal = only_refusal(config_of(shared_tensor_sizes_bytes=(5 * PAGE, 6 * PAGE)))
-    assert refusal.condition is AllocationCondition.TENSOR_SIZE
-    assert (refusal.tensor_index, refusal.found) == (1, 6 * PAGE)
-    assert str(refusal) == (
-        "a shared tensor has one page for each block, in bytes (tensor 1): "
-        f"found {6 * PAGE}, expected {5 * PAGE}, which is 5 pages of {PAGE}"
-    )
-
-
-def test_the_backend_must_take_a_layer_dimension() -> None:
-    refusal = only_refusal(CONFIG, [NHD, AttentionLayout(NHD.shape, None)])
-    assert refusal.condition is AllocationCondition.LAYER_DIMENSION
-    assert str(refusal) == (
-        "the attention backend takes a layer dimension (group 1): "
-        "found none for 'kv block token head dim', expected a stride order"
-    )
-
-
-def test_the_backends_must_agree() -> None:
-    refusal = only_refusal(CONFIG, [NHD, HND])
-    assert refusal.condition is AllocationCondition.ONE_ORDER
-    assert str(refusal) == (
-        "all attention backends order memory alike (group 1): found "
-        "'block layer kv head token dim', expected 'block layer kv token head dim' like group 0"
-    )
-
-
-def test_backends_of_other_shapes_agree_when_they_order_memory_alike() -> None:
-    blocks_first = AttentionLayout("block kv token head dim", NHD.memory)
-    assert blocks_first.stride_order() != NHD.stride_order()
-    assert why_not_canonical(CONFIG, [NHD, blocks_first]) == ()
-
-
-def test_blocks_must_be_outermost() -> None:
-    layers_first = AttentionLayout(NHD.shape, "layer block kv token head dim")
-    refusal = only_refusal(KVCacheConfig(5, GROUPS[:1]), [layers_first])
-    assert refusal.condition is AllocationCondition.BLOCK_OUTERMOST
-    assert str(refusal) == (
-        "blocks are outermost in memory (group 0): "
-        "found 'layer block kv token head dim', expected 'block' first"
-    )
-
-
-def test_kernel_blocks_must_divide_a_block() -> None:
-    refusal = only_refusal(CONFIG, tokens_per_kernel_block=[16, 6])
-    assert refusal.condition is AllocationCondition.KERNEL_BLOCKS
-    assert str(refusal) == (
-        "kernel blocks divide a block and its page (group 1): "
-        "found 6 tokens, expected a divisor of 16 tokens"
-    )
-
-
-def test_kernel_blocks_must_divide_a_padded_page() -> None:
-    spec = replace(FULL, page_size_padded=PAGE + 8)
-    config = KVCacheConfig(5, (KVCacheGroup(spec, ("a",)),))
-    refusal = only_refusal(config, tokens_per_kernel_block=[2])
-    assert refusal.condition is AllocationCondition.KERNEL_BLOCKS
-    assert str(refusal) == (
-        "kernel blocks divide a block and its page (group 0, layer 'a'): found a page of "
-        f"{PAGE + 8} bytes, expected 8 kernel blocks of whole torch.float16 elements"
-    )
-    assert why_not_canonical(config, [NHD], tokens_per_kernel_block=[4]) == ()
-
-
-@pytest.mark.parametrize("shape", [(1, 16, 31), (2, 8, 32), (1, 16, 32, 1)], ids=str)
-def test_the_backends_shape_must_have_the_elements_of_a_page(shape: tuple[int, ...]) -> None:
-    refusal = only_refusal(KVCacheConfig(5, GROUPS[1:]), [Odd(shape=shape)])
-    assert refusal.condition is AllocationCondition.CACHE_SHAPE
-    assert str(refusal) == (
-        "the attention backend's shape has the elements of a page (group 0, layer 'c'): "
-        f"found {shape} as 'block token dim' for 1 kernel blocks, expected 512 elements"
-    )
+@pytest.mark.parametrize(
+    ("plan", "backends", "options"),
+    [
+        (CONFIG, [NHD, NHD], {}),
+        (CONFIG, [NHD, BLOCKS_FIRST], {}),  # another shape, and the same order of memory
+        (ALONE, [NHD], {"supports_hybrid_groups": False}),
+        (config(replace(SLIDING, head_dim=4, page_size_padded=PAGE)), [NHD, NHD], {}),
+        (KVCacheConfig(5, (uniform(a=FULL, b=NARROW),), (("a",), ("b",))), [NHD], {}),
+    ],
+)
+def test_nothing_stands_against_these(
+    plan: KVCacheConfig, backends: list[AttentionBackend], options: dict[str, Any]
+) -> None:
+    assert why_not_canonical(plan, backends, **options) == ()
+    allocate_canonical(plan, backends, **options)
 
 
 def test_every_reason_is_listed() -> None:
     wide = replace(SLIDING, num_kv_heads=4)
-    config = config_of(
-        groups=(GROUPS[0], KVCacheGroup(wide, ("c",)), KVCacheGroup(MAMBA, ("d",))),
-        shared_tensor_sizes_bytes=(5 * PAGE, 1),
-    )
-    backends = [NHD, AttentionLayout(NHD.shape, "layer block kv token head dim"), HND]
+    groups = (AB, KVCacheGroup(wide, ("c",)), KVCacheGroup(MAMBA, ("d",)))
     refusals = why_not_canonical(
-        config,
-        backends,
+        replace(CONFIG, groups=groups, shared_tensor_sizes_bytes=(5 * PAGE, 1)),
+        [NHD, LAYERS_FIRST, HND],
         tokens_per_kernel_block=[16, 16, 5],
         wants_cross_layer_blocks=False,
         supports_hybrid_groups=False,
@@ -267,6 +223,9 @@ def test_every_reason_is_listed() -> None:
         "ONE_ORDER",
         "KERNEL_BLOCKS",
     ]
+    specs = KVCacheConfig(5, (uniform(a=MAMBA, b=MAMBA),))
+    named = [each.layer_name for each in why_not_canonical(specs, [NHD])]
+    assert named == ["a", "b"], "each layer of a group with specs of its own"
 
 
 @pytest.mark.parametrize(
@@ -275,7 +234,7 @@ def test_every_reason_is_listed() -> None:
         ({"backends": [NHD]}, "backends"),
         ({"tokens_per_kernel_block": [16]}, "tokens_per_kernel_block"),
         ({"tokens_per_kernel_block": [16, 0]}, r"tokens_per_kernel_block\[1\]"),
-        ({"config": GROUPS}, "config"),
+        ({"config": CONFIG.groups}, "config"),
         ({"backends": [Odd(order=(1, 0, 0, 2)), NHD]}, "stride_order"),
         ({"backends": [AttentionLayout("block token dim state", None), NHD]}, "shape"),
     ],
@@ -285,18 +244,13 @@ def test_misuse_is_no_refusal(options: dict[str, Any], argument: str) -> None:
     arguments: dict[str, Any] = {"config": CONFIG, "backends": [NHD, NHD]}
     with pytest.raises(InvalidArgumentError, match=argument):
         why_not_canonical(**arguments | options)
-
-
-def test_a_layout_has_the_same_axes_in_shape_and_memory() -> None:
     with pytest.raises(InvalidArgumentError, match="memory"):
         AttentionLayout("block kv token head dim", "block layer kv token head")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which pins memory")
 @pytest.mark.parametrize(("device", "why"), [("cpu", "CUDA"), ("meta", "host memory")])
-def test_memory_that_cannot_be_pinned_is_refused(
-    device: str, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_memory_that_cannot_be_pinned_is_refused(device: str, why: str) -> None:
     with pytest.raises(InvalidArgumentError, match=why) as caught:
         allocate_canonical(CONFIG, [NHD, NHD], device=device, pinned=True)
     assert caught.value.argument == "pinned"

@@ -1,25 +1,28 @@
-"""Canonicalizing: every kind of registered layer becomes rows of bytes."""
+"""Canonicalizing: every kind of registered cache becomes rows of bytes, which is proven."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvxfer.errors import (
-    InvalidArgumentError,
-    LayoutError,
-    PageBoundsError,
-)
+from kvxfer.errors import AttestationError, InvalidArgumentError
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    attest,
     canonicalize,
+    memory_regions,
 )
+from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.spec import (
-    MambaSpec,
+    KVCacheSpec,
     MLASpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from tests.kvcache.engine_views import (
@@ -39,257 +42,299 @@ from tests.kvcache.engine_views import (
     states,
 )
 
-
-@pytest.mark.parametrize("offset", [0, 24])
-@pytest.mark.parametrize(
-    ("physical", "logical"),
-    [
-        (NHD, NHD),
-        (NHD, "kv block token head dim"),
-        ("block kv head token dim", NHD),
-        ("block kv head token dim", "kv block token head dim"),
-        ("block head token kv*dim", "block head token kv*dim"),
-        ("block token head kv*dim", "block head token kv*dim"),
-    ],
+SPLIT = "kv block token head dim"
+HALF = PAGE // 2
+PADDED = replace(SPEC, page_size_padded=PAGE + 64)
+WINDOW = SlidingWindowSpec(
+    tokens_per_block=16, num_kv_heads=3, head_dim=8, dtype=torch.float16, sliding_window=64
 )
-def test_blocks_outermost_become_one_tensor(physical: str, logical: str, offset: int) -> None:
-    tensor = engine_view(physical, logical, SIZES, offset=offset)
-    caches = canonicalize({"a": tensor}, config_of((SPEC, "a")))
-    assert shapes(caches) == [(NUM_BLOCKS, PAGE)]
-    assert caches.tensors[0].page_size_bytes == PAGE
-    assert refs(caches) == [(0, PAGE, "a")]
-    assert caches.tensors[0].tensor.data_ptr() == tensor.data_ptr()
-    assert caches.group_data_refs[0][0].layout == physical
-    assert caches.group_specs == (SPEC,)
+SHARED = {"shared_tensors": (("a", "d"), ("b", "e"), ("c",))}
+Refs = list[tuple[int, int, str]]
 
 
-@pytest.mark.parametrize("offset", [0, 24])
-@pytest.mark.parametrize("physical", ["kv block token head dim", "kv block head token dim"])
-def test_k_and_v_outermost_become_two_tensors(physical: str, offset: int) -> None:
-    tensor = engine_view(physical, "kv block token head dim", SIZES, offset=offset)
-    caches = canonicalize({"a": tensor}, config_of((SPEC, "a")))
-    assert shapes(caches) == [(NUM_BLOCKS, PAGE // 2)] * 2
-    assert refs(caches) == [(0, PAGE // 2, "a"), (1, PAGE // 2, "a")]
-    assert caches.tensors[0].tensor.data_ptr() == tensor[0].data_ptr()
-    assert caches.tensors[1].tensor.data_ptr() == tensor[1].data_ptr()
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Caches that an engine registers, and the rows that they are.
+
+    Attributes:
+        pages: Bytes of a row of each canonical tensor.
+        refs: For each group the tensor, the bytes and the layers of each ref.
+        layout: Layout of the first ref.
+    """
+
+    kv_caches: dict[str, Any]
+    config: KVCacheConfig
+    pages: list[int]
+    refs: list[Refs]
+    layout: str = ""
 
 
-def test_latent_attention_becomes_one_tensor() -> None:
-    spec = MLASpec(tokens_per_block=16, head_dim=24, dtype=torch.bfloat16)
-    tensor = torch.zeros(NUM_BLOCKS, 16, 24, dtype=torch.bfloat16)
-    caches = canonicalize({"a": tensor}, config_of((spec, "a")))
-    assert shapes(caches) == [(NUM_BLOCKS, 16 * 24 * 2)]
+def one(
+    physical: str,
+    logical: str,
+    sizes: dict[str, int] | None = None,
+    *,
+    spec: KVCacheSpec = SPEC,
+    pages: tuple[int, ...] = (PAGE,),
+    data: tuple[int, ...] = (),
+    layout: str = "",
+    **options: Any,
+) -> Engine:
+    """Make an engine of one layer in one tensor."""
+    found: Refs = [(index, size, "a") for index, size in enumerate(data or pages)]
+    view = engine_view(physical, logical, SIZES | (sizes or {}), **options)
+    return Engine({"a": view}, config_of((spec, "a")), list(pages), [found], layout)
 
 
-@pytest.mark.parametrize("offset", [0, 128])
-@pytest.mark.parametrize("padding", [0, 40])
-def test_states_over_one_allocation_become_one_raw_tensor(offset: int, padding: int) -> None:
-    unpadded = MAMBA.unpadded_page_size_bytes
-    spec = replace(MAMBA, page_size_padded=unpadded + padding)
-    raw = torch.zeros(offset + NUM_BLOCKS * spec.page_size_bytes, dtype=torch.int8)
-    caches = canonicalize({"a": states(spec, raw, offset=offset)}, config_of((spec, "a")))
-    assert shapes(caches) == [(NUM_BLOCKS, unpadded + padding)]
-    assert refs(caches) == [(0, unpadded, "a")]
-    assert caches.tensors[0].tensor.data_ptr() == raw.data_ptr() + offset
-    assert caches.group_data_refs[0][0].layout == "block s0 s1 + block s0 s1 s2"
-
-
-def test_one_state_may_be_registered_by_itself_or_as_a_list() -> None:
-    spec = MambaSpec(tokens_per_block=16, shapes=((5, 5),), dtypes=(torch.float32,))
-    tensor = torch.zeros(NUM_BLOCKS, 5, 5)
-    for entry in (tensor, [tensor]):
-        assert shapes(canonicalize({"a": entry}, config_of((spec, "a")))) == [(NUM_BLOCKS, 100)]
-
-
-def test_a_single_block_of_states_has_its_padded_page() -> None:
-    spec = replace(MAMBA, page_size_padded=300)
-    raw = torch.zeros(300, dtype=torch.int8)
-    config = config_of((spec, "a"), num_blocks=1)
-    assert shapes(canonicalize({"a": states(spec, raw, num_blocks=1)}, config)) == [(1, 300)]
-
-
-@pytest.mark.parametrize("kind", ["gap", "other step", "two allocations", "step below the page"])
-def test_states_that_do_not_make_up_a_page_are_refused(kind: str) -> None:
-    spec = replace(MAMBA, page_size_padded=300)
-    first, second = states(spec, torch.zeros(400 * NUM_BLOCKS, dtype=torch.int8))
-    if kind == "gap":
-        second = second.as_strided(second.shape, second.stride(), 10)
-    elif kind == "other step":
-        second = second.as_strided(second.shape, (76, *second.stride()[1:]), 6)
-    elif kind == "two allocations":
-        second = torch.zeros(NUM_BLOCKS, 75)[:, :50].view(NUM_BLOCKS, 2, 5, 5)
-    else:
-        first, second = states(
-            replace(spec, page_size_padded=240), first.view(torch.int8).new_zeros(2400)
-        )
-    with pytest.raises(LayoutError, match=r"'a'.*300 bytes"):
-        canonicalize({"a": [first, second]}, config_of((spec, "a")))
-
-
-@pytest.mark.parametrize("ratio", [2, 4])
-def test_kernel_blocks_are_viewed_as_blocks(ratio: int) -> None:
-    sizes = SIZES | {"block": NUM_BLOCKS * ratio, "token": 16 // ratio}
-    caches = canonicalize({"a": engine_view(NHD, NHD, sizes)}, config_of((SPEC, "a")))
-    assert shapes(caches) == [(NUM_BLOCKS, PAGE)]
-    assert refs(caches) == [(0, PAGE, "a")]
-    layout = caches.group_data_refs[0][0].layout
-    assert layout == f"{NHD}, {ratio} kernel blocks per block"
-
-
-def test_kernel_blocks_with_k_and_v_outermost_are_viewed_as_blocks() -> None:
-    layout = "kv block token head dim"
-    tensor = engine_view(layout, layout, SIZES | {"block": NUM_BLOCKS * 2, "token": 8})
-    caches = canonicalize({"a": tensor}, config_of((SPEC, "a")))
-    assert shapes(caches) == [(NUM_BLOCKS, PAGE // 2)] * 2
-
-
-def test_a_padded_page_is_the_tensors_and_the_unpadded_one_the_refs() -> None:
-    spec = replace(SPEC, page_size_padded=PAGE + 64)
-    tensor = nhd(block_stride=(PAGE + 64) // 2)
-    caches = canonicalize({"a": tensor}, config_of((spec, "a")))
-    assert shapes(caches) == [(NUM_BLOCKS, PAGE + 64)]
-    assert refs(caches) == [(0, PAGE, "a")]
-
-
-def test_padded_pages_may_be_cut_into_kernel_blocks() -> None:
-    spec = replace(SPEC, page_size_padded=PAGE + 64)
-    sizes = SIZES | {"block": NUM_BLOCKS * 2, "token": 8}
-    tensor = engine_view(NHD, NHD, sizes, block_stride=(PAGE + 64) // 4)
-    caches = canonicalize({"a": tensor}, config_of((spec, "a")))
-    assert shapes(caches) == [(NUM_BLOCKS, PAGE + 64)]
-    assert refs(caches) == [(0, PAGE + 32, "a")]
-
-
-def test_padded_pages_with_k_and_v_outermost_have_half_the_padding_each() -> None:
-    spec = replace(SPEC, page_size_padded=PAGE + 64)
-    layout = "kv block token head dim"
-    tensor = engine_view(layout, layout, SIZES, block_stride=(PAGE + 64) // 4)
-    caches = canonicalize({"a": tensor}, config_of((spec, "a")))
-    assert shapes(caches) == [(NUM_BLOCKS, PAGE // 2 + 32)] * 2
-    assert refs(caches) == [(0, PAGE // 2, "a"), (1, PAGE // 2, "a")]
-
-
-def test_pages_closer_than_their_padding_are_refused() -> None:
-    spec = replace(SPEC, page_size_padded=PAGE + 64)
-    with pytest.raises(LayoutError, match=f"'a'.*{PAGE} bytes apart.*{PAGE + 64}"):
-        canonicalize({"a": nhd()}, config_of((spec, "a")))
-
-
-def test_padding_beyond_the_storage_is_refused() -> None:
-    spec = replace(SPEC, page_size_padded=PAGE + 64)
-    stride = (PAGE + 64) // 2
-    storage = torch.zeros(NUM_BLOCKS * stride - 32, dtype=torch.float16)
-    tensor = storage.as_strided((NUM_BLOCKS, 2, 16, 3, 8), (stride, 384, 24, 8, 1))
-    with pytest.raises(PageBoundsError) as caught:
-        canonicalize({"a": tensor}, config_of((spec, "a")))
-    assert caught.value.layer_name == "a"
-    assert caught.value.needed_bytes == caught.value.storage_bytes + 64
-
-
-@pytest.mark.parametrize("layout", [NHD, "kv block token head dim"])
-def test_groups_that_overlay_each_other_share_tensors(layout: str) -> None:
-    tensor = engine_view(layout, layout, SIZES)
-    again = tensor.as_strided(tensor.shape, tensor.stride(), 0)
-    caches = canonicalize({"a": tensor, "b": again}, config_of((SPEC, "a"), (SPEC, "b")))
-    halves = 1 if layout == NHD else 2
-    assert shapes(caches) == [(NUM_BLOCKS, PAGE // halves)] * halves
-    assert refs(caches, 0) == [(i, PAGE // halves, "a") for i in range(halves)]
-    assert refs(caches, 1) == [(i, PAGE // halves, "b") for i in range(halves)]
-
-
-def test_groups_that_overlay_each_other_keep_their_own_page_sizes() -> None:
-    linear = replace(MAMBA, page_size_padded=PAGE)
-    tensor = nhd()
-    raw = tensor.view(-1).view(torch.int8)
-    caches = canonicalize(
-        {"a": tensor, "b": states(linear, raw)}, config_of((SPEC, "a"), (linear, "b"))
+def kernel_blocks(layout: str, ratio: int, **options: Any) -> Engine:
+    sizes = {"block": NUM_BLOCKS * ratio, "token": 16 // ratio}
+    return one(
+        layout, layout, sizes, layout=f"{layout}, {ratio} kernel blocks per block", **options
     )
-    assert shapes(caches) == [(NUM_BLOCKS, PAGE)]
-    assert refs(caches, 0) == [(0, PAGE, "a")]
-    assert refs(caches, 1) == [(0, linear.unpadded_page_size_bytes, "b")]
 
 
-def test_layers_of_one_group_that_share_bytes_are_moved_once() -> None:
-    tensor = nhd()
-    caches = canonicalize({"a": tensor, "b": tensor}, config_of((SPEC, "ab")))
-    assert shapes(caches) == [(NUM_BLOCKS, PAGE)]
-    assert refs(caches) == [(0, PAGE, "ab")]
+def of_states(*, offset: int = 0, padding: int = 0, num_blocks: int = NUM_BLOCKS) -> Engine:
+    data = MAMBA.unpadded_page_size_bytes
+    spec = replace(MAMBA, page_size_padded=data + padding)
+    raw = torch.zeros(offset + num_blocks * spec.page_size_bytes, dtype=torch.int8)
+    kv_caches = {"a": states(spec, raw, offset=offset, num_blocks=num_blocks)}
+    config = config_of((spec, "a"), num_blocks=num_blocks)
+    layout = "block s0 s1 + block s0 s1 s2"
+    return Engine(kv_caches, config, [data + padding], [[(0, data, "a")]], layout)
 
 
-def test_a_group_may_have_a_spec_per_layer() -> None:
+def latent() -> Engine:
+    spec = MLASpec(tokens_per_block=16, head_dim=24, dtype=torch.float8_e4m3fn)
+    tensor, page = torch.zeros(NUM_BLOCKS, 16, 24, dtype=torch.uint8), 16 * 24
+    return Engine({"a": tensor}, config_of((spec, "a")), [page], [[(0, page, "a")]])
+
+
+def overlaid(layout: str) -> Engine:
+    tensor, parts = engine_view(layout, layout, SIZES), 1 if layout == NHD else 2
+    again = tensor.as_strided(tensor.shape, tensor.stride(), 0)
+    groups: list[Refs] = [[(i, PAGE // parts, name) for i in range(parts)] for name in "ab"]
+    config = config_of((SPEC, "a"), (SPEC, "b"))
+    return Engine({"a": tensor, "b": again}, config, [PAGE // parts] * parts, groups)
+
+
+def overlaid_states() -> Engine:
+    linear, tensor = replace(MAMBA, page_size_padded=PAGE), nhd()
+    kv_caches = {"a": tensor, "b": states(linear, tensor.view(-1).view(torch.int8))}
+    groups: list[Refs] = [[(0, PAGE, "a")], [(0, linear.unpadded_page_size_bytes, "b")]]
+    return Engine(kv_caches, config_of((SPEC, "a"), (linear, "b")), [PAGE], groups)
+
+
+def several_storages(order: str) -> Engine:
+    """Two storages of one memory, as `torch.from_numpy` makes them."""
+    raw = np.zeros(NUM_BLOCKS * HALF, dtype=np.float16)
+    narrow = replace(SPEC, num_kv_heads=1)
+    shape, stride = (NUM_BLOCKS, 2, 16, 1, 8), (HALF, 128, 8, 8, 1)
+    kv_caches = {
+        "a": torch.from_numpy(raw).view(NUM_BLOCKS, 2, 16, 3, 8),
+        "b": torch.from_numpy(raw[: -PAGE // 4]).as_strided(shape, stride),
+    }
+    specs = {"a": SPEC, "b": narrow}
+    groups: list[Refs] = [[(0, specs[name].page_size_bytes, name)] for name in order]
+    config = config_of(*((specs[name], name) for name in order))
+    return Engine({name: kv_caches[name] for name in order}, config, [PAGE], groups)
+
+
+def spec_per_layer() -> Engine:
     wide = replace(SPEC, num_kv_heads=5)
     specs = UniformTypeKVCacheSpecs(tokens_per_block=16, layer_specs={"a": SPEC, "b": wide})
     kv_caches = {"a": nhd(), "b": engine_view(NHD, NHD, SIZES | {"head": 5})}
-    caches = canonicalize(kv_caches, config_of((specs, "ab")))
-    assert shapes(caches) == [(NUM_BLOCKS, PAGE), (NUM_BLOCKS, wide.page_size_bytes)]
-    assert refs(caches) == [(0, PAGE, "a"), (1, wide.page_size_bytes, "b")]
-    assert caches.group_specs == (specs,)
+    pages = [PAGE, wide.page_size_bytes]
+    return Engine(
+        kv_caches, config_of((specs, "ab")), pages, [[(0, PAGE, "a"), (1, pages[1], "b")]]
+    )
 
 
-def test_layers_in_one_allocation_one_after_the_other_are_a_tensor_each() -> None:
-    both = torch.zeros(2, NUM_BLOCKS, 2, 16, 3, 8, dtype=torch.float16)
-    caches = canonicalize({"a": both[0], "b": both[1]}, config_of((SPEC, "ab")))
-    assert shapes(caches) == [(NUM_BLOCKS, PAGE)] * 2
-    assert caches.tensors[1].tensor.data_ptr() == both[1].data_ptr()
+def apart(*groups: str) -> Engine:
+    """Layers with memory of their own, registered from the last to the first."""
+    names = "".join(groups)
+    found = [[(names.index(n), PAGE, n) for n in group] for group in groups]
+    kv_caches = {name: nhd() for name in reversed(names)}
+    return Engine(kv_caches, config_of(*((SPEC, g) for g in groups)), [PAGE] * len(names), found)
 
 
-def test_layers_are_in_the_order_of_their_group_not_of_registration() -> None:
-    tensors = {name: nhd() for name in "cab"}
-    caches = canonicalize(tensors, config_of((SPEC, "bc"), (SPEC, "a")))
-    assert [each.tensor.data_ptr() for each in caches.tensors] == [
-        tensors[name].data_ptr() for name in "bca"
-    ]
-
-
-def test_a_single_block_is_one_page() -> None:
-    config = config_of((SPEC, "a"), num_blocks=1)
-    for shape in [(1, 2, 16, 3, 8), (2, 1, 16, 3, 8)]:
-        caches = canonicalize({"a": torch.zeros(shape, dtype=torch.float16)}, config)
-        assert sum(page for _, page, _ in refs(caches)) == PAGE
-
-
-def test_single_blocks_next_to_each_other_are_a_tensor_each() -> None:
+def one_allocation() -> Engine:
     both = torch.zeros(2, 1, 2, 16, 3, 8, dtype=torch.float16)
-    caches = canonicalize({"a": both[0], "b": both[1]}, config_of((SPEC, "ab"), num_blocks=1))
-    assert shapes(caches) == [(1, PAGE)] * 2
+    config = config_of((SPEC, "ab"), num_blocks=1)
+    found = [(0, PAGE, "a"), (1, PAGE, "b")]
+    return Engine({"a": both[0], "b": both[1]}, config, [PAGE] * 2, [found])
 
 
-def test_a_single_padded_block_has_its_padding() -> None:
-    spec = replace(SPEC, page_size_padded=PAGE + 64)
-    storage = torch.zeros((PAGE + 64) // 2, dtype=torch.float16)
-    tensor = storage.as_strided((1, 2, 16, 3, 8), (1, 384, 24, 8, 1))
-    caches = canonicalize({"a": tensor}, config_of((spec, "a"), num_blocks=1))
-    assert shapes(caches) == [(1, PAGE + 64)]
-    assert refs(caches) == [(0, PAGE, "a")]
+def single_block(*shape: int, spec: KVCacheSpec = SPEC) -> Engine:
+    storage = torch.zeros(spec.page_size_bytes // 2, dtype=torch.float16)
+    tensor = storage.as_strided(shape, (1, 384, 24, 8, 1) if shape[0] == 1 else (384, 1, 24, 8, 1))
+    config = config_of((spec, "a"), num_blocks=1)
+    return Engine({"a": tensor}, config, [spec.page_size_bytes], [[(0, PAGE, "a")]])
 
 
-def test_memory_that_several_storages_share_is_one_tensor() -> None:
-    raw = np.zeros(NUM_BLOCKS * PAGE // 2, dtype=np.float16)
-    narrow = replace(SPEC, num_kv_heads=1)
-    shape, stride = (NUM_BLOCKS, 2, 16, 1, 8), (PAGE // 2, 128, 8, 8, 1)
-    beginning = torch.from_numpy(raw[: -PAGE // 4]).as_strided(shape, stride)
-    whole = torch.from_numpy(raw).view(NUM_BLOCKS, 2, 16, 3, 8)
-    for kv_caches in ({"a": whole, "b": beginning}, {"b": beginning, "a": whole}):
-        specs = {"a": SPEC, "b": narrow}
-        caches = canonicalize(kv_caches, config_of(*((specs[name], name) for name in kv_caches)))
-        assert shapes(caches) == [(NUM_BLOCKS, PAGE)]
-        pages = [caches.group_data_refs[group][0].page_size_bytes for group in (0, 1)]
-        assert pages == [specs[name].page_size_bytes for name in kv_caches]
+def in_a_row(places: str, *, of: int = 3, pages: list[int], found: Refs) -> Engine:
+    """Layers a, b and c at the first, second and third place of a row of so many pages."""
+    row = packed_row(of)
+    kv_caches = {name: page_view(row, "abc".index(name)) for name in places}
+    return Engine(kv_caches, config_of((SPEC, places)), pages, [found])
 
 
-def test_caches_show_what_the_engine_writes_and_the_engine_sees_what_is_loaded() -> None:
-    tensor = nhd()
+def row_of_groups() -> Engine:
+    row = packed_row(3)
+    kv_caches = {
+        name: page_view(row, layer) for name, layer in zip("abcde", (0, 1, 2, 0, 1), strict=True)
+    }
+    config = config_of((SPEC, "abc"), (WINDOW, "de"), **SHARED)
+    return Engine(kv_caches, config, [3 * PAGE], [[(0, 3 * PAGE, "abc")], [(0, 2 * PAGE, "de")]])
+
+
+def row_cut_in_two_ways() -> Engine:
+    raw = torch.zeros(NUM_BLOCKS * 2 * PAGE, dtype=torch.int8).view(torch.float16)
+    whole, halves = raw.view(NUM_BLOCKS, 2, 2, 16, 3, 8), raw.view(NUM_BLOCKS * 2, 2, 2, 8, 3, 8)
+    kv_caches = {"a": whole[:, 0], "b": whole[:, 1], "c": halves[:, 0], "d": halves[:, 1]}
+    config = config_of((SPEC, "ab"), (SPEC, "cd"))
+    return Engine(kv_caches, config, [2 * PAGE], [[(0, 2 * PAGE, n)] for n in ("ab", "cd")])
+
+
+def cross_layer(physical: str, registered: tuple[str, ...], sizes: dict[str, int]) -> Engine:
+    layout = "layer block kv token head dim"
+    tensor = engine_view(physical, layout, SIZES | sizes, offset=16)
+    names, layers = "abcd"[: sizes["layer"]], sizes["layer"]
+    found = [(0, layers * PAGE, names)]
+    config = config_of((SPEC, names))
+    if physical.startswith("layer"):
+        found = [(index, PAGE, name) for index, name in enumerate(names)]
+    pages = [page for _, page, _ in found]
+    shown = "" if "token" in sizes or physical.startswith("layer") else physical
+    return Engine(dict.fromkeys(registered, tensor), config, pages, [found], shown)
+
+
+def cross_layer_groups() -> Engine:
+    layout = "block layer kv token head dim"
+    tensor = engine_view(layout, layout, SIZES | {"layer": 3})
+    config = config_of((SPEC, "abc"), (SPEC, "de"), **SHARED)
+    found: list[Refs] = [[(0, 3 * PAGE, "abc")], [(0, 2 * PAGE, "de")]]
+    return Engine({"all": tensor}, config, [3 * PAGE], found)
+
+
+def only_layer(name: str) -> Engine:
+    tensor = torch.zeros(1, NUM_BLOCKS, 2, 16, 3, 8, dtype=torch.float16)
+    return Engine({name: tensor}, config_of((SPEC, "a")), [PAGE], [[(0, PAGE, "a")]])
+
+
+BLOCKS_FIRST = [
+    (NHD, NHD),
+    (NHD, SPLIT),
+    ("block kv head token dim", NHD),
+    ("block kv head token dim", SPLIT),
+    ("block head token kv*dim", "block head token kv*dim"),
+    ("block token head kv*dim", "block head token kv*dim"),
+    ("block kv token head*dim", "block kv token head*dim"),
+]
+ALL_LAYERS = ("block layer kv token head dim", "block head layer kv token dim")
+ENGINES: dict[str, Callable[[], Engine]] = {
+    **{
+        f"{physical} in {logical}": partial(one, physical, logical, offset=24, layout=physical)
+        for physical, logical in BLOCKS_FIRST
+    },
+    **{
+        f"{physical} in {logical}": partial(
+            one, physical, logical, offset=24, pages=(HALF, HALF), layout=physical
+        )
+        for physical in (SPLIT, "kv block head token dim")
+        for logical in (SPLIT, NHD)
+    },
+    "latents": latent,
+    "states": of_states,
+    "padded states": partial(of_states, offset=128, padding=40),
+    "a block of states": partial(of_states, padding=300 - 224, num_blocks=1),
+    "kernel blocks": partial(kernel_blocks, NHD, 2),
+    "kernel blocks of k and v": partial(kernel_blocks, SPLIT, 2, pages=(HALF, HALF)),
+    "padded": partial(
+        one, NHD, NHD, spec=PADDED, pages=(PAGE + 64,), data=(PAGE,), block_stride=HALF + 32
+    ),
+    "overlaid groups": partial(overlaid, NHD),
+    "overlaid k and v": partial(overlaid, SPLIT),
+    "overlaid states": overlaid_states,
+    "storages of one memory": partial(several_storages, "ab"),
+    "storages of one memory, the other way": partial(several_storages, "ba"),
+    "a spec for each layer": spec_per_layer,
+    "groups apart": partial(apart, "bc", "a"),
+    "one block after the other": one_allocation,
+    "a block": partial(single_block, 1, 2, 16, 3, 8),
+    "a block, k and v first": partial(single_block, 2, 1, 16, 3, 8),
+    "a padded block": partial(single_block, 1, 2, 16, 3, 8, spec=PADDED),
+    "a row": partial(in_a_row, "abc", pages=[3 * PAGE], found=[(0, 3 * PAGE, "abc")]),
+    "a row longer than its layers": partial(
+        in_a_row, "ab", pages=[3 * PAGE], found=[(0, 2 * PAGE, "ab")]
+    ),
+    "a row that ends with the storage": partial(
+        in_a_row, "bc", pages=[2 * PAGE], found=[(0, 2 * PAGE, "bc")]
+    ),
+    "a row with bytes of nobody": partial(
+        in_a_row, "ac", pages=[PAGE] * 2, found=[(0, PAGE, "a"), (1, PAGE, "c")]
+    ),
+    "a row of groups": row_of_groups,
+    "a row that groups cut in two ways": row_cut_in_two_ways,
+    **{
+        f"{physical}, registered as {registered}": partial(
+            cross_layer, physical, registered, {"layer": 4}
+        )
+        for physical in ALL_LAYERS
+        for registered in (("cross",), ("a",), tuple("abcd"))
+    },
+    "all layers in kernel blocks": partial(
+        cross_layer, ALL_LAYERS[0], ("x",), {"layer": 3, "block": NUM_BLOCKS * 2, "token": 8}
+    ),
+    "all positions": cross_layer_groups,
+    "layers first": partial(cross_layer, f"layer {NHD}", ("x",), {"layer": 3}),
+    "the only layer in a tensor of layers": partial(only_layer, "x"),
+    "the only layer in a tensor of its own": partial(only_layer, "a"),
+}
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View every byte of the storage, also those in no view."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def tensors_of(kv_caches: dict[str, Any]) -> list[torch.Tensor]:
+    return [t for e in kv_caches.values() for t in ([e] if isinstance(e, torch.Tensor) else e)]
+
+
+def fill_with_any_bits(kv_caches: dict[str, Any]) -> list[torch.Tensor]:
+    """Fill the storages, NaNs with payloads among the values, and return a copy of them."""
+    generator = torch.Generator().manual_seed(1)
+    for tensor in tensors_of(kv_caches):
+        storage_bytes(tensor).random_(generator=generator)
+    return [storage_bytes(tensor).clone() for tensor in tensors_of(kv_caches)]
+
+
+def holds(kv_caches: dict[str, Any], content: list[torch.Tensor]) -> bool:
+    pairs = zip(tensors_of(kv_caches), content, strict=True)
+    return all(torch.equal(storage_bytes(tensor), before) for tensor, before in pairs)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_caches_become_rows_that_are_proven_and_memory_is_as_before(name: str) -> None:
+    engine = ENGINES[name]()
+    before = fill_with_any_bits(engine.kv_caches)
+    caches = canonicalize(engine.kv_caches, engine.config)
+    assert shapes(caches) == [(engine.config.num_blocks, page) for page in engine.pages]
+    assert [each.page_size_bytes for each in caches.tensors] == engine.pages
+    assert [refs(caches, group) for group in range(len(engine.refs))] == engine.refs
+    assert caches.group_data_refs[0][0].layout == engine.layout or not engine.layout
+    assert caches.group_specs == tuple(group.spec for group in engine.config.groups)
+    attest(engine.kv_caches, engine.config, caches)
+    assert holds(engine.kv_caches, before)
+
+
+def test_caches_keep_the_memory_alive_and_show_what_is_written_there() -> None:
+    tensor = nhd().fill_(2)
     caches = canonicalize({"a": tensor}, config_of((SPEC, "a")))
-    tensor[3] = 1.5
-    ones = caches.tensors[0].tensor[3].view(torch.float16)
-    assert torch.equal(ones, torch.full((PAGE // 2,), 1.5, dtype=torch.float16))
     caches.tensors[0].tensor[3] = 0
-    assert not tensor.any()
-
-
-def test_caches_keep_the_memory_alive() -> None:
-    caches = canonicalize({"a": nhd().fill_(2)}, config_of((SPEC, "a")))
-    assert (caches.tensors[0].tensor.view(torch.float16) == 2).all()
+    assert not tensor[3].any()
+    del tensor
+    assert (caches.tensors[0].tensor[4].view(torch.float16) == 2).all()
 
 
 def test_caches_print_what_is_where() -> None:
@@ -329,9 +374,8 @@ def test_a_canonical_tensor_is_rows_of_bytes(tensor: torch.Tensor, page: int) ->
 
 
 def test_keys_and_values_of_a_layer_have_layouts_of_their_own() -> None:
-    heads, dim, tokens = SPEC.num_kv_heads, SPEC.head_dim, SPEC.tokens_per_block
-    keys = torch.rand(NUM_BLOCKS, heads, dim, tokens).to(SPEC.dtype)
-    values = torch.rand(NUM_BLOCKS, heads, tokens, dim).to(SPEC.dtype)
+    keys = torch.rand(NUM_BLOCKS, 3, 8, 16).to(SPEC.dtype)
+    values = torch.rand(NUM_BLOCKS, 3, 16, 8).to(SPEC.dtype)
     given = ["block head dim token", "block head token dim"]
     caches = canonicalize({"a": [keys, values]}, config_of((SPEC, "a")), layouts={"a": given})
     boxes = [box for ref in caches.group_data_refs[0] for box in ref.boxes]
@@ -339,6 +383,102 @@ def test_keys_and_values_of_a_layer_have_layouts_of_their_own() -> None:
         ("k", ("head", "dim", "token")),
         ("v", ("head", "token", "dim")),
     ]
-    for wrong in (given[:1], [*given, given[0]], 5):
-        with pytest.raises(InvalidArgumentError, match=r"layouts\['a'\]"):
-            canonicalize({"a": [keys, values]}, config_of((SPEC, "a")), layouts={"a": wrong})  # type: ignore[dict-item]
+
+
+def rows(
+    tensor: torch.Tensor,
+    *starts: int,
+    stride: int = PAGE,
+    page: int = PAGE,
+    names: str = "a",
+    num_blocks: int = NUM_BLOCKS,
+    num_groups: int = 1,
+) -> CanonicalKVCaches:
+    """Make caches with one tensor and ref for each byte offset."""
+    raw = storage_bytes(tensor).view(torch.int8)
+    views = [raw.as_strided((num_blocks, page), (stride, 1), start) for start in starts]
+    return CanonicalKVCaches(
+        [CanonicalKVCacheTensor(view, page) for view in views],
+        [[CanonicalKVCacheRef(i, page, tuple(names)) for i in range(len(views))]] * num_groups,
+    )
+
+
+WRONG: dict[str, Callable[[torch.Tensor], CanonicalKVCaches]] = {
+    "another copy": lambda tensor: rows(tensor.clone(), 0),
+    "one block further": lambda tensor: rows(tensor, PAGE),
+    "one element further": lambda tensor: rows(tensor, 2),
+    "half a page": lambda tensor: rows(tensor, 0, page=HALF),
+    "v before k": lambda tensor: rows(tensor, HALF, 0, page=HALF),
+    "k and v outermost": lambda tensor: rows(tensor, 0, NUM_BLOCKS * HALF, stride=HALF, page=HALF),
+    "another layer": lambda tensor: rows(tensor, 0, names="b"),
+    "another number of groups": lambda tensor: rows(tensor, 0, num_groups=2),
+    "another number of blocks": lambda tensor: rows(tensor, 0, num_blocks=NUM_BLOCKS - 1),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_caches_that_show_something_else_are_refused_and_memory_is_as_before(kind: str) -> None:
+    kv_caches = {"a": engine_view(NHD, NHD, SIZES | {"block": NUM_BLOCKS + 1})[:NUM_BLOCKS]}
+    before = fill_with_any_bits(kv_caches)
+    with pytest.raises(AttestationError) as caught:
+        attest(kv_caches, config_of((SPEC, "a")), WRONG[kind](kv_caches["a"]))
+    assert caught.value.layer_name == "a"
+    assert caught.value.block_id in range(NUM_BLOCKS)
+    assert holds(kv_caches, before)
+
+
+@pytest.mark.parametrize("physical", [NHD, SPLIT])
+def test_the_layout_decides_between_two_readings(physical: str) -> None:
+    tensor = torch.zeros(2, 2, 16, 3, 8, dtype=torch.float16)
+    config = config_of((SPEC, "a"), num_blocks=2)
+    caches = canonicalize({"a": tensor}, config, layouts={"a": physical})
+    attest({"a": tensor}, config, caches, layouts={"a": physical})
+    other = SPLIT if physical == NHD else NHD
+    with pytest.raises(AttestationError):
+        attest({"a": tensor}, config, caches, layouts={"a": other})
+
+
+def test_tensors_of_inference_mode_and_layers_without_names_are_proven() -> None:
+    with torch.inference_mode():
+        tensor = torch.zeros(2, NUM_BLOCKS, 16, 3, 8, dtype=torch.float16)
+    config = config_of((SPEC, "a"))
+    caches = canonicalize({"a": tensor}, config)
+    unnamed = [[replace(ref, layer_names=()) for ref in each] for each in caches.group_data_refs]
+    attest({"a": tensor}, config, CanonicalKVCaches(caches.tensors, unnamed))
+
+
+@pytest.mark.parametrize(
+    ("spans", "regions"),
+    [
+        ([(0, 60)], [(0, 360)]),  # up to the last page
+        ([(0, 40), (40, 100)], [(0, 400)]),  # rows that interleave
+        ([(0, 20), (400, 460)], [(0, 320), (400, 360)]),
+    ],
+)
+def test_every_byte_of_a_page_is_in_one_region(
+    spans: list[tuple[int, int]], regions: list[tuple[int, int]]
+) -> None:
+    memory = torch.zeros(8 * 100, dtype=torch.int8)
+    views = [memory.as_strided((4, b - a), (100, 1), a) for a, b in spans]
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(view, view.shape[1]) for view in views],
+        [[CanonicalKVCacheRef(index, view.shape[1]) for index, view in enumerate(views)]],
+    )
+    found = memory_regions(caches)
+    assert [(each.address - memory.data_ptr(), each.num_bytes) for each in found] == regions
+    assert all(each.owner is caches for each in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [f"{NHD} in {SPLIT}", f"{SPLIT} in {NHD}", "latents"])
+def test_caches_on_a_gpu_are_proven(name: str) -> None:
+    engine = ENGINES[name]()
+    on_gpu = {
+        layer: torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda"
+        ).copy_(tensor)
+        for layer, tensor in engine.kv_caches.items()
+    }
+    caches = canonicalize(on_gpu, engine.config)
+    assert caches.tensors[0].tensor.device.type == "cuda"
+    attest(on_gpu, engine.config, caches)

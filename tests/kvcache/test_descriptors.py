@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import FrameType
@@ -13,7 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
+from kvxfer.errors import (
+    BlockIdError,
+    DuplicateError,
+    InvalidArgumentError,
+    KVXferError,
+    UnknownGroupError,
+)
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.describer import BlockDescriber, describe
 from kvxfer.kvcache.descriptors import Descriptors, overlap
@@ -179,67 +186,44 @@ def batch(lengths: list[int], block_offsets: list[int]) -> Descriptors:
 
 @given(case=cases())
 def test_descriptors_read_the_bytes_that_the_tensors_hold(case: Case) -> None:
-    assert read(case.describe()) == expected_chunks(case)
-
-
-@given(case=cases())
-def test_descriptors_of_one_chunk_never_touch(case: Case) -> None:
-    blocks = case.describe()
+    blocks, expected = case.describe(), expected_chunks(case)
+    assert read(blocks) == expected
+    sizes = [len(payload) for _, payload in expected]
+    assert (blocks.num_blocks, blocks.num_bytes) == (len(expected), sum(sizes))
+    assert blocks.block_sizes.tolist() == sizes
+    arrays = (blocks.addresses, blocks.lengths, blocks.block_offsets, blocks.payload_starts)
+    assert [each.dtype for each in arrays] == [np.uint64, np.uint64, np.int64, np.int64]
+    assert blocks.block_offsets[-1] == len(blocks) == len(blocks.lengths)
+    assert (np.diff(blocks.block_offsets, prepend=-1) > 0).all()
+    assert (blocks.lengths > 0).all()
+    assert (blocks.device, blocks.owners) == (torch.device("cpu"), (case.caches,))
     for block in range(blocks.num_blocks):
         for (address, length), (following, _) in pairwise(pieces_of(blocks, block)):
-            assert address + length != following
-
-
-@given(case=cases())
-def test_descriptors_are_uint64_and_their_offsets_int64_and_rising(case: Case) -> None:
-    blocks = case.describe()
-    kinds = [
-        each.dtype
-        for each in (
-            blocks.addresses,
-            blocks.lengths,
-            blocks.block_offsets,
-            blocks.payload_starts,
-            blocks.block_sizes,
-        )
-    ]
-    assert kinds == [np.uint64, np.uint64, np.int64, np.int64, np.int64]
-    assert blocks.block_offsets[0] == 0
-    assert blocks.block_offsets[-1] == len(blocks) == len(blocks.lengths)
-    assert (np.diff(blocks.block_offsets) > 0).all()
-    assert (blocks.lengths > 0).all()
-    assert blocks.device == torch.device("cpu")
-
-
-@given(case=cases())
-def test_sizes_are_those_of_the_bytes(case: Case) -> None:
-    blocks, expected = case.describe(), expected_chunks(case)
-    sizes = [len(payload) for _, payload in expected]
-    assert blocks.num_blocks == len(expected)
-    assert blocks.block_sizes.tolist() == sizes
-    assert blocks.num_bytes == sum(sizes)
+            assert address + length != following, "pieces that touch are one"
 
 
 @given(case=cases(), data=st.data())
-def test_selected_blocks_are_a_slice_of_the_batch(case: Case, data: st.DataObject) -> None:
+def test_blocks_that_are_selected_or_taken_are_those_that_were_asked_for(
+    case: Case, data: st.DataObject
+) -> None:
     blocks, expected = case.describe(), expected_chunks(case)
     start = data.draw(st.integers(0, len(expected)))
     stop = data.draw(st.integers(start, len(expected)))
     selected = blocks.select(start, stop)
     assert read(selected) == expected[start:stop]
-    assert selected.block_sizes.tolist() == [len(payload) for _, payload in expected[start:stop]]
-    assert selected.owners == blocks.owners
     assert np.shares_memory(selected.addresses, blocks.addresses) or start == stop
-
-
-@given(case=cases(), data=st.data())
-def test_taken_blocks_come_in_the_order_they_are_asked_for(case: Case, data: st.DataObject) -> None:
-    blocks, expected = case.describe(), expected_chunks(case)
     order = data.draw(st.lists(st.integers(0, len(expected) - 1)))
     taken = blocks.take(order)
     assert read(taken) == [expected[index] for index in order]
-    assert taken.num_blocks == len(order)
-    assert taken.owners == blocks.owners
+    assert selected.owners == taken.owners == blocks.owners
+    longest = data.draw(st.none() | st.integers(1, 3))
+    max_bytes = data.draw(st.integers(1, 200))
+    sizes, runs = blocks.block_sizes, list(blocks.cut(max_bytes, longest_run=longest))
+    assert [index for run in runs for index in range(*run)] == list(range(len(sizes)))
+    for first, last in runs:
+        assert last == first + 1 or sizes[first:last].sum() <= max_bytes
+        is_full = last == len(sizes) or last - first == longest
+        assert is_full or sizes[first : last + 1].sum() > max_bytes
 
 
 @given(several=st.lists(cases(), min_size=1, max_size=4))
@@ -267,48 +251,22 @@ def test_batches_overlap_where_they_have_a_byte_in_common(seed: int) -> None:
     assert not overlap(one, replace(other, device=torch.device("cuda", 0)))
 
 
-def test_nothing_and_batches_on_several_devices_cannot_be_concatenated() -> None:
-    there = CanonicalKVCaches(
-        [CanonicalKVCacheTensor(torch.zeros(4, 8, dtype=torch.int8, device="meta"), 8)],
-        [[CanonicalKVCacheRef(0, 8)]],
-    )
-    here = row_caches([(0, 8)])
-    with pytest.raises(InvalidArgumentError, match="meta"):
-        Descriptors.concatenate([describe(here, 0, [0]), describe(there, 0, [0])])
-    with pytest.raises(InvalidArgumentError, match="batches"):
-        Descriptors.concatenate([])
-
-
-def test_pages_that_lie_side_by_side_are_one_descriptor_per_block() -> None:
-    caches = row_caches([(0, 8), (8, 16), (16, 24)])
-    assert describe(caches, 0, [2, 3, 5]).lengths.tolist() == [24, 24, 24]
-
-
-def test_a_run_of_blocks_that_fill_their_rows_is_one_descriptor_per_chunk() -> None:
-    caches = row_caches([(0, 20), (20, 32)])
-    blocks = describe(caches, 0, [1, 2, 3, 5, 6, 7], blocks_per_chunk=3)
-    assert blocks.lengths.tolist() == [96, 96]
-    blocks = describe(caches, 0, [1, 2, 4, 7], blocks_per_chunk=4)
-    assert blocks.lengths.tolist() == [64, 32, 32]
-
-
-def test_the_end_of_a_row_is_merged_with_the_beginning_of_the_next() -> None:
-    caches = row_caches([(0, 8), (12, 32)])
-    blocks = describe(caches, 0, [1, 2, 3, 6], blocks_per_chunk=4)
-    assert blocks.lengths.tolist() == [8, 28, 28, 20, 8, 20]
-
-
-def test_chunks_are_never_merged_with_each_other() -> None:
-    caches = row_caches([(0, 32)])
-    blocks = describe(caches, 0, [0, 1, 2, 3], blocks_per_chunk=2, first_block_index=1)
-    assert blocks.lengths.tolist() == [32, 64, 32]
-    assert blocks.block_offsets.tolist() == [0, 1, 2, 3]
-    assert blocks.payload_starts.tolist() == [32, 0, 0]
-
-
-def test_descriptors_keep_the_memory_alive() -> None:
-    caches = row_caches([(0, 32)])
-    assert describe(caches, 0, [0]).owners == (caches,)
+@pytest.mark.parametrize(
+    ("spans", "block_ids", "options", "lengths"),
+    [
+        ([(0, 8), (8, 16), (16, 24)], [2, 3, 5], {}, [24, 24, 24]),  # pages side by side
+        ([(0, 20), (20, 32)], [1, 2, 3, 5, 6, 7], {"blocks_per_chunk": 3}, [96, 96]),  # whole rows
+        ([(0, 20), (20, 32)], [1, 2, 4, 7], {"blocks_per_chunk": 4}, [64, 32, 32]),
+        # The end of a row touches the beginning of the next.
+        ([(0, 8), (12, 32)], [1, 2, 3, 6], {"blocks_per_chunk": 4}, [8, 28, 28, 20, 8, 20]),
+        # Chunks are never merged.
+        ([(0, 32)], [0, 1, 2, 3], {"blocks_per_chunk": 2, "first_block_index": 1}, [32, 64, 32]),
+    ],
+)
+def test_what_touches_in_a_chunk_is_one_descriptor(
+    spans: list[tuple[int, int]], block_ids: list[int], options: dict[str, int], lengths: list[int]
+) -> None:
+    assert describe(row_caches(spans), 0, block_ids, **options).lengths.tolist() == lengths
 
 
 def test_describing_again_leaves_earlier_descriptors_as_they_were() -> None:
@@ -320,76 +278,84 @@ def test_describing_again_leaves_earlier_descriptors_as_they_were() -> None:
     assert read(describer.describe(0, [1, 2])) == expected
 
 
-@pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64, np.uint8, np.uint32, np.uint64])
-def test_block_ids_may_be_integers_of_any_width(dtype: type[np.integer[Any]]) -> None:
+IDS: list[Any] = [
+    *(np.array([4, 5, 6], kind) for kind in (np.int16, np.int64, np.uint8, np.uint32, np.uint64)),
+    torch.tensor([4, 5, 6], dtype=torch.int32),
+    (4, 5, 6),
+    range(4, 7),
+]
+
+
+@pytest.mark.parametrize("block_ids", IDS)
+def test_block_ids_may_be_integers_of_any_kind(block_ids: Any) -> None:
     caches = row_caches([(0, 8), (12, 20)])
-    expected = read(describe(caches, 0, [5, 0, 7]))
-    assert read(describe(caches, 0, np.array([5, 0, 7], dtype))) == expected
+    assert read(describe(caches, 0, block_ids)) == read(describe(caches, 0, [4, 5, 6]))
 
 
-def test_block_ids_may_be_a_tensor_a_tuple_or_a_range() -> None:
-    caches = row_caches([(0, 8), (12, 20)])
-    expected = read(describe(caches, 0, [4, 5, 6]))
-    assert read(describe(caches, 0, torch.tensor([4, 5, 6], dtype=torch.int32))) == expected
-    assert read(describe(caches, 0, (4, 5, 6))) == expected
-    assert read(describe(caches, 0, range(4, 7))) == expected
-
-
-@pytest.mark.parametrize("block_id", [-1, 8, 2**40, -(2**40)])
-def test_a_block_id_outside_of_the_cache_is_an_error_that_names_it(block_id: int) -> None:
-    with pytest.raises(BlockIdError) as caught:
-        describe(row_caches([(0, 32)], num_blocks=8), 0, [3, block_id])
-    assert (caught.value.group, caught.value.block_id, caught.value.num_blocks) == (0, block_id, 8)
-
-
-def test_the_smallest_tensor_of_a_group_bounds_its_block_ids() -> None:
+def bad_caches(*refs: int, devices: tuple[str, ...] = ("cpu", "meta")) -> CanonicalKVCaches:
+    """Make caches of one group, with tensors of 6 and 4 blocks."""
     tensors = [
-        CanonicalKVCacheTensor(torch.zeros(num_blocks, 8, dtype=torch.int8), 8)
-        for num_blocks in (6, 4)
+        CanonicalKVCacheTensor(torch.zeros(count, 8, dtype=torch.int8, device=device), 8)
+        for count, device in zip((6, 4), devices, strict=True)
     ]
-    both = [CanonicalKVCacheRef(0, 8), CanonicalKVCacheRef(1, 8)]
-    caches = CanonicalKVCaches(tensors, [both, both[:1]])
-    assert describe(caches, 1, [5]).num_blocks == 1
-    with pytest.raises(BlockIdError, match="0 <= block id < 4"):
-        describe(caches, 0, [5])
+    return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(index, 8) for index in refs]])
 
 
-def test_a_duplicate_block_id_is_an_error_that_names_it() -> None:
-    with pytest.raises(DuplicateError) as caught:
-        describe(row_caches([(0, 32)]), 0, [1, 6, 2, 6])
-    assert (caught.value.argument, caught.value.value) == ("block_ids[0]", 6)
+ROWS = row_caches([(0, 32)])
 
 
 @pytest.mark.parametrize(
-    "block_ids",
+    ("call", "error", "match"),
     [
-        [],
-        np.array([], np.int64),
-        3,
-        None,
-        [[0, 1], [2, 3]],
-        [[0, 1], [2]],
-        [0.0, 1.0],
-        [True, False],
-        ["0", "1"],
-        [None],
-        [2**70],
+        *(
+            (lambda ids=ids: describe(ROWS, 0, ids), InvalidArgumentError, r"block_ids\[0\]")
+            for ids in ([], np.array([], np.int64), 3, None, [[0, 1], [2, 3]], [[0, 1], [2]])
+        ),
+        *(
+            (lambda ids=ids: describe(ROWS, 0, ids), InvalidArgumentError, r"block_ids\[0\]")
+            for ids in ([0.0, 1.0], [True, False], ["0", "1"], [None], [2**70])
+        ),
+        *(
+            (lambda each=each: describe(ROWS, 0, [3, each]), BlockIdError, f"{each}.*block id < 8")
+            for each in (-1, 8, 2**40, -(2**40))
+        ),
+        (
+            lambda: describe(bad_caches(0, 1, devices=("cpu", "cpu")), 0, [5]),
+            BlockIdError,
+            "0 <= block id < 4",
+        ),
+        (lambda: describe(ROWS, 0, [1, 6, 2, 6]), DuplicateError, r"block_ids\[0\].* 6"),
+        *(
+            (lambda each=each: describe(ROWS, each, [0]), UnknownGroupError, f"{each}.*1")
+            for each in (-1, 1, 7)
+        ),
+        (
+            lambda: describe(ROWS, 0, [0], first_block_index=-1),
+            InvalidArgumentError,
+            "first_block_index is -1",
+        ),
+        (
+            lambda: BlockDescriber(ROWS, blocks_per_chunk=0),
+            InvalidArgumentError,
+            "blocks_per_chunk is 0",
+        ),
+        (lambda: BlockDescriber(bad_caches(0, 1)), InvalidArgumentError, "meta"),
+        (lambda: BlockDescriber(bad_caches()), InvalidArgumentError, "group_data_refs"),
+        (
+            lambda: Descriptors.concatenate(
+                [describe(ROWS, 0, [0]), describe(bad_caches(1), 0, [0])]
+            ),
+            InvalidArgumentError,
+            "meta",
+        ),
+        (lambda: Descriptors.concatenate([]), InvalidArgumentError, "batches"),
     ],
-    ids=repr,
 )
-def test_block_ids_that_are_not_a_list_of_integers_are_an_error(block_ids: Any) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        describe(row_caches([(0, 32)]), 0, block_ids)
-    assert caught.value.argument == "block_ids[0]"
-
-
-@pytest.mark.parametrize("group", [-1, 1, 7])
-def test_an_unknown_group_is_an_error_that_names_it(group: int) -> None:
-    describer = BlockDescriber(row_caches([(0, 32)]))
-    for ask in (lambda: describer.describe(group, [0]), lambda: describer.block_size_bytes(group)):
-        with pytest.raises(UnknownGroupError) as caught:
-            ask()
-        assert (caught.value.group, caught.value.num_groups) == (group, 1)
+def test_what_cannot_be_described_is_an_error_that_names_it(
+    call: Callable[[], object], error: type[KVXferError], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        call()
 
 
 def test_the_size_of_a_block_is_that_of_its_unpadded_pages() -> None:
@@ -398,34 +364,6 @@ def test_the_size_of_a_block_is_that_of_its_unpadded_pages() -> None:
     describer = BlockDescriber(CanonicalKVCaches(tensors, groups))
     assert describer.num_groups == 2
     assert [describer.block_size_bytes(group) for group in (0, 1)] == [27, 5]
-
-
-def test_a_negative_first_block_index_is_an_error() -> None:
-    with pytest.raises(InvalidArgumentError, match="first_block_index is -1"):
-        describe(row_caches([(0, 32)]), 0, [0], first_block_index=-1)
-
-
-@pytest.mark.parametrize("blocks_per_chunk", [0, -2])
-def test_chunks_of_no_blocks_are_an_error(blocks_per_chunk: int) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"blocks_per_chunk is {blocks_per_chunk}"):
-        BlockDescriber(row_caches([(0, 32)]), blocks_per_chunk=blocks_per_chunk)
-
-
-def test_a_group_on_several_devices_is_an_error() -> None:
-    tensors = [
-        CanonicalKVCacheTensor(torch.zeros(4, 8, dtype=torch.int8, device=device), 8)
-        for device in ("cpu", "meta")
-    ]
-    refs = [CanonicalKVCacheRef(0, 8), CanonicalKVCacheRef(1, 8)]
-    assert BlockDescriber(CanonicalKVCaches(tensors, [refs[:1], refs[1:]])).num_groups == 2
-    with pytest.raises(InvalidArgumentError, match="meta"):
-        BlockDescriber(CanonicalKVCaches(tensors, [refs]))
-
-
-def test_a_group_without_refs_is_an_error() -> None:
-    tensor = CanonicalKVCacheTensor(torch.zeros(4, 8, dtype=torch.int8), 8)
-    with pytest.raises(InvalidArgumentError, match="group_data_refs"):
-        BlockDescriber(CanonicalKVCaches([tensor], [[]]))
 
 
 @st.composite
@@ -445,63 +383,30 @@ def byte_addresses(blocks: Descriptors) -> list[int]:
     ]
 
 
+@pytest.mark.parametrize("whole", [None, "source", "destination"])
 @given(sides=two_sides())
-def test_paired_fragments_send_every_byte_to_its_place(
-    sides: tuple[ScatteredBlocks, ScatteredBlocks],
+def test_paired_fragments_send_every_byte_to_its_place_and_are_as_few_as_possible(
+    sides: tuple[ScatteredBlocks, ScatteredBlocks], whole: str | None
 ) -> None:
     source, destination = sides[0].blocks, sides[1].blocks
-    from_, to, lengths = pair_fragments(source, destination)
-    assert [each.dtype for each in (from_, to, lengths)] == [np.uint64] * 3
+    if whole:  # blocks in one piece pair with any cut of them
+        memory = np.zeros(source.num_bytes, np.uint8)
+        piece = describe_buffer(memory, source.block_sizes.tolist(), source.payload_starts)
+        source, destination = (piece, destination) if whole == "source" else (source, piece)
+    pairs = pair_fragments(source, destination)
+    assert [each.dtype for each in pairs] == [np.uint64] * 3
+    from_, to, lengths = (each.tolist() for each in pairs)
     mapped = [
         (begin + offset, end + offset)
-        for begin, end, length in zip(from_.tolist(), to.tolist(), lengths.tolist(), strict=True)
+        for begin, end, length in zip(from_, to, lengths, strict=True)
         for offset in range(length)
     ]
     expected = zip(byte_addresses(source), byte_addresses(destination), strict=True)
     assert mapped == list(expected)
-
-
-@given(side=scattered_blocks(), is_source=st.booleans())
-def test_blocks_in_one_piece_pair_with_any_cut_of_them(
-    side: ScatteredBlocks, *, is_source: bool
-) -> None:
-    sizes = side.blocks.block_sizes.tolist()
-    memory = np.zeros(sum(sizes), np.uint8)
-    whole = describe_buffer(memory, sizes, side.blocks.payload_starts)
-    source, destination = (whole, side.blocks) if is_source else (side.blocks, whole)
-    from_, to, lengths = pair_fragments(source, destination)
-    mapped = [
-        (begin + offset, end + offset)
-        for begin, end, length in zip(from_.tolist(), to.tolist(), lengths.tolist(), strict=True)
-        for offset in range(length)
-    ]
-    assert mapped == list(zip(byte_addresses(source), byte_addresses(destination), strict=True))
-
-
-@given(sides=two_sides())
-def test_paired_fragments_are_as_few_as_possible(
-    sides: tuple[ScatteredBlocks, ScatteredBlocks],
-) -> None:
-    from_, to, lengths = (
-        each.tolist() for each in pair_fragments(sides[0].blocks, sides[1].blocks)
-    )
-    for before, after in pairwise(range(len(lengths))):
-        source_touches = from_[before] + lengths[before] == from_[after]
-        destination_touches = to[before] + lengths[before] == to[after]
-        assert not (source_touches and destination_touches)
     assert all(lengths)
-
-
-@given(case=cases(), scattered=st.data())
-def test_described_blocks_pair_with_any_other_cut_of_them(
-    case: Case, scattered: st.DataObject
-) -> None:
-    source = case.describe()
-    destination = scattered.draw(scattered_blocks(source.block_sizes.tolist())).blocks
-    for begin, end, length in zip(*pair_fragments(source, destination), strict=True):
-        ctypes.memmove(int(end), int(begin), int(length))
-    expected = [payload for _, payload in expected_chunks(case)]
-    assert [payload for _, payload in read(destination)] == expected
+    for before, after in pairwise(range(len(lengths))):
+        touch = [each[before] + lengths[before] == each[after] for each in (from_, to)]
+        assert not all(touch)
 
 
 @pytest.mark.parametrize(

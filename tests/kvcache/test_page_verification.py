@@ -135,18 +135,6 @@ def test_half_of_the_heads_is_one_piece_of_every_tensor() -> None:
         assert runs_of(mapping) == [(0, expected)]
 
 
-def test_a_page_of_several_blocks_has_runs_of_each() -> None:
-    (mapping,) = mappings_of("Blocks first, HND", ALONE, tokens_per_block=8, tokens_per_page=TOKENS)
-    found = [(block, run.fragment_size) for block, run in runs_of(mapping)]
-    assert found == [(0, HEAD // 2), (1, HEAD // 2)] * 4 * HEADS
-
-
-def test_shards_that_a_worker_has_side_by_side_are_pieces_of_their_own() -> None:
-    (mapping,) = mappings_of("All layers, heads first", ALONE, num_shards=HEADS)
-    assert mapping.shards == tuple(range(HEADS))
-    assert len(mapping.pages[0].lengths) == HEADS
-
-
 PARALLEL = {
     "heads": WorkerShard(num_kv_heads=HEADS, tp_size=4),
     "replicated": WorkerShard(num_kv_heads=2, tp_size=8),
@@ -161,23 +149,13 @@ def parallel_mappings(kind: str) -> list[PageMapping]:
 
 
 @pytest.mark.parametrize("kind", PARALLEL)
-def test_all_workers_together_are_the_page(kind: str) -> None:
-    verify_mappings(parallel_mappings(kind))
-
-
-@pytest.mark.parametrize("kind", PARALLEL)
-def test_a_missing_worker_is_found(kind: str) -> None:
+def test_all_workers_together_are_the_page_and_a_missing_or_another_one_is_found(kind: str) -> None:
     mappings = parallel_mappings(kind)
+    verify_mappings(mappings)
     for rank in range(len(mappings)):
         with pytest.raises(PageMappingError, match="bytes of all workers") as caught:
             verify_mappings(mappings[:rank] + mappings[rank + 1 :])
         assert caught.value.axis == "head"
-
-
-@pytest.mark.parametrize("kind", PARALLEL)
-def test_a_worker_in_the_place_of_another_is_found(kind: str) -> None:
-    mappings = parallel_mappings(kind)
-    for rank in range(len(mappings)):
         doubled = list(mappings)
         doubled[rank] = mappings[rank - 1]
         for wrong in (doubled, [*mappings, mappings[rank]]):
@@ -188,11 +166,10 @@ def test_a_worker_in_the_place_of_another_is_found(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["replicated", "latents"])
 def test_writers_that_do_not_take_turns_are_found(kind: str) -> None:
     mappings = parallel_mappings(kind)
-    swapped = [replace(mappings[0], writer_index=1), *mappings[1:]]
-    alone = [replace(mappings[0], num_writers=1, writer_index=0), *mappings[1:]]
-    for wrong in (swapped, alone):
+    wrong: list[dict[str, Any]] = [{"writer_index": 1}, {"num_writers": 1, "writer_index": 0}]
+    for fields in wrong:
         with pytest.raises(PageMappingError):
-            verify_mappings(wrong)
+            verify_mappings([replace(mappings[0], **fields), *mappings[1:]])
 
 
 @pytest.mark.parametrize("kind", PARALLEL)
@@ -210,22 +187,15 @@ def test_a_corrupted_fragment_is_found(kind: str, field: str, by: int) -> None:
             verify_mappings(wrong)
 
 
-def test_workers_with_other_pages_are_found() -> None:
-    shard = replace(ALONE, tp_size=2)
-    ours, theirs = (
-        mappings_of("Blocks first, HND", shard, tokens_per_page=tokens) for tokens in (16, 8)
-    )
+def test_workers_with_other_pages_or_blocks_are_found() -> None:
+    def workers(tokens_per_block: int, tokens_per_page: int) -> list[PageMapping]:
+        tokens = {"tokens_per_block": tokens_per_block, "tokens_per_page": tokens_per_page}
+        return mappings_of("Blocks first, HND", replace(ALONE, tp_size=2), **tokens)
+
+    ours, theirs = workers(16, 16), workers(16, 8)
     for wrong in ([ours[0], theirs[1]], [*ours, theirs[1]]):
         with pytest.raises(PageMappingError):
             verify_mappings(wrong)
-
-
-def test_workers_with_other_blocks_are_found() -> None:
-    shard = replace(ALONE, tp_size=2)
-    ours, theirs = (
-        mappings_of("Blocks first, HND", shard, tokens_per_block=tokens, tokens_per_page=8)
-        for tokens in (16, 8)
-    )
     with pytest.raises(PageMappingError, match=r"\[1, 2\] pages per block") as caught:
-        verify_mappings([ours[0], theirs[1]])
+        verify_mappings([theirs[0], workers(8, 8)[1]])
     assert caught.value.axis == "token"

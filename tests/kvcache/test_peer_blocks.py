@@ -45,8 +45,9 @@ from tests.kvcache.random_worlds import engine_options, generators, worlds
 from tests.kvcache.world_engines import EngineOptions, Worker, WorldEngine, start_engine
 from tests.kvcache.zoo_engines import ZOO
 
+NHD = "block kv token head dim"
 LAYOUTS = (
-    "block kv token head dim",
+    NHD,
     "block kv head token dim",
     "block head kv token dim",
     "block head token kv dim",
@@ -143,18 +144,9 @@ def test_kernel_blocks_of_8_and_of_6_tokens_become_one_another(copies: CPUCopyEn
     rng = np.random.default_rng(1)
     options = {"head_dim": 4, "dtype": torch.float16}
     world = World(rng, positions=[(0, 1)], num_heads=2, num_tokens=48, options=options)
+    plan = EngineOptions(entry=entry, shard=WorkerShard(num_kv_heads=2), tokens_per_block=24)
     theirs, ours = (
-        start_engine(
-            rng,
-            world,
-            EngineOptions(
-                entry=entry,
-                shard=WorkerShard(num_kv_heads=2),
-                tokens_per_block=24,
-                kernel_blocks_per_block=count,
-            ),
-        )
-        for count in (3, 4)
+        start_engine(rng, world, replace(plan, kernel_blocks_per_block=count)) for count in (3, 4)
     )
     theirs.workers[0].fill()
     [worker] = ours.workers
@@ -165,7 +157,7 @@ def test_kernel_blocks_of_8_and_of_6_tokens_become_one_another(copies: CPUCopyEn
 
 
 def numbered(
-    tokens_per_block: int = 32, *, layout: str = "block kv token head dim", **shard: Any
+    tokens_per_block: int = 32, *, layout: str = NHD, **shard: Any
 ) -> tuple[CanonicalKVCaches, torch.Tensor]:
     """Make two layers of one tensor each, whose elements are numbers of their own."""
     whole = WorkerShard(**{"num_kv_heads": 4, **shard})
@@ -192,28 +184,7 @@ def whole(**fields: Any) -> WorkerShard:
 )
 def test_fragments_are_what_lies_together_on_both_sides(layout: str, mean: int) -> None:
     """Tokens of a block of theirs that are half of one of ours, in elements of 4 bytes."""
-    ours, _ = numbered(32, layout=layout)
-    theirs, _ = numbered(16, layout=layout)
-    (blocks,) = match_caches(
-        ours, describe_caches(ours, whole()), [describe_caches(theirs, whole())]
-    )
-    assert blocks.fragment_bytes(0) == mean
-
-
-def test_equal_engines_read_their_blocks_in_place(copies: CPUCopyEngine) -> None:
-    ours, memory = numbered()
-    theirs, their_memory = numbered()
-    told = describe_caches(theirs, whole())
-    (blocks,) = match_caches(ours, describe_caches(ours, whole()), [told])
-    assert blocks.is_direct
-    assert (blocks.sources, blocks.tokens_per_page) == ((0,), 32)
-    memory.zero_()
-    _, addresses = staged = stage(theirs, 0, [4, 5], copies)
-    copies.copy(*blocks.describe(0, [1, 2], addresses, [7, 8, 3]))
-    del staged
-    expected = torch.zeros_like(memory)
-    expected[:, 8], expected[:, 3] = their_memory[:, 4], their_memory[:, 5]
-    assert torch.equal(memory, expected)
+    assert matched(32, 16, layout=layout, their_layout=layout).fragment_bytes(0) == mean
 
 
 @pytest.mark.parametrize(
@@ -245,18 +216,18 @@ def test_sources_are_the_workers_that_hold_our_heads_one_of_each_copy(
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "tokens"), [(32, 64, 32), (64, 32, 32), (48, 32, 16), (128, 16, 16)]
+    ("mine", "theirs", "tokens"),
+    [(32, 32, 32), (32, 64, 32), (64, 32, 32), (48, 32, 16), (128, 16, 16)],
 )
 def test_pages_are_the_largest_equal_parts_of_both_blocks(
     mine: int, theirs: int, tokens: int
 ) -> None:
     blocks = matched(mine, theirs)
-    assert (blocks.tokens_per_page, blocks.is_direct) == (tokens, False)
+    assert (blocks.tokens_per_page, blocks.is_direct) == (tokens, mine == theirs)
 
 
-def matched(mine: int, theirs: int, **options: Any) -> PeerBlocks:
-    ours, _ = numbered(mine, **options)
-    others, _ = numbered(theirs)
+def matched(mine: int, theirs: int, *, layout: str = NHD, their_layout: str = NHD) -> PeerBlocks:
+    ours, others = numbered(mine, layout=layout)[0], numbered(theirs, layout=their_layout)[0]
     (blocks,) = match_caches(
         ours, describe_caches(ours, whole()), [describe_caches(others, whole())]
     )
@@ -423,22 +394,15 @@ def test_blocks_that_would_take_long_to_map_are_refused() -> None:
     )
     config = KVCacheConfig(1, (KVCacheGroup(spec, ("layers.0",)),))
     cache = torch.empty(1, 2, 1 << 12, 1, 1 << 11, dtype=torch.int8)
-    large = canonicalize(
-        {"layers.0": cache}, config, layouts={"layers.0": "block kv token head dim"}
-    )
+    large = canonicalize({"layers.0": cache}, config, layouts={"layers.0": NHD})
     mine = describe_caches(large, WorkerShard(num_kv_heads=1))
     (group,) = mine.groups
-    boxes = tuple(
-        replace(
-            box,
-            digits=(
-                *(replace(d, stride_bytes=2) for d in box.digits if d.axis == "dim"),
-                *(replace(d, stride_bytes=1 << 12) for d in box.digits if d.axis == "token"),
-            ),
-        )
-        for box in group.boxes
-    )
-    scattered = msgspec.structs.replace(group, boxes=boxes, payload_size_bytes=1 << 26)
+    strides = {"dim": 2, "token": 1 << 12}  # no two elements are neighbours
+    boxes = []
+    for box in group.boxes:
+        digits = [replace(d, stride_bytes=strides.get(d.axis, d.stride_bytes)) for d in box.digits]
+        boxes.append(replace(box, digits=tuple(digits)))
+    scattered = msgspec.structs.replace(group, boxes=tuple(boxes), payload_size_bytes=1 << 26)
     with pytest.raises(CacheMismatchError, match="fragments"):
         match_caches(large, mine, [msgspec.structs.replace(mine, groups=(scattered,))])
 
