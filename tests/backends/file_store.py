@@ -17,7 +17,7 @@ import pytest
 import xxhash
 
 from kvxfer import runtime
-from kvxfer.backends.file import BlockHeader, FileBackend, FileConfig, Integrity, StoreBatch
+from kvxfer.backends.file import BlockHeader, FileBackend, FileConfig, Integrity
 from kvxfer.backends.file.io import (
     FileIO,
     IOVector,
@@ -175,11 +175,6 @@ class Failing(PosixFileIO):
         return [OSError(5, os.strerror(5)) for _ in super().write(fds, vectors)]
 
 
-def store_batch(backend: FileBackend, keys: Sequence[BlockKey], blocks: Descriptors) -> StoreBatch:
-    """Begin to store a batch, without a thread."""
-    return StoreBatch(backend._files, backend._space, backend._writer, keys, blocks)
-
-
 def capacity_of(namespace: Namespace, num_blocks: int) -> ByteSize:
     """Compute the capacity in which exactly `num_blocks` chunks of the largest group fit."""
     sizes = []
@@ -263,14 +258,6 @@ def counted_bytes(root: Path) -> int:
     with (root / "usage.ledger").open("rb") as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX)
         return int.from_bytes(ledger.read(16)[8:], "little")
-
-
-def unlock_as_if_dead(path: Path) -> None:
-    """Release the lock that this process has on a file, as its death would."""
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            if link.readlink() == path:
-                fcntl.flock(int(link.name), fcntl.LOCK_UN)
 
 
 def fail_to_open(monkeypatch: pytest.MonkeyPatch, pattern: str, error: OSError) -> None:

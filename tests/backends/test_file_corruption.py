@@ -141,21 +141,6 @@ async def test_no_file_of_another_length_is_ever_loaded(tmp_path: Path, engine: 
             assert await made.store() == stored
 
 
-async def test_no_zeroed_part_of_a_file_is_ever_loaded(tmp_path: Path) -> None:
-    rng = random.Random(10)
-    made = Store(tmp_path)
-    async with made.backend:
-        stored = await made.store()
-        places = [(0, len(stored)), (0, 4096), (4096, len(stored)), (8, 4096), (0, 8)]
-        places += [(4096 + start, 4096 + start + 512) for start in rng.sample(range(8000), 20)]
-        for turn, (start, stop) in enumerate(places, 1):
-            zeros = bytes(min(stop, len(stored)) - start)
-            made.path.write_bytes(stored[:start] + zeros + stored[start + len(zeros) :])
-            assert await made.load() is Status.CORRUPT
-            await made.require_quarantine(turn)
-            assert await made.store() == stored
-
-
 async def test_files_that_changed_places_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
     memory = BlockMemory([[512]], num_blocks=8)
     keys = hashed_keys(2)
@@ -183,11 +168,6 @@ async def test_a_file_of_another_namespace_is_not_loaded(tmp_path: Path) -> None
         assert await backend.lookup(keys) == [True]
         assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.CORRUPT]
         assert await backend.lookup(keys) == [False]
-
-
-def make_folder(path: Path) -> None:
-    path.mkdir()
-    (path / "file").write_bytes(b"0")
 
 
 def make_socket(path: Path) -> None:
@@ -222,36 +202,6 @@ async def test_what_is_no_file_is_never_loaded_and_a_store_replaces_it(
             assert await made.load() is Status.DONE
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-async def test_a_folder_in_a_files_place_is_never_loaded_and_stays(
-    tmp_path: Path, engine: str
-) -> None:
-    made = Store(tmp_path, engine=engine)
-    async with made.backend:
-        await made.store()
-        made.path.unlink()
-        make_folder(made.path)
-        assert await made.load() in NEVER_DONE | {Status.FAILED}
-        assert await made.load() in NEVER_DONE | {Status.FAILED}
-        assert await made.backend.lookup([made.key]) == [False]
-        assert bytes_on_disk(tmp_path) == 0
-        (outcome,) = await store(made.backend, [made.key], made.memory.describe(0, SOURCE))
-        assert outcome.status in {Status.DONE, Status.FAILED}
-        assert await made.load() in NEVER_DONE | {Status.FAILED, Status.DONE}
-
-
-async def test_a_store_full_of_quarantined_oddities_still_makes_room(tmp_path: Path) -> None:
-    made = Store(tmp_path, capacity=3 * 16384)
-    async with made.backend:
-        await made.store()
-        made.path.unlink()
-        make_folder(made.path)
-        await made.load()
-        for key in hashed_keys(9, first=1):
-            (outcome,) = await store(made.backend, [key], made.memory.describe(0, SOURCE))
-            assert outcome.done, outcome
-
-
 async def test_a_corrupt_block_is_logged_once_with_its_key_and_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,31 +232,45 @@ async def test_quarantine_counts_and_is_the_first_to_go(tmp_path: Path) -> None:
         assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
 
 
-async def test_a_block_that_is_corrupt_twice_takes_room_in_quarantine_once(tmp_path: Path) -> None:
-    made = Store(tmp_path)
-    async with made.backend:
-        await made.backend.wait_indexed()
-        for _ in range(3):
-            await made.store()
-            flip_bit(made.path, 8 * 4100)
-            assert await made.load() is Status.CORRUPT
-        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
-        await made.backend.purge()
-        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
+CHUNK = 4
+DONE, MISSING, FAILED = Status.DONE, Status.MISSING, Status.FAILED
 
 
-async def test_a_damaged_count_is_recounted_before_it_is_trusted(tmp_path: Path) -> None:
-    memory, keys = BlockMemory([[4096]], num_blocks=8), hashed_keys(8)
-    ledger = tmp_path / "usage.ledger"
-    async with open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as backend:
+def large_pages() -> BlockMemory:
+    """Caches whose fragments are so large that files are read straight into them."""
+    return BlockMemory([[64 << 10]], num_blocks=32, blocks_per_chunk=CHUNK)
+
+
+def one_page_chunks() -> BlockMemory:
+    """Caches whose whole chunks are files of five pages."""
+    return BlockMemory([[4096]], num_blocks=32, blocks_per_chunk=CHUNK)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "empty", "no block file"])
+async def test_what_is_no_block_file_is_replaced(tmp_path: Path, damage: str) -> None:
+    memory, keys = one_page_chunks(), hashed_keys(1)
+    path = path_of(tmp_path, memory.namespace(), keys[0])
+    async with open_store(tmp_path, memory.namespace()) as backend:
         await backend.wait_indexed()
-        for index, damage in enumerate((b"", b"short", b"x" * 24, b"")):
-            await store(backend, keys[:4], memory.describe(0, range(4)))
-            ledger.write_bytes(damage)
-            if index == 3:
-                ledger.unlink()
-            outcomes = await store(backend, keys[4:], memory.describe(0, range(4)))
-            assert all(outcome.done for outcome in outcomes)
-            assert bytes_on_disk(tmp_path) <= 4 * 8192
-            assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
-            await backend.delete(keys)
+        await store(backend, keys, memory.describe(0, range(4)))
+        data = path.read_bytes()
+        path.write_bytes(
+            {"cut off": data[:-4096], "empty": b"", "no block file": b"?" * 8192}[damage]
+        )
+        (outcome,) = await store(backend, keys, memory.describe(0, range(4)), version=1)
+        assert outcome.done
+        target = memory.describe(0, range(8, 12))
+        assert await load_verified(backend, keys, target, version=1) == [DONE]
+
+
+@pytest.mark.parametrize("first", [0, 2])
+async def test_of_a_part_asked_as_a_whole_no_memory_is_written(tmp_path: Path, first: int) -> None:
+    memory, keys = large_pages(), hashed_keys(3)
+    async with open_store(tmp_path, memory.namespace(), direct="off") as backend:
+        await store(backend, keys[1:2], memory.describe(0, [4, 5], first_block_index=first))
+        await store(backend, keys[2:], memory.describe(0, range(8, 12)))
+        target = memory.describe(0, range(16, 28))
+        before = read_payloads(target)
+        outcomes = await backend.load(keys, target)
+        assert [outcome.status for outcome in outcomes] == [MISSING, MISSING, DONE]
+        assert read_payloads(target)[:2] == before[:2]

@@ -8,27 +8,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file import FileBackend, file_ids
-from kvxfer.backends.file.folders import Ledger
+from kvxfer.backends.file import FileBackend
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from tests.backends.file_store import (
-    GIB,
     bytes_on_disk,
     counted_bytes,
     hashed_keys,
     load_verified,
     open_store,
-    path_of,
     sealed,
-    store,
     temporary_files,
-    unlock_as_if_dead,
 )
 from tests.backends.writer_process import crash_memory
 
@@ -136,42 +131,3 @@ async def test_a_writer_killed_at_any_moment_leaves_whole_blocks_only(
                 assert len(list(root.glob("*.claim"))) == 1, "only our own is left"
     assert num_unfinished > num_kills // 10, "too few were killed while they wrote"
     assert num_whole > num_kills
-
-
-async def test_what_a_living_writer_has_not_finished_is_left_alone(tmp_path: Path) -> None:
-    memory, keys = crash_memory(), hashed_keys(2)
-    fingerprint = memory.namespace().fingerprint
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        await store(backend, keys[:1], memory.describe(0, [0]))
-    with closing(Ledger(tmp_path)) as ledger, ledger.claimed(file_ids(fingerprint, keys[1:])):
-        folder = path_of(tmp_path, memory.namespace(), keys[1]).parent
-        folder.mkdir(exist_ok=True)
-        (folder / f"{ledger.owner}-0.safetensors.tmp").touch()
-        async with open_store(tmp_path, memory.namespace()) as other:
-            await other.wait_indexed()
-            assert len(temporary_files(tmp_path)) == 1
-            outcomes = await store(other, keys[1:], memory.describe(0, [0]))
-            assert [outcome.status for outcome in outcomes] == [Status.FAILED]
-            assert "another process" in outcomes[0].reason
-            unlock_as_if_dead(tmp_path / f"{ledger.owner}.claim")
-            outcomes = await store(other, keys[1:], memory.describe(0, [0]))
-            assert [outcome.status for outcome in outcomes] == [Status.DONE]
-        async with open_store(tmp_path, memory.namespace()) as other:
-            await other.wait_indexed()
-            assert temporary_files(tmp_path) == []
-
-
-async def test_what_a_dead_process_reserved_is_room_again_after_a_walk(tmp_path: Path) -> None:
-    memory, keys = crash_memory(), hashed_keys(1)
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        await store(backend, keys, memory.describe(0, [0]))
-    claim = tmp_path / "0123456789abcdef.claim"
-    claim.write_bytes((1 << 20).to_bytes(8, "little"))
-    ledger = tmp_path / "usage.ledger"
-    record = ledger.read_bytes()
-    used = int.from_bytes(record[8:16], "little")
-    ledger.write_bytes(record[:8] + (used + (1 << 20)).to_bytes(8, "little") + record[16:])
-    async with open_store(tmp_path, memory.namespace(), capacity=GIB) as backend:
-        await backend.wait_indexed()
-        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == used
-        assert not claim.exists()

@@ -1,34 +1,23 @@
 """Errors of a real file system: each is an outcome, and the backend goes on afterwards."""
 
 import asyncio
+import contextlib
 import errno
 import logging
+import mmap
 import os
-import stat
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import count
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvxfer import runtime
-from kvxfer.backends.file import Space
 from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
-from kvxfer.backends.file.maintenance import (
-    BlockCheck,
-    FolderStore,
-    GarbageCollection,
-    StoreCheck,
-)
-from kvxfer.errors import BackendUnavailableError
+from kvxfer.backends.file.maintenance import FolderStore, GarbageCollection
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.testing import BlockMemory
-from kvxfer.transfer.engine import TransferEngine
 from tests.backends.file_store import (
     ENGINES,
     Failing,
@@ -36,6 +25,7 @@ from tests.backends.file_store import (
     bytes_on_disk,
     counted_bytes,
     fail_to,
+    fail_to_open,
     flip_bit,
     hashed_keys,
     load_verified,
@@ -43,6 +33,7 @@ from tests.backends.file_store import (
     one_page_memory,
     open_store,
     path_of,
+    places,
     remove_folder,
     store,
     temporary_files,
@@ -122,13 +113,6 @@ def make_image(tmp_path: Path) -> Path:
         file.truncate(32 * MIB)
     call("mkfs.ext4", "-q", image)
     return image
-
-
-def freeze(folder: Path) -> None:
-    """Let every write to a file system hang until it is thawed."""
-    done = subprocess.run(["fsfreeze", "-f", folder], capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot freeze a file system here: {done.stderr.decode().strip()}")
 
 
 def break_file_system(folder: Path) -> None:
@@ -254,108 +238,6 @@ class Truncating(PosixFileIO):
         return super().read(fds, vectors)
 
 
-async def test_an_input_output_error_is_an_outcome_and_the_file_stays(tmp_path: Path) -> None:
-    memory, keys = one_page_memory(), hashed_keys(4)
-    disk = OtherEngine()
-    async with open_store(tmp_path, memory.namespace(), file_io=disk) as backend:
-        await backend.wait_indexed()
-        await store(backend, keys[:2], memory.describe(0, [0, 1]))
-        disk.engine = Failing()
-        stored = await store(backend, keys[2:], memory.describe(0, [0, 1]))
-        assert statuses(stored) == [FAILED] * 2
-        assert "Input/output error" in stored[0].reason
-        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 2 * 8192
-        outcomes = await backend.load(keys[:2], memory.describe(0, [4, 5]))
-        assert statuses(outcomes) == [FAILED] * 2
-        assert "Input/output error" in outcomes[0].reason
-        disk.engine = PosixFileIO()
-        loaded = await load_verified(backend, keys, memory.describe(0, range(4, 8)))
-        assert loaded == [DONE, DONE, MISSING, MISSING]
-
-
-@pytest.mark.parametrize("removable", [True, False], ids=["removed", "left"])
-async def test_what_a_failed_sync_leaves_is_counted_and_synced_before_it_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, removable: bool
-) -> None:
-    memory, keys = one_page_memory(), hashed_keys(4)
-    blocks, really_sync = memory.describe(0, range(4)), os.fsync
-
-    def fail(fd: int) -> None:
-        if stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise OSError(5, os.strerror(5))
-        really_sync(fd)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(30, os.strerror(30))
-
-    async with open_store(tmp_path, memory.namespace(), durability="fsync") as backend:
-        await backend.wait_indexed()
-        with monkeypatch.context() as patched:
-            patched.setattr(runtime.disk(), "fsync", fail)
-            if not removable:
-                patched.setattr(runtime.disk(), "unlink", refuse)
-            for _ in range(2):
-                assert statuses(await store(backend, keys, blocks)) == [FAILED] * 4
-                assert await backend.lookup(keys) == [not removable] * 4
-                assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
-        assert statuses(await store(backend, keys, blocks)) == [DONE] * 4
-        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
-
-
-class Exhausted(PosixFileIO):
-    """I/O engine without memory from its second call on, for the bytes or for what is behind."""
-
-    def __init__(self, *, late: bool) -> None:
-        self._late = late
-        self._num_calls = 0
-
-    def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        raise MemoryError
-
-    def write_named(self, *arguments: Any, **options: Any) -> list[Result]:
-        self._num_calls += 1
-        results = [] if self._num_calls > 1 and not self._late else self._write(arguments, options)
-        if self._num_calls > 1:
-            raise MemoryError
-        return results
-
-    def _write(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> list[Result]:
-        return super().write_named(*arguments, **options)
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after the files have their names"])
-async def test_any_error_of_a_round_is_the_outcome_of_its_blocks(
-    tmp_path: Path, *, late: bool
-) -> None:
-    memory, keys = one_page_memory(128), hashed_keys(100)
-    fields = {"file_io": Exhausted(late=late), "write_threads": 1}
-    async with open_store(tmp_path, memory.namespace(), **fields) as backend:
-        await backend.wait_indexed()
-        outcomes = await store(backend, keys, memory.describe(0, range(100)))
-        assert statuses(outcomes) == [DONE] * 64 + [FAILED] * 36
-        assert "MemoryError" in outcomes[-1].reason
-        assert await backend.lookup(keys) == [True] * 64 + [late] * 36
-        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) > 0
-        assert statuses(await backend.load(keys[:2], memory.describe(0, [0, 1]))) == [FAILED] * 2
-
-
-@pytest.mark.parametrize("call", ["have_files", "remove"])
-async def test_a_lookup_or_a_delete_without_memory_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    def fail(*_: object) -> None:
-        raise MemoryError
-
-    memory, keys = one_page_memory(1), hashed_keys(1)
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        await store(backend, keys, memory.describe(0, [0]))
-        with monkeypatch.context() as patched:
-            patched.setattr(backend._files if call == "have_files" else backend._space, call, fail)
-            with pytest.raises(BackendUnavailableError, match="MemoryError"):
-                await (backend.lookup(keys) if call == "have_files" else backend.delete(keys))
-        assert await backend.lookup(keys) == [True]
-
-
 ERRORS = [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EIO, errno.ESTALE]
 
 
@@ -386,75 +268,6 @@ async def test_what_cannot_be_told_of_a_block_is_not_said_to_be_absent(
         assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN])
-async def test_a_damaged_file_ends_neither_walks_nor_evictions_nor_a_purge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
-) -> None:
-    memory, keys = one_page_memory(), hashed_keys(6)
-    fields = {"capacity": 4 * 8192, "rescan_factor": 0}
-    async with open_store(tmp_path, memory.namespace(), **fields) as backend:
-        await store(backend, keys[:3], memory.describe(0, range(3)))
-    (tmp_path / "usage.ledger").unlink()
-    async with open_store(tmp_path, memory.namespace(), **fields) as backend:
-        await backend.wait_indexed()
-        with monkeypatch.context() as patched:
-            error = OSError(number, os.strerror(number), keys[0].hex())
-            fail_to(patched, "stat", f"{keys[0].hex()}*", error)
-            stored = await store(backend, keys[3:], memory.describe(0, range(3)))
-            assert statuses(stored) == [DONE] * 3
-            await asyncio.to_thread(backend._space.scan)
-            assert f"{keys[0].hex()} is skipped: {os.strerror(number)}" in caplog.text
-            assert statuses(await store(backend, keys[1:2], memory.describe(0, [1]))) == [DONE]
-        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
-        with monkeypatch.context() as patched:
-            fail_to(patched, "stat", f"{keys[0].hex()}*", error)
-            assert await backend.purge() == 3
-        assert await backend.lookup(keys) == [True] + [False] * 5
-
-
-@pytest.mark.parametrize("walk", ["fsck", "gc"])
-async def test_a_walk_of_an_operator_that_skips_a_damaged_file_counts_no_less_than_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, walk: str
-) -> None:
-    memory, keys, folder = one_page_memory(), hashed_keys(2), FolderStore(tmp_path)
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        await store(backend, keys, memory.describe(0, range(2)))
-    checked = StoreCheck(folder, BlockCheck())
-    recount = checked.clean_up if walk == "fsck" else GarbageCollection(folder).run
-    fail_to(monkeypatch, "stat", f"{keys[0].hex()}*", OSError(errno.EIO, "I/O error", "x"))
-    await asyncio.to_thread(recount)
-    assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 2 * 8192
-
-
-async def test_a_cancelled_delete_removes_nothing_that_is_stored_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory, keys = one_page_memory(), hashed_keys(2)
-    entered, opened, really_remove = threading.Event(), threading.Event(), Space.remove
-
-    def remove(space: Space, *arguments: Any, **options: Any) -> list[bool]:
-        entered.set()
-        assert opened.wait(10)
-        return really_remove(space, *arguments, **options)
-
-    monkeypatch.setattr(Space, "remove", remove)
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        for call in (backend.purge, partial(backend.delete, keys)):
-            await store(backend, keys, memory.describe(0, [0, 1]))
-            removing = asyncio.ensure_future(call())
-            assert await asyncio.to_thread(entered.wait, 10)
-            removing.cancel()
-            await asyncio.wait([removing])
-            assert removing.cancelled()
-            storing = asyncio.ensure_future(store(backend, keys, memory.describe(0, [0, 1])))
-            assert await load_verified(backend, keys, memory.describe(0, [2, 3])) == [DONE] * 2
-            opened.set()
-            assert statuses(await storing) == [DONE] * 2
-            assert await backend.lookup(keys) == [True] * 2
-            entered.clear()
-            opened.clear()
-
-
 async def test_a_file_cut_off_while_it_is_read_is_corrupt(tmp_path: Path) -> None:
     memory, keys = one_page_memory(), hashed_keys(2)
     disk = OtherEngine()
@@ -466,18 +279,6 @@ async def test_a_file_cut_off_while_it_is_read_is_corrupt(tmp_path: Path) -> Non
             assert loaded == [Status.CORRUPT] * 2
             disk.engine = PosixFileIO()
             assert await backend.lookup(keys) == [False] * 2
-
-
-async def test_a_file_that_vanishes_after_the_lookup_is_missing(tmp_path: Path) -> None:
-    memory, keys = one_page_memory(), hashed_keys(4)
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        await store(backend, keys, memory.describe(0, range(4)))
-        assert await backend.lookup(keys) == [True] * 4
-        for key in keys[::2]:
-            path_of(tmp_path, memory.namespace(), key).unlink()
-        loaded = await load_verified(backend, keys, memory.describe(0, range(4, 8)))
-        assert loaded == [MISSING, DONE] * 2
-        assert statuses(await store(backend, keys, memory.describe(0, range(4)))) == [DONE] * 4
 
 
 @pytest.mark.parametrize("removed", ["store", "store/{}", "store/{}/{}"])
@@ -501,19 +302,6 @@ async def test_folders_removed_while_running_are_made_anew(tmp_path: Path, remov
     async with open_store(root, memory.namespace(), capacity=capacity) as backend:
         await backend.wait_indexed()
         assert counted_bytes(root) == bytes_on_disk(root) == capacity
-
-
-async def test_a_root_replaced_by_a_file_fails_stores_and_misses_loads(tmp_path: Path) -> None:
-    memory, keys = one_page_memory(), hashed_keys(2)
-    root = tmp_path / "store"
-    async with open_store(root, memory.namespace()) as backend:
-        await store(backend, keys, memory.describe(0, [0, 1]))
-        await asyncio.to_thread(remove_folder, root)
-        root.write_text("in the way")
-        assert statuses(await store(backend, keys, memory.describe(0, [0, 1]))) == [FAILED] * 2
-        assert await backend.lookup(keys) == [False] * 2
-        outcomes = await backend.load(keys, memory.describe(0, [2, 3]))
-        assert not any(outcome.done for outcome in outcomes)
 
 
 def test_a_root_that_cannot_be_is_reported_with_its_path(tmp_path: Path) -> None:
@@ -560,91 +348,115 @@ async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
         ]
 
 
-async def test_a_hung_disk_times_out_and_everything_goes_on_when_it_is_back(
-    tmp_path: Path, clock: Clock
+NUM_TOLERATED = 5  # errors in a row, after which storing is paused
+DONE, FAILED = Status.DONE, Status.FAILED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", places("posix-ext4", "uring-tmpfs"))
+async def test_files_are_evicted_where_there_can_be_no_more_of_them(
+    tmp_path: Path, place: str
 ) -> None:
-    image = make_image(tmp_path)
-    memory, keys = BlockMemory([[65536]], num_blocks=16), hashed_keys(8)
-    with mounted("-o", "loop", str(image)) as folder:
-        backend = open_store(folder / "store", memory.namespace())
+    engine, file_system = place.split("-")
+    memory, keys = one_page_memory(), hashed_keys(600)
+    image = tmp_path / "image"
+    if file_system == "ext4":
+        with image.open("wb") as file:
+            file.truncate(32 << 20)
+        subprocess.run(["mkfs.ext4", "-q", "-N", "300", image], check=True)  # noqa: ASYNC221
+        arguments = ["-o", "loop", str(image)]
+    else:
+        arguments = ["-t", "tmpfs", "-o", "size=32m,nr_inodes=300", "tmpfs"]
+    with mounted(*arguments) as folder:
+        for _ in range(2):  # the second one finds everything full
+            async with open_store(folder, memory.namespace(), engine=engine) as backend:
+                await backend.wait_indexed()
+                for first in range(0, len(keys), 20):
+                    chosen = keys[first : first + 20]
+                    outcomes = await store(backend, chosen, memory.describe(0, range(20)))
+                    assert [outcome.reason for outcome in outcomes] == [""] * 20
+                target = memory.describe(0, range(20, 40))
+                assert await load_verified(backend, chosen, target) == [DONE] * 20
+                assert counted_bytes(folder) == bytes_on_disk(folder)
+                assert temporary_files(folder) == []
+
+
+async def test_a_full_disk_has_room_for_a_collection_that_makes_room(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(20)
+    with mounted("-t", "tmpfs", "-o", "size=4m", "tmpfs") as folder:
+        async with open_store(folder / "store", memory.namespace()) as backend:
+            outcomes = await store(backend, keys, memory.describe(0, range(20)))
+            assert [outcome.status for outcome in outcomes] == [DONE] * 20
+        with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
+            while filler.write(bytes(4096)):
+                pass
+        found = FolderStore(folder / "store")
+        with pytest.raises(OSError, match="No space left"):
+            GarbageCollection(found).run()  # nothing is to go
+        removed = GarbageCollection(found, capacity_bytes=5 * bytes_on_disk(folder) // 20).run()
+        assert removed.num_excess == 15
+        assert len(list(found.blocks())) == 5
+        assert removed.num_bytes_left == bytes_on_disk(folder)
+
+
+async def test_one_name_that_cannot_be_written_stops_no_other_store(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(2 + 2 * NUM_TOLERATED)
+    path_of(tmp_path, memory.namespace(), keys[0]).mkdir(parents=True)
+    blocks = memory.describe(0, [0])
+    async with open_store(tmp_path, memory.namespace()) as backend:
         await backend.wait_indexed()
-        async with TransferEngine(memory.caches, backend) as engine:
-            assert statuses(await engine.store(keys[:2], [[0, 1]])) == [DONE] * 2
-            freeze(folder)
-            try:
-                outcomes = await engine.store(keys[2:4], [[2, 3]], timeout_s=0.2)
-                assert [o.status for o in outcomes] == [Status.TIMED_OUT] * 2
-                assert not any(outcome.memory_safe for outcome in outcomes)
-                loaded = await engine.load(keys[:2], [[8, 9]], timeout_s=10)
-                assert statuses(loaded) == [DONE] * 2, "loads go on"
-                assert await engine.lookup(keys[:3]) == [True, True, False]
-                clock.now += 31.0
-                outcomes = await engine.store(keys[4:5], [[4]], timeout_s=5)
-                assert statuses(outcomes) == [FAILED], "a stalled write opens the breaker"
-                assert "paused" in outcomes[0].reason
-            finally:
-                call("fsfreeze", "-u", folder)
-            await asyncio.wait_for(engine.drain(), 10)
-            clock.now += 30.0
-            assert statuses(await engine.store(keys[5:], [[5, 6, 7]])) == [DONE] * 3
-            assert statuses(await engine.load(keys[5:], [[10, 11, 12]])) == [DONE] * 3
+        for _ in range(2 * NUM_TOLERATED):
+            (outcome,) = await store(backend, keys[:1], blocks)
+            assert outcome.status is FAILED
+            assert "directory" in outcome.reason
+        (outcome,) = await store(backend, keys[1:2], blocks)
+        assert outcome.done
+        for key in keys[2:]:
+            outcomes = await store(backend, [keys[0], key], memory.describe(0, [0, 1]))
+            assert [outcome.status for outcome in outcomes] == [FAILED, DONE]
 
 
-async def test_a_batch_of_many_blocks_does_not_block_the_event_loop(tmp_path: Path) -> None:
-    memory = BlockMemory([[4096]], num_blocks=4000)
-    keys = hashed_keys(2000)
-    longest = await longest_step(tmp_path, memory, keys)
-    assert longest < 0.5, f"the event loop was blocked for {longest:.2f} s"
+def open_descriptors() -> list[str]:
+    """List the descriptors of this process, without those that are closed meanwhile."""
+    links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sorted(str(path.readlink()) for path in links)
 
 
-async def longest_step(root: Path, memory: BlockMemory, keys: Sequence[object]) -> float:
-    loop, longest, stop = asyncio.get_running_loop(), 0.0, False
-
-    async def watch() -> None:
-        nonlocal longest
-        last = loop.time()
-        while not stop:
-            await asyncio.sleep(0)
-            longest, last = max(longest, loop.time() - last), loop.time()
-
-    chosen = hashed_keys(len(keys))
-    async with open_store(root, memory.namespace()) as backend:
-        source = memory.describe(0, range(len(keys)))
-        target = memory.describe(0, range(len(keys), 2 * len(keys)))
-        watcher = asyncio.create_task(watch())
-        stored = await backend.store(chosen, source)
-        loaded = await backend.load(chosen, target)
-        stop = True
-        await watcher
-    assert all(outcome.done for outcome in [*stored, *loaded])
-    return longest
-
-
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), MemoryError()], ids=repr)
-@pytest.mark.parametrize("call", ["open", "pwrite", "rename", "stat", "statvfs"])
-async def test_a_call_that_fails_costs_no_block_its_place_in_the_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: Exception
+@pytest.mark.parametrize("pattern", ["*.safetensors.tmp", "*.claim", "usage.ledger"])
+@pytest.mark.parametrize("engine", ["auto", "posix"])
+def test_a_backend_that_cannot_be_opened_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, engine: str
 ) -> None:
-    memory, keys = one_page_memory(), hashed_keys(8)
-    blocks, really = memory.describe(0, range(8)), getattr(runtime.disk(), call)
-    for number in range(1, 10):
-        left = count(number, -1)
+    before = open_descriptors()
+    fail_to_open(monkeypatch, pattern, OSError(28, "No space left on device"))
+    with pytest.raises(BackendUnavailableError, match="No space left"):
+        open_store(tmp_path, one_page_memory().namespace(), engine=engine)
+    assert open_descriptors() == before
+    assert list(tmp_path.glob("*.claim")) == []
 
-        def fail(*args: Any, left: Iterator[int] = left, **kwargs: Any) -> Any:
-            if next(left) == 1:
-                raise error
-            return really(*args, **kwargs)
 
-        async with open_store(tmp_path, memory.namespace()) as backend:
-            await backend.wait_indexed()
-            assert statuses(await store(backend, keys[:4], blocks.select(0, 4))) == [DONE] * 4
-            with monkeypatch.context() as patched:
-                patched.setattr(runtime.disk(), call, fail)
-                await store(backend, keys[2:], blocks.select(2, 8))
-            assert counted_bytes(tmp_path) >= bytes_on_disk(tmp_path)
-            assert not temporary_files(tmp_path)
-            await asyncio.to_thread(backend._space.scan)
-            assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
-            assert not backend._ledger.reserved
-            assert statuses(await store(backend, keys, blocks)) == [DONE] * 8
-            await backend.purge()
+def test_an_engine_that_the_machine_lacks_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    before = open_descriptors()
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(InvalidArgumentError, match="an engine that this machine has"):
+        open_store(tmp_path, one_page_memory().namespace(), engine="uring", direct="off")
+    assert open_descriptors() == before
+    assert list(tmp_path.glob("*.claim")) == []
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_a_path_that_cannot_be_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="path"):
+        open_store(tmp_path / name, one_page_memory().namespace())
+
+
+@pytest.mark.parametrize("name", ["rescan_factor", "close_timeout_s"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_a_pause_that_cannot_be_is_named(tmp_path: Path, name: str, value: float) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{name} is .*; expected 0 or more"):
+        open_store(tmp_path, one_page_memory().namespace(), **{name: value})

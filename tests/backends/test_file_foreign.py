@@ -9,8 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvxfer import runtime
-from kvxfer.backends.file import BlockTree
 from kvxfer.cli import main
 from tests.backends.file_store import (
     hashed_keys,
@@ -18,7 +16,6 @@ from tests.backends.file_store import (
     open_store,
     path_of,
     store,
-    temporary_files,
 )
 
 DEAD = "01" * 8
@@ -107,27 +104,6 @@ async def test_links_planted_at_names_that_were_written_to_are_not_overwritten(
     await fill(root)
     assert precious.read_text() == "not yours"
     assert description.read_text() == before
-
-
-async def test_a_description_is_written_though_its_temporary_file_is_collected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = await fill(tmp_path)
-    description = folder.parent / "namespace.json"
-    before = description.read_text()
-    description.unlink()
-    really_rename, collected = os.rename, list[int]()
-
-    def collect_first(source: str, target: str, **fds: int) -> None:
-        if not collected:
-            collected.append(BlockTree(tmp_path).collect())
-        really_rename(source, target, **fds)
-
-    monkeypatch.setattr(runtime.disk(), "rename", collect_first)
-    await fill(tmp_path)
-    assert collected == [1]
-    assert description.read_text() == before
-    assert not temporary_files(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Blocks of another integrity or secret: not loaded, and kept for engines that can read them."""
 
 import asyncio
-import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from tests.backends.file_store import (
     load_verified,
     open_store,
     path_of,
-    quarantine_of,
     remove_folder,
     sealed,
     secret_of,
@@ -32,7 +29,6 @@ SOURCE, TARGET = range(NUM_KEYS), range(NUM_KEYS, 2 * NUM_KEYS)
 MEMORY = BlockMemory([[512]], num_blocks=2 * NUM_KEYS)
 NAMESPACE = MEMORY.namespace()
 KEYS = hashed_keys(NUM_KEYS)
-KINDS = ["off", "fast", "keyed", "sealed"]
 
 
 def open_keyed(root: Path, name: str, memory: BlockMemory = MEMORY) -> FileBackend:
@@ -127,44 +123,6 @@ async def test_an_engine_that_runs_notices_one_of_another_integrity(tmp_path: Pa
         assert await load(theirs, KEYS[:2]) == [Status.DONE, Status.FAILED]
 
 
-async def test_blocks_of_another_integrity_are_announced(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    root = tmp_path / "store"
-    async with open_kind(root, "fast") as backend:
-        await fill(backend, KEYS[:1])
-    with caplog.at_level(logging.WARNING, "kvxfer"):
-        async with open_kind(root, "fast"), open_kind(root, "off"):
-            assert not caplog.records
-        async with open_kind(root, "keyed"):
-            pass
-    (record,) = caplog.records
-    assert NAMESPACE.fingerprint in record.getMessage()
-    assert "fast" in record.getMessage()
-
-
-async def test_a_damaged_block_of_any_integrity_is_corrupt_to_its_owner(tmp_path: Path) -> None:
-    for kind in KINDS:
-        root = tmp_path / kind / "store"
-        root.parent.mkdir()
-        async with open_kind(root, kind) as backend:
-            await fill(backend, KEYS[:1])
-            flip_bit(path_of(root, NAMESPACE, KEYS[0]), 8 * 30)
-            assert await load(backend, KEYS[:1]) == [Status.CORRUPT]
-            assert quarantine_of(root, NAMESPACE, KEYS[0]).exists()
-
-
-async def test_a_header_whose_seal_is_open_to_all_is_corrupt_when_it_fails(tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    async with open_kind(root, "fast") as backend:
-        await fill(backend, KEYS[:1])
-    path = path_of(root, NAMESPACE, KEYS[0])
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b'"start":"0"', b'"start":"1"'))
-    async with open_kind(root, "keyed") as backend:
-        assert await load(backend, KEYS[:1]) == [Status.CORRUPT]
-
-
 @pytest.mark.parametrize("is_recorded", [True, False])
 async def test_another_secret_is_refused_and_every_block_stays(
     tmp_path: Path, *, is_recorded: bool
@@ -203,17 +161,6 @@ async def test_a_damaged_record_is_made_anew_by_who_has_the_secret(tmp_path: Pat
         assert record.read_bytes() == whole
 
 
-async def test_a_forged_record_does_not_keep_the_owner_out(tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "store", tmp_path / "other" / "store"
-    theirs.parent.mkdir()
-    async with open_keyed(ours, "ours") as backend, open_keyed(theirs, "theirs"):
-        await fill(backend)
-    record = Path(NAMESPACE.fingerprint, "integrity.keyed")
-    shutil.copy(theirs / record, ours / record)
-    async with open_keyed(ours, "ours") as backend:
-        assert await load(backend) == [Status.DONE] * NUM_KEYS
-
-
 async def test_one_corrupt_block_does_not_keep_the_owner_of_an_old_store_out(
     tmp_path: Path,
 ) -> None:
@@ -246,20 +193,6 @@ async def test_a_store_that_was_emptied_may_have_another_secret_and_engines_that
             assert all("secret_file" in outcome.reason for outcome in outcomes)
             assert files(root) == before
             assert await load(theirs, KEYS[:3]) == [Status.DONE] * 3
-
-
-async def test_the_secret_is_proven_again_in_a_folder_that_is_made_anew(tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    async with open_keyed(root, "ours") as backend:
-        remove_folder(root)
-        await fill(backend)
-        assert await load(backend) == [Status.DONE] * NUM_KEYS
-        with pytest.raises(InvalidArgumentError, match="secret_file"):
-            open_keyed(root, "theirs")
-        forget_integrity(root)
-        await backend.delete(KEYS[:1])
-        await fill(backend, KEYS[:1])
-        assert (root / NAMESPACE.fingerprint / "integrity.keyed").exists()
 
 
 async def test_with_a_secret_a_bit_flip_that_was_sealed_again_is_found(tmp_path: Path) -> None:

@@ -133,46 +133,6 @@ def test_scattered_pieces_are_read_in_order_and_nothing_between_them_is_touched(
     assert (memory.bytes == expected).all()
 
 
-def test_more_pieces_than_one_call_holds(engine: FileIO, open_file: OpenFile) -> None:
-    num_pieces = 4 * IOV_MAX + 100
-    source, memory = Memory(8 * num_pieces).fill(), Memory(8 * num_pieces)
-    pieces = [(8 * index, 8) for index in reversed(range(num_pieces))]
-    fds = [open_file(), open_file()]
-    assert engine.write(fds, [source.vector(*pieces)] * 2) == [8 * num_pieces] * 2
-    assert content(fds[1]) == source.gather(*pieces)
-    assert engine.read(fds[:1], [memory.vector(*pieces)]) == [8 * num_pieces]
-    assert (memory.bytes == source.bytes).all()
-
-
-def test_many_files_move_in_one_call(engine: FileIO, open_file: OpenFile) -> None:
-    size, num_files = 3 * PAGE + 5, 100
-    source, memory = Memory(size * num_files).fill(), Memory(size * num_files)
-    fds = [open_file() for _ in range(num_files)]
-    pieces = [[(size * index, PAGE), (size * index + PAGE, size - PAGE)] for index in range(100)]
-    assert engine.write(fds, [source.vector(*piece) for piece in pieces]) == [size] * num_files
-    assert engine.read(fds, [memory.vector(*piece) for piece in pieces]) == [size] * num_files
-    assert (memory.bytes == source.bytes).all()
-
-
-def test_a_file_is_written_from_its_first_byte_whatever_its_position(
-    engine: FileIO, open_file: OpenFile
-) -> None:
-    memory, fd = Memory(PAGE).fill(), open_file(b"0123456789")
-    os.lseek(fd, 5, os.SEEK_SET)
-    assert engine.write([fd], [memory.vector((0, 4))]) == [4]
-    assert content(fd) == memory.gather((0, 4)) + b"456789"
-    assert engine.read([fd], [memory.vector((100, 10))]) == [10]
-    assert memory.gather((104, 6)) == b"456789"
-    assert os.lseek(fd, 0, os.SEEK_CUR) == 5
-
-
-def test_the_same_file_twice_in_a_call(engine: FileIO, open_file: OpenFile) -> None:
-    memory, fd = Memory(PAGE), open_file(b"0123456789")
-    vectors = [memory.vector((0, 10)), memory.vector((20, 10))]
-    assert engine.read([fd, fd], vectors) == [10, 10]
-    assert memory.gather((0, 10), (20, 10)) == b"0123456789" * 2
-
-
 @pytest.mark.parametrize("size", [0, 1, 9, 100, PAGE])
 def test_a_short_file_is_read_to_its_end_and_says_how_much_that_was(
     engine: FileIO, open_file: OpenFile, size: int
@@ -309,56 +269,6 @@ def test_no_files_no_pieces_and_empty_pieces(engine: FileIO, open_file: OpenFile
     assert content(fd) == b"0123456789"
 
 
-def test_a_file_that_cannot_be_written_fails_alone(engine: FileIO, open_file: OpenFile) -> None:
-    memory = Memory(PAGE).fill()
-    fds = [open_file(), open_file(b"old", os.O_RDONLY), open_file()]
-    results = engine.write(fds, [memory.vector((0, 1000))] * 3)
-    assert errors(results) == [None, errno.EBADF, None]
-    assert results[::2] == [1000, 1000]
-    assert [content(fd) for fd in fds] == [memory.gather((0, 1000)), b"old", content(fds[0])]
-
-
-def test_a_file_that_cannot_be_read_fails_alone(engine: FileIO, open_file: OpenFile) -> None:
-    memory = Memory(PAGE)
-    fds = [open_file(b"first"), open_file(b"other", os.O_WRONLY), open_file(b"third")]
-    results = engine.read(fds, [memory.vector((index * 10, 5)) for index in range(3)])
-    assert errors(results) == [None, errno.EBADF, None]
-    assert memory.gather((0, 5), (20, 5)) == b"firstthird"
-    assert not memory.bytes[10:15].any()
-
-
-@pytest.mark.parametrize("closed", [-1, 1 << 20], ids=["negative", "closed"])
-def test_a_descriptor_that_is_not_open_fails_alone(
-    engine: FileIO, open_file: OpenFile, closed: int
-) -> None:
-    memory, fd = Memory(PAGE).fill(), open_file(b"0123456789")
-    vectors = [memory.vector((0, 10)), memory.vector((20, 10))]
-    read, written = engine.read([closed, fd], vectors), engine.write([fd, closed], vectors)
-    assert errors(read) == [errno.EBADF, None]
-    assert errors(written) == [None, errno.EBADF]
-    assert read[1] == written[0] == 10
-
-
-def test_memory_that_is_not_mapped_fails_its_file_alone(
-    engine: FileIO, open_file: OpenFile
-) -> None:
-    memory, fds = Memory(PAGE), [open_file(b"0123456789"), open_file(b"0123456789")]
-    nowhere = np.array([[1 << 40, 10]], np.uint64)
-    results = engine.read(fds, [nowhere, memory.vector((0, 10))])
-    assert errors(results) == [errno.EFAULT, None]
-    assert memory.gather((0, 10)) == b"0123456789"
-
-
-def test_an_engine_works_on_after_failures(engine: FileIO, open_file: OpenFile) -> None:
-    memory, good = Memory(PAGE).fill(), open_file(b"0123456789")
-    bad = open_file(b"", os.O_RDONLY)
-    for _ in range(5):
-        results = engine.write([good, bad], [memory.vector((0, 10))] * 2)
-        assert errors(results) == [None, errno.EBADF]
-        assert engine.read([good], [memory.vector((20, 10))]) == [10]
-        assert memory.gather((20, 10)) == memory.gather((0, 10))
-
-
 @pytest.mark.parametrize("size", [0, 100, PAGE, 3 * PAGE, 3 * PAGE + 1, 4 * PAGE - 1])
 def test_o_direct_reads_padded_tails_of_files_of_any_size(
     engine: FileIO, tmp_path: Path, size: int
@@ -375,18 +285,6 @@ def test_o_direct_reads_padded_tails_of_files_of_any_size(
     assert results == [size]
     assert memory.gather(*pieces)[:size] == source.gather((0, size))
     assert not memory.bytes[4 * PAGE : 5 * PAGE].any()
-
-
-def test_o_direct_writes_whole_pages(engine: FileIO, tmp_path: Path) -> None:
-    memory = Memory(8 * PAGE).fill()
-    fd = open_or_skip(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-    pieces = [(4 * PAGE, PAGE), (0, 3 * PAGE)]
-    try:
-        assert engine.write([fd], [memory.vector(*pieces)]) == [4 * PAGE]
-        assert errors(engine.write([fd], [memory.vector((1, PAGE))])) == [errno.EINVAL]
-    finally:
-        os.close(fd)
-    assert (tmp_path / "file").read_bytes() == memory.gather(*pieces)
 
 
 def open_or_skip(path: Path, flags: int) -> int:
@@ -410,74 +308,8 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_full_disk_fails_the_file_that_does_not_fit(engine: FileIO, small_tmpfs: Path) -> None:
-    memory = Memory(2 << 20).fill()
-    fds = [os.open(small_tmpfs / name, os.O_RDWR | os.O_CREAT, 0o600) for name in "ab"]
-    try:
-        os.pwrite(fds[0], bytes(512 << 10), 0)  # its room is taken before the other's
-        vectors = [memory.vector((0, 512 << 10)), memory.vector((0, 2 << 20))]
-        results = engine.write(fds, vectors)
-        assert errors(results) == [None, errno.ENOSPC]
-        assert results[0] == 512 << 10
-        assert content(fds[0]) == memory.gather((0, 512 << 10))
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def test_several_threads_at_once(engine: FileIO, open_file: OpenFile) -> None:
-    size, num_threads = 20 * PAGE, 8
-    fds = [open_file() for _ in range(4 * num_threads)]
-
-    def hammer(thread: int) -> None:
-        mine = fds[4 * thread : 4 * thread + 4]
-        memory = Memory(size)
-        for repeat in range(10):
-            source = Memory(size).fill(seed=100 * thread + repeat)
-            parts = [(5 * PAGE * part, 5 * PAGE) for part in range(4)]
-            written = engine.write(mine, [source.vector(part) for part in parts])
-            read = engine.read(mine, [memory.vector(part) for part in parts])
-            assert written == read == [5 * PAGE] * 4
-            assert (memory.bytes == source.bytes).all()
-
-    with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(hammer, range(num_threads)))
-
-
-def test_calls_leak_neither_descriptors_nor_memory(engine: FileIO, open_file: OpenFile) -> None:
-    memory, good, bad = Memory(PAGE).fill(), open_file(), open_file(b"", os.O_RDONLY)
-    vectors = [memory.vector((0, 1000))] * 2
-
-    def repeat(times: int) -> None:
-        for index in range(times):
-            engine.write([good, good], vectors)
-            engine.read([good, good], vectors)
-            if index % 20 == 0:
-                engine.write([good, bad], vectors)
-
-    repeat(100)
-    before = num_fds(), resident_bytes()
-    repeat(400)
-    assert num_fds() == before[0]
-    assert resident_bytes() < before[1] + (4 << 20)
-
-
 def num_fds() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
-def test_closed_engines_leave_no_descriptor_and_may_be_closed_again(engine: FileIO) -> None:
-    before = num_fds()
-    for _ in range(3):
-        opened = type(engine)()
-        opened.close()
-        opened.close()
-        del opened
-    assert num_fds() == before
 
 
 @pytest.mark.skipif(not has_uring(), reason="needs io_uring")

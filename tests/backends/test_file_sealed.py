@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import logging
-import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -124,14 +123,6 @@ async def test_every_byte_that_changes_is_noticed_and_reaches_no_engine() -> Non
             assert set(read_payloads(blocks)) == {b"\x07" * 40}
 
 
-@pytest.mark.parametrize("size", [0, 100, PAGE_BYTES, PAGE_BYTES + 511, PAGE_BYTES + 513, 1 << 20])
-async def test_a_file_of_another_size_is_corrupt(root: Path, size: int) -> None:
-    async with open_sealed(root, "ours") as backend:
-        await fill(backend)
-        os.truncate(path_of(root, NAMESPACE, KEYS[0]), size)
-        assert statuses(await load(backend)) == [CORRUPT, DONE, DONE, DONE]
-
-
 @pytest.mark.parametrize("offset", [0, PAGE_BYTES])
 async def test_swapped_files_and_swapped_data_are_corrupt(root: Path, offset: int) -> None:
     async with open_sealed(root, "ours") as backend:
@@ -242,19 +233,6 @@ async def test_a_new_secret_stores_and_old_ones_are_read(root: Path) -> None:
         assert statuses(await load(backend)) == [DONE] * 4
     async with open_sealed(root, "new") as backend:
         assert statuses(await load(backend)) == [MISSING] * 2 + [DONE] * 2
-
-
-async def test_others_keys_are_announced(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def warnings() -> list[logging.LogRecord]:
-        return [each for each in caplog.records if each.name.startswith("kvxfer")]
-
-    async with open_sealed(root, "ours"), open_sealed(root, "ours"):
-        assert not warnings()
-    async with open_sealed(root, "theirs"):
-        pass
-    (record,) = warnings()
-    assert OTHER_KEY in record.getMessage()
-    assert NAMESPACE.fingerprint in record.getMessage()
 
 
 async def test_equal_blocks_are_never_sealed_alike(root: Path) -> None:

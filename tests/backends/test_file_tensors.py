@@ -1,7 +1,6 @@
 """Groups with named tensors: safetensors lists them, and all other promises hold, too."""
 
 import mmap
-import random
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +21,6 @@ from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, StoredTensor
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import (
     describe_buffer,
-    make_payload,
     read_payloads,
     write_payloads,
 )
@@ -32,13 +30,10 @@ from tests.backends.file_store import (
     Recording,
     bytes_on_disk,
     counted_bytes,
-    flip_bit,
     hashed_keys,
     listed,
-    load_verified,
     open_store,
     path_of,
-    quarantine_of,
     store,
     temporary_files,
 )
@@ -148,62 +143,6 @@ async def test_tensors_of_several_data_types_and_any_name_are_shown(tmp_path: Pa
             assert payload_of({name: found}) == payload_of({name: value})
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-async def test_groups_with_headers_of_any_size_go_in_one_batch(tmp_path: Path, engine: str) -> None:
-    memory = BlockMemory([[512, 7], [5000], [700]], num_blocks=8)
-    opaque, many, few = (
-        memory.namespace(),
-        listed(memory.namespace()),
-        listed(memory.namespace(), 2),
-    )
-    namespace = msgspec.structs.replace(
-        opaque, groups=(opaque.groups[0], many.groups[1], few.groups[2])
-    )
-    keys = [hashed_keys(2, group=group) for group in range(3)]
-    mixed = [keys[2][0], keys[0][0], keys[1][0], keys[0][1], keys[1][1], keys[2][1]]
-    sources, targets = (
-        Descriptors.concatenate(
-            [
-                memory.describe(2, [first]),
-                memory.describe(0, [first]),
-                memory.describe(1, [first]),
-                memory.describe(0, [first + 1]),
-                memory.describe(1, [first + 1]),
-                memory.describe(2, [first + 1]),
-            ]
-        )
-        for first in (0, 4)
-    )
-    async with open_store(tmp_path, namespace, engine=engine) as backend:
-        assert all(outcome.done for outcome in await store(backend, mixed, sources))
-        assert await load_verified(backend, mixed, targets) == [Status.DONE] * 6
-        await backend.wait_indexed()
-        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
-    sizes = [path_of(tmp_path, namespace, key).stat().st_size for key in mixed]
-    assert sizes == [4796, 4615, 3 * 4096 + 5000, 4615, 3 * 4096 + 5000, 4796]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-async def test_no_flipped_bit_in_any_page_of_a_header_is_ever_loaded(
-    tmp_path: Path, engine: str
-) -> None:
-    rng = random.Random(engine)
-    memory, (key,) = BlockMemory([[5000]], num_blocks=8, blocks_per_chunk=2), hashed_keys(1)
-    namespace = listed(memory.namespace())
-    path = path_of(tmp_path, namespace, key)
-    whole, part = memory.describe(0, [2, 3]), memory.describe(0, [5], first_block_index=1)
-    async with open_store(tmp_path, namespace, engine=engine) as backend:
-        for turn, page in enumerate([0, 1, 2, 3] * 2):
-            (outcome,) = await store(backend, [key], memory.describe(0, [0, 1]))
-            assert outcome.done
-            flip_bit(path, 8 * PAGE_BYTES * page + rng.randrange(8 * PAGE_BYTES))
-            (outcome,) = await backend.load([key], whole if turn < 4 else part)
-            assert outcome.status is Status.CORRUPT
-            assert await backend.lookup([key]) == [False]
-            assert quarantine_of(tmp_path, namespace, key).exists()
-            assert backend.num_corrupt == turn + 1
-
-
 async def test_a_part_of_a_chunk_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     memory, keys = BlockMemory([[512]], num_blocks=16, blocks_per_chunk=4), hashed_keys(2)
     namespace = listed(memory.namespace())
@@ -223,18 +162,6 @@ async def test_a_part_of_a_chunk_is_refused_and_leaves_nothing(tmp_path: Path) -
                 assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 16384
                 assert not temporary_files(tmp_path)
                 assert await backend.delete(keys) == [part == 1, part == 0]
-
-
-async def test_parts_of_a_stored_chunk_can_be_loaded_and_count_as_stored(tmp_path: Path) -> None:
-    memory, keys = BlockMemory([[512]], num_blocks=16, blocks_per_chunk=4), hashed_keys(1)
-    async with open_store(tmp_path, listed(memory.namespace())) as backend:
-        await store(backend, keys, memory.describe(0, [0, 1, 2, 3]))
-        payload = make_payload(keys[0], 2048)
-        for first, blocks in ((0, [8, 9]), (1, [10, 11]), (3, [12])):
-            part = memory.describe(0, blocks, first_block_index=first)
-            assert [outcome.done for outcome in await backend.load(keys, part)] == [True]
-            assert read_payloads(part) == [payload[512 * first :][: 512 * len(blocks)]]
-            assert [outcome.done for outcome in await backend.store(keys, part)] == [True]
 
 
 async def test_tensors_that_no_header_can_list_are_refused(tmp_path: Path) -> None:

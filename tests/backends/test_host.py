@@ -1,8 +1,6 @@
 """The host backend keeps every promise of `Backend`, bounded or not, with either policy."""
 
-import asyncio
 import logging
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +13,11 @@ from kvxfer.backends.host import (
     Integrity,
     MemoryIntegrity,
     PoolShape,
-    SlotMover,
 )
-from kvxfer.backends.host import backend as backend_module
 from kvxfer.errors import CapacityError, InvalidArgumentError
-from kvxfer.runtime import threads as threads_module
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
-from kvxfer.testing.conformance.suite import make_keys, store_generated
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
 from tests.backends.host_blocks import flip
@@ -125,44 +119,6 @@ def test_memory_that_others_write_is_verified(integrity: Any) -> None:
     assert HostConfig(capacity=ByteSize(1 << 20)).integrity is MemoryIntegrity.FENCED
 
 
-async def test_nothing_is_hashed_and_no_thread_takes_part_where_nothing_can_have_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory = BlockMemory([[4096]], num_blocks=8)
-    async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), memory.namespace()) as backend:
-
-        def refuse(*_: object) -> None:
-            pytest.fail("bytes were hashed, or a thread took part")
-
-        monkeypatch.setattr(backend.pool, "_checksum", refuse)
-        monkeypatch.setattr(backend._threads, "start", refuse)
-        monkeypatch.setattr(backend_module, "SLICE_BYTES", 4096)
-        keys = make_keys(4)
-        payloads = await store_generated(backend, keys, memory.describe(0, range(4)))
-        target = memory.describe(0, range(4, 8))
-        assert all(outcome.done for outcome in await backend.load(keys, target))
-        assert read_payloads(target) == payloads
-        assert all(outcome.done for outcome in await backend.load_for_copy(keys, target))
-
-
-async def test_closing_waits_for_a_load_that_goes_on_without_a_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory = BlockMemory([[4096]], num_blocks=8)
-    monkeypatch.setattr(backend_module, "SLICE_BYTES", 4096)
-    backend = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), memory.namespace())
-    keys = make_keys(4)
-    payloads = await store_generated(backend, keys, memory.describe(0, range(4)))
-    target = memory.describe(0, range(4, 8))
-    loading = asyncio.create_task(backend.load(keys, target))
-    await asyncio.sleep(0)
-    assert not loading.done()
-    await backend.aclose()
-    assert loading.done()
-    assert all(outcome.done for outcome in await loading)
-    assert read_payloads(target) == payloads
-
-
 async def test_a_corrupt_block_is_logged_and_its_key_can_be_stored_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -207,21 +163,6 @@ async def test_a_block_that_begins_outside_its_chunk_is_refused_and_nothing_is_t
         blocks = memory.describe(0, [5])
         assert [outcome.done for outcome in await backend.load([key], blocks)] == [True]
         assert read_payloads(blocks) == [payload]
-
-
-@pytest.mark.parametrize("kind", ["backend", "mover"])
-async def test_the_pool_stays_mapped_while_a_call_does_not_end(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    monkeypatch.setattr(threads_module, "CLOSE_TIMEOUT_S", 0.05)
-    namespace, may_end = BlockMemory([[512]], num_blocks=8).namespace(), threading.Event()
-    backend = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
-    mover = SlotMover(backend.pool, part=0) if kind == "mover" else backend
-    mover._threads.start(may_end.wait, 10)
-    await mover.aclose()
-    assert not backend.pool.slots.any()
-    may_end.set()
-    backend.pool.close()
 
 
 async def test_a_key_of_an_unknown_group_is_refused() -> None:

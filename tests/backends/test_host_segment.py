@@ -1,18 +1,13 @@
 """Shared memory is seen by every process, owned by one, and left behind by none."""
 
 import contextlib
-import fcntl
-import mmap
 import os
 import secrets
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from resource import RUSAGE_THREAD, getrusage
 
 import pytest
 
@@ -21,7 +16,6 @@ from kvxfer.backends.host.segment import SHARED_MEMORY, SharedSegment
 from kvxfer.errors import (
     BackendUnavailableError,
     CapacityError,
-    ClosedError,
     InvalidArgumentError,
 )
 
@@ -122,17 +116,6 @@ def test_a_process_that_expects_something_else_is_refused_with_both_values(
     segment.close()
 
 
-def test_only_one_process_can_claim_a_segment(name: str) -> None:
-    owner = SharedSegment(name, b"header", SIZE)
-    other = SharedSegment(name, b"header", SIZE)
-    owner.claim()
-    with pytest.raises(InvalidArgumentError, match=name):
-        other.claim()
-    owner.close()
-    other.claim()
-    other.close()
-
-
 CREATING = """
 import pathlib, sys, time
 from kvxfer.backends.host import segment
@@ -164,24 +147,6 @@ def test_a_process_that_stops_while_it_creates_is_waited_for_until_a_deadline_or
     SharedSegment(name, b"header", SIZE).close()
 
 
-def test_a_segment_that_a_killed_process_left_without_header_is_created_anew(name: str) -> None:
-    path_of(name).write_bytes(bytes(SIZE))
-    with path_of(name).open("rb") as other, ThreadPoolExecutor(1) as threads:
-        fcntl.flock(other, fcntl.LOCK_SH)  # another one that waited for it
-        opening = threads.submit(SharedSegment, name, b"header", SIZE)
-        time.sleep(0.1)
-        fcntl.flock(other, fcntl.LOCK_UN)
-        opening.result(10).close()
-
-
-def test_a_closed_segment_says_so_and_can_be_closed_again(name: str) -> None:
-    segment = SharedSegment(name, b"header", SIZE)
-    segment.close()
-    segment.close()
-    with pytest.raises(ClosedError, match=name):
-        segment.memory  # noqa: B018 - the access is what is tested
-
-
 @pytest.mark.parametrize("bad", ["../escape", "a/b", "a b", "x\n"])
 def test_a_name_cannot_leave_the_folder(bad: str) -> None:
     with pytest.raises(InvalidArgumentError):
@@ -200,16 +165,3 @@ def test_the_memory_belongs_to_its_user_alone(name: str) -> None:
     assert path_of(name).stat().st_mode & 0o777 == 0o600
     assert path_of(name).stat().st_uid == os.getuid()
     segment.close()
-
-
-def test_a_segment_can_be_touched_before_it_is_used(name: str) -> None:
-    def num_faults_of_writing(*, touched: bool) -> int:
-        segment = SharedSegment(name, b"header", 256 * mmap.PAGESIZE, touched=touched)
-        before = getrusage(RUSAGE_THREAD).ru_minflt
-        segment.memory[:: mmap.PAGESIZE] = 1
-        faults = getrusage(RUSAGE_THREAD).ru_minflt - before
-        segment.close()
-        return faults
-
-    assert num_faults_of_writing(touched=True) < 20
-    assert num_faults_of_writing(touched=False) > 200

@@ -16,7 +16,6 @@ from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.conformance.suite import (
     assert_done_are,
-    cancel,
     make_keys,
     make_large_memory,
     statuses,
@@ -147,21 +146,6 @@ async def test_a_killed_master_is_a_miss_and_blocks_go_on_when_it_is_back(cluste
         assert await backend.lookup(keys) == [False] * 4, "a master that begins anew has no blocks"
 
 
-async def test_a_backend_opens_and_closes_without_its_master(cluster: Cluster) -> None:
-    cluster.master.kill()
-    try:
-        async with open_impatient(cluster, close_timeout_s=0.1) as backend:
-            outcomes, seconds = await timed_load(backend, make_keys(4))
-            assert set(statuses(outcomes)) <= {Status.FAILED, Status.TIMED_OUT}
-            assert seconds < TIMEOUT_S + SLACK_S
-            began = time.monotonic()
-        assert time.monotonic() - began < SLACK_S
-    finally:
-        cluster.master.start()
-        cluster.await_master()
-        await asyncio.to_thread(cluster.await_memory)
-
-
 async def test_a_frozen_holder_costs_one_timeout_and_its_buffer_is_not_used_again(
     cluster: Cluster,
 ) -> None:
@@ -183,27 +167,6 @@ async def test_a_frozen_holder_costs_one_timeout_and_its_buffer_is_not_used_agai
         await asyncio.to_thread(cluster.await_memory)
         await require_back(backend)
         assert len(backend._staging._idle) == backend._staging.num_buffers
-
-
-async def test_blocks_of_a_killed_holder_are_lost_and_others_are_stored_at_the_next(
-    cluster: Cluster,
-) -> None:
-    keys = make_keys(4, first=300)
-    async with open_impatient(cluster) as backend:
-        await connected(backend, keys)
-        cluster.holder.kill()
-        try:
-            outcomes, seconds = await timed_load(backend, keys)
-            assert set(statuses(outcomes)) <= {Status.FAILED, Status.TIMED_OUT, Status.MISSING}
-            assert seconds < TIMEOUT_S + SLACK_S
-        finally:
-            cluster.holder.start()
-        await asyncio.to_thread(cluster.await_memory)
-        await require_back(backend)
-        stop = time.monotonic() + BACK_S
-        while any(await backend.lookup(keys)):
-            assert time.monotonic() < stop, "the master forgets what is gone"
-            await asyncio.sleep(0.2)
 
 
 @pytest.mark.parametrize("victim", ["master", pytest.param("holder", marks=pytest.mark.exhaustive)])
@@ -287,19 +250,6 @@ async def test_closing_does_not_wait_for_a_call_that_does_not_return() -> None:
     assert stuck.num_closed == 1
 
 
-async def test_closing_leaves_nothing_behind_that_waits_for_a_caller_that_left() -> None:
-    stuck = StuckStore()
-    client = open_client(stuck)
-    first = asyncio.ensure_future(client.ask("load", lambda store: store.call(), 60.0))
-    await asyncio.to_thread(stuck.entered.wait)
-    await cancel(first)
-    assert await client.aclose(0.0) == 2
-    async with asyncio.timeout(BACK_S / 6):
-        await client._calls.drain()
-    stuck.go.set()
-    await client.drain()
-
-
 async def test_a_cancelled_call_is_drained_and_the_next_one_waits_for_it() -> None:
     stuck = StuckStore()
     stuck.codes = [0]
@@ -320,24 +270,6 @@ async def test_a_cancelled_call_is_drained_and_the_next_one_waits_for_it() -> No
     assert stuck.num_closed == 1
 
 
-async def test_a_call_that_does_not_return_is_late_although_its_caller_left_before() -> None:
-    stuck = StuckStore()
-    client = open_client(stuck)
-    first = asyncio.ensure_future(client.ask("lookup", lambda store: store.call(), 0.2))
-    await asyncio.to_thread(stuck.entered.wait)
-    await cancel(first)
-    with pytest.raises(CallFailedError, match="others took too long"):
-        await client.ask("lookup", lambda store: [1], 0.1)
-    async with asyncio.timeout(BACK_S):
-        while client.is_available:  # noqa: ASYNC110 - nobody is told
-            await asyncio.sleep(0.01)
-    with pytest.raises(CallFailedError, match="late"):  # at once
-        await client.ask("lookup", lambda store: [1], 60.0)
-    stuck.go.set()
-    await client.drain()
-    assert await client.aclose(10.0) == 0
-
-
 async def test_a_transfer_that_mooncake_gave_up_is_ended_by_closing_the_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -348,19 +280,4 @@ async def test_a_transfer_that_mooncake_gave_up_is_ended_by_closing_the_client(
     assert await client.ask("load", lambda store: store.call(), 60.0) == [-800]
     assert stuck.num_closed == 1
     assert await client.ask("lookup", lambda store: [1], 60.0) == [1], "it connects anew"
-    assert await client.aclose(10.0) == 0
-
-
-async def test_a_late_call_that_succeeds_shows_that_all_is_well() -> None:
-    stuck = StuckStore()
-    stuck.codes = [0]
-    client = open_client(stuck, retry_after_s=1000.0)
-    with pytest.raises(CallFailedError):
-        await client.ask("load", lambda store: store.call(), 0.05)
-    with pytest.raises(CallFailedError, match="late"):
-        await client.ask("lookup", lambda store: [1], 60.0)
-    stuck.go.set()
-    await client.drain()
-    assert client.is_available
-    assert await client.ask("lookup", lambda store: [1], 60.0) == [1]
     assert await client.aclose(10.0) == 0

@@ -143,17 +143,6 @@ async def test_pages_of_another_integrity_are_not_in_the_way(
 
 
 @pytest.mark.usefixtures("shared_client")
-async def test_a_part_of_another_integrity_is_not_in_the_way(mooncake: Cluster) -> None:
-    memory = BlockMemory([[4096]], num_blocks=16, blocks_per_chunk=4)
-    namespace = memory.namespace()
-    async with open_mooncake(mooncake, namespace, integrity="off") as theirs:
-        assert statuses(await theirs.store(KEYS[:1], memory.describe(0, [0]))) == [Status.DONE]
-    async with open_mooncake(mooncake, namespace) as ours:
-        outcomes = await ours.store(KEYS[:3], memory.describe(0, range(12)))
-        assert statuses(outcomes) == [Status.DONE] * 3
-
-
-@pytest.mark.usefixtures("shared_client")
 async def test_what_is_there_is_not_sent_again_and_all_is_counted(
     mooncake: Cluster, namespace: Namespace
 ) -> None:
@@ -208,22 +197,6 @@ async def test_an_engine_opens_a_cluster_by_its_url(mooncake: Cluster) -> None:
     async with kvxfer.connect(url, memory.caches, namespace=namespace) as engine:
         assert all(each.done for each in await engine.store(KEYS[:4], [[0, 1, 2, 3]]))
         assert all(each.done for each in await engine.load(KEYS[:4], [[4, 5, 6, 7]]))
-
-
-async def test_a_cluster_is_a_tier_below_host_memory(
-    mooncake: Cluster, namespace: Namespace
-) -> None:
-    tiers = [
-        "host://?capacity=1MiB",
-        f"mooncake://{mooncake.address}?timeout_s=60&lookup_timeout_s=60",
-    ]
-    async with open_backend(tiers, namespace) as first:
-        payloads = await store_generated(first, KEYS, MEMORY.describe(0, range(8)))
-        await first.flush()
-    async with open_backend(tiers, namespace) as second:  # a machine that has nothing
-        target = MEMORY.describe(0, range(8, 16))
-        assert statuses(await second.load(KEYS, target)) == [Status.DONE] * 8
-        assert read_payloads(target) == payloads
 
 
 @pytest.mark.parametrize(

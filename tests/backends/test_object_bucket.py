@@ -1,35 +1,35 @@
-"""Lists and turns of requests, with the store in memory of obstore."""
+"""Buckets in memory: lists, servers that overwrite, clients that panic, and parameters."""
 
-import asyncio
-import contextlib
-import tracemalloc
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import obstore
 import pytest
 from obstore.exceptions import GenericError
-from obstore.store import MemoryStore
+from obstore.store import MemoryStore, ObjectStore
 
-from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck, fsck, measure_usage
 from kvxfer.backends.object import (
+    AZBackend,
+    AZConfig,
     Bucket,
-    BucketStore,
+    GSBackend,
+    GSConfig,
     ObjectBackend,
-    Presence,
+    ObjectConfig,
+    S3Backend,
     S3Config,
     bucket,
 )
-from kvxfer.backends.object.request_failure import RequestFailedError
+from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.conformance.suite import cancel, make_keys, statuses, yield_to_loop
+from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
+from kvxfer.testing.payloads import read_payloads
 from tests.backends.object_memory import MemoryConfig, open_in_memory, plant
 
 DONE = Status.DONE
-LIMIT_S = 10.0
 NAMES = [f"prefix/{number}" for number in range(7)]
 
 
@@ -70,172 +70,6 @@ async def test_a_list_that_fails_in_the_middle_has_every_name_once(
     assert {each.size_bytes for each in found} == {4}
 
 
-@pytest.mark.slow
-async def test_who_waits_for_a_turn_is_not_late_and_says_nothing_about_the_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory, keys = BlockMemory([[4096]], num_blocks=16), make_keys(16)
-    config = MemoryConfig(
-        address="memory", timeout_s=1.0, lookup_timeout_s=0.5, max_requests_per_s=8.0
-    )
-    async with ObjectBackend(config, memory.namespace()) as backend:
-        outcomes = await backend.store(keys, memory.describe(0, range(16)))  # takes 2 s
-        assert statuses(outcomes) == [Status.DONE] * 16
-        backend._presence = Presence(found_ttl_s=60.0, missing_ttl_s=60.0)
-        monkeypatch.setattr(backend, "_begin_list", lambda: None)
-        assert False in await backend.lookup(keys), "so many have no turn in the time of a lookup"
-        assert backend._bucket.is_available
-
-
-async def hang(is_asked: asyncio.Event, *_args: Any, **_fields: Any) -> Any:
-    is_asked.set()
-    await asyncio.Event().wait()
-
-
-async def test_closing_ends_what_is_asked_for_callers_that_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory, is_asked = BlockMemory([[4096]], num_blocks=1), asyncio.Event()
-    config = MemoryConfig(address="memory", lookup_timeout_s=60.0)
-    async with ObjectBackend(config, memory.namespace()) as backend:
-        monkeypatch.setattr(backend, "_begin_list", lambda: None)
-        plant(backend._bucket, "get_async", partial(hang, is_asked))
-        looking = asyncio.ensure_future(backend.lookup(make_keys(8)))
-        await is_asked.wait()
-        await cancel(looking)
-    await yield_to_loop(5)
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_a_server_that_says_nothing_is_found_out_although_no_caller_waits_so_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory, keys, is_asked = BlockMemory([[4096]], num_blocks=1), make_keys(8), asyncio.Event()
-    config = MemoryConfig(address="memory", lookup_timeout_s=0.4, retry_after_s=60.0)
-
-    async with ObjectBackend(config, memory.namespace()) as backend:
-        monkeypatch.setattr(backend, "_begin_list", lambda: None)
-        plant(backend._bucket, "get_async", partial(hang, is_asked))
-        looking = asyncio.ensure_future(backend.lookup(keys))
-        await is_asked.wait()
-        await cancel(looking)
-        async with asyncio.timeout(LIMIT_S):
-            while backend._bucket.is_available:  # noqa: ASYNC110 - nobody is told
-                await asyncio.sleep(0.01)
-        assert await backend.lookup(keys) == [False] * 8
-        assert backend.counts.requests == 8, "none more"
-
-
-async def test_lookups_that_end_before_their_turn_take_none_from_those_after_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = MemoryConfig(
-        address="memory", max_requests_per_s=50.0, lookup_timeout_s=0.2, missing_ttl_s=0.0
-    )
-    memory = BlockMemory([[4096]], num_blocks=1)
-    async with ObjectBackend(config, memory.namespace()) as backend:
-        monkeypatch.setattr(backend, "_begin_list", lambda: None)
-        for nth in range(5):
-            before = backend.counts.requests
-            await backend.lookup(make_keys(64, first=64 * nth))
-            assert backend.counts.requests > before, f"lookup {nth} asked for nothing"
-
-
-async def test_first_stores_share_the_failure_of_a_server_that_says_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each describes the namespace before its first block; none waits for the others' turns."""
-    config = MemoryConfig(address="memory", timeout_s=0.3)
-    memory, keys, num_asked = BlockMemory([[4096]], num_blocks=8), make_keys(8), 0
-    async with ObjectBackend(config, memory.namespace()) as backend:
-
-        async def hang(name: str, page: memoryview) -> bool:
-            nonlocal num_asked
-            num_asked += 1
-            await asyncio.sleep(config.timeout_s)
-            raise RequestFailedError("no answer", status=Status.TIMED_OUT, transient=True)
-
-        with monkeypatch.context() as silent:
-            silent.setattr(backend._bucket, "create", hang)
-            stores = (backend.store([key], memory.describe(0, [0])) for key in keys)
-            outcomes = await asyncio.gather(*stores)
-        assert {one.status for [one] in outcomes} == {Status.TIMED_OUT}
-        assert num_asked == 1
-        assert statuses(await backend.store(keys, memory.describe(0, range(8)))) == [DONE] * 8
-
-
-async def test_closing_ends_loads_and_stores_with_outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, keys = BlockMemory([[4096]], num_blocks=4), make_keys(4)
-    backend = ObjectBackend(MemoryConfig(address="memory"), memory.namespace())
-    await backend.store(keys[:2], memory.describe(0, range(2)))
-    closing, is_closed = asyncio.Event(), asyncio.Event()
-    for name in ("read_range", "read_begin"):
-        honest = getattr(backend._bucket, name)
-
-        async def wait(*args: Any, honest: Any = honest) -> Any:
-            found = await honest(*args)
-            closing.set()
-            await is_closed.wait()
-            return found
-
-        monkeypatch.setattr(backend._bucket, name, wait)
-    backend._texts.overwrites = True  # stores look first
-    loading = asyncio.create_task(backend.load(keys[:2], memory.describe(0, range(2))))
-    storing = asyncio.create_task(backend.store(keys[2:], memory.describe(0, range(2, 4))))
-    await closing.wait()
-    await backend.aclose()
-    is_closed.set()
-    for outcome in [*await loading, *await storing]:
-        assert outcome.status is Status.FAILED
-        assert "closed" in outcome.reason
-
-
-def measure_walks(monkeypatch: pytest.MonkeyPatch, num_objects: int) -> tuple[int, int]:
-    """List and verify a bucket of so many objects; return peak bytes of memory, and requests."""
-    store = MemoryStore()
-    for number in range(num_objects):
-        name = f"{number % 256:02x}{number:078x}.safetensors"
-        store.put(f"prefix/{'a' * 32}/{name[:2]}/{name}", b"no block")
-    monkeypatch.setattr(S3Config, "open_store", lambda _: store)
-    config = S3Config(address="bucket", path="/prefix", max_requests=4)
-    with contextlib.closing(BucketStore(config)) as opened:
-        tracemalloc.start()
-        (usage,) = measure_usage(opened)
-        num_bad = sum(found.bad for found in StoreCheck(opened, BlockCheck()).verify())
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert usage.num_blocks == num_bad == num_objects
-        return peak, opened._requests.bucket.counts.requests
-
-
-def test_memory_does_not_grow_with_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "LIST_CHUNK", 100)
-    monkeypatch.setattr(fsck, "FILES_IN_LINE", 50)
-    measure_walks(monkeypatch, 10)  # what is made once
-    small, large = measure_walks(monkeypatch, 250), measure_walks(monkeypatch, 1250)
-    assert large[0] < 1.3 * small[0]
-    pages = 3 * 10  # of `ls`, of `fsck` for the sizes, and again for the objects
-    assert large[1] - small[1] == 1000 + pages
-
-
-async def test_a_list_that_fails_in_whatever_way_is_not_made_again_at_once() -> None:
-    memory = BlockMemory([[4096]], num_blocks=4)
-    num_lists = 0
-
-    def answer_nonsense(*_args: Any, **_fields: Any) -> Iterator[Any]:
-        nonlocal num_lists
-        num_lists += 1
-        return iter([[{"path": "name"}]])
-
-    async with open_in_memory(memory.namespace()) as backend:
-        plant(backend._bucket, "list", answer_nonsense)
-        for first in range(3):
-            assert await backend.lookup(make_keys(1, first=first)) == [False]
-            assert backend._listing is not None
-            await asyncio.wait([backend._listing])
-        assert num_lists == 1
-
-
 async def test_a_purge_has_a_prefix_and_says_what_it_cannot_remove() -> None:
     memory, keys = BlockMemory([[4096]], num_blocks=2), make_keys(2)
     async with open_in_memory(memory.namespace()) as backend:
@@ -263,3 +97,170 @@ async def test_a_purge_has_a_prefix_and_says_what_it_cannot_remove() -> None:
         plant(backend._bucket, "list", fail)
         with pytest.raises(BackendUnavailableError, match="LIST"):
             await backend.purge(prefix)
+
+
+CHUNK = 4
+MEMORY = BlockMemory([[4096]], num_blocks=16, blocks_per_chunk=CHUNK)
+NAMESPACE = MEMORY.namespace()
+KEYS = make_keys(1)
+WARNING = "ignores If-None-Match"
+
+
+def open_backend(store: MemoryStore, *, overwrites: bool) -> ObjectBackend:
+    backend = open_in_memory(NAMESPACE, store)
+
+    async def put(use: ObjectStore, path: str, data: Any, **fields: Any) -> Any:
+        return await obstore.put_async(use, path, data, **(fields | {"mode": "overwrite"}))
+
+    if overwrites:
+        plant(backend._bucket, "put_async", put)
+    return backend
+
+
+def chunk(first: int = 0) -> Descriptors:
+    return MEMORY.describe(0, range(first, first + CHUNK))
+
+
+def part(first: int = 0) -> Descriptors:
+    """The first block of a chunk."""
+    return MEMORY.describe(0, [first])
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+async def test_a_part_of_a_chunk_does_not_take_the_place_of_the_whole(
+    caplog: pytest.LogCaptureFixture, *, overwrites: bool
+) -> None:
+    store = MemoryStore()
+    async with (
+        open_backend(store, overwrites=overwrites) as first,
+        open_backend(store, overwrites=overwrites) as second,
+    ):
+        payloads = await store_generated(first, KEYS, chunk())
+        assert statuses(await second.store(KEYS, part())) == [Status.DONE]
+        assert statuses(await second.load(KEYS, chunk(8))) == [Status.DONE]
+        assert read_payloads(chunk(8)) == payloads
+    assert (WARNING in caplog.text) is overwrites
+
+
+async def test_a_whole_chunk_takes_the_place_of_a_part() -> None:
+    store = MemoryStore()
+    async with open_backend(store, overwrites=True) as backend:
+        await store_generated(backend, KEYS, part())
+        payloads = await store_generated(backend, KEYS, chunk())
+        assert statuses(await backend.load(KEYS, chunk(8))) == [Status.DONE]
+        assert read_payloads(chunk(8)) == payloads
+
+
+PAGES = make_memory()
+FOUR = make_keys(4)
+CALLS = ["put_async", "get_async", "get_range_async", "head_async", "delete_async", "list"]
+
+
+class PanicException(BaseException):
+    """As pyo3 makes it of a panic: no Exception, so that nobody catches it."""
+
+
+def raising(exc: BaseException) -> Callable[..., Any]:
+    def call(*_args: object, **_fields: object) -> Any:
+        raise exc
+
+    return call
+
+
+async def test_a_panic_is_the_failure_of_its_block() -> None:
+    async with open_in_memory(PAGES.namespace()) as backend:
+        await store_generated(backend, FOUR[:2], PAGES.describe(0, range(2)))
+        store = backend._bucket._store
+        for call in CALLS:
+            plant(backend._bucket, call, raising(PanicException("no reactor, secret=1")))
+        loaded = await backend.load(FOUR[:2], PAGES.describe(0, range(2, 4)))
+        stored = await backend.store(FOUR[2:], PAGES.describe(0, range(2)))
+        assert statuses(loaded) == statuses(stored) == [Status.FAILED] * 2
+        assert {each.reason for each in [*loaded, *stored]} == {
+            "GET: PanicException",
+            "PUT: PanicException",
+        }
+        assert await backend.lookup(FOUR[2:]) == [False] * 2
+        assert backend._listing is not None
+        await backend._listing
+        assert await backend.delete(FOUR[:2]) == [False] * 2
+        backend._bucket._store = store
+        loaded = await backend.load(FOUR[:2], PAGES.describe(0, range(2, 4)))
+        assert statuses(loaded) == [Status.DONE] * 2
+
+
+SECRET = "hide-and-seek"
+
+
+@pytest.mark.parametrize(
+    ("backend", "config", "variable", "reason"),
+    [
+        (S3Backend, S3Config, "AWS_ACCESS_KEY_ID", "MissingSecretAccessKey"),
+        (GSBackend, GSConfig, "GOOGLE_SERVICE_ACCOUNT_KEY", "DecodeCredentials"),
+        (AZBackend, AZConfig, "AZURE_STORAGE_ACCOUNT_KEY", "InvalidAccessKey"),
+    ],
+)
+def test_credentials_that_cannot_be_are_named_and_not_shown(
+    backend: type[ObjectBackend],
+    config: type[ObjectConfig],
+    variable: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", "GOOGLE_APPLICATION_CREDENTIALS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv(variable, SECRET)
+    with pytest.raises(BackendUnavailableError, match=reason) as caught:
+        backend(config(address="bucket"), PAGES.namespace())
+    assert SECRET not in str(caught.value)
+
+
+def test_a_client_that_panics_is_a_backend_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryConfig, "open_store", raising(PanicException()))
+    with pytest.raises(BackendUnavailableError, match="PanicException"):
+        open_in_memory(PAGES.namespace())
+
+
+ONE, TWO, THREE = make_keys(3)
+
+
+@pytest.mark.parametrize(
+    ("url", "config_type"),
+    [
+        ("s3://bucket/a/b/?region=r&endpoint=http://h:1", S3Config),
+        ("gs://bucket/a/b", GSConfig),
+        ("az://bucket/a/b?account=x", AZConfig),
+    ],
+)
+def test_the_path_of_a_url_is_the_prefix(url: str, config_type: type) -> None:
+    _, config = parse_backend(url)
+    assert isinstance(config, config_type)
+    assert isinstance(config, S3Config | GSConfig | AZConfig)
+    assert (config.address, config.prefix) == ("bucket", "a/b/")
+    assert config.open_store() is not None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ("://", "name of a bucket"),
+        ("://bucket?timeout_s=0", "timeout_s.*more than 0"),
+        ("://bucket?timeout_s=nan", "timeout_s"),
+        ("://bucket?max_requests=0", "max_requests"),
+        ("://bucket?max_requests_per_s=-1", "max_requests_per_s"),
+        ("://bucket?endpoint=host:80", "a URL such as"),
+        ("://bucket?integrity=keyed", "'off', 'fast' or 'sealed'"),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_what_cannot_be_is_refused_by_name(scheme: str, parameters: str, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        parse_backend(scheme + parameters)
+
+
+def test_azure_without_an_account_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InvalidArgumentError, match="account"):
+        AZConfig(address="container").open_store()

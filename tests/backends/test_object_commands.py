@@ -3,18 +3,14 @@
 import asyncio
 import contextlib
 import itertools
-import json
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck, Verdict, measure_usage
 from kvxfer.backends.object import BucketStore, S3Config, bucket_store
 from kvxfer.cli import main
-from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing.conformance.suite import make_keys, make_memory, store_generated
 from tests.backends.object_servers import (
@@ -24,7 +20,6 @@ from tests.backends.object_servers import (
     REGION,
     ObjectServer,
     open_bucket,
-    seaweedfs,
 )
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("s3_credentials")]
@@ -231,19 +226,6 @@ def test_what_is_replaced_while_it_is_verified_stays(place: Place) -> None:
     assert place.get(path) == good
 
 
-def test_lists_and_checks_take_few_requests(place: Place) -> None:
-    place.fill()
-    with place.open() as store:
-        counts = store._requests.bucket.counts
-        (usage,) = measure_usage(store)
-        assert usage.num_blocks == len(KEYS)
-        assert counts.requests <= 9, "folders, twice the description and a list, records"
-        counts.requests = 0
-        check = StoreCheck(store, BlockCheck())
-        assert [found.verdict for found in check.verify()] == [Verdict.GOOD] * len(KEYS)
-        assert counts.requests - len(KEYS) <= 3, "a request a block, and lists"
-
-
 def test_who_may_only_read_verifies_and_removes_nothing(
     place: Place,
     monkeypatch: pytest.MonkeyPatch,
@@ -307,39 +289,3 @@ def test_wrong_credentials_are_one_line_without_them(
     assert "403" in printed or "SignatureDoesNotMatch" in printed
     assert not any(each in printed for each in ("hunter2", *CREDENTIALS.values()))
     assert printed.count("\n") == 1
-
-
-@pytest.fixture(scope="module")
-def mortal_server() -> Iterator[ObjectServer]:
-    with seaweedfs() as server:
-        yield server
-        server.start()  # to be ended as others are
-
-
-def test_a_server_that_goes_in_the_middle_ends_the_check(
-    mortal_server: ObjectServer, capfd: pytest.CaptureFixture[str]
-) -> None:
-    place = Place(mortal_server)
-    place.fill()
-    url = place.url.replace("timeout_s=60", "timeout_s=0.5")
-    config = S3Config(
-        address=BUCKET,
-        path=f"/{place.prefix}",
-        endpoint=mortal_server.endpoint,
-        timeout_s=2.0,
-        max_requests=1,
-    )
-    with contextlib.closing(BucketStore(config)) as store:
-        findings = StoreCheck(store, BlockCheck()).verify()
-        assert next(findings).verdict is Verdict.GOOD
-        mortal_server.kill()
-        with pytest.raises(BackendUnavailableError, match=f"{config.url[:-1]}: "):
-            assert not [each for each in findings if each.bad]
-    began = time.monotonic()
-    for command in ("ls", "fsck", "gc", "inspect"):
-        assert main([command, url]) == 2
-    assert time.monotonic() - began < 4 * (0.5 + 2)
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 4, lines
-    assert all(f"s3://{BUCKET}/" in line for line in lines)
-    assert json.dumps(lines).count(CREDENTIALS["AWS_SECRET_ACCESS_KEY"]) == 0

@@ -99,18 +99,6 @@ async def test_a_frozen_server_costs_one_timeout_and_then_nothing(server: Object
         await require_back(backend, MEMORY)
 
 
-async def test_a_lookup_of_a_frozen_server_is_a_miss_in_time(server: ObjectServer) -> None:
-    async with open_impatient(server) as backend:
-        server.freeze()
-        try:
-            began = time.monotonic()
-            assert await backend.lookup(make_keys(8)) == [False] * 8
-            assert time.monotonic() - began < TIMEOUT_S + SLACK_S
-            assert not backend._bucket.is_available, "silence is a failure"
-        finally:
-            server.thaw()
-
-
 @pytest.mark.parametrize(
     "sent",
     [

@@ -99,18 +99,6 @@ async def test_a_bucket_copied_to_a_folder_is_a_file_store(place: Place, tmp_pat
         assert read_payloads(target) == payloads
 
 
-async def test_what_is_there_is_not_stored_again(place: Place) -> None:
-    async with place.open() as ours, place.open() as theirs:
-        await store_generated(ours, KEYS, MEMORY.describe(0, range(8)))
-        before = [place.client.head(place.name(key))["e_tag"] for key in KEYS]
-        other_bytes = MEMORY.describe(0, range(8))
-        await store_generated(theirs, KEYS, other_bytes, version=1)
-        assert [place.client.head(place.name(key))["e_tag"] for key in KEYS] == before
-        sent = theirs.counts.sent_bytes
-        await store_generated(theirs, KEYS, other_bytes, version=1)
-        assert theirs.counts.sent_bytes == sent, "a page that is known to be there was sent"
-
-
 async def test_one_list_answers_the_lookups_of_a_namespace(place: Place) -> None:
     async with place.open() as backend:
         await store_generated(backend, KEYS[:6], MEMORY.describe(0, range(6)))
@@ -119,15 +107,6 @@ async def test_one_list_answers_the_lookups_of_a_namespace(place: Place) -> None
         before = backend.counts.requests
         assert await backend.lookup(KEYS) == [True] * 6 + [False] * 2
         assert backend.counts.requests == before
-
-
-async def test_what_others_store_is_seen_when_a_miss_has_aged(place: Place) -> None:
-    async with place.open(missing_ttl_s=0.05) as ours, place.open() as theirs:
-        await list_once(ours)
-        await store_generated(theirs, KEYS, MEMORY.describe(0, range(8)))
-        async with asyncio.timeout(PATIENCE_S):
-            while not all(await ours.lookup(KEYS)):  # noqa: ASYNC110 - nothing tells
-                await asyncio.sleep(0.01)
 
 
 async def test_a_corrupt_page_that_a_reader_may_not_remove_is_a_miss_to_it(
@@ -272,9 +251,3 @@ async def test_an_engine_with_an_empty_disk_has_its_hits_from_the_bucket(
         target = memory.describe(0, range(8, 16))
         assert statuses(await backend.load(KEYS, target)) == [Status.DONE] * 8
         assert read_payloads(target) == payloads
-
-
-async def test_a_lookup_that_may_remember_nothing_finds_what_is_there(place: Place) -> None:
-    async with place.open(found_ttl_s=0.0, missing_ttl_s=0.0) as backend:
-        await store_generated(backend, KEYS[:2], MEMORY.describe(0, range(2)))
-        assert await backend.lookup(KEYS[:3]) == [True, True, False]

@@ -215,17 +215,6 @@ async def test_what_reads_every_plain_page_takes_it_for_stored(bucket: Bucket, t
     assert before.items() <= bucket.pages().items()
 
 
-async def test_a_new_secret_reads_and_keeps_the_pages_of_the_old_one(bucket: Bucket) -> None:
-    async with bucket.open("old") as backend:
-        await store_generated(backend, KEYS[:2], MEMORY.describe(0, range(2)))
-    async with bucket.open("new", "old") as backend:
-        await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
-        assert await backend.lookup(KEYS) == [True] * 4
-        assert await load(backend) == [Status.DONE] * 4
-    async with bucket.open("old") as backend:
-        assert await backend.lookup(KEYS) == [True, True, False, False]
-
-
 def test_what_is_missing_is_named(bucket: Bucket) -> None:
     with pytest.raises(InvalidArgumentError) as raised:
         bucket.open(integrity="sealed")

@@ -7,10 +7,8 @@ import itertools
 import json
 import random
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.units import ByteSize
@@ -62,32 +60,6 @@ async def hammer(root: Path, capacity: int, num_keys: int, seed: int) -> None:
             if rng.random() < 0.02:
                 await backend.delete(chosen)
     print(json.dumps(counts))
-
-
-class Counting(PosixFileIO):
-    """I/O engine that counts the files that it writes."""
-
-    def __init__(self) -> None:
-        self.num_written = 0
-
-    def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        self.num_written += len(fds)
-        return super().write(fds, vectors)
-
-
-async def store_once(root: Path, num_keys: int) -> None:
-    """Store some keys on request, and report how many are stored and how many were written."""
-    memory, keys = crash_memory(), hashed_keys(num_keys)
-    counting = Counting()
-    async with open_store(root, memory.namespace(), file_io=counting, write_threads=1) as backend:
-        print("ready", flush=True)
-        await asyncio.to_thread(sys.stdin.readline)
-        num_done = 0
-        for index in range(0, num_keys, BATCH):
-            batch = keys[index : index + BATCH]
-            outcomes = await store(backend, batch, memory.describe(0, range(BATCH)))
-            num_done += sum(outcome.done for outcome in outcomes)
-        print(num_done, counting.num_written)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Backend interface: the parts that all backends share."""
 
+import asyncio
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -12,28 +15,19 @@ from kvxfer.errors import (
 )
 from kvxfer.storage.backend import (
     DONE,
-    MISSING,
-    Outcome,
+    Begun,
     Purgeable,
     Status,
     can_purge_all,
     require_batch,
 )
+from kvxfer.storage.calls import begin_call, call_backend, poll_begun
 from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
+from kvxfer.testing.conformance.suite import make_keys
 
 A, B, C = (make_block_key(name, 0) for name in (b"a", b"b", b"c"))
 MEMORY = BlockMemory([[8]], num_blocks=4)
-
-
-def test_only_a_done_block_is_done() -> None:
-    assert {status for status in Status if Outcome(status).done} == {Status.DONE}
-    assert DONE.done
-    assert not MISSING.done
-
-
-def test_memory_is_safe_unless_somebody_says_otherwise() -> None:
-    assert all(Outcome(status).memory_safe for status in Status)
 
 
 def test_a_batch_with_one_key_per_block_is_accepted() -> None:
@@ -65,31 +59,6 @@ def test_what_is_no_key_is_refused() -> None:
         require_batch([A, BlockKey(b"ab")])
 
 
-class CountedKey(bytes):
-    """Key that counts how often keys are hashed and compared."""
-
-    steps = 0
-
-    def __hash__(self) -> int:
-        CountedKey.steps += 1
-        return super().__hash__()
-
-    def __eq__(self, other: object) -> bool:
-        CountedKey.steps += 1
-        return super().__eq__(other)
-
-
-@pytest.mark.parametrize("num_keys", [100, 1000])
-def test_a_duplicate_is_found_in_steps_as_many_as_there_are_keys(num_keys: int) -> None:
-    keys = [BlockKey(CountedKey(make_block_key(b"%d" % n, 0))) for n in range(num_keys)]
-    keys.append(BlockKey(CountedKey(keys[-1])))
-    CountedKey.steps = 0
-    with pytest.raises(DuplicateError) as caught:
-        require_batch(keys)
-    assert CountedKey.steps < 10 * num_keys
-    assert caught.value.value == keys[-1]
-
-
 def test_what_has_no_order_or_no_length_is_no_batch() -> None:
     for keys in (iter([A]), {A}, {A: 0}, A, None, 1):
         with pytest.raises(InvalidArgumentError, match="keys is"):
@@ -118,3 +87,58 @@ async def test_leaving_the_context_closes_the_backend_also_after_an_error() -> N
     with pytest.raises(ZeroDivisionError):
         await fail()
     assert closed == [True]
+
+
+KEYS = make_keys(2)
+BLOCKS = BlockMemory([[64]], num_blocks=2).describe(0, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (7, "store: TypeError(\"'int' object is not iterable\")"),
+        ([DONE], "store gave 1 outcomes for 2 keys"),
+        ([DONE] * 3, "store gave 3 outcomes for 2 keys"),
+        (OSError("no memory"), "store: OSError('no memory')"),
+    ],
+)
+@pytest.mark.parametrize("is_now", [False, True])
+async def test_what_a_backend_gives_wrongly_fails_each_block(
+    given: Any, reason: str, *, is_now: bool
+) -> None:
+    def give() -> Any:
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    async def store_later(*_: object) -> Any:
+        return give()
+
+    def store(*_: object) -> Begun:
+        return Begun(give())
+
+    if is_now:
+        begun = begin_call(store, KEYS, BLOCKS)
+        assert begun is not None
+        outcomes = poll_begun(begun, "store", len(KEYS))
+    else:
+        outcomes = await call_backend(store_later, KEYS, BLOCKS, name="store")
+    assert outcomes is not None
+    assert [(each.status, each.reason) for each in outcomes] == [(Status.FAILED, reason)] * 2
+
+
+async def test_a_call_that_cancels_itself_has_failed_and_may_still_touch_memory() -> None:
+    async def store(*_: object) -> Any:
+        raise asyncio.CancelledError
+
+    for outcome in await call_backend(store, KEYS, BLOCKS):
+        assert (outcome.status, outcome.memory_safe) == (Status.FAILED, False)
+        assert "the call was cancelled, and its caller was not" in outcome.reason
+
+
+async def test_nothing_is_no_outcome_but_of_a_call_that_would_have_to_wait() -> None:
+    async def store(*_: object) -> Any:
+        return None
+
+    assert {each.status for each in await call_backend(store, KEYS, BLOCKS)} == {Status.FAILED}
+    assert begin_call(lambda *_: None, KEYS, BLOCKS) is None

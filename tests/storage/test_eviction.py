@@ -1,15 +1,24 @@
-"""Eviction policies: LRU and ARC against their definitions."""
+"""Eviction policies: LRU and ARC against their definitions, wishes against a model."""
 
-import random
-import time
+import math
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvxfer import runtime
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.eviction.policies import ARC, LRU, EvictionPolicy
+from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
+from kvxfer.storage.eviction.retention import NORMAL, Retention
+from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, make_block_key
+from tests.clock import Clock
+from tests.examples import examples
 
 NUM_SLOTS = 4
 
@@ -97,15 +106,6 @@ def test_arc_evicts_what_the_paper_evicts(requests: list[BlockKey]) -> None:
     assert [cache.request(x) for x in requests] == [paper.request(x) for x in requests]
 
 
-def test_arc_evicts_what_the_paper_evicts_on_a_long_skewed_trace() -> None:
-    rng = random.Random(7)
-    requests = [
-        key(rng.randrange(8) if rng.random() < 0.5 else rng.randrange(100)) for _ in range(5000)
-    ]
-    cache, paper = Cache(ARC(16), 16), PaperARC(16)
-    assert [cache.request(x) for x in requests] == [paper.request(x) for x in requests]
-
-
 @given(st.lists(st.integers(0, 9).map(key), max_size=100))
 def test_lru_evicts_the_key_used_the_longest_time_ago(requests: list[BlockKey]) -> None:
     cache = Cache(LRU(NUM_SLOTS), NUM_SLOTS)
@@ -125,24 +125,6 @@ def test_arc_keeps_what_returns_through_a_scan_and_lru_does_not() -> None:
             cache.request(wanted)
         survivors[type(policy)] = cache.resident & set(hot)
     assert survivors == {LRU: set(), ARC: set(hot)}
-
-
-@pytest.mark.parametrize("policy_type", [LRU, ARC])
-def test_a_held_key_is_never_evicted_and_comes_back_where_it_was(
-    policy_type: Callable[[int], EvictionPolicy],
-) -> None:
-    cache = Cache(policy_type(3), 3)
-    for number in range(3):
-        cache.request(key(number))
-    cache.policy.hold(key(0))
-    cache.policy.hold(key(1))
-    assert len(cache.policy) == 1
-    assert cache.request(key(3)) == key(2)
-    cache.policy.release(key(1))
-    assert cache.request(key(4)) == key(1)
-    cache.policy.release(key(0))
-    assert len(cache.policy) == 3
-    assert cache.request(key(5)) == key(0)
 
 
 @pytest.mark.parametrize("policy_type", [LRU, ARC])
@@ -189,29 +171,6 @@ def test_lru_passes_held_keys_by_and_keeps_their_places(steps: list[Step]) -> No
         assert all(cache.policy.is_held(each) == (each in held) for each in order)
 
 
-@pytest.mark.parametrize("policy_type", [LRU, ARC])
-def test_a_touched_held_key_stays_held(policy_type: Callable[[int], EvictionPolicy]) -> None:
-    policy = policy_type(2)
-    policy.admit(key(0))
-    policy.touch(key(0))
-    assert len(policy) == 0
-    policy.release(key(0))
-    assert len(policy) == 1
-
-
-@pytest.mark.parametrize("policy_type", [LRU, ARC])
-def test_a_removed_key_is_gone_whether_it_was_held_or_not(
-    policy_type: Callable[[int], EvictionPolicy],
-) -> None:
-    policy = policy_type(2)
-    policy.admit(key(0))
-    policy.admit(key(1))
-    policy.release(key(1))
-    policy.remove(key(0))
-    policy.remove(key(1))
-    assert len(policy) == 0
-
-
 def test_a_key_used_again_while_it_is_stored_counts_as_one_that_returns() -> None:
     policy = ARC(2)
     policy.admit(key(0))
@@ -233,35 +192,227 @@ def test_arc_remembers_a_bounded_number_of_ghosts(requests: list[BlockKey]) -> N
         assert len(policy) + num_recent_ghosts + len(policy._frequent_ghosts) <= 2 * NUM_SLOTS
 
 
-@pytest.mark.parametrize("policy_type", [LRU, ARC])
-def test_clear_forgets_the_history_too(policy_type: Callable[[int], EvictionPolicy]) -> None:
-    rng = random.Random(3)
-    requests = [key(rng.randrange(12)) for _ in range(300)]
-    fresh, cleared = Cache(policy_type(4), 4), Cache(policy_type(4), 4)
-    for wanted in requests:
-        cleared.request(wanted)
-    cleared.policy.clear()
-    cleared.resident.clear()
-    assert [fresh.request(x) for x in requests] == [cleared.request(x) for x in requests]
+RETAINED_SLOTS = 6
+MAX_SPARED = 2  # no more than lapse at one eviction
+HALF_LIFE_S = 10.0
 
 
-@pytest.mark.parametrize("policy_type", [LRU, ARC])
-def test_an_eviction_costs_the_same_at_100000_keys_as_at_1000(
+@dataclass
+class Block:
+    """Block of the model: its wish and whether it is held."""
+
+    normal_at: float = -math.inf
+    priority: float = 0.0
+    expires_at: float = math.inf
+    held: bool = True
+    has_wish: bool = False
+
+
+class RetainingMachine(RuleBasedStateMachine):
+    """State machine of LRU with wishes; the model sorts all blocks anew at every eviction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.undo = ExitStack()
+        self.clock = self.undo.enter_context(runtime.use(Clock()))
+        self.policy = RetainingPolicy(
+            LRU(RETAINED_SLOTS),
+            RETAINED_SLOTS,
+            priority_share=MAX_SPARED / RETAINED_SLOTS,
+            priority_half_life_s=HALF_LIFE_S,
+        )
+        self.blocks: dict[BlockKey, Block] = {}
+        self.order: list[BlockKey] = []  # least recently used first
+        self.number = 0
+
+    def spared(self) -> list[BlockKey]:
+        return [k for k, block in self.blocks.items() if block.normal_at > -math.inf]
+
+    def candidates(self) -> list[BlockKey]:
+        return [k for k in self.order if not self.blocks[k].held]
+
+    def expected_victim(self) -> BlockKey:
+        """Find what must be evicted; ends priorities that are used up."""
+        now, free = self.clock.now, self.candidates()
+        expired = [k for k in free if self.blocks[k].expires_at < now]
+        low = [k for k in free if self.blocks[k].priority < 0 and k not in self.spared()]
+        if expired:
+            return min(expired, key=lambda k: self.blocks[k].expires_at)
+        if low:
+            return min(low, key=lambda k: self.blocks[k].priority)
+        for each in self.blocks.values():
+            if not each.held and each.normal_at < now:
+                each.normal_at = -math.inf
+        if normal := [k for k in free if k not in self.spared()]:
+            return normal[0]
+        return min(free, key=lambda k: self.blocks[k].normal_at)
+
+    def keep_share(self) -> None:
+        free = [k for k in self.spared() if not self.blocks[k].held]
+        if len(self.spared()) > MAX_SPARED and free:
+            self.blocks[min(free, key=lambda k: self.blocks[k].normal_at)].normal_at = -math.inf
+
+    @rule(number=st.integers(0, 9))
+    def store(self, number: int) -> None:
+        new = key(number)
+        if new in self.blocks or (len(self.blocks) == RETAINED_SLOTS and not self.candidates()):
+            return
+        if len(self.blocks) < RETAINED_SLOTS:
+            self.policy.admit(new)
+        else:
+            victim = self.policy.replace(new)
+            assert victim == self.expected_victim()
+            del self.blocks[victim]
+            self.order.remove(victim)
+        self.blocks[new] = Block()
+
+    @precondition(lambda self: self.candidates())
+    @rule()
+    def evict(self) -> None:
+        victim = self.policy.evict()
+        assert victim == self.expected_victim()
+        del self.blocks[victim]
+        self.order.remove(victim)
+
+    @rule(number=st.integers(0, 9))
+    def hold_or_release(self, number: int) -> None:
+        block = self.blocks.get(key(number))
+        if block is None:
+            return
+        (self.policy.release if block.held else self.policy.hold)(key(number))
+        block.held = not block.held
+        if key(number) not in self.order:
+            self.order.append(key(number))
+        if not block.held:
+            self.keep_share()
+
+    @rule(number=st.integers(0, 9), priority=st.integers(-2, 3), ttl_s=st.sampled_from([None, 3]))
+    def wish(self, number: int, priority: int, ttl_s: float | None) -> None:
+        block = self.blocks.get(key(number))
+        if block is None:
+            return
+        self.clock.now += 1e-6  # no two ranks are equal
+        self.number += 1
+        low = priority - self.number * 1e-6 if priority < 0 else 0.0
+        retention = Retention(priority=low or priority, ttl_s=ttl_s)
+        self.policy.retain(key(number), retention)
+        if not block.has_wish and retention == NORMAL:
+            return
+        now = self.clock.now
+        normal_at = now + priority * HALF_LIFE_S if priority > 0 else -math.inf
+        normal_at = max(block.normal_at, normal_at)
+        block.normal_at = normal_at if normal_at > now else -math.inf
+        expires_at = math.inf if ttl_s is None else now + ttl_s
+        if block.has_wish:
+            low, expires_at = max(block.priority, low), max(block.expires_at, expires_at)
+        block.priority, block.expires_at, block.has_wish = low, expires_at, True
+        self.keep_share()
+
+    @rule(number=st.integers(0, 9))
+    def touch(self, number: int) -> None:
+        used = key(number)
+        if used not in self.blocks:
+            return
+        self.policy.touch(used)
+        if used in self.order:
+            self.order.remove(used)
+            self.order.append(used)
+        block = self.blocks[used]
+        if block.priority < 0 or block.expires_at <= self.clock.now:
+            self.blocks[used] = Block(held=block.held)
+
+    @rule(number=st.integers(0, 9))
+    def remove(self, number: int) -> None:
+        if self.blocks.pop(key(number), None):
+            self.policy.remove(key(number))
+            if key(number) in self.order:
+                self.order.remove(key(number))
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 25.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @invariant()
+    def every_block_that_is_not_held_can_be_evicted(self) -> None:
+        assert len(self.policy) == len(self.candidates())
+        for each, block in self.blocks.items():
+            assert self.policy.is_held(each) == block.held
+
+    def teardown(self) -> None:
+        self.undo.close()
+
+
+TestRetainingMachine = RetainingMachine.TestCase
+TestRetainingMachine.settings = examples(60, steps=60)
+
+
+def make_policy(
+    policy_type: Callable[[int], EvictionPolicy], num_slots: int, share: float = 0.5
+) -> RetainingPolicy:
+    return RetainingPolicy(
+        policy_type(num_slots),
+        num_slots,
+        priority_share=share,
+        priority_half_life_s=HALF_LIFE_S,
+    )
+
+
+def store(index: BlockIndex, numbers: list[int], retention: Retention = NORMAL) -> list[BlockKey]:
+    """Store blocks with a wish; return what was evicted for them."""
+    keys = [key(number) for number in numbers]
+    plan = index.begin_store(keys)
+    assert not plan.refused
+    index.finish_store(plan.keys, stored=True)
+    index.retain(keys, retention)
+    return plan.evicted
+
+
+policies = pytest.mark.parametrize("policy_type", [LRU, ARC])
+
+
+@policies
+def test_a_prompt_above_normal_loses_its_end_first(
     policy_type: Callable[[int], EvictionPolicy],
+    clock: Clock,
 ) -> None:
-    def seconds_per_eviction(num_slots: int) -> float:
-        cache = Cache(policy_type(num_slots), num_slots)
-        for number in range(num_slots):
-            cache.request(key(number))
-        for number in range(num_slots // 2):  # held keys must cost nothing to skip
-            cache.policy.hold(key(number))
-        wanted = [key(num_slots + number) for number in range(1000)]
-        rounds = []
-        for first in range(0, 1000, 100):
-            start = time.perf_counter()
-            for new in wanted[first : first + 100]:
-                cache.request(new)
-            rounds.append((time.perf_counter() - start) / 100)
-        return min(rounds)
+    index = BlockIndex(8, make_policy(policy_type, 8, share=1.0))
+    store(index, [0, 1, 2, 3], Retention(priority=1))
+    store(index, [4, 5, 6, 7], Retention(priority=1))
+    assert store(index, [8, 9]) == [key(3), key(2)]
+    clock.now += HALF_LIFE_S + 1
+    assert store(index, [10, 11]) == [key(1), key(0)]
+    assert store(index, [12]) == [key(7)]
 
-    assert seconds_per_eviction(100_000) < 20 * seconds_per_eviction(1_000)
+
+@policies
+def test_a_flood_of_the_highest_priority_evicts_itself(
+    policy_type: Callable[[int], EvictionPolicy],
+    clock: Clock,
+) -> None:
+    index = BlockIndex(100, make_policy(policy_type, 100))
+    normal = list(range(46))  # and the next prompt finds room beside them
+    store(index, normal)
+    for number in range(1000, 3000, 4):
+        clock.now += 0.01
+        index.touch([key(each) for each in normal])  # used again and again, as a system prompt
+        store(index, list(range(number, number + 4)), Retention(priority=10))
+    assert all(key(each) in index for each in normal)
+    spared = [each for each in index.retentions(index.keys()) if each.priority > 0]
+    assert len(spared) <= 50
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"priority": 11},
+        {"priority": "high"},
+        {"priority": True},
+        {"priority": math.nan},
+        {"ttl_s": -1},
+        {"ttl_s": "soon"},
+    ],
+)
+def test_a_wish_out_of_range_is_refused(wish: dict[str, object]) -> None:
+    (name,) = wish
+    with pytest.raises(InvalidArgumentError, match=name):
+        Retention(**wish)  # type: ignore[arg-type]

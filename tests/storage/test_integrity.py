@@ -1,13 +1,13 @@
 """checksum_blocks: XXH3-64 of the bytes of a block, however they are cut."""
 
-import os
+import logging
+from pathlib import Path
 
 import pytest
 import xxhash
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.integrity import checksum_blocks
+from kvxfer.storage.integrity import checksum_blocks, read_secret
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
@@ -29,33 +29,31 @@ def test_the_checksum_is_that_of_the_bytes_in_a_row(pages: list[int]) -> None:
     assert checksums == [xxhash.xxh3_64_intdigest(payload) for payload in read_payloads(blocks)]
 
 
-@pytest.mark.parametrize(("fragment", "gathered"), [(4 << 10, 1), (5 << 10, 0), (65 << 10, 0)])
-def test_fragments_are_gathered_that_are_no_longer_than_a_page(
-    fragment: int, gathered: int, monkeypatch: pytest.MonkeyPatch
+SECRET = bytes(range(32))
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET)
+    return path
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o777])
+def test_a_secret_that_everybody_can_read_or_replace_is_taken_with_a_warning(
+    secret_file: Path, caplog: pytest.LogCaptureFixture, mode: int
 ) -> None:
-    memory, engine = BlockMemory([[fragment] * 8], num_blocks=2), CPUCopyEngine()
-    original, num_copies = engine.copy, 0
-
-    def copy(source: Descriptors, destination: Descriptors) -> None:
-        nonlocal num_copies
-        num_copies += 1
-        original(source, destination)
-
-    monkeypatch.setattr(engine, "copy", copy)
-    checksum_blocks(memory.describe(0, [1]), engine)
-    engine.close()
-    assert num_copies == gathered
+    secret_file.chmod(mode)
+    assert read_secret(str(secret_file)) == SECRET
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"{secret_file} has mode {mode:04o}" in record.getMessage()
 
 
-@pytest.mark.parametrize(("fragment", "num_turns"), [(4 << 10, 0), (64 << 10, 4), (65 << 10, 0)])
-def test_other_threads_get_the_interpreter_lock_where_xxhash_keeps_it(
-    fragment: int, num_turns: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o640, 0o660])
+def test_a_secret_of_its_owner_and_group_is_taken_without_a_word(
+    secret_file: Path, caplog: pytest.LogCaptureFixture, mode: int
 ) -> None:
-    memory, engine = BlockMemory([[fragment] * 16], num_blocks=8), CPUCopyEngine()
-    blocks = memory.describe(0, range(8))
-    turns: list[None] = []
-    expected = [xxhash.xxh3_64_intdigest(payload) for payload in read_payloads(blocks)]
-    monkeypatch.setattr(os, "sched_yield", lambda: turns.append(None))
-    assert checksum_blocks(blocks, engine) == expected
-    engine.close()
-    assert len(turns) == num_turns
+    secret_file.chmod(mode)
+    assert read_secret(str(secret_file)) == SECRET
+    assert not caplog.records

@@ -104,14 +104,6 @@ def test_one_different_field_of_a_group_gives_another_fingerprint_and_is_named(f
     assert caught.value.field.startswith(f"groups[0].{field}")
 
 
-def test_the_innermost_difference_is_shown_with_both_values() -> None:
-    theirs = msgspec.structs.replace(NAMESPACE, parallel={"tp_size": 4, "cp_size": 1})
-    with pytest.raises(NamespaceMismatchError) as caught:
-        NAMESPACE.require_same(theirs)
-    error = caught.value
-    assert (error.field, error.ours, error.theirs) == ("parallel.tp_size", 2, 4)
-
-
 def test_every_difference_is_listed_with_both_values() -> None:
     group = msgspec.structs.replace(NAMESPACE.groups[0], spec="other")
     theirs = msgspec.structs.replace(
@@ -124,25 +116,12 @@ def test_every_difference_is_listed_with_both_values() -> None:
     assert NAMESPACE.differences(NAMESPACE) == []
 
 
-def test_a_field_that_only_one_side_has_is_a_difference() -> None:
-    theirs = msgspec.structs.replace(NAMESPACE, parallel={"tp_size": 2})
-    with pytest.raises(
-        NamespaceMismatchError, match=r"parallel\.cp_size: ours is 1, theirs is None"
-    ):
-        NAMESPACE.require_same(theirs)
-
-
 def test_equal_namespaces_have_equal_fingerprints_whatever_the_order_of_their_fields() -> None:
     theirs = msgspec.structs.replace(NAMESPACE, parallel={"cp_size": 1, "tp_size": 2})
     NAMESPACE.require_same(theirs)
     assert theirs.fingerprint == NAMESPACE.fingerprint
     assert len(theirs.fingerprint) == 32
     assert set(theirs.fingerprint) <= set("0123456789abcdef")
-
-
-def test_values_that_move_from_one_field_to_the_next_do_not_collide() -> None:
-    ours, theirs = Namespace(model="a", revision="bc"), Namespace(model="ab", revision="c")
-    assert ours.fingerprint != theirs.fingerprint
 
 
 def test_a_namespace_survives_json() -> None:

@@ -5,16 +5,14 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvxfer.backends.file import FileBackend
 from kvxfer.backends.host import HostBackend
 from kvxfer.connect import connect, open_backend
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Backend, ImmediateMover, Outcome, Status
+from kvxfer.storage.backend import Backend, ImmediateMover, Status
 from kvxfer.storage.gauge import Gauge
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import BlockParts, Lender
 from kvxfer.storage.observed_backend import observed, unwrapped
 from kvxfer.storage.observer import (
@@ -130,44 +128,6 @@ async def test_evicted_deleted_and_replaced_blocks_are_told_with_the_reason(
 
 
 @pytest.mark.asyncio
-async def test_a_corrupt_block_in_memory_is_told(memory: BlockMemory, recorder: Recorder) -> None:
-    backend = open_host(memory.namespace(), 4)
-    async with observed(backend, Reports([recorder])) as watched:
-        await watched.store(KEYS[:1], memory.describe(0, [0]))
-        backend._pool.slots[backend._index.slot_of(KEYS[0])][0, 0] ^= 1
-        await watched.load(KEYS[:1], memory.describe(0, [1]))
-    assert told(recorder.of(Moved))[1] == ("host", "load", "request", [Status.CORRUPT])
-    assert [(each.keys, each.reason) for each in recorder.of(Removed)] == [
-        (KEYS[:1], Removal.CORRUPT)
-    ]
-
-
-@pytest.mark.asyncio
-async def test_an_index_that_is_rebuilt_from_events_is_that_of_the_backend(
-    recorder: Recorder,
-) -> None:
-    memory, keys = BlockMemory([[64]], num_blocks=64), make_keys(40)
-    backend = open_host(memory.namespace(), 8)
-    generator = np.random.default_rng(5)
-
-    async def store_some(seed: int) -> None:
-        order = np.random.default_rng(seed)
-        for _ in range(30):
-            first = int(order.integers(len(keys) - 4))
-            await watched.store(keys[first : first + 4], memory.describe(0, range(4)))
-            if order.random() < 0.2:
-                await watched.delete(keys[first : first + 1])
-
-    async with observed(backend, Reports([recorder])) as watched:
-        seeds = generator.integers(1 << 30, size=6).tolist()
-        await asyncio.gather(*(store_some(seed) for seed in seeds))
-        there = await watched.lookup(keys)
-    assert recorder.kept["host"] == {key for key, found in zip(keys, there, strict=True) if found}
-    assert not recorder.mistakes
-    assert {each.reason for each in recorder.of(Removed)} == {Removal.EVICTED, Removal.DELETED}
-
-
-@pytest.mark.asyncio
 async def test_files_tell_what_was_evicted_removed_corrupted_and_found(
     memory: BlockMemory, recorder: Recorder, tmp_path: Path
 ) -> None:
@@ -205,20 +165,6 @@ async def test_files_tell_what_was_evicted_removed_corrupted_and_found(
 
 
 @pytest.mark.asyncio
-async def test_files_that_were_found_before_somebody_observes_are_told(
-    memory: BlockMemory, recorder: Recorder, tmp_path: Path
-) -> None:
-    namespace = memory.namespace()
-    async with FileBackend(config(tmp_path), namespace) as earlier:
-        await earlier.wait_indexed()
-        await earlier.store(KEYS[:2], memory.describe(0, [0, 1]))
-    inner = FileBackend(config(tmp_path), namespace)
-    await inner.wait_indexed()
-    async with observed(inner, Reports([recorder])):
-        assert recorder.kept == {"file": set(KEYS[:2])}
-
-
-@pytest.mark.asyncio
 async def test_a_walk_tells_which_files_of_other_processes_came_and_went(
     memory: BlockMemory, recorder: Recorder, tmp_path: Path
 ) -> None:
@@ -235,19 +181,6 @@ async def test_a_walk_tells_which_files_of_other_processes_came_and_went(
     assert [(each.keys, each.reason) for each in recorder.of(Removed)] == [
         (KEYS[:1], Removal.VANISHED)
     ]
-    assert recorder.kept == {"file": {KEYS[1]}}
-
-
-@pytest.mark.asyncio
-async def test_a_file_that_was_deleted_while_it_was_settled_is_told_as_gone(
-    memory: BlockMemory, recorder: Recorder, tmp_path: Path
-) -> None:
-    inner = FileBackend(config(tmp_path), memory.namespace())
-    async with observed(inner, Reports([recorder])):
-        await inner.wait_indexed()
-        assert inner._space.reserve(KEYS[:2], [8192] * 2) == 2
-        inner._space._index.remove(*inner._space._files(KEYS[:1]))  # as `Space.remove` does
-        inner._space.settle(KEYS[:2], stored=[True] * 2)
     assert recorder.kept == {"file": {KEYS[1]}}
 
 
@@ -387,49 +320,6 @@ async def test_a_missed_deadline_of_the_engine_is_told(
     assert recorder.of(Late) == [Late(ENGINE, Operation.LOAD, KEYS[:2])]
     (ended,) = recorder.of(Ended)
     assert {outcome.status for outcome in ended.outcomes} == {Status.TIMED_OUT}
-
-
-@pytest.mark.asyncio
-async def test_a_call_that_raises_or_is_cancelled_is_told(
-    memory: BlockMemory, recorder: Recorder
-) -> None:
-    rates = FaultRates(error=1.0)
-    faulty = FaultyBackend(DictBackend(None, memory.namespace()), seed=0, rates=rates)
-    backend = observed(faulty, Reports([recorder]))
-    with pytest.raises(Exception, match="injected"):
-        await backend.load(KEYS[:1], memory.describe(0, [0]))
-    faulty.rates = FaultRates(hang=1.0)
-    call = asyncio.ensure_future(backend.load(KEYS[:1], memory.describe(0, [0])))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    await backend.aclose()
-    assert [each[3] for each in told(recorder.of(Moved))] == [
-        [Status.FAILED],
-        [Status.CANCELLED],
-    ]
-
-
-class Miscounting(DictBackend):
-    """Backend that answers for one block too few."""
-
-    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return (await super().lookup(keys))[1:]
-
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        return (await super().load(keys, blocks))[1:]
-
-
-@pytest.mark.asyncio
-async def test_a_backend_that_miscounts_does_so_as_without_observers(
-    memory: BlockMemory, recorder: Recorder
-) -> None:
-    backend = observed(Miscounting(None, memory.namespace()), Reports([recorder]))
-    assert await backend.lookup(KEYS[:2]) == [False]
-    assert len(await backend.load(KEYS[:2], memory.describe(0, [0, 1]))) == 1
-    assert not recorder.events
 
 
 @pytest.mark.asyncio

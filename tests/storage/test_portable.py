@@ -1,10 +1,9 @@
 """Portable pages: stored by workers of one shape, loaded by workers of another."""
 
-import asyncio
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,13 +29,9 @@ from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache import KVQuantization
 from kvxfer.kvcache.describer import BlockDescriber
-from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.kvcache.spec import AttentionSpec
-from kvxfer.storage.backend import Outcome
-from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
-from kvxfer.testing import DictBackend, FaultRates, FaultyBackend
 from kvxfer.testing.payloads import copy_blocks, read_payloads, write_payloads
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
@@ -280,64 +275,3 @@ async def test_pages_that_lie_in_one_piece_are_cut_into_shards_like_scattered_on
         cut_short = dataclasses.replace(wrong, lengths=wrong.lengths - np.uint64(1))
         with pytest.raises(InvalidArgumentError, match="shards of"):
             await backend.load(KEYS[:1], cut_short)
-
-
-@pytest.mark.asyncio
-async def test_shards_wait_for_what_their_pages_wait_for() -> None:
-    class Recorder(HostBackend):
-        marks: ClassVar[list[StreamMark | None]] = []
-
-        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-            self.marks.append(blocks.after)
-            return await super().store(keys, blocks)
-
-    class Mark:
-        event = 7
-
-        def has_passed(self) -> bool:
-            return True
-
-    (worker,) = make_engine("block kv head token dim", tp_size=1, tokens_per_block=16)
-    namespace = portable_namespace(NAMESPACE, worker.mappings)
-    describer = BlockDescriber(worker.caches, mappings=worker.mappings)
-    mark = Mark()
-    marked = dataclasses.replace(describer.describe(0, range(worker.num_blocks)), after=mark)
-    inner = Recorder(HostConfig(capacity=ByteSize(1 << 20)), namespace)
-    async with PortableBackend(inner, worker.mappings) as backend:
-        await backend.store(KEYS, marked)
-    assert inner.marks == [mark]
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("operation", ["load", "store"])
-async def test_pages_of_a_cancelled_call_are_in_use_until_the_backend_is_drained(
-    operation: str,
-) -> None:
-    (worker,) = make_engine("block kv token head dim", tp_size=1, tokens_per_block=16)
-    namespace = portable_namespace(NAMESPACE, worker.mappings)
-    faulty = FaultyBackend(DictBackend(None, namespace), seed=0, rates=FaultRates())
-    describer = BlockDescriber(worker.caches, mappings=worker.mappings)
-    values = make_values()
-    worker.fill(values)
-    blocks = describer.describe(0, range(worker.num_blocks))
-    async with PortableBackend(faulty, worker.mappings) as backend:
-        first, rest = blocks.select(0, 1), blocks.select(1, len(KEYS))
-        if operation == "load":
-            assert all(each.done for each in await backend.store(KEYS[:1], first))
-        faulty.rates = FaultRates(late=1.0)
-        call = asyncio.ensure_future(getattr(backend, operation)(KEYS[:1], first))
-        await faulty.until_waiting()
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        faulty.rates = FaultRates()
-        assert all(each.done for each in await backend.store(KEYS[1:], rest))
-        drained = asyncio.ensure_future(backend.drain())
-        await asyncio.sleep(0)
-        assert not drained.done(), "drained before the memory is quiet"
-        faulty.release()
-        await drained
-        assert await backend.lookup(KEYS) == [True] * len(KEYS)
-        worker.fill(torch.zeros_like(values))
-        assert all(each.done for each in await backend.load(KEYS, blocks))
-        assert torch.equal(worker.values, values)

@@ -1,8 +1,6 @@
 """Content keys: equal where scope, prefix, place and group are, and in no other case."""
 
 import hashlib
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage import BlockKey, PromptKeys, group_of, make_block_key
+from kvxfer.storage import BlockKey, PromptKeys, make_block_key
 from tests.examples import examples
 
 TOKENS = list(range(1, 11))
@@ -97,27 +95,6 @@ def test_keys_are_equal_only_where_all_that_they_name_is(
             assert (key == other) == (name == other_name)
 
 
-def test_a_last_block_that_is_filled_in_part_has_a_key_of_its_own() -> None:
-    keys = PromptKeys(TOKENS)
-    whole, part = keys.block_keys(0, 8, 10), keys.block_keys(0, 8, 9)
-    assert whole[0] == part[0]
-    assert whole[1] != part[1]
-    assert keys.block_keys(0, 2, 10, first_token=9) == [keys.block_keys(0, 2, 10)[-1]]
-    assert keys.block_keys(0, 8, 10, first_token=8)[0] == whole[1]
-
-
-def test_the_block_size_is_no_part_of_a_key() -> None:
-    keys = PromptKeys(TOKENS)
-    assert keys.block_keys(0, 2, 2) == keys.block_keys(0, 16, 2)
-
-
-def test_keys_of_groups_differ_in_the_group_alone() -> None:
-    keys = PromptKeys(TOKENS)
-    ours, theirs = keys.block_keys(0, 4, 10), keys.block_keys(7, 4, 10)
-    assert [key[:-4] for key in ours] == [key[:-4] for key in theirs]
-    assert {group_of(key) for key in theirs} == {7}
-
-
 @pytest.mark.parametrize(
     "tokens",
     [TOKENS, tuple(TOKENS), np.array(TOKENS, np.int8), np.repeat(TOKENS, 2)[::2]],
@@ -125,42 +102,6 @@ def test_keys_of_groups_differ_in_the_group_alone() -> None:
 )
 def test_tokens_may_be_integers_of_any_type(tokens: object) -> None:
     assert PromptKeys(tokens).block_keys(0, 4, 10) == PromptKeys(TOKENS).block_keys(0, 4, 10)  # type: ignore[arg-type]
-
-
-def test_tokens_that_change_later_change_no_key() -> None:
-    tokens = np.array(TOKENS)
-    keys = PromptKeys(tokens)
-    expected = PromptKeys(TOKENS).block_keys(0, 4, 10)
-    tokens[:] = 0
-    assert keys.block_keys(0, 4, 10) == expected
-
-
-class CountingHasher:
-    """Hasher that counts the bytes that it is given."""
-
-    def __init__(self, hasher: "hashlib.blake2b") -> None:
-        self._hasher = hasher
-        self.num_bytes = 0
-
-    def update(self, data: memoryview) -> None:
-        self.num_bytes += len(data)
-        self._hasher.update(data)
-
-    def copy(self) -> "hashlib.blake2b":
-        return self._hasher.copy()
-
-
-def test_a_prompt_is_hashed_once_for_all_its_blocks() -> None:
-    num_tokens = 4096
-    keys = PromptKeys(np.arange(num_tokens))
-    hasher = CountingHasher(keys._hasher)
-    counting: Any = hasher
-    keys._hasher = counting
-    for first, stop in pairwise(range(0, num_tokens + 1, 1024)):  # as chunks are computed
-        keys.block_keys(0, 16, stop, first_token=first)
-    keys.block_keys(1, 16, num_tokens)
-    assert keys._hasher is counting, "went on where it was"
-    assert hasher.num_bytes == num_tokens * 8
 
 
 @pytest.mark.parametrize("tokens", [[1.5], [True], ["a"], [[1]], [2**63], None], ids=str)

@@ -17,11 +17,10 @@ from kvxfer.testing import (
     Operation,
 )
 from kvxfer.testing.conformance.suite import make_keys, statuses
-from kvxfer.testing.payloads import make_payload, read_payloads
+from kvxfer.testing.payloads import read_payloads
 from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.units import ByteSize
 
-BLOCK_SIZE_BYTES = 48 + 16
 KEYS = make_keys(8)
 
 
@@ -53,39 +52,17 @@ def open_tiers(tiers: Sequence[Backend], namespace: Namespace, **more: int) -> T
 
 
 class Recorder(DictBackend):
-    """Backend that records its calls."""
+    """Backend that records what is stored."""
 
     def __init__(self, namespace: Namespace, max_blocks: int | None = None) -> None:
         super().__init__(DictConfig(max_blocks=max_blocks), namespace)
         self.stored: list[BlockKey] = []
-        self.loaded: list[BlockKey] = []
-        self.calls: list[str] = []
         self.addresses: list[int] = []
-        self.largest_batch_bytes = 0
-
-    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self.calls.append("lookup")
-        return await super().lookup(keys)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        self.calls.append("store")
         self.stored += keys
-        self._record(blocks)
-        return await super().store(keys, blocks)
-
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        self.calls.append("load")
-        self.loaded += keys
-        self._record(blocks)
-        return await super().load(keys, blocks)
-
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self.calls.append("delete")
-        return await super().delete(keys)
-
-    def _record(self, blocks: Descriptors) -> None:
         self.addresses += blocks.addresses[blocks.block_offsets[:-1]].tolist()
-        self.largest_batch_bytes = max(self.largest_batch_bytes, blocks.num_bytes)
+        return await super().store(keys, blocks)
 
 
 @dataclasses.dataclass
@@ -97,33 +74,20 @@ class Opened:
     lower: Recorder
     faults: FaultyBackend
 
-    def fail(
-        self,
-        *operations: Operation,
-        hang: float = 0.0,
-        stuck: float = 0.0,
-        error: float = 0.0,
-        failure: float = 0.0,
-    ) -> None:
+    def fail(self, *operations: Operation, error: float = 0.0, failure: float = 0.0) -> None:
         """Let these operations of the lower tier fail from now on."""
         self.faults.rates = FaultRates(
-            operations=frozenset(operations), hang=hang, stuck=stuck, error=error, failure=failure
+            operations=frozenset(operations), error=error, failure=failure
         )
 
 
 @asynccontextmanager
-async def opened(
-    memory: BlockMemory, *, num_slots: int = 16, timeouts: TierTimeouts | None = None
-) -> AsyncIterator[Opened]:
+async def opened(memory: BlockMemory, *, num_slots: int = 16) -> AsyncIterator[Opened]:
     namespace = memory.namespace()
     first, lower = open_host(namespace, num_slots), Recorder(namespace)
     faults = FaultyBackend(lower, seed=0, rates=FaultRates())
-    timeouts = timeouts or TierTimeouts()
-    async with TieredBackend([first, faults], namespace, timeouts=timeouts) as backend:
-        try:
-            yield Opened(backend, first, lower, faults)
-        finally:
-            faults.release()  # or a test that fails would wait for what hangs
+    async with TieredBackend([first, faults], namespace) as backend:
+        yield Opened(backend, first, lower, faults)
 
 
 async def settle(backend: TieredBackend) -> None:
@@ -137,7 +101,3 @@ async def load_from(backend: Backend, memory: BlockMemory, keys: Sequence[BlockK
     blocks = memory.describe(0, range(16, 16 + len(keys)))
     assert statuses(await backend.load(keys, blocks)) == [Status.DONE] * len(keys)
     return read_payloads(blocks)
-
-
-def made_up(keys: Sequence[BlockKey], *, version: int = 0) -> list[bytes]:
-    return [make_payload(key, BLOCK_SIZE_BYTES, version=version) for key in keys]

@@ -1,25 +1,30 @@
-"""Moves between tiers: which blocks, when, and through how much memory."""
+"""Moves between tiers: which blocks, when, with what eviction, and through how much memory."""
 
-import asyncio
-import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from kvxfer.storage.backend import Status
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.connect import open_backend
+from kvxfer.errors import BackendUnavailableError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
+from kvxfer.storage.eviction.policies import PolicyName
+from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import (
     BlockMemory,
-    FaultRates,
-    FaultyBackend,
-    Operation,
+    DictBackend,
 )
-from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated, yield_to_loop
+from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
-from kvxfer.tiering.tiered_backend import TieredBackend
+from kvxfer.tiering import TieredBackend
+from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS, WriteBackQueue
 from tests.tiering.opened_tiers import (
     KEYS,
-    Recorder,
+    host_capacity,
     load_from,
-    made_up,
     open_dict,
     open_host,
     opened,
@@ -30,19 +35,6 @@ from tests.tiering.opened_tiers import (
 @pytest.fixture
 def memory() -> BlockMemory:
     return BlockMemory([[48, 16]], num_blocks=32)
-
-
-# Down
-
-
-async def test_what_the_first_tier_took_arrives_in_every_tier_below(memory: BlockMemory) -> None:
-    namespace = memory.namespace()
-    tiers = [open_host(namespace, 16), open_dict(namespace), open_dict(namespace)]
-    async with TieredBackend(tiers, namespace) as backend:
-        payloads = await store_generated(backend, KEYS, memory.describe(0, range(8)))
-        await settle(backend)
-        for tier in tiers:
-            assert await load_from(tier, memory, KEYS) == payloads
 
 
 async def test_what_the_first_tier_refuses_goes_straight_to_the_next(memory: BlockMemory) -> None:
@@ -57,45 +49,6 @@ async def test_what_the_first_tier_refuses_goes_straight_to_the_next(memory: Blo
         assert sorted(tiers.lower.stored) == sorted(KEYS)
 
 
-async def test_each_block_is_carried_from_the_tier_that_took_it(memory: BlockMemory) -> None:
-    namespace = memory.namespace()
-    rates = FaultRates(hang=1.0, operations=frozenset({Operation.STORE}))
-    last = FaultyBackend(open_dict(namespace), seed=0, rates=rates)
-    tiers = [open_host(namespace, 3), open_dict(namespace), last]
-    async with TieredBackend(tiers, namespace) as backend:
-        payloads = await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
-        await last.until_waiting()  # what follows waits in one queue
-        payloads += await store_generated(backend, KEYS[1:], memory.describe(0, range(1, 8)))
-        last.release()
-        await settle(backend)
-        for tier in tiers[1:]:
-            assert await load_from(tier, memory, KEYS) == payloads
-
-
-async def test_what_is_there_already_is_not_carried_again(memory: BlockMemory) -> None:
-    async with opened(memory) as tiers:
-        for _ in range(2):
-            await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
-            await settle(tiers.backend)
-        assert tiers.lower.stored == KEYS
-
-
-async def test_a_chunk_stored_anew_before_its_turn_is_carried_as_it_is_now() -> None:
-    memory = BlockMemory([[48, 16]], num_blocks=32, blocks_per_chunk=4)
-    async with opened(memory) as tiers:
-        await store_generated(tiers.backend, KEYS[:2], memory.describe(0, range(8)))
-        with tiers.backend._locks.hold(KEYS[:1]):  # its batch waits
-            await yield_to_loop(2)
-            await tiers.first.delete(KEYS[1:2])
-            tail = memory.describe(0, [8, 9], first_block_index=2)
-            payloads = await store_generated(tiers.backend, KEYS[1:2], tail)
-        await settle(tiers.backend)
-        assert tiers.lower.stored == KEYS[:2]
-        again = memory.describe(0, [10, 11], first_block_index=2)
-        assert statuses(await tiers.lower.load(KEYS[1:2], again)) == [Status.DONE]
-        assert read_payloads(again) == payloads
-
-
 async def test_a_chunk_without_its_head_keeps_its_place_below() -> None:
     memory = BlockMemory([[48, 16]], num_blocks=32, blocks_per_chunk=4)
     async with opened(memory) as tiers:
@@ -108,105 +61,6 @@ async def test_a_chunk_without_its_head_keeps_its_place_below() -> None:
         assert read_payloads(again) == payloads
         whole = memory.describe(0, range(16, 20))
         assert statuses(await tiers.backend.load(KEYS[:1], whole)) == [Status.MISSING]
-
-
-async def test_a_block_evicted_before_its_turn_is_silently_not_carried(
-    memory: BlockMemory, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with opened(memory) as tiers:
-        await store_generated(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
-        assert await tiers.first.delete(KEYS[:1]) == [True]
-        await settle(tiers.backend)
-        assert await tiers.lower.lookup(KEYS[:2]) == [False, True]
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-async def test_a_present_key_is_not_stored_again_wherever_it_is(memory: BlockMemory) -> None:
-    async with opened(memory) as tiers:
-        await store_generated(tiers.lower, KEYS[:1], memory.describe(0, [0]))
-        await store_generated(tiers.first, KEYS[1:2], memory.describe(0, [1]))
-        await store_generated(tiers.backend, KEYS[:3], memory.describe(0, [2, 3, 4]), version=1)
-        assert await tiers.first.lookup(KEYS[:3]) == [False, True, True]
-        old, new = made_up(KEYS[:2]), made_up(KEYS[2:3], version=1)
-        assert await load_from(tiers.backend, memory, KEYS[:3]) == [*old, *new]
-
-
-async def test_a_key_stored_anew_while_its_old_bytes_are_carried_keeps_the_old_ones(
-    memory: BlockMemory,
-) -> None:
-    async with opened(memory) as tiers:
-        tiers.fail(Operation.STORE, hang=1.0)
-        old = await store_generated(tiers.backend, KEYS[:1], memory.describe(0, [0]))
-        await tiers.faults.until_waiting()
-        await tiers.first.delete(KEYS[:1])  # as an eviction would
-        store = asyncio.create_task(
-            store_generated(tiers.backend, KEYS[:1], memory.describe(0, [1]), version=1)
-        )
-        await yield_to_loop(10)
-        assert not store.done()
-        tiers.faults.release()
-        await store
-        assert await load_from(tiers.backend, memory, KEYS[:1]) == old
-        assert await tiers.first.lookup(KEYS[:1]) == [False]
-
-
-async def test_a_block_on_its_way_down_is_not_missing(memory: BlockMemory) -> None:
-    async with opened(memory) as tiers:
-        tiers.fail(Operation.STORE, hang=1.0)
-        payloads = await store_generated(tiers.backend, KEYS[:1], memory.describe(0, [0]))
-        await tiers.faults.until_waiting()
-        await tiers.first.delete(KEYS[:1])
-        load = asyncio.create_task(load_from(tiers.backend, memory, KEYS[:1]))
-        lookup = asyncio.create_task(tiers.backend.lookup(KEYS[:2]))
-        await yield_to_loop(10)
-        tiers.faults.release()
-        assert await load == payloads
-        assert await lookup == [True, False]
-
-
-# Up
-
-
-async def test_a_lookup_promotes_what_only_a_lower_tier_has(memory: BlockMemory) -> None:
-    async with opened(memory) as tiers:
-        payloads = await store_generated(tiers.lower, KEYS[:3], memory.describe(0, range(3)))
-        assert await tiers.backend.lookup(KEYS[:4]) == [True, True, True, False]
-        assert await tiers.first.lookup(KEYS[:4]) == [True, True, True, False]
-        tiers.lower.loaded.clear()
-        assert await load_from(tiers.backend, memory, KEYS[:3]) == payloads
-        assert tiers.lower.loaded == []
-
-
-async def test_lookups_at_one_time_promote_a_block_once(memory: BlockMemory) -> None:
-    async with opened(memory) as tiers:
-        await store_generated(tiers.lower, KEYS, memory.describe(0, range(8)))
-        lookups = (tiers.backend.lookup(keys) for keys in (KEYS, KEYS[4:], KEYS[::-1]))
-        answers = await asyncio.gather(*lookups)
-        assert answers == [[True] * 8, [True] * 4, [True] * 8]
-        assert sorted(tiers.lower.loaded) == sorted(KEYS)
-
-
-async def test_a_cancelled_lookup_leaves_the_promotion_to_the_next(memory: BlockMemory) -> None:
-    async with opened(memory) as tiers:
-        await store_generated(tiers.lower, KEYS, memory.describe(0, range(8)))
-        tiers.fail(Operation.LOAD, hang=1.0)
-        first = asyncio.create_task(tiers.backend.lookup(KEYS))
-        await tiers.faults.until_waiting()
-        second = asyncio.create_task(tiers.backend.lookup(KEYS))
-        await yield_to_loop(5)
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        tiers.faults.release()
-        assert await second == [True] * 8
-
-
-async def test_a_block_that_turns_out_corrupt_below_is_not_found(memory: BlockMemory) -> None:
-    async with opened(memory) as tiers:
-        await store_generated(tiers.lower, KEYS[:2], memory.describe(0, [0, 1]))
-        tiers.lower.corrupt(KEYS[0])
-        assert await tiers.backend.lookup(KEYS[:2]) == [False, True]
-        assert await tiers.first.lookup(KEYS[:2]) == [False, True]
 
 
 async def test_what_was_verified_is_found_even_if_the_first_tier_has_no_room(
@@ -230,9 +84,6 @@ async def test_a_block_that_is_corrupt_in_the_first_tier_heals(memory: BlockMemo
         assert await tiers.first.lookup(KEYS) == [True] * 8
 
 
-# Delete
-
-
 async def test_delete_says_of_each_key_whether_any_tier_had_it(memory: BlockMemory) -> None:
     async with opened(memory) as tiers:
         await store_generated(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
@@ -242,65 +93,6 @@ async def test_delete_says_of_each_key_whether_any_tier_had_it(memory: BlockMemo
         expected = [True] * 4 + [False, True, False, False]
         assert await tiers.backend.delete(KEYS) == expected
         assert await tiers.backend.lookup(KEYS) == [False] * 8
-
-
-async def test_delete_calls_each_tier_once_and_moves_nothing(memory: BlockMemory) -> None:
-    namespace = memory.namespace()
-    tiers = [Recorder(namespace) for _ in range(3)]
-    async with TieredBackend(tiers, namespace) as backend:
-        await store_generated(tiers[1], KEYS[:2], memory.describe(0, [0, 1]))
-        await store_generated(tiers[2], KEYS[1:3], memory.describe(0, [2, 3]))
-        for tier in tiers:
-            tier.calls.clear()
-        assert await backend.delete(KEYS[:4]) == [True, True, True, False]
-        assert [tier.calls for tier in tiers] == [["delete"]] * 3
-
-
-async def test_delete_waits_for_blocks_that_are_being_carried(memory: BlockMemory) -> None:
-    async with opened(memory) as tiers:
-        tiers.fail(Operation.STORE, hang=1.0)
-        await store_generated(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
-        await tiers.faults.until_waiting()
-        delete = asyncio.create_task(tiers.backend.delete(KEYS[:3]))
-        await yield_to_loop(10)
-        assert not delete.done()
-        tiers.faults.release()
-        assert await delete == [True, True, False]
-        await settle(tiers.backend)
-        assert await tiers.backend.lookup(KEYS[:2]) == [False, False]
-
-
-async def test_what_is_deleted_before_its_turn_does_not_come_back(memory: BlockMemory) -> None:
-    async with opened(memory) as tiers:
-        await store_generated(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
-        assert await tiers.backend.delete(KEYS[:1]) == [True]
-        await settle(tiers.backend)
-        assert tiers.lower.stored == KEYS[1:2]
-        assert await tiers.backend.lookup(KEYS[:2]) == [False, True]
-
-
-# Bounds
-
-
-async def test_staging_memory_is_aligned_and_bounded() -> None:
-    memory = BlockMemory([[5000]], num_blocks=32)
-    namespace = memory.namespace()
-    keys = make_keys(16)
-    bound = 4 * 4 * 8192  # four buffers of four blocks of 5000 bytes, padded
-    first, lower = open_host(namespace, 32), Recorder(namespace)
-    async with TieredBackend([first, lower], namespace, staging_bytes=bound) as backend:
-        await store_generated(backend, keys, memory.describe(0, range(16)))
-        await settle(backend)
-        await first.delete(keys)
-        # Eight lookups that could each fill a buffer, and four buffers.
-        answers = await asyncio.gather(*(backend.lookup(keys[i : i + 2]) for i in range(0, 16, 2)))
-        assert answers == [[True, True]] * 8
-        assert await backend.lookup(keys) == [True] * 16
-        await first.delete(keys)
-        assert await backend.lookup(keys) == [True] * 16
-        assert lower.largest_batch_bytes == 4 * 5000
-        assert not any(address % 4096 for address in lower.addresses)
-        assert backend._staging.region.num_bytes <= bound
 
 
 async def test_a_staging_bound_below_one_block_is_raised_to_what_is_needed() -> None:
@@ -325,3 +117,117 @@ async def test_of_too_many_blocks_that_wait_the_oldest_are_not_carried(
         await settle(tiers.backend)
         assert tiers.lower.stored == KEYS[5:]
     assert "5 blocks are not written back" in caplog.text
+
+
+NUM_SLOTS = 8
+MANY = make_keys(200)
+
+
+class Archive(DictBackend):
+    """Backend that is written to, and gives nothing back."""
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [False] * len(keys)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        return [MISSING] * len(keys)
+
+
+def skewed_requests() -> list[BlockKey]:
+    """Draw a few keys again and again, between others that come once."""
+    rng = random.Random(7)
+    scan = iter(MANY[10:])
+    return [MANY[rng.randrange(6)] if rng.random() < 0.5 else next(scan) for _ in range(300)]
+
+
+async def run(backend: Backend, memory: BlockMemory) -> list[bool]:
+    """Load each key, or store it; return which were hits."""
+    hits, block = [], memory.describe(0, [0])
+    for key in skewed_requests():
+        (outcome,) = await backend.load([key], block)
+        if not outcome.done:
+            await backend.store([key], block)
+        hits.append(outcome.done)
+        if isinstance(backend, TieredBackend):
+            await backend.flush()
+    return hits
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+async def test_copies_to_a_lower_tier_change_no_hit_of_the_first(policy: PolicyName) -> None:
+    memory = BlockMemory([[48, 16]], num_blocks=1)
+    namespace = memory.namespace()
+
+    def open_first(namespace: Namespace) -> HostBackend:
+        capacity = host_capacity(namespace, NUM_SLOTS)
+        return HostBackend(HostConfig(capacity=capacity, eviction=policy), namespace)
+
+    async with open_first(namespace) as alone:
+        expected = await run(alone, memory)
+    archive = Archive(None, namespace)
+    async with TieredBackend([open_first(namespace), archive], namespace) as tiered:
+        assert await run(tiered, memory) == expected
+        assert len(archive._blocks) > NUM_SLOTS
+
+
+async def test_purging_removes_every_block_from_every_tier(tmp_path: Path) -> None:
+    """Also those that wait to be copied, and those that are read; or it says that it did not."""
+    memory = BlockMemory([[4096]], num_blocks=16)
+    namespace, keys = memory.namespace(), make_keys(8)
+    file = f"file://{tmp_path}?capacity=1MiB&min_free=1"
+    backend = open_backend(["host://?capacity=1MiB", file], namespace)
+    async with backend:
+        await store_generated(backend, keys, memory.describe(0, range(8)))
+        assert isinstance(backend, TieredBackend)
+        first = backend.tiers[0]
+        assert isinstance(first, HostBackend)
+        first.pin(keys[:1])
+        await backend.purge()
+        first.unpin(keys[:1])
+        assert await backend.lookup(keys) == [False] * 8
+    async with open_backend(file, namespace) as backend:
+        assert await backend.lookup(keys) == [False] * 8
+    async with TieredBackend(
+        [open_host(namespace, 8), DictBackend(None, namespace)], namespace
+    ) as t:
+        await store_generated(t, keys, memory.describe(0, range(8)))
+        with pytest.raises(BackendUnavailableError, match="not everything was deleted"):
+            await t.purge()
+        assert await t.tiers[0].lookup(keys) == [False] * 8
+
+
+def open_queue(*keys: BlockKey) -> WriteBackQueue[int]:
+    queue: WriteBackQueue[int] = WriteBackQueue()
+    assert not queue.add(dict.fromkeys(keys, 0))
+    return queue
+
+
+def take(queue: WriteBackQueue[int], now: float = 0.0, limit: int = 9) -> list[BlockKey]:
+    return list(queue.take(now, limit))
+
+
+def fail(queue: WriteBackQueue[int], now: float, *keys: BlockKey) -> None:
+    queue.end(now, stored=[], failed=keys)
+
+
+def test_the_pauses_of_a_tier_that_fails_double_from_1_to_30_s() -> None:
+    queue, now = open_queue(*KEYS[:2]), 100.0
+    fail(queue, now, *take(queue, now))
+    pauses = []
+    for _ in range(7):
+        pauses.append(queue.pause_s(now))
+        assert take(queue, now + pauses[-1] - 0.01) == []
+        now += pauses[-1]
+        [probe] = take(queue, now)
+        assert take(queue, now) == [], "a second probe before the first has ended"
+        fail(queue, now, probe)
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_a_block_that_alone_fails_is_given_up_and_delays_no_other() -> None:
+    queue = open_queue(KEYS[0], *KEYS[1:3])
+    for attempt in range(MAX_ATTEMPTS):
+        assert KEYS[0] in take(queue), attempt
+        queue.end(0.0, stored=KEYS[1:3], failed=KEYS[:1])
+        queue.add(dict.fromkeys(KEYS[1:3], 0))
+    assert take(queue) == KEYS[1:3]

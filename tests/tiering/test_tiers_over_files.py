@@ -1,31 +1,22 @@
 """Tiers of host memory and files keep every promise of `Backend`."""
 
-import asyncio
-import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvxfer import runtime
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
-from kvxfer.storage.backend import DONE, Backend
+from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
-from kvxfer.testing.conformance.suite import make_keys
-from kvxfer.tiering import TieredBackend, TierTimeouts
-from kvxfer.transfer.engine import TransferEngine
+from kvxfer.testing import BackendStateMachine, BackendTests
 from kvxfer.units import ByteSize
 from tests.backends.file_store import flip_bit, open_store, path_of, places, temporary_folder
 from tests.examples import examples
 from tests.tiering.opened_tiers import open_tiers
 
 MAX_LOOKUPS = 10_000
-LIMIT_S = 15.0
 
 
 class TestHostOverFiles(BackendTests):
@@ -78,46 +69,3 @@ class HostOverFilesStateMachine(BackendStateMachine):
 
 TestHostOverFilesStateMachine = HostOverFilesStateMachine.TestCase
 TestHostOverFilesStateMachine.settings = examples(6, steps=20)
-
-
-class HungMetadata:
-    """`stat` that hangs below one folder, like a file server that is gone."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.answers = threading.Event()
-        self.is_gone = False
-        stat = os.stat
-
-        def hang(*args: Any, **kwargs: Any) -> os.stat_result:
-            if self.is_gone and kwargs.get("dir_fd") is not None:
-                assert self.answers.wait(LIMIT_S)
-            return stat(*args, **kwargs)
-
-        monkeypatch.setattr(runtime.disk(), "stat", hang)
-
-
-async def test_files_whose_metadata_hangs_hold_up_neither_host_memory_nor_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    memory, keys = BlockMemory([[4096]], num_blocks=16), make_keys(6)
-    namespace, server = memory.namespace(), HungMetadata(monkeypatch)
-    file = open_store(tmp_path / "store", namespace, close_timeout_s=0.05)
-    host = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
-    tiers = TieredBackend([host, file], namespace, timeouts=TierTimeouts(lookup_s=0.5))
-    async with TransferEngine(memory.caches, tiers, timeout_s=LIMIT_S) as engine:
-        assert await engine.store(keys[:2], [[0, 1]]) == [DONE] * 2
-        assert await engine.flush(timeout_s=LIMIT_S)
-        server.is_gone = True
-        assert await engine.store(keys[2:4], [[2, 3]]) == [DONE] * 2, "host memory has room"
-        assert await engine.lookup(keys) == [True] * 4 + [False] * 2
-        assert await engine.load(keys[:4], [[8, 9, 10, 11]]) == [DONE] * 4
-        cancelled = asyncio.ensure_future(file.lookup(keys[:1]))
-        await asyncio.sleep(0)
-        cancelled.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
-        assert not await engine.flush(timeout_s=0.01)
-    assert "tier 1 (FileBackend): lookup of 2 blocks took longer" in caplog.text
-    assert "2 blocks were not written back" in caplog.text
-    assert "calls still run after 0.05 s and are abandoned" in caplog.text
-    server.answers.set()
