@@ -179,3 +179,16 @@ async def test_the_count_can_be_read_without_a_change(tmp_path: Path) -> None:
     assert sorted(path.name for path in root.iterdir()) == names
     flip_bit(root / "usage.ledger", 9)
     assert read_count(root) is None
+
+
+async def test_a_damaged_claim_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Ledger(tmp_path)) as ours, closing(Ledger(tmp_path)) as theirs:
+        with theirs.locked():
+            theirs.reserve(8192)
+        assert ours.reserved_by_others() == 8192
+        flip_bit(tmp_path / f"{theirs.owner}.claim", 8 * 15)
+        assert [ours.reserved_by_others() for _ in range(3)] == [0, 0, 0]
+        (record,) = caplog.records
+        assert theirs.owner in record.getMessage()

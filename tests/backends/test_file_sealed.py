@@ -46,6 +46,8 @@ from tests.examples import examples
 
 NUM_KEYS = 4
 DATA_BYTES = 512
+TEXT_BYTES = 700
+"""More than the text of a header, which is padded to a page."""
 MEMORY = BlockMemory([[DATA_BYTES]], num_blocks=2 * NUM_KEYS)
 NAMESPACE = MEMORY.namespace()
 KEYS = hashed_keys(NUM_KEYS)
@@ -100,14 +102,16 @@ def forge(path: Path, change: Change, to: Path) -> None:
 
 @pytest.mark.slow
 async def test_every_byte_that_changes_is_noticed_and_reaches_no_engine() -> None:
-    memory = BlockMemory([[40]], num_blocks=PAGE_BYTES + 40)
+    padding = range(TEXT_BYTES, PAGE_BYTES, 16)
+    places = [*range(TEXT_BYTES), *padding, *range(PAGE_BYTES, PAGE_BYTES + 40)]
+    memory = BlockMemory([[40]], num_blocks=len(places))
     namespace, keys = memory.namespace(), hashed_keys(memory.num_blocks)
     blocks = memory.describe(0, range(len(keys)))
     with temporary_folder("tmpfs") as folder:
         root = folder / "store"
         async with open_store(root, namespace, **sealed(root, "ours")) as backend:
             assert set(statuses(await store(backend, keys, blocks))) == {DONE}
-            for place, key in enumerate(keys):
+            for place, key in zip(places, keys, strict=True):
                 with path_of(root, namespace, key).open("r+b") as file:
                     file.seek(place)
                     byte = file.read(1)[0]

@@ -16,6 +16,7 @@ from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.conformance.suite import (
     assert_done_are,
+    cancel,
     make_keys,
     make_large_memory,
     statuses,
@@ -280,4 +281,22 @@ async def test_a_transfer_that_mooncake_gave_up_is_ended_by_closing_the_client(
     assert await client.ask("load", lambda store: store.call(), 60.0) == [-800]
     assert stuck.num_closed == 1
     assert await client.ask("lookup", lambda store: [1], 60.0) == [1], "it connects anew"
+    assert await client.aclose(10.0) == 0
+
+
+async def test_a_call_that_does_not_return_is_late_although_its_caller_left_before() -> None:
+    stuck = StuckStore()
+    client = open_client(stuck)
+    first = asyncio.ensure_future(client.ask("lookup", lambda store: store.call(), 0.2))
+    await asyncio.to_thread(stuck.entered.wait)
+    await cancel(first)
+    with pytest.raises(CallFailedError, match="others took too long"):
+        await client.ask("lookup", lambda store: [1], 0.1)
+    async with asyncio.timeout(BACK_S):
+        while client.is_available:  # noqa: ASYNC110 - nobody is told
+            await asyncio.sleep(0.01)
+    with pytest.raises(CallFailedError, match="late"):  # at once
+        await client.ask("lookup", lambda store: [1], 60.0)
+    stuck.go.set()
+    await client.drain()
     assert await client.aclose(10.0) == 0

@@ -1,5 +1,7 @@
 """Buckets in memory: lists, servers that overwrite, clients that panic, and parameters."""
 
+import contextlib
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,10 +10,12 @@ import pytest
 from obstore.exceptions import GenericError
 from obstore.store import MemoryStore, ObjectStore
 
+from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck, fsck, measure_usage
 from kvxfer.backends.object import (
     AZBackend,
     AZConfig,
     Bucket,
+    BucketStore,
     GSBackend,
     GSConfig,
     ObjectBackend,
@@ -264,3 +268,31 @@ def test_azure_without_an_account_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(InvalidArgumentError, match="account"):
         AZConfig(address="container").open_store()
+
+
+def measure_walks(monkeypatch: pytest.MonkeyPatch, num_objects: int) -> tuple[int, int]:
+    """List and verify a bucket of so many objects; return peak bytes of memory, and requests."""
+    store = MemoryStore()
+    for number in range(num_objects):
+        name = f"{number % 256:02x}{number:078x}.safetensors"
+        store.put(f"prefix/{'a' * 32}/{name[:2]}/{name}", b"no block")
+    monkeypatch.setattr(S3Config, "open_store", lambda _: store)
+    config = S3Config(address="bucket", path="/prefix", max_requests=4)
+    with contextlib.closing(BucketStore(config)) as opened:
+        tracemalloc.start()
+        (usage,) = measure_usage(opened)
+        num_bad = sum(found.bad for found in StoreCheck(opened, BlockCheck()).verify())
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert usage.num_blocks == num_bad == num_objects
+        return peak, opened._requests.bucket.counts.requests
+
+
+def test_memory_does_not_grow_with_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "LIST_CHUNK", 100)
+    monkeypatch.setattr(fsck, "FILES_IN_LINE", 50)
+    measure_walks(monkeypatch, 10)  # what is made once
+    small, large = measure_walks(monkeypatch, 250), measure_walks(monkeypatch, 1250)
+    assert large[0] < 1.3 * small[0]
+    pages = 3 * 10  # of `ls`, of `fsck` for the sizes, and again for the objects
+    assert large[1] - small[1] == 1000 + pages

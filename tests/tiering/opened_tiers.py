@@ -52,14 +52,28 @@ def open_tiers(tiers: Sequence[Backend], namespace: Namespace, **more: int) -> T
 
 
 class Recorder(DictBackend):
-    """Backend that records what is stored."""
+    """Backend that records its calls."""
 
     def __init__(self, namespace: Namespace, max_blocks: int | None = None) -> None:
         super().__init__(DictConfig(max_blocks=max_blocks), namespace)
         self.stored: list[BlockKey] = []
+        self.calls: list[str] = []
         self.addresses: list[int] = []
 
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self.calls.append("lookup")
+        return await super().lookup(keys)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        self.calls.append("load")
+        return await super().load(keys, blocks)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self.calls.append("delete")
+        return await super().delete(keys)
+
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        self.calls.append("store")
         self.stored += keys
         self.addresses += blocks.addresses[blocks.block_offsets[:-1]].tolist()
         return await super().store(keys, blocks)
