@@ -10,14 +10,19 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
-from kvxfer.backends.file.maintenance import FolderStore, GarbageCollection
+from kvxfer.backends.file.maintenance import (
+    FolderStore,
+    GarbageCollection,
+)
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.testing import BlockMemory
+from kvxfer.transfer.engine import TransferEngine
 from tests.backends.file_store import (
     ENGINES,
     Failing,
@@ -460,3 +465,77 @@ def test_a_path_that_cannot_be_is_named(tmp_path: Path, name: str) -> None:
 def test_a_pause_that_cannot_be_is_named(tmp_path: Path, name: str, value: float) -> None:
     with pytest.raises(InvalidArgumentError, match=f"{name} is .*; expected 0 or more"):
         open_store(tmp_path, one_page_memory().namespace(), **{name: value})
+
+
+class Exhausted(PosixFileIO):
+    """I/O engine without memory from its second call on, for the bytes or for what is behind."""
+
+    def __init__(self, *, late: bool) -> None:
+        self._late = late
+        self._num_calls = 0
+
+    def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
+        raise MemoryError
+
+    def write_named(self, *arguments: Any, **options: Any) -> list[Result]:
+        self._num_calls += 1
+        results = [] if self._num_calls > 1 and not self._late else self._write(arguments, options)
+        if self._num_calls > 1:
+            raise MemoryError
+        return results
+
+    def _write(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> list[Result]:
+        return super().write_named(*arguments, **options)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after the files have their names"])
+async def test_any_error_of_a_round_is_the_outcome_of_its_blocks(
+    tmp_path: Path, *, late: bool
+) -> None:
+    memory, keys = one_page_memory(128), hashed_keys(100)
+    fields = {"file_io": Exhausted(late=late), "write_threads": 1}
+    async with open_store(tmp_path, memory.namespace(), **fields) as backend:
+        await backend.wait_indexed()
+        outcomes = await store(backend, keys, memory.describe(0, range(100)))
+        assert statuses(outcomes) == [DONE] * 64 + [FAILED] * 36
+        assert "MemoryError" in outcomes[-1].reason
+        assert await backend.lookup(keys) == [True] * 64 + [late] * 36
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) > 0
+        assert statuses(await backend.load(keys[:2], memory.describe(0, [0, 1]))) == [FAILED] * 2
+
+
+def freeze(folder: Path) -> None:
+    """Let every write to a file system hang until it is thawed."""
+    done = subprocess.run(["fsfreeze", "-f", folder], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot freeze a file system here: {done.stderr.decode().strip()}")
+
+
+async def test_a_hung_disk_times_out_and_everything_goes_on_when_it_is_back(
+    tmp_path: Path, clock: Clock
+) -> None:
+    image = make_image(tmp_path)
+    memory, keys = BlockMemory([[65536]], num_blocks=16), hashed_keys(8)
+    with mounted("-o", "loop", str(image)) as folder:
+        backend = open_store(folder / "store", memory.namespace())
+        await backend.wait_indexed()
+        async with TransferEngine(memory.caches, backend) as engine:
+            assert statuses(await engine.store(keys[:2], [[0, 1]])) == [DONE] * 2
+            freeze(folder)
+            try:
+                outcomes = await engine.store(keys[2:4], [[2, 3]], timeout_s=0.2)
+                assert [o.status for o in outcomes] == [Status.TIMED_OUT] * 2
+                assert not any(outcome.memory_safe for outcome in outcomes)
+                loaded = await engine.load(keys[:2], [[8, 9]], timeout_s=10)
+                assert statuses(loaded) == [DONE] * 2, "loads go on"
+                assert await engine.lookup(keys[:3]) == [True, True, False]
+                clock.now += 31.0
+                outcomes = await engine.store(keys[4:5], [[4]], timeout_s=5)
+                assert statuses(outcomes) == [FAILED], "a stalled write opens the breaker"
+                assert "paused" in outcomes[0].reason
+            finally:
+                call("fsfreeze", "-u", folder)
+            await asyncio.wait_for(engine.drain(), 10)
+            clock.now += 30.0
+            assert statuses(await engine.store(keys[5:], [[5, 6, 7]])) == [DONE] * 3
+            assert statuses(await engine.load(keys[5:], [[10, 11, 12]])) == [DONE] * 3

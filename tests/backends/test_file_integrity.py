@@ -227,3 +227,14 @@ async def test_without_integrity_blocks_of_any_kind_are_loaded(tmp_path: Path) -
     async with open_store(root, memory.namespace(), integrity=Integrity.OFF) as backend:
         loaded = await load_verified(backend, keys, memory.describe(0, [1, 2]))
         assert loaded == [Status.DONE] * 2
+
+
+async def test_a_header_whose_seal_is_open_to_all_is_corrupt_when_it_fails(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    async with open_kind(root, "fast") as backend:
+        await fill(backend, KEYS[:1])
+    path = path_of(root, NAMESPACE, KEYS[0])
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"start":"0"', b'"start":"1"'))
+    async with open_kind(root, "keyed") as backend:
+        assert await load(backend, KEYS[:1]) == [Status.CORRUPT]
