@@ -11,15 +11,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from kvxfer.backends.nixl import Endpoint
-from kvxfer.errors import InvalidArgumentError, PeerTimeoutError
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import KVXferConnector
 from kvxfer.integrations.vllm.prefill_decode import groups as groups_module
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups, why_not
@@ -83,31 +85,6 @@ def finished(engine: Engine) -> tuple[set[str], set[str], set[str], set[int]]:
     return ended.finished_sending, ended.finished_recving, failed, ended.invalid_block_ids
 
 
-def test_a_request_is_reported_once_when_its_lease_has_ended(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(folder, monkeypatch, full())
-    keys = PromptKeys(range(8)).block_keys(0, 4, 8)
-    begin(engine, StepData(offers=[Offer("p", "early", keys[:1], [1], is_complete=False)]))
-    begin(engine, StepData(offers=[Offer("p", "early", keys, [1, 2], is_complete=True)]))
-    assert finished(engine)[0] == set()
-    engine.moving.ended += ["early", "of nobody"]
-    assert finished(engine)[0] == {"p"}
-    engine.moving.ended.append("early")
-    assert finished(engine)[0] == set()
-
-
-def test_a_lease_that_ends_before_it_is_complete_reports_nobody(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(folder, monkeypatch, full())
-    begin(engine, StepData(offers=[Offer("p", "early", [], [], is_complete=False)]))
-    begin(engine, StepData(revoked=["early"]))
-    assert engine.moving.revoked == ["early"]
-    engine.moving.ended.append("early")
-    assert finished(engine)[0] == set()
-
-
 def test_blocks_on_a_device_are_lent_when_their_request_is_finished() -> None:
     """Kernels of an earlier step may run still when the next one is prepared."""
     handover = FakeHandover()
@@ -129,46 +106,6 @@ def test_the_log_says_how_blocks_on_a_gpu_move(
     with caplog.at_level(logging.INFO, "vllm.kvxfer"):
         start(folder, monkeypatch, full())
     assert [line for line in caplog.messages if way in line] == [f"KVXferConnector: {way}"]
-
-
-def test_leases_are_revoked_before_a_step_and_given_up_after_its_offers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(folder, monkeypatch, full())
-    step = StepData(revoked=["a"], given_up=["b"])
-    engine.worker.handle_preemptions(step)
-    assert (engine.moving.revoked, engine.moving.given_up) == (["a"], [])
-    engine.worker.bind_connector_metadata(step)
-    engine.worker.start_load_kv(None)
-    assert (engine.moving.revoked, engine.moving.given_up) == (["a"], ["b"])
-
-
-def test_a_load_has_not_ended_while_a_late_read_may_write_to_its_blocks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(folder, monkeypatch, full())
-    begin(engine, StepData(fetches=[make_fetch("a", [5, 6, 7])]))
-    [(_, _, end)] = engine.moving.fetches
-    end.set_result(Fetched([[6]], memory_safe=False))
-    assert finished(engine) == (set(), set(), set(), set())
-    [quiet] = engine.moving.drains
-    quiet.set_result(None)
-    assert finished(engine) == (set(), {"a"}, set(), {6})
-
-
-def test_blocks_of_one_group_are_reported_by_their_ids(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(folder, monkeypatch, full())
-    begin(engine, StepData(fetches=[make_fetch(name, [5, 6, 7]) for name in "abc"]))
-    assert finished(engine) == (set(), set(), set(), set())
-    good, bad, broken = (end for *_, end in engine.moving.fetches)
-    good.set_result(Fetched([[]]))
-    bad.set_result(Fetched([[6]]))
-    assert finished(engine) == (set(), {"a", "b"}, set(), {6})
-    broken.set_exception(PeerTimeoutError("127.0.0.1:1", "a description", 1.0))
-    assert finished(engine) == (set(), {"c"}, set(), {5, 6, 7})
-    assert finished(engine) == (set(), set(), set(), set())
 
 
 @several_can_fail
@@ -324,6 +261,20 @@ def test_closing_twice_closes_once(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert engine.asking.is_closed
     engine.add("d", ticket_params())
     assert engine.step() == {"d": 10}
+
+
+def test_every_hook_of_the_tiers_is_passed_on_to_them() -> None:
+    hooks = {
+        name
+        for name in vars(OffloadingConnector)
+        if not name.startswith("_") and (hasattr(base.KVConnectorBase_V1, name))
+    }
+    elsewhere = {
+        *("wait_for_layer_load", "save_kv_layer"),  # do nothing
+        *("get_finished", "request_finished", "build_kv_connector_stats"),  # of KVXferConnector
+        "requires_kv_delivery",  # P's do
+    }
+    assert hooks - elsewhere <= set(vars(KVXferConnector))
 
 
 def test_vllm_sees_every_hook_that_it_calls() -> None:

@@ -29,9 +29,7 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LookupResult,
     OffloadingEvent,
-    OffloadingManager,
     ReqContext,
-    ScheduleEndContext,
 )
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -44,11 +42,10 @@ from vllm.v1.kv_offload.config import (
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
 from kvxfer.integrations.vllm.common.model_identity import ModelIdentity
-from kvxfer.integrations.vllm.offloading import manager
 from kvxfer.integrations.vllm.offloading.identity import row_namespace
 from kvxfer.integrations.vllm.offloading.manager import ChunkSlots, KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
-from tests.integrations.vllm_counts import read_counts
+from tests.integrations.two_tiers import read_counts
 
 NUM_SLOTS = 4
 PAGE_BYTES = 64
@@ -104,47 +101,11 @@ def keys_of(count: int, *, group: int = 0, first: int = 0) -> list[BlockKey]:
     return [make_block_key(f"hash-{first + n:04}".encode(), group) for n in range(count)]
 
 
-def test_a_chunk_is_a_hit_once_every_worker_stored_it(scheduler: Scheduler) -> None:
-    (key,) = keys_of(1)
-    assert scheduler.lookup(key) is LookupResult.MISS
-    output = scheduler.manager.prepare_store([key], ReqContext("storing"))
-    assert output is not None
-    assert scheduler.lookup(key) is LookupResult.HIT_PENDING
-    for part in (0, 1):
-        scheduler.write(output.store_spec, part)
-    scheduler.manager.complete_store({key}, ReqContext("storing"))
-    assert scheduler.lookup(key) is LookupResult.HIT
-
-
 def test_a_chunk_that_one_worker_did_not_store_is_dropped(scheduler: Scheduler) -> None:
     (key,) = keys_of(1)
     scheduler.store([key], parts=[0])
     assert scheduler.lookup(key) is LookupResult.MISS
     assert scheduler.counts()[metrics.LOST] == 1
-
-
-def test_a_store_that_vllm_calls_failed_is_dropped(scheduler: Scheduler) -> None:
-    (key,) = keys_of(1)
-    context = ReqContext("storing")
-    assert scheduler.manager.prepare_store([key], context) is not None
-    scheduler.manager.complete_store({key}, context, success=False)
-    assert scheduler.lookup(key) is LookupResult.MISS
-
-
-def test_a_hit_stays_until_it_is_loaded_whatever_is_stored_in_between(
-    scheduler: Scheduler,
-) -> None:
-    wanted, context = keys_of(2), ReqContext("request")
-    scheduler.store(wanted)
-    assert [scheduler.lookup(key) for key in wanted] == [LookupResult.HIT] * 2
-    scheduler.store(keys_of(4, first=10))
-    placement = scheduler.manager.prepare_load(wanted, context)
-    scheduler.store(keys_of(4, first=20))
-    for key, slot in zip(placement.keys, placement.slots, strict=True):
-        assert scheduler.pool.verify(slot, key).done
-    scheduler.manager.complete_load(wanted, context)
-    assert len(scheduler.store(keys_of(4, first=30))) == NUM_SLOTS
-    assert [scheduler.lookup(key) for key in wanted] == [LookupResult.MISS] * 2
 
 
 @pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "let go"])
@@ -163,34 +124,6 @@ def test_the_end_of_a_prompt_that_was_a_hit_is_evicted_before_its_head(
     assert found == [LookupResult.HIT] * (NUM_SLOTS - 1) + [LookupResult.MISS]
 
 
-@pytest.mark.parametrize("end", ["finished", "scheduled", "stores"])
-def test_a_hit_that_is_not_loaded_is_let_go_when_the_request_is_past_loading(
-    scheduler: Scheduler, end: str
-) -> None:
-    wanted = keys_of(NUM_SLOTS)
-    scheduler.store(wanted)
-    for key in wanted:
-        assert scheduler.lookup(key) is LookupResult.HIT
-    assert scheduler.store(keys_of(1, first=10)) == []
-    if end == "finished":
-        scheduler.manager.on_request_finished(ReqContext("request"))
-    elif end == "scheduled":
-        scheduler.manager.on_schedule_end(ScheduleEndContext(["request"], ()))
-    else:
-        scheduler.manager.prepare_store(wanted, ReqContext("request"))
-    assert scheduler.store(keys_of(1, first=10)) == keys_of(1, first=10)
-
-
-def test_a_chunk_that_two_requests_hold_stays_for_the_second(scheduler: Scheduler) -> None:
-    (key,) = keys_of(1)
-    scheduler.store([key])
-    assert scheduler.lookup(key, "first") is LookupResult.HIT
-    assert scheduler.lookup(key, "second") is LookupResult.HIT
-    scheduler.manager.on_request_finished(ReqContext("first"))
-    scheduler.store(keys_of(NUM_SLOTS, first=10))
-    assert scheduler.manager.prepare_load([key], ReqContext("second")).keys == [key]
-
-
 def test_a_changed_byte_makes_a_chunk_a_miss_that_is_counted_and_can_be_stored_again(
     scheduler: Scheduler,
 ) -> None:
@@ -205,48 +138,6 @@ def test_a_changed_byte_makes_a_chunk_a_miss_that_is_counted_and_can_be_stored_a
     assert scheduler.lookup(key) is LookupResult.HIT
 
 
-def test_a_step_verifies_only_so_much_and_the_next_one_goes_on(
-    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(manager, "VERIFY_BYTES_PER_STEP", 2 * 8192)
-    wanted = keys_of(3)
-    scheduler.store(wanted)
-    results = []
-    for _ in range(2):
-        scheduler.manager.on_schedule_end(ScheduleEndContext([], ()))
-        results.append([scheduler.lookup(key) for key in wanted])
-    hit, pending = LookupResult.HIT, LookupResult.HIT_PENDING
-    assert results == [[hit, hit, pending], [hit, hit, hit]]
-
-
-def test_a_prompt_larger_than_the_pool_is_stored_up_to_where_it_fits(scheduler: Scheduler) -> None:
-    prompt = keys_of(NUM_SLOTS + 3)
-    assert scheduler.store(prompt) == prompt[:NUM_SLOTS]
-    assert [scheduler.lookup(key) for key in prompt[:NUM_SLOTS]] == [LookupResult.HIT] * NUM_SLOTS
-    assert scheduler.store(prompt[NUM_SLOTS:]) == []
-    assert scheduler.counts()[metrics.REFUSED] == 3 + 3
-
-
-def test_after_a_reset_nothing_is_there_and_everything_fits(scheduler: Scheduler) -> None:
-    wanted = keys_of(NUM_SLOTS)
-    scheduler.store(wanted)
-    assert scheduler.lookup(wanted[0]) is LookupResult.HIT
-    scheduler.manager.prepare_load(wanted[1:2], ReqContext("request"))
-    scheduler.manager.reset_cache()
-    assert scheduler.lookup(wanted[0]) is LookupResult.MISS
-    scheduler.manager.on_request_finished(ReqContext("request"))
-    assert scheduler.store(keys_of(NUM_SLOTS, first=10)) == keys_of(NUM_SLOTS, first=10)
-
-
-def test_events_tell_what_was_stored_and_evicted(scheduler: Scheduler) -> None:
-    scheduler.store(keys_of(NUM_SLOTS))
-    scheduler.store(keys_of(1, first=10))
-    told = [(event.removed, event.keys) for event in scheduler.manager.take_events()]
-    assert told[0] == (False, keys_of(NUM_SLOTS))
-    assert [removed for removed, _ in told] == [False, True, False]
-    assert list(scheduler.manager.take_events()) == []
-
-
 def test_chunks_that_were_coming_and_did_not_come_are_forgotten_by_vllm(
     scheduler: Scheduler,
 ) -> None:
@@ -257,19 +148,6 @@ def test_chunks_that_were_coming_and_did_not_come_are_forgotten_by_vllm(
     told = [(event.removed, event.keys) for event in scheduler.manager.take_events()]
     has_quiet_events = "metadata_only" in {field.name for field in fields(OffloadingEvent)}
     assert told == [(True, [lost])] * has_quiet_events + [(False, [again])]
-
-
-def test_a_step_may_hold_the_lock_of_a_manager_that_has_one(scheduler: Scheduler) -> None:
-    """From 0.33 on vLLM holds it around a step: only its own thread enters this manager."""
-    if not hasattr(OffloadingManager, "lock"):
-        pytest.skip("managers of this vLLM have no lock")
-    (key,) = keys_of(1)
-    with scheduler.manager.lock:
-        scheduler.store([key])
-        assert scheduler.lookup(key) is LookupResult.HIT
-        scheduler.manager.reset_cache()
-        scheduler.manager.on_reset_flushed()
-        assert scheduler.lookup(key) is LookupResult.MISS
 
 
 def test_every_metric_that_is_reported_was_declared(scheduler: Scheduler) -> None:

@@ -11,8 +11,6 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvxfer.backends.nixl import Endpoint
-from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.requests import Requests
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
@@ -46,8 +44,6 @@ from tests.integrations.two_tiers import (
 )
 
 __all__ = ["ask", "journal"]
-
-ENDPOINT = Endpoint("127.0.0.1", 7100)
 
 
 @pytest.fixture
@@ -88,29 +84,6 @@ def test_blocks_come_from_each_tier_and_end_at_the_first_that_was_never_stored(
     assert answers(ask("first")) == [(0, 1, "found", "keeping")]
     report = ask("cmpl-1")
     assert answers(report) == [(0, 3, "found", "host"), (4, 5, "never stored", "")]
-
-
-def test_lookups_are_counted_by_the_tier_that_finally_gave_them_without_a_journal(
-    start: Start,
-) -> None:
-    backend, keys = KeepingBackend(), keys_of(6)
-    before = start(backend)
-    before.store(keys[:2])
-    before.settle()
-    before.manager.shutdown()
-    scheduler = start(backend)
-    request(scheduler, "first", keys[:2])
-    request(scheduler, "second", keys[:3])
-    counts = scheduler.counts()
-    numbers = {
-        (metrics.LOWER, "hit"): 2,
-        (metrics.HOST, "hit"): 2,
-        (metrics.LOWER, "miss"): 1,  # of no tier: here all but host memory is the lower one
-    }
-    for labels, number in numbers.items():
-        assert counts[metrics.Count("lookup_blocks", labels)] == number
-    of_host = counts[metrics.Count("lookup_bytes", (metrics.HOST, "hit"))]
-    assert of_host == counts[metrics.Count("lookup_bytes", (metrics.LOWER, "hit"))] > 0
 
 
 CHUNKS, WINDOW = keys_of(6), keys_of(6, group=1)
@@ -154,21 +127,6 @@ def test_chunks_behind_a_miss_count_as_missed_where_they_were_needed(
     assert +counts == counted
 
 
-def test_a_block_that_was_evicted_before_it_was_written_back(
-    journal: Path, start: Start, ask: Ask
-) -> None:
-    backend = broken(Faulty.STORE, failure=1.0)
-    scheduler, keys = start(backend), keys_of(6)
-    for first in range(0, 6, 2):
-        scheduler.store(keys[first : first + 2])
-        scheduler.settle()
-    request(scheduler, "a", keys[:1])
-    report = ask("a")
-    assert answers(report) == [(0, 0, "back-pressure", "")]
-    assert "evicted from host by capacity" in report["runs"][0]["text"]
-    assert "not in faulty: back-pressure (not written back)" in report["runs"][0]["text"]
-
-
 def test_a_tier_that_missed_a_deadline_and_is_suspended(
     journal: Path, start: Start, ask: Ask
 ) -> None:
@@ -178,17 +136,6 @@ def test_a_tier_that_missed_a_deadline_and_is_suspended(
     request(scheduler, "paused", keys[1:])
     assert answers(ask("late")) == [(0, 0, "deadline", "")]
     assert answers(ask("paused")) == [(0, 0, "paused tier", "")]
-
-
-def test_a_corrupt_chunk_in_host_memory(journal: Path, start: Start, ask: Ask) -> None:
-    backend = broken(Faulty.STORE, failure=1.0)
-    scheduler, keys = start(backend), keys_of(1)
-    scheduler.store(keys)
-    scheduler.settle()
-    scheduler.pool.slots[scheduler.index.slot_of(keys[0])][0, 0] ^= 1
-    request(scheduler, "a", keys)
-    report = ask("a")
-    assert "corrupt in host at" in report["runs"][0]["text"]
 
 
 def test_after_a_reset_chunks_are_known_by_their_own_keys(

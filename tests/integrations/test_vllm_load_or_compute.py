@@ -61,18 +61,6 @@ def test_a_slow_load_is_not_begun_and_the_prompt_is_computed(start: Start) -> No
     assert scheduler.store(wanted) == wanted  # computed, and stored as ever
 
 
-def test_a_fast_load_is_begun(start: Start) -> None:
-    loads = LoadOrCompute(1.0, prefill_tokens_per_s=10)
-    scheduler = start(KeepingBackend(), prefill=PrefillSpeed(loads, 0, TOKENS_PER_CHUNK))
-    wanted = keys_of(2)
-    scheduler.store(wanted)
-    for request in ("first", "second"):
-        scheduler.forget()
-        assert scheduler.resolve(wanted, request) == [HIT, HIT]
-        scheduler.step(request)
-    assert metrics.NOT_LOADED not in scheduler.counts()
-
-
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 def test_the_speed_of_computing_is_that_of_the_steps(
     clock: Clock, *, is_asynchronous: bool

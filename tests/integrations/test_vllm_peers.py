@@ -16,7 +16,6 @@ from kvxfer.endpoint import free_ports
 from kvxfer.errors import BackendUnavailableError, ClosedError, UnsupportedEngineError
 from kvxfer.runtime import LoopThread
 from kvxfer.storage.keys import GroupIdentity, Namespace
-from kvxfer.testing.payloads import make_payload
 from kvxfer.units import ByteSize
 
 pytest.importorskip("vllm.v1.kv_offload.tiering.manager", reason="needs vLLM")
@@ -70,21 +69,6 @@ def make_rows() -> np.ndarray:
     return np.zeros((NUM_CHUNKS, ROW_BYTES), np.uint8)
 
 
-def test_a_lower_tier_listens_before_anything_is_asked_of_it() -> None:
-    backend = NixlBackend(LISTENING, NAMESPACE)
-    tier = LowerTier(make_rows(), 1, backend)
-    assert backend.server is not None
-    address = str(backend.server.endpoint)
-
-    async def find_transport() -> str:
-        async with NixlBackend(NixlConfig(address=address, transport="socket"), NAMESPACE) as other:
-            await other.lookup(keys_of(1))
-            return other.statistics[address][0]
-
-    assert asyncio.run(find_transport()) == "socket"
-    assert tier.close()
-
-
 def test_an_engine_whose_lower_tier_cannot_listen_does_not_start(peer: PeerThread) -> None:
     taken = str(peer.peer.endpoint)
     config = NixlConfig(listen=taken, capacity=ByteSize(1 << 20), transport="socket")
@@ -111,21 +95,3 @@ def test_replicas_of_an_engine_listen_one_after_the_other() -> None:
         for at, key in enumerate(keys):
             found = start(f"nixl://127.0.0.1:{port + at}?transport=socket").resolve(keys)
             assert found == [HIT if each == key else MISS for each in keys]
-
-
-def test_chunks_that_the_cpu_tier_evicted_come_back_from_a_peer(peer: PeerThread) -> None:
-    require_tiering()
-    url = f"nixl://{peer.peer.endpoint}?transport=socket"
-    tiers = Tiers(f"kvxfer-test-{time.time_ns()}", url)
-    try:
-        keys, others = keys_of(NUM_CHUNKS), keys_of(NUM_CHUNKS, first=10)
-        tiers.store(keys)
-        tiers.store(others)
-        assert tiers.resolve(keys) == [HIT] * NUM_CHUNKS
-        assert [tiers.bytes_of(key) for key in keys] == [
-            make_payload(key, ROW_BYTES) for key in keys
-        ]
-        peer.end()
-        assert tiers.resolve(others) == [MISS] * NUM_CHUNKS
-    finally:
-        tiers.manager.shutdown()

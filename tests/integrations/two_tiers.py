@@ -1,11 +1,10 @@
 """Scheduler's side of two tiers, driven as by vLLM, and lower tiers that misbehave."""
 
-import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from kvxfer.storage.eviction.policies import LRU
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.telemetry.journal import journal_observers
+from kvxfer.telemetry.metrics import GAUGES, HISTOGRAMS
 from kvxfer.testing import (
     BlockMemory,
     DictBackend,
@@ -35,7 +35,6 @@ from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
 from kvxfer.tiering.timeouts import TierTimeouts
-from tests.integrations.vllm_counts import read_counts
 
 NUM_SLOTS = 4
 PART_BYTES = 4096
@@ -69,18 +68,6 @@ class KeepingBackend(DictBackend):
 
     def __len__(self) -> int:
         return len(self._blocks)
-
-
-class SlowlyPurgedBackend(KeepingBackend):
-    """Backend that deletes what is there at the end of a purge, when the purge `may_end`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_end = threading.Event()
-
-    async def purge(self, prefix: bytes = b"") -> None:
-        await asyncio.to_thread(self.may_end.wait, LIMIT_S)
-        await super().purge(prefix)
 
 
 @dataclass
@@ -224,3 +211,37 @@ def payloads_of(key: BlockKey, version: int = 0) -> list[bytes]:
 def broken(operation: Operation, **rates: float) -> FaultyBackend:
     faults = FaultRates(operations=frozenset({operation}), **rates)
     return FaultyBackend(KeepingBackend(), seed=1, rates=faults)
+
+
+def read_counts(stats: Any) -> dict[metrics.Count | str, float]:
+    """Read the counters of a manager, and the gauges of host memory by their name alone."""
+    counts: dict[metrics.Count | str, float] = {}
+    for (name, labels), value in read_series(stats).items():
+        is_gauge = name in {*GAUGES, metrics.PINNED}
+        if is_gauge and labels == (metrics.HOST,):
+            counts[name] = value
+        elif not is_gauge and name not in HISTOGRAMS:
+            tier = metrics.HOST if labels[0] == metrics.HOST else metrics.LOWER
+            counts[metrics.Count(name, (tier, *labels[1:]))] = value
+    return counts
+
+
+def read_series(stats: Any) -> dict[tuple[str, tuple[str, ...]], Any]:
+    """Read statistics: the value of each series, of histograms a list, by name and labels."""
+    series = {}
+    for name, values in stats.data["data"].items():
+        for labels, value in values.items():
+            assert len(labels) == len(metrics.DEFINITIONS[name].labelnames), "or vLLM ends"
+            series[name.removeprefix(metrics.PREFIX), labels] = value
+    return series
+
+
+def failed_loads(counts: dict[metrics.Count | str, float]) -> float:
+    """Count the chunks found in the tier below that could not be loaded."""
+    return sum(
+        value
+        for count, value in counts.items()
+        if isinstance(count, metrics.Count)
+        and (count.name, count.labels[:2]) == ("load_blocks", (metrics.LOWER, "promotion"))
+        and count.labels[2] != "done"
+    )
