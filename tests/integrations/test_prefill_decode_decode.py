@@ -1,14 +1,11 @@
 """D's scheduler: a request is asked about once, its lease is released once, and nothing stays."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
 
@@ -20,6 +17,7 @@ from kvxfer.integrations.vllm.prefill_decode.metrics import PREFIX, Counters
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, StepData
+from tests.clock import Clock
 from tests.integrations.pd_fakes import (
     BLOCK,
     LEASE,
@@ -32,12 +30,11 @@ from tests.integrations.pd_fakes import (
 
 
 class Side:
-    """D's scheduler with a clock and a hand-over of the test."""
+    """D's scheduler with a hand-over of the test."""
 
     def __init__(
         self, *windows: int | None, num_states: int = 0, own: Endpoint | None = None
     ) -> None:
-        self.now = 0.0
         self.handover = FakeHandover()
         self.counters = Counters()
         windows = (windows or (None,)) + (1,) * num_states
@@ -50,7 +47,6 @@ class Side:
             prompts=Prompts(groups.num_last_tokens),
             counters=self.counters,
             own=own,
-            clock=lambda: self.now,
         )
 
     def planned(self) -> list[Fetch]:
@@ -111,35 +107,6 @@ def test_an_adapter_that_is_trained_anew_is_not_loaded(side: Side, tmp_path: Pat
     side.require_over()
 
 
-def test_requests_of_one_ticket_release_it_when_the_last_of_them_has_ended(side: Side) -> None:
-    """Several answers to one prompt, `n` of OpenAI's interface, have the same parameters."""
-    requests = [make_request(ticket_params(), name=name) for name in ("0_r", "1_r", "2_r")]
-    for request in requests[:2]:
-        side.scheduler.on_new_request(request)
-        side.answer()
-        assert side.scheduler.num_matched_tokens(request, 0) == (9, True)
-        side.scheduler.on_alloc(request, make_blocks([5, 6, 7]), 9)
-    side.scheduler.finish(requests[2])  # aborted before it was queued
-    side.scheduler.on_received(["0_r"])
-    side.scheduler.finish(requests[0])
-    assert not side.handover.released
-    side.scheduler.on_received(["1_r"])
-    side.scheduler.finish(requests[1])
-    side.require_over()
-
-
-def test_a_local_hit_is_not_loaded_and_its_blocks_are_not_written(side: Side) -> None:
-    request = make_request(ticket_params())
-    side.scheduler.on_new_request(request)
-    side.answer()
-    assert side.scheduler.num_matched_tokens(request, 4) == (5, True)
-    side.scheduler.on_alloc(request, make_blocks([5, 6, 7], hashed=[5]), 5)
-    [fetch] = side.planned()
-    assert fetch.wanted.block_ids == [[0, 6, 7]]
-    assert (fetch.wanted.first_token, fetch.wanted.num_tokens) == (4, 9)
-    assert len(fetch.wanted.keys[0]) == 2
-
-
 def test_what_vllm_trims_is_trimmed_at_the_end(side: Side) -> None:
     request = make_request(ticket_params())
     side.scheduler.on_new_request(request)
@@ -171,6 +138,31 @@ def test_whole_blocks_are_loaded_of_a_part(side: Side) -> None:
     assert side.scheduler.num_matched_tokens(request, 0) == (4, True)
 
 
+def test_a_prompt_that_p_does_not_have_is_computed_here(side: Side) -> None:
+    request = make_request(ticket_params())
+    side.scheduler.on_new_request(request)
+    side.answer(0)
+    assert side.scheduler.num_matched_tokens(request, 0) == (0, False)
+    assert side.counts()["refused/missing"] == 1
+
+
+def test_a_request_that_was_never_queued_releases_its_lease_without_a_question(side: Side) -> None:
+    side.scheduler.finish(make_request(ticket_params()))
+    assert not side.handover.asked
+    side.require_over()
+
+
+def test_a_closed_hand_over_stops_nothing(side: Side) -> None:
+    first, second = (make_request(ticket_params(), name=name) for name in "ab")
+    side.scheduler.on_new_request(first)
+    side.handover.is_closed = True
+    side.scheduler.on_new_request(second)
+    assert side.scheduler.num_matched_tokens(second, 0) == (0, False)
+    for request in (first, second):
+        side.scheduler.finish(request)
+    assert side.scheduler.num_requests == 0
+
+
 def test_a_load_that_another_connector_does_releases_the_lease(side: Side) -> None:
     request = make_request(ticket_params())
     side.scheduler.on_new_request(request)
@@ -182,25 +174,14 @@ def test_a_load_that_another_connector_does_releases_the_lease(side: Side) -> No
     side.require_over()
 
 
-def test_blocks_that_are_not_allocated_at_once_are_asked_for_again(side: Side) -> None:
-    request = make_request(ticket_params())
-    side.scheduler.on_new_request(request)
-    side.answer()
-    assert side.scheduler.num_matched_tokens(request, 0) == (9, True)
-    assert side.scheduler.num_matched_tokens(request, 4) == (5, True)
-    side.scheduler.on_alloc(request, make_blocks([5, 6, 7], hashed=[5]), 5)
-    [fetch] = side.planned()
-    assert fetch.wanted.first_token == 4
-
-
 def test_an_answer_that_does_not_come_in_time_is_not_waited_for(
-    side: Side, caplog: pytest.LogCaptureFixture
+    side: Side, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = make_request(ticket_params())
     side.scheduler.on_new_request(request)
-    side.now = 2.9
+    clock.now += 2.9
     assert side.scheduler.num_matched_tokens(request, 0) == (None, False)
-    side.now = 3.0
+    clock.now += 0.2
     assert side.scheduler.num_matched_tokens(request, 0) == (0, False)
     assert side.handover.asked[LEASE].cancelled()
     assert "no answer in time" in caplog.text
@@ -252,14 +233,6 @@ def test_of_a_router_that_sends_both_legs_here_there_is_one_warning(
     assert side.scheduler.num_requests == 0
 
 
-def test_a_prompt_that_p_does_not_have_is_computed_here(side: Side) -> None:
-    request = make_request(ticket_params())
-    side.scheduler.on_new_request(request)
-    side.answer(0)
-    assert side.scheduler.num_matched_tokens(request, 0) == (0, False)
-    assert side.counts()["refused/missing"] == 1
-
-
 def test_a_forged_ticket_asks_nobody(side: Side) -> None:
     request = make_request({"do_remote_prefill": True})
     side.scheduler.on_new_request(request)
@@ -282,121 +255,10 @@ def test_a_prompt_without_tokens_is_computed_here(side: Side, prompt: Any) -> No
     side.require_over()
 
 
-def test_a_request_that_was_never_queued_releases_its_lease_without_a_question(side: Side) -> None:
-    side.scheduler.finish(make_request(ticket_params()))
-    assert not side.handover.asked
-    side.require_over()
-
-
 def test_a_request_that_reads_no_cache_loads_nothing(side: Side) -> None:
     request = make_request(ticket_params(), skip_reading_prefix_cache=True)
     side.scheduler.on_new_request(request)
     assert side.scheduler.num_matched_tokens(request, 0) == (0, False)
     assert side.counts()["refused/reads_no_cache"] == 1
     side.scheduler.finish(request)
-    side.require_over()
-
-
-def test_an_aborted_request_is_asked_about_once_and_no_longer(side: Side) -> None:
-    request = make_request(ticket_params())
-    side.scheduler.on_new_request(request)
-    asked = side.handover.asked[LEASE]
-    side.scheduler.finish(request)
-    assert side.handover.asked[LEASE] is asked
-    assert asked.cancelled()
-    side.require_over()
-
-
-def test_a_load_that_goes_on_keeps_its_lease(side: Side) -> None:
-    request = make_request(ticket_params())
-    side.scheduler.on_new_request(request)
-    side.answer()
-    side.scheduler.num_matched_tokens(request, 0)
-    side.scheduler.on_alloc(request, make_blocks([5, 6, 7]), 9)
-    side.scheduler.finish(request)
-    assert not side.handover.released
-    side.scheduler.on_received(["r"])
-    side.require_over()
-
-
-def test_a_closed_hand_over_stops_nothing(side: Side) -> None:
-    first, second = (make_request(ticket_params(), name=name) for name in "ab")
-    side.scheduler.on_new_request(first)
-    side.handover.is_closed = True
-    side.scheduler.on_new_request(second)
-    assert side.scheduler.num_matched_tokens(second, 0) == (0, False)
-    for request in (first, second):
-        side.scheduler.finish(request)
-    assert side.scheduler.num_requests == 0
-
-
-def test_pages_that_are_still_computed_are_waited_for_by_the_load(side: Side) -> None:
-    request = make_request(ticket_params(transfer_mode="overlap"))
-    side.scheduler.on_new_request(request)
-    side.answer(is_complete=False)
-    assert side.scheduler.num_matched_tokens(request, 0) == (9, True)
-    side.scheduler.on_alloc(request, make_blocks([5, 6, 7]), 9)
-    [fetch] = side.planned()
-    assert fetch.waits
-    assert fetch.lease == LEASE
-
-
-def test_blocks_before_a_window_are_not_asked_for() -> None:
-    side = Side(None, 3)
-    request = make_request(ticket_params())
-    side.scheduler.on_new_request(request)
-    side.answer(num_groups=2)
-    assert side.scheduler.num_matched_tokens(request, 0) == (9, True)
-    side.scheduler.on_alloc(request, make_blocks([5, 6, 7], [0, 8, 9]), 9)
-    [fetch] = side.planned()
-    assert [len(keys) for keys in fetch.wanted.keys] == [3, 2]
-    assert fetch.wanted.first_blocks == [0, 1]
-
-
-ANSWERS: dict[str, Callable[[Side], object]] = {
-    "all": lambda side: side.answer(),
-    "part": lambda side: side.answer(5),
-    "none": lambda side: side.answer(0),
-    "error": lambda side: side.handover.asked[LEASE].set_exception(OSError("no route")),
-    "never": lambda side: None,
-}
-
-
-@given(
-    st.sampled_from(sorted(ANSWERS)),
-    st.lists(st.sampled_from(["look", "answer", "late", "alloc", "trim", "received"]), max_size=12),
-    st.sampled_from([0, 4, 8]),
-)
-def test_any_order_of_events_releases_the_lease_once_and_leaves_nothing(
-    answer: str, events: list[str], local: int
-) -> None:
-    side = Side()
-    request = make_request(ticket_params())
-    side.scheduler.on_new_request(request)
-    matched, is_loading, has_answered = 0, False, False
-    for event in events:
-        if event == "answer" and not has_answered and not side.handover.asked[LEASE].cancelled():
-            has_answered = True
-            ANSWERS[answer](side)
-        elif event == "late":
-            side.now += 5.0
-        elif event == "look" and not is_loading:
-            tokens, is_async = side.scheduler.num_matched_tokens(request, local)
-            assert is_async is bool(tokens)
-            matched = tokens or 0
-        elif event in ("alloc", "trim") and matched and not is_loading:
-            trimmed = 0 if event == "trim" else matched
-            side.scheduler.on_alloc(
-                request, make_blocks([5, 6, 7], hashed=[5, 6][: local // 4]), trimmed
-            )
-            is_loading, matched = trimmed > 0, 0
-        elif event == "received" and is_loading:
-            side.scheduler.on_received(["r"])
-            is_loading = False
-        assert side.handover.released.total() <= 1
-    side.scheduler.finish(request)
-    if is_loading:
-        assert not side.handover.released
-        side.scheduler.on_received(["r"])
-    assert len(side.planned()) <= 1
     side.require_over()

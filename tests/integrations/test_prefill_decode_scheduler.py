@@ -91,13 +91,6 @@ def test_the_window_of_the_last_token_is_lent(
     assert lent.issuperset(needed)
 
 
-def test_a_request_that_is_not_handed_over_keeps_nothing(engine: Engine) -> None:
-    engine.add("p", None)
-    engine.step()
-    assert engine.ended == {"p": None}
-    engine.require_over()
-
-
 @pytest.mark.parametrize("params", [PREFILL, OVERLAP])
 def test_a_prompt_that_goes_on_is_not_lent(engine: Engine, params: dict[str, Any]) -> None:
     engine.add("p", params, resumable=True)
@@ -110,6 +103,19 @@ def test_a_prompt_that_goes_on_is_not_lent(engine: Engine, params: dict[str, Any
     engine.moving.ended += {lease for lease, *_ in engine.moving.offers}
     engine.step()
     engine.require_over()
+
+
+def test_an_adapter_that_is_trained_anew_is_not_lent(engine: Engine, tmp_path: Path) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+    lora = LoRARequest("tuned", 1, str(tmp_path))
+    engine.add("first", PREFILL, lora=lora)
+    engine.step()
+    assert "remote_host" in engine.ended["first"]
+    engine.add("second", PREFILL, lora=lora)
+    weights.write_bytes(b"other")
+    engine.step()
+    assert engine.ended["second"] is None
 
 
 @pytest.mark.parametrize("params", [PREFILL, OVERLAP])
@@ -130,69 +136,6 @@ def test_a_prompt_that_is_aborted_in_the_middle_lends_nothing_more(
     engine.moving.ended.append(lease)
     engine.step()
     engine.require_over()
-
-
-def test_a_lease_without_blocks_ends_with_its_request(engine: Engine) -> None:
-    engine.add("p", OVERLAP, tokens=40)
-    engine.step()
-    assert [(lease, ids) for lease, _, ids, _ in engine.moving.offers] == [(LEASE, [])]
-    engine.abort("p")
-    engine.require_over()
-    engine.step()
-    assert engine.moving.given_up == [LEASE]
-    engine.moving.ended.append(LEASE)
-    engine.step()
-    engine.require_over()
-
-
-def test_an_adapter_that_is_trained_anew_is_not_lent(engine: Engine, tmp_path: Path) -> None:
-    weights = tmp_path / "adapter_model.safetensors"
-    weights.write_bytes(b"one")
-    lora = LoRARequest("tuned", 1, str(tmp_path))
-    engine.add("first", PREFILL, lora=lora)
-    engine.step()
-    assert "remote_host" in engine.ended["first"]
-    engine.add("second", PREFILL, lora=lora)
-    weights.write_bytes(b"other")
-    engine.step()
-    assert engine.ended["second"] is None
-
-
-def test_chunks_are_offered_when_later_steps_are_computed(engine: Engine) -> None:
-    engine.add("p", OVERLAP, tokens=40)
-    numbers = []
-    for _ in range(3):
-        engine.step()
-        numbers.append(sum(len(ids) for _, _, ids, _ in engine.moving.offers))
-    assert numbers == [0, 4, 8]  # 16 tokens a step, 4 in a block; never those of a window
-    assert engine.ended["p"]["remote_request_id"] == LEASE
-    engine.step()
-    assert engine.moving.offers[-1][3]
-    engine.moving.ended.append(LEASE)
-    engine.step()
-    engine.require_over()
-
-
-def test_a_prompt_that_is_lent_chunk_by_chunk_counts_as_a_lease(engine: Engine) -> None:
-    engine.add("p", OVERLAP, tokens=40)
-    engine.step()
-    assert engine.connector._prefill is not None
-    assert engine.connector._prefill.num_leases == 1
-    engine.abort("p")
-    assert engine.connector._prefill.num_leases == 0
-
-
-def test_blocks_that_another_request_computes_in_this_step_are_not_offered_yet(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = one_group(folder, monkeypatch)
-    engine.add("first", None, tokens=9, max_tokens=2)
-    engine.add("p", OVERLAP, tokens=30)
-    computed = engine.step()
-    assert computed["p"] < 16  # it has blocks of the first one
-    assert not any(ids for _, _, ids, _ in engine.moving.offers)
-    engine.step()
-    assert any(ids for _, _, ids, _ in engine.moving.offers)
 
 
 def test_leases_of_a_preempted_prompt_end_before_its_blocks_are_written(engine: Engine) -> None:
@@ -231,30 +174,6 @@ def test_a_reset_of_the_connector_ends_leases_and_the_next_one_succeeds(engine: 
     engine.require_over()
     engine.step()
     assert engine.moving.given_up == leases
-
-
-def test_a_preempted_prompt_that_is_aborted_keeps_nothing(engine: Engine) -> None:
-    engine.add("p", OVERLAP, tokens=40)
-    engine.step()
-    engine.step()
-    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    engine.abort("p")
-    engine.require_over()
-    engine.step()
-    assert engine.moving.revoked == [LEASE]
-
-
-def test_two_requests_with_one_lease_have_two(engine: Engine) -> None:
-    for name in "ab":
-        engine.add(name, OVERLAP, tokens=6)
-    engine.step()
-    engine.step()
-    leases = {params["remote_request_id"] for params in engine.ended.values()}
-    assert len(leases) == 2
-    assert LEASE in leases
-    engine.moving.ended += leases
-    engine.step()
-    engine.require_over()
 
 
 def test_a_name_that_a_router_gives_again_is_that_of_its_first_request(engine: Engine) -> None:
@@ -322,32 +241,6 @@ def test_a_loaded_prompt_computes_its_last_token(engine: Engine) -> None:
     assert engine.asking.released == {LEASE: 1}
 
 
-@pytest.mark.usefixtures("can_load")
-def test_a_prompt_of_whole_blocks_is_loaded_too(engine: Engine) -> None:
-    _, end = load(engine, tokens=12)
-    end.set_result(Fetched([[]] * (1 + is_several(engine))))
-    engine.step()
-    assert engine.step() == {"d": 1}
-    engine.step()
-    engine.require_over()
-
-
-@pytest.mark.usefixtures("can_load")
-@pytest.mark.parametrize("tokens", [1, 2, 4, 5])
-def test_the_shortest_prompts_are_answered(engine: Engine, tokens: int) -> None:
-    engine.add("d", ticket_params(), tokens=tokens)
-    if num_there := tokens - is_several(engine):  # else it is not asked for
-        found = make_found(num_there, num_groups=1 + is_several(engine))
-        engine.asking.asked[LEASE].set_result(found)
-    for _ in range(4):
-        engine.step()
-        for _, _, end in engine.moving.fetches:
-            if not end.done():
-                end.set_result(Fetched([[]] * (1 + is_several(engine))))
-    assert "d" in engine.ended
-    engine.require_over()
-
-
 def test_pages_that_do_not_arrive_are_computed_from_the_first_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,17 +253,6 @@ def test_pages_that_do_not_arrive_are_computed_from_the_first_one(
     engine.require_over()
 
 
-@pytest.mark.usefixtures("can_load")
-def test_a_load_that_fails_is_computed_from_the_beginning(engine: Engine) -> None:
-    _, end = load(engine)
-    end.set_exception(PeerTimeoutError("127.0.0.1:1", "a description", 1.0))
-    engine.step()
-    assert engine.step() == {"d": 10}
-    engine.step()
-    engine.require_over()
-    assert engine.asking.released == {LEASE: 1}
-
-
 def test_a_load_that_fails_fails_its_request_where_that_is_wanted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,59 +262,6 @@ def test_a_load_that_fails_fails_its_request_where_that_is_wanted(
     engine.step()
     engine.step()
     assert "d" in engine.ended
-    engine.require_over()
-
-
-@pytest.mark.usefixtures("can_load")
-def test_a_request_that_is_aborted_while_p_is_asked_leaves_nothing(engine: Engine) -> None:
-    engine.add("d", ticket_params())
-    engine.step()
-    engine.abort("d")
-    engine.step()
-    engine.require_over()
-    assert engine.asking.released == {LEASE: 1}
-
-
-@pytest.mark.usefixtures("can_load")
-def test_a_request_that_is_aborted_before_its_first_step_leaves_nothing(engine: Engine) -> None:
-    engine.add("d", ticket_params())
-    engine.abort("d")
-    engine.require_over()
-    assert engine.asking.released == {LEASE: 1}
-
-
-@pytest.mark.usefixtures("can_load")
-@pytest.mark.parametrize("is_good", [True, False])
-def test_blocks_of_an_aborted_load_are_kept_until_nothing_writes_to_them(
-    engine: Engine, *, is_good: bool
-) -> None:
-    wanted, end = load(engine)
-    engine.abort("d")
-    engine.step()
-    assert engine.num_free < 31
-    assert not engine.asking.released
-    end.set_result(Fetched([[] if is_good else ids for ids in wanted.block_ids]))
-    engine.step()
-    engine.require_over()
-    assert engine.asking.released == {LEASE: 1}
-
-
-def test_a_second_request_loads_what_it_does_not_have(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = one_group(folder, monkeypatch)
-    engine.add("own", None, tokens=8)
-    engine.step()
-    engine.add("d", ticket_params(), tokens=14)
-    engine.asking.asked[LEASE].set_result(make_found(14))
-    assert engine.step() == {}
-    [(wanted, _, end)] = engine.moving.fetches
-    assert (wanted.first_token, wanted.num_tokens) == (8, 13)
-    assert [bool(block) for block in wanted.block_ids[0]] == [False, False, True, True]
-    end.set_result(Fetched([wanted.block_ids[0][2:]]))
-    engine.step()
-    assert engine.step() == {"d": 6}
-    engine.step()
     engine.require_over()
 
 

@@ -23,7 +23,6 @@ from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.ticket import (
     lease_of_router,
-    make_lease,
     make_params,
     read_ticket,
     wants_decode,
@@ -69,12 +68,6 @@ def test_a_ticket_comes_back_as_it_was_made(lease: str, host: str, port: int, si
     assert not wants_prefill(params)
     ticket = read_ticket(params)
     assert (ticket.lease, ticket.endpoint, ticket.overlaps) == (lease, endpoint, False)
-
-
-def test_leases_of_our_own_are_tickets() -> None:
-    first, second = make_lease(), make_lease()
-    assert first != second
-    assert lease_of_router({"remote_request_id": first}) == first
 
 
 @pytest.mark.parametrize("value", ABSURD, ids=lambda value: type(value).__name__)
@@ -236,50 +229,35 @@ def test_a_scheduler_asks_and_lends_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("allow", "host", "is_allowed"),
+    ("has_secret", "allow", "host", "is_allowed"),
     [
-        ([], "127.0.0.1", True),
-        ([], "::1", True),
-        ([], "localhost", True),
-        ([], "10.0.0.1", False),
-        ([], "node-1", False),
-        (["127.0.0.1"], "127.0.0.1", True),
-        (["127.0.0.0/8"], "127.0.0.2", True),
-        (["10.0.0.0/8"], "127.0.0.1", False),
-        (["localhost"], "localhost", True),
-        (["localhost"], "127.0.0.1", False),
+        (False, [], "127.0.0.1", True),
+        (False, [], "::1", True),
+        (False, [], "localhost", True),
+        (False, [], "10.0.0.1", False),
+        (False, [], "node-1", False),
+        (False, ["127.0.0.1"], "127.0.0.1", True),
+        (False, ["127.0.0.0/8"], "127.0.0.2", True),
+        (False, ["10.0.0.0/8"], "127.0.0.1", False),
+        (False, ["localhost"], "localhost", True),
+        (False, ["localhost"], "127.0.0.1", False),
+        (True, [], "10.0.0.1", True),
+        (True, [], "node-1", True),
+        (True, ["10.0.0.0/8"], "10.1.2.3", True),
+        (True, ["10.0.0.0/8"], "11.1.2.3", False),
+        (True, ["10.0.0.0/8"], "node-1", False),
+        (True, ["node-1", "10.0.0.0/8"], "node-1", True),
+        (True, ["node-1"], "node-2", False),
+        (True, ["fd00::/8"], "fd00::1", True),
     ],
 )
-def test_without_a_secret_tickets_lead_to_loopback(
-    allow: list[str], host: str, *, is_allowed: bool
-) -> None:
-    require_allowed(Settings.parse({"allow": allow}), host, is_allowed=is_allowed)
-
-
-@pytest.mark.parametrize(
-    ("allow", "host", "is_allowed"),
-    [
-        ([], "10.0.0.1", True),
-        ([], "node-1", True),
-        (["10.0.0.0/8"], "10.1.2.3", True),
-        (["10.0.0.0/8"], "11.1.2.3", False),
-        (["10.0.0.0/8"], "node-1", False),
-        (["node-1", "10.0.0.0/8"], "node-1", True),
-        (["node-1"], "node-2", False),
-        (["fd00::/8"], "fd00::1", True),
-    ],
-)
-def test_with_a_secret_tickets_lead_to_what_is_allowed(
-    allow: list[str], host: str, tmp_path: Any, *, is_allowed: bool
+def test_tickets_lead_to_what_is_allowed_and_without_a_secret_to_loopback_only(
+    allow: list[str], host: str, tmp_path: Path, *, has_secret: bool, is_allowed: bool
 ) -> None:
     file = tmp_path / "secret"
     file.write_bytes(b"s" * 32)
-    settings = Settings.parse({"allow": allow, "secret_file": str(file)})
-    require_allowed(settings, host, is_allowed=is_allowed)
-
-
-def require_allowed(settings: Settings, host: str, *, is_allowed: bool) -> None:
-    """Check whether a ticket may lead to a host."""
+    secret = {"secret_file": str(file)} if has_secret else {}
+    settings = Settings.parse({"allow": allow} | secret)
     if is_allowed:
         settings.require_allowed(Endpoint(host, 7100))
         return
@@ -465,10 +443,6 @@ def test_settings_of_lora_that_change_what_an_adapter_computes() -> None:
     assert Prompts.of(config, groups) != plain
 
 
-def test_no_salt_and_no_images_are_the_same_however_they_are_said() -> None:
-    assert keys_of(cache_salt=None, lora_request=None, mm_features=[]) == keys_of()
-
-
 @pytest.mark.parametrize("prompt", [None, [], [1 << 70], [1.5], ["a"], [[1]]])
 def test_a_prompt_that_is_not_one_of_tokens_has_no_keys(prompt: Any) -> None:
     request = make_request({})
@@ -497,7 +471,3 @@ def test_vllm_knows_images_by_their_content_where_it_caches_them(
     )
     groups = Groups((4,), (None,), (False,))
     assert Prompts.of(config, groups) == Prompts(knows_images=knows_images)
-
-
-def test_a_prompt_of_embeddings_has_no_keys() -> None:
-    assert Prompts().keys(make_request({}, prompt_embeds=object())) is None
