@@ -12,6 +12,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+GRACE_S = 0.25
+"""Time after a deadline in which whoever works on a task ends it first."""
+
 
 class Answers(Generic[T]):
     """Answers to the tasks of one kind, each taken once; thread-safe.
@@ -106,14 +109,9 @@ class Task:
 
 
 class Deadlines:
-    """Thread that ends tasks at their deadline, also when an event loop is blocked.
+    """Thread that ends tasks at their deadline, also when an event loop is blocked."""
 
-    Args:
-        grace_s: Seconds after the deadline: whoever works on a task ends it first.
-    """
-
-    def __init__(self, grace_s: float = 0.25) -> None:
-        self._grace_s = grace_s
+    def __init__(self) -> None:
         self._tasks: deque[Task] = deque()
         self._changed = runtime.condition()
         self._closed = False
@@ -145,7 +143,7 @@ class Deadlines:
                     self._changed.wait()
                     continue
                 task = self._tasks[0]
-                left = task.deadline + self._grace_s - runtime.monotonic()
+                left = task.deadline + GRACE_S - runtime.monotonic()
                 if left > 0:
                     self._changed.wait(left)
                     continue

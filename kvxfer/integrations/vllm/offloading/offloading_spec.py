@@ -8,6 +8,7 @@ import xxhash
 from kvxfer.backends.host import HostPool, PoolShape, SlotMover, keys_in_slots
 from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm.common.hooks import convert_caches
 from kvxfer.integrations.vllm.common.model_identity import (
     ModelIdentity,
     identify_model,
@@ -16,7 +17,6 @@ from kvxfer.integrations.vllm.common.model_identity import (
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.settings import parse_offload
 from kvxfer.integrations.vllm.common.worker_pages import GroupLayers, describe_pages
-from kvxfer.integrations.vllm.connector.hooks import convert_caches
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.identity import (
     WorkerIdentity,

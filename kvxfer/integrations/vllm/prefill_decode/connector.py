@@ -7,11 +7,11 @@ from typing import Any
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm.common.hooks import KVCacheHooks
 from kvxfer.integrations.vllm.common.model_identity import handover_namespace
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.settings import find_settings
 from kvxfer.integrations.vllm.common.settings import logger as vllm_logger
-from kvxfer.integrations.vllm.connector import KVCacheHooks
 from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import (
     Groups,

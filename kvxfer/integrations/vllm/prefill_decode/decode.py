@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -38,7 +38,7 @@ class _Asked:
         ticket: Where, and for which lease.
         keys: Keys of the prompt.
         answer: P's answer, when it comes.
-        deadline: Time until which it is waited for, by the clock.
+        deadline: Time until which it is waited for, on the clock of `runtime.monotonic`.
         found: The answer, once it was used.
         num_local_tokens: Tokens that were here when it was used.
     """
@@ -65,7 +65,6 @@ class DecodeScheduler:
         prompts: Makes their keys.
         counters: Counters to add to.
         own: Endpoint at which this engine lends; a ticket that names it is a router's mistake.
-        clock: Seconds.
         reports: Told of each request that is asked about, once.
     """
 
@@ -78,7 +77,6 @@ class DecodeScheduler:
         prompts: Prompts,
         counters: Counters,
         own: Endpoint | None = None,
-        clock: Callable[[], float] = runtime.monotonic,
         reports: Reports = Reports(),  # noqa: B008 - without observers it does nothing
     ) -> None:
         self._handover = handover
@@ -89,7 +87,6 @@ class DecodeScheduler:
         self._counters = counters
         self._own = own
         self._has_warned_of_own = False
-        self._clock = clock
         self._reports = reports
         self._asked: dict[str, _Asked] = {}
         self._settled: set[str] = set()  # requests that P is not asked about again
@@ -121,7 +118,7 @@ class DecodeScheduler:
             return 0, False
         if why := self._prompts.why_not(request):  # since it was asked about
             return self._refuse(request, Reason.NO_TOKENS, why)
-        if asked.found is None and not asked.answer.done() and self._clock() < asked.deadline:
+        if asked.found is None and not asked.answer.done() and runtime.monotonic() < asked.deadline:
             return None, False
         return self._take_answer(request, asked, num_local_tokens)
 
@@ -229,7 +226,7 @@ class DecodeScheduler:
         if answer is None:
             self._refuse(request, Reason.ERROR, "this engine shuts down")
             return None
-        asked = _Asked(ticket, keys, answer, self._clock() + self._settings.ask_timeout_s)
+        asked = _Asked(ticket, keys, answer, runtime.monotonic() + self._settings.ask_timeout_s)
         self._asked[request.request_id] = asked
         return asked
 
