@@ -66,21 +66,6 @@ def test_a_small_object_takes_no_more_than_its_units(
     assert file.stat().st_size == 2 * 4096  # header and one unit
 
 
-@pytest.mark.parametrize("backend", ["host://?capacity=1MiB", "tiers"])
-def test_other_backends_and_tiers(backend: str, tmp_path: Path, memory: Memory) -> None:
-    tiers = ["host://?capacity=1MiB", f"file://{tmp_path}?capacity=64MiB"]
-    chosen = tiers if backend == "tiers" else backend
-    driver = Driver.open(plugin(PIECE | {"backend": chosen}), memory)
-    keys, stored = [make_key(1), make_key(2)], [memory.fill(size, size) for size in (70_000, 9)]
-    assert driver.store(keys, stored).is_successful()
-    loaded = [memory.allocate(size) for size in (70_000, 9)]
-    assert driver.lookup(keys) == [True, True]
-    assert driver.load(keys, loaded) == [True, True]
-    assert bytes_of(loaded) == bytes_of(stored)
-    assert driver.adapter.get_usage().total_bytes_used == 70_009
-    driver.adapter.close()
-
-
 def test_objects_smaller_than_a_piece_are_found_again_below_the_first_tier(
     tmp_path: Path, memory: Memory
 ) -> None:
@@ -168,13 +153,6 @@ def test_an_object_of_another_size_shape_or_type_is_a_miss(driver: Driver, memor
         wait_until_gone(driver, number)  # it would never be of use
 
 
-def test_a_missing_object_among_others(driver: Driver, memory: Memory) -> None:
-    keys = [make_key(number) for number in range(3)]
-    driver.store(keys[::2], [memory.fill(100, 1), memory.fill(100, 2)])
-    assert driver.lookup(keys) == [True, False, True]
-    assert driver.load(keys, [memory.allocate(100) for _ in keys]) == [True, False, True]
-
-
 def test_empty_batches_are_answered(driver: Driver) -> None:
     assert driver.store([], []).is_successful()
     assert driver.lookup([]) == []
@@ -255,22 +233,6 @@ def test_a_lookup_that_nobody_unlocks_holds_nothing_for_good(
     assert driver.lookup([make_key(1)]) == [False]
 
 
-def test_a_lookup_after_one_that_nobody_unlocked_is_one_lookup(
-    driver: Driver, memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = [make_key(number) for number in range(3)]
-    driver.store(keys, [memory.fill(100, number) for number in range(3)])
-    with monkeypatch.context() as patch:
-        patch.setattr("kvxfer.integrations.lmcache.adapter.PIN_S", 0.0)
-        assert driver.lookup(keys) == [True] * 3
-    time.sleep(0.01)
-    assert driver.lookup(keys[:1]) == [True]
-    assert list(driver.adapter._pins) == keys[:1]
-    driver.adapter.submit_unlock(keys[:1])
-    driver.adapter.delete(keys[:1])
-    assert driver.lookup(keys[:1]) == [False]
-
-
 def test_objects_are_listed_page_by_page(driver: Driver, memory: Memory) -> None:
     keys = [make_key(number) for number in range(5)] + [make_key(9, model_name="other")]
     driver.store(keys, [memory.fill(100 + number, number) for number in range(len(keys))])
@@ -343,15 +305,6 @@ def test_files_of_before_are_found_counted_and_listed(tmp_path: Path, memory: Me
     second.adapter.delete(keys)
     assert second.adapter.get_usage().total_bytes_used == 0
     second.adapter.close()
-
-
-def test_another_revision_finds_nothing(tmp_path: Path, memory: Memory) -> None:
-    first = Driver.open(plugin(params_of(tmp_path)), memory)
-    first.store([make_key(1)], [memory.fill(100, 1)])
-    other = Driver.open(plugin(params_of(tmp_path, revision="finetuned")), memory)
-    assert other.lookup([make_key(1)]) == [False]
-    for each in (first, other):
-        each.adapter.close()
 
 
 def test_eviction_by_the_backend_is_told(tmp_path: Path, memory: Memory) -> None:

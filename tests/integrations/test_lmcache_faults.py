@@ -1,10 +1,7 @@
 """`KVXferL2Adapter` over stores that hang, are late, are stopped, or take no blocks."""
 
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +14,13 @@ from lmcache.v1.distributed.internal_api import L2AdapterListener
 from kvxfer.connect import open_backend
 from kvxfer.integrations.lmcache import KVXferL2Adapter
 from kvxfer.integrations.lmcache.object_keys import piece_of
-from kvxfer.integrations.lmcache.settings import AdapterSettings
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Observer, Operation, Reports
 from kvxfer.testing import DictBackend, DictConfig, FaultRates
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
-from tests.backends.nixl_holders import HolderProcess
-from tests.integrations.lmcache_driver import Driver, Memory, bytes_of, make_key, plugin
+from tests.integrations.lmcache_driver import Driver, Memory, bytes_of, make_key
 from tests.integrations.lmcache_faulty import FaultyAdapter
 
 pytestmark = pytest.mark.timeout(60)
@@ -57,18 +52,6 @@ def adapter(memory: Memory) -> Iterator[FaultyAdapter]:
     made.faulty.rates = FaultRates()
     made.faulty.release()
     made.close()
-
-
-def test_a_backend_that_tells_nothing_is_counted_all_the_same(
-    adapter: FaultyAdapter, memory: Memory
-) -> None:
-    driver = Driver(adapter)
-    driver.store(KEYS, [memory.fill(SIZE, 1), memory.fill(SIZE, 2)])
-    assert adapter.get_usage().total_bytes_used == 2 * SIZE
-    assert len(adapter.list_l2_keys().entries) == 2
-    adapter.delete(KEYS[:1])
-    assert adapter.get_usage().total_bytes_used == SIZE
-    assert driver.lookup(KEYS) == [False, True]
 
 
 class PartlyAway(DictBackend):
@@ -133,20 +116,6 @@ def test_an_object_of_which_a_piece_is_away_is_a_miss_and_there_again_with_it(
     assert partly_away.get_usage().total_bytes_used == 2 * SIZE
 
 
-def test_an_object_that_lost_a_piece_without_a_word_is_stored_anew(
-    partly_away: PartlyAwayAdapter, memory: Memory
-) -> None:
-    driver, (key, _) = Driver(partly_away), KEYS
-    driver.store([key], [memory.fill(SIZE, 1)])
-    partly_away.backend.leave(lambda index: index == 1)
-    partly_away.backend.away.clear()
-    loaded = memory.allocate(SIZE)
-    assert driver.load([key], [loaded]) == [False]
-    assert driver.store([key], [memory.fill(SIZE, 1)]).is_successful()
-    assert driver.lookup([key]) == [True]
-    assert driver.load([key], [loaded]) == [True]
-
-
 @pytest.mark.parametrize("partly_away", [("host://?capacity=512KiB",)], indirect=True)
 def test_what_leaves_host_memory_stays_in_a_tier_that_tells_nothing(
     partly_away: PartlyAwayAdapter, memory: Memory
@@ -199,28 +168,6 @@ def test_a_listener_that_raises_costs_no_answer(
     adapter.delete(KEYS)
     assert adapter.get_usage().total_bytes_used == 0
     assert caplog.text.count("a listener of LMCache failed") == 3
-
-
-def test_a_listener_that_blocks_keeps_nobody_waiting_beyond_the_deadline(
-    adapter: FaultyAdapter, memory: Memory
-) -> None:
-    blocked, is_free = threading.Event(), threading.Event()
-
-    def block() -> None:
-        blocked.set()
-        is_free.wait(30)
-
-    driver = Driver(adapter)
-    assert driver.store(KEYS[:1], [memory.fill(SIZE, 1)]).is_successful()
-    adapter.register_listener(Listener(block))
-    try:
-        began = time.monotonic()
-        assert driver.load(KEYS[:1], [memory.allocate(SIZE)]) in ([True], [False])
-        assert blocked.is_set()
-        assert driver.lookup(KEYS) == [False, False], "nobody works on it"
-        assert time.monotonic() - began < 10 * TIMEOUT_S
-    finally:
-        is_free.set()
 
 
 @pytest.mark.parametrize(
@@ -306,26 +253,6 @@ def test_flipped_bits_failures_and_errors_are_misses(
     adapter.delete(KEYS)  # logged, not raised
 
 
-def test_a_blocked_event_loop_is_answered_for(memory: Memory) -> None:
-    blocked = threading.Event()
-
-    class Blocking(DictBackend):
-        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-            blocked.wait(20)  # what no backend may do
-            return await super().lookup(keys)
-
-    class BlockingAdapter(KVXferL2Adapter):
-        def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
-            return Blocking(DictConfig(), namespace)
-
-    adapter = BlockingAdapter(PARAMS, l1_memory_desc=memory.desc)
-    began = time.monotonic()
-    assert Driver(adapter).lookup(KEYS) == [False, False]
-    assert time.monotonic() - began < TIMEOUT_S + 3
-    blocked.set()
-    adapter.close()
-
-
 def test_closing_answers_and_ends_in_time(memory: Memory) -> None:
     adapter = FaultyAdapter(PARAMS | {"timeout_s": 60}, l1_memory_desc=memory.desc)
     adapter.faulty.rates = GONE
@@ -359,63 +286,6 @@ def test_an_open_circuit_breaker_is_no_health(memory: Memory) -> None:
     adapter.is_open = 1.0
     assert adapter.report_status()["is_healthy"] is False
     adapter.close()
-
-
-@pytest.mark.processes
-def test_a_peer_that_is_stopped_is_answered_for(memory: Memory) -> None:
-    holder = HolderProcess()
-    settings = AdapterSettings.parse(PARAMS)
-    opened = holder.open(settings.namespace, transport="socket")
-    params = PARAMS | {"backend": f"nixl://{opened.endpoint}?transport=socket", "timeout_s": 3.0}
-    driver = Driver.open(plugin(params), memory)
-    objects = [memory.fill(SIZE, 1), memory.fill(SIZE, 2)]
-    expected = bytes_of(objects)
-    assert driver.store(KEYS, objects).is_successful()
-    loaded = [memory.allocate(SIZE), memory.allocate(SIZE)]
-    assert driver.lookup(KEYS) == [True, True]
-    assert driver.load(KEYS, loaded) == [True, True]
-    assert bytes_of(loaded) == expected
-    holder.signal(signal.SIGSTOP)
-    began = time.monotonic()
-    assert driver.load(KEYS, loaded) == [False, False]
-    assert driver.lookup(KEYS) == [False, False]
-    assert not driver.store([make_key(5)], objects[:1]).is_successful()
-    assert time.monotonic() - began < 12
-    memory.buffer.fill_(7)
-    holder.signal(signal.SIGCONT)
-    until(lambda: driver.lookup(KEYS) == [True, True])
-    assert bytes_of(loaded) == [bytes([7]) * SIZE] * 2
-    driver.adapter.close()
-    holder.end()
-
-
-def test_two_controllers_at_once(tmp_path: Path, memory: Memory) -> None:
-    params = PARAMS | {"backend": f"file://{tmp_path}?capacity=64MiB", "timeout_s": 15}
-    driver = Driver.open(plugin(params), memory)
-    storing = [memory.fill(30_000, number) for number in range(8)]
-    expected = bytes_of(storing)
-    loading = [memory.allocate(30_000) for _ in range(8)]
-    keys = [make_key(number) for number in range(8)]
-    ended = threading.Event()
-
-    def store() -> None:
-        for number in range(8):
-            assert driver.store(keys[number : number + 1], storing[number : number + 1])
-        ended.set()
-
-    storer = threading.Thread(target=store)
-    storer.start()
-    while not ended.is_set():
-        found = driver.lookup(keys)
-        for key, is_there in zip(keys, found, strict=True):
-            if is_there:
-                at = keys.index(key)
-                assert driver.load([key], loading[at : at + 1]) == [True]
-                assert bytes_of(loading[at : at + 1]) == expected[at : at + 1]
-    storer.join()
-    assert driver.load(keys, loading) == [True] * 8
-    assert bytes_of(loading) == expected
-    driver.adapter.close()
 
 
 def until(holds: Any) -> None:

@@ -1,6 +1,5 @@
 """Failures of the medium: False for exactly the pages that failed, in time, and nothing else."""
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,6 @@ HASTY = {"timeout_s": TIMEOUT_S}
 
 LOADS = frozenset({Operation.LOAD})
 STORES = frozenset({Operation.STORE})
-LOOKUPS = frozenset({Operation.LOOKUP})
 
 
 class FaultyPurgeable(FaultyBackend):
@@ -110,22 +108,6 @@ def test_exactly_the_pages_that_failed_are_false_and_stay_as_they_were(
         assert len(seen) > 3
 
 
-def test_a_store_that_fails_is_false_for_exactly_its_pages(
-    faulty: list[FaultyBackend], tmp_path: Path
-) -> None:
-    with filled(tmp_path) as (pool, storage):
-        faulty[-1].rates = FaultRates(failure=0.5, operations=STORES)
-        seen = set()
-        for name in "abcdefgh":
-            keys = keys_of(4, name)
-            done = storage.batch_set_v1(keys, rows_of(pool))
-            failed = {each.key[:32].hex() for each in faulty[-1].injected}
-            assert done == [key not in failed for key in keys]
-            assert [storage.exists(key) for key in keys] == done
-            seen.update(done)
-        assert seen == {True, False}
-
-
 def test_a_damaged_file_is_false_for_its_page_alone_and_then_no_longer_there(
     tmp_path: Path,
 ) -> None:
@@ -160,30 +142,6 @@ def test_a_backend_that_stops_is_false_in_time_and_then_left_alone(
         faulty[-1].release()
 
 
-def test_a_lookup_that_hangs_ends_in_time_and_opens_the_breaker(
-    faulty: list[FaultyBackend], tmp_path: Path
-) -> None:
-    with filled(tmp_path, **HASTY, pause_s=60) as (pool, storage):
-        faulty[-1].rates = FaultRates(hang=1.0, operations=LOOKUPS)
-        with within(SOON_S):
-            assert storage.batch_exists(KEYS) == 0
-        with within(SOON_S):
-            assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
-
-
-def test_the_backend_is_asked_again_after_the_pause(
-    faulty: list[FaultyBackend], tmp_path: Path
-) -> None:
-    with filled(tmp_path, **HASTY, pause_s=0.1) as (pool, storage):
-        faulty[-1].rates = FaultRates(hang=1.0, operations=LOADS)
-        assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
-        faulty[-1].rates = FaultRates()
-        deadline = time.monotonic() + 10
-        while storage.batch_get_v1(KEYS, rows_of(pool)) != [True] * 4:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-
 @pytest.mark.parametrize("fault", ["stuck", "late"])
 def test_what_a_late_load_brings_does_not_reach_a_page_that_is_used_for_something_else(
     fault: str, faulty: list[FaultyBackend], tmp_path: Path
@@ -213,22 +171,6 @@ def test_what_a_late_store_writes_is_the_page_as_it_was_given(
     assert all(map(torch.equal, [logical_page(pool, page) for page in PAGES], stored_bits()))
 
 
-def test_rows_of_late_transfers_come_back_when_these_have_ended(
-    faulty: list[FaultyBackend], tmp_path: Path
-) -> None:
-    with filled(tmp_path, **HASTY, pause_s=0, staging="1KiB") as (pool, storage):  # two rows
-        faulty[-1].rates = FaultRates(late=1.0, operations=LOADS)
-        for _ in range(2):
-            with within(SOON_S):
-                assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
-        faulty[-1].rates = FaultRates()
-        faulty[-1].release()
-        deadline = time.monotonic() + 10
-        while storage.batch_get_v1(KEYS, rows_of(pool)) != [True] * 4:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-
 def test_a_backend_that_raises_is_false_and_no_call_raises(
     faulty: list[FaultyBackend], tmp_path: Path
 ) -> None:
@@ -253,47 +195,6 @@ def test_arguments_of_no_use_are_false_and_do_not_raise(tmp_path: Path) -> None:
         assert storage.batch_get_v1(KEYS, rows_of(pool)) == [True] * 4
     assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4, "it is closed"
     storage.close()
-
-
-def test_a_long_prompt_is_one_lookup(
-    faulty: list[FaultyBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with filled(tmp_path) as (_, storage):
-        asked = []
-        look_up = faulty[-1].inner.lookup
-
-        async def count(keys: Sequence[Any]) -> list[bool]:
-            asked.append(len(keys))
-            return await look_up(keys)
-
-        monkeypatch.setattr(faulty[-1].inner, "lookup", count)
-        assert storage.batch_exists([*KEYS, *keys_of(371, "rest")]) == 4
-        assert asked == [375]
-
-
-def test_one_thread_stores_while_another_loads(tmp_path: Path) -> None:
-    with filled(tmp_path, staging="16KiB") as (pool, storage):
-        failed: list[str] = []
-
-        def store() -> None:
-            nonlocal failed
-            for index in range(30):
-                done = storage.batch_set_v1(keys_of(2, f"{index}"), rows_of(pool, [1, 2]))
-                failed += [f"store {index}"] * done.count(False)
-
-        def load() -> None:
-            nonlocal failed
-            for index in range(30):
-                done = storage.batch_get_v1(KEYS[2:], rows_of(pool, [3, 4]))
-                failed += [f"load {index}"] * done.count(False)
-
-        threads = [threading.Thread(target=each) for each in (store, load)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failed
-        assert all(map(torch.equal, [logical_page(pool, p) for p in PAGES[2:]], stored_bits()[2:]))
 
 
 @pytest.mark.parametrize("backend", ["file", "host", "tiers"])
@@ -342,31 +243,6 @@ def test_clears_leave_what_others_share_and_nothing_that_nobody_finds(
         assert storage.batch_exists(KEYS) == 4, "what others share is gone"
         storage.clear()
     storage.clear()
-
-
-@pytest.mark.parametrize("ends", ["within the deadline", "later"])
-def test_a_store_that_is_late_is_not_found_after_a_clear_either(
-    faulty: list[FaultyBackend], tmp_path: Path, ends: str
-) -> None:
-    """What is cleared may be pages of weights that have been changed since."""
-    keys = keys_of(4, "late")
-    with filled(tmp_path, **HASTY, pause_s=0) as (pool, storage):
-        faulty[-1].rates = FaultRates(late=1.0, operations=STORES)
-        assert storage.batch_set_v1(keys, rows_of(pool)) == [False] * 4
-        faulty[-1].rates = FaultRates()
-        if ends == "later":
-            storage.clear()
-            faulty[-1].release()
-        else:
-            threading.Timer(0.05, faulty[-1].release).start()
-            storage.clear()
-        deadline = time.monotonic() + SOON_S
-        while faulty[-1]._late_moves:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert storage.batch_exists(keys) == 0
-        assert storage.batch_set_v1(keys, rows_of(pool)) == [True] * 4
-        assert storage.batch_exists(keys) == 4
 
 
 def test_pages_of_other_weights_are_not_found_after_a_live_update(tmp_path: Path) -> None:

@@ -98,37 +98,6 @@ def test_a_backend_that_takes_its_time_to_open_is_a_miss_in_time_for_both_thread
         assert door.num_opened == 1
 
 
-def test_a_pool_that_comes_while_the_others_are_opened_is_stored_too(door: Door) -> None:
-    with not_opened_yet() as (pool, storage):
-        assert storage.batch_exists(KEYS) == 0
-        draft = attention_pool("page_first")
-        storage.register_mem_host_pool_v2(draft, PoolName.DRAFT)
-        door.open()
-        storage.on_host_pools_registered()
-        given = [PoolTransfer(name=PoolName.DRAFT, keys=KEYS, host_indices=rows_of(draft))]
-        assert storage.batch_set_v2(given) == {PoolName.DRAFT: [True] * 4}
-        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
-        assert door.num_opened == 2
-
-
-def test_a_storage_that_is_closed_while_it_is_opened_stays_closed(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed = threading.Event()
-    close = page_store.PageStore.close
-
-    def count(store: page_store.PageStore) -> None:
-        close(store)
-        closed.set()
-
-    monkeypatch.setattr(page_store.PageStore, "close", count)
-    with not_opened_yet() as (pool, storage):
-        assert storage.batch_exists(KEYS) == 0
-    door.open()
-    assert closed.wait(20), "what was opened too late is closed"
-    assert storage.batch_set_v1(KEYS, rows_of(pool)) == [False] * 4
-
-
 def test_a_backend_that_cannot_be_opened_is_asked_once_and_no_call_raises(door: Door) -> None:
     door.open()
     door.errors = [BackendUnavailableError("it is not there")]
@@ -177,24 +146,6 @@ def test_ranks_listen_one_after_the_other() -> None:
             assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
         for rank in range(2):
             socket.create_connection(("127.0.0.1", port + rank), 10).close()
-
-
-def test_a_clear_while_a_late_pool_is_opened_clears_what_there_is(door: Door) -> None:
-    door.open()
-    pool = attention_pool("page_first")
-    with opened(pool, extra_config(HOST)) as storage, ThreadPoolExecutor(4) as threads:
-        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
-        late = [attention_pool("page_first") for _ in range(6)]
-
-        def come(index: int) -> None:
-            storage.register_mem_host_pool_v2(late[index], f"late {index}")
-            storage.on_host_pools_registered()
-
-        coming = [threads.submit(come, index) for index in range(len(late))]
-        clearing = [threads.submit(storage.clear) for _ in range(6)]
-        for each in (*coming, *clearing):
-            each.result()
-        assert storage.batch_exists(KEYS) == 0
 
 
 def test_all_pools_of_a_call_share_one_deadline(
