@@ -15,7 +15,6 @@ HIT = Generation(
     cached_tokens=256,
     first_token_s=0.1,
     last_token_s=0.2,
-    aborted=False,
 )
 ULP = math.ulp(HIT.logprobs[1])
 

@@ -117,7 +117,6 @@ class PretendedEngine:
                 cached_tokens=len(prompt) - 1,
                 first_token_s=seconds,
                 last_token_s=seconds * max_tokens,
-                aborted=False,
                 params={"ticket": "it"},
             )
             for prompt in prompts

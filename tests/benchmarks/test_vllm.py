@@ -85,7 +85,6 @@ class PretendedEngine:
             cached_tokens=cached_tokens,
             first_token_s=seconds,
             last_token_s=seconds,
-            aborted=False,
         )
 
 

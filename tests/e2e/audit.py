@@ -53,8 +53,6 @@ class Hook(enum.Enum):
 
     FLIP_LOADED_BIT = "flip-loaded-bit"
     """Flip the top bit of an exponent in a device page after each load, before the audit."""
-    EVICT_BEFORE_LOAD = "evict-before-load"
-    """Store into the pool until it refuses, between the lookup of a prefix and its load."""
     DIE_WHILE_LENDING = "die-while-lending"
     """Once there is a file `DIE`, kill the process when a peer was sent chunks and not told so
     yet."""
@@ -65,27 +63,19 @@ class Audit:
     """Report of an audit.
 
     Attributes:
-        num_stored: Pages whose store was submitted, over all ranks.
         num_loaded: Pages that were loaded and compared, over all ranks.
         different: Pages that were loaded with other bytes than were stored.
         unknown: Pages that were loaded and never stored.
         ranks: Ranks that loaded pages.
         groups: Groups of which pages were loaded.
-        num_evicted: Keys that made room for stores, those of `EVICT_BEFORE_LOAD` included.
-        num_refused: Stores for which there was no room at all.
-        num_resets: Times that the cache was reset.
         descriptors_per_block: For each group, the descriptors of one block; of any rank.
     """
 
-    num_stored: int = 0
     num_loaded: int = 0
     different: Sequence[str] = ()
     unknown: Sequence[str] = ()
     ranks: frozenset[int] = frozenset()
     groups: frozenset[int] = frozenset()
-    num_evicted: int = 0
-    num_refused: int = 0
-    num_resets: int = 0
     descriptors_per_block: Sequence[int] = ()
 
     @property
@@ -130,16 +120,12 @@ def read(directory: Path) -> Audit:
     ]
     loads = [line for line in lines if line["event"] == "load"]
     return Audit(
-        num_stored=sum(line["pages"] for line in lines if line["event"] == "store"),
         num_loaded=sum(line["pages"] for line in loads),
         different=[page for line in loads for page in line["different"]],
         unknown=[page for line in loads for page in line["unknown"]],
         ranks=frozenset(line["rank"] for line in loads if line["pages"]),
         groups=frozenset(group for line in loads for group in line["groups"]),
-        num_evicted=sum(line.get("evicted", 0) for line in lines),
-        num_refused=sum(line.get("refused", 0) for line in lines),
         descriptors_per_block=next(
             (line["descriptors"] for line in lines if line["event"] == "registered"), ()
         ),
-        num_resets=sum(line["event"] == "reset" for line in lines),
     )

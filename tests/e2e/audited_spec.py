@@ -22,19 +22,17 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
     ReqContext,
-    make_offload_key,
 )
 
 from kvxfer.backends.nixl import BlockStore, NixlBackend
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
-from kvxfer.integrations.vllm.connector.hooks import convert_caches
+from kvxfer.integrations.vllm.common.hooks import convert_caches
 from kvxfer.integrations.vllm.offloading.interface import group_ids
 from kvxfer.kvcache.describer import describe
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import BlockParts, Lender, LentBlocks, ReservedBlocks
 from tests.e2e.audit import DIE, DIRECTORY, HOOKS, Forwarding, Hook, Log
 
-MAX_EVICTION_ATTEMPTS = 1000
 EXPONENT_BIT = 0x40
 """Of the last byte of a little-endian float, of 16 bits or 32."""
 
@@ -50,47 +48,15 @@ class _NamedSpec(LoadStoreSpec):
 
 
 class _AuditedManager(Forwarding):
-    def __init__(self, inner: Any, group_id: int, hooks: Collection[Hook]) -> None:
-        super().__init__(inner)
-        self._group_id = group_id
-        self._hooks = hooks
-        self._log = Log("scheduler")
-        self._num_attempts = 0
-
     def prepare_load(self, keys: Collection[Key], req_context: ReqContext) -> LoadStoreSpec:
-        if Hook.EVICT_BEFORE_LOAD in self._hooks:
-            self._evict_what_can_be()
         return _NamedSpec(self._inner.prepare_load(keys, req_context), list(keys))
 
     def prepare_store(self, keys: Collection[Key], req_context: ReqContext) -> Any:
         output = self._inner.prepare_store(keys, req_context)
         if output is None:
-            self._log.write("prepare_store", refused=1)
             return None
-        self._log.write("prepare_store", evicted=len(output.evicted_keys))
         stored = list(output.keys_to_store)
         return replace(output, store_spec=_NamedSpec(output.store_spec, stored))
-
-    def reset_cache(self) -> None:
-        self._log.write("reset")
-        self._inner.reset_cache()
-
-    def _evict_what_can_be(self) -> None:
-        context = ReqContext(req_id="evicts-before-load")
-        self._inner.on_new_request(context)
-        stored: list[Key] = []
-        num_evicted = 0
-        while len(stored) < MAX_EVICTION_ATTEMPTS:
-            self._num_attempts += 1
-            key = make_offload_key(b"evict" + self._num_attempts.to_bytes(8, "big"), self._group_id)
-            output = self._inner.prepare_store([key], context)
-            if output is None or not output.keys_to_store:
-                break
-            stored.append(key)
-            num_evicted += len(output.evicted_keys)
-        self._inner.complete_store(stored, context, success=False)
-        self._inner.on_request_finished(context)
-        self._log.write("evict_before_load", evicted=num_evicted, attempts=len(stored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +251,7 @@ class AuditedSpec(KVXferOffloadingSpec):
     def get_manager(self) -> Any:
         """Wrap the manager, so that the audit learns the keys of each job."""
         if self._audited_manager is None:
-            group_id = group_ids(self.config)[0]
-            self._audited_manager = _AuditedManager(super().get_manager(), group_id, _hooks())
+            self._audited_manager = _AuditedManager(super().get_manager())
         return self._audited_manager
 
     def get_worker(self, kv_caches: Any) -> Any:

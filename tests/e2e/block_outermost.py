@@ -21,10 +21,10 @@ def declare() -> None:
         CPUAttentionBackend.supported_kv_cache_layouts = lambda: (*layouts, wanted)
 
 
-def install(directory: Path, *, name: str = NAME, module: str = __name__) -> None:
+def install(directory: Path) -> None:
     """Write what makes vLLM load a plug-in where it finds modules in this folder."""
-    information = directory / f"{name.replace('-', '_')}-1.dist-info"
+    information = directory / f"{NAME.replace('-', '_')}-1.dist-info"
     information.mkdir(parents=True)
-    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-    entry = f"[vllm.general_plugins]\n{name} = {module}:declare\n"
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1\n")
+    entry = f"[vllm.general_plugins]\n{NAME} = {__name__}:declare\n"
     (information / "entry_points.txt").write_text(entry)

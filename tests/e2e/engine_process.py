@@ -98,7 +98,6 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         cached_tokens: Prompt tokens that were not computed, from the device cache or elsewhere.
         first_token_s: Seconds from adding the request to its first token; 0 without a token.
         last_token_s: Seconds from adding the request to its last token; 0 without a token.
-        aborted: The request was aborted by the caller.
         params: What the connector tells the engine that goes on with the prompt.
     """
 
@@ -107,7 +106,6 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     cached_tokens: int
     first_token_s: float
     last_token_s: float
-    aborted: bool
     params: dict[str, Any] = {}
 
 
@@ -118,8 +116,6 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         prompts: Token ids.
         max_tokens: Output tokens of each prompt; the end token does not stop it.
         read_cache: False computes every token, whatever is cached.
-        abort_after_steps: Engine steps after which the prompt with this index is aborted.
-        reset_after_steps: Engine steps after which the connector's cache is reset.
         params: `kv_transfer_params` of the prompt with this index.
         start_after_steps: Engine steps after which the prompt with this index is added; others are
             added at once.
@@ -131,8 +127,6 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prompts: list[list[int]]
     max_tokens: int
     read_cache: bool = True
-    abort_after_steps: dict[int, int] = {}
-    reset_after_steps: list[int] = []
     params: dict[int, dict[str, Any]] = {}
     start_after_steps: dict[int, int] = {}
     limits: dict[int, int] = {}
@@ -141,9 +135,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Reset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Forget the device's prefix cache, and what the connector holds too if asked."""
-
-    connector: bool = False
+    """Forget the device's prefix cache."""
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -239,8 +231,6 @@ class EngineProcess:
         *,
         max_tokens: int,
         read_cache: bool = True,
-        abort_after_steps: dict[int, int] | None = None,
-        reset_after_steps: Sequence[int] = (),
         params: dict[int, dict[str, Any]] | None = None,
         start_after_steps: dict[int, int] | None = None,
         limits: dict[int, int] | None = None,
@@ -252,8 +242,6 @@ class EngineProcess:
             prompts=[list(prompt) for prompt in prompts],
             max_tokens=max_tokens,
             read_cache=read_cache,
-            abort_after_steps=abort_after_steps or {},
-            reset_after_steps=list(reset_after_steps),
             params=params or {},
             start_after_steps=start_after_steps or {},
             limits=limits or {},
@@ -262,9 +250,9 @@ class EngineProcess:
         )
         return self._ask(command, list[Generation])
 
-    def reset(self, *, connector: bool = False) -> bool:
-        """Forget the device's prefix cache, see `Reset`; False when blocks are in use."""
-        return self._ask(Reset(connector=connector), bool)
+    def reset(self) -> bool:
+        """Forget the device's prefix cache; False when blocks are in use."""
+        return self._ask(Reset(), bool)
 
     def settle(self) -> None:
         """Step the engine until the connector stores nothing more."""

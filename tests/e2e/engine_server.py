@@ -69,7 +69,7 @@ class _Engine:
             case Generate():
                 return self._generate(command)
             case Reset():
-                return self._llm.reset_prefix_cache(reset_connector=command.connector)
+                return self._llm.reset_prefix_cache()
             case Metrics():
                 return self._metrics()
             case Settle():
@@ -104,7 +104,6 @@ class _Engine:
         outputs: dict[str, Any] = {}
         start_s: dict[str, float] = {}
         token_s: dict[str, list[float]] = {name: [] for name in names}
-        aborted: set[str] = set()
         waiting = {index: command.start_after_steps.get(index, 0) for index in range(len(names))}
         self._step_times = []
         while True:
@@ -114,12 +113,6 @@ class _Engine:
                 start_s[names[index]] = time.perf_counter()
                 prompt = {"prompt_token_ids": command.prompts[index]}
                 engine.add_request(names[index], prompt, sampling(index), lora_request=lora or None)
-            for index, after in command.abort_after_steps.items():
-                if num_steps == after:
-                    engine.abort_request([names[index]])
-                    aborted.add(names[index])
-            if num_steps in command.reset_after_steps:
-                self._llm.reset_prefix_cache(reset_connector=True)
             if not engine.has_unfinished_requests():
                 break
             began_s = time.perf_counter()
@@ -130,10 +123,7 @@ class _Engine:
                 if output.outputs[0].token_ids:
                     token_s[output.request_id].append(ended_s - start_s[output.request_id])
             self._step_times.append(ended_s - began_s)
-        return [
-            _generation(outputs.get(name), token_s=token_s[name], aborted=name in aborted)
-            for name in names
-        ]
+        return [_generation(outputs.get(name), token_s=token_s[name]) for name in names]
 
     def _metrics(self) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -158,7 +148,7 @@ class _Engine:
                 return
 
 
-def _generation(output: Any, *, token_s: Sequence[float], aborted: bool) -> Generation:
+def _generation(output: Any, *, token_s: Sequence[float]) -> Generation:
     completion = output.outputs[0] if output else None
     token_ids = list(completion.token_ids) if completion else []
     logprobs = (completion.logprobs if completion else None) or []
@@ -168,7 +158,6 @@ def _generation(output: Any, *, token_s: Sequence[float], aborted: bool) -> Gene
         cached_tokens=(output.num_cached_tokens or 0) if output else 0,
         first_token_s=token_s[0] if token_s else 0.0,
         last_token_s=token_s[-1] if token_s else 0.0,
-        aborted=aborted,
         params=(output.kv_transfer_params or {}) if output else {},
     )
 

@@ -43,7 +43,6 @@ class AuditedEngine(EngineProcess):
         capacity: Of the host pool.
         files: Folder of a file tier below it; None for none.
         peers: URL of a tier of peers below it, empty for none.
-        objects: URL of a tier of object storage below all others, empty for none.
         hooks: Faults to inject.
         blocks_per_chunk: Blocks stored under one key.
         connector: Further settings of the connector.
@@ -61,7 +60,6 @@ class AuditedEngine(EngineProcess):
         capacity: str = "256MiB",
         files: Path | None = None,
         peers: str = "",
-        objects: str = "",
         hooks: Collection[audit.Hook] = (),
         blocks_per_chunk: int = 1,
         connector: Mapping[str, Any] | None = None,
@@ -77,7 +75,7 @@ class AuditedEngine(EngineProcess):
         settings.setdefault("gpu_memory_utilization", share_of_gpu())
         backend = [f"host://?capacity={capacity}"]
         backend += [f"file://{files}?capacity=4GiB"] if files else []
-        backend += [each for each in (peers, objects) if each]
+        backend += [peers] if peers else []
         config = EngineConfig(
             model=str(models.make(model, REPOSITORY / models.DEFAULT_DIRECTORY)),
             dtype=self.dtype,

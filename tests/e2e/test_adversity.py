@@ -34,34 +34,6 @@ def test_a_flipped_bit_in_a_loaded_page_fails_the_audit(start: Start) -> None:
     assert not audit.clean
 
 
-def test_blocks_that_were_promised_survive_eviction_before_their_load(start: Start) -> None:
-    engine = start("llama", hooks=[Hook.EVICT_BEFORE_LOAD], capacity="12MiB")
-    first, second = random_prompts(2, shared_tokens=0, own_tokens=1300)
-    computed = engine.computed([first, second], max_tokens=MAX_TOKENS)
-    engine.offload()
-
-    returned = engine.generate([first], max_tokens=MAX_TOKENS)
-    returned += engine.generate([second], max_tokens=MAX_TOKENS)
-
-    require_same(returned, computed, dtype=engine.dtype)
-    audit = engine.audit()
-    assert audit.num_evicted > 0
-    assert returned[0].cached_tokens > 0
-    assert audit.clean, audit
-
-
-def test_a_pool_smaller_than_one_prompt_keeps_what_fits(start: Start) -> None:
-    engine = start("llama", capacity=f"{3 * BLOCK_BYTES + DATA_BYTES}B")
-    prompts = random_prompts(3, shared_tokens=0, own_tokens=1000)
-    computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
-    for _ in range(3):
-        engine.offload()
-        require_same(engine.generate(prompts, max_tokens=MAX_TOKENS), computed, dtype=engine.dtype)
-    audit = engine.audit()
-    assert not audit.different, audit
-    assert not audit.unknown, audit
-
-
 def test_preempted_requests_go_on_with_the_same_tokens(start: Start) -> None:
     engine = start("llama", kv_cache_memory_bytes=24 * BLOCK_BYTES, max_model_len=1024)
     prompts = random_prompts(8, shared_tokens=TOKENS_PER_BLOCK, own_tokens=240)
@@ -75,48 +47,6 @@ def test_preempted_requests_go_on_with_the_same_tokens(start: Start) -> None:
     assert metrics["vllm:external_prefix_cache_hits"] > 0
     assert [one.token_ids for one in returned] == [one.token_ids for one in computed]
     assert engine.audit().clean, engine.audit()
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 5])
-def test_an_aborted_request_leaves_the_others_alone(llama: AuditedEngine, steps: int) -> None:
-    prompts = random_prompts(3, shared_tokens=640, own_tokens=60, seed=steps)
-    computed = llama.computed(prompts, max_tokens=MAX_TOKENS)
-    llama.offload()
-
-    during = llama.generate(prompts, max_tokens=MAX_TOKENS, abort_after_steps={0: steps})
-    after = llama.generate(prompts[:1], max_tokens=MAX_TOKENS)
-
-    assert during[0].aborted
-    assert len(during[0].token_ids) < MAX_TOKENS
-    require_same([*after, *during[1:]], computed, dtype=llama.dtype)
-    assert llama.audit().clean, llama.audit()
-
-
-def test_a_reset_of_the_connector_forgets_every_block(llama: AuditedEngine) -> None:
-    prompts = random_prompts(1, shared_tokens=640, own_tokens=60, seed=10)
-    computed = llama.computed(prompts, max_tokens=MAX_TOKENS)
-    llama.settle()
-
-    assert llama.reset(connector=True)
-    again = llama.generate(prompts, max_tokens=MAX_TOKENS)
-    llama.offload()
-    returned = llama.generate(prompts, max_tokens=MAX_TOKENS)
-
-    assert again[0].cached_tokens == 0
-    assert returned[0].cached_tokens == 640
-    require_same([*again, *returned], computed * 2, dtype=llama.dtype)
-
-
-def test_a_reset_while_requests_run_changes_no_token(llama: AuditedEngine) -> None:
-    prompts = random_prompts(6, shared_tokens=512, own_tokens=300, seed=11)
-    computed = llama.computed(prompts, max_tokens=MAX_TOKENS)
-    for steps in range(1, 5):
-        llama.offload()
-        returned = llama.generate(prompts, max_tokens=MAX_TOKENS, reset_after_steps=[steps, 6])
-        require_same(returned, computed, dtype=llama.dtype)
-    audit = llama.audit()
-    assert audit.num_resets > 0
-    assert audit.clean, audit
 
 
 def test_fifty_concurrent_requests_get_their_own_tokens(llama: AuditedEngine) -> None:

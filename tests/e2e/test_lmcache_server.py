@@ -147,18 +147,6 @@ def test_a_server_finds_what_one_that_was_killed_had_stored(tmp_path: Path) -> N
         assert set(server.loaded_from_l2()) == {CHUNKS}
 
 
-@pytest.mark.exhaustive
-def test_a_server_finds_no_damaged_object(tmp_path: Path) -> None:
-    fill(tmp_path / "kv", tmp_path / "first.log")
-    for file in (tmp_path / "kv").rglob("*.safetensors"):
-        content = bytearray(file.read_bytes())
-        content[-100] ^= 1
-        file.write_bytes(content)
-    with running(tmp_path / "kv", tmp_path / "second.log") as server:
-        assert len(checksums(server.bench())) == NUM_REQUESTS
-        assert not sum(server.loaded_from_l2())
-
-
 def test_the_benchmark_of_adapters_runs_and_finds_every_byte(tmp_path: Path) -> None:
     arguments = [
         *("bench", "l2", "--l2-adapter", spec_of(tmp_path), "--num-keys", "8", "--rounds", "2"),

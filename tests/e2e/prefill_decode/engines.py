@@ -381,6 +381,5 @@ def _answer(text: str, seconds: float) -> Answer:
         cached_tokens=0,
         first_token_s=0,
         last_token_s=seconds,
-        aborted=False,
     )
     return Answer(generation, response["kv_transfer_params"] or {}, seconds)
