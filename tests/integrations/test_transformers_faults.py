@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 transformers = pytest.importorskip("transformers")
 
@@ -94,91 +93,6 @@ def test_another_revision_misses(tmp_path: Path) -> None:
     for revision, hit in (("one", 32), ("two", 0), ("", 0)):
         with open_cache(model, tmp_path, revision=revision) as cache:
             assert num_loaded(cache, prompt) == hit
-
-
-def train(model: Any) -> None:
-    loss = model(prompt_of(8), labels=prompt_of(8)).loss
-    weight = model.model.layers[1].self_attn.k_proj.weight
-    (gradient,) = torch.autograd.grad(loss, [weight])
-    with torch.no_grad():
-        weight -= 0.1 * gradient
-
-
-def change_data(model: Any) -> None:
-    model.model.layers[0].mlp.up_proj.weight.data[5, 7] += 1  # which no version counter sees
-
-
-def change_buffer(model: Any) -> None:
-    model.model.rotary_emb.inv_freq.mul_(1.01)
-
-
-class LowRank(torch.nn.Module):
-    """Layer with an adapter that can be switched off, as those of PEFT."""
-
-    def __init__(self, base_layer: torch.nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        self.down = torch.nn.Linear(base_layer.in_features, 2, bias=False)
-        self.up = torch.nn.Linear(2, base_layer.out_features, bias=False)
-        self.active_adapters, self.disable_adapters = ["default"], False
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.base_layer(states)
-        return output if self.disable_adapters else output + self.up(self.down(states))
-
-
-def add_adapter(model: Any) -> None:
-    layer = model.model.layers[0].self_attn
-    layer.v_proj = LowRank(layer.v_proj)
-
-
-CHANGES = [train, change_data, change_buffer, add_adapter]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES)
-def test_changed_weights_miss_in_a_new_cache(
-    change: Callable[[Any], object], tmp_path: Path
-) -> None:
-    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
-    with open_cache(model, tmp_path) as cache:
-        fill(cache, model, prompt)
-    change(model)
-    with open_cache(model, tmp_path) as cache:
-        assert num_loaded(cache, prompt) == 0
-    with open_cache(make_model(*FAMILIES["llama"]), tmp_path) as cache:
-        assert num_loaded(cache, prompt) == 32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES)
-def test_changed_weights_miss_in_an_open_cache(
-    change: Callable[[Any], object], tmp_path: Path
-) -> None:
-    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
-    with open_cache(model, tmp_path) as cache:
-        fill(cache, model, prompt)
-        past = cache.load(prompt)
-        model(prompt[:, 32:], **with_cache(past))
-        change(model)
-        assert cache.store(prompt, past) == 0
-        assert num_loaded(cache, prompt) == 0
-        fill(cache, model, prompt)
-        past = cache.load(prompt)
-        assert past.get_seq_length() == 32
-        assert generate(model, prompt, **with_cache(past)) == generate(model, prompt)
-
-
-def test_an_adapter_that_is_switched_off_is_not_that_which_is_on(tmp_path: Path) -> None:
-    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
-    add_adapter(model)
-    adapted = model.model.layers[0].self_attn.v_proj
-    with open_cache(model, tmp_path) as cache:
-        fill(cache, model, prompt)
-        adapted.disable_adapters = True
-        assert num_loaded(cache, prompt) == 0
-        adapted.disable_adapters = False
-        assert num_loaded(cache, prompt) == 32
 
 
 class Faulty:

@@ -336,6 +336,42 @@ def test_modules_and_weights_that_are_used_in_another_place_are_noticed(tmp_path
         assert num_loaded(cache, prompt) == 32
 
 
+def train(model: Any) -> None:
+    loss = model(prompt_of(8), labels=prompt_of(8)).loss
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    (gradient,) = torch.autograd.grad(loss, [weight])
+    with torch.no_grad():
+        weight -= 0.1 * gradient
+
+
+def change_data(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.weight.data[5, 7] += 1  # which no version counter sees
+
+
+def change_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(1.01)
+
+
+class LowRank(torch.nn.Module):
+    """Layer with an adapter that can be switched off, as those of PEFT."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = torch.nn.Linear(base_layer.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, base_layer.out_features, bias=False)
+        self.active_adapters, self.disable_adapters = ["default"], False
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.base_layer(states)
+        return output if self.disable_adapters else output + self.up(self.down(states))
+
+
+def add_adapter(model: Any) -> None:
+    layer = model.model.layers[0].self_attn
+    layer.v_proj = LowRank(layer.v_proj)
+
+
 def scale_a_weight(model: Any) -> None:
     """As packages for quantization do: the scale belongs to the parameter."""
     model.model.layers[0].mlp.up_proj.weight.scale = torch.ones(4)
@@ -344,6 +380,10 @@ def scale_a_weight(model: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
+        train,
+        change_data,
+        change_buffer,
+        add_adapter,
         scale_a_weight,
         scale_attention,
         blunt_a_norm,
@@ -356,7 +396,7 @@ def scale_a_weight(model: Any) -> None:
         replace_attention,
     ],
 )
-def test_changes_besides_weights_are_noticed_in_this_cache_and_in_one_opened_later(
+def test_changes_of_a_model_are_noticed_in_this_cache_and_in_one_opened_later(
     change: Callable[[Any], None], tmp_path: Path
 ) -> None:
     model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
@@ -370,6 +410,18 @@ def test_changes_besides_weights_are_noticed_in_this_cache_and_in_one_opened_lat
     with open_cache(model, tmp_path) as cache:
         assert num_loaded(cache, prompt) == 0
     with open_cache(make_model(*FAMILIES["llama"]), tmp_path) as cache:
+        assert num_loaded(cache, prompt) == 32
+
+
+def test_an_adapter_that_is_switched_off_is_not_that_which_is_on(tmp_path: Path) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    add_adapter(model)
+    adapted = model.model.layers[0].self_attn.v_proj
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        adapted.disable_adapters = True
+        assert num_loaded(cache, prompt) == 0
+        adapted.disable_adapters = False
         assert num_loaded(cache, prompt) == 32
 
 
