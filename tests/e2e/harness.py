@@ -40,7 +40,7 @@ class AuditedEngine(EngineProcess):
         model: Name of one of `models.MODELS`.
         directory: Where the audit writes; what an earlier engine wrote there is known.
         dtype: What the model computes in; None for that of `DTYPES`.
-        capacity: Of the host pool.
+        capacity: Of the host pool, with what else its URL says.
         files: Folder of a file tier below it; None for none.
         peers: URL of a tier of peers below it, empty for none.
         hooks: Faults to inject.

@@ -1,12 +1,13 @@
 """Failures in the life of an engine: they cost time, and never a token or the engine."""
 
+from typing import Any
+
 import pytest
 
 from tests.e2e.audit import Hook
 from tests.e2e.conftest import Start
 from tests.e2e.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import (
-    AuditedEngine,
     corrupt,
     random_prompts,
     require_same,
@@ -15,6 +16,7 @@ from tests.e2e.harness import (
 pytestmark = pytest.mark.e2e
 
 MAX_TOKENS = 6
+SIZES: dict[str, Any] = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 2048}
 BLOCK_BYTES = 512 << 10  # of the tiny Llama: 4 layers, 128 tokens, 2 heads of 64 floats, K and V
 DATA_BYTES = 64 << 10  # beyond the header and the tags of the pools used here
 
@@ -49,38 +51,40 @@ def test_preempted_requests_go_on_with_the_same_tokens(start: Start) -> None:
     assert engine.audit().clean, engine.audit()
 
 
-def test_fifty_concurrent_requests_get_their_own_tokens(llama: AuditedEngine) -> None:
+def test_fifty_concurrent_requests_get_their_own_tokens(start: Start) -> None:
+    engine = start("llama", **SIZES)
     prompts = [
         prompt
         for seed in range(10)
         for prompt in random_prompts(5, shared_tokens=384, own_tokens=100, seed=100 + seed)
     ]
-    computed = llama.computed(prompts, max_tokens=MAX_TOKENS)
-    llama.offload()
+    computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
+    engine.offload()
 
-    returned = llama.generate(prompts, max_tokens=MAX_TOKENS)
+    returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
 
-    require_same(returned, computed, dtype=llama.dtype)
+    require_same(returned, computed, dtype=engine.dtype)
     assert sum(generation.cached_tokens > 0 for generation in returned) == len(prompts)
-    assert llama.audit().clean, llama.audit()
+    assert engine.audit().clean, engine.audit()
 
 
-def test_corrupt_host_memory_is_recomputed_and_never_served(llama: AuditedEngine) -> None:
+def test_corrupt_host_memory_is_recomputed_and_never_served(start: Start) -> None:
+    engine = start("llama", capacity="256MiB&integrity=full", **SIZES)
     prompts = random_prompts(4, shared_tokens=640, own_tokens=60, seed=12)
-    computed = llama.computed(prompts, max_tokens=MAX_TOKENS)
-    llama.offload()
-    (memory,) = llama.shared_memory()
-    before = llama.metrics()
+    computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
+    engine.offload()
+    (memory,) = engine.shared_memory()
+    before = engine.metrics()
 
     corrupt(memory, start_bytes=DATA_BYTES)
-    recomputed = llama.generate(prompts[:1], max_tokens=MAX_TOKENS)
-    after = llama.metrics()
-    llama.offload()
-    returned = llama.generate(prompts[:1], max_tokens=MAX_TOKENS)
+    recomputed = engine.generate(prompts[:1], max_tokens=MAX_TOKENS)
+    after = engine.metrics()
+    engine.offload()
+    returned = engine.generate(prompts[:1], max_tokens=MAX_TOKENS)
 
     assert recomputed[0].cached_tokens == 0
     of_corrupt = 'vllm:kvxfer_load_blocks{cause="request",outcome="corrupt",tier="host"}'
     assert after[of_corrupt] > before.get(of_corrupt, 0)
     assert returned[0].cached_tokens >= TOKENS_PER_BLOCK, "what was recomputed is stored anew"
-    require_same([*recomputed, *returned], computed[:1] * 2, dtype=llama.dtype)
-    assert llama.audit().clean, llama.audit()
+    require_same([*recomputed, *returned], computed[:1] * 2, dtype=engine.dtype)
+    assert engine.audit().clean, engine.audit()

@@ -7,7 +7,6 @@ from tests.e2e.conftest import Start
 from tests.e2e.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import (
     REPOSITORY,
-    random_prompts,
     require_same,
     require_same_bits,
 )
@@ -49,19 +48,3 @@ def test_prompts_that_share_a_prefix_get_it_from_kvxfer(start: Start, dtype: str
     assert before.get(HITS, 0) == 0
     assert after[HITS] >= whole_blocks
     assert engine.audit().clean, engine.audit()
-
-
-def test_the_metrics_of_kvxfer_are_in_vllms_registry(start: Start) -> None:
-    engine = start("llama")
-    prompts = random_prompts(1, shared_tokens=700, own_tokens=5)
-
-    engine.generate(prompts, max_tokens=2)
-    engine.offload()
-    engine.generate(prompts, max_tokens=2)
-
-    metrics = engine.metrics()
-    assert metrics['vllm:kvxfer_store_blocks{cause="request",outcome="done",tier="host"}'] == 5
-    assert metrics['vllm:kvxfer_load_blocks{cause="request",outcome="done",tier="host"}'] == 5
-    assert metrics["vllm:kvxfer_stored_blocks"] == 5
-    assert metrics["vllm:kvxfer_capacity_bytes"] > metrics["vllm:kvxfer_used_bytes"] > 0
-    assert metrics["vllm:kv_offload_load_bytes"] > 0

@@ -90,16 +90,6 @@ def require_hits(
     assert engine.audit().clean, engine.audit()
 
 
-def test_an_engine_finds_at_a_peer_what_one_before_it_stored(start: Start) -> None:
-    prompts = make_prompts(seed=40)
-    with serving("--capacity", "64MiB") as peer:
-        url = f"nixl://{peer.endpoint}"
-        first = start(url)
-        reference = compute_and_store(first, prompts)
-        first.close()
-        require_hits(start(url), prompts, reference)
-
-
 def test_an_engine_finds_in_the_host_pool_what_one_stored_that_was_killed(
     start: Start, tmp_path: Path
 ) -> None:

@@ -1,7 +1,5 @@
 """Keys and values of a real model: transformers and vLLM continue each other's prompts."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -122,28 +120,3 @@ def test_transformers_and_vllm_continue_each_others_prompts(
         model.model.layers[7].mlp.down_proj.weight.mul_(1.001)
     with pytest.raises(InvalidArgumentError, match=r"with another model\.layers\.7\.mlp\.down"):
         prefix_cache(model, of_vllm, engine_keys=KEYS)
-
-
-SECOND_PROCESS = """
-import sys
-from pathlib import Path
-from tests.e2e.test_real_data import continue_prompt, load_model, prefix_cache, text
-folder, files = map(Path, sys.argv[1:])
-(prompt,) = text.prompts(folder / "tokenizer.json", 1, shared_tokens=300)
-with prefix_cache(load_model(folder), files) as cache:
-    import torch
-    hit = cache.load(torch.tensor([prompt])).get_seq_length()
-    print(hit, *continue_prompt(cache.generate, prompt))
-"""
-
-
-def test_a_second_process_goes_on_with_what_the_first_one_stored(tmp_path: Path) -> None:
-    folder = models.make("smollm2", REPOSITORY / models.DEFAULT_DIRECTORY)
-    command = [sys.executable, "-c", SECOND_PROCESS, str(folder), str(tmp_path)]
-    answers = [
-        subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY).stdout
-        for _ in range(2)
-    ]
-    first, second = (list(map(int, answer.split())) for answer in answers)
-    assert (first[0], second[0]) == (0, 256)
-    assert first[1:] == second[1:]
