@@ -1,4 +1,4 @@
-"""Driver of an L2 adapter of LMCache: does what its two controllers do, one task at a time."""
+"""Driver of an L2 adapter of LMCache, as its two controllers, and an adapter with faults below."""
 
 import select
 from collections.abc import Sequence
@@ -16,6 +16,12 @@ from lmcache.v1.distributed.l2_adapters.config import (
 )
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.platform import consume_fd
+
+from kvxfer.integrations.lmcache import KVXferL2Adapter
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import Namespace
+from kvxfer.storage.observer import Observer
+from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend
 
 LIMIT_S = 15.0
 DTYPE = torch.bfloat16
@@ -129,3 +135,14 @@ class Driver:
         poller.register(fd, select.POLLIN)
         assert poller.poll(LIMIT_S * 1000), "no answer"
         consume_fd(fd)
+
+
+class FaultyAdapter(KVXferL2Adapter):
+    """Adapter over a backend that injects faults, and tells nobody what it has."""
+
+    faulty: FaultyBackend
+
+    def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
+        inner = DictBackend(DictConfig(), namespace)
+        self.faulty = FaultyBackend(inner, seed=1, rates=FaultRates())
+        return self.faulty

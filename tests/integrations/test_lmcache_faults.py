@@ -20,8 +20,7 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Observer, Operation, Reports
 from kvxfer.testing import DictBackend, DictConfig, FaultRates
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
-from tests.integrations.lmcache_driver import Driver, Memory, bytes_of, make_key
-from tests.integrations.lmcache_faulty import FaultyAdapter
+from tests.integrations.lmcache_driver import Driver, FaultyAdapter, Memory, bytes_of, make_key
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -174,7 +174,7 @@ def test_a_capacity_lets_lmcache_evict(tmp_path: Path) -> None:
 @pytest.mark.parametrize("operation", [Operation.LOOKUP, Operation.LOAD])
 def test_a_store_that_hangs_does_not_hang_lmcache(operation: Operation) -> None:
     spec = plugin({"backend": "host://?capacity=1MiB", "timeout_s": 0.5, "pause_s": 0.1, **PIECE})
-    spec |= {"module_path": "tests.integrations.lmcache_faulty", "class_name": "FaultyAdapter"}
+    spec |= {"module_path": "tests.integrations.lmcache_driver", "class_name": "FaultyAdapter"}
     with managed(spec) as engine:
         (adapter,) = engine.manager._l2_adapters.values()
         engine.put(KEYS)

@@ -78,11 +78,10 @@ def files_of(root: Path) -> dict[BlockKey, Path]:
     return {key: next(root.rglob(f"{key.hex()}.safetensors")) for key in keys}
 
 
-@pytest.mark.parametrize("seed", range(3))
 def test_an_index_of_both_tiers_is_the_truth_after_chaos(
-    start: Start, router: Router, tmp_path: Path, seed: int
+    start: Start, router: Router, tmp_path: Path
 ) -> None:
-    chaos, keys = np.random.default_rng(seed), keys_of(24)
+    chaos, keys = np.random.default_rng(0), keys_of(24)
     backend = FileBackend(config(tmp_path, capacity=10 * 12288 + 4096), make_namespace())
     scheduler = start(backend)
     for turn in range(60):

@@ -1,5 +1,8 @@
 """`KVXferTier` below vLLM's own CPU tier, driven by vLLM's own manager of tiers."""
 
+import asyncio
+import contextlib
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,8 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.endpoint import free_ports
 from kvxfer.errors import (
     BackendUnavailableError,
+    ClosedError,
     InvalidArgumentError,
     UnsupportedEngineError,
 )
@@ -16,6 +22,7 @@ from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend, Operation
 from kvxfer.testing.payloads import make_payload
+from kvxfer.units import ByteSize
 
 pytest.importorskip("vllm.v1.kv_offload.tiering.manager", reason="needs vLLM")
 
@@ -115,11 +122,15 @@ def faulty() -> FaultyBackend:
 
 
 @pytest.fixture
-def tiers(faulty: FaultyBackend) -> Iterator[Tiers]:
+def has_tiering() -> None:
     try:
         interface.require_tiering()
     except UnsupportedEngineError as exc:
         pytest.skip(str(exc))
+
+
+@pytest.fixture
+def tiers(has_tiering: None, faulty: FaultyBackend) -> Iterator[Tiers]:
     tiers = Tiers(f"kvxfer-test-{time.time_ns()}", faulty)
     yield tiers
     faulty.release()
@@ -239,3 +250,32 @@ def test_a_vllm_whose_tiers_are_told_less_of_is_named_with_the_supported_ones(
     monkeypatch.setattr(interface, "JobResult", JobResult)
     with pytest.raises(UnsupportedEngineError, match=r"supported: 0\.31 to 0\.33"):
         KVXferTier(None, memoryview(b""), "KVXferTier", backend="host://?capacity=1MiB")
+
+
+def test_an_engine_whose_lower_tier_cannot_listen_does_not_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = NixlConfig(listen=address, capacity=ByteSize(1 << 20), transport="socket")
+        backend = NixlBackend(config, NAMESPACE)
+        with pytest.raises(BackendUnavailableError, match=f"cannot listen at {address}"):
+            LowerTier(np.zeros((NUM_CHUNKS, ROW_BYTES), np.uint8), 3, backend)
+    with pytest.raises(ClosedError):
+        asyncio.run(backend.lookup(keys_of(1)))
+
+
+@pytest.mark.usefixtures("has_tiering")
+def test_replicas_of_an_engine_listen_one_after_the_other() -> None:
+    port, keys = free_ports(2), keys_of(2)
+    with contextlib.ExitStack() as stack:
+
+        def start(url: str, replica: int = 0) -> Tiers:
+            tiers = Tiers(f"kvxfer-test-{time.time_ns()}", url, replica=replica)
+            stack.callback(tiers.manager.shutdown)
+            return tiers
+
+        for replica, key in enumerate(keys):
+            url = f"nixl://?listen=127.0.0.1:{port}&capacity=1MiB&transport=socket"
+            start(url, replica).store([key])
+        for at, key in enumerate(keys):
+            found = start(f"nixl://127.0.0.1:{port + at}?transport=socket").resolve(keys)
+            assert found == [HIT if each == key else MISS for each in keys]
