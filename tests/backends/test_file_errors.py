@@ -8,12 +8,13 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvxfer.backends.file import FileBackend
 from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
 from kvxfer.backends.file.maintenance import (
     FolderStore,
@@ -21,6 +22,7 @@ from kvxfer.backends.file.maintenance import (
 )
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.transfer.engine import TransferEngine
 from tests.backends.file_store import (
@@ -39,6 +41,7 @@ from tests.backends.file_store import (
     open_store,
     path_of,
     places,
+    quarantine_of,
     remove_folder,
     store,
     temporary_files,
@@ -185,40 +188,6 @@ def test_missing_permissions_are_outcomes() -> None:
     assert "Permission denied" in cannot_open
 
 
-SMALL_FILES_ONLY = """
-import asyncio, resource, signal, sys
-from pathlib import Path
-from kvxfer.testing import BlockMemory
-from tests.backends.file_store import has_uring, hashed_keys, open_store, store
-from tests.backends.file_store import temporary_files
-
-async def main(root):
-    memory, keys = BlockMemory([[100_000], [64]], num_blocks=4), hashed_keys(2)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    engines = ["posix", *["uring"] * has_uring()]
-    for engine in engines:
-        async with open_store(root / engine, memory.namespace(), engine=engine) as backend:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
-            large = await store(backend, keys, memory.describe(0, [0, 1]))
-            small = await store(backend, hashed_keys(2, group=1), memory.describe(1, [0, 1]))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-            print(engine, [outcome.reason for outcome in large])
-            assert not any(outcome.done for outcome in large)
-            assert all(outcome.done for outcome in small)
-        assert temporary_files(root) == []
-
-asyncio.run(main(Path(sys.argv[1])))
-"""
-
-
-@pytest.mark.processes
-def test_a_short_write_fails_its_block_only(tmp_path: Path) -> None:
-    lines = run_python(SMALL_FILES_ONLY, tmp_path).splitlines()
-    assert lines
-    for line in lines:
-        assert line.count("File too large") + line.count("short write") == 2, line
-
-
 def run_python(code: str, *arguments: object) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
@@ -284,29 +253,6 @@ async def test_a_file_cut_off_while_it_is_read_is_corrupt(tmp_path: Path) -> Non
             assert loaded == [Status.CORRUPT] * 2
             disk.engine = PosixFileIO()
             assert await backend.lookup(keys) == [False] * 2
-
-
-@pytest.mark.parametrize("removed", ["store", "store/{}", "store/{}/{}"])
-async def test_folders_removed_while_running_are_made_anew(tmp_path: Path, removed: str) -> None:
-    memory, keys = one_page_memory(), hashed_keys(4)
-    root = tmp_path / "store"
-    capacity = 4 * 8192
-    async with open_store(root, memory.namespace(), capacity=capacity) as backend:
-        await backend.wait_indexed()
-        await store(backend, keys, memory.describe(0, range(4)))
-        victim = tmp_path / removed.format(memory.namespace().fingerprint, keys[0].hex()[:2])
-        await asyncio.to_thread(remove_folder, victim)
-        assert (await backend.lookup(keys))[0] is False
-        loaded = await load_verified(backend, keys, memory.describe(0, range(4, 8)))
-        assert loaded[0] is MISSING
-        for _ in range(2):
-            assert statuses(await store(backend, keys, memory.describe(0, range(4)))) == [DONE] * 4
-            loaded = await load_verified(backend, keys, memory.describe(0, range(4, 8)))
-            assert loaded == [DONE] * 4
-        assert bytes_on_disk(tmp_path) <= capacity
-    async with open_store(root, memory.namespace(), capacity=capacity) as backend:
-        await backend.wait_indexed()
-        assert counted_bytes(root) == bytes_on_disk(root) == capacity
 
 
 def test_a_root_that_cannot_be_is_reported_with_its_path(tmp_path: Path) -> None:
@@ -539,3 +485,67 @@ async def test_a_hung_disk_times_out_and_everything_goes_on_when_it_is_back(
             clock.now += 30.0
             assert statuses(await engine.store(keys[5:], [[5, 6, 7]])) == [DONE] * 3
             assert statuses(await engine.load(keys[5:], [[10, 11, 12]])) == [DONE] * 3
+
+
+DONE, CORRUPT, MISSING = Status.DONE, Status.CORRUPT, Status.MISSING
+
+
+@contextlib.asynccontextmanager
+async def two_backends(
+    root: Path, memory: BlockMemory, *, engine: str = "auto"
+) -> AsyncIterator[tuple[FileBackend, FileBackend]]:
+    """Open two backends of one namespace in one folder, as two processes do."""
+    async with (
+        open_store(root, memory.namespace(), engine=engine) as ours,
+        open_store(root, memory.namespace(), engine=engine) as theirs,
+    ):
+        await ours.wait_indexed()
+        await theirs.wait_indexed()
+        yield ours, theirs
+
+
+def removed_folder(root: Path, memory: BlockMemory, key: BlockKey, removed: str) -> Path:
+    """Folder of a key, of its namespace, or of the store."""
+    path = path_of(root, memory.namespace(), key)
+    return {"folder": path.parent, "namespace": path.parents[1], "root": root}[removed]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("removed", ["folder", "namespace", "root"])
+async def test_what_others_store_in_a_folder_made_anew_is_found(
+    tmp_path: Path, removed: str, engine: str
+) -> None:
+    memory, keys, root = one_page_memory(), hashed_keys(4), tmp_path / "store"
+    async with two_backends(root, memory, engine=engine) as (ours, theirs):
+        await store(ours, keys, memory.describe(0, range(4)))
+        for version in range(3):
+            await asyncio.to_thread(remove_folder, removed_folder(root, memory, keys[0], removed))
+            assert (await ours.lookup(keys[:1])) == [False]
+            await store(theirs, keys, memory.describe(0, range(4)), version=version)
+            assert await ours.lookup(keys) == [True] * 4
+            loaded = await load_verified(
+                ours, keys[:1], memory.describe(0, range(4, 5)), version=version
+            )
+            assert loaded == [DONE]
+
+
+@pytest.mark.parametrize("in_the_way", ["a file", "a folder of the file's name"])
+async def test_a_corrupt_block_that_cannot_be_put_away_is_removed(
+    tmp_path: Path, in_the_way: str
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(1)
+    away = quarantine_of(tmp_path, memory.namespace(), keys[0])
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await backend.wait_indexed()
+        await store(backend, keys, memory.describe(0, [0]))
+        if in_the_way == "a file":
+            away.parent.write_text("")
+        else:
+            away.mkdir(parents=True)
+        flip_bit(path_of(tmp_path, memory.namespace(), keys[0]), 8 * 4100)
+        assert await load_verified(backend, keys, memory.describe(0, [1])) == [CORRUPT]
+        assert await backend.lookup(keys) == [False]
+        assert counted_bytes(tmp_path) == 0
+        await store(backend, keys, memory.describe(0, [0]))
+        assert await load_verified(backend, keys, memory.describe(0, [1])) == [DONE]
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 8192

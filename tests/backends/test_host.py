@@ -16,8 +16,11 @@ from kvxfer.backends.host import (
 )
 from kvxfer.errors import CapacityError, InvalidArgumentError
 from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.storage.observer import Event, Observer, Removal, Removed, Reports
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
+from kvxfer.testing.conformance.suite import make_keys, store_generated
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
 from tests.backends.host_blocks import flip
@@ -201,3 +204,46 @@ def test_a_pool_never_takes_more_than_its_capacity(capacity_kib: int, part_size_
     one_more = shape.num_bytes + 2 * (shape.part_size_bytes + 32) + 4096
     assert one_more > capacity - 4096
     assert np.gcd(shape.part_size_bytes, 4096) == 4096
+
+
+KEYS = make_keys(3)
+CAPACITY = ByteSize(1 << 20)
+
+
+@pytest.fixture
+def memory() -> BlockMemory:
+    return BlockMemory([[4096]], num_blocks=8)
+
+
+def open_host(memory: BlockMemory, **fields: Any) -> HostBackend:
+    return HostBackend(HostConfig(capacity=CAPACITY, **fields), memory.namespace())
+
+
+def scrub(backend: HostBackend) -> int:
+    """Read every slot once; return the bytes that were read."""
+    pool = backend.pool
+    return sum(backend._scrubber.scrub(pool, slot) for slot in pool.occupied())
+
+
+async def test_a_block_that_changed_since_it_was_seen_is_dropped_counted_and_logged(
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    events: list[Event] = []
+
+    class Told(Observer):
+        def note(self, event: Event) -> None:
+            events.append(event)
+
+    async with open_host(memory) as backend:
+        backend.observe(Reports([Told()]))
+        await store_generated(backend, KEYS, memory.describe(0, range(3)))
+        assert scrub(backend) == 3 * 4096
+        flip(backend, KEYS[1])
+        with caplog.at_level(logging.WARNING):
+            assert scrub(backend) == 3 * 4096
+        assert await backend.lookup(KEYS) == [True, False, True]
+        assert [each for each in events if isinstance(each, Removed)] == [
+            Removed("engine", [KEYS[1]], Removal.CORRUPT)
+        ]
+        assert f"{KEYS[1].hex()} has changed in memory" in caplog.text
+        assert backend._gauges()[Gauge.SCRUBBED_BYTES] == 6 * 4096

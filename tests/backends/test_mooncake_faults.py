@@ -129,24 +129,6 @@ async def test_a_frozen_master_costs_one_timeout_and_then_nothing(cluster: Clust
         assert_done_are(await backend.load(keys, target), target, payloads)
 
 
-async def test_a_killed_master_is_a_miss_and_blocks_go_on_when_it_is_back(cluster: Cluster) -> None:
-    keys = make_keys(4, first=100)
-    async with open_impatient(cluster) as backend:
-        await connected(backend, keys)
-        cluster.master.kill()
-        try:
-            outcomes, seconds = await timed_load(backend, keys)
-            assert set(statuses(outcomes)) <= {Status.FAILED, Status.TIMED_OUT}
-            assert seconds < TIMEOUT_S + SLACK_S
-            await assert_paused(backend, keys)
-        finally:
-            cluster.master.start()
-            cluster.await_master()
-        await asyncio.to_thread(cluster.await_memory)
-        await require_back(backend)
-        assert await backend.lookup(keys) == [False] * 4, "a master that begins anew has no blocks"
-
-
 async def test_a_frozen_holder_costs_one_timeout_and_its_buffer_is_not_used_again(
     cluster: Cluster,
 ) -> None:

@@ -186,17 +186,6 @@ def test_repair_and_collection_do_to_a_bucket_what_they_do_to_a_folder(
     assert f"{'1' * 32}/namespace.json" not in place.paths()
 
 
-def test_blocks_of_a_secret_are_verified_in_a_bucket_too(
-    place: Place, tmp_path: Path, say: Say, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place.fill(num_blocks=2)
-    secret = tmp_path / "secret"
-    secret.write_bytes(bytes(range(32)))
-    status, lines = say("fsck", place.url, "--secret-file", str(secret))
-    assert status == 1
-    assert sum("integrity is 'fast'; expected 'keyed'" in line for line in lines) == 2
-
-
 def test_large_objects_are_verified_in_pieces(
     place: Place, monkeypatch: pytest.MonkeyPatch, say: Say
 ) -> None:

@@ -153,18 +153,3 @@ async def test_a_server_that_ends_in_the_middle_keeps_what_was_done(
             else:
                 lost.append(outcome.status)
         assert not lost, f"{len(lost)} of {len(done)} that were done: {lost}"
-
-
-async def test_a_backend_opens_without_its_server(server: ObjectServer) -> None:
-    server.kill()
-    try:
-        async with open_impatient(server) as backend:
-            outcomes, seconds = await timed_load(backend, 300)
-            assert statuses(outcomes) == [Status.FAILED] * 8
-            assert seconds < TIMEOUT_S + SLACK_S
-            assert await backend.lookup(make_keys(8, first=300)) == [False] * 8
-            await asyncio.to_thread(server.start)
-            await require_back(backend, MEMORY)
-    finally:
-        if server.process.poll() is not None:
-            await asyncio.to_thread(server.start)

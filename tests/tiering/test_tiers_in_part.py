@@ -71,15 +71,3 @@ async def test_a_part_of_a_chunk_is_found_below_the_first_tier(
             assert read_payloads(blocks) == [payload]
         (outcome,) = await tiers.load([PART], BOTH)
         assert not outcome.done
-
-
-@pytest.mark.parametrize("lower", ["host", "file"])
-async def test_a_chunk_that_grows_is_whole_below_after_a_flush(lower: str, tmp_path: Path) -> None:
-    below = open_lower(NAMESPACE) if lower == "host" else open_store(tmp_path / "store", NAMESPACE)
-    async with open_tiers([open_host(NAMESPACE, 4), below], NAMESPACE) as tiers:
-        for blocks in (MEMORY.describe(0, [1]), BOTH, BOTH):
-            [outcome] = await tiers.store([WHOLE], blocks)
-            assert outcome.done, outcome
-            await tiers.flush()
-        [outcome] = await below.load([WHOLE], BOTH)
-        assert outcome.done, outcome

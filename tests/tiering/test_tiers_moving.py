@@ -20,7 +20,6 @@ from kvxfer.testing import (
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.tiering import TieredBackend
-from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS, WriteBackQueue
 from tests.tiering.opened_tiers import (
     KEYS,
     host_capacity,
@@ -194,40 +193,3 @@ async def test_purging_removes_every_block_from_every_tier(tmp_path: Path) -> No
         with pytest.raises(BackendUnavailableError, match="not everything was deleted"):
             await t.purge()
         assert await t.tiers[0].lookup(keys) == [False] * 8
-
-
-def open_queue(*keys: BlockKey) -> WriteBackQueue[int]:
-    queue: WriteBackQueue[int] = WriteBackQueue()
-    assert not queue.add(dict.fromkeys(keys, 0))
-    return queue
-
-
-def take(queue: WriteBackQueue[int], now: float = 0.0, limit: int = 9) -> list[BlockKey]:
-    return list(queue.take(now, limit))
-
-
-def fail(queue: WriteBackQueue[int], now: float, *keys: BlockKey) -> None:
-    queue.end(now, stored=[], failed=keys)
-
-
-def test_the_pauses_of_a_tier_that_fails_double_from_1_to_30_s() -> None:
-    queue, now = open_queue(*KEYS[:2]), 100.0
-    fail(queue, now, *take(queue, now))
-    pauses = []
-    for _ in range(7):
-        pauses.append(queue.pause_s(now))
-        assert take(queue, now + pauses[-1] - 0.01) == []
-        now += pauses[-1]
-        [probe] = take(queue, now)
-        assert take(queue, now) == [], "a second probe before the first has ended"
-        fail(queue, now, probe)
-    assert pauses == [1, 2, 4, 8, 16, 30, 30]
-
-
-def test_a_block_that_alone_fails_is_given_up_and_delays_no_other() -> None:
-    queue = open_queue(KEYS[0], *KEYS[1:3])
-    for attempt in range(MAX_ATTEMPTS):
-        assert KEYS[0] in take(queue), attempt
-        queue.end(0.0, stored=KEYS[1:3], failed=KEYS[:1])
-        queue.add(dict.fromkeys(KEYS[1:3], 0))
-    assert take(queue) == KEYS[1:3]
