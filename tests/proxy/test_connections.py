@@ -58,18 +58,6 @@ async def test_half_a_body_is_refused_long_before_the_time_of_a_request(
         assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
 
 
-async def test_a_body_has_more_time_the_more_of_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "BODY_TIMEOUT_S", 0.0)
-    async with routed() as it:
-        body = json.dumps(BODY).encode() + bytes(b" " * 5000)  # ten seconds more
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
-        sent = head % (len(body) + 1) + body
-        async with connected(it.proxy.endpoint, sent) as (reader, writer):
-            await asyncio.sleep(0)
-            writer.write(b" ")
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-
-
 async def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "IDLE_TIMEOUT_S", SHORT_S)
     async with routed() as it:
