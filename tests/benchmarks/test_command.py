@@ -1,6 +1,5 @@
 """`python -m benchmarks`: its output and its exit status."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.command import BENCHES, format_table, main
+from benchmarks.command import BENCHES, main
 from benchmarks.report import BenchRow
 
 ROOT = Path(__file__).parents[2]
@@ -69,10 +68,6 @@ def test_a_table_has_a_line_per_row_and_a_cell_per_key(
     ]
 
 
-def test_a_table_without_rows_has_its_head() -> None:
-    assert len(format_table([]).splitlines()) == 2
-
-
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_missed_goal_fails_only_a_check_and_is_named_on_stderr(
     bench: PretendedBench, capsys: pytest.CaptureFixture[str], form: list[str]
@@ -82,28 +77,6 @@ def test_a_missed_goal_fails_only_a_check_and_is_named_on_stderr(
         printed = capsys.readouterr()
         assert printed.err == "missed: bad: ratio 0.500, goal >= 0.9\n"
         assert "missed" not in printed.out
-
-
-def test_a_check_that_misses_nothing_succeeds(
-    bench: PretendedBench, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench.rows = [GOOD, FREE]
-    assert main(["copy", "--check"]) == 0
-    assert capsys.readouterr().err == ""
-
-
-def test_the_benchmark_is_told_whether_to_be_quick(bench: PretendedBench) -> None:
-    main(["copy"])
-    main(["copy", "--quick"])
-    assert bench.was_quick == [False, True]
-
-
-def test_threads_of_torch_do_not_spin_between_the_calls_of_a_benchmark_but_in_engines(
-    bench: PretendedBench,
-) -> None:
-    main(["vllm"])
-    main(["copy"])
-    assert bench.wait_policies == ["active", "passive"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["nothing"], ["copy", "--slow"]])
@@ -134,18 +107,3 @@ def test_the_command_imports_no_torch_and_every_benchmark_is_a_module_without_en
         "assert 'vllm' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.skipif(
-    not importlib.util.find_spec("vllm"), reason="vLLM, the baseline, is not installed"
-)
-def test_describe_runs_against_vllm() -> None:
-    command = [sys.executable, "-m", "benchmarks", "describe", "--quick", "--json"]
-    ran = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-    printed = ran.stdout
-    rows = json.loads(printed.splitlines()[-1])
-    assert [list(each) for each in rows] == [KEYS] * len(rows)
-    assert [each["goal"] for each in rows] == [">= 1.0", ">= 1.0", "<= 1.25"]
-    assert all(each[key] > 0 for each in rows for key in ("value", "baseline", "ratio"))

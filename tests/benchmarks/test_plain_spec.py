@@ -43,21 +43,6 @@ def found(manager: PlainManager, *keys: bytes) -> list[LookupResult]:
     return [manager.lookup(key, CONTEXT) for key in keys]
 
 
-def test_a_chunk_is_a_hit_once_it_is_stored_and_a_failed_store_is_forgotten() -> None:
-    manager = make_manager()
-    assert found(manager, HEAD) == [LookupResult.MISS]
-    for success, result in ((False, LookupResult.MISS), (True, LookupResult.HIT)):
-        output = manager.prepare_store([HEAD], CONTEXT)
-        assert output is not None
-        assert output.keys_to_store == [HEAD]
-        assert found(manager, HEAD) == [LookupResult.HIT_PENDING]
-        manager.complete_store([HEAD], CONTEXT, success=success)
-        assert found(manager, HEAD) == [result]
-    again = manager.prepare_store([HEAD], CONTEXT)
-    assert again is not None
-    assert again.keys_to_store == []
-
-
 def test_the_chunk_that_was_used_least_recently_is_evicted_and_the_tail_before_the_head() -> None:
     manager = make_manager(HEAD, MIDDLE, TAIL)
     manager.touch([HEAD, MIDDLE, TAIL])
@@ -71,35 +56,6 @@ def test_the_chunk_that_was_used_least_recently_is_evicted_and_the_tail_before_t
         LookupResult.HIT,
         LookupResult.HIT,
     ]
-
-
-def test_chunks_that_are_loaded_are_not_evicted_and_a_store_without_room_evicts_nothing() -> None:
-    manager = make_manager(HEAD, MIDDLE, TAIL)
-    placed = [manager.prepare_load([HEAD, MIDDLE], CONTEXT) for _ in range(2)]
-    assert placed[0] == placed[1]
-    assert store(manager, NEW, LATER) is None
-    manager.complete_load([HEAD, MIDDLE], CONTEXT)
-    assert store(manager, NEW, LATER) is None
-    assert found(manager, TAIL, NEW) == [LookupResult.HIT, LookupResult.MISS]
-    assert store(manager, NEW) == [TAIL]
-    manager.complete_load([HEAD, MIDDLE], CONTEXT)
-    assert store(manager, TAIL) == [MIDDLE]
-
-
-def test_a_store_evicts_no_chunk_that_it_offers_itself_or_that_is_being_stored() -> None:
-    manager = make_manager(HEAD, MIDDLE, num_slots=3)
-    assert manager.prepare_store([TAIL], CONTEXT) is not None
-    assert store(manager, HEAD, MIDDLE, NEW) is None
-    assert store(manager, HEAD, NEW) == [MIDDLE]
-
-
-def test_chunks_have_slots_of_their_own_and_a_reset_frees_them_all() -> None:
-    manager = make_manager(HEAD, MIDDLE, TAIL)
-    placed = manager.prepare_load([TAIL, HEAD, MIDDLE], CONTEXT)
-    assert sorted(placed.slots) == [0, 1, 2]
-    manager.reset_cache()
-    assert found(manager, HEAD) == [LookupResult.MISS]
-    assert store(manager, NEW, LATER, TAIL) == []
 
 
 def make_caches(page_bytes: int, *, padding: int = 0, device: str = "cpu") -> CanonicalKVCaches:
