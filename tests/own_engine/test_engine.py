@@ -1,6 +1,5 @@
 """The engine of the tutorial gives the tokens of its model, whatever its tiers have or lose."""
 
-import asyncio
 import functools
 import sys
 import threading
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -117,17 +114,6 @@ def test_requests_that_share_blocks_and_take_them_from_each_other(
     assert all(reused)
 
 
-def test_a_prompt_that_the_pool_still_has_is_not_loaded(model: Any) -> None:
-    engine = open_engine(model, "host://?capacity=8MiB")
-    (first,) = engine.generate([PROMPTS[5]], NUM_TOKENS)
-    (again,) = engine.generate([PROMPTS[5]], NUM_TOKENS)
-    engine.transfers.close()
-    assert first.num_reused == 0
-    assert again.num_reused == num_whole(PROMPTS[5])
-    assert again.tokens == first.tokens
-    assert again.blocks[: again.num_reused // BLOCK_TOKENS] == first.blocks[: 105 // BLOCK_TOKENS]
-
-
 def test_an_engine_that_starts_again_has_the_prompts_in_files(model: Any, tmp_path: Path) -> None:
     tiers = ["host://?capacity=8MiB", f"file://{tmp_path}?capacity=1GiB"]
     run(model, tiers, PROMPTS)
@@ -145,32 +131,6 @@ def test_what_is_damaged_is_computed(model: Any, tmp_path: Path) -> None:
     file.write_bytes(content)
     (request,) = run(model, url, PROMPTS[5:6])
     assert request.num_reused == 2 * BLOCK_TOKENS
-
-
-def test_a_tier_that_does_not_answer_holds_nobody_up(model: Any) -> None:
-    unrelated = [PROMPTS[4], PROMPTS[9]]  # the pool has nothing of the one for the other
-    requests = run(model, "nixl://127.0.0.1:9?timeout_s=1", unrelated)
-    assert [request.num_reused for request in requests] == [0, 0]
-
-
-def test_an_engine_that_waits_for_a_lookup_does_not_turn_in_vain(model: Any) -> None:
-    engine = open_engine(model, "host://?capacity=8MiB")
-
-    async def lookup(keys: Sequence[BlockKey], **_: Any) -> list[bool]:
-        await asyncio.sleep(0.3)
-        return [False] * len(keys)
-
-    engine.transfers.lookup = lookup  # type: ignore[method-assign]
-    num_steps, step = [0], engine.step
-
-    def count() -> None:
-        num_steps[0] += 1
-        step()
-
-    engine.step = count  # type: ignore[method-assign]
-    engine.generate(PROMPTS[5:6], 1)
-    engine.transfers.close()
-    assert num_steps[0] < 400
 
 
 EVERYTHING = frozenset({Operation.LOOKUP, Operation.STORE, Operation.LOAD})
@@ -224,12 +184,6 @@ def test_a_model_with_sliding_windows_is_refused() -> None:
     engine.transfers.close()
 
 
-def test_a_model_that_does_not_say_what_its_heads_are_is_refused() -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2))
-    with pytest.raises(NotImplementedError, match="GPT2LMHeadModel does not say what its KV heads"):
-        open_engine(model, "host://?capacity=8MiB")
-
-
 def test_what_has_not_ended_in_time_is_said_and_goes_on_later(model: Any) -> None:
     (alone,) = (generate_unpaged(model, prompt, NUM_TOKENS)[0] for prompt in PROMPTS[5:6])
     engine = open_engine(model, "host://?capacity=8MiB")
@@ -239,11 +193,6 @@ def test_what_has_not_ended_in_time_is_said_and_goes_on_later(model: Any) -> Non
     engine.generate(PROMPTS[3:4], NUM_TOKENS)
     assert waiting.tokens == alone
     engine.transfers.close()
-
-
-def test_a_prompt_shorter_than_a_block_asks_no_tier(model: Any, tmp_path: Path) -> None:
-    requests = run(model, f"file://{tmp_path}?capacity=1GiB", [[7], [7, 8], PROMPTS[0]])
-    assert [each.num_reused for each in requests] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("prompt", "num_tokens"), [([], 4), ([1, 2], 0), ([1] * 1000, 9)])

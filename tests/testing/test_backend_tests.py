@@ -6,14 +6,12 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.testing import BackendStateMachine, BackendTests, DictBackend, DictConfig
+from kvxfer.testing import BackendTests, DictBackend, DictConfig
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import copy_blocks, flip_bit, read_payloads, write_payloads
 
@@ -364,36 +362,6 @@ def test_every_test_of_the_suite_catches_something() -> None:
     }
     tests = {name for name in dir(BackendTests) if name.startswith("test_")}
     assert {test for _, test in CAUGHT_BY} == tests - needs_a_medium
-
-
-@pytest.mark.parametrize(
-    "backend_type",
-    [
-        BitFlipping,
-        Boasting,
-        Disorderly,
-        Forgetful,
-        Groupless,
-        Headless,
-        Overrunning,
-        Overwriting,
-        Scribbling,
-        Unordered,
-    ],
-)
-@pytest.mark.property
-def test_the_state_machine_catches_a_wrong_backend(backend_type: type[DictBackend]) -> None:
-    class Machine(BackendStateMachine):
-        async def make_backend(self, namespace: Namespace) -> Backend:
-            return backend_type(None, namespace)
-
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(
-            Machine,
-            settings=settings(
-                max_examples=200, database=None, phases=[Phase.generate], print_blob=False
-            ),
-        )
 
 
 async def test_a_suite_that_cannot_corrupt_skips_and_says_so() -> None:

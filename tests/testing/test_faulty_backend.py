@@ -1,13 +1,12 @@
 """FaultyBackend: injects the ordered faults, and no others."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from kvxfer.errors import BackendUnavailableError, ClosedError, LengthMismatchError
+from kvxfer.errors import BackendUnavailableError, ClosedError
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import (
@@ -48,10 +47,6 @@ class TestFaultyBackendWithoutFaults(BackendTests):
         backend.inner.corrupt(key)
 
 
-class TestFaultyBackendThatIsOnlySlow(TestFaultyBackendWithoutFaults):
-    rates = FaultRates(delay=0.5, delay_s=0.0001, operations=frozenset(Operation))
-
-
 @pytest.fixture
 def memory() -> BlockMemory:
     memory = BlockMemory([[32, 16]], num_blocks=2 * NUM_KEYS)
@@ -85,19 +80,6 @@ async def test_the_same_seed_does_the_same_and_another_seed_does_not(memory: Blo
     assert results[0] != results[2]
 
 
-async def test_faults_do_not_depend_on_how_keys_are_batched(memory: BlockMemory) -> None:
-    rates = FaultRates(failure=0.3)
-    blocks = memory.describe(0, range(NUM_KEYS))
-    whole = await faulty(memory, rates).store(KEYS, blocks)
-    backend = faulty(memory, rates)
-    one_by_one = [
-        (await backend.store([KEYS[i]], blocks.select(i, i + 1)))[0]
-        for i in reversed(range(NUM_KEYS))
-    ]
-    assert {outcome.status for outcome in whole} == {Status.DONE, Status.FAILED}
-    assert one_by_one[::-1] == whole
-
-
 async def test_a_failed_block_is_not_moved_and_the_others_are(memory: BlockMemory) -> None:
     backend = faulty(memory, FaultRates(failure=0.4, operations=frozenset({Operation.LOAD})))
     statuses, loaded = await store_and_load(backend, memory)
@@ -106,12 +88,6 @@ async def test_a_failed_block_is_not_moved_and_the_others_are(memory: BlockMemor
     for key, status, got, payload in zip(KEYS, statuses, loaded, PAYLOADS, strict=True):
         assert status is (Status.FAILED if key in failed else Status.DONE)
         assert got == (bytes(BLOCK_SIZE_BYTES) if key in failed else payload)
-
-
-async def test_a_block_that_failed_to_store_is_missing(memory: BlockMemory) -> None:
-    backend = faulty(memory, FaultRates(failure=1.0, operations=frozenset({Operation.STORE})))
-    statuses, _ = await store_and_load(backend, memory)
-    assert statuses == [Status.MISSING] * NUM_KEYS
 
 
 @pytest.mark.parametrize("operation", [Operation.STORE, Operation.LOAD])
@@ -127,14 +103,6 @@ async def test_a_flip_changes_one_bit_of_the_reported_blocks_and_no_other(
         assert num_different_bits(got, payload) == (key in flipped)
     source = memory.describe(0, range(NUM_KEYS))
     assert read_payloads(source) == PAYLOADS, "the memory of the caller was changed"
-
-
-async def test_a_missing_block_is_never_flipped(memory: BlockMemory) -> None:
-    backend = faulty(memory, FaultRates(flip=1.0))
-    before = memory.snapshot()
-    await backend.load(KEYS, memory.describe(0, range(NUM_KEYS)))
-    assert memory.snapshot() == before
-    assert backend.injected == []
 
 
 @pytest.mark.parametrize("operation", Operation)
@@ -158,14 +126,6 @@ async def test_an_error_is_raised_by_the_operation_it_is_meant_for(
     assert backend.injected == [InjectedFault(Fault.ERROR, operation, KEYS[0])]
 
 
-async def test_rates_can_be_changed_on_the_way(memory: BlockMemory) -> None:
-    backend = faulty(memory, FaultRates(error=1.0))
-    with pytest.raises(BackendUnavailableError):
-        await store_and_load(backend, memory)
-    backend.rates = FaultRates()
-    assert await store_and_load(backend, memory) == ([Status.DONE] * NUM_KEYS, PAYLOADS)
-
-
 async def test_a_call_that_hangs_goes_on_when_it_is_released(memory: BlockMemory) -> None:
     backend = faulty(memory, FaultRates(hang=1.0))
     running = asyncio.ensure_future(store_and_load(backend, memory))
@@ -173,16 +133,6 @@ async def test_a_call_that_hangs_goes_on_when_it_is_released(memory: BlockMemory
     backend.release()
     assert await running == ([Status.DONE] * NUM_KEYS, PAYLOADS)
     assert backend.waiting == 0
-
-
-async def test_a_call_that_hangs_gives_way_when_it_is_cancelled(memory: BlockMemory) -> None:
-    backend = faulty(memory, FaultRates(hang=1.0))
-    running = asyncio.ensure_future(store_and_load(backend, memory))
-    await backend.until_waiting()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert await backend.inner.lookup(KEYS) == [False] * NUM_KEYS
 
 
 @pytest.mark.parametrize("operation", [Operation.LOAD, Operation.LOOKUP])
@@ -223,28 +173,3 @@ async def test_closing_releases_what_hangs_and_closes_the_inner_backend(
         await running
     with pytest.raises(ClosedError):
         await backend.inner.lookup(KEYS)
-
-
-async def test_misuse_is_refused_as_by_the_inner_backend(memory: BlockMemory) -> None:
-    backend = faulty(memory, FaultRates(failure=1.0, flip=1.0))
-    keys: list[BlockKey] = KEYS[:3]
-    with pytest.raises(LengthMismatchError):
-        await backend.load(keys, memory.describe(0, range(NUM_KEYS)))
-    with pytest.raises(LengthMismatchError):
-        await backend.store(keys, memory.describe(0, range(NUM_KEYS)))
-
-
-async def test_a_call_on_another_event_loop_can_be_awaited_and_released(
-    memory: BlockMemory,
-) -> None:
-    backend = faulty(memory, FaultRates(hang=1.0))
-    results: list[tuple[list[Status], list[bytes]]] = []
-    thread = threading.Thread(
-        target=lambda: results.append(asyncio.run(store_and_load(backend, memory)))
-    )
-    thread.start()
-    await backend.until_waiting()
-    assert backend.waiting == 1
-    backend.release()
-    await asyncio.to_thread(thread.join)
-    assert results == [([Status.DONE] * NUM_KEYS, PAYLOADS)]
