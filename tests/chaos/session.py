@@ -1,12 +1,10 @@
-"""Session of a chaos worker: one engine from opening to closing, common to both of its faces."""
+"""Session of a chaos worker: one engine from opening to closing, and what it draws."""
 
 import faulthandler
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvxfer.storage.keys import BlockKey
@@ -80,10 +78,3 @@ class Session:
             return None
         self.counts[CANCEL] += 1
         return self.rng.choice((0.0, self.rng.uniform(0, 0.01), self.rng.uniform(0, 0.3)))
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """End the process, with all stacks, when the context blocks the thread for too long."""
-        faulthandler.dump_traceback_later(HANG_S, exit=True)
-        yield
-        faulthandler.cancel_dump_traceback_later()

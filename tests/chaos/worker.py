@@ -20,7 +20,6 @@ from tests.chaos.asynchronous_face import AsynchronousFace
 from tests.chaos.checked_memory import PARTS, CheckedMemory
 from tests.chaos.contents import SHAPES, Shape
 from tests.chaos.faults import Kind, begin_log, logger, report, report_counts
-from tests.chaos.polled_face import PolledFace
 from tests.chaos.session import HANG_S, Session
 
 import_nixl(otherwise="run without peers")  # processes are forked from one that has
@@ -77,8 +76,7 @@ def main(plan: Plan) -> int:
         length_s = 1e9 if "reopen" in plan.without else rng.uniform(1, 10)
         until = time.monotonic() + length_s
         session = Session(engine, memory, shape, rng, counts, stopping, until, plan.without)
-        face = PolledFace(session) if rng.random() < 0.4 else AsynchronousFace(session)
-        face.run()
+        AsynchronousFace(session).run()
         memory.check()
         report_counts(counts)
     return 0

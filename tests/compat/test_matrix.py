@@ -22,15 +22,6 @@ def test_the_table_of_a_page_is_the_one_that_make_compat_writes(page: str) -> No
     assert matrix.written(page, text) == text
 
 
-@pytest.mark.parametrize("page", matrix.TABLES)
-def test_a_release_that_is_not_tested_does_not_stay_on_a_page(page: str) -> None:
-    text = (REPOSITORY / page).read_text()
-    wrong = text.replace(f"| {matrix.WHOLE_VLLM}", "| 0.99.0")
-    wrong = wrong.replace(f"| vLLM | {matrix.WHOLE_VLLM}", "| vLLM | 0.99.0")
-    assert wrong != text
-    assert matrix.written(page, wrong) == text
-
-
 @pytest.mark.parametrize("engine", INTERFACES)
 def test_a_plug_says_that_it_supports_what_is_tested(engine: str) -> None:
     text = (REPOSITORY / INTERFACES[engine]).read_text()

@@ -71,29 +71,11 @@ def index(wheels: Path) -> Iterator[str]:
         thread.join()
 
 
-def installed_torch(venv: Path) -> str:
-    command = "from importlib.metadata import version; print(version('torch'))"
-    return subprocess.check_output([venv / "bin" / "python", "-c", command], text=True).strip()
-
-
 def test_torch_comes_from_where_pip_is_told_to_look(
     venv: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     assert install.find_torch(venv) == [["torch==2.13.0+cpu"]]
-
-
-def test_else_torch_comes_from_pytorchs_index_for_cpus(
-    venv: Path, index: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(install, "CPU_INDEX", index)
-    (arguments,) = install.find_torch(venv)
-    assert arguments == ["--index-url", index, "torch==2.13.0+cpu"]
-    monkeypatch.delenv("PIP_NO_INDEX")
-    subprocess.run([*install.pip(venv), *arguments], check=True)
-    assert installed_torch(venv) == "2.13.0+cpu"
-    assert install.find_torch(venv) == [["torch==2.13.0+cpu"]]  # what is there is not asked for
-    subprocess.run([venv / "bin" / "pip", "uninstall", "--yes", "torch"], check=True)
 
 
 @pytest.mark.parametrize("index_hangs", [False, True])
@@ -131,12 +113,6 @@ def test_libraries_of_cuda_are_installed_once() -> None:
     assert not shared & {pin.partition("==")[0] for share in shares for pin in share}
 
 
-def test_the_demo_needs_half_of_the_packages() -> None:
-    demo, everything = install.read_pins("demo"), install.read_pins("all")
-    assert set(demo) < set(everything)
-    assert len(demo) < 0.55 * len(everything)
-
-
 @pytest.mark.parametrize("version", [(3, 10, 12), (3, 14, 0)])
 def test_a_python_for_which_there_are_no_wheels_is_refused_by_name(
     version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
@@ -155,15 +131,3 @@ def test_libnuma_that_may_not_be_installed_is_named_with_the_command(
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(install.CannotInstallError, match="sudo apt-get install libnuma1"):
         install.provide_libnuma()
-
-
-def test_an_environment_that_was_left_half_made_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    half = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", half], check=True)
-    (half / "left").touch()
-    install.make_venv(half)
-    assert not (half / "left").exists()
-    subprocess.run([half / "bin" / "python", "-m", "pip", "--version"], check=True)

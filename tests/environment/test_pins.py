@@ -4,10 +4,6 @@ Asked of the public index alone, as a stranger's pip would: builds that lie on a
 the world gets. What is left out on purpose is listed here, with the reason.
 """
 
-import io
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import NormalizedName, canonicalize_name
 from packaging.version import Version
 
-from tests.environment import install, public_index
+from tests.environment import install
 from tests.environment.public_index import find_wheel, read_metadata
 
 PYTHONS = ("3.11.2", "3.12.3", "3.13.5")  # of Debian 12, Ubuntu 24.04 and Debian 13
@@ -95,18 +91,3 @@ def _problems(name: str, requirement: Requirement, pinned: str | None) -> Iterat
     fits = pinned is None or requirement.specifier.contains(pinned, prereleases=True)
     if not fits and required not in OTHER_VERSIONS.get(name, ()):
         yield f"{name} requires {requirement}, but {pinned} is pinned"
-
-
-def test_an_index_that_fails_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts: list[object] = []
-
-    def open_later(*arguments: object, **_: object) -> io.BytesIO:
-        attempts.append(arguments)
-        if len(attempts) < len(public_index.PAUSES_S) + 1:
-            raise urllib.error.URLError("Temporary failure in name resolution")
-        return io.BytesIO(b'{"files": []}')
-
-    monkeypatch.setattr(urllib.request, "urlopen", open_later)
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    assert public_index._files("a-name-that-nobody-asked-for") == []
-    assert len(attempts) == len(public_index.PAUSES_S) + 1

@@ -79,19 +79,6 @@ FIND = """(async () => {
 
 # Every page would make its own index of the words of all.
 NO_SEARCH = "window.Worker = class extends EventTarget { postMessage() {} terminate() {} }"
-# A page with every fault once.
-WRONG = """<!doctype html><link rel="icon" href="data:,"><article>
-  <p style="width: 2000px">wide</p>
-  <table style="width: 40px; table-layout: fixed; word-break: break-all">
-    <tr><td><code>a_name_of_many_letters</code></td></tr>
-  </table>
-  <img src="missing.png"><img src="small.svg" width="100">
-  <a href="gone/">to a page</a><a href="#gone">to a heading</a>
-  <script>
-    console.error("planted");
-    fetch("https://127.0.0.1:1/").catch(() => {});
-  </script>
-</article>"""
 
 pytestmark = [
     needs.chromium,
@@ -152,20 +139,6 @@ def test_no_page_has_an_error_or_asks_another_site(site: Look) -> None:
 
 def test_every_link_within_the_site_leads_somewhere(site: Look) -> None:
     assert site.dead == []
-
-
-def test_what_is_wrong_is_seen(tmp_path: Path) -> None:
-    pages = tmp_path / "pages"
-    pages.mkdir()
-    (pages / "index.html").write_text(WRONG)
-    small = "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 900 9' width='100' height='1'>"
-    (pages / "small.svg").write_text(f"{small}<text font-size='9'>words</text></svg>")
-    with browsing(pages, tmp_path / "profile") as browser:
-        look = Look(browser, pages)
-    assert [fault for fault, seen in look.faults.items() if not seen] == []
-    assert [name for name in look.dead if name in {": gone/", ": #gone"}] == [": #gone", ": gone/"]
-    complaints = " ".join(look.complaints)
-    assert all(each in complaints for each in ("missing.png", "planted", "asks https:"))
 
 
 def test_the_search_finds_the_page_that_is_meant(browser: Browser) -> None:
