@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvxfer.backends.file import FileConfig
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.connect import (
     BACKENDS,
@@ -30,7 +29,7 @@ from kvxfer.errors import CapacityError, InvalidArgumentError, NamespaceMismatch
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.spec import FullAttentionSpec
 from kvxfer.runtime import Threads
-from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import GroupIdentity, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import cancel, yield_to_loop
@@ -94,18 +93,6 @@ def test_every_parameter_reaches_the_backend() -> None:
         _, config = parse_backend(url)
         assert isinstance(config, HostConfig)
         assert config.integrity is MemoryIntegrity.FULL
-
-
-def test_the_path_of_a_url_may_have_any_characters() -> None:
-    _, config = parse_backend("file:///var/my%20cache/%25?capacity=1GiB")
-    assert isinstance(config, FileConfig)
-    assert config.path == "/var/my cache/%"
-
-
-def test_the_mapping_is_left_as_it_was() -> None:
-    backend = {"type": "host", "capacity": "4MiB"}
-    parse_backend(backend)
-    assert backend == {"type": "host", "capacity": "4MiB"}
 
 
 @pytest.mark.parametrize(
@@ -230,46 +217,6 @@ async def test_blocks_come_back_through_an_engine_made_from_a_url(memory: BlockM
         assert read_payloads(memory.describe(0, [1, 3, 4])) == payloads
 
 
-async def test_several_blocks_are_one_chunk_when_asked_for() -> None:
-    memory = BlockMemory(PAGES, num_blocks=8, blocks_per_chunk=2)
-    [payload] = payloads = [make_payload(KEYS[0], memory.chunk_size_bytes(0))]
-    async with connect(
-        "host://?capacity=64KiB",
-        memory.caches,
-        namespace=Namespace(model="model"),
-        blocks_per_chunk=2,
-    ) as engine:
-        write_payloads(memory.describe(0, [5, 0]), payloads)
-        assert [outcome.done for outcome in await engine.store(KEYS[:1], [[5, 0], []])] == [True]
-        await engine.load(KEYS[:1], [[1], []], first_block_indices=[1, 0])
-        half = len(payload) // 2
-        assert read_payloads(memory.describe(0, [1], first_block_index=1)) == [payload[half:]]
-
-
-async def test_bounds_and_deadlines_reach_the_engine(memory: BlockMemory) -> None:
-    async with connect(
-        "host://?capacity=64KiB",
-        memory.caches,
-        namespace=Namespace(model="model"),
-        max_bytes_in_flight=1,
-        timeout_s=0.0,
-    ) as engine:
-        outcomes = await engine.store(KEYS, [[5, 0, 2], []])
-        assert [outcome.status for outcome in outcomes] == [Status.TIMED_OUT] * 3
-    with pytest.raises(InvalidArgumentError, match="max_bytes"):
-        connect(
-            "host://?capacity=64KiB",
-            memory.caches,
-            namespace=Namespace(model="model"),
-            max_bytes_in_flight=0,
-        )
-
-
-def test_a_backend_that_cannot_hold_one_block_is_refused(memory: BlockMemory) -> None:
-    with pytest.raises(InvalidArgumentError, match="capacity"):
-        connect("host://?capacity=10", memory.caches, namespace=Namespace(model="model"))
-
-
 def test_a_namespace_learns_its_groups_from_the_caches(memory: BlockMemory) -> None:
     caches = named(memory)
     complete = complete_namespace(Namespace(model="model", revision="3"), caches, 4)
@@ -313,12 +260,6 @@ def test_every_detail_of_the_caches_is_in_the_fingerprint(memory: BlockMemory) -
     assert len({namespace.fingerprint for namespace in namespaces}) == 1 + len(others) + 1
 
 
-def test_a_namespace_that_says_the_same_as_the_caches_is_accepted(memory: BlockMemory) -> None:
-    caches = named(memory)
-    complete = complete_namespace(Namespace(model="model"), caches, 2)
-    assert complete_namespace(complete, caches, 2) == complete
-
-
 def test_a_namespace_that_contradicts_the_caches_is_refused_by_field(memory: BlockMemory) -> None:
     complete = complete_namespace(Namespace(model="model"), memory.caches, 1)
     other = BlockMemory([[96, 34], [64]], num_blocks=8)
@@ -345,20 +286,6 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "[kvxfer.backends]\ndict = kvxfer.testing:DictBackend\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-
-
-@pytest.mark.usefixtures("installed")
-async def test_a_backend_of_a_third_party_is_found_by_its_entry_point(memory: BlockMemory) -> None:
-    payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in KEYS]
-    async with connect(
-        "dict://?max_blocks=2", memory.caches, namespace=Namespace(model="model")
-    ) as engine:
-        assert isinstance(engine.backend, DictBackend)
-        pages = [group.page_sizes_bytes for group in engine.backend.namespace.groups]
-        assert pages == [(96, 33), (64,)]
-        write_payloads(memory.describe(0, [5, 0, 2]), payloads)
-        await engine.store(KEYS, [[5, 0, 2], []])
-        assert sum(await engine.lookup(KEYS)) == 2
 
 
 def test_a_backend_of_ours_is_found_by_its_entry_point_too() -> None:
@@ -417,32 +344,6 @@ async def test_several_urls_are_tiers_in_their_order(memory: BlockMemory) -> Non
         assert read_payloads(memory.describe(0, [1, 3, 4])) == payloads
 
 
-@pytest.mark.usefixtures("installed")
-def test_tiers_serve_an_engine_with_a_step_loop(memory: BlockMemory) -> None:
-    urls = ["host://?capacity=64KiB", "dict://"]
-    engine = connect(urls, memory.caches, namespace=Namespace(model="model"))
-    try:
-        job = engine.submit_store(KEYS, [[5, 0, 2], []])
-        assert engine.wait([job])
-        [finished] = engine.get_finished()
-        assert all(outcome.done for outcome in finished.outcomes)
-    finally:
-        engine.close()
-
-
-async def test_a_list_of_one_is_that_backend(memory: BlockMemory) -> None:
-    namespace = Namespace(model="model")
-    async with connect(["host://?capacity=64KiB"], memory.caches, namespace=namespace) as engine:
-        assert isinstance(engine.backend, HostBackend)
-
-
-@pytest.mark.parametrize("backend", [[], ()])
-def test_no_backend_at_all_is_refused(memory: BlockMemory, backend: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="at least one") as caught:
-        connect(backend, memory.caches, namespace=Namespace(model="model"))
-    assert (caught.value.argument, caught.value.value) == ("backend", backend)
-
-
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [(None, None), (["host://"], ["host://"]), ("", ""), ("nowhere://", "nowhere")],
@@ -473,14 +374,6 @@ def test_when_a_tier_cannot_be_opened_those_before_it_are_closed(
     with pytest.raises(CapacityError):
         open_backend(["dict://", "dict://", "host://?capacity=100TiB"], memory.namespace())
     assert len(closed) == 2
-
-
-async def test_the_same_holds_where_an_event_loop_runs(
-    memory: BlockMemory, closed: list[Backend]
-) -> None:
-    with pytest.raises(CapacityError):
-        open_backend(["dict://", "host://?capacity=100TiB"], memory.namespace())
-    assert len(closed) == 1
 
 
 def test_what_cannot_be_tiers_or_an_engine_is_closed_too(
@@ -529,11 +422,6 @@ def test_a_cancelled_close_is_completed_by_the_next(
         thread.join(LIMIT_S)
         assert not thread.is_alive()
     assert not list(tmp_path.glob("*.claim"))
-
-
-def test_a_backend_is_gone_with_its_package() -> None:
-    with pytest.raises(InvalidArgumentError, match="'dict'"):
-        parse_backend("dict://")
 
 
 LASTING = [

@@ -95,21 +95,6 @@ def test_faults_of_the_environment_are_named_and_nothing_else() -> None:
     assert (status, set(bad(findings))) == (1, {"hash-seed"})
 
 
-def test_a_seed_is_wanted_where_the_hash_of_the_engine_has_none(tmp_path: Path) -> None:
-    pytest.importorskip("vllm", reason="needs vLLM")
-    transfer = {"kv_connector_extra_config": {"backend": "host://?capacity=1MiB"}}
-    path = tmp_path / "engine.json"
-    arguments = {"kv-transfer-config": transfer, "prefix-caching-hash-algo": "xxhash"}
-    path.write_text(json.dumps(arguments))
-    status, findings = run(str(path), PYTHONHASHSEED=None)
-    assert (status, "with xxhash" in bad(findings)["hash-seed"]["found"]) == (1, True)
-
-
-def test_no_seed_is_wanted_where_vllm_has_one() -> None:
-    pytest.importorskip("vllm", reason="needs vLLM")
-    assert "hash-seed" not in bad(run(PYTHONHASHSEED=None)[1])
-
-
 def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     (tmp_path / "nixl.py").write_text("raise ImportError('libibverbs.so.1: no such file')\n")
     status, findings = run(PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
@@ -170,23 +155,6 @@ def test_two_namespaces_are_compared_and_nothing_else_is(
     findings = json.loads(capsys.readouterr().out)
     assert {each["check"] for each in findings} == {"sharing"}
     assert {"model", "groups[0].spec"} <= {each["subject"] for each in findings}
-
-
-def test_the_backends_of_an_engine_are_read_from_its_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = {"kv_connector_extra_config": {"backend": f"file://{tmp_path}/a?capacity=1MiB"}}
-    parameters = {"type": "file", "path": f"{tmp_path}/b", "capacity": "1MiB"}
-    two = {"kv_connector_extra_config": {"backend": ["host://?capacity=1MiB", parameters]}}
-    several = {
-        "kv_connector": "MultiConnector",
-        "kv_connector_extra_config": {"connectors": [one, two]},
-    }
-    path = tmp_path / "transfer.json"
-    path.write_text(json.dumps(several))
-    main(["doctor", "--json", str(path)])
-    subjects = {each["subject"] for each in json.loads(capsys.readouterr().out)}
-    assert {f"file://{tmp_path}/a", f"file://{tmp_path}/b"} <= subjects
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
 """`kvxfer explain`: requests and keys in lines that fit, JSON, and errors in one line."""
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
 from kvxfer.cli import main
-from kvxfer.connect import open_backend
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.storage.observer import (
     Added,
@@ -19,11 +17,8 @@ from kvxfer.storage.observer import (
     Removed,
     Requested,
 )
-from kvxfer.telemetry.journal import Journal, JournalObserver, flush_journal
-from kvxfer.telemetry.journal_file import list_files
-from kvxfer.testing import BlockMemory
+from kvxfer.telemetry.journal import Journal, JournalObserver
 from kvxfer.testing.conformance.suite import make_keys
-from tests.cli import peers
 
 KEYS = make_keys(48)
 
@@ -92,15 +87,6 @@ def test_json_has_the_keys_and_a_part_of_a_name_is_enough(
     ]
 
 
-def test_a_part_of_few_names_reports_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(folder, note_request)
-    lines = run(capsys, folder, "cmpl-2")
-    assert [line[:15] for line in lines if "request" in line] == [
-        "request cmpl-20",
-        "request cmpl-21",
-    ]
-
-
 def test_groups_are_counted_each_from_its_first_block(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,28 +96,6 @@ def test_groups_are_counted_each_from_its_first_block(
     assert [line.split("  ")[0] for line in lines[1:]] == [
         *("group 0 blocks 0-2", "group 1 blocks 0-2")
     ]
-
-
-@pytest.mark.processes
-def test_a_peer_and_an_engine_that_asks_it_write_to_one_folder(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVXFER_JOURNAL", str(folder))
-    memory = BlockMemory(peers.PAGES, num_blocks=peers.NUM_BLOCKS)
-
-    async def ask_peer(url: str) -> list[bool]:
-        async with open_backend(url, memory.namespace()) as backend:
-            await backend.store(peers.KEYS[:2], memory.describe(0, [0, 1]))
-            return await backend.lookup(peers.KEYS[:3])
-
-    with peers.serving("--capacity", "1MiB") as peer:
-        assert asyncio.run(ask_peer(f"nixl://{peer.endpoint}")) == [True, True, False]
-        flush_journal()
-        names = [key.hex() for key in peers.KEYS[:3]]
-        lines = run(capsys, folder, *names)
-        assert peer.end() == 0
-    assert "2 found (nixl 2), 1 missed (never stored 1)" in lines[0]
-    assert len({file.began.process for file in list_files(folder)}) == 2
 
 
 def test_what_the_journal_lost_and_when_it_begins_are_said(

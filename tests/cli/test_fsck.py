@@ -2,10 +2,8 @@
 
 import json
 import os
-import pty
 import subprocess
 import sys
-import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 
 from kvxfer.backends.file import Integrity
 from kvxfer.cli import main
-from tests.backends.file_store import fail_to, fail_to_open
+from tests.backends.file_store import fail_to
 from tests.cli.stores import DATA_BYTES, FILE_BYTES, NUM_BLOCKS, Store, break_seal
 from tests.cli.stores import flip as flip_bit
 
@@ -213,14 +211,6 @@ def test_with_a_secret_a_block_beside_sealed_ones_that_anybody_could_have_made_i
     assert capsys.readouterr().out.endswith("1 good, 1 bad\n")
 
 
-def test_with_a_secret_a_block_that_anybody_could_have_made_is_bad(
-    store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store.fill(num_blocks=1)
-    assert main(["fsck", str(store.root), "--secret-file", str(secret_file)]) == 1
-    assert "integrity is 'fast'; expected 'keyed'" in capsys.readouterr().out
-
-
 def test_what_is_not_sealed_by_the_secret_is_never_put_away(
     store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,16 +267,6 @@ def test_json_is_one_object(store: Store, capsys: pytest.CaptureFixture[str]) ->
     report = json.loads(capsys.readouterr().out)
     assert report["good"] == NUM_BLOCKS - 1
     assert [problem["path"] for problem in report["bad"]] == [str(relative)]
-
-
-def test_a_folder_that_cannot_be_opened_is_bad(
-    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.fill()
-
-    fail_to_open(monkeypatch, "03", PermissionError(13, "Permission denied", "03"))
-    assert main(["fsck", str(store.root)]) == 1
-    assert "bad: 03: cannot be opened: Permission denied" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -356,53 +336,6 @@ def test_misuse_is_said_in_one_line(
     assert not printed.out
     assert printed.err.startswith(f"kvxfer fsck: {said.format(tmp_path)}")
     assert printed.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("arguments", [[], ["path", "--nothing"]])
-def test_what_cannot_be_parsed_is_named_in_one_line(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["fsck", *arguments])
-    said = capsys.readouterr().err
-    assert said.startswith("kvxfer fsck: ")
-    assert said.count("\n") == 1
-
-
-@pytest.mark.processes
-def test_a_process_of_its_own_says_and_returns_the_same(store: Store) -> None:
-    namespace = store.fill()
-    flip(5000)(store.path(namespace, store.keys[0]))
-    command = [*COMMAND, "fsck", str(store.root)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    assert result.stdout.endswith(f"{NUM_BLOCKS - 1} good, 1 bad\n")
-    assert not result.stderr  # no bar, as nobody looks at one
-
-
-@pytest.mark.processes
-def test_a_terminal_is_shown_a_bar_of_bytes(store: Store) -> None:
-    store.fill()
-    total = sum(path.stat().st_size for path in store.root.glob("*/??/*"))
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
-    process = subprocess.Popen(
-        [*COMMAND, "fsck", str(store.root)], stdout=subprocess.PIPE, stderr=theirs, text=True
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        while piece := os.read(ours, 4096):
-            shown += piece
-    except OSError:  # how a terminal says that its other end was closed
-        pass
-    finally:
-        os.close(ours)
-    out, _ = process.communicate()
-    assert process.returncode == 0
-    assert out == f"{NUM_BLOCKS} good, 0 bad\n"
-    assert b"100%" in shown
-    assert f"{total / 1024:.1f}k".encode() in shown
 
 
 @pytest.mark.processes

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import sys
@@ -33,37 +32,6 @@ def age(store: Store, namespace: Namespace) -> None:
 
 def left(store: Store, namespace: Namespace) -> list[int]:
     return [i for i, key in enumerate(store.keys) if store.path(namespace, key).exists()]
-
-
-def test_without_bounds_no_block_goes(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    store.fill()
-    before = store.blocks()
-    assert main(["gc", str(store.root)]) == 0
-    assert capsys.readouterr().out == "removed: nothing; 0 B freed, 96.0 KiB left\n"
-    assert store.blocks() == before
-
-
-def test_blocks_that_were_not_used_for_too_long_go(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    namespace = store.fill()
-    age(store, namespace)
-    assert main(["gc", str(store.root), "--max-age", "3d"]) == 0
-    assert left(store, namespace) == [0, 1, 2]
-    said = "removed: 5 unused for too long; 60.0 KiB freed, 36.0 KiB left\n"
-    assert capsys.readouterr().out == said
-    assert store.counted_bytes == 3 * FILE_BYTES
-    assert main(["fsck", str(store.root)]) == 0
-
-
-def test_of_blocks_that_were_used_at_one_time_the_first_by_name_go(store: Store) -> None:
-    namespace = store.fill()
-    now = time.time()
-    for key in store.keys:
-        os.utime(store.path(namespace, key), (now, now))
-    assert main(["gc", str(store.root), "--capacity", str(3 * FILE_BYTES)]) == 0
-    by_name = sorted(range(NUM_BLOCKS), key=lambda i: store.relative(namespace, store.keys[i]))
-    assert left(store, namespace) == sorted(by_name[-3:])
 
 
 def test_beyond_the_capacity_the_least_recently_used_go(
@@ -126,25 +94,6 @@ def test_a_namespace_without_blocks_goes(store: Store, capsys: pytest.CaptureFix
     assert "1 namespaces without blocks" in capsys.readouterr().out
     assert not (store.root / emptied.fingerprint).exists()
     assert (store.root / kept.fingerprint / "namespace.json").exists()
-
-
-def test_a_namespace_with_foreign_files_stays_whole(store: Store) -> None:
-    namespace = store.fill(num_blocks=1)
-    store.path(namespace, store.keys[0]).unlink()
-    folder = store.root / namespace.fingerprint
-    (folder / "notes.txt").write_text("mine")
-    assert main(["gc", str(store.root)]) == 0
-    assert {path.name for path in folder.iterdir()} >= {"notes.txt", "namespace.json"}
-
-
-def test_a_foreign_file_among_blocks_keeps_the_description(store: Store) -> None:
-    namespace = store.fill(num_blocks=1)
-    path = store.path(namespace, store.keys[0])
-    path.rename(path.with_name("notes.txt"))
-    description = (store.root / namespace.fingerprint / "namespace.json").read_text()
-    assert main(["gc", str(store.root)]) == 0
-    assert path.with_name("notes.txt").exists()
-    assert (store.root / namespace.fingerprint / "namespace.json").read_text() == description
 
 
 def test_a_block_that_is_stored_meanwhile_keeps_its_folder_and_the_description(
@@ -237,23 +186,6 @@ def test_a_signal_between_two_files_leaves_the_count_right(
     assert store.counted_bytes == len(store.blocks()) * FILE_BYTES
 
 
-def test_files_before_one_that_cannot_be_removed_are_counted(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.fill()
-    remove, removed = NamespaceFolder.remove_found, list[bool]()
-
-    def remove_three(*arguments: Any) -> bool:
-        if len(removed) == 3:
-            raise PermissionError(errno.EACCES, "as told")
-        removed.append(remove(*arguments))
-        return True
-
-    monkeypatch.setattr(NamespaceFolder, "remove_found", remove_three)
-    assert main(["gc", str(store.root), "--max-age", "0s"]) == 2
-    assert store.counted_bytes == len(store.blocks()) * FILE_BYTES == 5 * FILE_BYTES
-
-
 def everything(store: Store) -> dict[Path, bytes | None]:
     found = store.root.rglob("*")
     return {path: path.read_bytes() if path.is_file() else None for path in found}
@@ -293,24 +225,3 @@ def test_a_dry_run_removes_nothing_and_says_what_would_go(
         "would be freed", "freed"
     ).replace("would be left", "left")
     assert "would be removed: 1 temporary, 1 in quarantine," in would
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--capacity", "much"], ["--max-age", "old"], ["--max-age", "3y"]]
-)
-def test_what_is_no_quantity_is_said_in_one_line(
-    store: Store, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    store.fill()
-    before = store.blocks()
-    assert main(["gc", str(store.root), *arguments]) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("kvxfer gc: ")
-    assert repr(arguments[1]) in printed
-    assert store.blocks() == before
-
-
-def test_no_such_folder_is_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gc", str(tmp_path / "nothing")]) == 2
-    expected = f"kvxfer gc: {tmp_path}/nothing: No such file or directory\n"
-    assert capsys.readouterr().err == expected

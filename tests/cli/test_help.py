@@ -11,7 +11,6 @@ import pytest
 from kvxfer.backends.nixl import Transport
 from kvxfer.cli import _COMMANDS, main
 from kvxfer.cli.serve_options import TRANSPORTS
-from kvxfer.connect import connect
 
 pytestmark = pytest.mark.processes
 
@@ -98,12 +97,6 @@ def test_a_name_that_is_nearly_right_is_suggested(
 
 def test_public_names_are_there_when_they_are_asked_for() -> None:
     run(USE_NAMES)
-
-
-def test_the_front_door_is_a_function() -> None:
-    import kvxfer
-
-    assert kvxfer.connect is connect
 
 
 def test_the_transports_that_can_be_named_are_those_that_there_are() -> None:

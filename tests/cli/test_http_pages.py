@@ -9,7 +9,6 @@ import pytest
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.cli.http_pages import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HTTPPages, Page
-from kvxfer.errors import BackendUnavailableError
 
 ANY_PORT = Endpoint("127.0.0.1", 0)
 PAGES = {"/ready": lambda: Page(HTTPStatus.OK)}
@@ -45,20 +44,6 @@ async def test_only_a_question_for_a_page_is_answered(request_line: bytes, statu
         assert await ask(ready.endpoint, request_line) == status
 
 
-async def test_the_answer_is_that_of_the_moment() -> None:
-    status = HTTPStatus.SERVICE_UNAVAILABLE
-    async with HTTPPages(ANY_PORT, {"/ready": lambda: Page(status)}) as ready:
-        request = b"GET /ready HTTP/1.1\r\n\r\n"
-        assert await ask(ready.endpoint, request) == b"HTTP/1.1 503 Service Unavailable"
-        status = HTTPStatus.OK
-        assert await ask(ready.endpoint, request) == b"HTTP/1.1 200 OK"
-
-
-async def test_who_asks_nothing_is_not_waited_for() -> None:
-    async with HTTPPages(ANY_PORT, PAGES, timeout_s=0.05) as ready:
-        assert await ask(ready.endpoint, b"GET /ready") == b""
-
-
 @pytest.mark.parametrize("sent", [b"", b"GET /ready"])
 async def test_who_asks_nothing_makes_room_for_others(sent: bytes) -> None:
     async with HTTPPages(ANY_PORT, PAGES) as ready, contextlib.AsyncExitStack() as stack:
@@ -82,12 +67,6 @@ async def test_who_does_not_read_the_answer_is_not_waited_for() -> None:
             while ready.num_connections:  # noqa: ASYNC110 - of a server
                 await asyncio.sleep(0.01)
         writer.close()
-
-
-async def test_a_port_that_is_taken_is_said_so() -> None:
-    async with HTTPPages(ANY_PORT, PAGES) as ready:
-        with pytest.raises(BackendUnavailableError, match=f"cannot listen at {ready.endpoint}"):
-            await HTTPPages(ready.endpoint, PAGES).__aenter__()
 
 
 async def test_a_page_that_cannot_be_made_is_an_error_of_this_page_alone(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -44,17 +43,6 @@ def test_a_good_block_is_shown_with_its_namespace(
     }
 
 
-def test_a_block_is_shown_wherever_it_lies(
-    store: Store, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    namespace = store.fill(num_blocks=1)
-    shutil.copy(store.path(namespace, store.keys[0]), tmp_path / "copy")
-    assert main(["inspect", str(tmp_path / "copy")]) == 0
-    said = shown(capsys)
-    assert said["key"].endswith(", which is not the name of the file")
-    assert "model" not in said
-
-
 @pytest.mark.parametrize(
     ("damage", "seal", "checksum"),
     [
@@ -78,34 +66,6 @@ def test_a_changed_block_says_what_does_not_hold(
     assert checksum in said["checksum"]
 
 
-def test_a_truncated_block_says_how_much_is_missing(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    namespace = store.fill(num_blocks=1)
-    path = store.path(namespace, store.keys[0])
-    os.truncate(path, 5000)
-    assert main(["inspect", str(path)]) == 1
-    assert "904 bytes of data, expected 5096" in shown(capsys)["checksum"]
-
-
-def test_a_keyed_block_needs_the_secret(
-    store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    namespace = store.fill(num_blocks=1, integrity=Integrity.KEYED, secret_file=secret_file)
-    path = store.path(namespace, store.keys[0])
-    assert main(["inspect", str(path)]) == 0
-    said = shown(capsys)
-    assert "not verified: keyed" in said["seal"]
-    assert "not verified: keyed" in said["checksum"]
-    with_secret = ["inspect", str(path), "--secret-file", str(secret_file)]
-    assert main(with_secret) == 0
-    said = shown(capsys)
-    assert said["seal"] == "holds"
-    assert said["checksum"].endswith(" holds")
-    flip(path, 4096)
-    assert main(with_secret) == 1
-
-
 def test_a_sealed_block_is_shown_without_its_key_and_verified_with_it(
     store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,16 +86,6 @@ def test_a_sealed_block_is_shown_without_its_key_and_verified_with_it(
     flip(path, 4096)
     assert main([*with_secret, "--tenant", "ours"]) == 1
     assert "does not hold: the data does not match its tag" in shown(capsys)["checksum"]
-
-
-def test_a_block_without_a_checksum_says_so(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    namespace = store.fill(num_blocks=1, integrity=Integrity.OFF)
-    assert main(["inspect", str(store.path(namespace, store.keys[0]))]) == 0
-    said = shown(capsys)
-    assert said["checksum"] == "none"
-    assert said["seal"] == "holds"
 
 
 def make_safetensors(path: Path, header_bytes: int) -> None:
@@ -168,18 +118,3 @@ def test_what_is_no_block_file_is_said_to_be_none(
     assert not printed.out
     assert printed.err.startswith(f"kvxfer inspect: {path}: not a block file: ")
     assert printed.err.count("\n") == 1
-
-
-def test_a_link_is_not_followed(
-    store: Store, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    namespace = store.fill(num_blocks=1)
-    (tmp_path / "link").symlink_to(store.path(namespace, store.keys[0]))
-    assert main(["inspect", str(tmp_path / "link")]) == 2
-    assert "Too many levels of symbolic links" in capsys.readouterr().err
-
-
-def test_no_such_file_is_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(tmp_path / "nothing")]) == 2
-    expected = f"kvxfer inspect: {tmp_path}/nothing: No such file or directory\n"
-    assert capsys.readouterr().err == expected

@@ -65,31 +65,12 @@ def test_keys_are_those_that_a_lookup_finds(
     )
 
 
-def test_a_namespace_without_description_or_blocks_is_listed(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    namespace = store.fill(num_blocks=1)
-    store.path(namespace, store.keys[0]).unlink()
-    (store.root / namespace.fingerprint / "namespace.json").write_text("{")
-    assert main(["ls", str(store.root)]) == 0
-    line = capsys.readouterr().out.splitlines()[1]
-    assert line.split() == [namespace.fingerprint, "?", "?", "fast", "0", "0", "B", "-", "-", "0"]
-
-
 def test_a_model_cannot_give_orders_to_the_terminal(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.fill(model="\x1b[2Jmodel\nother", num_blocks=1)
     assert main(["ls", str(store.root)]) == 0
     assert "  \\x1b[2Jmodel\\nother  " in capsys.readouterr().out
-
-
-def test_a_store_without_blocks_has_a_total_of_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "usage.ledger").touch()
-    assert main(["ls", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:5] == ["total:", "0", "0", "0", "B"]
 
 
 @pytest.mark.parametrize("names", [[], ["notes.txt"], ["d41d8cd98f00b204e9800998ecf8427e/a.txt"]])
@@ -104,16 +85,3 @@ def test_a_folder_that_holds_no_store_is_misuse(
         printed = capsys.readouterr()
         assert not printed.out
         assert printed.err.startswith(f"kvxfer ls: path is '{tmp_path}'; expected the root of a st")
-
-
-def test_a_store_is_known_by_its_blocks_alone(store: Store) -> None:
-    namespace = store.fill(num_blocks=1)
-    (store.root / "usage.ledger").unlink()
-    (store.root / namespace.fingerprint / "namespace.json").unlink()
-    assert main(["ls", str(store.root)]) == 0
-
-
-def test_no_such_folder_is_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ls", str(tmp_path / "nothing")]) == 2
-    expected = f"kvxfer ls: {tmp_path}/nothing: No such file or directory\n"
-    assert capsys.readouterr().err == expected

@@ -15,25 +15,6 @@ SIZED = [*CHATS, "--bytes-per-token", "4096"]
 LISTS = ["--backend", "host://?capacity=64MiB", "file:///kv?capacity=1GiB"]
 
 
-@pytest.mark.slow
-def test_tables_fit_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        *("--bytes-per-token", "131072", "--prefill-tokens-per-s", "12345.6"),
-        *("--backend", "host://?capacity=2GiB&eviction=arc"),
-        *(
-            "--backend",
-            "host://?capacity=2GiB&eviction=arc",
-            "file:///var/cache/kv?capacity=200GiB",
-        ),
-        *("--budget", "host=4GiB,file=1TiB"),
-    ]
-    assert main([*CHATS, *arguments]) == 0
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80
-    for part in ("ceiling", "lru hits", "arc saves", "written a day", '"backend": ["host://'):
-        assert part in printed
-
-
 def fleet_on_page() -> tuple[list[str], str]:
     """Read the command of the simulator on its page, and what it prints."""
     page = (ROOT / "docs/fleets.md").read_text().partition("## The simulator")[2]
@@ -90,33 +71,6 @@ def test_json_has_all_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(tier["num_hits"] for tier in tiers["tiers"]) == tiers["num_hits"]
     assert tiers["tiers"][1]["bytes_written_per_day"] > tiers["tiers"][1]["bytes_written"] > 0
     assert report["recommendation"]["row"]["backend"]
-
-
-def test_a_trace_without_a_size_of_tokens_is_counted_in_blocks(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main([*CHATS, "--blocks", "10,1000", "--policies", "arc"]) == 0
-    table = capsys.readouterr().out.partition("Host memory alone")[2].splitlines()
-    assert [line.split()[0] for line in table[1:]] == ["blocks", "10", "1,000"]
-    assert "lru" not in table[1]
-
-
-@pytest.mark.slow
-def test_a_fleet_fits_a_terminal_and_is_the_same_as_json(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    sizes = "holders=9,engines=20,capacity=4MiB,engine_capacity=2MiB,max_connections=5"
-    arguments = [*SIZED, "--fleet", f"{sizes},replicas=2"]
-    assert main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80
-    assert main([*arguments, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["fleet"]["engines"] == 20
-    for share in (report["hits_own"], report["hits_holders"]):
-        assert f"{100 * share:.1f} % " in printed
-    for row in report["holders"]:
-        assert row["name"] in printed
 
 
 def test_a_fleet_that_cannot_be_is_one_line_and_exit_status_2(
@@ -190,17 +144,6 @@ def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path.write_bytes(b"\xff\xfe\x00")
     assert main(["replay", str(path)]) == 2
     assert capsys.readouterr().err.startswith(f"kvxfer replay: {path}, line 1: ")
-
-
-@pytest.mark.parametrize("arguments", [[], ["trace", "--synthetic", "rag"], ["--synthetic", "x"]])
-def test_a_call_without_a_trace_or_with_two_ends_with_one_line(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["replay", *arguments])
-    said = capsys.readouterr().err
-    assert said.startswith("kvxfer replay: ")
-    assert said.count("\n") == 1
 
 
 @pytest.mark.slow

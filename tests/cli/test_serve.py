@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import socket
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -145,13 +144,6 @@ async def test_a_peer_without_the_secret_is_refused(peer: ServeProcess) -> None:
     assert "secret differs: ours is 'a secret', theirs is 'another one, or none'" in said.string
 
 
-async def test_a_peer_takes_no_more_connections_than_it_is_told() -> None:
-    with serving("--capacity", "1MiB", "--max-connections", "1") as peer:
-        with pytest.raises(PeerClosedError):  # through sockets it takes more than one
-            await connect(peer)
-        assert "1 are open" in peer.wait_for("refused a connection").string
-
-
 def test_a_peer_that_listens_is_ready(peer: ServeProcess) -> None:
     assert peer.readiness() == 200
 
@@ -280,32 +272,3 @@ def test_metrics_and_readiness_may_have_one_address() -> None:
         assert peer.readiness() == 200
         assert peer.end() == 0
     assert 'kvxfer_peers_connected{tier="nixl"} 0.0' in text
-
-
-WITHOUT = """
-import sys
-import urllib.request
-sys.modules[sys.argv[1]] = None
-from kvxfer.cli import main
-sys.exit(main(sys.argv[2:]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("option", "address", "package", "extra"),
-    [
-        ("--metrics", f"{peers.HOST}:0", "prometheus_client", "metrics"),
-        ("--events", f"tcp://{peers.HOST}:0", "zmq", "events"),
-    ],
-)
-def test_without_a_package_one_line_says_how_to_install_it(
-    option: str, address: str, package: str, extra: str
-) -> None:
-    usual = ["serve", "--listen", f"{peers.HOST}:0", "--capacity", "1MiB"]
-    command = [sys.executable, "-c", WITHOUT, package, *usual, option, address]
-    result = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=peers.LIMIT_S
-    )
-    assert result.returncode == 2
-    needed = f"{option} needs the package {package}: pip install 'kvxfer[{extra}]'"
-    assert result.stderr == f"kvxfer serve: {needed}\n"

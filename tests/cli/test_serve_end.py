@@ -1,19 +1,11 @@
 """End of `kvxfer serve` under load: soon, and without a wrong byte."""
 
 import asyncio
-import os
-import signal
-import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer, Transport
-from kvxfer.cli import serve, service
-from kvxfer.storage.keys import Namespace
-from kvxfer.units import ByteSize
+from kvxfer.backends.nixl import NixlBackend, NixlConfig, Transport
 from tests.cli import peers
 from tests.cli.peers import serving
 
@@ -87,36 +79,3 @@ async def test_a_peer_under_load_ends_soon_and_no_block_was_wrong(transport: Tra
         assert took_s < SOON_S
     assert load.wrong == []
     assert "still in use" not in "".join(peer.said)
-
-
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """Set the handlers of this process back after the test."""
-    before = {number: signal.getsignal(number) for number in service.STOP_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("signals")
-async def test_a_signal_while_memory_is_reserved_does_not_wait_for_it() -> None:
-    begun, may_end = threading.Event(), threading.Event()
-    host = HostConfig(capacity=ByteSize(1 << 20))
-
-    def reserve(namespace: Namespace) -> HostBackend:
-        begun.set()
-        may_end.wait(peers.LIMIT_S)
-        return HostBackend(host, namespace)
-
-    config = NixlConfig(listen=f"{peers.HOST}:0", capacity=host.capacity, transport="socket")
-    peer = StandalonePeer(config, reserve, namespace=peers.namespace())
-    serving = asyncio.create_task(serve._serve(peer, {}, 3600))
-    try:
-        await asyncio.to_thread(begun.wait, peers.LIMIT_S)
-        os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(SOON_S):
-            await serving
-        assert not may_end.is_set()
-        assert not peer.is_ready
-    finally:
-        may_end.set()

@@ -38,15 +38,3 @@ def test_an_index_from_events_is_that_of_the_tiers(
 async def store(config: NixlConfig) -> None:
     async with peers.connected(config) as backend:
         assert all(outcome.done for outcome in await peers.store(backend))
-
-
-def test_an_address_for_events_that_is_taken_is_said_in_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with serving("--capacity", "1MiB", "--events", ANY_PORT) as peer:
-        taken = re.search(r"events at (\S+)", "".join(peer.said))
-        assert taken is not None
-        options = ["--listen", "127.0.0.1:0", "--capacity", "1MiB", "--events", taken[1]]
-        assert main(["serve", *options]) == 2
-    said = capsys.readouterr().err
-    assert said == f"kvxfer serve: cannot listen at {taken[1]}: Address already in use\n"

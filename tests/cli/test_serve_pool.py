@@ -81,31 +81,6 @@ async def test_the_blocks_used_last_are_preloaded_and_evicted_last(
         assert "cut off after 0 s" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("tiers", "complaint"),
-    [
-        (["s3://bucket/kv"], "warm is 5; expected a tier that tells which blocks were used last"),
-        (["pool:///run/other.sock"], "warm is 5; expected a tier that tells which"),
-        (
-            ["s3://bucket/kv", "file:///nonexistent/kv?capacity=1GiB"],
-            "cannot listen at /nonexistent/pool.sock",
-        ),
-    ],
-)
-def test_tiers_that_do_not_know_what_was_used_last_cannot_warm(
-    tiers: list[str],
-    complaint: str,
-    store: Store,
-    namespace: Namespace,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    described = store.root / namespace.fingerprint / "namespace.json"
-    usual = ["serve", "--pool", "/nonexistent/pool.sock", "--capacity", "1MiB", "--warm", "5"]
-    lower = [part for tier in tiers for part in ("--tier", tier)]
-    assert main([*usual, "--namespace", str(described), *lower]) == 2
-    assert complaint in capsys.readouterr().err.splitlines()[-1]
-
-
 @pytest.mark.processes
 def test_a_pool_has_the_blocks_in_memory_when_it_is_ready(
     store: Store, namespace: Namespace, tmp_path: Path

@@ -1,16 +1,11 @@
 """Check of buckets: a real server that answers, refuses, is gone or frozen, or overwrites."""
 
-import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import obstore
 import pytest
-from obstore.exceptions import PermissionDeniedError
-from obstore.store import MemoryStore
 
-from kvxfer.backends.object import S3Config
 from kvxfer.doctor import Check, Finding, Severity, examine
 from tests.backends.object_servers import BUCKET, CREDENTIALS, READER, ObjectServer, seaweedfs
 from tests.doctor.test_machine import is_complete
@@ -73,16 +68,6 @@ def test_credentials_that_are_refused_are_an_error_and_are_not_told(
 
 
 @pytest.mark.processes
-def test_a_bucket_that_is_not_there_is_an_error(
-    server: ObjectServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    become(monkeypatch, CREDENTIALS)
-    finding = find(server.endpoint, "nobucket")
-    assert finding.severity is Severity.ERROR
-    assert "NoSuchBucket" in finding.found
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_server_that_does_not_answer_is_an_error_in_time(
     monkeypatch: pytest.MonkeyPatch, *, frozen: bool
@@ -98,40 +83,3 @@ def test_a_server_that_does_not_answer_is_an_error_in_time(
         assert time.monotonic() - began < TIMEOUT_S
     assert finding.severity is Severity.ERROR
     assert finding.found.startswith("LIST: ")
-
-
-@pytest.fixture
-def in_memory(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
-    store = MemoryStore()
-    monkeypatch.setattr(S3Config, "open_store", lambda _: store)
-    return store
-
-
-def test_a_server_that_overwrites_is_a_warning(
-    in_memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put = obstore.put_async
-
-    async def overwrite(*where: Any, **how: Any) -> Any:
-        return await put(*where, **(how | {"mode": "overwrite"}))
-
-    monkeypatch.setattr(obstore, "put_async", overwrite)
-    finding = find("http://127.0.0.1:1")
-    assert finding.severity is Severity.WARNING
-    assert "If-None-Match" in finding.found
-    assert not obstore.list(in_memory).collect()
-
-
-def test_who_may_not_remove_is_told_that_corrupt_blocks_stay(
-    in_memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def refuse(*_: Any) -> None:
-        await asyncio.sleep(0)
-        raise PermissionDeniedError("no")
-
-    monkeypatch.setattr(obstore, "delete_async", refuse)
-    for _ in range(2):  # also where the first one has left its object
-        finding = find("http://127.0.0.1:1")
-        assert finding.severity is Severity.WARNING
-        assert finding.found.startswith("objects cannot be removed: DELETE: ")
-    assert len(obstore.list(in_memory).collect()) == 1

@@ -75,11 +75,6 @@ def test_the_backends_of_the_environment_are_found(
         read_backends(write(tmp_path / "a.json", {**ours, "kv_connector": "OffloadingConnector"}))
 
 
-def test_one_backend_alone_is_found(tmp_path: Path) -> None:
-    content = {"kv_connector": "c", "kv_connector_extra_config": {"backend": "host://"}}
-    assert read_backends(write(tmp_path / "a.json", content)) == ["host://"]
-
-
 @pytest.mark.parametrize(
     "content",
     [[], 7, {}, {"kv_transfer_config": 7}, {"kv_transfer_config": "{"}, HANDOVER],

@@ -8,7 +8,6 @@ import pytest
 
 from kvxfer.backends.nixl import Announcement
 from kvxfer.doctor import Check, Finding, Severity, examine
-from kvxfer.errors import InvalidArgumentError
 from tests import needs
 from tests.backends.etcd_server import EtcdServer, etcd
 from tests.doctor.test_machine import is_complete
@@ -84,8 +83,3 @@ def test_credentials_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
     finding = find(url, parameters=f"&etcd_user_file={tmp_path}/missing")
     assert finding.severity is Severity.ERROR
     assert finding.found.startswith("etcd_user_file is ")
-
-
-def test_a_url_that_is_none_is_an_argument_error() -> None:
-    with pytest.raises(InvalidArgumentError, match="discover is 'consul://a:1/b'"):
-        examine(["nixl://?discover=consul://a:1/b"], timeout_s=TIMEOUT_S)

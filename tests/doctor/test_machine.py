@@ -17,14 +17,11 @@ from kvxfer.doctor import (
     check_huge_pages,
     check_locked_memory,
     check_memory,
-    check_nixl,
-    check_open_files,
     check_packages,
     check_plugin,
     check_shared_memory,
     check_vllm,
 )
-from kvxfer.errors import BackendUnavailableError
 from tests.backends.file_store import mounted
 
 GIB = 1 << 30
@@ -131,17 +128,6 @@ def limits(files: str, locked: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(
-    ("limit", "severity"),
-    [("256", Severity.WARNING), ("1024", Severity.OK), ("unlimited", Severity.OK)],
-)
-def test_few_open_files_are_named(tmp_path: Path, limit: str, severity: Severity) -> None:
-    finding = check_open_files(make_root(tmp_path, limits(limit, "8192")))
-    assert finding.severity is severity
-    assert limit in finding.found
-    assert is_complete(finding)
-
-
 def test_locked_memory_counts_where_a_network_card_reads_it(tmp_path: Path) -> None:
     ports = tmp_path / "infiniband"
     tiny = make_root(tmp_path / "tiny", limits("1024", "65536"))
@@ -197,10 +183,6 @@ def test_a_quota_below_the_threads_is_named(
     assert is_complete(short)
     assert find(NUM_CPUS).severity is Severity.OK
     assert find(NUM_CPUS, OMP_NUM_THREADS=str(NUM_CPUS + 1)).severity is Severity.WARNING
-
-
-def test_without_a_quota_there_is_none(tmp_path: Path) -> None:
-    assert check_cpus(tmp_path, {}).severity is Severity.OK
 
 
 def test_memory_beyond_a_limit_is_named_with_the_file_of_the_limit(tmp_path: Path) -> None:
@@ -319,22 +301,6 @@ def test_a_package_that_is_missing_or_of_another_release_is_named_alone(
 def test_another_release_of_vllm_is_named(version: str, severity: Severity) -> None:
     finding = check_vllm(lambda: version)
     assert finding.severity is severity
-    assert is_complete(finding)
-
-
-def test_nixl_opens_and_tells_its_plug_ins() -> None:
-    finding = check_nixl()
-    assert finding.severity is Severity.OK, finding
-    assert "UCX" in finding.found
-
-
-def test_nixl_that_does_not_open_is_named() -> None:
-    def fail() -> Any:
-        raise BackendUnavailableError("NIXL has no plug-in UCX")
-
-    finding = check_nixl(fail)
-    assert finding.severity is Severity.WARNING
-    assert finding.found == "NIXL has no plug-in UCX"
     assert is_complete(finding)
 
 

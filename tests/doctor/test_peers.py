@@ -75,22 +75,6 @@ def test_a_sound_peer_tells_its_carrier_its_round_trip_and_its_model(peer: Serve
     assert not [line for line in peer.said if "WARNING" in line]
 
 
-def test_a_peer_without_a_model_is_sound() -> None:
-    with serving(*SMALL) as peer:
-        (finding,) = find(peer.endpoint)
-        assert finding.severity is Severity.OK
-        assert "no engine has settled its model yet" in finding.found
-        peer.end()
-        assert not [line for line in peer.said if "settled" in line]
-
-
-def test_sockets_between_processes_of_one_machine_are_named(namespace_file: str) -> None:
-    with serving(*SMALL, "--namespace", namespace_file, "--transport", "socket") as peer:
-        reached, carrier = find(peer.endpoint)
-    assert reached.severity is Severity.OK
-    assert (carrier.check, carrier.severity) == (Check.PEER_CARRIER, Severity.WARNING)
-
-
 def test_a_peer_in_a_container_of_its_own_on_this_machine_is_named(
     namespace_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,11 +94,6 @@ def test_a_dead_port_is_named(peer: ServeProcess) -> None:
     finding = refused(Endpoint(peers.HOST, port))
     assert "cannot connect: [Errno 111]" in finding.found
     assert f"kvxfer serve --listen {peers.HOST}:{port}" in finding.mend
-
-
-def test_a_name_that_is_none_is_named(secrets: list[str]) -> None:
-    finding = refused(Endpoint("nowhere.invalid", 7000), secret_file=secrets[0])
-    assert "nowhere.invalid:7000" in finding.found
 
 
 def test_a_peer_that_never_answers_is_named_within_the_deadline() -> None:
@@ -160,10 +139,3 @@ def test_beyond_this_machine_a_secret_is_asked_for(monkeypatch: pytest.MonkeyPat
     ]
     assert finding.severity is Severity.ERROR
     assert "secret_file" in finding.mend
-
-
-def test_every_address_of_a_url_is_examined(peer: ServeProcess) -> None:
-    findings = examine([f"nixl://{peer.endpoint},127.0.0.1:1"], timeout_s=TIMEOUT_S)
-    found = {each.subject: each.severity for each in findings if each.check is Check.PEER}
-    expected = {f"nixl://{peer.endpoint}": Severity.OK, "nixl://127.0.0.1:1": Severity.ERROR}
-    assert found == expected

@@ -1,6 +1,5 @@
 """Check of a host pool: a socket that is missing, left behind, another user's, or served."""
 
-import os
 import socket
 from pathlib import Path
 
@@ -34,14 +33,6 @@ def test_a_pool_that_nobody_serves_is_named_with_the_command_that_serves_it(path
         assert f"--pool {path}" in finding.mend
     assert "No such file" in missing.found
     assert "refused" in left_behind.found
-
-
-def test_a_pool_of_another_user_is_named_with_both_users(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with running_pool(path):
-        monkeypatch.setattr(places, "peer_of", lambda _: (1, 65534))
-        assert f"its user is 65534, that of this process is {os.geteuid()}" in check(path).found
 
 
 def test_a_pool_that_is_served_is_sound_and_notices_no_more_than_a_connection(

@@ -9,10 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvxfer.doctor import Check, Finding, Severity, compare, is_comparable, sharing
-from kvxfer.doctor.sharing import Party
+from kvxfer.doctor import Check, Finding, Severity, compare, is_comparable
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.portable import CacheDescription
 from kvxfer.storage.keys import Namespace
 from tests.cli import peers
 from tests.cli.peers import ServeProcess, serving
@@ -63,23 +61,10 @@ def test_each_field_of_a_group_that_differs_is_named(tmp_path: Path, field: str)
     assert all(each.subject.startswith(f"groups[0].{field}") for each in findings)
 
 
-def test_all_fields_that_differ_are_named(tmp_path: Path) -> None:
-    other = msgspec.structs.replace(NAMESPACE, **OTHER_VALUES)
-    findings = find(write(tmp_path / "a.json", NAMESPACE), write(tmp_path / "b.json", other))
-    assert {each.subject.split(".")[0] for each in findings} == set(OTHER_VALUES)
-
-
 def test_equal_descriptions_share(tmp_path: Path) -> None:
     finding = one(write(tmp_path / "a.json", NAMESPACE), write(tmp_path / "b.json", NAMESPACE))
     assert finding.severity is Severity.OK
     assert NAMESPACE.fingerprint in finding.found
-
-
-def test_a_long_value_is_cut_and_a_strange_one_made_printable(tmp_path: Path) -> None:
-    other = msgspec.structs.replace(NAMESPACE, model="\x1b[2J" + "m" * 10_000)
-    finding = one(write(tmp_path / "a.json", NAMESPACE), write(tmp_path / "b.json", other))
-    assert len(finding.found) < 1000
-    assert "\x1b" not in finding.found
 
 
 def test_a_store_is_compared_by_its_namespace_that_is_nearest(tmp_path: Path) -> None:
@@ -145,31 +130,6 @@ def test_engines_that_hand_prompts_over_are_compared_by_their_caches_as_well(len
         assert finding.severity is Severity.ERROR
         assert finding.subject.startswith(subject)
     assert "groups: 1 in" in finding.found
-
-
-@pytest.mark.slow
-def test_an_engine_that_describes_its_caches_in_another_way_is_named(
-    lending: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, encode = lending(4), CacheDescription.encode
-    monkeypatch.setattr(CacheDescription, "encode", lambda _: b"of a later release")
-    later = lending(4)
-    finding = one(first, later)
-    assert finding.severity is Severity.ERROR
-    assert f"the caches of {later} are not understood" in finding.found
-
-    def with_a_field(self: CacheDescription) -> bytes:
-        return msgspec.msgpack.encode({**msgspec.msgpack.decode(encode(self)), "rotation": "half"})
-
-    monkeypatch.setattr(CacheDescription, "encode", with_a_field)
-    later = lending(4)
-    for engines in ((first, later), (later, first)):
-        finding = one(*engines)
-        assert finding.severity is Severity.ERROR
-        assert finding.found == f"rotation: 'half' in {later}, and no field of this kvxfer"
-    lends, stores = Party(later, (), b"of a later release"), Party("file:///kv", ())
-    for parties in ((lends, stores), (stores, lends)):
-        assert sharing._compare_caches(*parties) == [], "only one of them lends its caches"
 
 
 def test_a_path_that_hangs_is_a_finding_within_its_deadline(tmp_path: Path) -> None:

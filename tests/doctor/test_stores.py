@@ -13,14 +13,13 @@ from kvxfer.doctor import (
     check_direct_io,
     check_folder,
     check_inodes,
-    check_io_uring,
     check_medium,
     check_secret,
     check_space,
     examine,
 )
 from kvxfer.units import ByteSize
-from tests.backends.file_store import has_uring, mounted, tmpfs
+from tests.backends.file_store import mounted, tmpfs
 from tests.cli.stores import Store
 from tests.doctor.test_machine import is_complete, make_root
 
@@ -97,16 +96,6 @@ def test_a_capacity_that_cannot_be_reached_is_named_with_what_can_be() -> None:
         assert "0 B free" in finding.found
 
 
-def test_bytes_of_the_store_count_as_room_for_it(tmp_path: Path) -> None:
-    with tmpfs(16 << 20) as folder:
-        store = Store(folder / "store")
-        store.fill()
-        (folder / "filler").write_bytes(bytes(15 << 20))
-        usage = 8 * 12288
-        named(check_space, config(store.root, capacity=usage, min_free=GIB), Severity.OK)
-        named(check_space, config(store.root, capacity=2 * usage, min_free=GIB), Severity.WARNING)
-
-
 def test_too_few_inodes_are_named(tmp_path: Path) -> None:
     image = tmp_path / "image"
     with image.open("wb") as file:
@@ -148,26 +137,11 @@ def test_a_medium_that_keeps_nothing_is_named(
     assert check_medium(config(tmp_path.parent), root=root).found == "ext4 at /"
 
 
-def test_a_real_file_system_in_memory_is_named() -> None:
-    with tmpfs(1 << 20) as folder:
-        finding = named(check_medium, config(folder / "store"), Severity.WARNING)
-        assert finding.found == f"tmpfs at {folder}"
-
-
 def test_a_file_system_without_direct_io_is_named_unless_it_is_meant() -> None:
     with mounted("-t", "ramfs", "ramfs") as folder:
         named(check_direct_io, config(folder), Severity.WARNING)
         named(check_direct_io, config(folder, direct="off"), Severity.OK)
         named(check_space, config(folder), Severity.OK)  # it does not say how much it has
-
-
-def test_direct_io_works_where_there_is_some(tmp_path: Path) -> None:
-    assert "works" in named(check_direct_io, config(tmp_path), Severity.OK).found
-
-
-@pytest.mark.skipif(not has_uring(), reason="needs io_uring")
-def test_io_uring_works_where_it_is_permitted(tmp_path: Path) -> None:
-    assert named(check_io_uring, config(tmp_path), Severity.OK).found == "works"
 
 
 def test_a_secret_that_is_missing_is_named(tmp_path: Path, secret_file: Path) -> None:
@@ -178,14 +152,6 @@ def test_a_secret_that_is_missing_is_named(tmp_path: Path, secret_file: Path) ->
     pytest.importorskip("blake3")
     sound = config(tmp_path, secret_file=str(secret_file), **keyed)  # type: ignore[arg-type]
     named(check_secret, sound, Severity.OK)
-
-
-def test_a_secret_of_sealed_blocks_is_checked_too(tmp_path: Path, secret_file: Path) -> None:
-    sealed = {"integrity": Integrity.SEALED, "tenant": "somebody"}
-    missing = config(tmp_path, **sealed)  # type: ignore[arg-type]
-    assert "secret_file" in named(check_secret, missing, Severity.ERROR).found
-    sound = config(tmp_path, secret_file=str(secret_file), **sealed)  # type: ignore[arg-type]
-    assert named(check_secret, sound, Severity.OK).found == "integrity=sealed"
 
 
 def test_an_examination_has_every_check_of_a_store_under_its_name(tmp_path: Path) -> None:

@@ -194,23 +194,6 @@ async def test_a_missed_deadline_and_then_a_suspended_tier(memory: BlockMemory, 
     assert "suspended after a missed deadline" in paused["runs"][0]["text"]
 
 
-async def test_a_deadline_of_an_earlier_lookup_explains_no_later_one(
-    memory: BlockMemory, ask: Ask
-) -> None:
-    namespace = memory.namespace()
-    lower = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
-    timeouts = TierTimeouts(lookup_s=0.05, pause_s=0.0)
-    inner = TieredBackend([open_host(namespace, 4), lower], namespace, timeouts=timeouts)
-    async with watch(inner, memory) as backend:
-        lower.rates = FaultRates(hang=1.0, operations=LOOKUP)
-        await backend.lookup(KEYS[:1])
-        lower.rates = FaultRates()
-        lower.release()
-        await backend.drain()
-        await backend.lookup(KEYS[:1])
-    assert answers(ask(KEYS[:1])) == [(0, 0, "never stored")]
-
-
 @pytest.mark.parametrize(("max_blocks", "index"), [(2, 0), (100, 4)])
 async def test_back_pressure_of_a_tier_that_is_too_slow(
     memory: BlockMemory, ask: Ask, max_blocks: int, index: int

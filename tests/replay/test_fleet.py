@@ -54,13 +54,6 @@ def test_blocks_are_placed_as_engines_place_them() -> None:
         assert placed.tolist() == (rank(keys, endpoints, 2) + holders[0]).tolist()
 
 
-def test_a_study_is_the_same_for_a_seed(chats: Trace, report: FleetReport) -> None:
-    again = study_fleet(chats, Machine(bytes_per_token=16384), parse_fleet(SMALL))
-    assert again == report
-    fleet = parse_fleet(SMALL)
-    assert route(chats, fleet, 0) != route(chats, fleet, 1)
-
-
 def test_a_fleet_has_almost_the_hits_of_one_pool(report: FleetReport) -> None:
     assert report.hits_holders > 0.2
     assert abs(report.hits_pool - report.hits_holders) < 0.05
@@ -105,7 +98,3 @@ def test_a_fleet_that_cannot_be_is_refused_by_name(text: str, named: str) -> Non
         parse_fleet(text)
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_the_report_is_json(report: FleetReport) -> None:
-    assert msgspec.json.decode(msgspec.json.encode(report), type=FleetReport) == report

@@ -12,17 +12,14 @@ from kvxfer.replay import (
     Machine,
     MultiTurn,
     Rag,
-    TierPlan,
     Trace,
     bytes_per_token,
     count_ceiling,
     make_synthetic,
     parse_budget,
-    plan_capacities,
     plan_list,
     plan_tiers,
     recommend,
-    simulate,
 )
 from kvxfer.units import ByteSize
 from tests.replay.traces import trace_of
@@ -128,28 +125,6 @@ def test_bytes_and_seconds_are_those_of_the_hits() -> None:
     assert row.num_hits == 5
     assert row.hit_rate == 0.5
     assert row.first_token_s == pytest.approx((5 * 0.16 - 2 * 0.5 - 3 * 1.0) / 4)
-
-
-def test_capacities_are_planned_for_every_policy(chats: Trace) -> None:
-    rows = plan_capacities(
-        chats,
-        Machine(bytes_per_token=1000),
-        policies=["lru", "arc"],
-        slots=[100, 1000, chats.num_unique],
-        capacities=[None, 5, 6],
-    )
-    assert [(row.policy, row.num_slots, row.capacity_bytes) for row in rows] == [
-        ("lru", 100, None),
-        ("lru", 1000, 5),
-        ("lru", chats.num_unique, 6),
-        ("arc", 100, None),
-        ("arc", 1000, 5),
-        ("arc", chats.num_unique, 6),
-    ]
-    for row in rows:
-        same = TierPlan("host", row.policy, row.num_slots)
-        assert row.num_hits == simulate(chats, [same]).num_hits
-    assert all(row.first_token_s is None for row in rows)
 
 
 def test_object_storage_evicts_nothing_and_has_a_block_once() -> None:

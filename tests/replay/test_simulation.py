@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from typing import get_args
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.replay import Medium, TierPlan, count_ceiling, simulate
 from kvxfer.storage.eviction.policies import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import make_block_key
-from tests.replay.simple_models import lru_tier_hits
-from tests.replay.traces import COPIED_DOWN, prompt_lists, request_lists, trace_of
+from tests.replay.traces import prompt_lists, request_lists, trace_of
 
 policies = pytest.mark.parametrize("policy", get_args(PolicyName))
 media = pytest.mark.parametrize("medium", ["host", "file"])
@@ -59,27 +58,3 @@ def test_a_store_with_room_for_all_blocks_has_every_hit_and_evicts_nothing(
     assert tier.num_hits == tier.num_read == count_ceiling(trace)
     assert tier.num_written == trace.num_unique
     assert tier.num_evicted == tier.num_promoted == 0
-
-
-@given(requests=prompt_lists(), num_slots=st.integers(6, 24))
-def test_both_media_evict_the_same_blocks_with_lru(
-    requests: list[list[int]], num_slots: int
-) -> None:
-    trace = trace_of(requests)
-    hits = [
-        simulate(trace, [TierPlan(each, "lru", num_slots)]).num_hits for each in ("host", "file")
-    ]
-    assert hits[0] == hits[1]
-
-
-@pytest.mark.slow
-@given(requests=prompt_lists(), host=st.integers(1, 12), file=st.integers(1, 40))
-@example(requests=COPIED_DOWN, host=5, file=4)
-def test_tiers_of_lru_give_the_hits_of_lists(
-    requests: list[list[int]], host: int, file: int
-) -> None:
-    plans = [TierPlan("host", "lru", host), TierPlan("file", "lru", file)]
-    result = simulate(trace_of(requests), plans)
-    expected = lru_tier_hits(requests, host, file)
-    assert tuple(tier.num_hits for tier in result.tiers) == expected
-    assert result.hits.sum(axis=0).tolist() == list(expected)

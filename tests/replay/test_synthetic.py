@@ -1,7 +1,5 @@
 """Synthetic traces: the same for the same seed, and prompts that share what they should."""
 
-from itertools import pairwise
-
 import pytest
 
 from kvxfer.errors import InvalidArgumentError
@@ -41,14 +39,6 @@ def test_equal_blocks_have_equal_prefixes_as_in_a_chain_of_hashes(kind: str) -> 
     assert 0 < count_ceiling(trace) == trace.num_references - trace.num_unique
 
 
-@kinds
-def test_requests_come_as_often_as_was_asked(kind: str) -> None:
-    workload = parse_workload(kind, {"requests": "4000", "requests_per_s": "8"})
-    trace = make_synthetic(workload, seed=1, tokens_per_block=512)
-    # Sessions that have only begun when the trace begins make it slower.
-    assert 4000 / 8 * 0.8 < trace.duration_s < 4000 / 8 * 1.6
-
-
 def test_blocks_are_whole_and_end_where_texts_differ() -> None:
     one = MultiTurn(requests=50, system_prompts=1, system_tokens=100, requests_per_s=100)
     trace = make_synthetic(one, seed=1, tokens_per_block=16)
@@ -57,26 +47,6 @@ def test_blocks_are_whole_and_end_where_texts_differ() -> None:
     heads = {tuple(blocks[:6]) for blocks in trace.requests()}
     assert len(heads) == 1  # 96 of the 100 tokens that all have
     assert len({blocks[6] for blocks in trace.requests() if len(blocks) > 6}) > 1
-
-
-def test_agents_fork() -> None:
-    def count_forks(forks: float) -> int:
-        """Count blocks that are followed by different ones."""
-        next_blocks: dict[int, set[int]] = {}
-        for blocks in make_synthetic(Agentic(requests=300, forks=forks), seed=1).requests():
-            for block, following in pairwise(blocks):
-                next_blocks.setdefault(block, set()).add(following)
-        return sum(len(following) > 1 for following in next_blocks.values())
-
-    assert count_forks(0) <= Agentic().agents
-    assert count_forks(0.3) > 20
-
-
-def test_few_documents_are_found_again_more_often_than_many() -> None:
-    few = make_synthetic(Rag(requests=300, documents=5), seed=1)
-    many = make_synthetic(Rag(requests=300, documents=5000, popularity=0.1), seed=1)
-    ceilings = [count_ceiling(each) / each.num_references for each in (few, many)]
-    assert ceilings[0] > 2 * ceilings[1]
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,14 @@
 """Traces: Mooncake's format, and what is said of lines that are not in it."""
 
 import json
-import os
-import threading
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 
-from kvxfer.replay import TraceError, count_ceiling, read_trace, write_trace
-from tests.replay.traces import prompt_lists, request_lists, trace_of
+from kvxfer.replay import TraceError, read_trace, write_trace
+from tests.replay.traces import request_lists, trace_of
 
 LINE = {"timestamp": 27, "input_length": 600, "output_length": 3, "hash_ids": [46, 47]}
 
@@ -101,32 +98,6 @@ def test_a_line_without_an_end_is_not_read_to_its_end() -> None:
         read_trace(Path("/dev/zero"))
 
 
-def test_a_pipe_is_read_and_one_without_a_writer_is_not_waited_for_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=write, args=(pipe, LINE))
-    writer.start()
-    assert read_trace(pipe).num_references == 2
-    writer.join()
-    monkeypatch.setattr("kvxfer.replay.trace.PIPE_TIMEOUT_S", 0.01)
-    with pytest.raises(TraceError, match=r"pipe: a pipe into which nobody wrote for 0.01 s"):
-        read_trace(pipe)
-
-
 @pytest.fixture(autouse=True)
 def _short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvxfer.replay.trace.MAX_LINE_BYTES", 1 << 20)
-
-
-@given(requests=request_lists() | prompt_lists())
-def test_a_cache_that_never_evicts_has_the_known_blocks_that_a_prompt_begins_with(
-    requests: list[list[int]],
-) -> None:
-    seen: set[int] = set()
-    num_hits = 0
-    for blocks in requests:
-        num_hits += sum(1 for _ in takewhile(seen.__contains__, blocks))
-        seen.update(blocks)
-    assert count_ceiling(trace_of(requests)) == num_hits

@@ -1,20 +1,11 @@
-"""Traces for tests: made up by Hypothesis, and those of Mooncake where they are."""
+"""Traces for tests, made up by Hypothesis."""
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
-import pytest
 from hypothesis import strategies as st
 
 from kvxfer.replay import Trace, make_trace
 from kvxfer.telemetry.trace_recorder import TraceLine
-
-FOLDER = Path(os.environ.get("KVXFER_TRACES", "/work/shared/traces"))
-needs_mooncake = pytest.mark.skipif(
-    not (FOLDER / "conversation.jsonl").exists(),
-    reason="Mooncake's traces are not in $KVXFER_TRACES",
-)
 
 COPIED_DOWN = [
     *([0, 1, 2, 3], [4, 5, 6], [0, 1, 2, 3, *range(7, 13)], [0, 1, 2, 3], [13, 14], [0, 1, 2]),

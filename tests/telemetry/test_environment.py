@@ -1,28 +1,21 @@
 """Metrics that an environment variable shows: of each process, at a port of its own."""
 
-import asyncio
 import re
-import socket
 import subprocess
 import sys
-import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.backends.nixl import NixlConfig
 from kvxfer.connect import open_backend
-from kvxfer.endpoint import Endpoint, free_ports
+from kvxfer.endpoint import free_ports
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.settings import VARIABLES
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.telemetry import environment
-from tests.cli import peers
 
 NAMESPACE = Namespace(model="model", groups=(GroupIdentity(page_sizes_bytes=(64,)),))
 TIMEOUT_S = 30.0
@@ -102,24 +95,6 @@ def test_each_process_shows_all_its_backends_at_the_next_free_port() -> None:
         assert [misses(first), misses(first + 1)] == [2, 12]
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nX-A: "])
-def test_half_a_request_for_metrics_is_not_waited_for(
-    sent: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port = free_ports()
-    monkeypatch.setenv(environment.VARIABLE, f"127.0.0.1:{port}")
-    monkeypatch.setattr(environment, "TIMEOUT_S", 0.1)
-    assert environment.environment_observers(NAMESPACE)
-    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as client:
-        client.sendall(sent)
-        assert client.recv(1) == b""
-
-
-def test_without_the_variable_nothing_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(environment.VARIABLE, raising=False)
-    assert environment.environment_observers(NAMESPACE) == []
-
-
 @pytest.mark.parametrize("text", ["9400", "node", "127.0.0.1:99999"])
 def test_what_is_no_endpoint_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.VARIABLE, text)
@@ -130,18 +105,6 @@ def test_what_is_no_endpoint_is_named(text: str, monkeypatch: pytest.MonkeyPatch
 def test_an_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.VARIABLE, "192.0.2.1:9400")
     with pytest.raises(BackendUnavailableError, match=r"KVXFER_METRICS: .* 192\.0\.2\.1:9400"):
-        open_backend("host://?capacity=1MiB", NAMESPACE)
-
-
-@pytest.mark.slow
-def test_that_no_port_is_free_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = free_ports(1)
-    monkeypatch.setattr(environment, "MAX_PROCESSES", 1)
-    monkeypatch.setenv(environment.VARIABLE, f"127.0.0.1:{first}")
-    with (
-        engine(f"127.0.0.1:{first}", 1),
-        pytest.raises(BackendUnavailableError, match=f"no port from 127.0.0.1:{first} to {first}"),
-    ):
         open_backend("host://?capacity=1MiB", NAMESPACE)
 
 
@@ -174,48 +137,6 @@ def test_spans_go_to_the_exporters_that_opentelemetrys_variables_name() -> None:
     assert "spans do not go to 'nowhere': pip install opentelemetry-exporter-nowhere" in (
         unknown.stderr
     )
-
-
-def test_an_exporter_that_refuses_its_settings_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("opentelemetry.sdk")
-    from kvxfer.telemetry import spans
-
-    def make() -> None:
-        raise ValueError("OTEL_EXPORTER_OTLP_TIMEOUT is no number")
-
-    refusing = [SimpleNamespace(load=lambda: make)]
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: refusing)
-    assert spans.provider_of_process.__wrapped__(("otlp",)) is not None
-    assert "spans do not go to 'otlp': ValueError('OTEL_EXPORTER_OTLP_TIMEOUT" in caplog.text
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(120)
-def test_a_peer_makes_spans_of_what_its_tiers_store() -> None:
-    pytest.importorskip("opentelemetry.sdk")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("OTEL_TRACES_EXPORTER", "console")
-        patched.setenv("PYTHONUNBUFFERED", "1")
-        with (
-            tempfile.TemporaryFile("w+") as printed,
-            patched.context() as redirected,
-        ):
-            popen = partial(subprocess.Popen, stdout=printed)
-            redirected.setattr(peers.subprocess, "Popen", popen)  # type: ignore[attr-defined]
-            with peers.serving("--capacity", "1MiB", "--transport", "socket") as peer:
-                patched.delenv("OTEL_TRACES_EXPORTER")
-                asyncio.run(store_at(peer.endpoint))
-                assert peer.end() == 0
-            printed.seek(0)
-            assert '"name": "kvxfer.store host"' in printed.read()
-
-
-async def store_at(endpoint: Endpoint) -> None:
-    config = NixlConfig(address=str(endpoint), transport="socket")
-    async with peers.connected(config) as backend:
-        assert all(outcome.done for outcome in await peers.store(backend))
 
 
 @pytest.mark.processes

@@ -1,8 +1,6 @@
 """Events: their form on the wire is that of vLLM, and an index that is built from them is right."""
 
-import asyncio
 import logging
-import resource
 import socket
 import threading
 import time
@@ -11,24 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import zmq
 
-from kvxfer.backends.file import BlockTree, FileBackend, refuse_partial_walk
-from kvxfer.cli import main
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.observer import Added, Removal, Removed, Reports
+from kvxfer.storage.observer import Added, Removal, Removed
 from kvxfer.telemetry import event_replays
 from kvxfer.telemetry.events import BLOCKS_PER_BATCH, EventPublisher
-from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
-from kvxfer.tiering import TieredBackend
-from tests.backends.file_store import config, path_of
-from tests.cli.stores import flip
 from tests.telemetry.event_subscriber import END, LIMIT_S, EventSubscriber
-from tests.tiering.opened_tiers import open_host, settle
 
 ANY_PORT = "tcp://127.0.0.1:0"
 KEYS = make_keys(8)
@@ -44,12 +33,6 @@ class SlowEncoder:
         self.began.set()
         self.goes_on.wait(LIMIT_S)
         return msgspec.msgpack.encode(obj)
-
-
-def resident_bytes() -> int:
-    """Memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
 
 
 @pytest.fixture
@@ -113,27 +96,6 @@ def asking_in_vain(publisher: EventPublisher, number: int) -> Iterator[None]:
         yield
     finally:
         context.destroy(linger=0)
-
-
-@pytest.mark.slow
-def test_who_asks_and_does_not_read_costs_little_memory_and_holds_up_nobody(
-    publisher: EventPublisher, subscriber: EventSubscriber
-) -> None:
-    keys, last = make_keys(BLOCKS_PER_BATCH), 2000
-    for _ in range(last):
-        publisher.note(Added("host", keys))
-    subscriber.read_until(lambda: subscriber._next == 1 + last)
-    all_bytes = sum(map(len, subscriber.payloads))
-    before = resident_bytes()
-    with asking_in_vain(publisher, 12):
-        for key in KEYS:
-            publisher.note(Added("file", [key]))
-            time.sleep(0.05)  # in which all that was asked for would be sent
-            subscriber.read()
-        subscriber.read_until(lambda: len(subscriber.kept["file"]) == len(KEYS))
-        assert resident_bytes() - before < all_bytes, "of twelve replays"
-        subscriber._next = 0
-        assert len(subscriber.catch_up()) == 1 + last + len(KEYS)
 
 
 def test_who_does_not_read_is_given_up_for_who_waits_for_a_turn(
@@ -234,104 +196,6 @@ def test_an_address_that_is_taken_is_said_so(publisher: EventPublisher) -> None:
 def test_an_address_of_no_use_is_said_so(address: str) -> None:
     with pytest.raises(InvalidArgumentError, match="endpoint is"):
         EventPublisher(address)
-
-
-def files_of(root: Path, namespace: Namespace) -> dict[BlockKey, Path]:
-    """Find the block files of a namespace on the disk, as `kvxfer ls` does."""
-    found = BlockTree(root, on_error=refuse_partial_walk).blocks()
-    ours = [each for each in found if each.fingerprint == namespace.fingerprint]
-    keys = [each.key for each in ours if not each.quarantined]
-    return {key: path_of(root, namespace, key) for key in keys}
-
-
-class Chaos:
-    """Random calls of tiers, blocks that rot and files that somebody else removes.
-
-    Args:
-        seed: Seed of everything random.
-        root: Root of the store in files.
-    """
-
-    def __init__(self, seed: int, root: Path) -> None:
-        self.memory, self.keys = BlockMemory([[4096]], num_blocks=64), make_keys(40)
-        self.namespace = self.memory.namespace()
-        self._root = root
-        self._random = np.random.default_rng(seed)
-
-    async def fill(self) -> None:
-        """Store blocks before the tiers are opened, of two namespaces."""
-        other = self.memory.namespace(model="another")
-        for namespace, keys in ((other, self.keys[:6]), (self.namespace, self.keys[-3:])):
-            async with FileBackend(config(self._root), namespace) as earlier:
-                await earlier.wait_indexed()
-                await earlier.store(keys, self.memory.describe(0, range(len(keys))))
-
-    def open(self) -> TieredBackend:
-        """Open host memory over files."""
-        self.host = open_host(self.namespace, 8)
-        self.files = FileBackend(config(self._root, capacity=16 * 8192 + 4096), self.namespace)
-        return TieredBackend([self.host, self.files], self.namespace)
-
-    async def act(self, backend: TieredBackend) -> None:
-        """Do something."""
-        match self._random.choice(["store", "load", "delete", "lookup", "rot", "flip", "remove"]):
-            case "store":
-                await backend.store(self._some(4), self.memory.describe(0, range(4)))
-            case "load":
-                await backend.load(self._some(4), self.memory.describe(0, range(8, 12)))
-            case "delete":
-                await backend.delete(self._some(2))
-            case "lookup":
-                await backend.lookup(self._some(6))
-            case "rot" if self.host._index.keys():
-                there = self.host._index.keys()
-                slot = self.host._index.slot_of(there[int(self._random.integers(len(there)))])
-                self.host._pool.slots[slot][0, 0] ^= 1
-            case "flip" | "remove" as act:
-                await settle(backend)
-                paths = sorted(files_of(self._root, self.namespace).values())
-                if paths:
-                    path = paths[int(self._random.integers(len(paths)))]
-                    flip(path, -1) if act == "flip" else path.unlink()
-            case _:
-                pass
-
-    def _some(self, count: int) -> list[BlockKey]:
-        return [self.keys[n] for n in self._random.choice(len(self.keys), count, replace=False)]
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("seed", range(4))
-async def test_an_index_from_events_is_the_truth_after_chaos(
-    tmp_path: Path, publisher: EventPublisher, seed: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chaos, losses = Chaos(seed, tmp_path), np.random.default_rng(seed)
-    await chaos.fill()
-    with EventSubscriber.opened(
-        publisher.endpoint, publisher.replay, is_lost=lambda _: bool(losses.random() < 0.3)
-    ) as subscriber:
-        backend = chaos.open()
-        backend.observe(Reports([publisher]))
-        async with backend:
-            await chaos.files.wait_indexed()
-            for _ in range(120):
-                await chaos.act(backend)
-                await asyncio.to_thread(subscriber.read)
-            await settle(backend)
-            await asyncio.to_thread(chaos.files._space.scan)
-            in_host, last = set(chaos.host._index.keys()), publisher._next_sequence
-            await asyncio.to_thread(subscriber.read_until, lambda: subscriber._next == last)
-        in_files = set(files_of(tmp_path, chaos.namespace))
-        assert subscriber.kept == {"host": in_host, "file": in_files}
-        # A file that is found to be corrupt while another thread evicts it is told gone by both.
-        assert {each["type"] for each in subscriber.mistakes} <= {"BlockRemoved"}
-        assert subscriber.num_replays
-        assert in_host
-        assert in_files
-    assert main(["ls", str(tmp_path), "--keys"]) == 0
-    listed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    ours = {key for fingerprint, key in listed if fingerprint == chaos.namespace.fingerprint}
-    assert ours == {key.hex() for key in subscriber.kept["file"]}
 
 
 def test_a_path_of_another_process_or_a_file_is_not_taken(tmp_path: Path) -> None:

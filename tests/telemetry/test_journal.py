@@ -1,30 +1,21 @@
 """Journal: bounded, whole up to the last write, and what it lacks is counted in it."""
 
-import errno
-import fcntl
-import io
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage.backend import DONE, MISSING, PAUSED, Status
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.storage.observer import (
     Added,
     Asked,
-    Ended,
     Event,
     Late,
     LookedUp,
-    Moved,
     NotWrittenBack,
     Operation,
     Removal,
@@ -33,7 +24,7 @@ from kvxfer.storage.observer import (
 )
 from kvxfer.telemetry import journal as journal_module
 from kvxfer.telemetry import journal_file
-from kvxfer.telemetry.journal import Journal, flush_journal, journal_observers
+from kvxfer.telemetry.journal import Journal
 from kvxfer.telemetry.journal_file import Lost, Noted, Record, Source, list_files
 from kvxfer.testing.conformance.suite import make_keys
 
@@ -77,36 +68,6 @@ def test_records_come_back_as_they_were_noted(tmp_path: Path) -> None:
     sources = [each for each in found if isinstance(each, Source)]
     assert sources[-1] == Source(0, "engine", namespace, ("host",))
     assert [each.event for each in found if isinstance(each, Noted)] == events
-
-
-def test_what_all_blocks_have_is_written_once(tmp_path: Path) -> None:
-    journal = Journal(str(tmp_path))
-    observer = journal.observer()
-    for outcomes in ([DONE] * 4, [DONE, MISSING, DONE, DONE], [PAUSED] * 4):
-        observer.note(Moved("host", Operation.STORE, KEYS, outcomes, {Status.DONE: 8}, 0.1))
-        observer.note(Ended(Operation.STORE, KEYS, outcomes, 8, 0.1, 0.0))
-    observer.note(LookedUp(KEYS, ["host"] * 4, 0.1))
-    journal.close()
-    noted = [each.event for each in records(tmp_path) if isinstance(each, Noted)]
-    assert noted.pop().tiers == ["host"]
-    told = [(type(each), each.outcomes) for each in noted]
-    some = [DONE, MISSING, DONE, DONE]
-    assert told[:3] == [(Moved, [DONE]), (Moved, some), (Ended, some)]  # all done: the tier says so
-    assert told[3:] == [(Moved, [PAUSED]), (Ended, [PAUSED])]
-
-
-def test_a_journal_begins_with_what_it_noted_first(tmp_path: Path) -> None:
-    journal = Journal(str(tmp_path), max_bytes=4 << 10)
-    observer, before = journal.observer(), time.time()
-    for number in range(3):
-        observer.note(Added("host", make_keys(50)[number:]))
-        time.sleep(0.01)
-    journal.close()
-    files = list_files(tmp_path)
-    assert len(files) > 1, "of one file alone this proves less"
-    for file in files:
-        noted = [each.at_s for each in file.records() if isinstance(each, Noted)]
-        assert before <= file.began.at_s == noted[0]
 
 
 def test_a_file_that_is_cut_anywhere_has_the_records_before_the_cut(tmp_path: Path) -> None:
@@ -176,57 +137,6 @@ def test_files_of_processes_that_ended_are_kept_up_to_a_bound(
     assert len(processes) == 4  # the living one, the last one, and two that ended before it
 
 
-def lock_as_on_nfs(file: IO[bytes], operation: int) -> None:
-    """Lock a file as NFS does: an exclusive lock needs a file that may be written."""
-    mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
-    if operation & fcntl.LOCK_EX and mode == os.O_RDONLY:
-        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-    flock(file, operation)
-
-
-def lock_nothing(file: IO[bytes], operation: int) -> None:
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-
-flock = fcntl.flock
-
-
-@pytest.mark.parametrize("lock", [lock_as_on_nfs, lock_nothing])
-def test_files_of_processes_that_ended_are_removed_on_network_file_systems(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: Callable[[IO[bytes], int], None]
-) -> None:
-    """Source: flock(2), "NFS details"."""
-    monkeypatch.setattr(fcntl, "flock", lock)
-    monkeypatch.setattr(journal_module, "MAX_PROCESSES", 2)
-    monkeypatch.setattr(journal_module, "WRITE_S", 0.01)
-    (tmp_path / "a-folder.000000.journal").mkdir()
-    alive = Journal(str(tmp_path))
-    alive.observer()
-    alive.flush()
-    old = time.time() - 2 * journal_file.ALIVE_S
-    for number in range(5):
-        journal = Journal(str(tmp_path))
-        journal.observer()
-        journal.close()
-        for file in list_files(tmp_path):
-            if file.began.process == journal._process:
-                os.utime(file.path, (old + number, old + number))
-            elif file.began.process == alive._process:
-                os.utime(file.path, (old, old))
-                wait_until_touched(file.path, old)
-    processes = {file.began.process for file in list_files(tmp_path)}
-    alive.close()
-    assert alive._process in processes
-    assert len(processes) == 4  # the living one, the last one, and two that ended before it
-
-
-def wait_until_touched(path: Path, old: float) -> None:
-    deadline = time.monotonic() + 10
-    while path.stat().st_mtime <= old:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_what_waits_is_bounded_by_its_keys_and_records_are_of_bounded_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,26 +159,6 @@ def test_what_waits_is_bounded_by_its_keys_and_records_are_of_bounded_size(
     assert [each.num_events for each in found if isinstance(each, Lost)] == [1, 1]
 
 
-def test_what_comes_too_fast_is_counted_where_it_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_module, "MAX_WAITING_KEYS", 10 * (1 + len(KEYS)))
-    monkeypatch.setattr(journal_module, "WRITE_S", 60.0)
-    journal = Journal(str(tmp_path))
-    observer = journal.observer()
-    for _ in range(30):
-        observer.note(Added("host", KEYS))
-    journal.flush()
-    observer.note(Added("host", KEYS[:1]))
-    journal.close()
-    kinds = [type(each) for each in records(tmp_path)]
-    assert kinds.count(Noted) == 10
-    lost = kinds.index(Lost)
-    assert kinds[:lost].count(Noted) == 9
-    assert kinds[lost + 1 :] == [Source, Noted]  # sources are told again: they may be lost, too
-    assert [each.num_events for each in records(tmp_path) if isinstance(each, Lost)] == [21]
-
-
 def test_a_disk_that_is_full_for_a_while_costs_events_that_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -289,47 +179,6 @@ def test_a_disk_that_is_full_for_a_while_costs_events_that_are_counted(
     assert ["cannot be written" in each.message for each in caplog.records] == [True]
 
 
-def test_a_part_whose_beginning_cannot_be_written_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    num_refused = 0
-
-    class Full(io.FileIO):
-        def write(self, data: Any) -> int:
-            nonlocal num_refused
-            if num_refused < 2:
-                num_refused += 1
-                return super().write(data[: len(data) // num_refused - 1])
-            return super().write(data)
-
-    journal = Journal(str(tmp_path), max_bytes=4 * 200)
-    observer = journal.observer()
-    with monkeypatch.context() as filling:
-        filling.setattr(Path, "open", lambda path, mode, buffering: Full(path, mode))
-        for _ in range(2):
-            observer.note(Added("host", KEYS))
-            journal.flush()
-        assert not list(tmp_path.iterdir())
-        for number in range(20):
-            observer.note(Added("host", make_keys(1, first=number)))
-            journal.flush()
-    journal.close()
-    found = records(tmp_path)
-    assert sum(isinstance(each, Noted) for each in found) > 1
-    assert list(list_files(tmp_path)[-1].records())
-
-
-def test_what_waits_together_is_written_to_as_many_files_as_it_needs(tmp_path: Path) -> None:
-    journal = Journal(str(tmp_path), max_bytes=64 << 10)
-    observer = journal.observer()
-    for number in range(300):
-        observer.note(Added("host", make_keys(40, first=40 * number)))
-    journal.close()
-    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
-    assert 32 << 10 < sum(sizes) < 96 << 10
-    assert isinstance(records(tmp_path)[-1], Noted)
-
-
 def test_an_event_that_cannot_be_written_is_lost_and_the_next_ones_are_not(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path))
     observer = journal.observer()
@@ -341,12 +190,6 @@ def test_an_event_that_cannot_be_written_is_lost_and_the_next_ones_are_not(tmp_p
     found = records(tmp_path)
     assert [each.num_events for each in found if isinstance(each, Lost)] == [1]
     assert [each.event.keys for each in found if isinstance(each, Noted)] == [KEYS]
-
-
-def test_without_the_variable_nothing_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVXFER_JOURNAL", raising=False)
-    assert journal_observers() == []
-    flush_journal()
 
 
 def test_a_folder_without_a_journal_is_named(tmp_path: Path) -> None:

@@ -1,13 +1,10 @@
 """Metrics count what happened, by tier and outcome, and show the state when they are asked."""
 
 import gc
-import logging
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvxfer.connect import open_backend
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observed_backend import observed
@@ -84,18 +81,6 @@ async def test_blocks_bytes_and_seconds_are_counted_by_tier_cause_and_outcome(
     assert value(metrics, "lookup_seconds_count", tier=ENGINE, outcome="miss") == 1
 
 
-@pytest.mark.asyncio
-async def test_one_backend_without_tiers_counts_the_bytes_of_lookups(memory: BlockMemory) -> None:
-    metrics = Metrics()
-    async with open_backend(
-        "host://?capacity=1MiB", memory.namespace(), observers=[metrics]
-    ) as backend:
-        await backend.store(KEYS[:1], memory.describe(0, [0]))
-        await backend.lookup(KEYS[:3])
-    assert value(metrics, "lookup_bytes_total", tier="host", outcome="hit") == 4096
-    assert value(metrics, "lookup_bytes_total", tier="none", outcome="miss") == 2 * 4096
-
-
 def test_the_time_of_a_batch_has_the_outcome_of_its_worst_block() -> None:
     metrics = Metrics()
     statuses = [Status.DONE, Status.MISSING, Status.FAILED]
@@ -106,17 +91,6 @@ def test_the_time_of_a_batch_has_the_outcome_of_its_worst_block() -> None:
     for status in statuses:
         assert value(metrics, "load_seconds_count", **where, outcome=status.value) == 1
     assert set(WORST_FIRST) == set(Status)
-
-
-@pytest.mark.asyncio
-async def test_evictions_are_counted_by_reason(memory: BlockMemory) -> None:
-    metrics = Metrics()
-    async with observed(open_host(memory.namespace(), 2), Reports([metrics])) as backend:
-        for index, key in enumerate(KEYS[:5]):
-            await backend.store([key], memory.describe(0, [index]))
-        await backend.delete(KEYS[4:5])
-    assert value(metrics, "removed_blocks_total", tier="host", reason="evicted") == 3
-    assert value(metrics, "removed_blocks_total", tier="host", reason="deleted") == 1
 
 
 @pytest.mark.asyncio
@@ -160,37 +134,8 @@ async def test_several_engines_add_up_and_one_that_is_gone_does_not_count(
     assert not metrics._asked
 
 
-@pytest.mark.asyncio
-async def test_a_tier_that_cannot_tell_its_state_hides_no_other(
-    memory: BlockMemory, caplog: pytest.LogCaptureFixture
-) -> None:
-    metrics = Metrics()
-
-    def fail() -> dict[Gauge, float]:
-        raise RuntimeError("broken")
-
-    async with observed(open_host(memory.namespace(), 2), Reports([metrics])):
-        metrics._asked.append(("broken", fail))
-        with caplog.at_level(logging.ERROR, "kvxfer"):
-            assert value(metrics, "capacity_bytes", tier="host") > 0
-    assert "the state of broken cannot be told" in caplog.text
-
-
 def test_every_metric_has_a_meaning() -> None:
     metrics = Metrics()
     names = {family.name for family in metrics.registry.collect()}
     assert names == {PREFIX + name for name in (*COUNTERS, *HISTOGRAMS, *GAUGES)}
     assert set(GAUGES) == set(Gauge)
-
-
-@pytest.mark.asyncio
-async def test_urls_take_observers(memory: BlockMemory, tmp_path: Path) -> None:
-    metrics = Metrics()
-    urls = ["host://?capacity=1MiB", f"file://{tmp_path}?capacity=1MiB&min_free=1"]
-    async with open_backend(urls, memory.namespace(), observers=[metrics]) as backend:
-        await backend.store(KEYS[:2], memory.describe(0, [0, 1]))
-        await backend.flush()
-    done = {"cause": "write_back", "outcome": "done"}
-    assert value(metrics, "store_blocks_total", tier="file", **done) == 2
-    assert value(metrics, "used_bytes", tier="file") > 0
-    assert b"kvxfer_store_blocks_total" in metrics.text()

@@ -84,14 +84,6 @@ def check(exported: Exported) -> None:
     }
 
 
-async def test_spans_are_children_of_the_span_of_the_caller(
-    memory: BlockMemory, exported: Exported
-) -> None:
-    async with opened(memory, exported) as engine:
-        await use(engine, exported)
-    check(exported)
-
-
 def test_so_they_are_when_the_engine_has_a_loop_of_its_own(
     memory: BlockMemory, exported: Exported
 ) -> None:

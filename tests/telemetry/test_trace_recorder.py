@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvxfer.replay import read_trace
-from kvxfer.telemetry import trace_recorder as recorder_module
 from kvxfer.telemetry.trace_recorder import RecordedRequest, TraceRecorder
 
 
@@ -54,27 +53,6 @@ def test_a_file_does_not_grow_beyond_its_bound(
     assert 500 < path.stat().st_size <= 1000
     assert all(json.loads(line) for line in path.read_text().splitlines())
     assert "the trace has its 1000 bytes" in caplog.text
-
-
-def test_requests_that_find_too_many_waiting_are_left_out_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder_module, "MAX_WAITING", 5)
-    recorder = TraceRecorder(str(tmp_path / "no" / "such" / "folder"))
-    recorder._thread.join()  # nobody takes any of them
-    monkeypatch.setattr(recorder, "_has_ended", False)
-    for _ in range(8):
-        recorder.record(request(1))
-    recorder.close()
-    assert "3 requests were left out" in caplog.text
-
-
-def test_a_recorder_that_has_ended_keeps_no_requests(tmp_path: Path) -> None:
-    recorder = TraceRecorder(str(tmp_path / "no" / "such" / "folder"))
-    recorder._thread.join()
-    for _ in range(3):
-        recorder.record(request(1))
-    assert recorder._waiting.empty()
 
 
 def test_a_request_that_the_disk_takes_in_part_is_left_out_wholly(tmp_path: Path) -> None:
