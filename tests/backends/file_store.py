@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,6 @@ from kvxfer.backends.file import BlockHeader, FileBackend, FileConfig, Integrity
 from kvxfer.backends.file.io import (
     FileIO,
     IOVector,
-    NamedFile,
-    NewFile,
-    PosixFileIO,
-    Result,
     UringFileIO,
 )
 from kvxfer.kvcache.descriptors import Descriptors
@@ -91,88 +88,19 @@ def sealed(root: Path, *names: str, tenant: str = "") -> dict[str, Any]:
     return {"integrity": Integrity.SEALED, "secret_file": secret, "tenant": tenant}
 
 
-class OtherEngine(FileIO):
-    """I/O engine that lets another one work, which a test may replace at any time.
+def record_addresses(engine: FileIO) -> set[int]:
+    """Collect the addresses of all pieces of memory that an I/O engine is given from now on."""
+    addresses: set[int] = set()
 
-    Attributes:
-        engine: The other one.
-    """
+    def recorded(
+        call: Any, files: Any, vectors: Sequence[IOVector], *args: Any, **more: Any
+    ) -> Any:
+        addresses.update(*(vector[:, 0].tolist() for vector in vectors))
+        return call(files, vectors, *args, **more)
 
-    def __init__(self, engine: FileIO | None = None) -> None:
-        self.engine = engine or PosixFileIO()
-        self.files_per_call = self.engine.files_per_call
-        self.max_threads = self.engine.max_threads
-
-    def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        return self.engine.read(fds, vectors)
-
-    def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        return self.engine.write(fds, vectors)
-
-    def read_named(
-        self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
-    ) -> list[Result]:
-        return self.engine.read_named(files, vectors, flags)
-
-    def write_named(
-        self,
-        files: Sequence[NewFile],
-        vectors: Sequence[IOVector],
-        sizes: Sequence[int],
-        flags: int,
-        *,
-        durable: bool,
-    ) -> list[Result]:
-        return self.engine.write_named(files, vectors, sizes, flags, durable=durable)
-
-    def close(self) -> None:
-        self.engine.close()
-
-
-class Recording(OtherEngine):
-    """I/O engine that records what the calls are given.
-
-    Attributes:
-        num_files: Number of files of each call.
-        addresses: Addresses of all pieces of memory.
-    """
-
-    def __init__(self, engine: FileIO | None = None) -> None:
-        super().__init__(engine)
-        self.num_files: list[int] = []
-        self.addresses: set[int] = set()
-
-    def read_named(
-        self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
-    ) -> list[Result]:
-        self._note(vectors)
-        return super().read_named(files, vectors, flags)
-
-    def write_named(
-        self,
-        files: Sequence[NewFile],
-        vectors: Sequence[IOVector],
-        sizes: Sequence[int],
-        flags: int,
-        *,
-        durable: bool,
-    ) -> list[Result]:
-        self._note(vectors)
-        return super().write_named(files, vectors, sizes, flags, durable=durable)
-
-    def _note(self, vectors: Sequence[IOVector]) -> None:
-        self.num_files.append(len(vectors))
-        self.addresses.update(*(vector[:, 0].tolist() for vector in vectors))
-
-
-class Failing(PosixFileIO):
-    """I/O engine that fails like a disk with bad sectors; a real one cannot be made here."""
-
-    def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        return [OSError(5, os.strerror(5)) for _ in super().read(fds, vectors)]
-
-    def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        return [OSError(5, os.strerror(5)) for _ in super().write(fds, vectors)]
+    for name in ("read_named", "write_named"):
+        setattr(engine, name, partial(recorded, getattr(engine, name)))
+    return addresses
 
 
 def capacity_of(namespace: Namespace, num_blocks: int) -> ByteSize:

@@ -127,21 +127,6 @@ async def test_files_of_a_dead_namespace_make_room(tmp_path: Path) -> None:
         assert not list(tmp_path.glob(f"{dead.fingerprint}/*/*.safetensors"))  # noqa: ASYNC240 - few
 
 
-async def test_arc_copes_with_more_blocks_than_it_was_made_for(tmp_path: Path) -> None:
-    memory = BlockMemory([[1 << 20], [64]], num_blocks=8)
-    small = hashed_keys(400, group=1)
-    capacity = ByteSize(256 * FILE_BYTES)  # two of the large ones
-    async with open_store(
-        tmp_path, memory.namespace(), capacity=capacity, eviction="arc"
-    ) as backend:
-        for start in range(0, 400, 8):
-            batch = small[start : start + 8]
-            outcomes = await store(backend, batch, memory.describe(1, range(8)))
-            assert all(outcome.done for outcome in outcomes)
-            await load_verified(backend, batch[:2], memory.describe(1, [0, 1]))
-        assert bytes_on_disk(tmp_path) == capacity
-
-
 def test_a_capacity_below_one_block_is_refused_with_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="8192 bytes or more"):
         open_store(tmp_path, one_page_memory().namespace(), capacity=ByteSize(8191))

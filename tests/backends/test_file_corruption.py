@@ -10,15 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import SENTINEL
-from kvxfer.testing.payloads import make_payload, read_payloads
 from tests.backends.file_store import (
     ENGINES,
-    bytes_on_disk,
-    counted_bytes,
     flip_bit,
     hashed_keys,
     load_verified,
@@ -89,27 +85,6 @@ async def test_no_flipped_bit_is_ever_loaded(tmp_path: Path, engine: str) -> Non
             assert await backend.lookup(keys) == [False] * 50
             assert set(await load_verified(backend, keys, target)) == {Status.MISSING}
             assert all(quarantine_of(tmp_path, namespace, key).exists() for key in keys)
-
-
-async def test_no_flipped_bit_of_a_part_of_a_chunk_is_ever_loaded(tmp_path: Path) -> None:
-    rng = random.Random(7)
-    made = Store(tmp_path)
-    async with made.backend:
-        stored = await made.store()
-        target = made.memory.describe(0, TARGET[:1], first_block_index=1)
-        assert await load_part(made, target) is Status.DONE
-        for _ in range(50):  # also in the half that is not asked for
-            flip_bit(made.path, rng.randrange(8 * len(stored)))
-            assert await load_part(made, target) is Status.CORRUPT
-            assert await made.store() == stored
-
-
-async def load_part(made: Store, target: Descriptors) -> Status:
-    (outcome,) = await made.backend.load([made.key], target)
-    if outcome.done:
-        whole = make_payload(made.key, made.memory.chunk_size_bytes(0))
-        assert read_payloads(target) == [whole[len(whole) // 2 :]]
-    return outcome.status
 
 
 async def test_large_blocks_read_straight_into_memory_are_verified_too(tmp_path: Path) -> None:
@@ -217,28 +192,8 @@ async def test_a_corrupt_block_is_logged_once_with_its_key_and_the_reason(
         assert "checksum" in record.getMessage()
 
 
-async def test_quarantine_counts_and_is_the_first_to_go(tmp_path: Path) -> None:
-    memory, keys = BlockMemory([[4096]], num_blocks=8), hashed_keys(5)
-    async with open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as backend:
-        await backend.wait_indexed()
-        for key in keys[:4]:
-            await store(backend, [key], memory.describe(0, [0]))
-        flip_bit(path_of(tmp_path, memory.namespace(), keys[3]), 8 * 4100)
-        assert await load_verified(backend, [keys[3]], memory.describe(0, [1])) == [Status.CORRUPT]
-        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
-        await store(backend, [keys[4]], memory.describe(0, [0]))
-        assert not quarantine_of(tmp_path, memory.namespace(), keys[3]).exists()
-        assert await backend.lookup(keys) == [True, True, True, False, True]
-        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
-
-
 CHUNK = 4
 DONE, MISSING, FAILED = Status.DONE, Status.MISSING, Status.FAILED
-
-
-def large_pages() -> BlockMemory:
-    """Caches whose fragments are so large that files are read straight into them."""
-    return BlockMemory([[64 << 10]], num_blocks=32, blocks_per_chunk=CHUNK)
 
 
 def one_page_chunks() -> BlockMemory:
@@ -261,16 +216,3 @@ async def test_what_is_no_block_file_is_replaced(tmp_path: Path, damage: str) ->
         assert outcome.done
         target = memory.describe(0, range(8, 12))
         assert await load_verified(backend, keys, target, version=1) == [DONE]
-
-
-@pytest.mark.parametrize("first", [0, 2])
-async def test_of_a_part_asked_as_a_whole_no_memory_is_written(tmp_path: Path, first: int) -> None:
-    memory, keys = large_pages(), hashed_keys(3)
-    async with open_store(tmp_path, memory.namespace(), direct="off") as backend:
-        await store(backend, keys[1:2], memory.describe(0, [4, 5], first_block_index=first))
-        await store(backend, keys[2:], memory.describe(0, range(8, 12)))
-        target = memory.describe(0, range(16, 28))
-        before = read_payloads(target)
-        outcomes = await backend.load(keys, target)
-        assert [outcome.status for outcome in outcomes] == [MISSING, MISSING, DONE]
-        assert read_payloads(target)[:2] == before[:2]

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,6 @@ from kvxfer.testing import BlockMemory
 from kvxfer.transfer.engine import TransferEngine
 from tests.backends.file_store import (
     ENGINES,
-    Failing,
-    OtherEngine,
     bytes_on_disk,
     counted_bytes,
     fail_to,
@@ -41,7 +40,6 @@ from tests.backends.file_store import (
     open_store,
     path_of,
     places,
-    quarantine_of,
     remove_folder,
     store,
     temporary_files,
@@ -200,18 +198,6 @@ def run_python(code: str, *arguments: object) -> str:
     return done.stdout
 
 
-class Truncating(PosixFileIO):
-    """I/O engine that cuts files off before they are read, as another program might."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-
-    def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        for fd in fds:
-            os.truncate(f"/proc/self/fd/{fd}", self._num_bytes)
-        return super().read(fds, vectors)
-
-
 ERRORS = [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EIO, errno.ESTALE]
 
 
@@ -242,16 +228,26 @@ async def test_what_cannot_be_told_of_a_block_is_not_said_to_be_absent(
         assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
 
 
-async def test_a_file_cut_off_while_it_is_read_is_corrupt(tmp_path: Path) -> None:
-    memory, keys = one_page_memory(), hashed_keys(2)
-    disk = OtherEngine()
+async def test_a_file_cut_off_while_it_is_read_is_corrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys, disk = one_page_memory(), hashed_keys(2), PosixFileIO()
+    really_read = disk.read
+
+    def cut_off_and_read(
+        num_bytes: int, fds: Sequence[int], vectors: Sequence[IOVector]
+    ) -> list[Result]:
+        for fd in fds:
+            os.truncate(f"/proc/self/fd/{fd}", num_bytes)
+        return really_read(fds, vectors)
+
     async with open_store(tmp_path, memory.namespace(), file_io=disk) as backend:
         for num_bytes in (0, 100, 4096, 4097, 8191):
             await store(backend, keys, memory.describe(0, [0, 1]))
-            disk.engine = Truncating(num_bytes)
-            loaded = await load_verified(backend, keys, memory.describe(0, [2, 3]))
+            with monkeypatch.context() as patched:
+                patched.setattr(disk, "read", partial(cut_off_and_read, num_bytes))
+                loaded = await load_verified(backend, keys, memory.describe(0, [2, 3]))
             assert loaded == [Status.CORRUPT] * 2
-            disk.engine = PosixFileIO()
             assert await backend.lookup(keys) == [False] * 2
 
 
@@ -262,14 +258,20 @@ def test_a_root_that_cannot_be_is_reported_with_its_path(tmp_path: Path) -> None
 
 
 async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
 ) -> None:
-    memory, keys = one_page_memory(), hashed_keys(20)
+    memory, keys, disk = one_page_memory(), hashed_keys(20), PosixFileIO()
     blocks, target = memory.describe(0, [0]), memory.describe(0, [1])
-    disk = OtherEngine()
+
+    def fail(fds: Sequence[int], _: Sequence[IOVector]) -> list[Result]:
+        return [OSError(errno.EIO, os.strerror(errno.EIO)) for _ in fds]
+
     async with open_store(tmp_path, memory.namespace(), file_io=disk) as backend:
         await store(backend, keys[:1], blocks)
-        disk.engine = Failing()
+        monkeypatch.setattr(disk, "write", fail)
         with caplog.at_level(logging.WARNING, logger="kvxfer"):
             for key in keys[1:6]:
                 (outcome,) = await store(backend, [key], blocks)
@@ -284,7 +286,7 @@ async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
             assert "Input/output error" in outcome.reason
             (outcome,) = await store(backend, keys[11:12], blocks)
             assert "paused" in outcome.reason
-            disk.engine = PosixFileIO()
+            monkeypatch.undo()
             assert await load_verified(backend, keys[:1], target) == [DONE], "loads go on"
             clock.now += 29.0
             (outcome,) = await store(backend, keys[12:13], blocks)
@@ -300,7 +302,6 @@ async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
 
 
 NUM_TOLERATED = 5  # errors in a row, after which storing is paused
-DONE, FAILED = Status.DONE, Status.FAILED
 
 
 @pytest.mark.slow
@@ -527,25 +528,3 @@ async def test_what_others_store_in_a_folder_made_anew_is_found(
                 ours, keys[:1], memory.describe(0, range(4, 5)), version=version
             )
             assert loaded == [DONE]
-
-
-@pytest.mark.parametrize("in_the_way", ["a file", "a folder of the file's name"])
-async def test_a_corrupt_block_that_cannot_be_put_away_is_removed(
-    tmp_path: Path, in_the_way: str
-) -> None:
-    memory, keys = one_page_memory(), hashed_keys(1)
-    away = quarantine_of(tmp_path, memory.namespace(), keys[0])
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        await backend.wait_indexed()
-        await store(backend, keys, memory.describe(0, [0]))
-        if in_the_way == "a file":
-            away.parent.write_text("")
-        else:
-            away.mkdir(parents=True)
-        flip_bit(path_of(tmp_path, memory.namespace(), keys[0]), 8 * 4100)
-        assert await load_verified(backend, keys, memory.describe(0, [1])) == [CORRUPT]
-        assert await backend.lookup(keys) == [False]
-        assert counted_bytes(tmp_path) == 0
-        await store(backend, keys, memory.describe(0, [0]))
-        assert await load_verified(backend, keys, memory.describe(0, [1])) == [DONE]
-        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 8192

@@ -10,10 +10,9 @@ import msgspec
 import pytest
 from safetensors import safe_open
 
-from kvxfer.backends.file import BlockHeader, Digester, Integrity
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import BlockKey, Namespace, StoredTensor, make_block_key
+from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload
 from tests.backends.file_store import (
@@ -26,24 +25,11 @@ from tests.backends.file_store import (
     store,
 )
 
-FAST = Digester(Integrity.FAST)
 PAGE_BYTES = 4096
 
 
 def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
-
-
-def make_header(**changes: object) -> BlockHeader:
-    fields = {
-        "namespace": "0" * 32,
-        "key": hashed_keys(1)[0],
-        "start": 0,
-        "tensors": (StoredTensor(name="blocks", dtype="U8", shape=(2, 512)),),
-        "integrity": Integrity.FAST,
-        "checksum": "0123456789abcdef",
-    }
-    return BlockHeader(**(fields | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -200,30 +186,3 @@ async def test_a_hostile_header_is_corrupt_and_harms_nobody(tmp_path: Path, name
         path.write_bytes(HOSTILE[name].ljust(9000))
         assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.CORRUPT]
         assert await backend.lookup(keys) == [False]
-
-
-@pytest.mark.parametrize(("integrity", "num_digits"), [("keyed", 64), ("sealed", 112)])
-def test_the_longest_header_fills_less_than_its_page(integrity: str, num_digits: int) -> None:
-    header = make_header(
-        key=BlockKey(b"\xff" * 119),
-        start=2**63,
-        tensors=(StoredTensor(name="blocks", dtype="U8", shape=(2**62, 2**62)),),
-        integrity=Integrity(integrity),
-        checksum="f" * num_digits,
-    )
-    digester = Digester(Integrity(integrity), bytes(32))
-    assert len(header.encode(digester)) == PAGE_BYTES
-
-
-@pytest.mark.parametrize("secret", [None, b"", b"x" * 31, b"x" * 33])
-def test_a_keyed_store_wants_a_secret_of_32_bytes(tmp_path: Path, secret: bytes | None) -> None:
-    path = tmp_path / "secret"
-    if secret is not None:
-        path.write_bytes(secret)
-    with pytest.raises(InvalidArgumentError, match="secret_file"):
-        open_store(
-            tmp_path / "store",
-            BlockMemory([[512]], num_blocks=1).namespace(),
-            integrity=Integrity.KEYED,
-            secret_file=str(path),
-        )

@@ -217,18 +217,6 @@ async def test_with_a_secret_a_bit_flip_that_was_sealed_again_is_found(tmp_path:
         assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.CORRUPT]
 
 
-async def test_without_integrity_blocks_of_any_kind_are_loaded(tmp_path: Path) -> None:
-    memory, keys = BlockMemory([[512]], num_blocks=8), hashed_keys(2)
-    root = tmp_path / "store"
-    async with open_store(root, memory.namespace()) as backend:
-        await store(backend, keys[:1], memory.describe(0, [0]))
-    async with open_keyed(root, "ours", memory) as backend:
-        await store(backend, keys[1:], memory.describe(0, [0]))
-    async with open_store(root, memory.namespace(), integrity=Integrity.OFF) as backend:
-        loaded = await load_verified(backend, keys, memory.describe(0, [1, 2]))
-        assert loaded == [Status.DONE] * 2
-
-
 async def test_a_header_whose_seal_is_open_to_all_is_corrupt_when_it_fails(tmp_path: Path) -> None:
     root = tmp_path / "store"
     async with open_kind(root, "fast") as backend:

@@ -259,16 +259,6 @@ def test_a_new_file_that_fits_on_the_disk_in_part_is_not_named(
         time.sleep(0.01)
 
 
-def test_no_files_no_pieces_and_empty_pieces(engine: FileIO, open_file: OpenFile) -> None:
-    memory, fd = Memory(PAGE).fill(), open_file(b"0123456789")
-    assert engine.read([], []) == engine.write([], []) == []
-    assert engine.read([fd], [memory.vector()]) == engine.write([fd], [memory.vector()]) == [0]
-    vector = memory.vector((0, 0), (0, 3), (50, 0), (3, 7), (60, 0))
-    assert engine.read([fd], [vector]) == [10]
-    assert memory.gather((0, 10)) == b"0123456789"
-    assert content(fd) == b"0123456789"
-
-
 @pytest.mark.parametrize("size", [0, 100, PAGE, 3 * PAGE, 3 * PAGE + 1, 4 * PAGE - 1])
 def test_o_direct_reads_padded_tails_of_files_of_any_size(
     engine: FileIO, tmp_path: Path, size: int

@@ -27,13 +27,13 @@ from kvxfer.testing.payloads import (
 from tests.backends.file_store import (
     ENGINES,
     PAGE_BYTES,
-    Recording,
     bytes_on_disk,
     counted_bytes,
     hashed_keys,
     listed,
     open_store,
     path_of,
+    record_addresses,
     store,
     temporary_files,
 )
@@ -103,10 +103,11 @@ async def test_safetensors_shows_every_tensor_with_its_name_data_type_shape_and_
     payloads = [payload_of(each) for each in values]
     source, target = describe_pages(payloads), describe_pages(payloads)
     write_payloads(source, payloads)
-    file_io = Recording(open_engine(engine))
+    file_io = open_engine(engine)
+    addresses = record_addresses(file_io)
     async with open_store(tmp_path, namespace, file_io=file_io, direct=direct) as backend:
         assert all(outcome.done for outcome in await backend.store(keys, source))
-        is_zero_copy = file_io.addresses.issuperset(source.addresses.tolist())
+        is_zero_copy = addresses.issuperset(source.addresses.tolist())
         assert is_zero_copy == (len(payloads[0]) > MIN_ZERO_COPY_BYTES)
         assert all(outcome.done for outcome in await backend.load(keys, target))
     assert read_payloads(target) == payloads

@@ -103,18 +103,6 @@ async def store_one(memory: BlockMemory, backend: HostBackend) -> tuple[BlockKey
     return key, payload
 
 
-@pytest.mark.parametrize("integrity", [MemoryIntegrity.FENCED, Integrity.OFF])
-async def test_without_checksums_a_changed_byte_is_not_noticed(integrity: Any) -> None:
-    memory = BlockMemory([[4096]], num_blocks=8)
-    config = HostConfig(capacity=ByteSize.parse("1MiB"), integrity=integrity)
-    async with HostBackend(config, memory.namespace()) as backend:
-        key, payload = await store_one(memory, backend)
-        flip(backend, key, at=0)
-        blocks = memory.describe(0, [5])
-        assert [outcome.done for outcome in await backend.load([key], blocks)] == [True]
-        assert read_payloads(blocks) != [payload]
-
-
 @pytest.mark.parametrize("integrity", [MemoryIntegrity.FENCED, Integrity.FAST])
 def test_memory_that_others_write_is_verified(integrity: Any) -> None:
     shared = HostConfig(capacity=ByteSize(1 << 20), shared=True, integrity=integrity)
@@ -191,19 +179,6 @@ def test_a_capacity_beyond_the_machines_memory_is_refused_with_both_sizes() -> N
     with pytest.raises(CapacityError) as info:
         HostBackend(HostConfig(capacity=ByteSize.parse("100TiB")), memory.namespace())
     assert info.value.needed_bytes > info.value.available_bytes
-
-
-@pytest.mark.parametrize("capacity_kib", [64, 257, 1000, 4096])
-@pytest.mark.parametrize("part_size_bytes", [1, 4096, 4097, 100_000])
-def test_a_pool_never_takes_more_than_its_capacity(capacity_kib: int, part_size_bytes: int) -> None:
-    capacity = capacity_kib << 10
-    if capacity < 2 * (part_size_bytes + 8192) + 8192:
-        pytest.skip("does not fit two parts of this size")
-    shape = PoolShape.fit(capacity_bytes=capacity, num_parts=2, part_size_bytes=part_size_bytes)
-    assert shape.num_bytes <= capacity
-    one_more = shape.num_bytes + 2 * (shape.part_size_bytes + 32) + 4096
-    assert one_more > capacity - 4096
-    assert np.gcd(shape.part_size_bytes, 4096) == 4096
 
 
 KEYS = make_keys(3)

@@ -105,27 +105,6 @@ async def test_planted_bytes_never_reach_a_block(
 
 
 @pytest.mark.usefixtures("shared_client")
-async def test_a_page_that_is_whole_when_it_is_read_again_is_not_corrupt(
-    mooncake: Cluster, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_mooncake(mooncake, namespace) as backend:
-        payloads = await store_generated(backend, KEYS[:2], MEMORY.describe(0, [0, 1]))
-        page = mooncake.client.get(name(namespace, KEYS[0]))
-        mooncake.client.upsert(name(namespace, KEYS[0]), altered(page, 5000))
-        read = backend._read_page
-
-        def read_and_mend(run: Any, index: int, code: int) -> Any:
-            outcome = read(run, index, code)
-            mooncake.client.upsert(name(namespace, KEYS[0]), page)
-            return outcome
-
-        monkeypatch.setattr(backend, "_read_page", read_and_mend)
-        target = MEMORY.describe(0, [8, 9])
-        assert statuses(await backend.load(KEYS[:2], target)) == [Status.DONE] * 2
-        assert read_payloads(target) == payloads
-
-
-@pytest.mark.usefixtures("shared_client")
 async def test_pages_of_another_integrity_are_not_in_the_way(
     mooncake: Cluster, namespace: Namespace
 ) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import obstore
@@ -14,7 +14,6 @@ from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck, fsck, measu
 from kvxfer.backends.object import (
     AZBackend,
     AZConfig,
-    Bucket,
     BucketStore,
     GSBackend,
     GSConfig,
@@ -34,44 +33,6 @@ from kvxfer.testing.payloads import read_payloads
 from tests.backends.object_memory import MemoryConfig, open_in_memory, plant
 
 DONE = Status.DONE
-NAMES = [f"prefix/{number}" for number in range(7)]
-
-
-class FailingList:
-    """List of obstore whose second answer is an error; then it ends, as obstore's does."""
-
-    def __init__(self, answers: Iterator[Any]) -> None:
-        self._answers = answers
-        self._num_asked = 0
-
-    def __next__(self) -> Any:
-        self._num_asked += 1
-        if self._num_asked == 2:
-            self._answers = iter(())
-            raise GenericError("status code: 503")
-        return next(self._answers)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-
-async def test_a_list_that_fails_in_the_middle_has_every_name_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(bucket, "LIST_CHUNK", 2)
-    store = MemoryStore()
-    for name in NAMES:
-        store.put(name, b"page")
-    opened = Bucket(store, "bucket", timeout_s=20.0, retry_after_s=1.0, max_requests=1)
-
-    def begin_list(*args: Any, **kwargs: Any) -> FailingList:
-        return FailingList(obstore.list(*args, **kwargs))
-
-    plant(opened, "list", begin_list)
-    found = [each async for answer in opened.list_objects("prefix/") for each in answer]
-    await opened.aclose(1.0)
-    assert [each.name for each in found] == NAMES
-    assert {each.size_bytes for each in found} == {4}
 
 
 async def test_a_purge_has_a_prefix_and_says_what_it_cannot_remove() -> None:
@@ -144,15 +105,6 @@ async def test_a_part_of_a_chunk_does_not_take_the_place_of_the_whole(
         assert statuses(await second.load(KEYS, chunk(8))) == [Status.DONE]
         assert read_payloads(chunk(8)) == payloads
     assert (WARNING in caplog.text) is overwrites
-
-
-async def test_a_whole_chunk_takes_the_place_of_a_part() -> None:
-    store = MemoryStore()
-    async with open_backend(store, overwrites=True) as backend:
-        await store_generated(backend, KEYS, part())
-        payloads = await store_generated(backend, KEYS, chunk())
-        assert statuses(await backend.load(KEYS, chunk(8))) == [Status.DONE]
-        assert read_payloads(chunk(8)) == payloads
 
 
 PAGES = make_memory()

@@ -76,13 +76,6 @@ def become_reader(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-async def list_once(backend: S3Backend) -> None:
-    """Have the namespace listed."""
-    await backend.lookup(KEYS[:1])
-    assert backend._listing is not None
-    await backend._listing
-
-
 async def test_a_bucket_copied_to_a_folder_is_a_file_store(place: Place, tmp_path: Path) -> None:
     async with place.open() as backend:
         payloads = await store_generated(backend, KEYS, MEMORY.describe(0, range(8)))
@@ -97,16 +90,6 @@ async def test_a_bucket_copied_to_a_folder_is_a_file_store(place: Place, tmp_pat
         target = MEMORY.describe(0, range(8, 16))
         assert statuses(await files.load(KEYS, target)) == [Status.DONE] * 8
         assert read_payloads(target) == payloads
-
-
-async def test_one_list_answers_the_lookups_of_a_namespace(place: Place) -> None:
-    async with place.open() as backend:
-        await store_generated(backend, KEYS[:6], MEMORY.describe(0, range(6)))
-    async with place.open(missing_ttl_s=60.0) as backend:
-        await list_once(backend)
-        before = backend.counts.requests
-        assert await backend.lookup(KEYS) == [True] * 6 + [False] * 2
-        assert backend.counts.requests == before
 
 
 async def test_a_corrupt_page_that_a_reader_may_not_remove_is_a_miss_to_it(
@@ -185,17 +168,6 @@ async def test_of_an_object_that_is_no_page_no_more_is_read_than_a_page_has(plac
         received = backend.counts.received_bytes - before_bytes
         assert received == 2 * (len(whole) + 1) + len(b"short")
         await store_generated(backend, KEYS[:4], MEMORY.describe(0, range(4)))
-
-
-async def test_a_page_of_another_integrity_is_left_to_those_who_read_it(place: Place) -> None:
-    async with place.open(integrity="off") as backend:
-        await store_generated(backend, KEYS, MEMORY.describe(0, range(8)))
-    async with place.open(missing_ttl_s=60.0) as backend:
-        outcomes = await backend.load(KEYS, MEMORY.describe(0, range(8)))
-        assert statuses(outcomes) == [Status.FAILED] * 8
-        assert "integrity" in outcomes[0].reason
-        assert await backend.lookup(KEYS) == [False] * 8
-    assert len(place.names()) == 2 + len(KEYS)
 
 
 async def test_requests_are_paced_and_counted(place: Place) -> None:

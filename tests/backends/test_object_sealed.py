@@ -21,7 +21,6 @@ pytestmark = pytest.mark.processes
 MEMORY = make_memory()
 NAMESPACE = MEMORY.namespace()
 KEYS = make_keys(4)
-HEADER_BYTES = 4096
 
 _numbers = itertools.count()
 
@@ -95,17 +94,6 @@ async def test_no_object_has_anything_of_a_block(bucket: Bucket, tmp_path: Path)
         assert read_payloads(target) == payloads
 
 
-async def test_pages_that_changed_or_moved_are_corrupt_and_removed(bucket: Bucket) -> None:
-    async with bucket.open("ours") as backend:
-        await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
-        one, other = bucket.get(KEYS[0]), bucket.get(KEYS[1])
-        bucket.put(KEYS[0], other)
-        bucket.put(KEYS[1], one[:HEADER_BYTES] + bytes([one[HEADER_BYTES] ^ 1]) + one[4097:])
-        bucket.put(KEYS[2], bucket.get(KEYS[2])[:-1])
-        assert await load(backend) == [Status.CORRUPT] * 3 + [Status.DONE]
-        assert set(bucket.pages()) == {bucket.name(KEYS[3])}
-
-
 @pytest.mark.parametrize(("name", "tenant"), [("theirs", ""), ("ours", "another")])
 async def test_with_another_key_a_page_is_a_miss_and_stays(
     bucket: Bucket, name: str, tenant: str
@@ -127,23 +115,6 @@ async def test_with_another_key_a_page_is_a_miss_and_stays(
             assert "sealed with another key" in outcomes[0].reason
         assert {path: page for path, page in bucket.pages().items() if path in before} == before
         assert await load(owner) == [Status.DONE, Status.CORRUPT, Status.MISSING, Status.MISSING]
-
-
-async def test_a_part_of_anothers_page_is_not_replaced(bucket: Bucket) -> None:
-    memory = make_memory(blocks_per_chunk=4)
-    key = KEYS[:1]
-    async with (
-        bucket.open("theirs", memory=memory) as owner,
-        bucket.open("ours", memory=memory) as backend,
-    ):
-        await store_generated(owner, key, memory.describe(0, [0, 1]))
-        before = bucket.pages()
-        whole = memory.describe(0, range(4))
-        (outcome,) = await backend.store(key, whole)
-        assert outcome.status is Status.FAILED
-        assert bucket.pages() == before
-        assert statuses(await owner.store(key, whole)) == [Status.DONE]
-        assert bucket.pages() != before
 
 
 UNREADABLE = [
@@ -199,20 +170,6 @@ async def test_others_who_begin_later_are_noticed(bucket: Bucket, theirs: str, o
             assert statuses(outcomes) == [Status.FAILED] * 4
         assert await backend.lookup(KEYS) == [False] * 4
         assert await backend.lookup(make_keys(1, first=9)) == [True]
-
-
-@pytest.mark.parametrize("theirs", ["fast", "off"])
-async def test_what_reads_every_plain_page_takes_it_for_stored(bucket: Bucket, theirs: str) -> None:
-    async with open_kind(bucket, theirs) as backend:
-        await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
-    async with open_kind(bucket, "off") as backend:
-        before = bucket.pages()
-        assert (
-            statuses(await backend.store(KEYS, MEMORY.describe(0, range(4)))) == [Status.DONE] * 4
-        )
-        assert await backend.lookup(KEYS) == [True] * 4
-        assert await load(backend) == [Status.DONE] * 4
-    assert before.items() <= bucket.pages().items()
 
 
 def test_what_is_missing_is_named(bucket: Bucket) -> None:

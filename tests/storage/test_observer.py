@@ -60,13 +60,6 @@ def told(events: Sequence[Moved]) -> list[tuple[str, str, str, list[Status]]]:
     ]
 
 
-class TestObservedDictBackend(BackendTests):
-    """An observed backend keeps every promise of `Backend`, whoever wrote it."""
-
-    async def make_backend(self, namespace: Namespace) -> Backend:
-        return observed(DictBackend(None, namespace), Reports([Recorder()]))
-
-
 class TestObservedHostBackend(BackendTests):
     """So does one that also moves on the calling thread, with an observer that fails."""
 
@@ -165,26 +158,6 @@ async def test_files_tell_what_was_evicted_removed_corrupted_and_found(
 
 
 @pytest.mark.asyncio
-async def test_a_walk_tells_which_files_of_other_processes_came_and_went(
-    memory: BlockMemory, recorder: Recorder, tmp_path: Path
-) -> None:
-    namespace = memory.namespace()
-    inner = FileBackend(config(tmp_path), namespace)
-    async with observed(inner, Reports([recorder])) as backend:
-        await inner.wait_indexed()
-        await backend.store(KEYS[:1], memory.describe(0, [0]))
-        async with FileBackend(config(tmp_path), namespace) as other:
-            await other.wait_indexed()
-            await other.store(KEYS[1:2], memory.describe(0, [1]))
-            await other.delete(KEYS[:1])
-        await asyncio.to_thread(inner._space.scan)
-    assert [(each.keys, each.reason) for each in recorder.of(Removed)] == [
-        (KEYS[:1], Removal.VANISHED)
-    ]
-    assert recorder.kept == {"file": {KEYS[1]}}
-
-
-@pytest.mark.asyncio
 async def test_a_hit_counts_for_the_tier_that_finally_gave_the_block(
     memory: BlockMemory, recorder: Recorder
 ) -> None:
@@ -208,26 +181,6 @@ async def test_a_hit_counts_for_the_tier_that_finally_gave_the_block(
     ]
     requests = [each for each in recorder.of(Moved) if each.cause is Cause.REQUEST]
     assert told(requests) == [("host", "load", "request", [DONE])]
-
-
-@pytest.mark.asyncio
-async def test_copies_to_lower_tiers_are_told_apart_from_requests(
-    memory: BlockMemory, recorder: Recorder
-) -> None:
-    namespace = memory.namespace()
-    tiers = [open_host(namespace, 4), open_dict(namespace), open_dict(namespace)]
-    async with TieredBackend(tiers, namespace) as backend:
-        backend.observe(Reports([recorder]))
-        await backend.store(KEYS[:2], memory.describe(0, [0, 1]))
-        await settle(backend)
-        assert recorder.gauges("dict_2")[Gauge.WRITE_BACK_BLOCKS] == 0
-    moved = {each[:3] for each in told(recorder.of(Moved))}
-    assert moved == {
-        ("host", "store", "request"),
-        ("host", "load", "write_back"),
-        ("dict", "store", "write_back"),
-        ("dict_2", "store", "write_back"),
-    }
 
 
 @pytest.mark.asyncio

@@ -23,7 +23,6 @@ from kvxfer.testing.conformance.suite import (
     yield_to_loop,
 )
 from kvxfer.tiering import TieredBackend, TierTimeouts
-from tests.testing.test_dict_backend import Blocks, KeptBackend
 from tests.tiering.opened_tiers import (
     KEYS,
     load_from,
@@ -105,15 +104,6 @@ async def test_blocks_that_fail_on_their_way_down_are_logged_once(
     assert len(warnings) == 2
     assert "store of 8 of 8 blocks failed: injected failure" in warnings[0]
     assert "tier 1: 8 blocks were not written back there" in warnings[1]  # when it is closed
-
-
-async def test_closing_carries_down_what_still_waits(memory: BlockMemory) -> None:
-    shelf: dict[str, Blocks] = {}
-    namespace = memory.namespace()
-    tiers = [open_host(namespace, 8), KeptBackend(shelf, namespace)]
-    async with TieredBackend(tiers, namespace, staging_bytes=1) as backend:
-        await store_generated(backend, KEYS, memory.describe(0, range(8)))
-    assert sorted(shelf[namespace.fingerprint]) == sorted(KEYS)
 
 
 async def test_every_tier_is_closed_even_if_one_cannot_be(memory: BlockMemory) -> None:

@@ -36,32 +36,6 @@ def memory() -> BlockMemory:
     return BlockMemory([[48, 16]], num_blocks=32)
 
 
-async def test_what_the_first_tier_refuses_goes_straight_to_the_next(memory: BlockMemory) -> None:
-    async with opened(memory, num_slots=3) as tiers:
-        blocks = memory.describe(0, range(8))
-        payloads = await store_generated(tiers.backend, KEYS, blocks)
-        assert await tiers.first.lookup(KEYS) == [True] * 3 + [False] * 5
-        direct = blocks.addresses[blocks.block_offsets[3:-1]].tolist()
-        assert set(direct) <= set(tiers.lower.addresses)
-        assert await load_from(tiers.backend, memory, KEYS) == payloads
-        await settle(tiers.backend)
-        assert sorted(tiers.lower.stored) == sorted(KEYS)
-
-
-async def test_a_chunk_without_its_head_keeps_its_place_below() -> None:
-    memory = BlockMemory([[48, 16]], num_blocks=32, blocks_per_chunk=4)
-    async with opened(memory) as tiers:
-        source = memory.describe(0, [0, 1, 2, 3, 4, 5], first_block_index=1)
-        payloads = await store_generated(tiers.backend, KEYS[:2], source)
-        await settle(tiers.backend)
-        await tiers.first.delete(KEYS[:2])
-        again = memory.describe(0, range(8, 14), first_block_index=1)
-        assert statuses(await tiers.backend.load(KEYS[:2], again)) == [Status.DONE] * 2
-        assert read_payloads(again) == payloads
-        whole = memory.describe(0, range(16, 20))
-        assert statuses(await tiers.backend.load(KEYS[:1], whole)) == [Status.MISSING]
-
-
 async def test_what_was_verified_is_found_even_if_the_first_tier_has_no_room(
     memory: BlockMemory,
 ) -> None:
@@ -81,17 +55,6 @@ async def test_a_block_that_is_corrupt_in_the_first_tier_heals(memory: BlockMemo
         assert await load_from(tiers.backend, memory, KEYS) == payloads
         assert await tiers.backend.lookup(KEYS) == [True] * 8
         assert await tiers.first.lookup(KEYS) == [True] * 8
-
-
-async def test_delete_says_of_each_key_whether_any_tier_had_it(memory: BlockMemory) -> None:
-    async with opened(memory) as tiers:
-        await store_generated(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
-        await settle(tiers.backend)
-        await store_generated(tiers.lower, KEYS[2:4], memory.describe(0, [2, 3]))
-        await store_generated(tiers.first, KEYS[5:6], memory.describe(0, [4]))
-        expected = [True] * 4 + [False, True, False, False]
-        assert await tiers.backend.delete(KEYS) == expected
-        assert await tiers.backend.lookup(KEYS) == [False] * 8
 
 
 async def test_a_staging_bound_below_one_block_is_raised_to_what_is_needed() -> None:
