@@ -163,16 +163,6 @@ def test_any_bytes_are_an_announcement_or_an_argument_error(name: bytes, data: b
             assert announcement.capacity >= 0
 
 
-def test_the_roster_takes_lists_and_changes(roster: Roster) -> None:
-    roster.replace(announced(1, 2), 0.0)
-    assert ports_of(roster) == [1, 2]
-    roster.change({**announced(3), name_of(1): None, name_of(9): None}, 1.0)
-    assert ports_of(roster) == [2, 3]
-    before = roster.endpoints
-    roster.change({}, 2.0)
-    assert roster.endpoints is before
-
-
 def test_holders_that_a_later_list_lacks_have_time_to_come_again(roster: Roster) -> None:
     roster.replace(announced(1, 2, 3), 0.0)
     roster.replace(announced(1), 100.0)

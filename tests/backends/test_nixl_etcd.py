@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -181,28 +180,6 @@ async def test_while_etcd_is_dead_those_known_are_the_peers_and_come_back_with_i
             await until(lambda: knows(engine, A, B, C))
 
 
-async def test_a_frozen_etcd_blocks_nobody_and_its_late_news_takes_no_holder_away(
-    own_server: EtcdServer,
-) -> None:
-    seen = set()
-    async with following(own_server) as engine, announcing(own_server, A, B) as holders:
-        await until(lambda: knows(engine, A, B))
-        own_server.freeze()
-        await until(lambda: not works(engine) and not any(works(each) for each in holders))
-        began = time.monotonic()
-        assert set(await engine.peers()) == {A, B}
-        assert time.monotonic() - began < 1.0
-        await asyncio.sleep(LEASE_S)  # all leases are over
-        own_server.thaw()
-
-        def is_well() -> bool:
-            seen.add(frozenset(engine._follower.roster.endpoints))
-            return works(engine) and all(works(each) for each in holders)
-
-        await until(is_well)
-        assert seen == {frozenset((A, B))}
-
-
 async def test_closing_takes_seconds_at_most_while_etcd_is_frozen(own_server: EtcdServer) -> None:
     async with following(own_server) as engine, announcing(own_server, A) as (holder,):
         await until(lambda: knows(engine, A))
@@ -213,23 +190,6 @@ async def test_closing_takes_seconds_at_most_while_etcd_is_frozen(own_server: Et
         await engine.follow()  # and nothing begins again
         await holder.announce(A, Announcement)
     own_server.thaw()
-
-
-async def test_opened_while_etcd_is_down_peers_are_found_later(
-    own_server: EtcdServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    own_server.kill()
-    began = time.monotonic()
-    async with following(own_server) as engine, announcing(own_server, A):
-        assert time.monotonic() - began < LIMIT_S / 2
-        assert knows(engine)
-        assert engine.gauges() == {Gauge.DISCOVERY_FAILING: 1.0, Gauge.PEERS_KNOWN: 0}
-        await until(lambda: "no holder is known yet" in caplog.text)
-        await until(lambda: f"{A} is not announced" in caplog.text)
-        own_server.start()
-        await until(lambda: knows(engine, A))
-        await until(lambda: "answers again" in caplog.text)
 
 
 async def test_changes_that_etcd_has_forgotten_are_listed_again(

@@ -12,14 +12,12 @@ from kvxfer.backends.nixl.discovery import (
     EtcdConfig,
     EtcdDiscovery,
     EtcdError,
-    look_once,
     open_session,
 )
 from kvxfer.storage.gauge import Gauge
 from tests import needs
 from tests.backends.etcd_server import (
     HOST,
-    LIMIT_S,
     PREFIX,
     EtcdServer,
     etcd_cluster,
@@ -68,15 +66,6 @@ def knows(discovery: EtcdDiscovery, *peers: Endpoint) -> bool:
 
 def fails(discovery: EtcdDiscovery) -> bool:
     return discovery.gauges()[Gauge.DISCOVERY_FAILING] == 1.0
-
-
-async def test_a_member_that_is_dead_is_passed_over(cluster: list[EtcdServer]) -> None:
-    dead, *alive = cluster
-    dead.kill()
-    async with announcing(A, dead, alive[0]), following(dead, alive[1]) as engine:
-        await until(lambda: knows(engine, A))
-        found = await look_once(configure(dead, alive[0]), LIMIT_S / 4)
-        assert set(found) == {str(A).encode()}
 
 
 async def test_a_member_that_dies_is_left_for_another(cluster: list[EtcdServer]) -> None:

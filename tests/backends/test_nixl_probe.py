@@ -86,14 +86,6 @@ async def test_a_holder_tells_its_namespace_and_answers_round_trips(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-async def test_the_carrier_between_processes_of_one_machine_is_the_kernel(
-    holder: HolderProcess,
-) -> None:
-    opened = holder.open(NAMESPACE)
-    probe = await probe_peer(NixlConfig(), Endpoint.parse("holder", opened.endpoint))
-    assert (probe.namespace, probe.carrier, probe.is_here) == (NAMESPACE, "cma", True)
-
-
 async def test_a_holder_without_a_namespace_is_left_without_one() -> None:
     other = BlockMemory([[4096]], num_blocks=1).namespace(model="example/other")
     async with standing() as peer:

@@ -299,32 +299,6 @@ async def test_a_stranger_writes_no_control_characters_and_one_short_line_into_t
     assert len(messages) <= 2
 
 
-@pytest.mark.parametrize("name", ["model", "long model", "name of a parallel axis"])
-async def test_neither_does_a_holder_into_the_log_of_a_peer(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The holder at an address may be a stranger, too: it greets before it proves anything."""
-    caplog.set_level(logging.DEBUG, logger="kvxfer")
-
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(FrameCodec("").encode(greetings()[name]))  # type: ignore[arg-type]
-        await reader.read()
-        writer.close()
-
-    async with await asyncio.start_server(greet, HOST, 0) as stranger:
-        address = f"{HOST}:{stranger.sockets[0].getsockname()[1]}"
-        config = NixlConfig(address=address, transport="socket")
-        async with NixlBackend(config, NAMESPACE) as backend:
-            keys = make_keys(1)
-            assert await backend.lookup(keys) == [False]
-            [outcome] = await backend.load(keys, MEMORY.describe(0, [0]))
-    messages = [each.getMessage() for each in caplog.records]
-    assert any("namespaces differ" in message for message in messages)
-    for message in [*messages, outcome.reason]:
-        assert message.isprintable(), repr(message)
-        assert len(message) < 2500
-
-
 OLD = bytes(
     FrameCodec("peer").encode(Hello(version=1, oldest_version=1, incarnation=b"", namespace=None))
 )

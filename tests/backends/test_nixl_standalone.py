@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
@@ -15,7 +14,6 @@ from kvxfer.backends.nixl.agents import (
     NixlAgent,
 )
 from kvxfer.backends.nixl.wire.messages import Pin, Pinned
-from kvxfer.endpoint import free_ports
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
@@ -100,26 +98,6 @@ async def test_a_port_that_is_taken_is_said_so_and_listened_at_when_it_is_free()
             await peer.aclose()
             await another.start()
             await store_at(str(another.endpoint))
-
-
-@pytest.mark.parametrize("first_of_peer", [0, 1])
-async def test_by_a_name_with_two_addresses_blocks_arrive_through_either(
-    monkeypatch: pytest.MonkeyPatch, first_of_peer: int
-) -> None:
-    addresses = ["127.0.0.1", "127.0.0.2"]
-
-    def resolve(host: str, port: int, *_: object, **__: object) -> list[tuple[object, ...]]:
-        kind = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
-        found = addresses if host == "localhost" else [host]
-        return [(*kind, (address, port)) for address in found]
-
-    port = free_ports()
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    config = NixlConfig(listen=f"localhost:{port}", capacity=CAPACITY, transport="socket")
-    async with contextlib.aclosing(StandalonePeer(config, open_host)) as peer:
-        await peer.start()
-        addresses = [addresses[first_of_peer], addresses[1 - first_of_peer]]
-        await store_at(str(peer.endpoint))
 
 
 def test_a_peer_without_an_address_is_refused() -> None:
