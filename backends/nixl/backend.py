@@ -12,20 +12,12 @@ from numpy.typing import NDArray
 from kvxfer import runtime
 from kvxfer.backends.host.backend import HostBackend
 from kvxfer.backends.host.config import HostConfig
-from kvxfer.backends.nixl.agents import (
-    NixlAgent,
-    TransferAgent,
-)
+from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.discovery import Announcement, Discovery
 from kvxfer.backends.nixl.exchange import Exchange
-from kvxfer.backends.nixl.peers import (
-    PeerDirectory,
-    PeerStatistics,
-    StaticPeers,
-    rank,
-)
+from kvxfer.backends.nixl.peers import PeerDirectory, PeerStatistics, StaticPeers, rank
 from kvxfer.backends.nixl.server import Server
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError, KVXferError

@@ -912,11 +912,7 @@ class _Follower(_EtcdTask):
     """Task that keeps the roster: it lists the holders, and then watches them."""
 
     def __init__(
-        self,
-        config: EtcdConfig,
-        namespace: str,
-        require: Callable[[Endpoint], None],
-        lease_s: int,
+        self, config: EtcdConfig, namespace: str, require: Callable[[Endpoint], None], lease_s: int
     ) -> None:
         super().__init__(config, lease_s)
         # A holder tries again after a lease at the latest, and its calls take two thirds of one.

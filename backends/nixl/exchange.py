@@ -5,10 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
-from kvxfer.backends.nixl.agents import (
-    NixlAgent,
-    TransferAgent,
-)
+from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.local_node import LocalNode

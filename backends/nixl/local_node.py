@@ -8,10 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvxfer import runtime
-from kvxfer.backends.nixl.agents import (
-    SocketAgent,
-    TransferAgent,
-)
+from kvxfer.backends.nixl.agents import SocketAgent, TransferAgent
 from kvxfer.backends.nixl.agents.carrier import has_active_port, identify_host
 from kvxfer.backends.nixl.config import NixlConfig, TLSContexts
 from kvxfer.backends.nixl.reads import RemoteMemory

@@ -19,6 +19,9 @@ from kvxfer.storage.lending import GENERATION_BYTES, Fences, Lender
 Proofs: TypeAlias = list[int] | Fences
 """What proves that the bytes of blocks arrived: XXH3-64 of each of them, or their generations."""
 
+MAX_PLACES = 1 << 16
+"""Most places of a peer to remember; the oldest are forgotten."""
+
 MAX_FRAGMENTS = 1 << 16
 """Most fragments whose places are told before blocks are pinned: a frame has room for more."""
 
@@ -78,12 +81,10 @@ class Places:
 
     Args:
         remote: The peer's registered memory.
-        max_places: Most places to remember; the oldest are forgotten.
     """
 
-    def __init__(self, remote: Regions, *, max_places: int = 1 << 16) -> None:
+    def __init__(self, remote: Regions) -> None:
         self._remote = remote
-        self._max_places = max_places
         self._rows: dict[BlockKey, tuple[_FoundPlaces, int]] = {}
 
     def __len__(self) -> int:
@@ -95,7 +96,7 @@ class Places:
     def note(self, keys: Sequence[BlockKey], found: wire.Found) -> None:
         """Remember the places that were found of `keys`, instead of earlier ones.
 
-        The oldest places are forgotten beyond `max_places`.
+        The oldest places are forgotten beyond `MAX_PLACES`.
 
         Raises:
             InvalidArgumentError: A place is not in the peer's memory, or not every block that is
@@ -115,7 +116,7 @@ class Places:
         starts = require_integers("starts", found.starts)
         places = _FoundPlaces(blocks, starts, read_proofs(self._remote, found, len(there)))
         self._rows.update((key, (places, row)) for row, key in enumerate(there))
-        while len(self._rows) > self._max_places:
+        while len(self._rows) > MAX_PLACES:
             del self._rows[next(iter(self._rows))]
 
     def forget(self, keys: Iterable[BlockKey]) -> None:

@@ -48,10 +48,7 @@ class PeerProbe:
 
 
 async def probe_peer(
-    config: NixlConfig,
-    endpoint: Endpoint,
-    *,
-    make_agent: Callable[[], TransferAgent] = NixlAgent,
+    config: NixlConfig, endpoint: Endpoint, *, make_agent: Callable[[], TransferAgent] = NixlAgent
 ) -> PeerProbe:
     """Find out what a holder has, whether it accepts this process, and how its bytes would travel.
 

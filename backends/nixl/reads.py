@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from itertools import chain, pairwise
@@ -13,7 +13,6 @@ from kvxfer.backends.nixl.agents import Flight, Fragments, TransferAgent
 from kvxfer.backends.nixl.agents.carrier import Carrier
 from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors, view_memory
 from kvxfer.kvcache.fragment_pairs import pair_fragments
@@ -25,6 +24,10 @@ from kvxfer.storage.staging_memory import StagingMemory
 
 NUM_THREADS = 2
 """Threads that copy between registered and other memory."""
+
+INLINE_BYTES = 2 << 20
+"""Most bytes of a store to hash on the event loop itself: that takes some hundred microseconds,
+less than two thread switches can take."""
 
 GRACE_S = 0.5
 """Time that a cancelled read has to end, before its memory is put in quarantine."""
@@ -43,36 +46,26 @@ class BlockHasher:
 
     One thread hashes faster than blocks are moved; two would compete for memory bandwidth with each
     other and with the transfers.
-
-    Args:
-        inline_bytes: Most bytes of a store to hash on the event loop itself: that takes some
-            hundred microseconds, less than two thread switches can take.
     """
 
-    def __init__(self, *, inline_bytes: int = 2 << 20) -> None:
-        self._inline_bytes = inline_bytes
+    def __init__(self) -> None:
         self._copying = DaemonThreads("kvxfer-copy", NUM_THREADS)
         self._hashing = DaemonThreads("kvxfer-hash", 1)
         self._copy_engine = CPUCopyEngine()
 
     async def checksums(self, blocks: Descriptors) -> list[int]:
         """Compute the XXH3-64 of each block."""
-        if blocks.num_bytes <= self._inline_bytes:
-            return checksum_blocks(blocks, self._copy_engine)
+        if blocks.num_bytes <= INLINE_BYTES:
+            return self.checksums_here(blocks)
         try:
-            done = self._hashing.submit(checksum_blocks, blocks, self._copy_engine)
+            done = self._hashing.submit(self.checksums_here, blocks)
         except RuntimeError as exc:
             raise ClosedError("hasher") from exc
         return await wait_despite_cancel(done)
 
-    def hash_runs(self, blocks: Descriptors, bounds: Sequence[tuple[int, int]]) -> "RunHashing":
-        """Hash blocks as they arrive.
-
-        Args:
-            blocks: The blocks.
-            bounds: First block and block after the last one of each run that arrives together.
-        """
-        return RunHashing(self._copy_engine, blocks, bounds)
+    def checksums_here(self, blocks: Descriptors) -> list[int]:
+        """Compute the XXH3-64 of each block, on the calling thread."""
+        return checksum_blocks(blocks, self._copy_engine)
 
     async def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """Copy blocks within this process; see `CopyEngine.copy`."""
@@ -86,38 +79,6 @@ class BlockHasher:
             threads.when_ended(partial(ended.set_result, None))
             await wait_despite_cancel(ended)
         self._copy_engine.close()
-
-
-class RunHashing:
-    """Hashing of a batch whose blocks arrive run by run.
-
-    A run is hashed by the thread that calls `landed`, because its bytes are in the caches there.
-    Another thread would do it while the next run is read; but each of its calls asks for the
-    interpreter lock, and so it holds up the thread that reads for longer than the hashing takes.
-
-    Args:
-        copy_engine: Engine that gathers small fragments.
-        blocks: The blocks.
-        bounds: First block and block after the last one of each run.
-    """
-
-    def __init__(
-        self, copy_engine: CopyEngine, blocks: Descriptors, bounds: Sequence[tuple[int, int]]
-    ) -> None:
-        self._copy_engine = copy_engine
-        self._blocks = blocks
-        self._bounds = bounds
-        self._checksums: dict[int, list[int]] = {}
-
-    def landed(self, index: int) -> None:
-        """Note that a run has arrived, and hash it; from any thread."""
-        run = self._blocks.select(*self._bounds[index])
-        self._checksums[index] = checksum_blocks(run, self._copy_engine)
-
-    def checksums(self) -> list[int]:
-        """Get the XXH3-64 of each block, once all have arrived."""
-        runs = (self._checksums[index] for index in range(len(self._bounds)))
-        return list(chain.from_iterable(runs))
 
 
 class Quarantine:
@@ -189,22 +150,10 @@ class RemoteMemory:
         carrier: Carrier of the bytes.
         regions: The memory.
         hash_run: See `NixlConfig`.
-
-    Attributes:
-        agent: As given.
-        peer: As given.
-        carrier: As given.
-        regions: As given.
     """
 
     def __init__(
-        self,
-        agent: TransferAgent,
-        peer: str,
-        carrier: Carrier,
-        regions: Regions,
-        *,
-        hash_run: int,
+        self, agent: TransferAgent, peer: str, carrier: Carrier, regions: Regions, *, hash_run: int
     ) -> None:
         self.agent = agent
         self.peer = peer
@@ -222,6 +171,11 @@ class RemoteMemory:
     ) -> list[int]:
         """Copy blocks of the peer's memory to ours, and hash what has landed, run by run.
 
+        A run is hashed by the thread that tells of it, because its bytes are in the caches there.
+        Another thread would do it while the next run is read; but each of its calls asks for the
+        interpreter lock, and so it holds up the thread that reads for longer than the hashing
+        takes.
+
         Args:
             theirs: Blocks in the peer's memory.
             ours: Memory to copy them to.
@@ -238,9 +192,13 @@ class RemoteMemory:
         """
         bounds = list(ours.cut(self._hash_run))
         runs = _cut(_pair(ours, theirs), ours, bounds)
-        hashing = hasher.hash_runs(ours, bounds)
-        await _end(self.agent.begin(self.peer, runs, hashing.landed), ours, late)
-        return hashing.checksums()
+        checksums: dict[int, list[int]] = {}
+
+        def landed(index: int) -> None:
+            checksums[index] = hasher.checksums_here(ours.select(*bounds[index]))
+
+        await _end(self.agent.begin(self.peer, runs, landed), ours, late)
+        return list(chain.from_iterable(checksums[index] for index in range(len(bounds))))
 
     async def read_fenced(
         self,

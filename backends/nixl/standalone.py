@@ -7,10 +7,7 @@ from collections.abc import Awaitable, Callable
 from kvxfer import runtime
 from kvxfer.backends.host.available_memory import require_memory
 from kvxfer.backends.host.backend import HostBackend
-from kvxfer.backends.nixl.agents import (
-    NixlAgent,
-    TransferAgent,
-)
+from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.discovery import Announcement

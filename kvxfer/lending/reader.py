@@ -726,12 +726,7 @@ class Reader:
             return staged, self._describer.describe(part.group, ours)
         first, stop = _pages(wanted, blocks)
         return blocks.describe(
-            part.rank,
-            part.indices[rows],
-            staged.addresses,
-            ids,
-            first_page=first,
-            stop_page=stop,
+            part.rank, part.indices[rows], staged.addresses, ids, first_page=first, stop_page=stop
         )
 
     def _summarise(

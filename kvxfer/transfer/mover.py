@@ -11,7 +11,7 @@ from math import inf
 
 from kvxfer import runtime
 from kvxfer.checks import require_number, set_counts
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.runtime import await_call
 from kvxfer.storage.backend import Begun, BlockMover, ImmediateMover, Outcome, Status
@@ -40,14 +40,9 @@ class Admission:
 
     Args:
         max_bytes: Bound on the bytes in flight. A larger transfer is admitted when it is alone.
-
-    Raises:
-        InvalidArgumentError: The bound is not positive.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        if max_bytes < 1:
-            raise InvalidArgumentError("max_bytes", max_bytes, "at least 1")
         self._max_bytes = max_bytes
         self._bytes_in_flight = 0
         self._order = count()

@@ -14,10 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.agents import (
-    Fragments,
-    TransferAgent,
-)
+from kvxfer.backends.nixl.agents import Fragments, TransferAgent
 from kvxfer.backends.nixl.wire.regions import Words
 from kvxfer.errors import (
     ClosedError,
@@ -124,12 +121,7 @@ class AgentContract(ABC):
         ("num_fragments", "fragment_bytes"), [(1, 13), (7, 4099), (5000, 97), (3, 1 << 20)]
     )
     async def test_fragments_arrive_whole_and_nothing_else_changes(
-        self,
-        agent: TransferAgent,
-        peer: Peer,
-        pool: Pool,
-        num_fragments: int,
-        fragment_bytes: int,
+        self, agent: TransferAgent, peer: Peer, pool: Pool, num_fragments: int, fragment_bytes: int
     ) -> None:
         await peer.fill(1)
         pool.bytes[:] = random_bytes(2)
@@ -193,11 +185,7 @@ class AgentContract(ABC):
             starts, lengths = words(here, here - 3), words(5, 3)
             others = words(there, there - 3)
             await read(
-                agent,
-                name,
-                starts + words(pool.address),
-                others + words(peer.address),
-                lengths,
+                agent, name, starts + words(pool.address), others + words(peer.address), lengths
             )
             found = pool.bytes[here - 3 : here + 5]
             assert found.tobytes() == random_bytes(1)[there - 3 : there + 5].tobytes()

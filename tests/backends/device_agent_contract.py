@@ -10,10 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.agents import (
-    Fragments,
-    TransferAgent,
-)
+from kvxfer.backends.nixl.agents import Fragments, TransferAgent
 from kvxfer.backends.nixl.wire.regions import AgentMetadata
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from tests.backends.agent_contract import random_bytes

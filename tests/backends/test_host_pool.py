@@ -110,9 +110,7 @@ def test_a_write_that_dies_leaves_an_empty_slot(memory: BlockMemory) -> None:
     pool.close()
 
 
-async def test_keys_name_their_slot_and_are_checked_like_any_other(
-    memory: BlockMemory,
-) -> None:
+async def test_keys_name_their_slot_and_are_checked_like_any_other(memory: BlockMemory) -> None:
     shape = PoolShape(num_slots=4, num_parts=1, part_size_bytes=4096)
     pool = HostPool(shape, memory.namespace(), CPUCopyEngine(num_threads=1))
     async with SlotMover(pool, part=0) as slots:

@@ -18,12 +18,7 @@ import pytest
 import torch
 
 from benchmarks.nixl.raw import TCP_ALONE
-from kvxfer.backends.nixl.agents import (
-    NixlAgent,
-    NixlLimits,
-    SocketAgent,
-    TransferAgent,
-)
+from kvxfer.backends.nixl.agents import NixlAgent, NixlLimits, SocketAgent, TransferAgent
 from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.regions import AgentMetadata

@@ -12,11 +12,7 @@ import pytest
 from aetcd import rpc
 
 from kvxfer.backends.nixl import Announcement, Endpoint, NixlConfig
-from kvxfer.backends.nixl.discovery import (
-    EtcdConfig,
-    EtcdDiscovery,
-    EtcdSession,
-)
+from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery, EtcdSession
 from kvxfer.storage.gauge import Gauge
 from tests import needs
 from tests.backends.etcd_server import LIMIT_S, EtcdServer, etcd, until

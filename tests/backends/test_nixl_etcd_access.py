@@ -108,11 +108,7 @@ async def test_the_environment_may_have_name_and_password(
     ],
 )
 async def test_who_is_not_let_in_says_why_and_tells_no_password(
-    guarded: EtcdServer,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    user: str,
-    reason: str,
+    guarded: EtcdServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, user: str, reason: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
     config = configure(guarded, tmp_path, user) if user else NixlConfig(discover=guarded.url).etcd

@@ -8,21 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.nixl import Announcement, Endpoint, NixlConfig
-from kvxfer.backends.nixl.discovery import (
-    EtcdConfig,
-    EtcdDiscovery,
-    EtcdError,
-    open_session,
-)
+from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery, EtcdError, open_session
 from kvxfer.storage.gauge import Gauge
 from tests import needs
-from tests.backends.etcd_server import (
-    HOST,
-    PREFIX,
-    EtcdServer,
-    etcd_cluster,
-    until,
-)
+from tests.backends.etcd_server import HOST, PREFIX, EtcdServer, etcd_cluster, until
 
 pytestmark = [needs.etcd, pytest.mark.processes]
 

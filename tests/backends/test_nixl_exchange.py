@@ -71,11 +71,7 @@ async def lent(**fields: Any) -> AsyncIterator[Lent]:
     async with HostBackend(kept, memory.namespace()) as own:
         payloads = await store_generated(own, KEYS, memory.describe(0, range(4)))
         exchange = Exchange(
-            config,
-            GROUPLESS,
-            own=desk.of(own),
-            largest_block_bytes=4608,
-            make_agent=FakeNixlAgent,
+            config, GROUPLESS, own=desk.of(own), largest_block_bytes=4608, make_agent=FakeNixlAgent
         )
         async with exchange:
             yield Lent(exchange, desk, memory, payloads)
@@ -199,12 +195,13 @@ LISTEN = "127.0.0.1:0"
         (NixlConfig(address="127.0.0.1:1"), True),
     ],
 )
-def test_what_is_served_is_a_pool_or_ones_own_and_only_where_one_listens(
+async def test_what_is_served_is_a_pool_or_ones_own_and_only_where_one_listens(
     config: NixlConfig, *, has_own: bool
 ) -> None:
     namespace = BlockMemory([[4096]], num_blocks=1).namespace()
-    with pytest.raises(InvalidArgumentError, match="capacity"):
-        NixlBackend(config, namespace, own=RecordingDesk() if has_own else None)
+    async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace) as own:
+        with pytest.raises(InvalidArgumentError, match="capacity"):
+            NixlBackend(config, namespace, own=own if has_own else None)
 
 
 def test_a_backend_that_knows_no_peers_and_holds_nothing_is_refused() -> None:

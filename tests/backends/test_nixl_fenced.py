@@ -10,14 +10,7 @@ import pytest
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.session import ClientSession
-from kvxfer.backends.nixl.wire.messages import (
-    Found,
-    Lookup,
-    Message,
-    Pinned,
-    Publish,
-    Pulled,
-)
+from kvxfer.backends.nixl.wire.messages import Found, Lookup, Message, Pinned, Publish, Pulled
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.storage.backend import Status

@@ -10,21 +10,13 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.backends.nixl import has_active_port
-from kvxfer.backends.nixl.agents import (
-    Fragments,
-    NixlAgent,
-    TransferAgent,
-)
+from kvxfer.backends.nixl.agents import Fragments, NixlAgent, TransferAgent
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.errors import TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 from tests.backends.agent_contract import Pool, words
 from tests.backends.agent_process import WITH_GPU, Nursery
-from tests.backends.device_agent_contract import (
-    DeviceAgentContract,
-    DevicePeer,
-    LocalDevicePeer,
-)
+from tests.backends.device_agent_contract import DeviceAgentContract, DevicePeer, LocalDevicePeer
 from tests.cuda.gpu import Gpu
 
 Row = tuple[int, int, int, str]

@@ -15,9 +15,7 @@ import msgspec
 import pytest
 
 from kvxfer.backends.nixl import Endpoint, Exchange, LocalNode, NixlConfig
-from kvxfer.backends.nixl.agents import (
-    NixlAgent,
-)
+from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.reads import BlockHasher, Quarantine, generations_memory
 from kvxfer.backends.nixl.wire.data import DataConnection

@@ -14,12 +14,7 @@ import pytest
 from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.conformance.suite import (
-    make_keys,
-    make_memory,
-    statuses,
-    store_generated,
-)
+from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
 from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client

@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.backends.nixl import (
-    Endpoint,
-    NixlBackend,
-    NixlConfig,
-    StandalonePeer,
-    probe_peer,
-)
+from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig, StandalonePeer, probe_peer
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.session import ClientSession
 from kvxfer.errors import HandshakeError, PeerClosedError, PeerTimeoutError, ProtocolError

@@ -8,9 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl.agents import (
-    NixlAgent,
-)
+from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.wire.messages import (
     MAX_TICKETS,
@@ -254,10 +252,7 @@ async def test_forged_metadata_of_nixl_cost_only_who_sends_them(
 ) -> None:
     agent = NixlAgent()
     reach = Reach(metadata=forge(kind, agent.metadata, random.Random(4)), regions=[REGION])
-    async with (
-        holding(tmp_path) as holder,
-        asking(tmp_path, holder) as client,
-    ):
+    async with holding(tmp_path) as holder, asking(tmp_path, holder) as client:
         await require_served(client)
         async with proven(endpoint_of(holder), reach) as peer:
             assert holder.server is not None

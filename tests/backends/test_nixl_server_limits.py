@@ -19,15 +19,7 @@ from kvxfer.backends.nixl.server import MAX_ADDRESSES, RefusalLog
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameChannel, FrameCodec
 from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client
-from kvxfer.backends.nixl.wire.messages import (
-    Attach,
-    Hello,
-    Ping,
-    Pong,
-    Reach,
-    Ready,
-    Region,
-)
+from kvxfer.backends.nixl.wire.messages import Attach, Hello, Ping, Pong, Reach, Ready, Region
 from kvxfer.errors import PeerClosedError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
@@ -116,9 +108,7 @@ def num_threads() -> int:
 
 @pytest.mark.parametrize("which", PORTS)
 async def test_silent_connections_delay_nobody_and_take_no_threads_and_are_cut(
-    tls: dict[str, Any],
-    which: str,
-    caplog: pytest.LogCaptureFixture,
+    tls: dict[str, Any], which: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with holding(tls) as holder, strangers(port(holder, which), NUM_STRANGERS) as silent:
         assert holder.server is not None

@@ -10,9 +10,7 @@ import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import Connection, LocalNode, NixlBackend, NixlConfig, StandalonePeer
-from kvxfer.backends.nixl.agents import (
-    NixlAgent,
-)
+from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.wire.messages import Pin, Pinned
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import Backend

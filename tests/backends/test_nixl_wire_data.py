@@ -21,10 +21,7 @@ from kvxfer.backends.nixl.wire.frames import FrameCodec, FrameKeys
 from kvxfer.backends.nixl.wire.handshake import Role, Session
 from kvxfer.backends.nixl.wire.messages import Message, Read, Reading
 from kvxfer.backends.nixl.wire.regions import Regions, Words
-from kvxfer.errors import (
-    PeerError,
-    TransferFailedError,
-)
+from kvxfer.errors import PeerError, TransferFailedError
 from kvxfer.runtime import OrdinaryRuntime
 from tests.backends.nixl_wire import HOST, Authority
 
@@ -174,8 +171,7 @@ def test_a_read_of_other_bytes_is_refused_and_the_next_one_is_not(
 
 
 @pytest.mark.parametrize(
-    ("addresses", "lengths"),
-    [(0, 8), (8, 0), (8, 16), (16, 8), (7, 7), (9, 9), (8, 7)],
+    ("addresses", "lengths"), [(0, 8), (8, 0), (8, 16), (16, 8), (7, 7), (9, 9), (8, 7)]
 )
 def test_arrays_that_do_not_fit_are_refused_and_the_next_read_is_not(
     ends: Ends, addresses: int, lengths: int

@@ -33,10 +33,7 @@ from kvxfer.backends.nixl.wire.messages import (
     Request,
 )
 from kvxfer.backends.nixl.wire.regions import Regions
-from kvxfer.errors import (
-    InvalidArgumentError,
-    ProtocolError,
-)
+from kvxfer.errors import InvalidArgumentError, ProtocolError
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from tests.backends.nixl_wire import Ends, connected
 from tests.clock import Clock

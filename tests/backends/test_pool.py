@@ -21,13 +21,7 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, Namespa
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
-from kvxfer.testing import (
-    BackendStateMachine,
-    BackendTests,
-    BlockMemory,
-    DictBackend,
-    DictConfig,
-)
+from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory, DictBackend, DictConfig
 from kvxfer.tiering import TieredBackend
 from kvxfer.units import ByteSize
 from tests.backends.host_blocks import flip

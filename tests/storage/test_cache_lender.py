@@ -194,8 +194,7 @@ async def test_memory_that_no_processor_reads_is_lent_without_checksums_only() -
 
 
 async def test_a_lender_that_was_closed_lends_nothing_but_its_tickets_end(
-    engine: LendingEngine,
-    clock: Clock,
+    engine: LendingEngine, clock: Clock
 ) -> None:
     engine.offer(KEYS, [0, 1, 2])
     await engine.lender.aclose()

@@ -45,10 +45,7 @@ class Engine:
     ) -> None:
         heads = 2 // tp_size
         full = FullAttentionSpec(
-            tokens_per_block=tokens_per_block,
-            num_kv_heads=heads,
-            head_dim=6,
-            dtype=torch.float16,
+            tokens_per_block=tokens_per_block, num_kv_heads=heads, head_dim=6, dtype=torch.float16
         )
         states = MambaSpec(tokens_per_block=4096, shapes=(state,), dtypes=(dtype,))
         groups = (KVCacheGroup(full, ("layers.0",)), KVCacheGroup(states, ("layers.1",)))
@@ -129,11 +126,7 @@ def test_a_part_of_the_prompt_has_no_state(stack: ExitStack) -> None:
     ("theirs", "field", "values"),
     [
         ({"state": (5, 3)}, "s0", ("3 of 'layers.1.state0'", 5)),
-        (
-            {"dtype": torch.bfloat16},
-            "dtype of layers.1.state0",
-            (torch.float16, torch.bfloat16),
-        ),
+        ({"dtype": torch.bfloat16}, "dtype of layers.1.state0", (torch.float16, torch.bfloat16)),
         ({"tp_size": 2}, "tp_size", (1, 2)),
     ],
 )

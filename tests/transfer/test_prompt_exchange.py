@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import kvxfer
-from kvxfer.errors import (
-    InvalidArgumentError,
-)
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache import CanonicalKVCaches, SlidingWindowSpec
 from kvxfer.lending import PromptExchange
 

@@ -8,13 +8,7 @@ import pytest
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.testing import (
-    BackendStateMachine,
-    BackendTests,
-    DictBackend,
-    DictConfig,
-    WrapperTests,
-)
+from kvxfer.testing import BackendStateMachine, BackendTests, DictBackend, DictConfig, WrapperTests
 from kvxfer.units import ByteSize
 from tests.backends.file_store import capacity_of, flip_bit, open_store, path_of
 from tests.examples import examples

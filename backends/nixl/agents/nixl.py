@@ -685,11 +685,7 @@ class NixlThread:
         else:
             opaque = self._agent.get_agent_metadata()
         return AgentMetadata(
-            self._name,
-            list(self.regions),
-            opaque,
-            self._beacon.ctypes.data,
-            self._beacon.tobytes(),
+            self._name, list(self.regions), opaque, self._beacon.ctypes.data, self._beacon.tobytes()
         ).encode()
 
     def prepare(self, peer: str, runs: Sequence[Fragments]) -> list[PiecewiseRead]:

@@ -113,10 +113,7 @@ class DataConnection:
         try:
             plain.getpeername()  # `wrap_socket` leaves one that was reset to the garbage collector
             opened = tls.wrap_socket(
-                plain,
-                server_side=host is None,
-                server_hostname=host,
-                do_handshake_on_connect=False,
+                plain, server_side=host is None, server_hostname=host, do_handshake_on_connect=False
             )
             opened.setblocking(False)
             await _when_ready(opened, opened.do_handshake)

@@ -90,16 +90,15 @@ class FrameCodec:
         self._num_received = 0
         self._encoder = msgspec.msgpack.Encoder()
 
-    def secure(self, keys: FrameKeys, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    def secure(self, keys: FrameKeys) -> None:
         """Seal every frame from here on, in both directions, and permit larger ones.
 
         Args:
             keys: Keys that were never used before.
-            max_frame_bytes: Largest payload from here on.
         """
         assert self._seals is None, "a connection is secured once"
         self._seals = hmac.new(keys.sending, b"", "sha256"), hmac.new(keys.receiving, b"", "sha256")
-        self._max_frame_bytes = max_frame_bytes
+        self._max_frame_bytes = MAX_FRAME_BYTES
         self._num_sent = self._num_received = 0
 
     def encode(self, message: Message) -> bytearray:
@@ -196,7 +195,6 @@ class FrameChannel:
     Args:
         reader: Open stream.
         writer: Other half of the stream.
-        rate_limit: Limit on what the other side may send.
         frame_timeout_s: Time from the header of a frame to its last byte, and time for which the
             other side may leave a sent frame unread.
 
@@ -210,7 +208,6 @@ class FrameChannel:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         *,
-        rate_limit: RateLimit | None = None,
         frame_timeout_s: float = FRAME_TIMEOUT_S,
     ) -> None:
         self.local = _endpoint(writer.get_extra_info("sockname"))
@@ -219,7 +216,7 @@ class FrameChannel:
         self._reader = reader
         self._writer = writer
         self._codec = FrameCodec(str(self.peer))
-        self._pace = _Pace(rate_limit or RateLimit())
+        self._pace = _Pace(RateLimit())
         self._frame_timeout_s = frame_timeout_s
         self._taking_a_frame = _CutOnError(self, "taking a frame", frame_timeout_s)
         self._reading_a_frame = _CutOnError(self, "the rest of a frame", frame_timeout_s)
@@ -271,9 +268,9 @@ class FrameChannel:
         connection = self._writer.get_extra_info("ssl_object")
         return connection is not None and connection.context.verify_mode is ssl.CERT_REQUIRED
 
-    def secure(self, keys: FrameKeys, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    def secure(self, keys: FrameKeys) -> None:
         """See `FrameCodec.secure`."""
-        self._codec.secure(keys, max_frame_bytes=max_frame_bytes)
+        self._codec.secure(keys)
 
     async def send(self, message: Message) -> None:
         """Send a message; wait while the other side does not read.

@@ -84,12 +84,7 @@ class LeaseBook:
         InvalidArgumentError: A time is not a number of at least 0.
     """
 
-    def __init__(
-        self,
-        lease_s: float,
-        *,
-        longest_s: float = LONGEST_S,
-    ) -> None:
+    def __init__(self, lease_s: float, *, longest_s: float = LONGEST_S) -> None:
         self._lease_s = require_number("lease_s", lease_s)
         self._longest_s = require_number("longest_s", longest_s)
         self._tickets: dict[str, _Ticket] = {}
@@ -112,13 +107,6 @@ class LeaseBook:
     def num_pinned(self) -> int:
         """Blocks that are pinned, offered or not."""
         return len(self._pins)
-
-    @property
-    def next_expiry(self) -> float | None:
-        """Time of the clock at which the next ticket ends if nothing happens; None without one."""
-        ends = (ticket.ends for ticket in self._tickets.values() if not ticket.is_over)
-        next_end = min(ends, default=float("inf"))
-        return None if next_end == float("inf") else next_end
 
     def offer(self, ticket: str, blocks: Mapping[BlockKey, int], *, complete: bool) -> list[int]:
         """Offer blocks under a ticket, which is new or open.
