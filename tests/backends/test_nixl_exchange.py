@@ -1,5 +1,6 @@
 """Exchange: readers of blocks that say themselves which peer has them, and hold tickets there."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -29,7 +30,12 @@ from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import Held
 from kvxfer.testing import BlockMemory, FakeNixlAgent
-from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
+from kvxfer.testing.conformance.suite import (
+    make_keys,
+    make_memory,
+    statuses,
+    store_generated,
+)
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
 from tests.backends.nixl_proven import endpoint_of, lending, proven
@@ -286,3 +292,31 @@ async def test_who_only_asks_is_answered_whatever_the_transport_and_gets_no_bloc
         async with reader(transport="socket") as moving:
             with pytest.raises(KVXferError):
                 await moving.peer(holder.endpoint).hold("ours", KEYS)
+
+
+async def test_many_peers_that_do_not_answer_cost_one_deadline_together() -> None:
+    memory = make_memory()
+    writers: list[asyncio.StreamWriter] = []
+
+    def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+
+    servers = [await asyncio.start_server(accept, "127.0.0.1", 0) for _ in range(6)]
+    ports = [server.sockets[0].getsockname()[1] for server in servers]
+    config = NixlConfig(
+        address=",".join(f"127.0.0.1:{port}" for port in ports),
+        listen="127.0.0.1:0",
+        capacity=ByteSize(1 << 20),
+        timeout_s=0.5,
+    )
+    began = asyncio.get_running_loop().time()
+    async with NixlBackend(config, memory.namespace()) as client:
+        assert await client.lookup(KEYS) == [False] * 4
+        outcomes = await client.load(KEYS, memory.describe(0, range(4)))
+        assert {each.status for each in outcomes} <= {Status.TIMED_OUT, Status.FAILED}
+    assert asyncio.get_running_loop().time() - began < 4
+    for server in servers:
+        server.close()
+    for writer in writers:
+        writer.close()
+    await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
