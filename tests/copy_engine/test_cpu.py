@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -18,22 +17,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine import cpu
-from kvxfer.copy_engine.cpu import SHARES_PER_THREAD, CPUCopyEngine
+from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.cpu_methods import ROUNDS, TRIAL_BYTES, CPUMethod, CPUMethods, Pattern
 from kvxfer.copy_engine.row_copies import (
     CHUNK_BYTES,
-    SMALLEST_SHARE_BYTES,
+    MOST_LOCKED_ROWS,
     Bounce,
     Gather,
-    Pieces,
     RowCopy,
     Scatter,
     plan_rows,
 )
-from kvxfer.copy_engine.shared_tasks import Task
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.fragment_pairs import FragmentPairs
 from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
 from tests.copy_engine.copies import Copy, Method, Side, bounce, gather, scatter
 from tests.examples import examples
@@ -64,15 +60,10 @@ def lay_out(
     return Side(generator.integers(0, 256, position + offset, np.uint8), starts)
 
 
-def equal_pieces(
-    num_bytes: int, count: int, *, source_shuffled: bool, destination_shuffled: bool
-) -> Copy:
+def equal_pieces(num_bytes: int, count: int, *, source_shuffled: bool = False) -> Copy:
     lengths = [num_bytes] * count
-    return Copy(
-        lay_out(lengths, seed=1, shuffled=source_shuffled),
-        lay_out(lengths, seed=2, shuffled=destination_shuffled),
-        lengths,
-    )
+    source = lay_out(lengths, seed=1, shuffled=source_shuffled)
+    return Copy(source, lay_out(lengths, seed=2), lengths)
 
 
 SIZES = st.sampled_from([1, 3, 64, 100, 192, 4096, 8 * KIB, 12 * KIB, 32 * KIB, 160 * KIB, 300_000])
@@ -101,6 +92,49 @@ def sides(draw: st.DrawFn, lengths: Sequence[int]) -> Side:
     )
 
 
+COUNTS = st.sampled_from([1, 2, 3, 7, 16])
+
+
+@st.composite
+def nested(draw: st.DrawFn, counts: Sequence[int], length: int) -> NDArray[np.int64]:
+    """Draw starts of pieces that are evenly apart along each axis, forwards or backwards.
+
+    Each axis is any number of bytes wider than what is inside of it; the nesting of axes does not
+    follow from their order.
+    """
+    starts = np.zeros(counts, np.int64)
+    reach = length
+    for axis in draw(st.permutations(range(len(counts)))):
+        stride = reach + draw(st.sampled_from([0, 0, 1, 64, length]))
+        steps = np.arange(counts[axis]) * stride
+        if draw(st.booleans()):
+            steps = steps[::-1]
+        starts += steps.reshape([-1 if each == axis else 1 for each in range(len(counts))])
+        reach += int(steps.max())
+    return starts.reshape(-1)
+
+
+@st.composite
+def series(draw: st.DrawFn) -> Copy:
+    """Draw nests on both sides, sometimes with a piece that lies elsewhere or is shorter."""
+    counts = draw(st.lists(COUNTS, min_size=1, max_size=3))
+    length = draw(st.sampled_from([1, 2, 16, 64, 160, 256, 1001, 4096]))
+    starts = [draw(nested(counts, length)) for _ in range(2)]
+    lengths = [length] * len(starts[0])
+    for side in starts:
+        if draw(st.booleans()):
+            side[draw(st.integers(0, len(side) - 1))] = side.max() + length + draw(COUNTS)
+    if length > 1 and draw(st.booleans()):
+        lengths[draw(st.sampled_from([0, -1]))] = draw(st.integers(1, length - 1))
+    found = []
+    for seed, side in enumerate(starts):
+        before, behind = draw(st.sampled_from([(0, 0), (1, 3), (64, 64)]))
+        size = before + int(side.max()) + length + behind
+        buffer = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+        found.append(Side(buffer, (side + before).tolist()))
+    return Copy(found[0], found[1], lengths)
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[CPUCopyEngine]:
     engine = CPUCopyEngine(num_threads=NUM_THREADS, methods=CPUMethods())
@@ -108,8 +142,8 @@ def engine() -> Iterator[CPUCopyEngine]:
     engine.close()
 
 
-@examples(60)
-@given(copy=copies())
+@examples(80)
+@given(copy=copies() | series())
 def test_every_byte_lands_in_its_place_and_no_other_byte_changes(
     engine: CPUCopyEngine, copy: Copy
 ) -> None:
@@ -135,8 +169,8 @@ def test_a_block_comes_out_of_one_piece_of_memory_as_it_went_in(
 
 
 @every_method
-@examples(20)
-@given(copy=copies())
+@examples(25)
+@given(copy=copies() | series())
 def test_each_method_is_right_for_any_fragments(method: Method, copy: Copy) -> None:
     copy.check(lambda: method(*copy.pieces()))
 
@@ -166,62 +200,34 @@ def places(scattered: ScatteredBlocks) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "source_shuffled", "destination_shuffled", "rows"),
-    [
-        (8 * KIB, True, True, Bounce),
-        (8 * KIB, True, False, Gather),
-        (8 * KIB, False, True, Scatter),
-        (8 * KIB, False, False, None),
-        (32 * KIB, True, True, Bounce),
-        (32 * KIB, True, False, Gather),
-        (32 * KIB, False, True, Scatter),
-        (64 * KIB, True, True, None),
-        (256 * KIB, True, True, None),
-        (256 * KIB, True, False, None),
-        (1001, True, True, Bounce),
-        (1001, True, False, Gather),
-    ],
-)
-def test_the_method_follows_from_the_size_of_the_fragments_and_from_what_is_in_one_piece(
-    monkeypatch: pytest.MonkeyPatch,
+PLANNED: list[tuple[int, bool, bool, type[RowCopy]]] = [
+    (8 * KIB, True, True, Bounce),
+    (8 * KIB, True, False, Gather),
+    (8 * KIB, False, True, Scatter),
+    (32 * KIB, True, True, Bounce),
+    (32 * KIB, True, False, Gather),
+    (64 * KIB, True, True, Bounce),
+    (1001, True, True, Bounce),
+    (1001, True, False, Gather),
+]
+
+
+@pytest.mark.parametrize(("num_bytes", "source_shuffled", "shuffled", "planned"), PLANNED)
+def test_rows_are_planned_by_what_is_in_one_piece_and_free_the_interpreter_lock(
     num_bytes: int,
     source_shuffled: bool,  # noqa: FBT001  (a column of the table)
-    destination_shuffled: bool,  # noqa: FBT001  (the same)
-    rows: type[RowCopy] | None,
+    shuffled: bool,  # noqa: FBT001  (the same)
+    planned: type[RowCopy],
 ) -> None:
-    count = 8 * MIB // num_bytes
-    lengths = [num_bytes] * count
-    # A gap, so that pieces in another order are not sorted to be neighbours.
-    copy = Copy(
-        lay_out(lengths, seed=1, shuffled=source_shuffled, gap=64 if source_shuffled else 0),
-        lay_out(lengths, seed=2, shuffled=destination_shuffled, gap=64 * destination_shuffled),
-        lengths,
-    )
-    engine = CPUCopyEngine(num_threads=NUM_THREADS, methods=CPUMethods())  # nothing was measured
-    shares: list[object] = []
-    run = engine._run
-
-    def noting_run(tasks: Sequence[Task]) -> None:
-        shares.extend(tasks)
-        run(tasks)
-
-    monkeypatch.setattr(engine, "_run", noting_run)
-    copy.check(lambda: engine.copy(*copy.describe()))
-    engine.close()
-    # Of some numpy keeps the interpreter lock if they are shorter, so there are fewer.
-    assert 2 * NUM_THREADS <= len(shares) <= NUM_THREADS * SHARES_PER_THREAD
-    assert {method_of(share) for share in shares} == {rows}
-
-
-def method_of(share: object) -> type[RowCopy] | None:
-    assert isinstance(share, partial)
-    if share.func is cpu._copy_each:
-        return None
-    if share.func is cpu._copy_small:
-        rows = plan_rows(*(Pieces(side.addresses, side.lengths) for side in share.args))
-        return type(rows) if rows else None
-    return type(share.func.__self__)  # type: ignore[attr-defined]
+    lengths = [num_bytes] * (8 * MIB // num_bytes)
+    source = lay_out(lengths, seed=1, shuffled=source_shuffled, gap=64 * source_shuffled)
+    destination = lay_out(lengths, seed=2, shuffled=shuffled, gap=64 * shuffled)
+    rows = plan_rows(*Copy(source, destination, lengths).pieces())
+    assert rows is not None
+    assert type(rows) is planned
+    assert rows.num_rows * rows.row_bytes == sum(lengths)
+    if num_bytes > 4 * KIB and not (planned is Gather and rows.share_rows == 1):
+        assert min(rows.chunk_rows, rows.share_rows) > MOST_LOCKED_ROWS
 
 
 @pytest.mark.parametrize("num_bytes", [16 * KIB, 64 * KIB])
@@ -276,20 +282,12 @@ def test_blocks_that_are_in_reverse_order_on_both_sides_are_one_piece() -> None:
     assert cpu._in_order(pairs).lengths.tolist() == [2 * MIB]
 
 
-def test_a_batch_larger_than_a_chunk_bounces_in_rounds() -> None:
-    count = 2 * CHUNK_BYTES // (8 * KIB) + 5
-    copy = equal_pieces(8 * KIB, count, source_shuffled=True, destination_shuffled=True)
-    copy.check(lambda: bounce(*copy.pieces()))
-
-
-def test_a_fragment_larger_than_a_chunk_bounces() -> None:
-    lengths = [8 * KIB, CHUNK_BYTES + 64, 8 * KIB, 64]
-    copy = Copy(
-        lay_out(lengths, seed=1, shuffled=True, gap=64),
-        lay_out(lengths, seed=2, shuffled=True, gap=64),
-        lengths,
-    )
-    copy.check(lambda: bounce(*copy.pieces()))
+def test_fragments_larger_than_a_chunk_bounce_and_batches_do_so_in_rounds() -> None:
+    many = [8 * KIB] * (2 * CHUNK_BYTES // (8 * KIB) + 5)
+    for lengths in (many, [8 * KIB, CHUNK_BYTES + 64, 8 * KIB, 64]):
+        sides = [lay_out(lengths, seed=seed, shuffled=True, gap=64) for seed in (1, 2)]
+        copy = Copy(sides[0], sides[1], lengths)
+        copy.check(lambda copy=copy: bounce(*copy.pieces()))  # type: ignore[misc]
 
 
 @every_method
@@ -316,102 +314,14 @@ def test_memory_between_the_fragments_is_left_alone(method: Method, apart: str) 
             assert np.array_equal(memory[start : start + size], piece)
 
 
-@examples(50)
-@given(copy=copies(), num_shares=st.integers(1, 9))
-def test_shares_are_about_equal_and_together_move_every_byte_once(
-    copy: Copy, num_shares: int
-) -> None:
-    fragments = copy.fragments()
-    shares = cpu._share_pairs(fragments, num_shares)
-    moves = np.concatenate([move_of_every_byte(share) for share in shares], axis=1)
-    assert np.array_equal(moves, move_of_every_byte(fragments))
-    sizes = [int(share.lengths.sum()) for share in shares]
-    longest = max(int(share.lengths.max()) for share in shares)
-    num_expected = max(1, min(num_shares, sum(sizes) // SMALLEST_SHARE_BYTES))
-    fair = sum(sizes) / num_expected
-    assert all(sizes)
-    assert len(sizes) <= num_expected
-    assert max(sizes) <= fair + longest + num_shares
-    assert longest <= max(SMALLEST_SHARE_BYTES, fair / 4)
-
-
-def move_of_every_byte(fragments: FragmentPairs) -> NDArray[np.uint64]:
-    """Compute source and destination address of each byte, uint64 `(2, num_bytes)`."""
-    counts = fragments.lengths.astype(np.int64)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    sides = (fragments.sources, fragments.destinations)
-    return np.stack([np.repeat(side, counts) + within.astype(np.uint64) for side in sides])
-
-
-def test_one_large_fragment_is_split_over_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    both_are_here = threading.Barrier(NUM_THREADS, timeout=10)
-    shares: list[int] = []
-    copy_each = cpu._copy_each
-
-    def method(source: Pieces, destination: Pieces) -> None:
-        both_are_here.wait()
-        shares.append(source.num_bytes)
-        copy_each(source, destination)
-
-    monkeypatch.setattr(cpu, "_copy_each", method)
-    copy = equal_pieces(8 * MIB, 1, source_shuffled=False, destination_shuffled=False)
-    engine = CPUCopyEngine(num_threads=NUM_THREADS)
-    copy.check(lambda: engine.copy(*copy.describe()))
-    engine.close()
-    assert shares == [8 * MIB // (NUM_THREADS * SHARES_PER_THREAD)] * len(shares)
-    assert sum(shares) == 8 * MIB
-
-
-@pytest.mark.parametrize("failing", ["caller", "thread"])
-def test_a_copy_that_fails_raises_only_when_no_thread_is_copying_any_more(
-    monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    has_raised = threading.Event()
-    both_are_here = threading.Barrier(NUM_THREADS, timeout=10)
-    raised_too_early: list[bool] = []
-    caller = threading.get_ident()
-
-    def method(source: Pieces, destination: Pieces) -> None:
-        both_are_here.wait()
-        if (threading.get_ident() == caller) == (failing == "caller"):
-            raise MemoryError
-        raised_too_early.append(has_raised.wait(0.2))
-
-    monkeypatch.setattr(cpu, "_copy_each", method)
-    copy = equal_pieces(8 * MIB, 1, source_shuffled=False, destination_shuffled=False)
-    engine = CPUCopyEngine(num_threads=NUM_THREADS)
-    with pytest.raises(MemoryError):
-        engine.copy(*copy.describe())
-    has_raised.set()
-    engine.close()
-    assert raised_too_early == [False]
-
-
-@pytest.mark.parametrize(
-    ("method", "num_bytes", "source_shuffled", "destination_shuffled"),
-    [
-        (cpu._copy_each, 128 * MIB, False, False),
-        (gather, 64 * KIB, True, False),
-        (scatter, 64 * KIB, False, True),
-    ],
-)
-def test_python_runs_while_bytes_move(
-    method: Method,
-    num_bytes: int,
-    source_shuffled: bool,  # noqa: FBT001  (a column of the table)
-    destination_shuffled: bool,  # noqa: FBT001  (the same)
-) -> None:
-    copy = equal_pieces(
-        num_bytes,
-        128 * MIB // num_bytes,
-        source_shuffled=source_shuffled,
-        destination_shuffled=destination_shuffled,
-    )
+def test_python_runs_while_bytes_move() -> None:
+    num_bytes = 64 * KIB
+    copy = equal_pieces(num_bytes, 128 * MIB // num_bytes, source_shuffled=True)
     pieces = copy.pieces()
 
     def timed() -> tuple[float, float]:
         begin = time.perf_counter()
-        method(*pieces)
+        gather(*pieces)
         return begin, time.perf_counter()
 
     def count_ticks() -> int:
@@ -435,34 +345,19 @@ def test_python_runs_while_bytes_move(
         sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("side", ["source", "destination"])
-def test_memory_of_another_device_is_refused_by_name(engine: CPUCopyEngine, side: str) -> None:
-    copy = equal_pieces(64, 2, source_shuffled=False, destination_shuffled=False)
-    source, destination = copy.describe()
-    there = replace(source if side == "source" else destination, device=torch.device("cuda", 1))
-    pair = (there, destination) if side == "source" else (source, there)
-    before = copy.destination.buffer.copy()
-    with pytest.raises(InvalidArgumentError) as caught:
-        engine.copy(*pair)
-    assert (caught.value.argument, caught.value.value) == (f"{side}.device", "cuda:1")
-    assert np.array_equal(copy.destination.buffer, before)
-
-
-def test_blocks_of_different_sizes_are_refused_and_nothing_is_written(
-    engine: CPUCopyEngine,
-) -> None:
-    copy = equal_pieces(64, 3, source_shuffled=False, destination_shuffled=False)
+def test_what_cannot_be_copied_is_refused_and_nothing_is_written(engine: CPUCopyEngine) -> None:
+    copy = equal_pieces(64, 3)
     source, destination = copy.describe()
     before = copy.destination.buffer.copy()
-    with pytest.raises(InvalidArgumentError, match="destination"):
-        engine.copy(source, destination.select(0, 2))
-    assert np.array_equal(copy.destination.buffer, before)
-
-
-def test_a_batch_without_blocks_copies_nothing(engine: CPUCopyEngine) -> None:
-    copy = equal_pieces(64, 3, source_shuffled=False, destination_shuffled=False)
-    source, destination = copy.describe()
-    before = copy.destination.buffer.copy()
+    there = torch.device("cuda", 1)
+    for pair, argument in (
+        ((replace(source, device=there), destination), "source.device"),
+        ((source, replace(destination, device=there)), "destination.device"),
+        ((source, destination.select(0, 2)), "destination"),
+    ):
+        with pytest.raises(InvalidArgumentError) as caught:
+            engine.copy(*pair)
+        assert caught.value.argument == argument
     engine.copy(source.select(1, 1), destination.select(2, 2))
     assert np.array_equal(copy.destination.buffer, before)
 
@@ -470,7 +365,7 @@ def test_a_batch_without_blocks_copies_nothing(engine: CPUCopyEngine) -> None:
 def test_an_engine_may_be_closed_twice_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     engine = CPUCopyEngine(num_threads=NUM_THREADS)
-    copy = equal_pieces(8 * MIB, 1, source_shuffled=False, destination_shuffled=False)
+    copy = equal_pieces(8 * MIB, 1)
     engine.copy(*copy.describe())
     assert set(threading.enumerate()) > before
     engine.close()
@@ -484,44 +379,6 @@ def test_an_engine_uses_the_cores_of_its_process_unless_it_is_told_otherwise() -
     assert [engine.num_threads for engine in engines] == [num_cores, 3]
     for engine in engines:
         engine.close()
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rows"),
-    [
-        ([128, 1024], [128, 1024]),
-        ([64, 1024, 192], [64, 1024, 192]),
-        ([64, 1024, 192, 320], [64, 1024, 64]),  # the last two together
-    ],
-)
-def test_small_pieces_of_several_lengths_move_as_rows_of_each(
-    monkeypatch: pytest.MonkeyPatch, lengths: list[int], rows: list[int]
-) -> None:
-    planned: list[int] = []
-
-    def noting_plan(source: Pieces, destination: Pieces) -> RowCopy | None:
-        plan = plan_rows(source, destination)
-        planned.append(plan.row_bytes if plan else 0)
-        return plan
-
-    monkeypatch.setattr(cpu, "plan_rows", noting_plan)
-    mixed = lengths * 400
-    copy = Copy(
-        lay_out(mixed, seed=1, gap=64), lay_out(mixed, seed=2, shuffled=True, gap=64), mixed
-    )
-    engine = CPUCopyEngine(num_threads=1)
-    copy.check(lambda: engine.copy(*copy.describe()))
-    engine.close()
-    assert planned == rows
-
-
-def test_the_caller_copies_a_few_short_fragments_alone() -> None:
-    before = threading.active_count()
-    engine = CPUCopyEngine(num_threads=NUM_THREADS)
-    copy = equal_pieces(cpu.ALONE_BYTES // 4, 4, source_shuffled=True, destination_shuffled=True)
-    copy.check(lambda: engine.copy(*copy.describe()))
-    assert threading.active_count() == before
-    engine.close()
 
 
 def test_a_batch_that_ends_in_one_long_piece_is_copied_also_while_methods_are_tried() -> None:

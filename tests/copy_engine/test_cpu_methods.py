@@ -55,14 +55,8 @@ def test_methods_are_tried_in_turn_and_equally_often(pattern: Pattern) -> None:
         tried.append(method)
         methods.record(pattern, 20 * KIB, method, Clocks(1.0, 1.0))
     assert tried == list(CPUMethod) * ROUNDS
-
-
-@every_pattern
-@pytest.mark.parametrize("fragment_bytes", [1, SMALLEST_BYTES - 1, LARGEST_BYTES, 1 << 30])
-def test_sizes_for_which_the_answer_is_known_are_not_tried(
-    pattern: Pattern, fragment_bytes: int
-) -> None:
-    assert CPUMethods().next_trial(pattern, fragment_bytes) is None
+    for known in (1, SMALLEST_BYTES - 1, LARGEST_BYTES, 1 << 30):
+        assert methods.next_trial(pattern, known) is None
 
 
 @every_pattern
@@ -84,37 +78,30 @@ def test_the_faster_method_is_taken_for_sizes_of_the_same_power_of_two_alone(
         assert all(methods.choose(*case) is usual[case] for case in others)
 
 
-@every_pattern
-def test_what_disturbs_one_trial_changes_nothing(pattern: Pattern) -> None:
-    slow_once = [3.0] + [1.0] * (ROUNDS - 1)
-    methods = measured(slow_once, [2.0] * ROUNDS, fragment_bytes=128 * KIB)
-    assert methods.choose(pattern, 128 * KIB) is CPUMethod.ROWS
+def of(*seconds: float) -> Times:
+    return list(seconds)
 
 
-@every_pattern
-@pytest.mark.parametrize("disturbed", [0, 1])
-def test_trials_that_contradict_each_other_leave_the_usual_sizes(
-    pattern: Pattern, disturbed: int
-) -> None:
-    times = [[1.0] * ROUNDS, [1.0] * ROUNDS]
-    times[disturbed][0] = 1000.0
-    for fragment_bytes in (8 * KIB, 128 * KIB):
-        times[1 - disturbed] = [0.01] * ROUNDS
-        methods = measured(*times, fragment_bytes=fragment_bytes)
-        usual = usual_choice(pattern, fragment_bytes)
-        assert methods.choose(pattern, fragment_bytes) is usual
-        assert methods.next_trial(pattern, fragment_bytes) is None, "it is tried for ever"
+SLOW_ONCE, CONTRADICTION = of(3.0, 1.0, 1.0), of(1000.0, 1.0, 1.0)
+CLOCKS: list[Times] = [[Clocks(0.5, 2.0)] * ROUNDS, [Clocks(2.0, 0.5)] * ROUNDS]
 
 
 @every_pattern
 @pytest.mark.parametrize("fragment_bytes", [8 * KIB, 128 * KIB])
-@pytest.mark.parametrize("memcpy", [Clocks(0.5, 2.0), Clocks(2.0, 0.5)])
-def test_clocks_that_contradict_each_other_leave_the_usual_sizes(
-    pattern: Pattern, memcpy: Clocks, fragment_bytes: int
+def test_what_disturbs_one_trial_changes_nothing_and_contradictions_leave_the_usual_sizes(
+    pattern: Pattern, fragment_bytes: int
 ) -> None:
-    times = [Clocks(1.0, 1.0)] * ROUNDS
-    methods = measured(times, [memcpy] * ROUNDS, fragment_bytes=fragment_bytes)
-    assert methods.choose(pattern, fragment_bytes) is usual_choice(pattern, fragment_bytes)
+    methods = measured(SLOW_ONCE, of(2.0, 2.0, 2.0), fragment_bytes=fragment_bytes)
+    assert methods.choose(pattern, fragment_bytes) is CPUMethod.ROWS
+    usual = usual_choice(pattern, fragment_bytes)
+    for rows, memcpy in (
+        (CONTRADICTION, of(0.01, 0.01, 0.01)),
+        (of(0.01, 0.01, 0.01), CONTRADICTION),
+        *((of(1.0, 1.0, 1.0), times) for times in CLOCKS),
+    ):
+        methods = measured(rows, memcpy, fragment_bytes=fragment_bytes)
+        assert methods.choose(pattern, fragment_bytes) is usual
+        assert methods.next_trial(pattern, fragment_bytes) is None, "it is tried for ever"
 
 
 @every_pattern

@@ -11,7 +11,7 @@ from kvxfer.copy_engine.calibration import measure_methods
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.method_table import MEASURED_BYTES, Way
 from kvxfer.copy_engine.triton import FragmentKernel
-from kvxfer.errors import KVXferError
+from kvxfer.errors import DeviceUnavailableError, KVXferError
 from tests.cuda.copies import (
     ALWAYS,
     EVERYTHING,
@@ -47,6 +47,12 @@ class TestGpu(CopyContract):
                 yield
 
         return current
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_driver_the_error_says_so() -> None:
+    with pytest.raises(DeviceUnavailableError, match="cuda:0 cannot be used: no NVIDIA driver: "):
+        CudaCopyEngine(0, NEVER)
 
 
 @pytest.mark.gpu

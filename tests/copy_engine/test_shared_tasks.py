@@ -25,11 +25,6 @@ def test_each_task_is_done_once(pool: ThreadPoolExecutor) -> None:
         assert sorted(done) == list(range(20))
 
 
-def test_several_threads_take_part(pool: ThreadPoolExecutor) -> None:
-    all_are_here = threading.Barrier(4, timeout=TIMEOUT_S)
-    SharedTasks([lambda: bool(all_are_here.wait())] * 4).run(pool, 3)  # type: ignore[list-item]
-
-
 def test_a_thread_that_comes_late_is_not_waited_for() -> None:
     is_free = threading.Event()
     threads: list[int] = []

@@ -1,7 +1,6 @@
 """Tests of copies to and from a GPU, byte for byte, for any GPU, real or simulated."""
 
 import mmap
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -177,11 +176,14 @@ def filling(memory: Memory, byte: int, stream: CudaStream) -> Iterator[None]:
     driver.close()
 
 
-def open_engine(pool: MemoryRegion, method: str, kernel: FragmentKernel) -> CudaCopyEngine:
+METHODS = ("batch", "kernel", "one by one")
+
+
+def open_engine(pool: MemoryRegion | None, method: str, kernel: FragmentKernel) -> CudaCopyEngine:
     """Open a copy engine that copies by batch, by kernel, or one by one."""
     engine = CudaCopyEngine(0, ALWAYS if method == "kernel" else NEVER, kernel)
     engine.driver.has_batch = method != "one by one"
-    engine.attach([pool])
+    engine.attach([pool] if pool else [])
     return engine
 
 
@@ -216,62 +218,26 @@ class CopyContract:
         engine.close()
 
     @pytest.mark.parametrize("way", Way)
-    @pytest.mark.parametrize("seed", range(10))
-    def test_batches_copy_every_byte_to_its_place(
-        self, engine: CudaCopyEngine, memory: Memory, way: Way, seed: int
+    @pytest.mark.parametrize("method", [*METHODS, "not pinned"])
+    @pytest.mark.parametrize("seed", range(6))
+    def test_every_byte_is_copied_to_its_place(
+        self, memory: Memory, way: Way, method: str, kernel: FragmentKernel, seed: int
     ) -> None:
-        copy(engine, memory, way, scatter(seed))
-
-    @pytest.mark.parametrize("way", Way)
-    @pytest.mark.parametrize("seed", range(10))
-    def test_so_do_copies_one_by_one(
-        self, engine: CudaCopyEngine, memory: Memory, way: Way, seed: int
-    ) -> None:
-        engine.driver.has_batch = False
-        copy(engine, memory, way, scatter(seed))
-
-    @pytest.mark.parametrize("way", Way)
-    @pytest.mark.parametrize("seed", range(10))
-    def test_so_do_kernels(
-        self, small: CudaCopyEngine, memory: Memory, way: Way, seed: int
-    ) -> None:
-        copy(small, memory, way, scatter(seed))
-
-    @pytest.mark.parametrize("way", Way)
-    @pytest.mark.parametrize("seed", range(10))
-    def test_so_do_copies_of_memory_that_is_not_pinned(
-        self, memory: Memory, way: Way, seed: int
-    ) -> None:
-        engine = CudaCopyEngine(0, NEVER)
-        copy(engine, memory, way, scatter(seed))
+        region = memory.region if method != "not pinned" else None
+        engine = open_engine(region, method, kernel)
+        rows = np.arange(64, dtype=np.uint64)
+        backwards, lengths = rows[::-1] * np.uint64(8192), np.full(64, 512, np.uint64)
+        for fragments in (
+            scatter(seed),
+            in_series(seed),
+            (rows * np.uint64(16384), rows * np.uint64(4096), lengths * np.uint64(8)),
+            (backwards, rows * np.uint64(1024), lengths),
+        ):
+            copy(engine, memory, way, fragments)
         engine.close()
 
     @pytest.mark.parametrize("way", Way)
-    @pytest.mark.parametrize("seed", range(20))
-    def test_so_do_series_between_other_fragments(
-        self, engine: CudaCopyEngine, memory: Memory, way: Way, seed: int
-    ) -> None:
-        engine.driver.has_batch = False
-        copy(engine, memory, way, in_series(seed))
-
-    def test_rows_that_go_backwards_are_copied_too(
-        self, engine: CudaCopyEngine, memory: Memory
-    ) -> None:
-        engine.driver.has_batch = False
-        rows = np.arange(64, dtype=np.uint64)
-        backwards, lengths = rows[::-1] * np.uint64(1024), np.full(64, 512, np.uint64)
-        copy(engine, memory, Way.TO_HOST, (backwards, rows * np.uint64(1024), lengths))
-
-    @pytest.mark.parametrize("way", Way)
-    def test_so_do_rows_of_memory_that_is_not_pinned(self, memory: Memory, way: Way) -> None:
-        engine = CudaCopyEngine(0, NEVER)
-        rows = np.arange(64, dtype=np.uint64)
-        columns = rows * np.uint64(16384), rows * np.uint64(4096), np.full(64, 4096, np.uint64)
-        copy(engine, memory, way, columns)
-        engine.close()
-
-    @pytest.mark.parametrize("way", Way)
-    @pytest.mark.parametrize("method", ["batch", "kernel", "one by one"])
+    @pytest.mark.parametrize("method", METHODS)
     def test_fragments_without_bytes_copy_nothing(
         self, memory: Memory, way: Way, method: str, kernel: FragmentKernel
     ) -> None:
@@ -282,7 +248,7 @@ class CopyContract:
         engine.close()
 
     @pytest.mark.parametrize("way", Way)
-    @pytest.mark.parametrize("method", ["batch", "kernel", "one by one"])
+    @pytest.mark.parametrize("method", METHODS)
     def test_blocks_lie_anywhere_in_a_large_pool(
         self, gpu: Gpu, way: Way, method: str, kernel: FragmentKernel
     ) -> None:
@@ -312,24 +278,6 @@ class CopyContract:
         assert driver.has_pinned(memory.region.address, NUM_BYTES)
         driver.close()
         assert not caplog.messages
-
-    def test_a_segment_is_pinned_at_each_place_that_it_is_mapped_at(self, gpu: Gpu) -> None:
-        """The scheduler's and the worker's mapping of one pool, where they share a process."""
-        descriptor = os.memfd_create("pool")
-        os.ftruncate(descriptor, NUM_BYTES)
-        memories = [
-            replace(
-                make_memory(gpu), host=np.frombuffer(mmap.mmap(descriptor, NUM_BYTES), np.uint8)
-            )
-            for _ in range(2)
-        ]
-        os.close(descriptor)
-        engine = CudaCopyEngine(0, NEVER)
-        engine.attach([memory.region for memory in memories])
-        for memory in memories:
-            assert engine.driver.has_pinned(memory.region.address, NUM_BYTES)
-            copy(engine, memory, Way.TO_HOST, scatter(2))
-        engine.close()
 
     @pytest.mark.parametrize("name", ["default", "other"])
     def test_a_mark_is_at_the_end_of_the_work_of_the_current_stream(

@@ -2,18 +2,14 @@
 
 import contextlib
 from collections.abc import Iterator
-from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
 from kvxfer.copy_engine.compute_stream import ComputeStream
 from kvxfer.copy_engine.cuda_driver import (
-    LEGACY_STREAM,
     NUM_EVENTS,
     CudaDriver,
-    CudaEvent,
     CudaStream,
 )
 from kvxfer.errors import DeviceLostError
@@ -35,46 +31,6 @@ def driver(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaD
     with contextlib.suppress(DeviceLostError):
         driver.close_stream(CudaStream(Stream.cuda_stream))
         driver.close()
-
-
-def test_a_mark_passes_when_the_device_has_done_what_came_before_it(
-    gpu: SimulatedGpu, driver: CudaDriver
-) -> None:
-    stream = ComputeStream(driver, DEVICE)
-    source, target = np.arange(64, dtype=np.uint64), np.zeros(64, np.uint64)
-    gpu.set("paused", 1)
-    to, from_ = (np.array([array.ctypes.data], np.uint64) for array in (target, source))
-    current = CudaStream(torch.cuda.current_stream(DEVICE).cuda_stream)
-    driver.copy_each(to, from_, np.array([512], np.uint64), current)
-    mark = stream.mark()
-    assert not driver.has_passed(CudaEvent(mark.event))
-    assert not target.any()
-    gpu.set("paused", 0)
-    while not driver.has_passed(CudaEvent(mark.event)):
-        pass
-    assert np.array_equal(source, target)
-    del mark
-    stream.close()
-
-
-def test_torchs_stream_0_is_the_legacy_default_stream(
-    gpu: SimulatedGpu, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bindings take 0 for a stream of the thread where the environment says so."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Mock(cuda_stream=0))
-    stream = ComputeStream(driver, DEVICE)
-    source, target = np.arange(64, dtype=np.uint64), np.zeros(64, np.uint64)
-    gpu.set("paused", 1)
-    to, from_ = (np.array([array.ctypes.data], np.uint64) for array in (target, source))
-    driver.copy_each(to, from_, np.array([512], np.uint64), LEGACY_STREAM)
-    mark = stream.mark()
-    assert not mark.has_passed()
-    gpu.set("paused", 0)
-    while not mark.has_passed():
-        pass
-    assert np.array_equal(source, target)
-    del mark
-    stream.close()
 
 
 def test_marks_that_are_garbage_give_their_events_to_the_next_ones(

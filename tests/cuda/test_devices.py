@@ -1,8 +1,6 @@
 """DeviceCopyEngine: any pair of devices, and no CUDA before a GPU is used."""
 
 import mmap
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -10,9 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine import devices
-from kvxfer.copy_engine import engine as copies
 from kvxfer.copy_engine.calibration import measure_methods
-from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaStream
+from kvxfer.copy_engine.cuda_driver import CudaDriver
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.method_table import MethodTable, Way
 from kvxfer.errors import ClosedError, InvalidArgumentError
@@ -95,27 +92,6 @@ def test_what_is_small_is_measured_and_everything_given_back(gpu: SimulatedGpu) 
     assert [gpu.get(name) for name in COUNTS] == before
 
 
-@pytest.mark.parametrize("share", [0.25, 4])
-def test_methods_are_told_apart_however_rarely_the_end_of_a_copy_is_looked_for(
-    gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch, share: float
-) -> None:
-    """The kernel here has a share of the device's work that a batch has."""
-
-    class Kernel(KernelOfTheDriver):
-        def launch(self, table: NDArray[np.uint64], stream: CudaStream) -> None:
-            part = np.tile(table, 4)[:, : max(1, int(share * table.shape[1]))]
-            super().launch(np.ascontiguousarray(part), stream)
-
-    monkeypatch.setattr(copies, "SHORTEST_WAIT_S", 0.02)
-    monkeypatch.setattr(copies, "LONGEST_WAIT_S", 0.02)
-    gpu.set("delay_us", 300)
-    kernel = Kernel(CudaDriver(0))
-    table = measure_methods(0, kernel, sample_bytes=NUM_BYTES)  # type: ignore[arg-type]
-    kernel.close()
-    for num_bytes in table.kernel_below.values():
-        assert num_bytes > 8 << 10 if share < 1 else not num_bytes
-
-
 def test_nothing_is_measured_in_memory_that_is_not_pinned(gpu: SimulatedGpu) -> None:
     gpu.set("bytes_that_may_be_registered", 4096)
     before = [gpu.get(name) for name in COUNTS]
@@ -147,18 +123,3 @@ def test_methods_are_measured_unless_they_are_given(
     assert (measured, kernel.num_fragments) == (([0], 0) if given is None else ([], 1))
     engine.close()
     kernel.close()
-
-
-def test_without_a_driver_the_error_says_so() -> None:
-    script = """if True:
-        from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaStream
-        from kvxfer.errors import DeviceUnavailableError
-        try:
-            CudaDriver(0)
-        except DeviceUnavailableError as exc:
-            print(exc)
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.startswith("device cuda:0 cannot be used: no NVIDIA driver: ")

@@ -1,7 +1,6 @@
 """Host pool under caches on a GPU: copies straight to its slots and back, without staging."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,6 @@ import torch
 import kvxfer
 from kvxfer.backends.host import HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.devices import DeviceCopyEngine
-from kvxfer.errors import DeviceUnavailableError, InvalidArgumentError
-from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.transfer import PolledEngine
 from tests.backends.pool_servers import running_pool
 from tests.cuda.engine_caches import NUM_BLOCKS, EngineCaches
@@ -86,23 +83,6 @@ async def test_a_pool_that_cannot_be_pinned_works_all_the_same(
     assert "cannot be pinned" in caplog.text
 
 
-async def test_a_lost_device_is_an_outcome_of_every_block(gpu: SimulatedGpu) -> None:
-    engine_caches = EngineCaches(gpu)
-    async with kvxfer.connect(
-        "host://?capacity=4MiB", engine_caches.caches, namespace=NAMESPACE
-    ) as engine:
-        await engine.store(KEYS[:10], [range(10)])
-        gpu.set("lost", 0)
-        for outcomes in (
-            await engine.store(KEYS[10:], [range(10, 20)]),
-            await engine.load(KEYS[:10], [range(10)]),
-        ):
-            for outcome in outcomes:
-                assert outcome.status is kvxfer.Status.FAILED
-                assert "CUDA_ERROR_ECC_UNCORRECTABLE" in outcome.reason
-        await engine.drain()
-
-
 @pytest.mark.timeout(15)
 async def test_a_device_that_is_lost_in_the_middle_leaves_memory_unsafe(gpu: SimulatedGpu) -> None:
     engine_caches = EngineCaches(gpu)
@@ -120,23 +100,6 @@ async def test_a_device_that_is_lost_in_the_middle_leaves_memory_unsafe(gpu: Sim
         gpu.set("paused", 0)
         await engine.drain()
         assert await engine.lookup(KEYS) == [False] * 20
-
-
-def test_caches_on_a_device_that_is_not_there_are_refused_at_once(gpu: SimulatedGpu) -> None:
-    caches = EngineCaches(gpu).caches
-
-    class TensorOfAnother(torch.Tensor):
-        device = torch.device("cuda", 7)
-
-    moved = [
-        replace(each, tensor=each.tensor.as_subclass(TensorOfAnother)) for each in caches.tensors
-    ]
-    with pytest.raises(DeviceUnavailableError, match="cuda:7"):
-        kvxfer.connect(
-            "host://?capacity=4MiB",
-            CanonicalKVCaches(moved, caches.group_data_refs),
-            namespace=NAMESPACE,
-        )
 
 
 def test_workers_of_one_engine_share_a_pool_across_devices(gpu: SimulatedGpu) -> None:
@@ -166,12 +129,3 @@ async def test_how_small_fragments_are_copied_can_be_configured(
         await engine.store(KEYS, [range(20)])
         await engine.load(KEYS, [range(20, 40)])
     assert np.array_equal(engine_caches.blocks[:, 20:40], before[:, :20])
-
-
-def test_methods_that_are_none_are_refused_by_name(gpu: SimulatedGpu) -> None:
-    with pytest.raises(InvalidArgumentError, match="sideways=1KiB"):
-        kvxfer.connect(
-            "host://?capacity=4MiB&methods=sideways=1KiB",
-            EngineCaches(gpu).caches,
-            namespace=NAMESPACE,
-        )

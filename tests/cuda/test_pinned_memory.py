@@ -31,19 +31,6 @@ def region() -> MemoryRegion:
     return MemoryRegion(memory.ctypes.data, memory.nbytes, memory)
 
 
-def test_memory_is_pinned_in_one_piece_and_unpinned_whole(
-    gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion
-) -> None:
-    pinned = PinnedMemory(driver, region)
-    states = [pinned.is_pinned, driver.has_pinned(region.address, region.num_bytes)]
-    assert gpu.get("registered_bytes") == NUM_BYTES
-    pinned.close()
-    pinned.close()
-    states += [pinned.is_pinned, driver.has_pinned(region.address, region.num_bytes)]
-    assert states == [True, True, False, False]
-    assert gpu.get("registered_bytes") == 0
-
-
 def test_a_refusal_leaves_nothing_pinned_and_is_told(
     gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,15 +97,6 @@ def test_memory_stays_where_it_is_as_long_as_it_is_registered(driver: CudaDriver
     assert is_there() is not None
     driver.unregister(place[0])
     pinned_memory._registrations.pop(place)
-
-
-def test_a_lost_device_does_not_keep_memory_from_being_let_go(
-    gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion
-) -> None:
-    pinned = PinnedMemory(driver, region)
-    gpu.set("lost", 0)
-    pinned.close()
-    assert not pinned.is_pinned
 
 
 def test_pages_are_moved_where_the_device_is_near(

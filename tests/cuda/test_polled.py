@@ -176,21 +176,6 @@ def test_another_store_of_a_block_waits_for_the_device_that_stores_it(
         assert poll(engine, job_id).done
 
 
-def test_a_device_that_is_lost_while_it_stores_leaves_no_block(
-    gpu: SimulatedGpu, engine_caches: EngineCaches
-) -> None:
-    engine, backend = connect_host(engine_caches, "fenced")
-    keys = [kvxfer.make_block_key(bytes([i]), 0) for i in range(NUM_KEYS)]
-    with engine, going_on(gpu):
-        gpu.set("paused", 1)
-        job_id = engine.submit_store(keys, STORED)
-        gpu.set("lost", 0)
-        for outcome in poll(engine, job_id).outcomes:
-            assert (outcome.status, outcome.memory_safe) == (Status.FAILED, False)
-        assert engine.submit_lookup(keys).result(10) == [False] * NUM_KEYS
-        assert not backend.is_storing(keys[0])
-
-
 @pytest.mark.parametrize("way", ["deadline", "cancel"])
 def test_a_load_that_is_given_up_leaves_memory_unsafe_until_the_device_is_done(
     gpu: SimulatedGpu, engine: PolledEngine[SlotMover], way: str
@@ -206,17 +191,6 @@ def test_a_load_that_is_given_up_leaves_memory_unsafe_until_the_device_is_done(
     gpu.set("paused", 0)
     wait_until_quiet(engine, job_id)
     assert engine.get_finished() == [], "reported twice"
-
-
-def test_a_lost_device_is_an_outcome_of_every_block(
-    gpu: SimulatedGpu, engine: PolledEngine[SlotMover]
-) -> None:
-    gpu.set("paused", 1)
-    job_id = engine.submit_load(SLOT_KEYS, LOADED)
-    gpu.set("lost", 0)
-    for outcome in poll(engine, job_id).outcomes:
-        assert (outcome.status, outcome.memory_safe) == (Status.FAILED, False)
-        assert "CUDA_ERROR_ECC_UNCORRECTABLE" in outcome.reason
 
 
 @pytest.mark.parametrize("shared", ["slots", "memory"])
@@ -235,31 +209,6 @@ def test_a_store_waits_for_loads_of_its_blocks_that_were_begun(
     gpu.set("paused", 0)
     assert engine.wait([load, store], timeout_s=10)
     assert all(job.done for job in engine.get_finished())
-
-
-def test_a_store_is_moved_beside_steady_loads_of_other_blocks(
-    gpu: SimulatedGpu, engine: PolledEngine[SlotMover], engine_caches: EngineCaches
-) -> None:
-    """Each direction has its stream; two loads at least are under way at every moment."""
-    gpu.set("delay_us", 500)
-    loads = {engine.submit_load(SLOT_KEYS[:4], [range(20 + 4 * n, 24 + 4 * n)]) for n in range(3)}
-    store = engine.submit_store(SLOT_KEYS[4:], [range(10, 14)])
-    num_loads, stored = len(loads), False
-    while not stored:
-        for job in engine.get_finished():
-            assert job.done
-            if job.job_id == store:
-                stored = True
-                break
-            loads.remove(job.job_id)
-            num_loads += 1
-            assert num_loads < 60, "the store starves"
-            at = 20 + 4 * (num_loads % 4)
-            loads.add(engine.submit_load(SLOT_KEYS[:4], [range(at, at + 4)]))
-    assert loads
-    gpu.set("delay_us", 0)
-    assert engine.wait([engine.submit_load(SLOT_KEYS[4:], [range(40, 44)])], timeout_s=10)
-    assert np.array_equal(engine_caches.blocks[:, 40:44], engine_caches.blocks[:, 10:14])
 
 
 def test_loads_that_were_begun_count_among_the_bytes_in_flight(

@@ -72,23 +72,6 @@ def test_each_group_is_built_from_its_own_table() -> None:
     ]
 
 
-def test_group_0_reorders_the_batch_and_the_tables_of_all_groups() -> None:
-    tables = make_tables(2, 4)
-    builder = MultiGroupMetadataBuilder([ReorderingBuilder(), PlainBuilder()], tables)
-    batch, order = builder.reorder(TokenBatch.of([[0, 1, 2], [3], [0, 1], [2]]))
-    assert order.tolist() == [1, 3, 0, 2]
-    assert batch.query_start_loc.tolist() == [0, 1, 2, 5, 7]
-    assert batch.positions.tolist() == [3, 2, 0, 1, 2, 0, 1]
-    assert first_blocks(tables) == [[2, 4, 1, 3], [12, 14, 11, 13]]
-
-
-def test_another_group_may_want_the_order_that_group_0_chose() -> None:
-    tables = make_tables(2, 3)
-    builder = MultiGroupMetadataBuilder([ReorderingBuilder(), ReorderingBuilder()], tables)
-    _, order = builder.reorder(TokenBatch.of([[0, 1], [3], [2]]))
-    assert order.tolist() == [1, 2, 0]
-
-
 def test_another_group_that_wants_to_reorder_is_an_error_that_names_it() -> None:
     tables = make_tables(3, 3)
     builders = [PlainBuilder(), PlainBuilder(), ReorderingBuilder()]
@@ -130,17 +113,8 @@ def test_a_backend_for_one_group_is_refused_where_there_are_several() -> None:
         )
     assert "OneTableBuilder, the metadata builder of group 1," in str(caught.value)
     assert (caught.value.group, caught.value.num_groups) == (1, 3)
-
-
-def test_every_group_has_a_builder() -> None:
     with pytest.raises(InvalidArgumentError, match="one for each of 2 groups"):
         MultiGroupMetadataBuilder([PlainBuilder()], make_tables(2))
-
-
-def test_a_batch_that_the_tables_have_no_blocks_for_is_not_built() -> None:
-    builder = MultiGroupMetadataBuilder([PlainBuilder()], make_tables(1, 1))
-    with pytest.raises(InvalidArgumentError, match=r"positions\[0\] is 4; .* row 0 of group 0"):
-        builder.build(TokenBatch.of([[4]]))
 
 
 def test_a_batch_of_more_requests_than_rows_is_refused_before_any_row_moves() -> None:

@@ -47,22 +47,6 @@ def test_rows_have_room_for_the_longest_request_and_are_padded_to_the_alignment(
     assert tuple(make_table(row_alignment_tokens=24).device_table.shape) == (3, 6)
 
 
-def test_the_padding_of_a_row_is_no_room_for_blocks() -> None:
-    table = make_table()
-    table.add_row([1, 2, 3, 4], 0)
-    with pytest.raises(InvalidArgumentError, match=r"at most 0 more in row 0"):
-        table.append_row([5], 0)
-    assert table.row(0).tolist() == [1, 2, 3, 4]
-
-
-def test_a_block_is_as_many_kernel_blocks_as_fit_in_it() -> None:
-    table = make_table(tokens_per_kernel_block=4, row_alignment_tokens=4)
-    table.add_row([2, 0, 5], 1)
-    (_, row) = table.commit(2).tolist()
-    assert row == [8, 9, 10, 11, 0, 1, 2, 3, 20, 21, 22, 23, 0, 0, 0, 0]
-    assert table.row(1).tolist() == [2, 0, 5]
-
-
 def test_the_slot_of_a_token_does_not_depend_on_the_kernels_blocks() -> None:
     starts, positions = [0, 4, 4, 7], [15, 16, 0, 31, 47, 5, 33]
     mappings = []
@@ -72,23 +56,6 @@ def test_the_slot_of_a_token_does_not_depend_on_the_kernels_blocks() -> None:
         table.add_row([7, NULL_BLOCK_ID, 2], 2)
         mappings.append(table.compute_slot_mapping(starts, positions).tolist())
     assert mappings == [[159, 48, 144, 63, 47, 117, 33]] * 5
-
-
-def test_a_token_in_the_null_block_has_no_slot() -> None:
-    table = make_table(tokens_per_kernel_block=8)
-    table.add_row([NULL_BLOCK_ID, 6], 0)
-    slots = table.compute_slot_mapping([0, 4], [0, 15, 16, 31])
-    assert slots.tolist() == [PAD_SLOT, PAD_SLOT, 96, 111]
-
-
-def test_what_the_batch_leaves_of_the_slot_mapping_is_padded() -> None:
-    table = make_table()
-    table.add_row([1, 2], 0)
-    table.compute_slot_mapping([0, 3], [0, 1, 2])
-    table.compute_slot_mapping([0, 1], [17])
-    assert table.slot_mapping.tolist() == [33] + [PAD_SLOT] * 31
-    table.compute_slot_mapping([0], [])
-    assert table.slot_mapping.tolist() == [PAD_SLOT] * 32
 
 
 def test_tokens_of_recurrent_layers_have_no_slots_but_their_rows_have_blocks() -> None:
@@ -103,30 +70,6 @@ def test_tokens_of_recurrent_layers_have_no_slots_but_their_rows_have_blocks() -
     assert [table[0, 0].item() for table in tables.commit(1)] == [1, 3, 4]
     slots = tables.compute_slot_mapping([0, 2], [0, 31])
     assert [each.tolist() for each in slots] == [[16, 47], [PAD_SLOT] * 2, [PAD_SLOT] * 2]
-
-
-def test_the_device_sees_changes_at_commit_only() -> None:
-    table = make_table()
-    table.add_row([1], 0)
-    seen = table.commit(3)
-    table.append_row([2], 0)
-    table.add_row([3], 2)
-    assert seen[:, :2].tolist() == [[1, 0], [0, 0], [0, 0]]
-    table.commit(1)
-    assert seen[:, :2].tolist() == [[1, 2], [0, 0], [0, 0]]
-    table.commit(3)
-    assert seen[:, :2].tolist() == [[1, 2], [0, 0], [3, 0]]
-
-
-def test_rows_and_truncation() -> None:
-    table = make_table()
-    table.add_row([1, 2, 3], 1)
-    table.row(1)[:] = 0  # a copy
-    table.truncate_row(1, 5)
-    assert table.row(1).tolist() == [1, 2, 3]
-    table.truncate_row(1, 2)
-    assert table.row(1).tolist() == [1, 2]
-    assert table.commit(2)[1, :3].tolist() == [1, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -217,17 +160,17 @@ def test_tables_that_cannot_be_are_refused(options: dict[str, Any], match: str) 
         make_table(**options)
 
 
-def test_other_counts_that_cannot_be_are_refused() -> None:
-    table = make_table()
+def test_every_group_is_given_its_own_blocks_and_counts_are_checked() -> None:
+    tables = make_tables()
     for num_requests in (-1, 4):
         with pytest.raises(InvalidArgumentError, match=rf"num_requests is {num_requests}; .*0 to"):
-            table.commit(num_requests)
+            tables.commit(num_requests)
+    tables.add_row([[1, 2, 3], []], 0)
+    for num_blocks, left in ((5, [1, 2, 3]), (2, [1, 2])):
+        tables[0].truncate_row(0, num_blocks)
+        assert tables[0].row(0).tolist() == left
     with pytest.raises(InvalidArgumentError, match="num_blocks is -1"):
-        table.truncate_row(0, -1)
-
-
-def test_every_group_is_given_its_own_blocks() -> None:
-    tables = make_tables()
+        tables[0].truncate_row(0, -1)
     for call in (tables.append_row, tables.add_row):
         with pytest.raises(InvalidArgumentError, match="one for each of 2 groups"):
             call([[1]], 0)

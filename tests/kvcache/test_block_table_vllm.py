@@ -23,7 +23,6 @@ MAX_REQUESTS = 4
 MAX_TOKENS = 200
 MAX_BATCHED_TOKENS = 96
 TOKENS_PER_BLOCK = (16, 48)
-KERNEL_TOKENS = (4, 16)
 
 pytestmark = [
     pytest.mark.timeout(120),  # importing vLLM takes ten seconds of a busy machine
@@ -53,7 +52,7 @@ def make_theirs() -> Any:
     )
 
 
-def make_ours(kernel_tokens: tuple[int, ...] = TOKENS_PER_BLOCK) -> MultiGroupBlockTable:
+def make_ours() -> MultiGroupBlockTable:
     specs = [
         FullAttentionSpec(tokens_per_block=t, num_kv_heads=1, head_dim=1, dtype=torch.int8)
         for t in TOKENS_PER_BLOCK
@@ -63,7 +62,6 @@ def make_ours(kernel_tokens: tuple[int, ...] = TOKENS_PER_BLOCK) -> MultiGroupBl
         max_num_requests=MAX_REQUESTS,
         max_tokens_per_request=MAX_TOKENS,
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
-        tokens_per_kernel_block=kernel_tokens,
     )
 
 
@@ -109,39 +107,6 @@ def test_rows_and_slots_are_vllms(data: st.DataObject) -> None:
         table = theirs[group]
         assert torch.equal(committed, table.get_device_tensor(len(blocks)))
         assert torch.equal(mappings[group], table.slot_mapping.gpu[: len(places)])
-
-
-@examples(20)
-@given(data=st.data())
-def test_kernel_blocks_are_vllms(data: st.DataObject) -> None:
-    from vllm.v1.worker.utils import AttentionGroup
-
-    blocks, _ = draw_requests(data)
-    ours, theirs = make_ours(KERNEL_TOKENS), make_theirs()
-    for row, block_ids in enumerate(blocks):
-        ours.add_row(block_ids, row)
-        theirs.add_row(block_ids, row)
-    theirs.commit_block_table(len(blocks))
-    for group, committed in enumerate(ours.commit(len(blocks))):
-        whole = theirs[group].get_device_tensor(len(blocks))
-        ratio = TOKENS_PER_BLOCK[group] // KERNEL_TOKENS[group]
-        attention_group = AttentionGroup(
-            backend=None,
-            layer_names=[],
-            kv_cache_spec=type("Spec", (), {"block_size": TOKENS_PER_BLOCK[group]}),
-            kv_cache_group_id=group,
-            kernel_block_size=KERNEL_TOKENS[group],
-            kernel_block_table=torch.zeros(
-                1, len(blocks), whole.shape[1] * ratio, dtype=torch.int32
-            ),
-            kernel_block_offsets=torch.arange(ratio, dtype=torch.int32),
-        )
-        expanded = attention_group.map_to_kernel_block_table(whole)
-        # Theirs has the kernel blocks of the null block where a row ends, ours its first one.
-        used = expanded >= ratio
-        width = committed.shape[1]
-        assert torch.equal(committed[used[:, :width]], expanded[used])
-        assert not committed[~used[:, :width]].any()
 
 
 def test_the_null_block_and_the_padding_are_vllms() -> None:

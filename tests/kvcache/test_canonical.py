@@ -229,6 +229,8 @@ BLOCKS_FIRST = [
     ("block head token kv*dim", "block head token kv*dim"),
     ("block token head kv*dim", "block head token kv*dim"),
     ("block kv token head*dim", "block kv token head*dim"),
+    ("block token kv head dim", "head kv dim block token"),
+    ("block head kv token dim", "dim token block head kv"),
 ]
 ALL_LAYERS = ("block layer kv token head dim", "block head layer kv token dim")
 ENGINES: dict[str, Callable[[], Engine]] = {

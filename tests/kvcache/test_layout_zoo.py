@@ -2,7 +2,6 @@
 
 import ctypes
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -231,51 +230,6 @@ def test_an_attention_backend_has_the_shape_that_is_registered(entry: EngineLayo
     assert isinstance(spec, AttentionSpec)
     view = engine.layer_view(engine.config.layer_names[0])
     assert tuple(view.shape) == backend.cache_shape(spec, engine.config.num_blocks)
-
-
-def test_names_are_unique() -> None:
-    names = [(entry.engine, entry.name) for entry in LAYOUT_ZOO]
-    assert len(set(names)) == len(names)
-
-
-STATES = MambaSpec(tokens_per_block=8, shapes=((4, 3), (2, 5)), dtypes=(torch.int16, torch.int32))
-
-
-def slots(spec: MambaSpec, index: int, *, num_layers: int, num_blocks: int) -> torch.Tensor:
-    """SGLang: one allocation for a state of all layers."""
-    shape, dtype = spec.shapes[index], spec.dtypes[index]
-    return torch.arange(num_layers * num_blocks * prod(shape), dtype=dtype).view(
-        num_layers, num_blocks, *shape
-    )
-
-
-def test_states_that_have_allocations_of_their_own_are_pages_of_their_own() -> None:
-    names = ("a", "b", "c")
-    convolution = slots(STATES, 0, num_layers=3, num_blocks=5)
-    temporal = slots(STATES, 1, num_layers=3, num_blocks=5)
-    kv_caches = {name: [convolution[i], temporal[i]] for i, name in enumerate(names)}
-    config = KVCacheConfig(5, (KVCacheGroup(STATES, names),))
-    caches = canonicalize(kv_caches, config)
-    attest(kv_caches, config, caches)
-    for block_id in range(5):
-        blocks = describe(caches, 0, [block_id])
-        pieces = zip(blocks.addresses.tolist(), blocks.lengths.tolist(), strict=True)
-        expected = [
-            state[layer, block_id].numpy().tobytes()
-            for layer in range(3)
-            for state in (convolution, temporal)
-        ]
-        assert [ctypes.string_at(*piece) for piece in pieces] == expected
-
-
-def test_keys_and_values_of_one_row_are_one_piece() -> None:
-    engine = AttentionEngine(ZOO[0])
-    names = engine.config.layer_names
-    rows = {name: torch.zeros(5, 2, 8, 7, 6, dtype=torch.int32) for name in names}
-    kv_caches = {name: (row[:, 0], row[:, 1]) for name, row in rows.items()}
-    caches = canonicalize(kv_caches, engine.config)
-    assert [tuple(each.tensor.shape) for each in caches.tensors] == [(5, 2 * 8 * 7 * 6 * 4)] * 3
-    attest(kv_caches, engine.config, caches)
 
 
 @examples(50)

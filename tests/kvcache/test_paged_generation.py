@@ -63,14 +63,6 @@ def gemma() -> Any:
     return Gemma3ForCausalLM(config).eval()
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(20)
-    return LlamaForCausalLM(LlamaConfig(**TINY, num_hidden_layers=3)).eval()
-
-
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     with one_thread():
@@ -164,16 +156,6 @@ def test_gemma_generates_as_unpaged_while_its_blocks_come_and_go(
     require_as_unpaged(gemma, PROMPTS, requests)
 
 
-def test_llama_generates_as_unpaged_while_its_blocks_come_and_go(
-    llama: Any, connected: Connect
-) -> None:
-    runner = make_runner(llama, NHD, layers_per_group=3, first_kernel_tokens=2)
-    assert len(runner.config.groups) == 1
-    engine = connected(runner, "host://?capacity=16MiB")
-    requests = generate_with_preemptions(runner, engine, PROMPTS, max_tokens_per_request=12)
-    require_as_unpaged(llama, PROMPTS, requests)
-
-
 def generate_after_one_preemption(
     runner: PagedRunner, engine: TransferEngine, spoil: Callable[[PagedRunner, Request], None]
 ) -> torch.Tensor:
@@ -201,8 +183,9 @@ def put_a_wrong_block(runner: PagedRunner, request: Request, group: int) -> None
     runner.block_tables.add_row(request.block_ids, 0)
 
 
-@pytest.mark.parametrize("group", [0, 1, 2])
-@pytest.mark.parametrize("spoil", [flip_one_bit, put_a_wrong_block])
+@pytest.mark.parametrize(
+    ("group", "spoil"), [(0, flip_one_bit), (1, put_a_wrong_block), (2, flip_one_bit)]
+)
 def test_one_changed_byte_or_a_wrong_block_changes_the_logits(
     gemma: Any, connected: Connect, group: int, spoil: Callable[[PagedRunner, Request, int], None]
 ) -> None:

@@ -109,7 +109,7 @@ def load(
 
 
 @pytest.mark.parametrize("entry", ZOO, ids=lambda entry: f"{entry.engine}, {entry.name}")
-@examples(12)
+@examples(6)
 @given(data=st.data())
 def test_a_model_moves_to_an_engine_of_any_shape(
     entry: EngineLayout, data: st.DataObject, copies: CPUCopyEngine
