@@ -44,10 +44,10 @@ TOP = {
 BUDGETS = {
     "kvxfer": 2_080,
     "backends/file": 5_940,
-    "backends/host": 1_990,
-    "backends/mooncake": 721,
+    "backends/host": 1_960,
+    "backends/mooncake": 720,
     "backends/nixl": 9_005,
-    "backends/object": 1_880,
+    "backends/object": 1_850,
     "backends/pool": 1_355,
     "benchmarks": 5_390,
     "examples": 2_490,
@@ -63,10 +63,10 @@ BUDGETS = {
     "kvxfer/pages": 1_220,
     "kvxfer/replay": 1_866,
     "kvxfer/runtime": 1_260,
-    "kvxfer/storage": 5_105,
+    "kvxfer/storage": 5_090,
     "kvxfer/telemetry": 1_717,
     "kvxfer/testing": 7_226,
-    "kvxfer/tiering": 1_589,
+    "kvxfer/tiering": 1_582,
     "kvxfer/transfer": 2_090,
 }
 MAX_FUNCTION_LINES = 70

@@ -9,8 +9,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvxfer.backends.host.mapped_memory import PrivateMemory
 from kvxfer.backends.host.pool_shape import TAG, PoolShape
-from kvxfer.backends.host.private_memory import PrivateMemory
 from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.backends.host.shared_memory import SharedMemory
 from kvxfer.checks import INT64_MAX

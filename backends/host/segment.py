@@ -1,6 +1,5 @@
 """Shared memory of several processes, removed with the last of them."""
 
-import contextlib
 import ctypes
 import fcntl
 import logging
@@ -14,13 +13,12 @@ from numpy.typing import NDArray
 
 from kvxfer import runtime
 from kvxfer.backends.host.available_memory import require_memory
+from kvxfer.backends.host.mapped_memory import MappedMemory
 from kvxfer.errors import (
     BackendUnavailableError,
     CapacityError,
-    ClosedError,
     InvalidArgumentError,
 )
-from kvxfer.kvcache.memory_region import MemoryRegion
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ _madvise = ctypes.CDLL(None).madvise  # unlike that of `mmap` without the interp
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class SharedSegment:
+class SharedSegment(MappedMemory):
     """Zeroed shared memory, mapped by every process that opens the same name.
 
     Its pages are reserved when it is created: a lack of memory is an error then, not a crash when a
@@ -65,33 +63,16 @@ class SharedSegment:
         if not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             raise InvalidArgumentError("name", self.name, "letters, digits, '-', '_' and '.'")
         self._path = SHARED_MEMORY / f"{PREFIX}{self.name}"
-        self._closed = False
         assert len(header) <= HEADER_BYTES <= num_bytes
         self._fd = self._open(header.ljust(HEADER_BYTES, b"\0"), num_bytes)
         try:
-            self._map = mmap.mmap(self._fd, num_bytes)
+            mapping = mmap.mmap(self._fd, num_bytes)
         except BaseException:
             self._release()
             raise
-        self._bytes = np.frombuffer(self._map, np.uint8)
+        super().__init__(mapping, f"shared segment {name}")
         if touched:
-            map_pages(self._bytes)
-
-    @property
-    def memory(self) -> NDArray[np.uint8]:
-        """The whole segment, uint8, `(num_bytes,)`; valid until `close`.
-
-        Raises:
-            ClosedError: The segment was closed.
-        """
-        if self._closed:
-            raise ClosedError(f"shared segment {self.name}")
-        return self._bytes
-
-    @property
-    def region(self) -> MemoryRegion:
-        """Address and size of the segment in this process."""
-        return MemoryRegion(self.memory.ctypes.data, self.memory.nbytes, self.memory)
+            map_pages(self.memory)
 
     def claim(self) -> None:
         """Become the only owner of the segment: the process that keeps the index.
@@ -106,15 +87,10 @@ class SharedSegment:
             raise InvalidArgumentError("name", self.name, "a name no other engine uses") from exc
 
     def close(self) -> None:
-        """Unmap the segment; the last process to do so frees the memory. May be called again.
-
-        The mapping itself lasts until the last array over it is gone.
-        """
-        if not self._closed:
-            self._closed = True
-            del self._bytes
-            with contextlib.suppress(BufferError):
-                self._map.close()
+        """See `MappedMemory.close`; the last process to do so frees the memory."""
+        is_open = self._bytes is not None
+        super().close()
+        if is_open:
             self._release()
 
     def _open(self, header: bytes, num_bytes: int) -> int:

@@ -209,7 +209,9 @@ class MooncakeBackend(Backend):
 
     async def _load_run(self, run: _Run) -> list[Outcome]:
         codes = await self._get(run, range(len(run.keys)))
-        return await self._threads.run(self._read, run, codes)
+        return await self._threads.run(
+            lambda: [self._read_page(run, i, code) for i, code in codes.items()]
+        )
 
     async def _find_smaller(
         self, run: _Run, chosen: Sequence[int], outcomes: list[Outcome]
@@ -270,11 +272,8 @@ class MooncakeBackend(Backend):
             pages.append(run.slots[i][:size])
         return pages
 
-    def _read(self, run: _Run, codes: Mapping[int, int]) -> list[Outcome]:
-        """Verify pages that have landed in their slots, and copy them to the blocks."""
-        return [self._read_page(run, i, code) for i, code in codes.items()]
-
     def _read_page(self, run: _Run, index: int, code: int) -> Outcome:
+        """Verify a page that has landed in its slot, and copy it to its block."""
         if code < 0:
             return _failure("load", code)
         page = run.slots[index][:code]

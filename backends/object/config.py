@@ -110,17 +110,23 @@ class ObjectConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fiel
             MissingExtraError: obstore is not installed.
         """
 
-    def client_options(self) -> "ClientConfig":
-        """Make the options of an HTTP client whose requests do not outlive ours."""
-        timeout = timedelta(seconds=self.timeout_s)
-        options: ClientConfig = {"timeout": timeout, "connect_timeout": timeout}
-        if self.endpoint.startswith("http://"):
-            options["allow_http"] = True
-        return options
+    def _open(self, name: str, **options: Any) -> "ObjectStore":
+        """Open a client of obstore whose requests do not outlive ours, and are not repeated.
 
-    def retry_config(self) -> "RetryConfig":
-        """Make a setting without repetitions: those are made by `Bucket`, by its deadline."""
-        return {"max_retries": 0, "retry_timeout": timedelta(seconds=self.timeout_s)}
+        Repetitions are made by `Bucket`, by its deadline.
+        """
+        require_extra(EXTRA, "obstore", what=f"{self.scheme}://")
+        from obstore import store
+
+        timeout = timedelta(seconds=self.timeout_s)
+        client: ClientConfig = {"timeout": timeout, "connect_timeout": timeout}
+        if self.endpoint.startswith("http://"):
+            client["allow_http"] = True
+        retry: RetryConfig = {"max_retries": 0, "retry_timeout": timeout}
+        opened: ObjectStore = getattr(store, name)(
+            self.address, client_options=client, retry_config=retry, **options
+        )
+        return opened
 
 
 class S3Config(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,9 +145,6 @@ class S3Config(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def open_store(self) -> "ObjectStore":
         """See `ObjectConfig.open_store`."""
-        require_extra(EXTRA, "obstore", what=f"{self.scheme}://")
-        from obstore.store import S3Store
-
         virtual_hosted = self.virtual_hosted
         options: dict[str, Any] = {
             "virtual_hosted_style_request": not self.endpoint
@@ -150,12 +153,7 @@ class S3Config(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         }
         options |= {"endpoint": self.endpoint} if self.endpoint else {}
         options |= {"region": self.region} if self.region else {}
-        return S3Store(
-            self.address,
-            client_options=self.client_options(),
-            retry_config=self.retry_config(),
-            **options,
-        )
+        return self._open("S3Store", **options)
 
 
 class GSConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -165,16 +163,7 @@ class GSConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def open_store(self) -> "ObjectStore":
         """See `ObjectConfig.open_store`."""
-        require_extra(EXTRA, "obstore", what=f"{self.scheme}://")
-        from obstore.store import GCSStore
-
-        options: dict[str, Any] = {"base_url": self.endpoint} if self.endpoint else {}
-        return GCSStore(
-            self.address,
-            client_options=self.client_options(),
-            retry_config=self.retry_config(),
-            **options,
-        )
+        return self._open("GCSStore", **({"base_url": self.endpoint} if self.endpoint else {}))
 
 
 class AZConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -194,20 +183,12 @@ class AZConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Raises:
             InvalidArgumentError: There is no storage account.
         """
-        require_extra(EXTRA, "obstore", what=f"{self.scheme}://")
-        from obstore.store import AzureStore
-
         if not self.account and not any(os.environ.get(name) for name in ACCOUNT_VARIABLES):
             wanted = f"a storage account, here or in {ACCOUNT_VARIABLES[0]}"
             raise InvalidArgumentError("account", self.account, wanted)
         options: dict[str, Any] = {"endpoint": self.endpoint} if self.endpoint else {}
         options |= {"account_name": self.account} if self.account else {}
-        return AzureStore(
-            self.address,
-            client_options=self.client_options(),
-            retry_config=self.retry_config(),
-            **options,
-        )
+        return self._open("AzureStore", **options)
 
 
 def _hidden(text: str) -> str:

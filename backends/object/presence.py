@@ -1,14 +1,14 @@
 """Cache of which objects are there, for lookups."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvxfer import runtime
 from kvxfer.storage.keys import BlockKey
 
 MAX_KEYS = 1 << 18
-"""Number of keys that are remembered, some 60 MiB."""
+"""Number of keys that are remembered, some 60 MiB; those noted last stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +28,11 @@ class Presence:
     Args:
         found_ttl_s: Seconds for which an object that was seen is taken to be there.
         missing_ttl_s: Seconds for which one that was not there is taken to be missing.
-        max_keys: Number of keys that are remembered; those noted last stay.
-        clock: Monotonic clock, in seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        found_ttl_s: float,
-        missing_ttl_s: float,
-        max_keys: int = MAX_KEYS,
-        clock: Callable[[], float] = runtime.monotonic,
-    ) -> None:
+    def __init__(self, *, found_ttl_s: float, missing_ttl_s: float) -> None:
         self._found_ttl_s = found_ttl_s
         self._missing_ttl_s = missing_ttl_s
-        self._max_keys = max_keys
-        self._clock = clock
         self._entries: OrderedDict[BlockKey, _Entry] = OrderedDict()
         self._num_marks = 0
         self._all_listed_at = float("-inf")
@@ -51,7 +40,7 @@ class Presence:
 
     def has(self, key: BlockKey) -> bool | None:
         """Whether an object is there; None where that has to be asked."""
-        now, entry = self._clock(), self._entries.get(key)
+        now, entry = runtime.monotonic(), self._entries.get(key)
         if entry is None:
             listed = now - self._all_listed_at < self._missing_ttl_s and not self._forgot
             return False if listed else None
@@ -67,7 +56,7 @@ class Presence:
         """Note what a look that began at `since` has seen."""
         entry = self._entries.get(key)
         if entry is None or entry.since <= since:
-            self._put(key, _Entry(there, self._clock(), since))
+            self._put(key, _Entry(there, runtime.monotonic(), since))
 
     def note_list(self, keys: Iterable[BlockKey], *, since: int) -> None:
         """Note a part of a list that began at `since`."""
@@ -85,11 +74,11 @@ class Presence:
 
     def change(self, key: BlockKey, *, there: bool) -> None:
         """Note that this process has stored or removed an object."""
-        self._put(key, _Entry(there, self._clock(), self.mark()))
+        self._put(key, _Entry(there, runtime.monotonic(), self.mark()))
 
     def _put(self, key: BlockKey, entry: _Entry) -> None:
         self._entries[key] = entry
         self._entries.move_to_end(key)
-        if len(self._entries) > self._max_keys:
+        if len(self._entries) > MAX_KEYS:
             self._entries.popitem(last=False)
             self._forgot = True

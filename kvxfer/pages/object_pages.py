@@ -21,6 +21,9 @@ MAX_INLINE_BYTES = (2 << 20) + (64 << 10)
 """Bytes of a page, with its header, that is verified and copied on the event loop: some 0.2 ms for
 2 MiB, no more than the way to a thread and back costs while all cores are busy."""
 
+MAX_FREE_BYTES = 64 << 20
+"""Most bytes of memory that are kept for later pages."""
+
 SEALED_COSTS = 8
 """Times that opening a sealed page takes of verifying another one and copying it."""
 
@@ -158,13 +161,9 @@ class PageMemory:
     Fresh memory costs more than copying a page into it: the kernel gives it page by page. A client
     may hold a page longer than its request takes, if that is late; until then it is not touched.
     Thread-safe.
-
-    Args:
-        max_bytes: Most bytes that are kept for later pages.
     """
 
-    def __init__(self, max_bytes: int = 64 << 20) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
@@ -180,7 +179,7 @@ class PageMemory:
 
     def _give(self, free: list[NDArray[np.uint8]], memory: NDArray[np.uint8]) -> None:
         kept = sum(len(each) * num_bytes for num_bytes, each in tuple(self._free.items()))
-        if kept + len(memory) <= self._max_bytes:
+        if kept + len(memory) <= MAX_FREE_BYTES:
             free.append(memory)
 
 

@@ -89,10 +89,6 @@ class BlockIndex:
         num_slots: Number of slots, each for one block.
         policy: Eviction policy, new and of the same `num_slots`.
 
-    Attributes:
-        generation: Number of times the index was cleared. A plan or a pin of an earlier generation
-            is void and must not be finished or unpinned.
-
     Raises:
         InvalidArgumentError: `num_slots` is below 1.
     """
@@ -100,7 +96,6 @@ class BlockIndex:
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         if num_slots < 1:
             raise InvalidArgumentError("num_slots", num_slots, "at least 1")
-        self.generation = 0
         self._num_slots = num_slots
         self._policy = policy
         self._entries: dict[BlockKey, _Entry] = {}
@@ -327,11 +322,10 @@ class BlockIndex:
         self._free_slots.extend(slots)
 
     def clear(self) -> None:
-        """Remove every block, plan and pin; all slots are free and a new generation begins.
+        """Remove every block, plan and pin, which must not be finished or unpinned; free all slots.
 
         The caller must ensure that no slot is still being read or written.
         """
-        self.generation += 1
         self._entries.clear()
         self._quarantined.clear()
         self._policy.clear()

@@ -37,9 +37,8 @@ from kvxfer.storage.staging_memory import (
     StagedBlocks,
     StagingMemory,
 )
-from kvxfer.tiering.isolated_tier import IsolatedTier
+from kvxfer.tiering.isolated_tier import IsolatedTier, TierTimeouts
 from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
-from kvxfer.tiering.timeouts import TierTimeouts
 
 logger = logging.getLogger(__name__)
 

@@ -56,7 +56,6 @@ class WriteBackQueue(Generic[T]):
 
     Args:
         max_blocks: Bound on the blocks that wait or are being copied.
-        first_pause_s: Pause after the first of a row of failures.
         covers: Whether a block has all of another one that is added under its key, and is kept.
 
     Attributes:
@@ -68,12 +67,11 @@ class WriteBackQueue(Generic[T]):
         self,
         *,
         max_blocks: int = MAX_BLOCKS,
-        first_pause_s: float = FIRST_PAUSE_S,
         covers: Callable[[T, T], bool] = lambda earlier, block: False,  # noqa: ARG005
     ) -> None:
         self._covers = covers
         self.max_blocks = max_blocks
-        self.pause = Pause(first_pause_s, LONGEST_PAUSE_S)
+        self.pause = Pause(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         # Oldest first; a dict finds its first only slowly when many were taken.
         self._waiting = OrderedDict[BlockKey, _Entry[T]]()
         self._taken: dict[BlockKey, _Entry[T]] = {}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.host.available_memory import AvailableMemory
-from kvxfer.backends.host.private_memory import PrivateMemory
+from kvxfer.backends.host.mapped_memory import PrivateMemory
 from kvxfer.errors import CapacityError
 
 SIZE = 8 << 20

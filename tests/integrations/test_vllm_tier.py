@@ -38,7 +38,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
 from kvxfer.integrations.vllm.offloading import interface
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
-from kvxfer.tiering.timeouts import TierTimeouts
+from kvxfer.tiering import TierTimeouts
 from tests.integrations.test_vllm import make_config
 
 NUM_CHUNKS = 4

@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
-from kvxfer.tiering.timeouts import TierTimeouts
+from kvxfer.tiering import TierTimeouts
 
 NUM_SLOTS = 4
 PART_BYTES = 4096

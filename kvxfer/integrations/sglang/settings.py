@@ -10,7 +10,7 @@ from kvxfer.connect import require_revision
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.settings import convert_settings
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
-from kvxfer.tiering.timeouts import TierTimeouts
+from kvxfer.tiering import TierTimeouts
 from kvxfer.units import MAX_DURATION_S, ByteSize
 
 SGLANG_FIELDS = frozenset({

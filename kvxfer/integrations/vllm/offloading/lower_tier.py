@@ -36,8 +36,8 @@ from kvxfer.storage.observed_backend import ObservedBackend, medium_of
 from kvxfer.storage.observer import Observer, Operation, Reports
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.renamed_keys import RenamedKeys
+from kvxfer.tiering import TierTimeouts
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
-from kvxfer.tiering.timeouts import TierTimeouts
 from kvxfer.tiering.wanted_blocks import WantedBlocks
 from kvxfer.tiering.write_back_queue import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from kvxfer.transfer.engine import TransferEngine
