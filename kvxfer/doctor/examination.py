@@ -163,11 +163,6 @@ def run_checks(planned: Sequence[PlannedCheck], *, timeout_s: float) -> list[Fin
             found = [_late(check, timeout_s * check.num_steps)]
         findings += found
     threads.shutdown()
-    return sort_findings(findings)
-
-
-def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """Sort findings by severity, the worst first, otherwise as they are."""
     order = list(Severity)
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 

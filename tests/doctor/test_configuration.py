@@ -132,28 +132,3 @@ def test_configurations_are_compared_in_the_fields_that_are_known(tmp_path: Path
     assert "32 in" in findings[0].found
     with pytest.raises(InvalidArgumentError, match=r"wrong\.json.*dtype"):
         compare([engine_with("wrong", TIERS, dtype="float33"), tiers], timeout_s=TIMEOUT_S)
-
-
-@needs_vllm
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_secondary_tiers_are_compared_by_what_they_are_told(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    write(model / "config.json", MODEL)
-    (model / "pytorch_model.bin").write_bytes(b"weights")
-
-    def engine_with(revision: str) -> str:
-        tier = {"type": "KVXferTier", "backend": FILES, "revision": revision}
-        extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
-        transfer = {**TIERS, "kv_connector_extra_config": extra}
-        arguments = {"model": str(model), "skip_tokenizer_init": True, "max_model_len": 64}
-        content = {**arguments, "dtype": "float32", "kv_transfer_config": transfer}
-        return write(tmp_path / f"{revision}.json", content)
-
-    (finding,) = compare([engine_with("a"), engine_with("a")], timeout_s=TIMEOUT_S)
-    assert finding.severity is Severity.OK
-    assert "parallel.tp_size" in finding.found
-    assert "instruction_set (the processor)" in finding.found
-    (finding,) = compare([engine_with("a"), engine_with("b")], timeout_s=TIMEOUT_S)
-    assert (finding.severity, finding.subject) == (Severity.ERROR, "revision")

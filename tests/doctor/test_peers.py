@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from kvxfer.backends.nixl import Endpoint, NixlConfig
-from kvxfer.doctor import Check, Finding, PlannedCheck, Severity, check_peer, examine, run_checks
-from kvxfer.doctor.places import hasten
+from kvxfer.doctor import Check, Finding, PlannedCheck, Severity, run_checks
+from kvxfer.doctor.places import check_peer, hasten
 from tests.cli import peers
 from tests.cli.peers import ServeProcess, serving
 from tests.doctor.test_machine import is_complete
@@ -128,14 +128,3 @@ def test_another_secret_is_named(secrets: list[str], namespace_file: str, *, set
         finding = refused(peer.endpoint, secret_file=wrong)
     assert "secret differs" in finding.found
     assert "the same secret_file" in finding.mend
-
-
-def test_beyond_this_machine_a_secret_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVXFER_SECRET", raising=False)
-    (finding,) = [
-        each
-        for each in examine(["nixl://192.0.2.1:7000"], timeout_s=TIMEOUT_S)
-        if each.check is Check.PEER
-    ]
-    assert finding.severity is Severity.ERROR
-    assert "secret_file" in finding.mend

@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,8 +14,7 @@ from tests.cli import peers
 from tests.cli.peers import ServeProcess, serving
 from tests.cli.stores import Store
 from tests.doctor.test_machine import is_complete
-from tests.storage.test_keys import GROUP, NAMESPACE, OTHER_GROUP_VALUES, OTHER_VALUES
-from tests.transfer.handover_engines import HND, NHD, Engine
+from tests.storage.test_keys import GROUP, NAMESPACE, OTHER_GROUP_VALUES
 
 TIMEOUT_S = 20.0
 
@@ -36,20 +33,6 @@ def find(*arguments: str) -> list[Finding]:
 def one(*arguments: str) -> Finding:
     (finding,) = find(*arguments)
     return finding
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("field", OTHER_VALUES)
-def test_each_field_that_differs_is_named_with_both_values(tmp_path: Path, field: str) -> None:
-    other = msgspec.structs.replace(NAMESPACE, **{field: OTHER_VALUES[field]})
-    ours, theirs = write(tmp_path / "a.json", NAMESPACE), write(tmp_path / "b.json", other)
-    findings = find(ours, theirs)
-    assert {each.severity for each in findings} == {Severity.ERROR}
-    assert {each.check for each in findings} == {Check.SHARING}
-    assert {each.subject.split(".")[0] for each in findings} == {field}
-    (difference,) = NAMESPACE.differences(other)
-    for value, name in ((difference.ours, ours), (difference.theirs, theirs)):
-        assert f"{value!r} in {name}"[:300] in findings[0].found
 
 
 @pytest.mark.parametrize("field", OTHER_GROUP_VALUES)
@@ -103,33 +86,6 @@ def test_peers_are_compared_with_each_other_and_with_descriptions(tmp_path: Path
             assert f"'example/model' in {urls[0]}, 'example/other' in " in finding.found
     finding = one(urls[0], files[0])
     assert (finding.check, finding.severity) == (Check.PEER, Severity.ERROR)
-
-
-@pytest.fixture
-def lending() -> Iterator[Any]:
-    with contextlib.ExitStack() as stack:
-
-        def open_engine(*arguments: Any, **fields: Any) -> str:
-            engine = Engine(*arguments, **fields)
-            stack.callback(engine.close)
-            return f"nixl://{engine.endpoint}"
-
-        yield open_engine
-
-
-@pytest.mark.slow
-def test_engines_that_hand_prompts_over_are_compared_by_their_caches_as_well(lending: Any) -> None:
-    first = lending(4, layout=NHD)
-    for other in (lending(4), lending(8, layout=HND), lending(4, tp_size=2)):
-        assert one(first, other).severity is Severity.OK, other
-    for fields, subject in (
-        ({"model": "other"}, "model"),
-        ({"tokens_per_block": 4, "windows": (None, 8)}, f"{first} "),
-    ):
-        finding = one(first, lending(**fields))
-        assert finding.severity is Severity.ERROR
-        assert finding.subject.startswith(subject)
-    assert "groups: 1 in" in finding.found
 
 
 def test_a_path_that_hangs_is_a_finding_within_its_deadline(tmp_path: Path) -> None:

@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import FileConfig, Integrity
-from kvxfer.doctor import (
-    Result,
-    Severity,
+from kvxfer.doctor import Result, Severity
+from kvxfer.doctor.places import (
     check_direct_io,
     check_folder,
     check_inodes,
     check_medium,
     check_secret,
     check_space,
-    examine,
 )
 from kvxfer.units import ByteSize
 from tests.backends.file_store import mounted, tmpfs
@@ -152,14 +150,3 @@ def test_a_secret_that_is_missing_is_named(tmp_path: Path, secret_file: Path) ->
     pytest.importorskip("blake3")
     sound = config(tmp_path, secret_file=str(secret_file), **keyed)  # type: ignore[arg-type]
     named(check_secret, sound, Severity.OK)
-
-
-def test_an_examination_has_every_check_of_a_store_under_its_name(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB&engine=posix&direct=off"
-    findings = [each for each in examine([url], timeout_s=30) if each.subject.startswith("file:")]
-    names = {each.check.value for each in findings}
-    assert {name for name in names if name.startswith("store-")} == {
-        f"store-{name}" for name in ("folder", "secret", "space", "inodes", "medium")
-    }
-    assert {"direct-io", "io-uring"} <= names
-    assert {each.subject for each in findings} == {f"file://{tmp_path}/store"}
