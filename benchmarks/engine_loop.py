@@ -30,13 +30,7 @@ TINY_S = 1e-9
 """Least time that a ratio is made of."""
 
 
-def run(
-    *,
-    quick: bool,
-    block_sizes: tuple[int, int] = (SMALL, LARGE),
-    hit: tuple[int, int] = HIT,
-    long_hit: tuple[int, int] = LONG_HIT,
-) -> list[BenchRow]:
+def run(*, quick: bool) -> list[BenchRow]:
     """Measure polled loads from and stores to host memory, from submission to end.
 
     The calling thread polls without a pause, as the loop of an engine does. Baseline: one copy of
@@ -45,9 +39,6 @@ def run(
 
     Args:
         quick: Fewer rounds, and no batch of 256 blocks.
-        block_sizes: Bytes of a block; of the second size there is a batch of a hit, too.
-        hit: Blocks of a hit, and their bytes.
-        long_hit: The same of one whose load is compared with one that verifies nothing.
 
     Raises:
         RuntimeError: A block was not moved.
@@ -57,18 +48,14 @@ def run(
     gpus = [torch.device("cuda", 0)] if torch.cuda.is_available() else []
     rows = []
     for device in [HOST, *gpus]:
-        for size, more in zip(block_sizes, ((), hit[:1]), strict=True):
-            rows += _measure(size, sorted({*counts, *more}), rounds, device, hit)
-        rows.append(_measure_verifying(long_hit, 5 if quick else 15, device))
+        rows += _measure(SMALL, counts, rounds, device)
+        rows += _measure(LARGE, sorted({*counts, HIT[0]}), rounds, device)
+        rows.append(_measure_verifying(5 if quick else 15, device))
     return rows
 
 
 def _measure(
-    block_bytes: int,
-    counts: Sequence[int],
-    rounds: int,
-    device: torch.device,
-    hit: tuple[int, int],
+    block_bytes: int, counts: Sequence[int], rounds: int, device: torch.device
 ) -> list[BenchRow]:
     on_gpu = device != HOST
     shape = counts[-1], block_bytes
@@ -87,14 +74,14 @@ def _measure(
                 ours, theirs = time_in_turn([move, copy], rounds=rounds)
                 case = f"{name} {count} x {block_bytes // KIB} KiB, polled,"
                 case += f" {device}," if on_gpu else ""
-                rows += _rows(case, ours, theirs, is_hit=(count, block_bytes) == hit)
+                rows += _rows(case, ours, theirs, is_hit=(count, block_bytes) == HIT)
     return rows
 
 
-def _measure_verifying(hit: tuple[int, int], rounds: int, device: torch.device) -> BenchRow:
+def _measure_verifying(rounds: int, device: torch.device) -> BenchRow:
     """Measure what it costs to hash the blocks of a hit before they are copied."""
-    memory = torch.ones(hit, dtype=torch.int8, device=device)
-    count, block_bytes = hit
+    memory = torch.ones(LONG_HIT, dtype=torch.int8, device=device)
+    count, block_bytes = LONG_HIT
     size = f"{count} x {block_bytes // KIB} KiB," + (f" {device}," if device != HOST else "")
     with open_engine(memory, "&integrity=full") as verifying, open_engine(memory) as trusting:
         loads = [Loop(engine).loading(count) for engine in (verifying, trusting)]

@@ -122,19 +122,16 @@ def _transfers(
     goal = "" if workload.reused else AS_PUBLISHED
     rows = [
         _beside_published(
-            f"{case}, a tensor for each layer",
-            _descriptors_per_transfer(before, requests),
-            workload.registered,
+            f"{case}, {how}",
+            _descriptors_per_transfer(describer, requests),
+            published,
             unit=PER_TRANSFER,
             goal=goal,
-        ),
-        _beside_published(
-            f"{case}, blocks of all layers",
-            _descriptors_per_transfer(after, requests),
-            workload.allocated,
-            unit=PER_TRANSFER,
-            goal=goal,
-        ),
+        )
+        for how, describer, published in (
+            ("a tensor for each layer", before, workload.registered),
+            ("blocks of all layers", after, workload.allocated),
+        )
     ]
     if not workload.reused:
         return rows
@@ -161,17 +158,8 @@ def _drop(
     *,
     goal: str,
 ) -> BenchRow:
-    value = _descriptors_per_transfer(after, requests)
-    baseline = _descriptors_per_transfer(before, requests)
-    return BenchRow(
-        case=case,
-        value=value,
-        unit=PER_TRANSFER,
-        baseline=baseline,
-        ratio=value / baseline,
-        spread=0.0,
-        goal=goal,
-    )
+    value, baseline = (_descriptors_per_transfer(each, requests) for each in (after, before))
+    return _row(case, value, baseline, unit=PER_TRANSFER, goal=goal)
 
 
 def _descriptors_per_transfer(describer: BlockDescriber, requests: Sequence[BlockIds]) -> float:
@@ -208,13 +196,11 @@ def _config(model: PublishedModel, num_blocks: int) -> KVCacheConfig:
 def _beside_published(
     case: str, value: float, published: float, *, unit: str, goal: str
 ) -> BenchRow:
-    ratio = value / published
+    return _row(f"{case}, {value / published - 1:+.1%}", value, published, unit=unit, goal=goal)
+
+
+def _row(case: str, value: float, baseline: float, *, unit: str, goal: str) -> BenchRow:
+    ratio = value / baseline
     return BenchRow(
-        case=f"{case}, {ratio - 1:+.1%}",
-        value=value,
-        unit=unit,
-        baseline=published,
-        ratio=ratio,
-        spread=0.0,
-        goal=goal,
+        case=case, value=value, unit=unit, baseline=baseline, ratio=ratio, spread=0.0, goal=goal
     )

@@ -139,14 +139,12 @@ class Worker:
         return self._plain.describe(0, self.block_ids), self._slots
 
 
-def make_workers(
-    case: Case, *, num_layers: int, num_tokens: int
-) -> tuple[torch.Tensor, list[Worker], list[Worker]]:
+def make_workers(case: Case, num_layers: int) -> tuple[torch.Tensor, list[Worker], list[Worker]]:
     """Make memory for the portable pages of a case, and the workers that write and read them."""
     engines = case.writer, case.reader
     tokens_per_page = max(engine.tokens_per_block for engine in engines)
     token_bytes = 2 * num_layers * NUM_KV_HEADS * HEAD_DIM * torch.bfloat16.itemsize
-    shape = (num_tokens // tokens_per_page, tokens_per_page * token_bytes)
+    shape = (NUM_TOKENS // tokens_per_page, tokens_per_page * token_bytes)
     pages = torch.ones(shape, dtype=torch.int8)
     writers, readers = (
         [
@@ -170,7 +168,7 @@ def transfer(
         engine.copy(host, blocks)
 
 
-def run(*, quick: bool, num_tokens: int = NUM_TOKENS) -> list[BenchRow]:
+def run(*, quick: bool) -> list[BenchRow]:
     """Measure describing blocks and copying them to and from portable pages in host memory.
 
     The workers of an engine move their parts of all pages one after the other. Baseline: they
@@ -179,17 +177,13 @@ def run(*, quick: bool, num_tokens: int = NUM_TOKENS) -> list[BenchRow]:
     engine = CPUCopyEngine(num_threads=NUM_THREADS)
     num_layers, rounds = (8, 7) if quick else (16, 31)
     try:
-        return [
-            row for case in CASES for row in _measure(engine, case, num_layers, num_tokens, rounds)
-        ]
+        return [row for case in CASES for row in _measure(engine, case, num_layers, rounds)]
     finally:
         engine.close()
 
 
-def _measure(
-    engine: CopyEngine, case: Case, num_layers: int, num_tokens: int, rounds: int
-) -> list[BenchRow]:
-    pages, writers, readers = make_workers(case, num_layers=num_layers, num_tokens=num_tokens)
+def _measure(engine: CopyEngine, case: Case, num_layers: int, rounds: int) -> list[BenchRow]:
+    pages, writers, readers = make_workers(case, num_layers)
     steps: list[tuple[str, list[Worker], list[Worker], str]] = [
         ("written", writers, [], case.write_goal),
         ("read", [], readers, case.read_goal),

@@ -40,7 +40,7 @@ TIMEOUT_S = 60.0
 _places = itertools.count()
 
 
-def run(*, quick: bool, num_bytes: int = 0) -> list[BenchRow]:
+def run(*, quick: bool) -> list[BenchRow]:
     """Measure stores and loads of batches, on SeaweedFS in a process beside this one.
 
     Baselines: the plain client, obstore, with as many requests at a time; for smaller blocks, one
@@ -49,13 +49,12 @@ def run(*, quick: bool, num_bytes: int = 0) -> list[BenchRow]:
 
     Args:
         quick: Fewer rounds, less memory.
-        num_bytes: Bytes of a batch; by default as many as `quick` says.
 
     Raises:
         FileNotFoundError: SeaweedFS is not installed.
     """
     rounds = 7 if quick else 15
-    num_bytes = num_bytes or (32 * MIB if quick else 64 * MIB)
+    num_bytes = (32 if quick else 64) * MIB
     with _credentials(), seaweedfs(volume_mib=VOLUME_MIB) as server, asyncio.Runner() as runner:
         rows = _against_client(functools.partial(_Measured, server, runner, num_bytes), rounds)
         measure = functools.partial(_Measured, server, runner, min(num_bytes, 16 * MIB))

@@ -19,7 +19,7 @@ PROMPT_TOKENS = 1_500
 SPEED_GOAL = ">= 5"
 
 
-def run(*, quick: bool, num_tokens: int = PROMPT_TOKENS) -> list[BenchRow]:
+def run(*, quick: bool) -> list[BenchRow]:
     """Measure the first token of a prompt whose prefix is stored, loading included.
 
     Baselines of the same rounds: the whole prompt is computed; or the prefix is a deep copy of a
@@ -27,7 +27,6 @@ def run(*, quick: bool, num_tokens: int = PROMPT_TOKENS) -> list[BenchRow]:
 
     Args:
         quick: Fewer rounds.
-        num_tokens: Tokens of the prompt.
 
     Raises:
         FileNotFoundError: There is no model.
@@ -43,7 +42,7 @@ def run(*, quick: bool, num_tokens: int = PROMPT_TOKENS) -> list[BenchRow]:
     dtype = getattr(torch, model_to_load.dtype)
     model = AutoModelForCausalLM.from_pretrained(model_to_load.folder, dtype=dtype)
     source = random.Random(22)
-    prompt = torch.tensor([[source.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]])
+    prompt = torch.tensor([[source.randrange(3, VOCAB_SIZE) for _ in range(PROMPT_TOKENS)]])
     parent = Path(os.environ.get(FOLDER_VARIABLE, "build/bench"))
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="transformers-", dir=parent)).resolve()

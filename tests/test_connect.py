@@ -1,10 +1,8 @@
 """connect(): from a URL or a mapping to a backend and an engine."""
 
-import asyncio
 import os
 import subprocess
 import sys
-import threading
 import tomllib
 import traceback
 from collections.abc import Mapping
@@ -28,19 +26,15 @@ from kvxfer.connect import (
 from kvxfer.errors import CapacityError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.spec import FullAttentionSpec
-from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import GroupIdentity, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
-from kvxfer.testing.conformance.suite import cancel, yield_to_loop
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.tiering.tiered_backend import TieredBackend
-from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
 from tests.tiering.opened_tiers import settle
 
 ROOT = Path(__file__).parents[1]
-LIMIT_S = 10.0
 PAGES = [[96, 33], [64]]
 KEYS = [make_block_key(f"block-{index}".encode(), 0) for index in range(3)]
 """Keys of group 0."""
@@ -388,40 +382,6 @@ def test_what_cannot_be_tiers_or_an_engine_is_closed_too(
 
 
 # Closing
-
-
-@pytest.mark.parametrize("is_engine", [False, True], ids=["backend", "engine"])
-@pytest.mark.parametrize("tiers", [["file"], ["host"], ["host", "file"]], ids=" ".join)
-def test_a_cancelled_close_is_completed_by_the_next(
-    memory: BlockMemory, tmp_path: Path, tiers: list[str], *, is_engine: bool
-) -> None:
-    rest = {"host": "host://?capacity=1MiB", "file": f"file://{tmp_path}?capacity=1MiB&min_free=1B"}
-    urls, caches, may_end = [rest[tier] for tier in tiers], named(memory), threading.Event()
-    before = set(threading.enumerate())
-    engine = (
-        connect(urls, caches, namespace=Namespace(model="model", revision="1"))
-        if is_engine
-        else None
-    )
-    backend = engine.backend if engine else open_backend(urls, memory.namespace())
-    for tier in backend.tiers if isinstance(backend, TieredBackend) else [backend]:
-        for each in list(vars(tier).values()):
-            if isinstance(each, Threads):
-                each.start(may_end.wait, LIMIT_S)  # closing waits for it
-
-    async def close_twice(opened: TransferEngine | Backend) -> None:
-        closing = asyncio.ensure_future(opened.aclose())
-        await yield_to_loop(5)
-        await cancel(closing)
-        assert closing.cancelled()
-        may_end.set()
-        await opened.aclose()
-
-    asyncio.run(close_twice(engine or backend))
-    for thread in set(threading.enumerate()) - before:
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
-    assert not list(tmp_path.glob("*.claim"))
 
 
 LASTING = [

@@ -129,41 +129,18 @@ class _Bench:
 
     def _rows(self, seconds: Mapping[str, tuple[list[float], list[float]]]) -> list[BenchRow]:
         size = f"{self._block_bytes // KIB} KiB"
+        blocks, per_batch = f"{self._num_blocks} x {size}", self._num_blocks // NUM_BATCHES
+        many = f"{NUM_BATCHES} batches of {per_batch} x {size}"
+        one_goal, fio_goal = (each.get(self._block_bytes) for each in (ONE_BATCH_GOALS, FIO_GOALS))
+        plain = "kvxfer, no checksums"
         comparisons: list[tuple[str, str, str, float | None]] = [
-            (
-                "kvxfer",
-                "kvxfer, no checksums",
-                f"{self._num_blocks} x {size}, with checksums against without",
-                None,
-            ),
-            *(
-                (
-                    f"kvxfer, {kind}",
-                    "kvxfer",
-                    f"{self._num_blocks} x {size}, {kind} against fast",
-                    None,
-                )
-                for kind in ("keyed", "sealed")
-            ),
-            ("kvxfer", "fio", f"{size} against fio", FIO_GOALS.get(self._block_bytes)),
-            (
-                "kvxfer",
-                "vLLM",
-                f"one batch of {self._num_blocks} x {size} against vLLM",
-                ONE_BATCH_GOALS.get(self._block_bytes),
-            ),
-            (
-                "kvxfer, batches",
-                "vLLM, batches",
-                f"{NUM_BATCHES} batches of {self._num_blocks // NUM_BATCHES} x {size} against vLLM",
-                MANY_BATCHES_GOAL,
-            ),
-            (
-                "kvxfer",
-                "aiofiles",
-                f"{self._num_blocks} x {size} against a call of aiofiles per block",
-                AIOFILES_GOAL,
-            ),
+            ("kvxfer", plain, f"{blocks}, with checksums against without", None),
+            ("kvxfer, keyed", "kvxfer", f"{blocks}, keyed against fast", None),
+            ("kvxfer, sealed", "kvxfer", f"{blocks}, sealed against fast", None),
+            ("kvxfer", "fio", f"{size} against fio", fio_goal),
+            ("kvxfer", "vLLM", f"one batch of {blocks} against vLLM", one_goal),
+            ("kvxfer, batches", "vLLM, batches", f"{many} against vLLM", MANY_BATCHES_GOAL),
+            ("kvxfer", "aiofiles", f"{blocks} against a call of aiofiles per block", AIOFILES_GOAL),
         ]
         return [
             compare(

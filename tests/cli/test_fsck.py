@@ -80,18 +80,6 @@ def test_a_damaged_file_is_named_and_repaired(
     assert printed == f"{NUM_BLOCKS - 1} good, 0 bad, 1 in quarantine before\n"
 
 
-def test_swapped_files_are_both_found(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    namespace = store.fill()
-    one, other = (store.path(namespace, key) for key in store.keys[:2])
-    data = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(data)
-    assert main(["fsck", str(store.root)]) == 1
-    printed = capsys.readouterr().out
-    assert printed.count("key: the file says") == 2
-    assert printed.endswith(f"{NUM_BLOCKS - 2} good, 2 bad\n")
-
-
 def test_a_file_of_another_namespace_is_found(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,20 +143,6 @@ def test_a_damaged_description_does_not_keep_blocks_from_being_verified(
     assert main(["fsck", str(store.root)]) == 1
 
 
-def test_keyed_files_are_verified_with_the_secret_only(
-    store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    namespace = store.fill(integrity=Integrity.KEYED, secret_file=secret_file)
-    with_secret = ["fsck", str(store.root), "--secret-file", str(secret_file)]
-    assert main(["fsck", str(store.root)]) == 0
-    assert capsys.readouterr().out == f"0 good, 0 bad, {NUM_BLOCKS} not verified: keyed\n"
-    assert main(with_secret) == 0
-    assert capsys.readouterr().out == f"{NUM_BLOCKS} good, 0 bad\n"
-    flip(5000)(store.path(namespace, store.keys[0]))
-    assert main(["fsck", str(store.root)]) == 0
-    assert main(with_secret) == 1
-
-
 def test_sealed_files_are_verified_with_their_key_only(
     store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,16 +203,6 @@ def test_what_is_not_sealed_by_the_secret_is_never_put_away(
     assert namespace.fingerprint in printed.err
     assert store.blocks() == before
     assert not store.quarantined()
-
-
-def test_blocks_without_a_checksum_are_counted(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    namespace = store.fill(integrity=Integrity.OFF)
-    assert main(["fsck", str(store.root)]) == 0
-    assert capsys.readouterr().out == f"0 good, 0 bad, {NUM_BLOCKS} without a checksum\n"
-    break_seal(store.path(namespace, store.keys[0]))
-    assert main(["fsck", str(store.root)]) == 1
 
 
 def test_repair_removes_temporary_files_of_the_dead_and_counts_anew(

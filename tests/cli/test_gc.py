@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvxfer import runtime
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.file.folders import Ledger, NamespaceFolder
 from kvxfer.cli import main
@@ -94,30 +93,6 @@ def test_a_namespace_without_blocks_goes(store: Store, capsys: pytest.CaptureFix
     assert "1 namespaces without blocks" in capsys.readouterr().out
     assert not (store.root / emptied.fingerprint).exists()
     assert (store.root / kept.fingerprint / "namespace.json").exists()
-
-
-def test_a_block_that_is_stored_meanwhile_keeps_its_folder_and_the_description(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    namespace = store.fill(num_blocks=1)
-    path = store.path(namespace, store.keys[0])
-    block = path.read_bytes()
-    path.unlink()
-    description = store.root / namespace.fingerprint / "namespace.json"
-    before = description.read_text()
-    really_remove = os.rmdir
-
-    def store_first(name: str, *, dir_fd: int) -> None:
-        if name == namespace.fingerprint:
-            assert not description.exists()
-            path.parent.mkdir()
-            path.write_bytes(block)
-        really_remove(name, dir_fd=dir_fd)
-
-    monkeypatch.setattr(runtime.disk(), "rmdir", store_first)
-    assert main(["gc", str(store.root)]) == 0
-    assert path.read_bytes() == block
-    assert description.read_text() == before
 
 
 async def test_an_engine_goes_on_when_everything_was_removed(store: Store) -> None:

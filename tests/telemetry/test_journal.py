@@ -1,9 +1,12 @@
 """Journal: bounded, whole up to the last write, and what it lacks is counted in it."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -197,3 +200,23 @@ def test_a_folder_without_a_journal_is_named(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(InvalidArgumentError, match="journal is"):
             list_files(folder)
+
+
+def test_without_locks_who_gave_no_sign_for_a_day_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(journal_module, "MAX_PROCESSES", 0)
+    processes = []
+    for _ in range(3):
+        journal = Journal(str(tmp_path))
+        journal.observer()
+        journal.close()
+        processes.append(journal._process)
+        if len(processes) == 1:
+            old = time.time() - 2 * journal_file.ALIVE_S
+            os.utime(list_files(tmp_path)[0].path, (old, old))
+    assert [each for each in processes if list(tmp_path.glob(f"{each}*"))] == processes[1:]
