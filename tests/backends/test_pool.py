@@ -14,7 +14,7 @@ import pytest
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.host.shared_memory import SharedMemory
 from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, backend, server
-from kvxfer.backends.pool.messages import Message, Pin, Pinned
+from kvxfer.backends.pool.messages import Message, Pin, Pinned, Reserve, Reserved
 from kvxfer.connect import open_backend, parse_backend
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
@@ -212,16 +212,31 @@ async def test_blocks_go_to_the_tier_below_and_come_back_into_memory(
                     assert all(await engine.lookup(peers.KEYS))
 
 
-def test_what_an_engine_reads_stays_after_it_sent_nonsense_until_it_ends(path: Path) -> None:
-    def store_another(engine: PoolBackend) -> bool:
-        key = make_block_key(b"another block", 0)
-        return asyncio.run(engine.store([key], MEMORY.describe(0, [0])))[0].done
+def store_another(engine: PoolBackend) -> bool:
+    key = make_block_key(b"another block", 0)
+    return asyncio.run(engine.store([key], MEMORY.describe(0, [0])))[0].done
 
+
+def make_attachment(path: Path) -> Attachment:
+    return Attachment(str(path), peers.namespace(), timeout_s=5.0, open_copy_engine=CPUCopyEngine)
+
+
+def test_where_an_engine_writes_nobody_else_does_while_its_process_lives(path: Path) -> None:
+    num_blocks = len(peers.KEYS)
+    with running_pool(path, capacity="76KiB"), attached(path) as other:
+        engine = make_attachment(path)
+        sizes = [peers.BLOCK_BYTES] * num_blocks
+        reserve = Reserve(number=1, keys=peers.KEYS, starts=[0] * num_blocks, sizes=sizes)
+        assert len(engine.ask(reserve, Reserved).rows) == num_blocks
+        engine._socket.shutdown(socket.SHUT_RDWR)
+        assert not any(store_another(other) for _ in range(100)), "every slot is reserved"
+        engine.close()
+
+
+def test_what_an_engine_reads_stays_after_it_sent_nonsense_until_it_ends(path: Path) -> None:
     with running_pool(path, capacity="76KiB") as pool, attached(path) as other:
         assert all(each.done for each in asyncio.run(peers.store(other)))
-        engine = Attachment(
-            str(path), peers.namespace(), timeout_s=5.0, open_copy_engine=CPUCopyEngine
-        )
+        engine = make_attachment(path)
         pin = Pin(keys=peers.KEYS, within_s=1.0)
         assert len(engine.ask(pin, Pinned).rows) == len(peers.KEYS)
         assert pool.gauge(Gauge.PINS) == 1.0, "of eight blocks"
