@@ -21,8 +21,8 @@ from tests.simulation.vllm_engine import BLOCK, DeadEngineError, ModelEngine, Pr
 PORT = 7100
 MOST_TOKENS = 48
 MOST_OUTPUTS = 16
-IDLE_S = 0.02
-"""Virtual time between two steps of an engine that computes nothing."""
+IDLE_S = (0.02, 0.08)
+"""Shortest and longest virtual time between two steps of an engine that computes nothing."""
 LOOK_S = 0.01
 ANSWER_S = 60.0
 """Virtual time in which a request ends at an engine that goes on, whatever the other one does."""
@@ -55,13 +55,13 @@ class HandoverScenario(Scenario):
     """Two engines of vLLM and a router: aborts, preemption, restarts, cuts, and late reads."""
 
     name: ClassVar[str] = "handover"
-    share: ClassVar[float] = 0.06
+    share: ClassVar[float] = 0.35
 
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`."""
         steps, length_s = [], random.choice((0.3, 2.0, 6.0))
         moments = [random.random() * length_s for _ in range(random.choice((0, 1, 3)))]
-        for number in range(random.choice((2, 8, 20))):
+        for number in range(random.choice((2, 4, 10))):
             at_s = random.random() * length_s
             if moments and random.random() < 0.7:
                 at_s = random.choice(moments) + random.random() * 0.02
@@ -492,7 +492,7 @@ class _Run:
 
 def _drive(life: _Life) -> None:
     """Make the steps of an engine, on a thread of its process."""
-    engine = life.engine
+    engine, idle_s = life.engine, IDLE_S[0]
     try:
         while not life.is_closing:
             work, life.work = life.work, []
@@ -500,8 +500,9 @@ def _drive(life: _Life) -> None:
                 each()
             if engine.has_work:
                 engine.step()
+            idle_s = IDLE_S[0] if work or engine.is_computing else min(2 * idle_s, IDLE_S[1])
             if not engine.is_computing:
-                runtime.sleep(IDLE_S)
+                runtime.sleep(idle_s)
         if not life.process.process.has_ended:
             engine.close()
     except DeadEngineError:

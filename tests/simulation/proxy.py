@@ -55,7 +55,6 @@ class ProxyScenario(Scenario):
     """Proxy between clients that leave and engines that fail, each in a process of its own."""
 
     name: ClassVar[str] = "proxy"
-    share: ClassVar[float] = 0.2
 
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`."""

@@ -204,7 +204,7 @@ def _shares(
         (each, start, min(every, first + num_seeds - start) if num_seeds else every)
         for start in starts
         for each in scenarios
-        if not num_seeds or len(scenarios) == 1 or start - first < num_seeds * each.share
+        if len(scenarios) == 1 or _gets_more(each.share, (start - first) // every)
     )
     if num_processes == 1:
         for share in work:
@@ -222,6 +222,11 @@ def _shares(
                 break
         for each in running:
             yield each.result()
+
+
+def _gets_more(share: float, turn: int) -> bool:
+    """Whether a scenario of this share gets seeds in a turn, counted from 0: the first one does."""
+    return not turn or int(share * turn) > int(share * (turn - 1))
 
 
 def _run_quietly(scenario: Scenario, first: int, num_seeds: int, until_s: float) -> Ran:

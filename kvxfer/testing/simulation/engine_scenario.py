@@ -4,7 +4,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from math import inf
 from random import Random
 from typing import Any, ClassVar, TypeVar
@@ -19,6 +19,7 @@ from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step
 from kvxfer.testing.simulation.world import (
     BLOCKS_PER_CHUNK,
     NUM_KEYS,
+    PAGE_SIZES_BYTES,
     Batch,
     Part,
     World,
@@ -42,9 +43,14 @@ MILD_S = 0.2
 DELETE_S = 1.5
 """Virtual time that a delete may take where nothing fails."""
 
+NUM_CALLS = (6, 18, 45)
+LOOK_S = 0.4
 LOST_STORES = 6
 STORM_S = 4.0
-STORM_DELETES = 8
+"""Virtual time of a storm beside a tier that hangs."""
+DELETES_S = 1.0
+"""Virtual time of a storm beside deletes, in which only their order matters."""
+STORM_DELETES = 4
 STORM_TASKS = 3
 STORM_PAUSE_S = 0.03
 STORM_TIMEOUT_S = 0.1
@@ -113,10 +119,12 @@ class EngineScenario(Scenario):
         num_faulty: Most tiers that may have faults.
         has_storms: Whether some plans are stores of one chunk again and again, beside deletes of
             it, which end soon all the same.
+        rest_s: Virtual time after which nothing is under way any more.
     """
 
     num_faulty: ClassVar[int] = 1
     has_storms: ClassVar[bool] = False
+    rest_s: ClassVar[float] = 60.0
 
     @abstractmethod
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
@@ -130,9 +138,9 @@ class EngineScenario(Scenario):
         """See `Scenario.plan`."""
         if self.has_storms:
             kind = random.random()
-            if kind < 0.25:
+            if kind < 0.2:
                 return self._plan_storm(random)
-            if kind < 0.32:
+            if kind < 0.27:
                 return self._plan_lost_source(random)
         steps, length_s = [], random.choice((2.0, 5.0, 15.0))
         num_keys, bursts = random.choice((1, 3, NUM_KEYS)), random.choice((0, 3, 12))
@@ -141,7 +149,7 @@ class EngineScenario(Scenario):
         weights = dict(CALLS)
         if random.random() < 0.3:
             del weights["evict"]
-        for _ in range(random.choice((20, 60, 150))):
+        for _ in range(random.choice(NUM_CALLS)):
             at_s = random.random() * length_s
             if moments and random.random() < 0.7:
                 at_s = random.choice(moments) + random.random() * burst_s
@@ -162,7 +170,11 @@ class EngineScenario(Scenario):
     def _plan_storm(self, random: Random) -> list[Step]:
         """Plan a storm of stores beside a tier that hangs, or beside deletes of the same chunk."""
         [part, *_], hangs = draw_parts(random, 1), self.num_faulty > 1 and random.random() < 0.3
-        storm = {"part": part, "timeout_s": STORM_TIMEOUT_S if hangs else None}
+        storm = {
+            "part": part,
+            "timeout_s": STORM_TIMEOUT_S if hangs else None,
+            "for_s": STORM_S if hangs else DELETES_S,
+        }
         if hangs:
             fault = random.choice((TierFault.HANG, TierFault.STUCK))
             arguments = {"fault": fault, "for_s": 2 * STORM_S, "share": 1.0, "calls": FAULTY_CALLS}
@@ -170,7 +182,7 @@ class EngineScenario(Scenario):
             return [Step(0.0, "fault", {"tier": tier, **arguments}), Step(0.1, "storm", storm)]
         steps = [Step(0.0, "storm", storm)]
         for number in range(STORM_DELETES):
-            at_s = (number + random.random()) * STORM_S / STORM_DELETES
+            at_s = (number + random.random()) * DELETES_S / STORM_DELETES
             given: dict[str, Any] = {"timeout_s": None, "cancel_s": None}
             if random.random() < 0.4:
                 steps.append(Step(at_s, "purge", given))
@@ -386,10 +398,10 @@ class EngineRun:
             pause_s = min(2 * pause_s, POLL_S[1])
         return self._finished.pop(job_id).outcomes
 
-    async def _storm(self, part: Part, timeout_s: float | None) -> None:
+    async def _storm(self, part: Part, timeout_s: float | None, for_s: float) -> None:
         """Store a chunk again and again from several sides, which the first tier keeps evicting."""
         done_at, num_stores = [self._simulation.now], 0
-        ends_at = self._simulation.now + STORM_S
+        ends_at = self._simulation.now + for_s
 
         async def go_on(random: Random) -> None:
             nonlocal num_stores
@@ -566,7 +578,7 @@ class EngineRun:
     async def _keep(self) -> None:
         """Look at the memory again and again, and release what a drain makes safe."""
         while True:
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(LOOK_S)
             self._world.watched.look()
             if unsafe := self._world.take_unsafe():
                 try:
@@ -581,50 +593,53 @@ class EngineRun:
 
     async def look_at_the_end(self) -> None:
         """Look at what is there when all is quiet: what was stored, and nothing held."""
-        await asyncio.sleep(60)
+        await asyncio.sleep(self._scenario.rest_s)
         if unsafe := self._world.take_unsafe():
             await self._within(MOST_S, "drain", self._engine.drain())
             for each in unsafe:
                 self._world.release(each)
         if await self._within(MOST_S, "flush", self._engine.flush(timeout_s=600)) is False:
             self._simulation.fail("flush", "not done in 600 s without faults")
-        await asyncio.sleep(60)
+        await asyncio.sleep(self._scenario.rest_s)
         self._world.watched.look()
         self._require_no_leftovers("when all is quiet")
         await self._compare_tiers()
-        for part in self._world.every_part():
-            batch = self._world.begin((part,), is_store=False)
-            assert batch is not None
-            keys = self._world.keys([part])
-            call = self._engine.load(keys, batch.ids_by_group, timeout_s=ENGINE_TIMEOUT_S)
-            outcomes = await self._within(MOST_S, "load", call)
-            if outcomes is None:
-                return
-            must_be_there = self._world.history.must_be_there(keys[0], part.num_blocks)
-            if self._opened.is_roomy and must_be_there and not outcomes[0].done:
-                self._simulation.fail("lost", f"{part} is now {outcomes[0]}")
-            self._world.end(batch, outcomes)
+        parts = self._world.every_part()
+        keys, batch = self._world.keys(parts), self._world.begin(tuple(parts), is_store=False)
+        assert batch is not None
+        call = self._engine.load(keys, batch.ids_by_group, timeout_s=ENGINE_TIMEOUT_S)
+        outcomes = await self._within(MOST_S, "load", call)
+        if outcomes is None:
+            return
+        for part, key, outcome in zip(parts, keys, outcomes, strict=True):
+            must_be_there = self._world.history.must_be_there(key, part.num_blocks)
+            if self._opened.is_roomy and must_be_there and not outcome.done:
+                self._simulation.fail("lost", f"{part} is now {outcome}")
+        self._world.end(batch, outcomes)
 
     async def _compare_tiers(self) -> None:
         """Look at the copies of each chunk in all tiers: they are of one store."""
         tiers = [self._inner(number) for number in range(len(self._opened.tiers))]
-        for part in self._world.every_part():
-            key, versions = self._world.key(part), []
-            for tier in tiers:
-                batch = self._world.begin((part,), is_store=False)
-                assert batch is not None
-                blocks = self._world.memory.describe(part.group, batch.block_ids[0])
-                [outcome] = await tier.load([key], blocks)
+        versions: dict[Part, list[int]] = {part: [] for part in self._world.every_part()}
+        for tier, group in product(tiers, range(len(PAGE_SIZES_BYTES))):
+            parts = tuple(part for part in versions if part.group == group)
+            batch = self._world.begin(parts, is_store=False)
+            assert batch is not None
+            blocks = self._world.memory.describe(group, batch.ids_by_group[group])
+            outcomes = await tier.load(self._world.keys(parts), blocks)
+            for part, ids, outcome in zip(parts, batch.block_ids, outcomes, strict=True):
                 if outcome.done:
-                    found = self._world.watched.read(part.group, batch.block_ids[0])
-                    history, began = self._world.history, self._simulation.now
-                    versions.append(history.judge_load(key, 0, found, began))
+                    key, began = self._world.key(part), self._simulation.now
+                    found = self._world.watched.read(group, ids)
+                    versions[part].append(self._world.history.judge_load(key, 0, found, began))
                 elif tier is tiers[-1] and self._must_be_there(part):
                     self._simulation.fail("flush left the last tier without", part)
-                self._world.release(batch)
-            is_strict = self._world.history.is_strict and self._world.history.is_of_one_store(key)
-            if is_strict and len(set(versions)) > 1:
-                self._simulation.fail("tiers differ", f"{part}: stores {versions}")
+            self._world.release(batch)
+        for part, found_versions in versions.items():
+            is_of_one_store = self._world.history.is_of_one_store(self._world.key(part))
+            is_strict = self._world.history.is_strict and is_of_one_store
+            if is_strict and len(set(found_versions)) > 1:
+                self._simulation.fail("tiers differ", f"{part}: stores {found_versions}")
 
     async def _within(self, seconds: float, what: str, call: Coroutine[Any, Any, T]) -> T | None:
         try:

@@ -58,6 +58,8 @@ class _Ready(deque[asyncio.Handle]):
 
     def popleft(self) -> asyncio.Handle:
         """Take one of the tasks before the first callback, or that callback."""
+        if len(self) == 1:
+            return super().popleft()
         num_first = -1
         for handle in self:
             num_first += 1
@@ -66,6 +68,8 @@ class _Ready(deque[asyncio.Handle]):
         if num_first <= 0:
             return super().popleft()
         chosen = self._scheduler.random.randrange(num_first + 1)
+        if not chosen:
+            return super().popleft()
         handle = self[chosen]
         del self[chosen]
         return handle
@@ -73,7 +77,7 @@ class _Ready(deque[asyncio.Handle]):
 
 def _is_task(handle: asyncio.Handle) -> bool:
     callback = handle._callback  # type: ignore[attr-defined]  # noqa: SLF001 - asyncio has no other way
-    return isinstance(getattr(callback, "__self__", None), asyncio.Task)
+    return type(getattr(callback, "__self__", None)) is _Task
 
 
 class _Selector(selectors.BaseSelector):
