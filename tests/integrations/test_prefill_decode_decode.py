@@ -163,6 +163,23 @@ def test_a_closed_hand_over_stops_nothing(side: Side) -> None:
     assert side.scheduler.num_requests == 0
 
 
+def test_requests_of_one_ticket_release_it_when_the_last_of_them_has_ended(side: Side) -> None:
+    """Several answers to one prompt, `n` of OpenAI's interface, have the same parameters."""
+    requests = [make_request(ticket_params(), name=name) for name in ("0_r", "1_r", "2_r")]
+    for request in requests[:2]:
+        side.scheduler.on_new_request(request)
+        side.answer()
+        assert side.scheduler.num_matched_tokens(request, 0) == (9, True)
+        side.scheduler.on_alloc(request, make_blocks([5, 6, 7]), 9)
+    side.scheduler.finish(requests[2])  # aborted before it was queued
+    side.scheduler.on_received(["0_r"])
+    side.scheduler.finish(requests[0])
+    assert not side.handover.released
+    side.scheduler.on_received(["1_r"])
+    side.scheduler.finish(requests[1])
+    side.require_over()
+
+
 def test_a_load_that_another_connector_does_releases_the_lease(side: Side) -> None:
     request = make_request(ticket_params())
     side.scheduler.on_new_request(request)

@@ -138,6 +138,19 @@ def test_a_prompt_that_is_aborted_in_the_middle_lends_nothing_more(
     engine.require_over()
 
 
+def test_blocks_that_another_request_computes_in_this_step_are_not_offered_yet(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = one_group(folder, monkeypatch)
+    engine.add("first", None, tokens=9, max_tokens=2)
+    engine.add("p", OVERLAP, tokens=30)
+    computed = engine.step()
+    assert computed["p"] < 16  # it has blocks of the first one
+    assert not any(ids for _, _, ids, _ in engine.moving.offers)
+    engine.step()
+    assert any(ids for _, _, ids, _ in engine.moving.offers)
+
+
 def test_leases_of_a_preempted_prompt_end_before_its_blocks_are_written(engine: Engine) -> None:
     request = engine.add("p", OVERLAP, tokens=40)
     engine.step()
@@ -239,6 +252,21 @@ def test_a_loaded_prompt_computes_its_last_token(engine: Engine) -> None:
     engine.step()
     engine.require_over()
     assert engine.asking.released == {LEASE: 1}
+
+
+@pytest.mark.parametrize(
+    ("head", "has_states", "first_token"),
+    [(BLOCK, False, BLOCK), (BLOCK + 2, False, 0), (BLOCK, True, 0)],
+)
+def test_what_tiers_have_is_not_loaded_from_p_where_it_ends_with_a_block_and_no_state(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, head: int, first_token: int, *, has_states: bool
+) -> None:
+    engine = one_group(folder, monkeypatch)
+    tiers = engine.connector._tiers
+    monkeypatch.setattr(tiers, "get_num_new_matched_tokens", lambda *_: (head, True))
+    monkeypatch.setattr(engine.connector, "_has_states", has_states)
+    wanted, _ = load(engine)
+    assert (wanted.first_token, wanted.num_tokens) == (first_token, 9)
 
 
 def test_pages_that_do_not_arrive_are_computed_from_the_first_one(

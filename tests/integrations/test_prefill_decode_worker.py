@@ -85,6 +85,56 @@ def finished(engine: Engine) -> tuple[set[str], set[str], set[str], set[int]]:
     return ended.finished_sending, ended.finished_recving, failed, ended.invalid_block_ids
 
 
+def test_a_request_is_reported_once_when_its_lease_has_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(folder, monkeypatch, full())
+    keys = PromptKeys(range(8)).block_keys(0, 4, 8)
+    begin(engine, StepData(offers=[Offer("p", "early", keys[:1], [1], is_complete=False)]))
+    begin(engine, StepData(offers=[Offer("p", "early", keys, [1, 2], is_complete=True)]))
+    assert finished(engine)[0] == set()
+    engine.moving.ended += ["early", "of nobody"]
+    assert finished(engine)[0] == {"p"}
+    engine.moving.ended.append("early")
+    assert finished(engine)[0] == set()
+
+
+def test_a_lease_that_ends_before_it_is_complete_reports_nobody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(folder, monkeypatch, full())
+    begin(engine, StepData(offers=[Offer("p", "early", [], [], is_complete=False)]))
+    begin(engine, StepData(revoked=["early"]))
+    assert engine.moving.revoked == ["early"]
+    engine.moving.ended.append("early")
+    assert finished(engine)[0] == set()
+
+
+def test_leases_are_revoked_before_a_step_and_given_up_after_its_offers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(folder, monkeypatch, full())
+    step = StepData(revoked=["a"], given_up=["b"])
+    engine.worker.handle_preemptions(step)
+    assert (engine.moving.revoked, engine.moving.given_up) == (["a"], [])
+    engine.worker.bind_connector_metadata(step)
+    engine.worker.start_load_kv(None)
+    assert (engine.moving.revoked, engine.moving.given_up) == (["a"], ["b"])
+
+
+def test_a_load_has_not_ended_while_a_late_read_may_write_to_its_blocks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(folder, monkeypatch, full())
+    begin(engine, StepData(fetches=[make_fetch("a", [5, 6, 7])]))
+    [(_, _, end)] = engine.moving.fetches
+    end.set_result(Fetched([[6]], memory_safe=False))
+    assert finished(engine) == (set(), set(), set(), set())
+    [quiet] = engine.moving.drains
+    quiet.set_result(None)
+    assert finished(engine) == (set(), {"a"}, set(), {6})
+
+
 def test_blocks_on_a_device_are_lent_when_their_request_is_finished() -> None:
     """Kernels of an earlier step may run still when the next one is prepared."""
     handover = FakeHandover()

@@ -1,5 +1,6 @@
 """Two tiers under vLLM's scheduler: blocks come back, and a bad lower tier does no harm."""
 
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,12 +25,15 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvxfer.backends.host import HostPool, MemoryIntegrity
-from kvxfer.integrations.vllm.offloading import lower_tier, metrics
+from kvxfer.integrations.vllm.offloading import lower_tier, manager, metrics
 from tests.integrations.two_tiers import (
     HIT,
     LIMIT_S,
     MISS,
+    NUM_PARTS,
     NUM_SLOTS,
+    PART_BYTES,
+    PENDING,
     RETRY,
     KeepingBackend,
     Start,
@@ -97,16 +101,24 @@ def test_the_keys_of_one_step_are_asked_for_in_one_call(start: Start) -> None:
     assert backend.calls == [5]
 
 
+class HoldingBackend(KeepingBackend):
+    """Backend that tells that it has loaded, and holds back the loads of some keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded = threading.Event()
+        self.held: set[BlockKey] = set()
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        while self.held.intersection(keys):  # noqa: ASYNC110 - changed by another thread
+            await asyncio.sleep(0.001)
+        outcomes = await super().load(keys, blocks)
+        self.loaded.set()
+        return outcomes
+
+
 def test_a_chunk_below_is_loaded_without_a_second_step(start: Start) -> None:
-    class TellingBackend(KeepingBackend):
-        loaded = threading.Event()
-
-        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-            outcomes = await super().load(keys, blocks)
-            self.loaded.set()
-            return outcomes
-
-    backend, keys = TellingBackend(), keys_of(3)
+    backend, keys = HoldingBackend(), keys_of(3)
     scheduler = start(backend)
     scheduler.store(keys)
     scheduler.forget()
@@ -115,6 +127,44 @@ def test_a_chunk_below_is_loaded_without_a_second_step(start: Start) -> None:
     assert backend.loaded.wait(LIMIT_S), "the load waits for another step"
     assert scheduler.resolve(keys) == [HIT] * 3
     assert [scheduler.bytes_of(key) for key in keys] == [payloads_of(key) for key in keys]
+
+
+def test_a_chunk_that_landed_is_a_hit_while_the_next_is_still_read(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lower_tier, "JOB_BYTES", NUM_PARTS * PART_BYTES)
+    backend, keys = HoldingBackend(), keys_of(3)
+    scheduler = start(backend)
+    scheduler.store(keys)
+    scheduler.forget()
+    backend.held = {keys[1]}
+    scheduler.lookup(keys)
+    scheduler.until(lambda: scheduler.lookup(keys) == [HIT, PENDING, HIT])
+    backend.held = set()
+    assert scheduler.resolve(keys) == [HIT] * 3
+
+
+def test_a_chunk_whose_load_fails_right_after_another_is_stored_again_too(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lower_tier, "JOB_BYTES", NUM_PARTS * PART_BYTES)
+    monkeypatch.setattr(manager, "AFTER_FAILURE_S", LIMIT_S)
+    backend, keys = HoldingBackend(), keys_of(2)
+    scheduler = start(backend)
+    scheduler.store(keys)
+    scheduler.forget()
+    for key in keys:
+        backend.corrupt(key)
+    backend.held = {keys[1]}
+    scheduler.until(lambda: scheduler.lookup(keys) == [MISS])
+    wait = scheduler.tier.wait
+
+    def let_go(timeout_s: float) -> None:
+        backend.held = set()
+        wait(timeout_s)
+
+    monkeypatch.setattr(scheduler.tier, "wait", let_go)
+    assert scheduler.store(keys, version=1) == keys
 
 
 def test_a_chunk_with_a_slot_is_no_pending_hit_before_the_lower_tier_said_so(start: Start) -> None:
@@ -278,6 +328,34 @@ def test_a_shutdown_tells_of_chunks_that_the_lower_tier_failed_to_store(
     scheduler.until(lambda: scheduler.counts().get(metrics.LOWER_STORES_FAILED))
     scheduler.manager.shutdown()
     assert "the lower tier: 2 blocks were not written back there" in caplog.text
+
+
+class SlowlyPurgedBackend(KeepingBackend):
+    """Backend that deletes what is there at the end of a purge, when the purge `may_end`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+
+    async def purge(self, prefix: bytes = b"") -> None:
+        await asyncio.to_thread(self.may_end.wait, LIMIT_S)
+        await super().purge(prefix)
+
+
+def test_what_is_stored_after_a_reset_is_not_deleted_with_what_was_there(start: Start) -> None:
+    backend, keys = SlowlyPurgedBackend(), keys_of(2)
+    scheduler = start(backend, purge_on_reset=True)
+    scheduler.store(keys)
+    scheduler.settle()
+    scheduler.manager.reset_cache()
+    scheduler.store(keys, version=1)
+    for _ in range(100):
+        scheduler.step()
+    backend.may_end.set()
+    scheduler.until(lambda: len(backend) == 2)
+    scheduler.forget()
+    assert scheduler.resolve(keys) == [HIT] * 2
+    assert scheduler.bytes_of(keys[0]) == payloads_of(keys[0], version=1)
 
 
 def test_files_are_found_by_the_next_engine_until_a_reset_purges_them(
