@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_540,
     "kvxfer/explain": 918,
     "kvxfer/face": 456,
-    "kvxfer/integrations": 11_176,
+    "kvxfer/integrations": 11_116,
     "kvxfer/kvcache": 6_020,
     "kvxfer/lending": 1_565,
     "kvxfer/pages": 1_220,

@@ -188,19 +188,22 @@ def test_a_setting_of_no_use_is_named(extra: dict[str, Any], named: str) -> None
 
 def test_workers_listen_at_consecutive_ports() -> None:
     settings = Settings.parse({"listen": "127.0.0.1:7100", "data_port": 7200})
-    assert settings.listen_at(0) == settings.exchange
-    assert settings.listen_at(2).listen == "127.0.0.1:7102"
-    assert settings.listen_at(2).data_port == 7202
-    assert Settings.parse({"listen": "127.0.0.1:0"}).listen_at(0).listen == "127.0.0.1:0"
-    assert Settings.parse({}).listen_at(3).listen_endpoint is None
+    assert settings.exchange.at_rank(0) == settings.exchange
+    assert settings.exchange.at_rank(2).listen == "127.0.0.1:7102"
+    assert settings.exchange.at_rank(2).data_port == 7202
+    assert Settings.parse({"listen": "127.0.0.1:0"}).exchange.at_rank(0).listen == "127.0.0.1:0"
+    assert Settings.parse({}).exchange.at_rank(3).listen_endpoint is None
 
 
 def test_replicas_listen_after_the_workers_of_those_before_them() -> None:
     settings = Settings.parse({"listen": "127.0.0.1:7100", "data_port": 7200, "timeout_s": 3})
     assert settings.of_replica(0, 2) == settings
     third = settings.of_replica(2, 2)
-    assert [third.listen_at(rank).listen for rank in (0, 1)] == ["127.0.0.1:7104", "127.0.0.1:7105"]
-    assert (third.listen_at(1).data_port, third.exchange.timeout_s) == (7205, 3)
+    assert [third.exchange.at_rank(rank).listen for rank in (0, 1)] == [
+        "127.0.0.1:7104",
+        "127.0.0.1:7105",
+    ]
+    assert (third.exchange.at_rank(1).data_port, third.exchange.timeout_s) == (7205, 3)
     assert Settings.parse({"listen": "127.0.0.1:0"}).of_replica(3, 1).exchange.listen[-2:] == ":0"
     with pytest.raises(InvalidArgumentError, match="listen"):
         Settings.parse({"listen": "127.0.0.1:65530"}).of_replica(3, 2)

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -179,7 +180,9 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
     def delete(self, keys: list[ObjectKey]) -> None:
         """Delete objects, those that somebody has found and not unlocked yet excepted."""
         try:
-            ids = [object_id_of(key) for key in keys if not self._is_pinned(key)]
+            with self._pins_lock:
+                self._drop_expired_pins()
+                ids = [object_id_of(key) for key in keys if key not in self._pins]
             if ids and not self._objects.is_suspended:
                 limit_s = self._settings.timeout_s
                 runtime.result(self._objects.ask(self._objects.delete(ids)), limit_s + 1)
@@ -271,17 +274,18 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         located = [
             _locate(index, *each) for index, each in enumerate(zip(keys, objects, strict=True))
         ]
-        inside = [each for each in located if each is not None and self._has(each)]
+        first, stop = 0, math.inf
+        if self._memory is not None:
+            first, stop = self._memory.ptr, self._memory.ptr + self._memory.size
+        inside = [
+            each
+            for each in located
+            if each is not None and first <= each.address <= stop - each.num_bytes
+        ]
         if len(inside) < len(located):
             text = "%d of %d objects are not in LMCache's host memory"
             logger.warning(text, len(located) - len(inside), len(located))
         return inside
-
-    def _has(self, each: StoredObject) -> bool:
-        if self._memory is None:
-            return True
-        first, stop = self._memory.ptr, self._memory.ptr + self._memory.size
-        return bool(first <= each.address and each.address + each.num_bytes <= stop)
 
     def _pin(self, keys: Sequence[ObjectKey]) -> None:
         with self._pins_lock:
@@ -290,11 +294,6 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
             for key in keys:
                 self._pins[key] = self._pins.get(key, (0, 0.0))[0] + 1, until
                 self._pins.move_to_end(key)
-
-    def _is_pinned(self, key: ObjectKey) -> bool:
-        with self._pins_lock:
-            self._drop_expired_pins()
-            return key in self._pins
 
     def _drop_expired_pins(self) -> None:
         now = runtime.monotonic()

@@ -140,10 +140,14 @@ class Residents(Observer):
 
     def store(self, keys: Sequence[BlockKey]) -> None:
         """Note pieces that were stored, in case the tier that has them does not tell it."""
+        untold: list[BlockKey] = []
         with self._lock:
-            for object_id, index in map(piece_of, keys):
+            for key in keys:
+                object_id, index = piece_of(key)
                 self._note_back(object_id, index)
-            untold = [key for key in keys if not self._is_told(key)]
+                resident = self._objects.get(object_id)
+                if resident is None or index not in resident.tiers:
+                    untold.append(key)
         self.add(untold, tier=NOT_TOLD)
 
     def miss(self, keys: Sequence[BlockKey]) -> None:
@@ -308,8 +312,3 @@ class Residents(Observer):
                 if not (resident.tiers or resident.num_stores or resident.away):
                     del self._objects[object_id]
         return came, gone
-
-    def _is_told(self, key: BlockKey) -> bool:
-        object_id, index = piece_of(key)
-        resident = self._objects.get(object_id)
-        return resident is not None and index in resident.tiers

@@ -84,11 +84,14 @@ def page_namespace(config: HiCacheStorageConfig, revision: str, pools: Sequence[
         InvalidArgumentError: An adapter is no folder whose files can be read.
     """
     settings = published_settings(MODEL, DRAFT)
+    started = next((each.value for each in settings if each.name == ADAPTERS), None) or ()
     facts: dict[str, Any] = {
         "format": FORMAT,
         "pools": list(pools),
         "settings": _counting(settings),
-        "adapters": _adapters(settings),
+        "adapters": sorted(
+            (str(each.lora_name), digest_adapter(each.lora_path)) for each in started
+        ),
     }
     for size, rank in (("pp_size", "pp_rank"), ("attn_cp_size", "attn_cp_rank")):
         if getattr(config, size) > 1:
@@ -99,12 +102,6 @@ def page_namespace(config: HiCacheStorageConfig, revision: str, pools: Sequence[
         revision=revision,
         config_hash=xxhash.xxh3_128_hexdigest(text.encode()),
     )
-
-
-def _adapters(settings: Sequence[PublishedSetting]) -> list[tuple[str, str]]:
-    """List the adapters that an engine was started with, and the digest of their files."""
-    started = next((each.value for each in settings if each.name == ADAPTERS), None) or ()
-    return sorted((str(each.lora_name), digest_adapter(each.lora_path)) for each in started)
 
 
 def _counting(settings: Sequence[PublishedSetting]) -> dict[str, Any]:

@@ -44,7 +44,9 @@ def require_interface() -> None:
     Raises:
         UnsupportedEngineError: This release has another interface.
     """
-    missing = [name for name in ("layers", "update", "get_seq_length") if not _has(name)]
+    empty, takes_config = DynamicCache(), "config" in inspect.signature(DynamicCache).parameters
+    names = ("layers", "update", "get_seq_length")
+    missing = [name for name in names if not takes_config or not hasattr(empty, name)]
     detail = f"DynamicCache has no {' and no '.join(missing)}"
     if not missing and not _keeps_what_it_is_given():
         detail = "DynamicCache does not go on from the keys and values that its layers were given"
@@ -83,12 +85,6 @@ def registered_functions(name: str) -> list[Any]:
 def is_whole(layer: Any) -> bool:
     """Whether a layer of a cache is a plain one, which keeps every token."""
     return type(layer) is DynamicLayer
-
-
-def _has(name: str) -> bool:
-    empty = DynamicCache()
-    takes_config = "config" in inspect.signature(DynamicCache).parameters
-    return takes_config and hasattr(empty, name)
 
 
 def _keeps_what_it_is_given() -> bool:

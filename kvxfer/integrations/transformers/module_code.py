@@ -196,13 +196,9 @@ class _Walk:
             elif operation != "LOAD_GLOBAL":
                 self._find_method(name)
                 for other in modules:
-                    self._look_into(other, name)
-
-    def _look_into(self, module: types.ModuleType, name: str) -> None:
-        """Follow what a module of the same package has under a name."""
-        if (found := _look_up(module, name)) is not None:
-            self.code.links.append((module, name, found))
-            self._follow(module.__name__, name, found)
+                    if (found := _look_up(other, name)) is not None:
+                        self.code.links.append((other, name, found))
+                        self._follow(other.__name__, name, found)
 
     def _check_torch(self, name: str) -> None:
         """Check that torch has under a name what it is called."""

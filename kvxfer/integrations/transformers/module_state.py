@@ -75,7 +75,9 @@ def read_state(model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]) ->
         model: A `torch.nn.Module`.
         hash_tensor: Hashes a tensor that is no parameter and no buffer.
     """
-    state = ModuleState(obstacle=_global_hooks())
+    names = ("_global_forward_hooks", "_global_forward_pre_hooks")
+    has_hooks = any(getattr(torch_modules, name) for name in names)
+    state = ModuleState(obstacle="a hook of all modules" if has_hooks else "")
     encoder = _Encoder(model, hash_tensor)
     code = functools.cache(encoder.code)
     for name, module in model.named_modules(remove_duplicate=False):
@@ -261,11 +263,6 @@ def _precision_of_products(model: Any) -> str:
         places = [torch.get_float32_matmul_precision()]
     found = next((each for each in places if each not in {"", "none"}), "ieee")
     return "" if found in {"ieee", "highest"} else str(found)
-
-
-def _global_hooks() -> str:
-    names = ("_global_forward_hooks", "_global_forward_pre_hooks")
-    return "a hook of all modules" if any(getattr(torch_modules, n) for n in names) else ""
 
 
 def _shape_of(_: str, tensor: torch.Tensor) -> bytes:

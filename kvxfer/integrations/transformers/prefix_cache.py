@@ -120,7 +120,15 @@ class PrefixCache:
             identity, axes = self._vllm.namespace_of_model, self._vllm.axes
             self.tokens_per_page = self._vllm.tokens_per_page
         else:
-            identity, axes = self._name_model(revision), {}
+            identity, axes = (
+                Namespace(  # of the weights in memory, wherever they came from
+                    model=type(model).__name__,
+                    revision=f"{revision} weights {self._weights.digest}".strip(),
+                    dtype=str(model.dtype).removeprefix("torch."),
+                    config_hash=self._config_hash,
+                ),
+                {},
+            )
             self.tokens_per_page = tokens_per_page or DEFAULT_TOKENS_PER_PAGE
         self._pool = PagePool(self._layers, self.tokens_per_page, pool_bytes, axes)
         if self._vllm is not None:
@@ -301,15 +309,6 @@ class PrefixCache:
             yield deadline
         finally:
             self._lock.release()
-
-    def _name_model(self, revision: str) -> Namespace:
-        """Make the namespace of pages: of the weights in memory, wherever they came from."""
-        return Namespace(
-            model=type(self._model).__name__,
-            revision=f"{revision} weights {self._weights.digest}".strip(),
-            dtype=str(self._model.dtype).removeprefix("torch."),
-            config_hash=self._config_hash,
-        )
 
     def _find_change(self) -> str | None:
         """Say what weights and configuration are now; empty if they are those of the start.

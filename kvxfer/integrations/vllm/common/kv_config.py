@@ -68,17 +68,20 @@ def convert_spec(spec: Any, entry: Any = None) -> KVCacheSpec:
         raise InvalidArgumentError("kv_cache_spec", spec, f"one of {', '.join(_FAMILIES)}")
     if family in _FIELDS:
         ours, fields = _FIELDS[family]
-        converted = ours(**{name: _read(spec, theirs) for name, theirs in fields.items()})
+        values: dict[str, Any] = {
+            name: getattr(spec, theirs, None) if theirs in _OPTIONAL else getattr(spec, theirs)
+            for name, theirs in fields.items()
+        }
+        converted = ours(**values)
+    elif family == "MambaSpec":
+        converted = _recurrent(spec, entry)
     else:
-        converted = (_recurrent if family == "MambaSpec" else _per_layer)(spec, entry)
+        layers = {name: convert_spec(each, entry) for name, each in spec.kv_cache_specs.items()}
+        converted = UniformTypeKVCacheSpecs(tokens_per_block=spec.block_size, layer_specs=layers)
     if converted.page_size_bytes != spec.page_size_bytes:
         rule = f"{spec.page_size_bytes} bytes in a page, not {converted.page_size_bytes}"
         raise InvalidArgumentError("kv_cache_spec", spec, rule)
     return converted
-
-
-def _read(spec: Any, name: str) -> Any:
-    return getattr(spec, name, None) if name in _OPTIONAL else getattr(spec, name)
 
 
 def _recurrent(spec: Any, entry: Any) -> KVCacheSpec:
@@ -96,13 +99,6 @@ def _recurrent(spec: Any, entry: Any) -> KVCacheSpec:
         shapes=((whole.unpadded_page_size_bytes,),),
         dtypes=(torch.int8,),
         page_size_padded=spec.page_size_padded,
-    )
-
-
-def _per_layer(spec: Any, entry: Any) -> KVCacheSpec:
-    return UniformTypeKVCacheSpecs(
-        tokens_per_block=spec.block_size,
-        layer_specs={name: convert_spec(each, entry) for name, each in spec.kv_cache_specs.items()},
     )
 
 

@@ -50,10 +50,11 @@ def layer_cache(
         config: KV-cache config that has the layer.
         vllm_config: A `vllm.config.VllmConfig`.
     """
-    spec = _spec_of(name, config)
+    (group,) = [group for group in config.groups if name in group.layer_names]
+    spec = group.spec.for_layer(name)
     if isinstance(spec, MambaSpec):
-        if isinstance(entry, torch.Tensor):
-            entry = _one_state(entry, spec)
+        if isinstance(entry, torch.Tensor):  # `(num_blocks, 1, 1, bytes)`, with padding or without
+            entry = [entry[:, 0, 0, : spec.unpadded_page_size_bytes]]
         return LayerCache(entry)
     if not isinstance(spec, AttentionSpec) or not isinstance(entry, torch.Tensor):
         return LayerCache(entry)
@@ -76,11 +77,6 @@ def cross_layer_layout(attn_backend: Any) -> str:
         rule = "a backend that says how it lays out a tensor of all layers"
         raise InvalidArgumentError("attn_backend", attn_backend, rule)
     return layout
-
-
-def _spec_of(name: str, config: KVCacheConfig) -> KVCacheSpec:
-    (group,) = [group for group in config.groups if name in group.layer_names]
-    return group.spec.for_layer(name)
 
 
 def _axes_of_name(name: str, spec: KVCacheSpec, num_axes: int) -> str:
@@ -120,8 +116,3 @@ def _as_planes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided(
         (num_blocks, heads, 2, tokens, dim), (block_stride, head_stride, tokens * dim, dim, 1)
     )
-
-
-def _one_state(tensor: torch.Tensor, spec: MambaSpec) -> Sequence[torch.Tensor]:
-    """View `(num_blocks, 1, 1, bytes)`, with padding or without, as one state of bytes."""
-    return [tensor[:, 0, 0, : spec.unpadded_page_size_bytes]]

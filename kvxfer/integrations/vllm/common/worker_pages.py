@@ -27,7 +27,6 @@ from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, can
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import is_state
-from kvxfer.kvcache.spec import AttentionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +278,7 @@ def _describe_layer(
     is_inside = 0 <= offset <= ref.page_size_bytes - page.page_size_bytes
     if not is_inside or len(layer.tensors) > 1 or ours.stride(0) != theirs.stride(0):
         raise LayoutError(f"layer {name!r}: vLLM's block does not have {layer}")
-    found = _say_packing(name, page.boxes, layer, vllm_config)
+    found = _say_packing(name, page.boxes, vllm_config)
     return found._replace(boxes=[box.moved(offset) for box in found.boxes])
 
 
@@ -303,9 +302,7 @@ def _canonicalize_layer(
     return canonicalize({name: cache.entry}, config, layouts=layouts)
 
 
-def _say_packing(
-    name: str, boxes: Sequence[PageBox], layer: CanonicalKVCaches, vllm_config: Any
-) -> _Layer:
+def _say_packing(name: str, boxes: Sequence[PageBox], vllm_config: Any) -> _Layer:
     """Describe a layer's keys and values in the order of the CPU's kernels, if those have one.
 
     What a state's elements mean is known to the kernels only that compute it.
@@ -319,10 +316,13 @@ def _say_packing(
         return _Layer([replace(box, encoding=encoding) for box in boxes])
     if attention.get_attn_backend().get_name() != CPU_BACKEND or "head" not in boxes[0].axes:
         return _Layer(boxes)
-    *_, token, _ = boxes[0].digits
-    (spec,) = layer.group_specs
-    assert isinstance(spec, AttentionSpec), "checked when it was canonicalized"
-    isa = _instruction_set(spec, token.size, vllm_config)
+    *_, token, dim = boxes[0].digits
+    isa = cpu_attention_isa(
+        dtype=vllm_config.model_config.dtype,
+        tokens_per_block=token.size,
+        head_dim=dim.size,
+        kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+    )
     return _Layer(*unpack(boxes, isa), packing=str(isa))
 
 
@@ -391,13 +391,4 @@ def as_bytes(box: PageBox, packing: str) -> PageBox:
         dtype=torch.uint8,
         digits=(*outer, Digit("byte", num_bytes, 1)),
         encoding=" ".join((f"{token.size} tokens of {box.dtype} {packing}", box.encoding)).strip(),
-    )
-
-
-def _instruction_set(spec: AttentionSpec, tokens_per_block: int, vllm_config: Any) -> str | None:
-    return cpu_attention_isa(
-        dtype=vllm_config.model_config.dtype,
-        tokens_per_block=tokens_per_block,
-        head_dim=spec.head_dim,
-        kv_cache_dtype=vllm_config.cache_config.cache_dtype,
     )

@@ -1,7 +1,6 @@
 """Identity of a vLLM model: the namespace of chunks that outlive an engine."""
 
 import zlib
-from typing import Any
 
 import msgspec
 import torch
@@ -87,22 +86,21 @@ def receive_identities(name: str, num_workers: int) -> list[WorkerIdentity]:
     Raises:
         InvalidArgumentError: A worker published nothing.
     """
-    return [_receive_identity(name, rank) for rank in range(num_workers)]
+    received = []
+    for rank in range(num_workers):
+        segment = SharedSegment(f"{name}-worker-{rank}", SEGMENT_HEADER, SEGMENT_BYTES)
+        try:
+            encoded = segment.memory[HEADER_BYTES:].tobytes()
+        finally:
+            segment.close()
+        if not any(encoded):
+            rule = "workers that published their model's identity; use host:// alone"
+            raise InvalidArgumentError("backend", "a tier below host memory", rule)
+        text = zlib.decompressobj().decompress(encoded)
+        received.append(msgspec.json.decode(text, type=WorkerIdentity, dec_hook=_decode_dtype))
+    return received
 
 
-def _receive_identity(name: str, rank: int) -> WorkerIdentity:
-    segment = SharedSegment(f"{name}-worker-{rank}", SEGMENT_HEADER, SEGMENT_BYTES)
-    try:
-        encoded = segment.memory[HEADER_BYTES:].tobytes()
-    finally:
-        segment.close()
-    if not any(encoded):
-        rule = "workers that published their model's identity; use host:// alone"
-        raise InvalidArgumentError("backend", "a tier below host memory", rule)
-    text = zlib.decompressobj().decompress(encoded)
-    return msgspec.json.decode(text, type=WorkerIdentity, dec_hook=_decode_dtype)
-
-
-def _decode_dtype(kind: type, value: Any) -> Any:
-    assert kind is torch.dtype
-    return getattr(torch, value.removeprefix("torch."))
+def _decode_dtype(_: type, value: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, value.removeprefix("torch."))
+    return dtype

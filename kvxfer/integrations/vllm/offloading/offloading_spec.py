@@ -6,7 +6,6 @@ from typing import Any
 import xxhash
 
 from kvxfer.backends.host import HostPool, PoolShape, SlotMover, keys_in_slots
-from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.hooks import convert_caches
 from kvxfer.integrations.vllm.common.model_identity import (
@@ -43,7 +42,6 @@ from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
 from kvxfer.storage.index import BlockIndex
-from kvxfer.storage.observer import Observer
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.telemetry.environment import environment_observers
 from kvxfer.telemetry.journal import journal_observers
@@ -117,19 +115,22 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
                 num_writers=1 if self.replicated_layout else copies,
                 writer_index=0 if self.replicated_layout else turn,
             )
+            journals = journal_observers(None, engine=self._name)
             engine = PolledEngine(
                 caches,
                 slots,
                 blocks_per_chunk=self.blocks_per_chunk,
                 max_bytes_in_flight=MAX_BYTES_IN_FLIGHT,
                 timeout_s=None,  # host copies always end; a failed load would end the engine
-                observers=self._observe_worker(),
+                observers=[RenamedKeys(journals, keys_in_slots)] if journals else [],
             )
             self._worker = KVXferOffloadingWorker(
                 engine,
                 group_ids=group_ids(self.config),
                 blocks_per_chunk=self.blocks_per_chunk,
-                closes=[self._publish(identity)] if identity else [],
+                closes=[publish_identity(self._name, self.config.parallel.rank, identity)]
+                if identity
+                else [],
             )
         return self._worker
 
@@ -194,13 +195,6 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
         return WorkerIdentity(
             model=identify_model(vllm_config), pages=describe_pages(caches, groups, vllm_config)
         )
-
-    def _observe_worker(self) -> list[Observer]:
-        journals = journal_observers(None, engine=self._name)
-        return [RenamedKeys(journals, keys_in_slots)] if journals else []
-
-    def _publish(self, identity: WorkerIdentity) -> SharedSegment:
-        return publish_identity(self._name, self.config.parallel.rank, identity)
 
     @property
     def _name(self) -> str:

@@ -137,7 +137,9 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         if not isinstance(facts, WorkerFacts):
             rule = "what KVXferConnector's workers say, so this one first of a MultiConnector's"
             raise InvalidArgumentError("metadata[0, 0]", facts, rule)
-        groups = Groups.of(self._kv_cache_config, self._num_token_shares)
+        parallel = self._vllm_config.parallel_config
+        num_token_shares = int(getattr(parallel, "decode_context_parallel_size", 1))
+        groups = Groups.of(self._kv_cache_config, num_token_shares)
         self._alignment, self._has_states = max(groups.tokens_per_block), any(groups.has_states)
         prompts = self._prompts = Prompts.of(self._vllm_config, groups)
         self._handover = Handover(
@@ -162,7 +164,7 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
                 prompts=prompts,
                 endpoint=own,
                 engine_id=self._vllm_config.kv_transfer_config.engine_id,
-                tp_size=self._vllm_config.parallel_config.tensor_parallel_size,
+                tp_size=parallel.tensor_parallel_size,
             )
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -198,8 +200,9 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         rest = None if head is None else self._rest_of(request, num_computed_tokens + head)
         if head is None or rest is None:
             return None, False
-        if rest and head and not self._fits_both(num_computed_tokens + head):
-            head = 0  # P gives the head, too
+        ends_within = (num_computed_tokens + head) % self._alignment or self._has_states
+        if rest and head and ends_within:  # a block, or a state: P gives the head, too
+            head = 0
             rest = self._rest_of(request, num_computed_tokens)
             assert rest is not None  # P has answered
         self._shares[request.request_id] = Shares(head, rest)
@@ -311,7 +314,8 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             return
         description = describe_worker(caches, self._kv_cache_config, self._vllm_config)
         rank = description.shard.rank
-        config = self._settings.listen_at(rank) if self._lends else self._settings.reading
+        exchange, reading = self._settings.exchange, self._settings.reading
+        config = exchange.at_rank(rank) if self._lends else reading
         self._handover = Handover(config, self._namespace, description, caches)
         if self._handover.way:
             vllm_logger.info("KVXferConnector: %s", self._handover.way)
@@ -376,12 +380,12 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """See vLLM's `KVConnectorBase_V1`; from 0.30 on vLLM calls this one."""
         self._ended = ended = self._take_ended(finished_req_ids)
-        failed = set() if self._groups_fail_by_block else set(ended.bad_blocks)
+        failed = set() if fails_by_block(self._kv_cache_config) else set(ended.bad_blocks)
         return transfer_results(ended.sent, ended.received, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """List blocks that were not loaded, of a model whose loads can fail by block."""
-        if not self._groups_fail_by_block:
+        if not fails_by_block(self._kv_cache_config):
             return set()
         return {block for (bad,) in self._ended.bad_blocks.values() for block in bad}
 
@@ -449,15 +453,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
                 logger.warning("%s", why)
         return reads, lends
 
-    @property
-    def _groups_fail_by_block(self) -> bool:
-        return fails_by_block(self._kv_cache_config)
-
-    @property
-    def _num_token_shares(self) -> int:
-        parallel = self._vllm_config.parallel_config
-        return int(getattr(parallel, "decode_context_parallel_size", 1))
-
     def _rest_of(self, request: Any, num_computed_tokens: int) -> int | None:
         """Count the tokens that P gives after some; None while it has not answered."""
         if self._decode is None:
@@ -466,10 +461,6 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
 
     def _head_of(self, request: Any, num_external_tokens: int) -> int:
         return min(self._shares.get(request.request_id, Shares()).head, num_external_tokens)
-
-    def _fits_both(self, num_tokens: int) -> bool:
-        """Whether the tiers' part of a prompt may end here: not within a block, nor a state."""
-        return num_tokens % self._alignment == 0 and not self._has_states
 
     def _finish(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -89,10 +89,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         replica.require_ports(num_workers)
         return replica
 
-    def listen_at(self, rank: int) -> NixlConfig:
-        """Make the configuration of the worker of a rank, which listens at the rank-th port."""
-        return self.exchange.at_rank(rank)
-
     def require_ports(self, num_workers: int) -> None:
         """Check that there is a port for each worker.
 
