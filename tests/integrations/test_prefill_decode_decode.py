@@ -180,6 +180,53 @@ def test_requests_of_one_ticket_release_it_when_the_last_of_them_has_ended(side:
     side.require_over()
 
 
+def test_a_local_hit_is_not_loaded_and_its_blocks_are_not_written(side: Side) -> None:
+    request = make_request(ticket_params())
+    side.scheduler.on_new_request(request)
+    side.answer()
+    assert side.scheduler.num_matched_tokens(request, 4) == (5, True)
+    side.scheduler.on_alloc(request, make_blocks([5, 6, 7], hashed=[5]), 5)
+    [fetch] = side.planned()
+    assert fetch.wanted.block_ids == [[0, 6, 7]]
+    assert (fetch.wanted.first_token, fetch.wanted.num_tokens) == (4, 9)
+    assert len(fetch.wanted.keys[0]) == 2
+
+
+def test_a_load_that_goes_on_keeps_its_lease(side: Side) -> None:
+    request = make_request(ticket_params())
+    side.scheduler.on_new_request(request)
+    side.answer()
+    side.scheduler.num_matched_tokens(request, 0)
+    side.scheduler.on_alloc(request, make_blocks([5, 6, 7]), 9)
+    side.scheduler.finish(request)
+    assert not side.handover.released
+    side.scheduler.on_received(["r"])
+    side.require_over()
+
+
+def test_pages_that_are_still_computed_are_waited_for_by_the_load(side: Side) -> None:
+    request = make_request(ticket_params(transfer_mode="overlap"))
+    side.scheduler.on_new_request(request)
+    side.answer(is_complete=False)
+    assert side.scheduler.num_matched_tokens(request, 0) == (9, True)
+    side.scheduler.on_alloc(request, make_blocks([5, 6, 7]), 9)
+    [fetch] = side.planned()
+    assert fetch.waits
+    assert fetch.lease == LEASE
+
+
+def test_blocks_before_a_window_are_not_asked_for() -> None:
+    side = Side(None, 3)
+    request = make_request(ticket_params())
+    side.scheduler.on_new_request(request)
+    side.answer(num_groups=2)
+    assert side.scheduler.num_matched_tokens(request, 0) == (9, True)
+    side.scheduler.on_alloc(request, make_blocks([5, 6, 7], [0, 8, 9]), 9)
+    [fetch] = side.planned()
+    assert [len(keys) for keys in fetch.wanted.keys] == [3, 2]
+    assert fetch.wanted.first_blocks == [0, 1]
+
+
 def test_a_load_that_another_connector_does_releases_the_lease(side: Side) -> None:
     request = make_request(ticket_params())
     side.scheduler.on_new_request(request)

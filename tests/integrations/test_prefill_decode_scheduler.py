@@ -293,6 +293,22 @@ def test_a_load_that_fails_fails_its_request_where_that_is_wanted(
     engine.require_over()
 
 
+@pytest.mark.usefixtures("can_load")
+@pytest.mark.parametrize("is_good", [True, False])
+def test_blocks_of_an_aborted_load_are_kept_until_nothing_writes_to_them(
+    engine: Engine, *, is_good: bool
+) -> None:
+    wanted, end = load(engine)
+    engine.abort("d")
+    engine.step()
+    assert engine.num_free < 31
+    assert not engine.asking.released
+    end.set_result(Fetched([[] if is_good else ids for ids in wanted.block_ids]))
+    engine.step()
+    engine.require_over()
+    assert engine.asking.released == {LEASE: 1}
+
+
 ABSURD: list[Any] = [
     {"do_remote_prefill": True},
     ticket_params(remote_port=10**5000),

@@ -507,6 +507,14 @@ MUTATIONS = (
         40,
     ),
     Mutation(
+        "a reset leaves lookups under way",
+        "kvxfer/integrations/vllm/offloading/lower_tier.py",
+        "        self._end_lookups()\n        for job_id, job in self._jobs.items():\n            job.void",
+        "        for job_id, job in self._jobs.items():\n            job.void",
+        "offloading",
+        60,
+    ),
+    Mutation(
         "slots that are in use are free after a reset",
         "kvxfer/integrations/vllm/offloading/manager.py",
         "            self._index.keep_out(set(in_use))\n",
