@@ -7,12 +7,15 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvxfer.backends.file.io import PosixFileIO, Result
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import SENTINEL
+from kvxfer.testing.payloads import read_payloads
 from tests.backends.file_store import (
     ENGINES,
     flip_bit,
@@ -216,3 +219,56 @@ async def test_what_is_no_block_file_is_replaced(tmp_path: Path, damage: str) ->
         assert outcome.done
         target = memory.describe(0, range(8, 12))
         assert await load_verified(backend, keys, target, version=1) == [DONE]
+
+
+def large_pages() -> BlockMemory:
+    """Caches whose fragments are so large that files are read straight into them."""
+    return BlockMemory([[64 << 10]], num_blocks=32, blocks_per_chunk=CHUNK)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+async def test_of_a_part_asked_as_a_whole_no_memory_is_written(tmp_path: Path, first: int) -> None:
+    memory, keys = large_pages(), hashed_keys(3)
+    async with open_store(tmp_path, memory.namespace(), direct="off") as backend:
+        await store(backend, keys[1:2], memory.describe(0, [4, 5], first_block_index=first))
+        await store(backend, keys[2:], memory.describe(0, range(8, 12)))
+        target = memory.describe(0, range(16, 28))
+        before = read_payloads(target)
+        outcomes = await backend.load(keys, target)
+        assert [outcome.status for outcome in outcomes] == [MISSING, MISSING, DONE]
+        assert read_payloads(target)[:2] == before[:2]
+
+
+async def test_a_chunk_that_becomes_a_part_while_it_is_read_is_no_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys = large_pages(), hashed_keys(1)
+    target = memory.describe(0, range(16, 20))
+    namespace, disk = memory.namespace(), PosixFileIO()
+    really_read = disk.read_named
+
+    def replace_and_read(*args: Any) -> list[Result]:
+        path.write_bytes(part)
+        return really_read(*args)
+
+    def read_and_remove(*args: Any) -> list[Result]:
+        results = really_read(*args)
+        path.unlink()
+        return results
+
+    async with open_store(tmp_path, namespace, direct="off", file_io=disk) as backend:
+        path = path_of(tmp_path, namespace, keys[0])
+        await store(backend, keys, memory.describe(0, [0, 1], first_block_index=2))
+        part = path.read_bytes()
+        await backend.delete(keys)
+        await store(backend, keys, memory.describe(0, range(4)))
+        whole = path.read_bytes()
+        monkeypatch.setattr(disk, "read_named", replace_and_read)
+        (outcome,) = await backend.load(keys, target)
+        assert outcome.status is FAILED
+        assert "replaced" in outcome.reason
+        path.write_bytes(whole[:-1] + b"?")  # corrupt, and put away by another process meanwhile
+        monkeypatch.setattr(disk, "read_named", read_and_remove)
+        (outcome,) = await backend.load(keys, target)
+        assert outcome.status is FAILED
+        assert "removed" in outcome.reason
