@@ -19,6 +19,7 @@ from kvxfer.backends.object import (
     GSConfig,
     ObjectBackend,
     ObjectConfig,
+    Presence,
     S3Backend,
     S3Config,
     bucket,
@@ -248,3 +249,31 @@ def test_memory_does_not_grow_with_a_bucket(monkeypatch: pytest.MonkeyPatch) -> 
     assert large[0] < 1.3 * small[0]
     pages = 3 * 10  # of `ls`, of `fsck` for the sizes, and again for the objects
     assert large[1] - small[1] == 1000 + pages
+
+
+ONE, TWO = make_keys(2)
+
+
+@pytest.fixture
+def presence() -> Presence:
+    return Presence(found_ttl_s=300.0, missing_ttl_s=5.0)
+
+
+def test_an_old_look_does_not_undo_a_change(presence: Presence) -> None:
+    since = presence.mark()
+    presence.change(ONE, there=False)
+    presence.note(ONE, there=True, since=since)
+    presence.note_list([ONE], since=since)
+    assert presence.has(ONE) is False
+    presence.note(ONE, there=True, since=presence.mark())
+    assert presence.has(ONE) is True
+
+
+def test_of_two_looks_the_one_that_began_later_counts(presence: Presence) -> None:
+    early, late = presence.mark(), presence.mark()
+    presence.note(ONE, there=True, since=late)
+    presence.note(ONE, there=False, since=early)
+    assert presence.has(ONE) is True
+    presence.note(TWO, there=False, since=early)
+    presence.note(TWO, there=True, since=late)
+    assert presence.has(TWO) is True
