@@ -12,14 +12,12 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.payloads import read_payloads, write_payloads
 from kvxfer.transfer.job import Direction
-from tests.chaos.contents import SHAPES, Shape
+from tests.chaos.contents import Shape
 from tests.chaos.faults import Kind, report
 
 CANARY = 0x5A
 MAX_CHUNKS = 4
 PARTS = "parts"
-PIECE_BYTES = 256
-MAX_TOLD = 6
 
 LEGAL = {
     Direction.STORE: {Status.DONE, Status.FAILED, Status.CANCELLED, Status.TIMED_OUT},
@@ -119,9 +117,7 @@ class CheckedMemory:
             drawn.add(keys[int(len(keys) * self._rng.random() ** 2)])
         return sorted(drawn, key=lambda _: self._rng.random())
 
-    def settle(
-        self, batch: Batch, outcomes: Sequence[Outcome], *, cancelled: bool = False
-    ) -> list[Part]:
+    def settle(self, batch: Batch, outcomes: Sequence[Outcome]) -> list[Part]:
         """Check the outcomes and bytes of a batch; return the blocks that may still be touched."""
         if len(outcomes) != len(batch.parts):
             report(Kind.EXCEPTION, f"{len(outcomes)} outcomes for {len(batch.parts)} keys")
@@ -129,7 +125,7 @@ class CheckedMemory:
         unsafe = []
         for part, outcome in zip(batch.parts, outcomes, strict=True):
             self._counts[f"{batch.direction.name.lower()} {outcome.status.name}"] += 1
-            self._judge(batch.direction, outcome, cancelled=cancelled)
+            self._judge(batch.direction, outcome)
             if batch.direction is Direction.STORE and outcome.memory_safe:
                 self._require(part, part.expected, "stored, and changed by that")
             elif outcome.done:
@@ -181,10 +177,10 @@ class CheckedMemory:
         assert taken == len(ids)
         return parts
 
-    def _judge(self, direction: Direction, outcome: Outcome, *, cancelled: bool) -> None:
+    def _judge(self, direction: Direction, outcome: Outcome) -> None:
         """Check an outcome against the rules of the interface."""
         legal = outcome.status in LEGAL[direction]
-        legal &= cancelled or outcome.status is not Status.CANCELLED
+        legal &= outcome.status is not Status.CANCELLED
         legal &= outcome.memory_safe or not outcome.done or direction is Direction.STORE
         if outcome.status is not Status.MISSING:
             legal &= outcome.done == (not outcome.reason)
@@ -212,25 +208,9 @@ class CheckedMemory:
                 padding[:] = CANARY
 
     def _tell(self, found: bytes, expected: bytes = b"") -> str:
-        """Describe unexpected bytes: the key that they belong to, if there is one."""
+        """Describe unexpected bytes."""
         told = [f"{found.count(CANARY)} of {len(found)} bytes are canaries"]
         if len(found) == len(expected):
             differ = np.flatnonzero(np.frombuffer(found, "u1") != np.frombuffer(expected, "u1"))
             told.append(f"{differ.size} wrong from {differ[0]} to {differ[-1]}")
-        runs: list[tuple[str, int, int]] = []
-        for at in range(0, len(found), PIECE_BYTES):
-            owner, place = self._find_owner(found[at : at + PIECE_BYTES])
-            if not runs or runs[-1][0] != owner:
-                runs.append((owner, at, place))
-        told += [f"from {at} on {owner} (its byte {place})" for owner, at, place in runs[:MAX_TOLD]]
         return f"{', '.join(told)}; tiers {self.tiers}"
-
-    def _find_owner(self, piece: bytes) -> tuple[str, int]:
-        if piece.count(CANARY) == len(piece):
-            return "canaries", 0
-        for shape in SHAPES:
-            for group in shape.groups:
-                for key in shape.keys(group):
-                    if (place := shape.payload(key).find(piece)) >= 0:
-                        return f"key {key.hex()[:8]} of shape {shape.number}", place
-        return "zeros" if not any(piece) else "bytes of no key", 0

@@ -40,6 +40,14 @@ WEIGHTS = {
 }
 """Relative frequency of each disturbance."""
 
+FLIPPED = {
+    "block": "*/??/*.safetensors*",
+    "ledger": "usage.ledger",
+    "claim": "*.claim",
+    "namespace": "*/namespace.json",
+}
+"""Files of which bits are flipped."""
+
 Undo = tuple[float, Callable[[], None]]
 
 
@@ -84,9 +92,8 @@ class Disturber:
         if not names:
             return None
         [name] = self.rng.choices(names, [WEIGHTS[name] for name in names])
-        act: Callable[[], Undo | bool] = getattr(self, "_" + name.replace("-", "_"))
         try:
-            done = act()
+            done = self._act(name)
         except OSError as exc:  # others remove and fill what they like, too
             if exc.errno not in {errno.ENOENT, errno.ENOSPC}:
                 raise
@@ -95,17 +102,18 @@ class Disturber:
             self.counts[name] += 1
         return None if isinstance(done, bool) else done
 
-    def _kill_worker(self) -> bool:
-        return self._kill(self.scene.workers)
-
-    def _kill_holder(self) -> bool:
-        return self._kill(self.scene.holders)
-
-    def _stop_worker(self) -> Undo | bool:
-        return self._stop(self.scene.workers)
-
-    def _stop_holder(self) -> Undo | bool:
-        return self._stop(self.scene.holders)
+    def _act(self, name: str) -> Undo | bool:
+        verb, _, what = name.partition("-")
+        processes = self.scene.holders if what == "holder" else self.scene.workers
+        match verb:
+            case "kill":
+                return self._kill(processes)
+            case "stop":
+                return self._stop(processes)
+            case "flip":
+                return self._flip(FLIPPED[what])
+        act: Callable[[], Undo | bool] = getattr(self, "_" + name.replace("-", "_"))
+        return act()
 
     def _end_holder(self) -> bool:
         """Ask a holder to end, which drains first."""
@@ -135,18 +143,6 @@ class Disturber:
                 (folder / str(number)).touch()
         undo_s = self.rng.uniform(0.5, MAX_FULL_S)
         return undo_s, lambda: shutil.rmtree(folder, ignore_errors=True)
-
-    def _flip_block(self) -> bool:
-        return self._flip("*/??/*.safetensors*")
-
-    def _flip_ledger(self) -> bool:
-        return self._flip("usage.ledger")
-
-    def _flip_claim(self) -> bool:
-        return self._flip("*.claim")
-
-    def _flip_namespace(self) -> bool:
-        return self._flip("*/namespace.json")
 
     def _truncate(self) -> bool:
         if (path := self._choose("*/??/*.safetensors*")) is None:

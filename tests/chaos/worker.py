@@ -16,11 +16,10 @@ from kvxfer.errors import BackendUnavailableError, CapacityError
 from kvxfer.storage.backend import Outcome
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
-from tests.chaos.asynchronous_face import AsynchronousFace
 from tests.chaos.checked_memory import PARTS, CheckedMemory
 from tests.chaos.contents import SHAPES, Shape
 from tests.chaos.faults import Kind, begin_log, logger, report, report_counts
-from tests.chaos.session import HANG_S, Session
+from tests.chaos.session import HANG_S, Session, User
 
 import_nixl(otherwise="run without peers")  # processes are forked from one that has
 
@@ -76,7 +75,7 @@ def main(plan: Plan) -> int:
         length_s = 1e9 if "reopen" in plan.without else rng.uniform(1, 10)
         until = time.monotonic() + length_s
         session = Session(engine, memory, shape, rng, counts, stopping, until, plan.without)
-        AsynchronousFace(session).run()
+        User(session).run()
         memory.check()
         report_counts(counts)
     return 0

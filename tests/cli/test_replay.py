@@ -10,7 +10,7 @@ import pytest
 from kvxfer.cli import main
 
 ROOT = Path(__file__).parents[2]
-CHATS = ["replay", "--synthetic", "multi-turn", "--set", "requests=300", "--seed", "7"]
+CHATS = ["replay", "--synthetic", "multi-turn", "--set", "requests=60", "--seed", "7"]
 SIZED = [*CHATS, "--bytes-per-token", "4096"]
 LISTS = ["--backend", "host://?capacity=64MiB", "file:///kv?capacity=1GiB"]
 
@@ -61,7 +61,7 @@ def test_json_has_all_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--json", *LISTS, "--budget", "host=64MiB", "--prefill-tokens-per-s", "1e4"]
     assert main([*SIZED, *arguments, "--capacities", "16MiB,32MiB"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["trace"]["num_requests"] == 300
+    assert report["trace"]["num_requests"] == 60
     assert report["machine"]["bytes_per_token"] == 4096
     rows = [(row["policy"], row["capacity_bytes"]) for row in report["capacities"]]
     assert rows == [(p, size << 20) for p in ("lru", "arc") for size in (16, 32)]

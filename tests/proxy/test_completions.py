@@ -1,7 +1,6 @@
 """Completions through the proxy: both legs, streams, engines that fail, and bad requests."""
 
 import asyncio
-import gzip
 import json
 import re
 from pathlib import Path
@@ -81,16 +80,6 @@ async def test_a_response_to_an_earlier_one_is_decoded_alone() -> None:
             assert (await it.post({"previous_response_id": name}, "/v1/responses"))[0] == 200
         assert len(it.prefill[0].asked) == 1
         assert (await it.samples())['decoded_alone_total{reason="previous_response"}'] == 1
-
-
-async def test_an_error_has_the_form_of_anthropic_for_its_paths() -> None:
-    async with routed() as it:
-        status, answer = await it.post(b"[]", "/v1/messages")
-        assert (status, answer["type"]) == (400, "error")
-        assert answer["error"].keys() == {"type", "message"}
-        await it.decode[0].__aexit__()
-        status, answer = await it.post({}, "/v1/messages")
-        assert (status, answer["error"]["type"]) == (502, "api_error")
 
 
 async def test_no_client_can_choose_the_params_of_a_transfer() -> None:
@@ -215,25 +204,6 @@ async def test_other_questions_go_to_a_decode_engine_as_they_are() -> None:
         assert (await it.get("/v2/models"))[0] == 404
         assert (await it.post(BODY, "/v1/embeddings"))[0] == 404
         assert len(it.decode[0].asked) == 1
-
-
-async def test_a_compressed_body_is_refused_when_it_is_too_large_without_compression() -> None:
-    async with routed(max_body_bytes=10_000) as it:
-        body = gzip.compress(json.dumps({**BODY, "prompt": "x" * 1_000_000}).encode())
-        assert len(body) < 10_000
-        assert (await it.post(body, headers={"Content-Encoding": "gzip"}))[0] == 413
-
-
-async def test_nothing_of_a_malformed_request_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async with routed() as it, asyncio.timeout(LIMIT_S):
-        endpoint = it.proxy.endpoint
-        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
-        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: h\r\nAuthorization: key\x00\r\n\r\n")
-        assert b" 400 " in await reader.readline()
-        writer.close()
-        await writer.wait_closed()
-    assert "Authorization" not in caplog.text
-    assert "key" not in caplog.text
 
 
 async def test_a_busy_engine_gets_no_more_requests_while_another_is_idle() -> None:

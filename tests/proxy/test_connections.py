@@ -41,14 +41,6 @@ async def read_to_the_end(reader: asyncio.StreamReader) -> bytes:
     return received
 
 
-async def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", SHORT_S)
-    async with routed() as it:
-        for sent in (b"", b"G", HALF_HEAD):
-            async with connected(it.proxy.endpoint, sent) as (reader, _):
-                assert await read_to_the_end(reader) == b""
-
-
 @pytest.mark.parametrize("sent", [HALF_BODY, NO_JSON])
 async def test_half_a_body_is_refused_long_before_the_time_of_a_request(
     sent: bytes, monkeypatch: pytest.MonkeyPatch

@@ -5,10 +5,9 @@ import contextlib
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
@@ -17,7 +16,6 @@ from examples.proxy.__main__ import PROGRAM, main
 from kvxfer.cli.command_line import run_command
 from tests.cli.peers import LIMIT_S
 from tests.proxy.fake_engines import BODY, COMPLETIONS, HOST, PIECES, FakeEngine
-from tests.proxy.test_connections import HALF_BODY, HALF_HEAD
 
 pytestmark = pytest.mark.processes
 
@@ -30,7 +28,6 @@ runpy.run_module("examples.proxy", run_name="__main__", alter_sys=False)
 
 
 ENGINES = ("--prefill", "http://p:8000", "--decode", "http://d:8000")
-TIMEOUT = aiohttp.ClientTimeout(LIMIT_S)
 
 
 class ProxyProcess:
@@ -96,28 +93,6 @@ async def test_a_request_under_way_is_finished_after_sigterm_and_the_status_is_0
         assert BODY["prompt"] not in log
 
 
-@pytest.mark.parametrize("sent", [HALF_HEAD, HALF_BODY])
-async def test_half_requests_that_take_every_descriptor_keep_nobody_out(sent: bytes) -> None:
-    async with aiohttp.ClientSession() as session, contextlib.AsyncExitStack() as stack:
-        async with proxy_process(*ENGINES, num_descriptors=64) as proxy:
-            url = (await proxy.wait_for(r"listening at (\S+)"))[1]
-            address = HOST, int(url.rpartition(":")[2])
-            for _ in range(100):
-                stack.enter_context(socket.create_connection(address)).sendall(sent)
-            for _ in range(3):
-                async with session.get(url + "/health", timeout=TIMEOUT) as response:
-                    assert response.status == 200
-            proxy.process.terminate()
-            assert await proxy.wait() == 0
-        assert len("".join(proxy.said)) < 10_000
-
-
-@pytest.fixture
-def taken() -> Iterator[str]:
-    with socket.create_server((HOST, 0)) as server:
-        yield f"{HOST}:{server.getsockname()[1]}"
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -138,13 +113,6 @@ def test_a_bad_argument_is_one_line_and_status_2(
     said = capsys.readouterr().err
     assert said.startswith(f"{PROGRAM}: {complaint}")
     assert said.count("\n") == 1
-
-
-def test_a_port_that_is_in_use_is_named(taken: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(PROGRAM, lambda: main([*ENGINES, "--listen", taken])) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"{PROGRAM}: listen is '{taken}'; expected an address to listen at")
-    assert "in use" in said
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
