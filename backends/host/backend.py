@@ -400,6 +400,8 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     def _outcomes(self, keys: Sequence[BlockKey], plan: StorePlan) -> list[Outcome]:
         """Make the outcomes of a store that was done."""
+        if not plan.refused:
+            return [DONE] * len(keys)
         no_room, refused = _no_room(self.num_slots), set(plan.refused)
         return [no_room if key in refused else DONE for key in keys]
 

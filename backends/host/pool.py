@@ -188,7 +188,8 @@ class HostPool:
             return outcomes, Copy()
         if len(done) < len(outcomes):
             blocks, slots = blocks.take(done), [slots[index] for index in done]
-        source = self.describe(slots, starts[done], stops[done], part=part)
+            starts, stops = starts[done], stops[done]
+        source = self.describe(slots, starts, stops, part=part)
         return outcomes, self._copy_engine.begin(source, blocks)
 
     def verify(self, slot: int, key: BlockKey) -> Outcome:

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
@@ -70,6 +70,7 @@ class Descriptors:
     device: torch.device
     owners: tuple[object, ...] = ()
     after: StreamMark | None = None
+    _num_bytes: int = field(default=-1, init=False, repr=False)
 
     def __post_init__(self) -> None:
         try:
@@ -109,7 +110,9 @@ class Descriptors:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole batch."""
-        return int(self.lengths.sum())
+        if self._num_bytes < 0:  # summed once, however often it is asked
+            object.__setattr__(self, "_num_bytes", int(np.add.reduce(self.lengths)))
+        return self._num_bytes
 
     def select(self, start: int, stop: int) -> "Descriptors":
         """Select blocks `start` to `stop` (exclusive) as descriptors of their own; no copy.

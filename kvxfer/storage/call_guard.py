@@ -24,7 +24,7 @@ def outside_of(
         starts: First byte of each part within its block.
         sizes: Bytes of each part.
     """
-    return (starts < 0) | (sizes < 1) | (sizes > limits) | (starts > limits - sizes)
+    return (starts < 0) | (sizes < 1) | (starts > limits - sizes)
 
 
 class CallGuard:

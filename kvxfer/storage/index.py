@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvxfer.checks import find_repeated
 from kvxfer.errors import BlockStateError, DuplicateError, InvalidArgumentError
 from kvxfer.storage.eviction.policies import EvictionPolicy
 from kvxfer.storage.eviction.retention import Retention
@@ -239,7 +240,9 @@ class BlockIndex:
             BlockStateError: A key is not pinned, or less often than it appears; nothing was
                 changed.
         """
-        counts = Counter(keys)
+        counts = dict.fromkeys(keys, 1)
+        if len(counts) < len(keys):
+            counts = Counter(keys)
         for key, count in counts.items():
             if self._num_pins(key) < count:
                 raise self._state_error(key, "pinned")
@@ -372,4 +375,4 @@ class BlockIndex:
 
 def _require_distinct(keys: Sequence[BlockKey]) -> None:
     if len(set(keys)) != len(keys):
-        raise DuplicateError("keys", next(key for key, n in Counter(keys).items() if n > 1))
+        raise DuplicateError("keys", find_repeated(keys))

@@ -1,6 +1,5 @@
 """Batches: keys and their blocks, checked and described before any byte is moved."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -35,23 +34,25 @@ def describe_batch(
     firsts = [0] * num_groups if first_block_indices is None else first_block_indices
     for name, per_group in (("block_ids", block_ids), ("first_block_indices", firsts)):
         require_one_per_group(name, per_group, num_groups, what="one entry")
-    wanted = Counter(map(group_of, keys))
+    groups_of_keys = list(map(group_of, keys))
     described, groups, used = [], [], {}
     for group, (given, index) in enumerate(zip(block_ids, firsts, strict=True)):
         first = require_integer(f"first_block_indices[{group}]", index)
         ids = require_integers(f"block_ids[{group}]", given)
         if not ids.size:
             continue
-        batch = describer.describe(group, ids, first_block_index=first, num_pages=wanted[group])
+        num_pages = groups_of_keys.count(group)
+        batch = describer.describe(group, ids, first_block_index=first, num_pages=num_pages)
         described.append(batch)
         used[group] = ids
         groups += [group] * batch.num_blocks
     if len(groups) != len(keys):
         rule = f"one per chunk of {describer.blocks_per_chunk} blocks"
         raise LengthMismatchError(len(keys), len(groups), rule)
-    for index, (key, group) in enumerate(zip(keys, groups, strict=True)):
-        if group_of(key) != group:
-            raise InvalidArgumentError(f"keys[{index}]", key, f"a key of group {group}")
+    if groups != groups_of_keys:
+        pairs = enumerate(zip(groups, groups_of_keys, strict=True))
+        index, group = next((index, group) for index, (group, actual) in pairs if group != actual)
+        raise InvalidArgumentError(f"keys[{index}]", keys[index], f"a key of group {group}")
     null = describer.caches.null_block_id
     if null is not None and direction is Direction.LOAD:
         _require_absent(null, used)

@@ -94,6 +94,8 @@ class Job:
 
     def cut(self, max_bytes: int) -> list[Piece]:
         """Cut the job into runs of blocks of at most `max_bytes` each, or of one block."""
+        if self.blocks.num_bytes <= max_bytes:
+            return [Piece(0, len(self.keys), self.blocks.num_bytes)]
         sizes = self.blocks.block_sizes
         return [
             Piece(start, stop, int(sizes[start:stop].sum()))

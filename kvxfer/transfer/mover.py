@@ -231,6 +231,8 @@ class JobMover:
             hurry: Jobs to move to their end instead.
             until: When to stop that, on the clock of `runtime.monotonic`.
         """
+        if not self._begun:
+            return
         with self._turn() as has_turn:
             if has_turn and self._immediate is not None:
                 self._ask_all()
