@@ -94,13 +94,10 @@ class Job:
 
     def cut(self, max_bytes: int) -> list[Piece]:
         """Cut the job into runs of blocks of at most `max_bytes` each, or of one block."""
-        if self.blocks.num_bytes <= max_bytes:
-            return [Piece(0, len(self.keys), self.blocks.num_bytes)]
-        sizes = self.blocks.block_sizes
-        return [
-            Piece(start, stop, int(sizes[start:stop].sum()))
-            for start, stop in self.blocks.cut(max_bytes)
-        ]
+        blocks = self.blocks
+        if blocks.num_bytes <= max_bytes:
+            return [Piece(0, len(self.keys), blocks.num_bytes)]
+        return [Piece(*cut, blocks.select(*cut).num_bytes) for cut in blocks.cut(max_bytes)]
 
     def meets(self, other: "Job") -> bool:
         """Whether one of two jobs writes what the other one reads or writes."""
