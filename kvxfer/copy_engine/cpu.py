@@ -4,7 +4,9 @@ import ctypes
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from mmap import PAGESIZE
@@ -22,7 +24,6 @@ from kvxfer.copy_engine.cpu_methods import (
 )
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.row_copies import SMALLEST_SHARE_BYTES, Bounce, Pieces, RowCopy, plan_rows
-from kvxfer.copy_engine.shared_tasks import SharedTasks, Task
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import FragmentPairs, pair_fragments, require_same_blocks
@@ -39,6 +40,8 @@ ALONE_BYTES = 4 << 20
 """Bytes up to which the calling thread copies few pairs alone: to wake another takes 0.1 ms."""
 MOST_FAULTS = 8
 """Page faults above which the time of a copy says nothing of the next copy."""
+
+Task = Callable[[], None]
 
 _memcpy = ctypes.CDLL(None).memcpy
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -301,3 +304,60 @@ def _copy_each(source: Pieces, destination: Pieces) -> None:
         source.lengths.tolist(),
     )
     deque(calls, maxlen=0)
+
+
+class SharedTasks:
+    """Tasks that several threads take one by one, and that one of them waits for.
+
+    A thread that comes late, because another program or the engine's OpenMP threads have its core,
+    finds nothing left and holds nobody up. With fixed shares the caller would wait for its share.
+
+    Args:
+        tasks: The tasks, which may run at the same time and in any order.
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._left = deque(tasks)
+        self._num_running = 0
+        self._changed = runtime.condition()
+        self._errors: list[BaseException] = []
+
+    def run(self, pool: Executor, num_helpers: int) -> None:
+        """Do the tasks on this thread and up to `num_helpers` of the pool.
+
+        Returns when each has ended. An error of one is raised when none runs any more; those that
+        had not begun are not done. Where no thread can be started, this one does all of them: a
+        helper may be queued in the pool nevertheless, and must find nothing left.
+        """
+        try:
+            with suppress(RuntimeError):
+                for _ in range(min(num_helpers, len(self._left) - 1)):
+                    pool.submit(self._help)
+            while task := self._take(helps=False):
+                task()
+        finally:
+            with self._changed:
+                self._left.clear()
+                self._changed.wait_for(lambda: not self._num_running)
+        if self._errors:
+            raise self._errors[0]
+
+    def _help(self) -> None:
+        while task := self._take(helps=True):
+            try:
+                task()
+            except BaseException as exc:  # noqa: BLE001 - raised by `run`
+                with self._changed:
+                    self._errors.append(exc)
+                    self._left.clear()
+            finally:
+                with self._changed:
+                    self._num_running -= 1
+                    self._changed.notify()
+
+    def _take(self, *, helps: bool) -> Task | None:
+        with self._changed:
+            if not self._left:
+                return None
+            self._num_running += helps
+            return self._left.popleft()

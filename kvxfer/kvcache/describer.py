@@ -1,6 +1,7 @@
 """Describer of blocks: block ids become descriptors."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,9 +14,10 @@ from kvxfer.checks import (
     require_integers,
 )
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
-from kvxfer.kvcache.canonical import BlockTemplate, CanonicalKVCaches
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.portable import PageMapping, PageTemplate
+from kvxfer.kvcache.fragments import Addresses, join, touch
+from kvxfer.kvcache.portable import PageFragments, PageMapping
 
 
 class BlockDescriber:
@@ -52,7 +54,7 @@ class BlockDescriber:
             raise InvalidArgumentError("mappings", len(mappings), expected)
         self.caches = caches
         self.overlaid_groups = _overlaid_groups(caches)
-        self._groups = tuple(BlockTemplate(caches, refs) for refs in caches.group_data_refs)
+        self._groups = tuple(_BlockTemplate(caches, refs) for refs in caches.group_data_refs)
         most = INT64_MAX // max(each.block_size_bytes for each in self._groups)
         self.blocks_per_chunk = require_integer(
             "blocks_per_chunk",
@@ -62,7 +64,7 @@ class BlockDescriber:
             expected="1, since pages say how many blocks they have" if mappings else "",
         )
         self._pages = tuple(
-            PageTemplate(caches, refs, mapping)
+            _PageTemplate(caches, refs, mapping)
             for refs, mapping in zip(caches.group_data_refs, mappings, strict=False)
         )
 
@@ -118,17 +120,20 @@ class BlockDescriber:
         ids = _checked_block_ids(group, block_ids, template.num_blocks)
         first_block_index = require_integer("first_block_index", first_block_index)
         if self._pages:
-            return self._describe_pages(group, ids, first_block_index, num_pages)
-        chunk = self.blocks_per_chunk
-        skip = first_block_index % chunk
-        num_chunks = -(-(len(ids) + skip) // chunk)
-        chunk_starts = np.arange(num_chunks + 1)
-        payload_starts = np.zeros(num_chunks, np.int64)
-        if chunk > 1:
-            chunk_starts = np.maximum(chunk_starts * chunk - skip, 0)
-            chunk_starts[-1] = len(ids)
-            payload_starts[0] = skip * template.block_size_bytes
-        addresses, lengths, firsts = template.expand(ids, chunk_starts)
+            page = self._pages[group]
+            addresses, lengths, firsts = page.expand(ids, first_block_index, num_pages)
+            payload_starts = np.zeros(len(firsts) - 1, np.int64)
+        else:
+            chunk = self.blocks_per_chunk
+            skip = first_block_index % chunk
+            num_chunks = -(-(len(ids) + skip) // chunk)
+            chunk_starts = np.arange(num_chunks + 1)
+            payload_starts = np.zeros(num_chunks, np.int64)
+            if chunk > 1:
+                chunk_starts = np.maximum(chunk_starts * chunk - skip, 0)
+                chunk_starts[-1] = len(ids)
+                payload_starts[0] = skip * template.block_size_bytes
+            addresses, lengths, firsts = template.expand(ids, chunk_starts)
         return Descriptors(
             addresses=addresses,
             lengths=lengths,
@@ -138,24 +143,7 @@ class BlockDescriber:
             owners=(self.caches,),
         )
 
-    def _describe_pages(
-        self, group: int, ids: NDArray[np.int64], first_block_index: int, num_pages: int | None
-    ) -> Descriptors:
-        template, mapping = self._pages[group], self._pages[group].mapping
-        if first_block_index % mapping.blocks_per_page:
-            expected = f"a multiple of {mapping.blocks_per_page}, the blocks of a page"
-            raise InvalidArgumentError("first_block_index", first_block_index, expected)
-        addresses, lengths, firsts = template.expand(ids, num_pages)
-        return Descriptors(
-            addresses=addresses,
-            lengths=lengths,
-            block_offsets=firsts,
-            payload_starts=np.zeros(len(firsts) - 1, np.int64),
-            device=self._groups[group].device,
-            owners=(self.caches,),
-        )
-
-    def _group(self, group: int) -> BlockTemplate:
+    def _group(self, group: int) -> "_BlockTemplate":
         index = require_integer("group", group, minimum=-INT64_MAX)
         if not 0 <= index < len(self._groups):
             raise UnknownGroupError(index, len(self._groups))
@@ -198,3 +186,150 @@ def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDA
         if used.max() > 1:
             raise DuplicateError(argument, int(used.argmax()))
     return ids
+
+
+class _BlockTemplate:
+    """Template of one group's blocks: the address of block 0 and the stride, per merged segment.
+
+    Args:
+        caches: The canonical caches.
+        refs: Refs of the group.
+
+    Attributes:
+        device: Device of the blocks.
+        num_blocks: Blocks that every tensor of the group has.
+        block_size_bytes: Un-padded bytes of a block.
+
+    Raises:
+        InvalidArgumentError: The group has no ref, or tensors on several devices.
+    """
+
+    def __init__(self, caches: CanonicalKVCaches, refs: Sequence[CanonicalKVCacheRef]) -> None:
+        tensors = [caches.tensors[ref.tensor_idx].tensor for ref in refs]
+        if not tensors:
+            raise InvalidArgumentError("group_data_refs", (), "at least one ref per group")
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1:
+            raise InvalidArgumentError("tensors", devices, "tensors of one device in a group")
+        (self.device,) = devices
+        self.num_blocks = min(int(tensor.shape[0]) for tensor in tensors)
+        bases = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
+        strides = np.array([tensor.stride(0) for tensor in tensors], np.uint64)
+        lengths = np.array([ref.page_size_bytes for ref in refs], np.uint64)
+        touching = touch(bases, lengths) & (strides[1:] == strides[:-1])
+        self._bases, self._strides, self._lengths = join(touching, bases, strides, lengths)
+        self._tiled_lengths = self._lengths
+        self._strides_are_equal = bool((self._strides == self._strides[0]).all())
+        self.block_size_bytes = int(self._lengths.sum())
+        end = self._bases[-1] + self._lengths[-1], self._strides[-1]
+        self._blocks_touch = end == (self._bases[0] + self._strides[0], self._strides[0])
+
+    def expand(
+        self, ids: NDArray[np.int64], chunk_starts: NDArray[np.int64]
+    ) -> tuple[Addresses, Addresses, NDArray[np.int64]]:
+        """Compute addresses, lengths, and the first descriptor of each chunk of blocks."""
+        num_segments = len(self._bases)
+        blocks = ids.astype(np.uint64)
+        addresses = np.empty((len(ids), num_segments), np.uint64)
+        if self._strides_are_equal:
+            np.add((blocks * self._strides[0])[:, None], self._bases, out=addresses)
+        else:
+            np.multiply(blocks[:, None], self._strides, out=addresses)
+            addresses += self._bases
+        firsts = chunk_starts * num_segments
+        lengths = self._repeat_lengths(len(ids))
+        if not self._blocks_touch or len(chunk_starts) - 1 == len(ids):
+            return addresses.reshape(-1), lengths, firsts
+        begins = np.ones(addresses.shape, bool)
+        np.not_equal(ids[1:], ids[:-1] + 1, out=begins[1:, 0])
+        begins[chunk_starts[:-1], 0] = True
+        kept = np.flatnonzero(begins)
+        merged = np.add.reduceat(lengths, kept)
+        return addresses.reshape(-1)[kept], merged, np.searchsorted(kept, firsts)
+
+    def _repeat_lengths(self, num_blocks: int) -> Addresses:
+        needed = num_blocks * len(self._lengths)
+        tiled = self._tiled_lengths  # read once: other threads may describe at the same time
+        if len(tiled) < needed:
+            tiled = np.tile(self._lengths, num_blocks)
+            tiled.flags.writeable = False
+            self._tiled_lengths = tiled
+        return tiled[:needed]
+
+
+class _PageTemplate:
+    """Template of one group's portable pages: turns block ids into pieces, in the page's order.
+
+    Args:
+        caches: The canonical caches.
+        refs: Refs of the group.
+        mapping: Page mapping of the group.
+    """
+
+    def __init__(
+        self,
+        caches: CanonicalKVCaches,
+        refs: Sequence[CanonicalKVCacheRef],
+        mapping: PageMapping,
+    ) -> None:
+        self.mapping = mapping
+        tensors = [caches.tensors[ref.tensor_idx].tensor for ref in refs]
+        starts = np.array(list(accumulate((r.page_size_bytes for r in refs[:-1]), initial=0)))
+        bases = np.array([tensor.data_ptr() for tensor in tensors], np.int64) - starts
+        strides = np.array([tensor.stride(0) for tensor in tensors], np.int64)
+        cuts = np.cumsum(mapping.page.shard_sizes)
+        self._pages = [_PagePieces(each, starts, bases, strides, cuts) for each in mapping.pages]
+
+    def expand(
+        self, ids: NDArray[np.int64], first_block_index: int, num_pages: int | None
+    ) -> tuple[Addresses, Addresses, NDArray[np.int64]]:
+        """Compute addresses, lengths, and the first piece of each page.
+
+        Raises:
+            InvalidArgumentError: The blocks are not whole pages, or not as many as `num_pages`.
+        """
+        per_page, per_block = self.mapping.blocks_per_page, self.mapping.pages_per_block
+        if first_block_index % per_page:
+            expected = f"a multiple of {per_page}, the blocks of a page"
+            raise InvalidArgumentError("first_block_index", first_block_index, expected)
+        if len(ids) % per_page:
+            raise InvalidArgumentError("block_ids", len(ids), f"a multiple of {per_page} blocks")
+        most = len(ids) // per_page * per_block
+        count = most if num_pages is None else num_pages
+        if not most - per_block < count <= most:
+            expected = f"{most - per_block + 1} to {most} for {len(ids)} blocks"
+            raise InvalidArgumentError("num_pages", count, expected)
+        grouped = ids.reshape(-1, per_page)
+        addresses = np.concatenate([each.at(grouped) for each in self._pages], axis=1)
+        lengths = np.concatenate([each.lengths for each in self._pages])
+        counts = np.tile([len(each.lengths) for each in self._pages], len(grouped))[:count]
+        firsts = np.concatenate(([0], np.cumsum(counts)))
+        used = int(firsts[-1])
+        return addresses.reshape(-1)[:used], np.tile(lengths, len(grouped))[:used], firsts
+
+
+class _PagePieces:
+    """Pieces of one page, joined where they touch in memory and belong to one shard."""
+
+    def __init__(
+        self,
+        fragments: PageFragments,
+        starts: NDArray[np.int64],
+        bases: NDArray[np.int64],
+        strides: NDArray[np.int64],
+        cuts: NDArray[np.int64],
+    ) -> None:
+        ref = np.searchsorted(starts, fragments.local_offsets, side="right") - 1
+        base, stride = bases[ref] + fragments.local_offsets, strides[ref]
+        block, lengths = fragments.blocks, fragments.lengths
+        touching = touch(base, lengths) & (stride[1:] == stride[:-1])
+        touching &= (block[1:] == block[:-1]) & ~np.isin(fragments.page_offsets[1:], cuts)
+        self._blocks, *joined = join(touching, block, base, stride, lengths)
+        self._bases, self._strides, self.lengths = (each.astype(np.uint64) for each in joined)
+
+    def at(self, ids: NDArray[np.int64]) -> Addresses:
+        """Compute the addresses for pages of these blocks, `(num_pages, num_pieces)`."""
+        blocks = ids.astype(np.uint64)[:, self._blocks]
+        blocks *= self._strides
+        blocks += self._bases
+        return blocks

@@ -160,7 +160,8 @@ def fitting_readings(
     return list(readings.values())
 
 
-def unknown_layout(
+def require_one(
+    readings: Sequence[LayoutReading],
     tensor: torch.Tensor,
     form: CacheTensorForm,
     num_blocks: int,
@@ -168,21 +169,23 @@ def unknown_layout(
     *,
     layout: str | KVLayout | None = None,
     num_layers: int | None = None,
-) -> UnknownLayoutError:
-    """Make the error of a tensor that fits no layout: the known layouts, and the tensor."""
+) -> LayoutReading:
+    """Return the only reading of a tensor; arguments as those of `fitting_readings`.
+
+    Raises:
+        AmbiguousLayoutError: Several layouts fit, which give the bytes different meanings.
+        UnknownLayoutError: No layout fits; the error has the known ones, and the tensor.
+    """
+    if len(readings) == 1:
+        return readings[0]
+    if readings:
+        raise AmbiguousLayoutError(layer_name, describe_tensor(tensor), list(map(str, readings)))
     expected = []
     for candidate in _candidates(form, layout, num_layers):
         known = _known_sizes(form.axis_sizes, num_blocks, num_layers, 1)
         sizes = tuple(_axis_size(axis, known) for axis in candidate.axes)
         expected.append(f"{str(candidate)!r} {sizes} of {form.dtype}, contiguous within a block")
-    return UnknownLayoutError(layer_name, describe_tensor(tensor), expected)
-
-
-def ambiguous_layout(
-    tensor: torch.Tensor, readings: Sequence[LayoutReading], layer_name: str
-) -> AmbiguousLayoutError:
-    """Make the error of a tensor that fits several layouts."""
-    return AmbiguousLayoutError(layer_name, describe_tensor(tensor), list(map(str, readings)))
+    raise UnknownLayoutError(layer_name, describe_tensor(tensor), expected)
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:

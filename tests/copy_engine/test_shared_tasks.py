@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from kvxfer.copy_engine.shared_tasks import SharedTasks
+from kvxfer.copy_engine.cpu import SharedTasks
 
 TIMEOUT_S = 10
 

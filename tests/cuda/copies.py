@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvxfer.copy_engine.compute_stream import ComputeStream
 from kvxfer.copy_engine.cuda import CudaCopyEngine
-from kvxfer.copy_engine.cuda_driver import LEGACY_STREAM, CudaDriver, CudaEvent, CudaStream
+from kvxfer.copy_engine.cuda_driver import LEGACY_STREAM, CudaDriver, CudaStream
 from kvxfer.copy_engine.method_table import MethodTable, Way
 from kvxfer.copy_engine.triton import FragmentKernel
 from kvxfer.errors import InvalidArgumentError
@@ -136,28 +136,6 @@ def copy(
     else:
         assert np.array_equal(memory.on_device, expect(host, on_device, fragments))
         assert np.array_equal(memory.host, host)
-
-
-@dataclass
-class _Mark:
-    event: int
-    driver: CudaDriver
-
-    def has_passed(self) -> bool:
-        return self.driver.has_passed(CudaEvent(self.event))
-
-
-@contextmanager
-def computing(memory: Memory, byte: int) -> Iterator["_Mark"]:
-    """Have the device fill memory with a byte, again and again, and then pass a mark."""
-    driver = CudaDriver(0)
-    compute, event = driver.open_stream(), driver.open_event()
-    with filling(memory, byte, compute):
-        driver.record(event, compute)
-        yield _Mark(event, driver)
-    driver.close_event(event)
-    driver.close_stream(compute)
-    driver.close()
 
 
 @contextmanager
@@ -307,22 +285,16 @@ class CopyContract:
         copy(engine, memory, Way.TO_DEVICE, (shuffled, offsets, lengths))
         engine.close()
 
-    def test_a_copy_waits_for_what_the_device_has_to_do_before(
-        self, engine: CudaCopyEngine, memory: Memory
-    ) -> None:
-        with computing(memory, 77) as mark:
-            computed = replace(memory.describe("device", *EVERYTHING), after=mark)
-            engine.copy(computed, memory.describe("host", *EVERYTHING))
-        assert (memory.host == 77).all()
-
     def test_a_copy_overwrites_nothing_that_the_device_has_to_do_before(
-        self, engine: CudaCopyEngine, memory: Memory
+        self, engine: CudaCopyEngine, memory: Memory, current: Current
     ) -> None:
-        host = memory.host.copy()
-        with computing(memory, 77) as mark:
-            room = replace(memory.describe("device", *EVERYTHING), after=mark)
+        host, marks = memory.host.copy(), ComputeStream(engine.driver, engine.device)
+        with current(0), filling(memory, 77, LEGACY_STREAM):
+            room = replace(memory.describe("device", *EVERYTHING), after=marks.mark())
             engine.copy(memory.describe("host", *EVERYTHING), room)
         assert np.array_equal(memory.on_device, host)
+        del room
+        marks.close()
 
     @pytest.mark.parametrize("fixture", ["engine", "small"])
     def test_both_directions_at_once_from_many_threads(

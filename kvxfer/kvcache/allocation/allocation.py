@@ -79,7 +79,10 @@ def allocate_canonical(
             contradicts itself, or `pinned` is set for device memory or without CUDA.
     """
     device, pinned = require_device("device", device), require_flag("pinned", pinned)
-    _require_pinnable(device, pinned=pinned)
+    if pinned and device.type != "cpu":
+        raise InvalidArgumentError("pinned", pinned, f"False on {device}: it is not host memory")
+    if pinned and not torch.cuda.is_available():
+        raise InvalidArgumentError("pinned", pinned, "False without CUDA, which pins the memory")
     refusals = why_not_canonical(
         config,
         backends,
@@ -91,7 +94,8 @@ def allocate_canonical(
         raise AllocationRefusedError(refusals)
     request = AllocationRequest.of(config, backends, tokens_per_kernel_block)
     slices = {name: _slice_of(request, group, name) for group, name, _ in request.layers()}
-    row_bytes = len(request.positions) * _page_size_bytes(request)
+    _, _, spec = next(request.layers())
+    row_bytes = len(request.positions) * spec.page_size_bytes
     buffer = torch.zeros(
         config.num_blocks * row_bytes, dtype=torch.int8, device=device, pin_memory=pinned
     )
@@ -178,11 +182,6 @@ def _strides(memory: Sequence[str], sizes: Mapping[str, int], page_elements: int
     return strides
 
 
-def _page_size_bytes(request: AllocationRequest) -> int:
-    _, _, spec = next(request.layers())
-    return spec.page_size_bytes
-
-
 def _ref(layer_names: Sequence[str], slices: Mapping[str, _Slice]) -> CanonicalKVCacheRef:
     return CanonicalKVCacheRef(
         tensor_idx=0,
@@ -191,10 +190,3 @@ def _ref(layer_names: Sequence[str], slices: Mapping[str, _Slice]) -> CanonicalK
         layout=slices[layer_names[0]].layout,
         boxes=tuple(box for name in layer_names for box in slices[name].boxes),
     )
-
-
-def _require_pinnable(device: torch.device, *, pinned: bool) -> None:
-    if pinned and device.type != "cpu":
-        raise InvalidArgumentError("pinned", pinned, f"False on {device}: it is not host memory")
-    if pinned and not torch.cuda.is_available():
-        raise InvalidArgumentError("pinned", pinned, "False without CUDA, which pins the memory")

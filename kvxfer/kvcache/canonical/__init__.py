@@ -1,7 +1,6 @@
 """Canonical form: what an engine registered, as byte tensors of blocks and references into them."""
 
 from kvxfer.kvcache.canonical.attestation import attest
-from kvxfer.kvcache.canonical.block_template import BlockTemplate
 from kvxfer.kvcache.canonical.caches import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -9,10 +8,9 @@ from kvxfer.kvcache.canonical.caches import (
     canonicalize,
     memory_regions,
 )
-from kvxfer.kvcache.canonical.layer_boxes import layer_boxes
+from kvxfer.kvcache.canonical.layer_pages import layer_boxes
 
 __all__ = [
-    "BlockTemplate",
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",
     "CanonicalKVCaches",

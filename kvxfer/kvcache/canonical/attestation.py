@@ -8,7 +8,7 @@ import torch
 from kvxfer.checks import require_instance
 from kvxfer.errors import AttestationError
 from kvxfer.kvcache.canonical.caches import CanonicalKVCacheRef, CanonicalKVCaches
-from kvxfer.kvcache.canonical.registered import KVCaches, Layouts, RegisteredCache, read_registered
+from kvxfer.kvcache.canonical.registered import KVCaches, Layouts, read_registered
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.layout import LayoutReading
 
@@ -49,7 +49,10 @@ def attest(
     require_instance("caches", caches, CanonicalKVCaches)
     _require_shape(caches, config)
     layers = [
-        layer for cache in read_registered(kv_caches, config, layouts) for layer in _layers(cache)
+        _Layer(place.layer_name, place.group, cache.tensors, cache.readings, index)
+        for cache in read_registered(kv_caches, config, layouts)
+        for index, places in enumerate(cache.positions)
+        for place in places
     ]
     block_ids = sorted({0, config.num_blocks // 2, config.num_blocks - 1})
     with torch.inference_mode():  # engines allocate in it, and such tensors are written only in it
@@ -75,14 +78,6 @@ class _Layer:
             _block_view(tensor, reading, self.layer_index, block_id)
             for tensor, reading in zip(self.tensors, self.readings, strict=True)
         ]
-
-
-def _layers(cache: RegisteredCache) -> list[_Layer]:
-    return [
-        _Layer(place.layer_name, place.group, cache.tensors, cache.readings, index)
-        for index, places in enumerate(cache.positions)
-        for place in places
-    ]
 
 
 def _block_view(

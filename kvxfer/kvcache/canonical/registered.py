@@ -12,10 +12,9 @@ from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.layout import (
     KVLayout,
     LayoutReading,
-    ambiguous_layout,
     describe_tensor,
     fitting_readings,
-    unknown_layout,
+    require_one,
 )
 from kvxfer.kvcache.spec import KVCacheSpec
 
@@ -138,9 +137,7 @@ def _read_layer(
         found = fitting_readings(
             tensor, form, config.num_blocks, layout=layout, page_size_bytes=padded
         )
-        if not found:
-            raise unknown_layout(tensor, form, config.num_blocks, name, layout=layout)
-        readings.append(_one_reading(tensor, found, name))
+        readings.append(require_one(found, tensor, form, config.num_blocks, name, layout=layout))
     return RegisteredCache(name, spec, tensors, forms, tuple(readings), ((place,),))
 
 
@@ -205,11 +202,7 @@ def _read_cross_layer(
         num_layers=len(positions),
         page_size_bytes=spec.page_size_bytes,
     )
-    if not found and layout is not None:
-        raise unknown_layout(
-            tensor, form, config.num_blocks, name, layout=layout, num_layers=len(positions)
-        )
-    if not found:
+    if not found and layout is None:
         return None
     if layout is None and len(positions) == 1 and name in config.layer_names:
         plain = fitting_readings(
@@ -217,7 +210,9 @@ def _read_cross_layer(
         )
         if plain:
             return None
-    reading = _one_reading(tensor, found, name)
+    reading = require_one(
+        found, tensor, form, config.num_blocks, name, layout=layout, num_layers=len(positions)
+    )
     return RegisteredCache(name, spec, (tensor,), (form,), (reading,), positions)
 
 
@@ -252,11 +247,3 @@ def _same_pages(spec: KVCacheSpec, config: KVCacheConfig) -> bool:
         each.cache_tensors == spec.cache_tensors and each.page_size_bytes == spec.page_size_bytes
         for each in specs
     )
-
-
-def _one_reading(
-    tensor: torch.Tensor, found: Sequence[LayoutReading], layer_name: str
-) -> LayoutReading:
-    if len(found) > 1:
-        raise ambiguous_layout(tensor, found, layer_name)
-    return found[0]

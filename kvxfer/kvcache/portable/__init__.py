@@ -5,14 +5,8 @@ from kvxfer.kvcache.portable.cache_description import (
     GroupDescription,
     describe_caches,
 )
-from kvxfer.kvcache.portable.cache_mapping import map_caches, opaque_boxes, payload_boxes
-from kvxfer.kvcache.portable.page import (
-    PortablePage,
-    PortableTensor,
-    natural_order,
-    portable_page,
-    tensor_names,
-)
+from kvxfer.kvcache.portable.cache_mapping import map_caches, payload_boxes
+from kvxfer.kvcache.portable.page import PortablePage, PortableTensor, portable_page
 from kvxfer.kvcache.portable.page_mapping import (
     CopyRun,
     PageFragments,
@@ -20,7 +14,6 @@ from kvxfer.kvcache.portable.page_mapping import (
     compile_mapping,
     verify_mappings,
 )
-from kvxfer.kvcache.portable.page_template import PageTemplate
 from kvxfer.kvcache.portable.peer_blocks import PeerBlocks, match_caches
 from kvxfer.kvcache.portable.peer_mapping import map_peers
 from kvxfer.kvcache.portable.worker_shard import OPAQUE, WorkerShard, is_state
@@ -32,7 +25,6 @@ __all__ = [
     "GroupDescription",
     "PageFragments",
     "PageMapping",
-    "PageTemplate",
     "PeerBlocks",
     "PortablePage",
     "PortableTensor",
@@ -43,10 +35,7 @@ __all__ = [
     "map_caches",
     "map_peers",
     "match_caches",
-    "natural_order",
-    "opaque_boxes",
     "payload_boxes",
     "portable_page",
-    "tensor_names",
     "verify_mappings",
 ]
