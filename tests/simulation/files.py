@@ -376,7 +376,7 @@ class _FileRun(EngineRun):
         if self.is_closing or self._store_of_all.has_faults:
             return
         await asyncio.sleep(REST_S)
-        if self._opened.tiers:
+        if self.opened.tiers:
             await self._engine.flush()
         self._require_no_leftovers("at rest")
 
@@ -401,7 +401,7 @@ class _FileRun(EngineRun):
                 raise
 
     async def _retain(self, parts: tuple[Part, ...], **_: object) -> None:
-        files = self._opened.tiers[-1] if self._opened.tiers else self._opened.backend
+        files = self.opened.tiers[-1] if self.opened.tiers else self.opened.backend
         assert isinstance(files, FileBackend)
         files.retain(self._world.keys(parts), Retention(priority=1, ttl_s=5.0))
 

@@ -116,7 +116,7 @@ class _MemoryRun(EngineRun):
 
     @property
     def _host(self) -> HostBackend:
-        host = self._opened.backend
+        host = self.opened.backend
         assert isinstance(host, HostBackend)
         return host
 

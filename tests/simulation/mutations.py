@@ -754,6 +754,38 @@ MUTATIONS = (
         "peers",
         20,
     ),
+    Mutation(
+        "a holder whose lease has ended stays known",
+        "backends/nixl/discovery.py",
+        "            if data is None:\n                self._drop(name, now)\n",
+        "            if data is None:\n",
+        "peers",
+        20,
+    ),
+    Mutation(
+        "the lease of an announcement is not renewed",
+        "backends/nixl/discovery.py",
+        "if self._lease is None or not await session.renew(self._lease):",
+        "if self._lease is None:",
+        "peers",
+        20,
+    ),
+    Mutation(
+        "an announcement has its first lease for ever",
+        "backends/nixl/discovery.py",
+        '                self._lease = await session.grant(self._lease_s)\n                announced = b""\n',
+        "                self._lease = self._lease or await session.grant(self._lease_s)\n",
+        "peers",
+        40,
+    ),
+    Mutation(
+        "a follower ends with the first failure",
+        "backends/nixl/discovery.py",
+        "            await asyncio.sleep(self._pause.next_s())\n",
+        "            return\n",
+        "peers",
+        40,
+    ),
 )
 
 

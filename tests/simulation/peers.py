@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 from kvxfer.backends.host import HostBackend
-from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer
+from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer, discovery
+from kvxfer.backends.nixl.discovery import LEASE_S
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
 from kvxfer.testing.simulation import FleetScenario, Opened, ProcessRun, Simulation, Step
 from kvxfer.transfer import TransferEngine
 from kvxfer.units import ByteSize
+from tests.simulation.etcd import EtcdFault, SimulatedEtcd
 from tests.simulation.tiers import (
     ROOM,
     SLOT_BYTES,
@@ -19,6 +22,8 @@ from tests.simulation.tiers import (
 )
 
 FIRST_PORT = 9000
+ETCD_SHARE = 0.4
+"""Share of the seeds in which engines find holders by etcd."""
 DELAYS_S = (0.0, 0.001, 0.3)
 LONG_DELAYS_S = (2.0, 8.0)
 
@@ -45,18 +50,27 @@ class PeersScenario(FleetScenario):
         "late_reads": 3,
         "failing_reads": 2,
         "lost_reads": 2,
+        "etcd": 4,
     }
+    lasting: ClassVar[tuple[str, ...]] = ("kvxfer-etcd",)
+    gone_s: ClassVar[float] = LEASE_S + 1.0
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         """See `Scenario.run`."""
         self._agents: list[tuple[Any, FakeNixlAgent]] = []
-        super().run(simulation, steps)
+        self._etcd = SimulatedEtcd(simulation)
+        with (
+            patch.object(discovery, "open_session", self._etcd.open_session),
+            patch.object(discovery, "own_loop", self._etcd.own_loop),
+        ):
+            super().run(simulation, steps)
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
         """See `EngineScenario.open`."""
         random = simulation.random("peers")
+        addresses = ",".join(f"127.0.0.1:{FIRST_PORT + at}" for at in range(self.num_holders))
         config = NixlConfig(
-            address=",".join(f"127.0.0.1:{FIRST_PORT + at}" for at in range(self.num_holders)),
+            address="" if _has_etcd(simulation) else addresses,
             replicas=random.choice((1, 1, 2)),
             timeout_s=random.choice((1.0, 3.0)),
             lookup_timeout_s=random.choice((0.3, 1.0)),
@@ -88,6 +102,13 @@ class PeersScenario(FleetScenario):
         del simulation
         return not any(step.what in self.faults for step in steps)
 
+    def known_holders(self, backend: Any) -> list[int] | None:
+        """See `FleetScenario.known_holders`."""
+        if not isinstance(backend._discovery, discovery.EtcdDiscovery):
+            return None
+        roster = backend._discovery._follower.roster
+        return sorted(each.port - FIRST_PORT for each in roster.endpoints)
+
     def note_killed(self, process: ProcessRun) -> None:
         """See `FleetScenario.note_killed`: its memory cannot be read any more."""
         for owner, agent in self._agents:
@@ -97,6 +118,10 @@ class PeersScenario(FleetScenario):
     def begin_fault(self, simulation: Simulation, step: Step) -> None:
         """See `FleetScenario.begin_fault`: reads of an engine or of a holder are in trouble."""
         given, random = step.arguments, simulation.random(str(step))
+        if step.what == "etcd":
+            fault = random.choice(list(EtcdFault))
+            self._etcd.begin_fault(fault, given["for_s"], given["share"])
+            return
         for owner, agent in self._agents:
             if owner.name in (f"engine {given['engine']}", f"holder {given['holder']}"):
                 if random.random() > given["share"]:
@@ -111,6 +136,7 @@ class PeersScenario(FleetScenario):
     def end_faults(self, simulation: Simulation) -> None:
         """See `FleetScenario.end_faults`."""
         del simulation
+        self._etcd.end_faults()
         for _, agent in self._agents:
             agent.delay_s, agent.failing = 0.0, False
             agent.release()
@@ -157,6 +183,7 @@ class PeersScenario(FleetScenario):
             "lease_s": random.choice((3.0, 9.0)),
             "heartbeat_s": random.choice((1.0, 1.5)),
             "handshake_timeout_s": random.choice((1.0, 5.0)),
+            "discover": "etcd://127.0.0.1:2379/kvxfer" if _has_etcd(simulation) else "",
         }
 
     def _make_agent(self, simulation: Simulation) -> FakeNixlAgent:
@@ -164,6 +191,10 @@ class PeersScenario(FleetScenario):
         agent.delay_s = simulation.random(f"agent {len(self._agents)}").choice(DELAYS_S)
         self._agents.append((simulation.runtime.scheduler.current.process, agent))
         return agent
+
+
+def _has_etcd(simulation: Simulation) -> bool:
+    return simulation.random("has etcd").random() < ETCD_SHARE
 
 
 def _is_roomy(simulation: Simulation) -> bool:

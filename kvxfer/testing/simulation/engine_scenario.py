@@ -120,11 +120,13 @@ class EngineScenario(Scenario):
         has_storms: Whether some plans are stores of one chunk again and again, beside deletes of
             it, which end soon all the same.
         rest_s: Virtual time after which nothing is under way any more.
+        lasting: Names of threads that a process keeps until it ends.
     """
 
     num_faulty: ClassVar[int] = 1
     has_storms: ClassVar[bool] = False
     rest_s: ClassVar[float] = 60.0
+    lasting: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
@@ -247,6 +249,7 @@ class EngineRun:
         opened: Backend below the engine.
 
     Attributes:
+        opened: As given.
         is_closing: Whether `close` was called.
         was_stopped: Whether its process has stood still: its calls may end late.
     """
@@ -257,11 +260,11 @@ class EngineRun:
         self._scenario = scenario
         self._simulation = simulation
         self._world = world
-        self._opened = opened
+        self.opened = opened
         random = simulation.random("engine")
         self._engine = TransferEngine(
             self._world.memory.caches,
-            self._opened.backend,
+            self.opened.backend,
             blocks_per_chunk=self._world.memory.blocks_per_chunk,
             max_bytes_in_flight=random.choice((1024, 4096, 1 << 20)),
             timeout_s=ENGINE_TIMEOUT_S,
@@ -273,14 +276,14 @@ class EngineRun:
 
     async def start(self) -> None:
         """Start the backend and the engine."""
-        for tier in self._opened.tiers or [self._opened.backend]:
+        for tier in self.opened.tiers or [self.opened.backend]:
             await tier.start()
         await self._engine.__aenter__()
 
     async def carry_out_all(self, steps: Sequence[Step]) -> bool:
         """Carry out steps, each at its time from now on; return whether all have ended."""
         faults = [step.arguments["tier"] for step in steps if step.what == "fault"]
-        self._faulted = {tier: None for tier in faults if tier in self._opened.faulty}
+        self._faulted = {tier: None for tier in faults if tier in self.opened.faulty}
         running = [asyncio.create_task(self._carry_out(step)) for step in steps]
         keeper = asyncio.create_task(self._keep())
         left: set[asyncio.Task[None]] = set()
@@ -312,10 +315,10 @@ class EngineRun:
             if not self.is_closing:
                 self._simulation.fail("closed error of an open engine", step)
         except BackendUnavailableError as exc:
-            if not (self._opened.may_raise or step.what in ("purge", "drain")):
+            if not (self.opened.may_raise or step.what in ("purge", "drain")):
                 self._simulation.fail("undocumented error", f"{step.what}: {exc!r}")
         except Exception as exc:  # noqa: BLE001 - that is what is looked for
-            if self._opened.faulty and self._opened.may_raise and step.what not in MOVES:
+            if self.opened.faulty and self.opened.may_raise and step.what not in MOVES:
                 return
             self._simulation.fail("undocumented error", f"{step.what}: {exc!r}")
         self._simulation.note(f"<- {step.what} {_say(given)}")
@@ -326,8 +329,8 @@ class EngineRun:
     async def _fault(
         self, *, tier: int, fault: TierFault, for_s: float, share: float, calls: tuple[str, ...]
     ) -> None:
-        if tier in self._opened.faulty:
-            self._opened.faulty[tier].begin_fault(fault, for_s, share, calls)
+        if tier in self.opened.faulty:
+            self.opened.faulty[tier].begin_fault(fault, for_s, share, calls)
 
     async def _move(
         self,
@@ -419,7 +422,7 @@ class EngineRun:
         names = [f"storm {number}" for number in range(STORM_TASKS)]
         await asyncio.gather(*(go_on(self._simulation.random(name)) for name in names))
         longest_s = max(later - earlier for earlier, later in pairwise([*done_at, ends_at]))
-        must_go_on = self._opened.outlasts_hangs and 0 not in self._faulted
+        must_go_on = self.opened.outlasts_hangs and 0 not in self._faulted
         if num_stores >= STORM_MIN_STORES and must_go_on and longest_s > STORM_GAP_S:
             self._simulation.fail("starved", f"no store was done for {longest_s:.3f} s")
 
@@ -445,7 +448,7 @@ class EngineRun:
 
     async def _find_reachable(self, parts: Sequence[Part]) -> list[Part]:
         """Find the chunks that the last of several tiers has, if it and the first have no fault."""
-        last = len(self._opened.tiers) - 1
+        last = len(self.opened.tiers) - 1
         if last < 1 or not self._faulted.keys().isdisjoint((0, last)):
             return []
         there = await self._inner(last).lookup(self._world.keys(parts))
@@ -457,14 +460,14 @@ class EngineRun:
         """Whether a chunk was stored, and nothing can have removed it."""
         key, history = self._world.key(part), self._world.history
         return (
-            self._opened.is_roomy
+            self.opened.is_roomy
             and not history.is_mixed(key)
             and history.must_be_there(key, num_blocks, since=since)
         )
 
     def _inner(self, tier: int) -> Backend:
         """Return a tier as it is behind its faults."""
-        backend = self._opened.tiers[tier]
+        backend = self.opened.tiers[tier]
         return backend.inner if isinstance(backend, FaultyTier) else backend
 
     async def _delete(
@@ -478,11 +481,11 @@ class EngineRun:
         ends_soon = self._scenario.has_storms and self._world.history.is_strict
         limit_s = DELETE_S if ends_soon else MOST_S
         try:
-            call = self._opened.backend.delete(keys)
+            call = self.opened.backend.delete(keys)
             deleted = await self._timed("delete", call, limit_s, cancel_s)
         finally:
             for key, was_found in zip(keys, deleted or [False] * len(keys), strict=True):
-                if was_found or not self._opened.may_delete_late:
+                if was_found or not self.opened.may_delete_late:
                     self._world.history.end_removal(key, began, was_found=was_found)
 
     async def _evict(
@@ -493,7 +496,7 @@ class EngineRun:
         What the last tier has is not gone then.
         """
         del timeout_s, cancel_s
-        if len(self._opened.tiers) < 2:
+        if len(self.opened.tiers) < 2:
             return
         began, keys, history = self._simulation.now, self._world.keys(parts), self._world.history
         below = await self._inner(-1).lookup(keys)
@@ -501,7 +504,7 @@ class EngineRun:
         gone = [key for key, *kept in zip(keys, below, is_kept, strict=True) if not all(kept)]
         for key in gone:
             history.begin_removal(key)
-        for key in keys if self._opened.may_evict_unseen else []:
+        for key in keys if self.opened.may_evict_unseen else []:
             history.note_unseen_eviction(key)
         await self._inner(0).delete(keys)
         for key in gone:
@@ -509,7 +512,7 @@ class EngineRun:
 
     async def _purge(self, timeout_s: float | None, cancel_s: float | None) -> None:
         del timeout_s
-        backend, history, began = self._opened.backend, self._world.history, self._simulation.now
+        backend, history, began = self.opened.backend, self._world.history, self._simulation.now
         if not isinstance(backend, Purgeable):
             return
         history.begin_purge()
@@ -531,8 +534,8 @@ class EngineRun:
 
         Faults of tiers excuse nothing; others may, such as those of a bucket.
         """
-        is_judged = self._world.history.is_strict or self._opened.faulty
-        if len(self._opened.tiers) < 2 or not is_judged:
+        is_judged = self._world.history.is_strict or self.opened.faulty
+        if len(self.opened.tiers) < 2 or not is_judged:
             return
         parts = self._world.every_part()
         there = await self._inner(-1).lookup(self._world.keys(parts))
@@ -569,7 +572,7 @@ class EngineRun:
             verb = "ended after its cancellation" if was_cancelled else "took"
             self._simulation.fail("late", f"{what} {verb} {took_s:.3f} s of {limit_s:g}")
         if task.cancelled():
-            is_direct = self._opened.may_raise and what in ("delete", "purge")
+            is_direct = self.opened.may_raise and what in ("delete", "purge")
             if not (was_cancelled or is_direct or self.is_closing):
                 self._simulation.fail("cancelled by nobody", what)
             return None
@@ -613,13 +616,13 @@ class EngineRun:
             return
         for part, key, outcome in zip(parts, keys, outcomes, strict=True):
             must_be_there = self._world.history.must_be_there(key, part.num_blocks)
-            if self._opened.is_roomy and must_be_there and not outcome.done:
+            if self.opened.is_roomy and must_be_there and not outcome.done:
                 self._simulation.fail("lost", f"{part} is now {outcome}")
         self._world.end(batch, outcomes)
 
     async def _compare_tiers(self) -> None:
         """Look at the copies of each chunk in all tiers: they are of one store."""
-        tiers = [self._inner(number) for number in range(len(self._opened.tiers))]
+        tiers = [self._inner(number) for number in range(len(self.opened.tiers))]
         versions: dict[Part, list[int]] = {part: [] for part in self._world.every_part()}
         for tier, group in product(tiers, range(len(PAGE_SIZES_BYTES))):
             parts = tuple(part for part in versions if part.group == group)
@@ -681,13 +684,13 @@ class EngineRun:
         if tasks:
             self._simulation.fail("tasks left", self._stacks())
         scheduler = self._simulation.runtime.scheduler
-        mine = scheduler.current.process, scheduler.current
-        if threads := [t for t in scheduler.alive() if t.process is mine[0] and t is not mine[1]]:
-            names = sorted(thread.name for thread in threads)
+        mine, kept = scheduler.current.process, (scheduler.current.name, *self._scenario.lasting)
+        threads = [thread.name for thread in scheduler.alive() if thread.process is mine]
+        if names := sorted(name for name in threads if name not in kept):
             self._simulation.fail("threads left", f"{names}: {self._stacks()}")
 
     def _require_no_leftovers(self, when: str) -> None:
-        for what in self._scenario.leftovers(self._engine, self._opened):
+        for what in self._scenario.leftovers(self._engine, self.opened):
             self._simulation.fail("left", f"{what} {when}")
 
 

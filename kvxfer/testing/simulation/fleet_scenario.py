@@ -65,12 +65,14 @@ class FleetScenario(EngineScenario):
         num_engines: Most engines.
         faults: Kinds of faults, and how often each is drawn.
         quiet_s: Virtual time after which everything is connected again, and leases have run out.
+        gone_s: Virtual time after which nobody knows a holder any more that was killed.
     """
 
     num_faulty: ClassVar[int] = 0
     num_holders: ClassVar[int] = 1
     num_engines: ClassVar[int] = 3
     quiet_s: ClassVar[float] = 35.0
+    gone_s: ClassVar[float] = 0.0
     faults: ClassVar[dict[str, int]] = {
         "kill_engine": 3,
         "stop_engine": 2,
@@ -94,6 +96,10 @@ class FleetScenario(EngineScenario):
     @abstractmethod
     def is_strict(self, simulation: Simulation, steps: Sequence[Step]) -> bool:
         """Whether an order of stores and deletes is an order of their effects, too."""
+
+    def known_holders(self, backend: Any) -> list[int] | None:  # noqa: ARG002
+        """List the numbers of the holders that an engine has found; None if it looks for none."""
+        return None
 
     def note_killed(self, process: ProcessRun) -> None:
         """Take away what the system takes away from a process that was killed, beside sockets."""
@@ -174,6 +180,7 @@ class _Fleet:
         for holding in self._holders.values():
             if num_pins := self._scenario.num_pins(holding.holder):
                 self._simulation.fail("left", f"{num_pins} pins when all is quiet")
+        await self._require_known_holders()
         await self._end_all()
         verdict, trace = len(self._simulation.violations), len(self._simulation.trace)
         await self._bury_all()
@@ -327,6 +334,20 @@ class _Fleet:
         await asyncio.sleep(self._scenario.quiet_s)
         life.process.loop.stop()
 
+    async def _require_known_holders(self) -> None:
+        """Check that engines know the holders that there are, and soon not one that was killed."""
+        for _ in range(2):
+            for life in self._engines.values():
+                known = self._scenario.known_holders(life.run.opened.backend)
+                if known is None:
+                    return
+                if known != sorted(self._holders):
+                    detail = f"{known}, and there are {sorted(self._holders)}"
+                    self._simulation.fail("known holders", detail)
+            number = next(iter(self._holders))
+            self._kill(self._holders.pop(number), None)
+            await asyncio.sleep(self._scenario.gone_s)
+
     async def _end_all(self) -> None:
         for life in self._engines.values():
             await life.process.run(life.run.close())
@@ -339,7 +360,8 @@ class _Fleet:
         for holding in self._holders.values():
             await self._close_holder(holding)
         alive = self._simulation.runtime.scheduler.alive()
-        if names := sorted(each.name for each in alive if not each.process.has_ended):
+        names = sorted(each.name for each in alive if not each.process.has_ended)
+        if names := [name for name in names if name not in self._scenario.lasting]:
             self._simulation.fail("threads left", f"{names}: {self._stacks()}")
 
     async def _bury_all(self) -> None:

@@ -1,0 +1,129 @@
+"""The etcd of the simulation does what the real one does."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aetcd import rpc
+
+from kvxfer import runtime
+from kvxfer.backends.nixl.discovery import CompactedError, EtcdConfig, EtcdError, open_session
+from kvxfer.endpoint import Endpoint
+from kvxfer.testing.simulation import Simulation
+from tests import needs
+from tests.backends.etcd_server import HOST, etcd
+from tests.simulation.etcd import SimulatedEtcd
+
+PREFIX = b"/kvxfer/test/"
+TTL_S = 1
+TIMEOUT_S = 2.0
+
+Open = Callable[[], contextlib.AbstractAsyncContextManager[Any]]
+Run = Callable[[Callable[[Open, Callable[[], None]], Awaitable[None]]], None]
+
+
+@pytest.fixture(
+    params=["simulated", pytest.param("real", marks=[needs.etcd, pytest.mark.processes])]
+)
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
+    """Run a check with what opens a session, and what compacts all that is there."""
+    if request.param == "simulated":
+        simulation = Simulation(0)
+        with runtime.use(simulation.runtime):
+            server = SimulatedEtcd(simulation)
+
+            def run_simulated(check: Any) -> None:
+                work = check(lambda: server.open_session(None, None, TIMEOUT_S), server.compact)
+                simulation.runtime.scheduler.run(lambda: simulation.run(work))
+
+            yield run_simulated
+        return
+    with etcd(tmp_path) as real:
+        config = EtcdConfig((Endpoint(HOST, real.port),), "/kvxfer/test/")
+
+        def compact() -> None:
+            revision = real.call(rpc.KVStub, "Range", rpc.RangeRequest(key=b"k")).header.revision
+            real.call(rpc.KVStub, "Compact", rpc.CompactionRequest(revision=revision))
+
+        def run_real(check: Any) -> None:
+            opened = lambda: open_session(config, config.endpoints[0], TIMEOUT_S)  # noqa: E731
+            asyncio.run(check(opened, compact))
+
+        yield run_real
+
+
+async def _until_gone(session: Any, revision: int, name: bytes) -> list[Any]:
+    seen: list[Any] = []
+    async with contextlib.aclosing(session.changes(PREFIX, revision)) as changes:
+        async for changed in changes:
+            seen += list(changed.items())
+            if changed.get(name, b"") is None:
+                return seen
+    raise AssertionError("the watch has ended")
+
+
+def test_an_entry_is_there_as_long_as_its_lease(run: Run) -> None:
+    async def check(opened: Open, _: Callable[[], None]) -> None:
+        async with opened() as session:
+            before, entries = await session.entries(PREFIX)
+            assert entries == {}
+            lease = await session.grant(TTL_S)
+            await session.put(PREFIX + b"a", b"1", lease)
+            await session.put(PREFIX + b"a", b"2", lease)
+            assert await session.has(PREFIX + b"a")
+            assert not await session.has(PREFIX + b"b")
+            assert (await session.entries(PREFIX))[1] == {b"a": b"2"}
+            assert await session.renew(lease)
+            seen = await _until_gone(session, before + 1, b"a")
+            assert seen[-2:] == [(b"a", b"2"), (b"a", None)]
+            assert (await session.entries(PREFIX))[1] == {}
+            assert not await session.renew(lease)
+
+    run(check)
+
+
+def test_a_lease_that_is_gone_takes_no_entry_and_is_not_revoked_again(run: Run) -> None:
+    async def check(opened: Open, _: Callable[[], None]) -> None:
+        async with opened() as session:
+            lease = await session.grant(60)
+            await session.put(PREFIX + b"a", b"1", lease)
+            await session.revoke(lease)
+            assert not await session.has(PREFIX + b"a")
+            with pytest.raises(EtcdError, match="lease not found"):
+                await session.revoke(lease)
+            with pytest.raises(EtcdError, match="lease not found"):
+                await session.put(PREFIX + b"a", b"1", lease)
+
+    run(check)
+
+
+def test_an_entry_belongs_to_the_last_lease_that_it_was_put_with(run: Run) -> None:
+    async def check(opened: Open, _: Callable[[], None]) -> None:
+        async with opened() as session:
+            first, second = await session.grant(60), await session.grant(60)
+            await session.put(PREFIX + b"a", b"1", first)
+            await session.put(PREFIX + b"a", b"1", second)
+            await session.revoke(first)
+            assert await session.has(PREFIX + b"a")
+
+    run(check)
+
+
+def test_a_watch_from_a_compacted_revision_is_refused(run: Run) -> None:
+    async def check(opened: Open, compact: Callable[[], None]) -> None:
+        async with opened() as session:
+            before, _ = await session.entries(PREFIX)
+            lease = await session.grant(60)
+            for value in (b"1", b"2"):
+                await session.put(PREFIX + b"a", value, lease)
+            compact()
+            with pytest.raises(CompactedError):
+                await _until_gone(session, before + 1, b"a")
+            now, _ = await session.entries(PREFIX)
+            async with contextlib.aclosing(session.changes(PREFIX, now + 1)) as changes:
+                assert await anext(changes) == {}
+
+    run(check)
