@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.backends.file import FileIndex, FoundBlock, file_ids
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Status
+from kvxfer.storage.eviction.policies import ARC, LRU
 from kvxfer.testing import BlockMemory
 from kvxfer.units import ByteSize
 from tests.backends.file_store import (
@@ -130,3 +132,40 @@ async def test_files_of_a_dead_namespace_make_room(tmp_path: Path) -> None:
 def test_a_capacity_below_one_block_is_refused_with_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="8192 bytes or more"):
         open_store(tmp_path, one_page_memory().namespace(), capacity=ByteSize(8191))
+
+
+NAMESPACE = "0" * 32
+
+
+@pytest.mark.parametrize("policy", [LRU, ARC])
+def test_what_happens_during_a_walk_is_not_counted_twice(policy: type[LRU | ARC]) -> None:
+    file_index, keys = FileIndex(policy(20)), hashed_keys(8)
+    files = file_ids(NAMESPACE, keys)
+
+    def found(index: int, *, away: bool = False) -> FoundBlock:
+        folder = "quarantine" if away else keys[index].hex()[:2]
+        return FoundBlock(NAMESPACE, folder, keys[index], FILE_BYTES, float(index))
+
+    for file in files[:5]:
+        file_index.admit([file], [FILE_BYTES])
+    file_index.settle(files[:4], stored=[True] * 4)  # the fifth one is on its way
+    file_index.begin_walk()
+    file_index.admit([files[5]], [FILE_BYTES])
+    file_index.admit([files[6]], [FILE_BYTES])
+    file_index.settle(files[4:6], stored=[True, False])
+    file_index.remove(files[0])
+    file_index.quarantine(files[1], FILE_BYTES)
+    file_index.remove(files[2])  # found before, and now replaced
+    file_index.admit(files[2:3], [FILE_BYTES])
+    walk = [found(index) for index in (0, 1, 2, 3, 4)]
+    assert all(file_index.learn_walk([*walk, found(7), found(1, away=True)]))
+    total, reserved = file_index.end_walk()
+    # In quarantine: 1. Stored: 3 and 4. On their way: 2 and 6. Another process's: 7.
+    assert total == 6 * FILE_BYTES
+    assert reserved == 3 * FILE_BYTES
+    file_index.settle([files[2], files[6]], stored=[True, True])
+    victims = []
+    while (victim := file_index.choose_victim()) is not None:
+        victims.append(victim)
+    assert victims[0].quarantined
+    assert {keys.index(victim.key) for victim in victims} == {1, 2, 3, 4, 6, 7}

@@ -1,23 +1,28 @@
 """Corruption: a load gives the stored bytes or none, whatever happened to the file."""
 
+import contextlib
 import logging
 import os
 import random
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvxfer.backends.file import FileBackend, file_ids
+from kvxfer.backends.file.folders import Ledger
 from kvxfer.backends.file.io import PosixFileIO, Result
 from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import SENTINEL
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.file_store import (
     ENGINES,
+    config,
     flip_bit,
     hashed_keys,
     load_verified,
@@ -272,3 +277,41 @@ async def test_a_chunk_that_becomes_a_part_while_it_is_read_is_no_miss(
         (outcome,) = await backend.load(keys, target)
         assert outcome.status is FAILED
         assert "removed" in outcome.reason
+
+
+class Watched(FileBackend):
+    """Backend that does something before the first lookup."""
+
+    before_lookup: Callable[[], Awaitable[object]] | None = None
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        if self.before_lookup:
+            before, self.before_lookup = self.before_lookup, None
+            await before()
+        return await super().lookup(keys)
+
+
+async def test_a_part_that_another_process_is_storing_is_waited_for_and_replaced(
+    tmp_path: Path,
+) -> None:
+    memory, keys = one_page_chunks(), hashed_keys(1)
+    namespace = memory.namespace()
+    async with (
+        Watched(config(tmp_path), namespace) as ours,
+        open_store(tmp_path, namespace) as theirs,
+    ):
+        await ours.wait_indexed()
+        await theirs.wait_indexed()
+        claim, ledger = contextlib.ExitStack(), Ledger(tmp_path)
+        claim.callback(ledger.close)
+        claim.enter_context(ledger.claimed(file_ids(namespace.fingerprint, keys)))
+
+        async def let_theirs_store() -> None:
+            claim.close()
+            await store(theirs, keys, memory.describe(0, [8, 9]))
+
+        ours.before_lookup = let_theirs_store
+        assert [each.done for each in await store(ours, keys, memory.describe(0, range(4)))] == [
+            True
+        ]
+        assert await load_verified(ours, keys, memory.describe(0, range(12, 16))) == [DONE]

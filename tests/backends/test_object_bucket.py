@@ -245,10 +245,10 @@ def test_memory_does_not_grow_with_a_bucket(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(bucket, "LIST_CHUNK", 100)
     monkeypatch.setattr(fsck, "FILES_IN_LINE", 50)
     measure_walks(monkeypatch, 10)  # what is made once
-    small, large = measure_walks(monkeypatch, 250), measure_walks(monkeypatch, 1250)
+    small, large = measure_walks(monkeypatch, 200), measure_walks(monkeypatch, 600)
     assert large[0] < 1.3 * small[0]
-    pages = 3 * 10  # of `ls`, of `fsck` for the sizes, and again for the objects
-    assert large[1] - small[1] == 1000 + pages
+    pages = 3 * 4  # of `ls`, of `fsck` for the sizes, and again for the objects
+    assert large[1] - small[1] == 400 + pages
 
 
 ONE, TWO = make_keys(2)

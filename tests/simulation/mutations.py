@@ -82,6 +82,14 @@ MUTATIONS = (
         60,
     ),
     Mutation(
+        "turns of keys are ignored",
+        "kvxfer/storage/key_locks.py",
+        "                while before := turn.find_before(key):\n                    await before.wait()\n",
+        "                pass\n",
+        "tiers",
+        20,
+    ),
+    Mutation(
         "write-backs do not lock their keys",
         "kvxfer/tiering/tier_writer.py",
         "            await held.enter_async_context(self._locks.acquire(list(taken)))\n",

@@ -71,3 +71,37 @@ async def test_a_part_of_a_chunk_is_found_below_the_first_tier(
             assert read_payloads(blocks) == [payload]
         (outcome,) = await tiers.load([PART], BOTH)
         assert not outcome.done
+
+
+@pytest.mark.parametrize("lower", ["host", "file"])
+async def test_a_chunk_that_grows_is_whole_below_after_a_flush(lower: str, tmp_path: Path) -> None:
+    below = open_lower(NAMESPACE) if lower == "host" else open_store(tmp_path / "store", NAMESPACE)
+    async with open_tiers([open_host(NAMESPACE, 4), below], NAMESPACE) as tiers:
+        for blocks in (MEMORY.describe(0, [1]), BOTH, BOTH):
+            [outcome] = await tiers.store([WHOLE], blocks)
+            assert outcome.done, outcome
+            await tiers.flush()
+        [outcome] = await below.load([WHOLE], BOTH)
+        assert outcome.done, outcome
+
+
+async def test_a_chunk_that_grows_in_the_middle_is_whole_in_the_last_tier() -> None:
+    first, middle, last = open_host(NAMESPACE, 4), open_lower(NAMESPACE), open_lower(NAMESPACE)
+    async with open_tiers([first, middle, last], NAMESPACE) as tiers:
+        for blocks in (MEMORY.describe(0, [1]), BOTH):
+            [outcome] = await tiers.store([WHOLE], blocks)
+            assert outcome.done, outcome
+            await tiers.flush()
+            await first.delete([WHOLE])  # as for room: what grows is in the tier below
+        [outcome] = await last.load([WHOLE], BOTH)
+        assert outcome.done, outcome
+
+
+async def test_a_part_that_is_stored_again_does_not_replace_a_whole_chunk_that_waits() -> None:
+    below = open_lower(NAMESPACE)
+    async with open_tiers([open_host(NAMESPACE, 4), below], NAMESPACE) as tiers:
+        for blocks in (BOTH, HALF):  # the write-back begins after both
+            await tiers.store([WHOLE], blocks)
+        await tiers.flush()
+        [outcome] = await below.load([WHOLE], BOTH)
+        assert outcome.done, outcome

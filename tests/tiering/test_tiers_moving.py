@@ -17,7 +17,7 @@ from kvxfer.testing import (
     BlockMemory,
     DictBackend,
 )
-from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
+from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated, yield_to_loop
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.tiering import TieredBackend
 from tests.tiering.opened_tiers import (
@@ -99,7 +99,7 @@ def skewed_requests() -> list[BlockKey]:
     """Draw a few keys again and again, between others that come once."""
     rng = random.Random(7)
     scan = iter(MANY[10:])
-    return [MANY[rng.randrange(6)] if rng.random() < 0.5 else next(scan) for _ in range(300)]
+    return [MANY[rng.randrange(6)] if rng.random() < 0.5 else next(scan) for _ in range(120)]
 
 
 async def run(backend: Backend, memory: BlockMemory) -> list[bool]:
@@ -156,3 +156,19 @@ async def test_purging_removes_every_block_from_every_tier(tmp_path: Path) -> No
         with pytest.raises(BackendUnavailableError, match="not everything was deleted"):
             await t.purge()
         assert await t.tiers[0].lookup(keys) == [False] * 8
+
+
+async def test_a_chunk_stored_anew_before_its_turn_is_carried_as_it_is_now() -> None:
+    memory = BlockMemory([[48, 16]], num_blocks=32, blocks_per_chunk=4)
+    async with opened(memory) as tiers:
+        await store_generated(tiers.backend, KEYS[:2], memory.describe(0, range(8)))
+        with tiers.backend._locks.hold(KEYS[:1]):  # its batch waits
+            await yield_to_loop(2)
+            await tiers.first.delete(KEYS[1:2])
+            tail = memory.describe(0, [8, 9], first_block_index=2)
+            payloads = await store_generated(tiers.backend, KEYS[1:2], tail)
+        await settle(tiers.backend)
+        assert tiers.lower.stored == KEYS[:2]
+        again = memory.describe(0, [10, 11], first_block_index=2)
+        assert statuses(await tiers.lower.load(KEYS[1:2], again)) == [Status.DONE]
+        assert read_payloads(again) == payloads
