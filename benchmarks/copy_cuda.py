@@ -42,11 +42,8 @@ FRAGMENT_BUDGET_S = 1e-9
 """Budgets of processor time for a batch, and for each of its fragments."""
 MANY_FRAGMENTS = 1 << 16
 
-GRIDS = tuple((programs, warps) for warps in (1, 4) for programs in (12, 16, 32, 64, 128))
-"""Programs, and warps of each, of kernels that are compared, to choose `NUM_PROGRAMS` and
-`NUM_WARPS`."""
-GRID_BYTES = (4 * KIB, 8 * KIB, 16 * KIB)
-"""Bytes of a fragment that these copy."""
+SMALL_BYTES = 8 * KIB
+"""Bytes of a fragment that the kernel copies beside matrix products."""
 
 MATRIX_SIZE = 8192
 NUM_PRODUCTS = 40
@@ -58,7 +55,6 @@ def run(
     device_index: int = 0,
     num_bytes: int | None = None,
     max_fragments: int = MANY_FRAGMENTS,
-    grids: Sequence[tuple[int, int]] | None = None,
 ) -> list[BenchRow]:
     """Measure the copy engine of a GPU.
 
@@ -69,7 +65,6 @@ def run(
         device_index: Ordinal of the GPU.
         num_bytes: Bytes of a batch; by default as `quick` says.
         max_fragments: Most fragments of the batch whose processor time is measured.
-        grids: Programs and warps of kernels to compare; by default `GRIDS`, and none if `quick`.
     """
     num_bytes = num_bytes or (64 if quick else 512) << 20
     rounds = 5 if quick else 15
@@ -85,8 +80,6 @@ def run(
         rows += _measure_overhead(sides, rounds, max_fragments)
         if sides.gpu.has_kernel:
             rows.append(_measure_calibration(device_index))
-            grids = grids if grids is not None else () if quick else GRIDS
-            rows += [row for grid in grids for row in _measure_grid(sides, *grid, rounds)]
         if torch.cuda.is_available():
             case, pairs = "matrix products during copies, against without", _halves(sides)
             rows.append(_measure_beside_compute(case, sides.gpu, pairs, rounds, BESIDE_GOAL))
@@ -276,28 +269,10 @@ def _by_kernel(sides: _Sides, kernel: FragmentKernel | None) -> Iterator[CudaCop
         yield gpu
 
 
-def _measure_grid(sides: _Sides, programs: int, warps: int, rounds: int) -> Iterator[BenchRow]:
-    """Measure a kernel by the size of its grid, and what it does to matrix products beside it."""
-    kernel = FragmentKernel(sides.gpu.device, num_programs=programs, num_warps=warps)
-    with _by_kernel(sides, kernel) as gpu:
-        for way in Way:
-            for size in GRID_BYTES:
-                pair = sides.pair(way, size, sides.num_bytes // size, scattered=True)
-                ours, plain = time_in_turn(
-                    [partial(gpu.copy, *pair), partial(sides.copy_plainly, way)], rounds=rounds
-                )
-                case = f"{way.value.replace('_', ' ')}, scattered, {size // KIB} KiB"
-                case = f"{case}, by {programs} programs of {warps} warps"
-                yield compare(case, ours, plain, unit="ns/B", scale=1e9 / sides.num_bytes)
-        if torch.cuda.is_available():
-            case = f"matrix products beside {programs} programs of {warps} warps, against without"
-            yield _measure_beside_compute(case, gpu, _small(sides), rounds)
-
-
 def _small(sides: _Sides) -> list[Pair]:
     """Make two copies of small fragments: half of the memory each way."""
-    count = sides.num_bytes // 2 // GRID_BYTES[1]
-    pairs = (sides.pair(way, GRID_BYTES[1], 2 * count, scattered=False) for way in Way)
+    count = sides.num_bytes // 2 // SMALL_BYTES
+    pairs = (sides.pair(way, SMALL_BYTES, 2 * count, scattered=False) for way in Way)
     order = np.random.default_rng(0).permutation(count)
     chosen = (order, order + count)
     return [
@@ -307,7 +282,7 @@ def _small(sides: _Sides) -> list[Pair]:
 
 
 def _measure_beside_compute(
-    case: str, gpu: CudaCopyEngine, pairs: Sequence[Pair], rounds: int, goal: str = ""
+    case: str, gpu: CudaCopyEngine, pairs: Sequence[Pair], rounds: int, goal: str
 ) -> BenchRow:
     """Measure matrix products with concurrent copies in both directions, and without."""
     size = (MATRIX_SIZE, MATRIX_SIZE)

@@ -49,7 +49,7 @@ BUDGETS = {
     "backends/nixl": 9_005,
     "backends/object": 1_850,
     "backends/pool": 1_355,
-    "benchmarks": 5_332,
+    "benchmarks": 5_260,
     "examples": 2_490,
     "kvxfer/cli": 1_868,
     "kvxfer/copy_engine": 2_447,

@@ -4,7 +4,6 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import get_args
 
 from benchmarks.nixl.contenders import Contender, in_turn
@@ -30,13 +29,11 @@ LATENCY_GOAL = "<= 3"
 LATENCY_LIMIT_S = 0.4e-3
 SOCKET_GOAL = 0.85
 UCX_GOAL = 1.0
-LAG_LIMIT_S = 5e-3
 IDLE_LIMIT_CORES = 0.05
 
 NUM_SINGLES = 20
 TINY_S = 1e-9
 """Least time that a ratio is made of."""
-TICK_S = 0.5e-3
 IDLE_S = 2.0
 
 MODELS = {
@@ -65,9 +62,8 @@ async def _run(rounds: int) -> list[BenchRow]:
                 rows += await _against_raw(near, rounds)
         near = Near(far, BLOCK_BYTES)
         async with near.holding():
-            rows += await _staged(near, rounds)
             rows += await _one_block(near, rounds)
-            rows += await _disturbance(near, rounds)
+            rows += await _idle(near)
             rows += await _against_sockets(near, rounds)
         for model, (page_bytes, num_pages) in MODELS.items():
             near = Near(far, page_bytes * num_pages)
@@ -92,45 +88,23 @@ async def _against_raw(near: Near, rounds: int) -> list[BenchRow]:
     return rows
 
 
-async def _staged(near: Near, rounds: int) -> list[BenchRow]:
-    """Compare memory that was not attached, and needs staging buffers, with attached memory."""
-    async with near.backend() as attached, near.backend(attached=False) as staged:
-        return [
-            _row(
-                f"{name} {near.size}, memory not attached, against attached",
-                *await in_turn([make(staged), make(attached)], rounds=rounds),
-            )
-            for name, make in (("load", near.loading), ("store", near.storing))
-        ]
-
-
 async def _one_block(near: Near, rounds: int) -> list[BenchRow]:
     """Measure the median latency of single blocks, and the part of it that is not NIXL's."""
     rows = []
     async with near.raw() as raw:
         for grade in GRADES:
             async with near.backend(integrity=grade) as backend:
-                for looked_up, how in ((True, "behind a lookup"), (False, "without a lookup")):
-                    load = near.loading(backend, near.blocks.select(0, 1), looked_up=looked_up)
-                    contenders = [_median(load), _median(raw.moving("READ", num_blocks=1))]
-                    case = f"load one block of 2048 KiB {how}, {grade},"
-                    times = await in_turn(contenders, rounds=rounds)
-                    rows += _latency(case, *times, has_goal=looked_up)
+                load = near.loading(backend, near.blocks.select(0, 1))
+                contenders = [_median(load), _median(raw.moving("READ", num_blocks=1))]
+                ours, theirs = await in_turn(contenders, rounds=rounds)
+            case = f"load one block of 2048 KiB behind a lookup, {grade},"
+            beyond = [max(own - raw_s, TINY_S) for own, raw_s in zip(ours, theirs, strict=True)]
+            limits = [LATENCY_LIMIT_S] * rounds
+            against = f"{case} against NIXL READ"
+            rows.append(compare(against, ours, theirs, unit="us", goal=LATENCY_GOAL, scale=1e6))
+            case = f"{case} beyond NIXL's own, against 0.4 ms"
+            rows.append(compare(case, beyond, limits, unit="us", goal="<= 1.0", scale=1e6))
     return rows
-
-
-def _latency(
-    case: str, ours: Sequence[float], theirs: Sequence[float], *, has_goal: bool
-) -> list[BenchRow]:
-    beyond = [max(own - raw_s, TINY_S) for own, raw_s in zip(ours, theirs, strict=True)]
-    limits = [LATENCY_LIMIT_S] * len(beyond)
-    return [
-        compare(f"{case} {part}", mine, limit, unit="us", goal=goal if has_goal else "", scale=1e6)
-        for part, mine, limit, goal in (
-            ("against NIXL READ", ours, theirs, LATENCY_GOAL),
-            ("beyond NIXL's own, against 0.4 ms", beyond, limits, "<= 1.0"),
-        )
-    ]
 
 
 def _median(contender: Contender) -> Contender:
@@ -140,36 +114,18 @@ def _median(contender: Contender) -> Contender:
     return median
 
 
-async def _disturbance(near: Near, rounds: int) -> list[BenchRow]:
-    """Measure the event loop's lag during batches, and the processor time of an idle backend."""
-    async with near.backend() as backend:
-        cases = {"load": near.loading(backend), "store": near.storing(backend)}
-        rows = []
-        for name, move in cases.items():
-            (lags,) = await in_turn([partial(_longest_lag, move)], rounds=rounds)
-            case = f"longest lag of the event loop in a {name} of {near.size}, against 5 ms"
-            limits = [LAG_LIMIT_S] * rounds
-            rows.append(compare(case, lags, limits, unit="ms", goal="<= 1.0", scale=1e3))
+async def _idle(near: Near) -> list[BenchRow]:
+    """Measure the processor time of an idle backend, and of its holder."""
+    async with near.backend():
         near_began, far_began = time.process_time(), await near.far_cpu_seconds()
         await asyncio.sleep(IDLE_S)
         near_s, far_s = time.process_time() - near_began, await near.far_cpu_seconds() - far_began
-    idle = ("an idle backend with one peer", near_s), ("an idle holder with one peer", far_s)
-    for who, seconds in idle:
-        case = f"processor time of {who}, against 0.05 cores"
+    rows = []
+    for who, seconds in ("backend", near_s), ("holder", far_s):
+        case = f"processor time of an idle {who} with one peer, against 0.05 cores"
         cores, limit = [seconds / IDLE_S], [IDLE_LIMIT_CORES]
         rows.append(compare(case, cores, limit, unit="cores", goal="<= 1.0"))
     return rows
-
-
-async def _longest_lag(move: Contender) -> float:
-    moving = asyncio.ensure_future(move())
-    longest = 0.0
-    while not moving.done():
-        began = time.perf_counter()
-        await asyncio.sleep(TICK_S)
-        longest = max(longest, time.perf_counter() - began - TICK_S)
-    await moving
-    return longest
 
 
 async def _against_sockets(near: Near, rounds: int) -> list[BenchRow]:
@@ -209,8 +165,6 @@ async def _across_layers(near: Near, model: str, page_bytes: int, rounds: int) -
             contenders = [near.loading(backend), near.loading(backend, pages)]
             times = await in_turn(contenders, rounds=rounds)
             rows.append(_row(f"load, {model}, {counts}", *times))
-        times = await in_turn([raw.moving("READ"), paged], rounds=rounds)
-        rows.append(_row(f"NIXL READ, {model}, {counts}", *times))
     return rows
 
 

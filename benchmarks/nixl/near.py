@@ -73,19 +73,14 @@ class Near:
 
     @contextlib.asynccontextmanager
     async def backend(
-        self,
-        *,
-        transport: Transport = "auto",
-        integrity: IntegrityGrade = "full",
-        attached: bool = True,
+        self, *, transport: Transport = "auto", integrity: IntegrityGrade = "full"
     ) -> AsyncIterator[NixlBackend]:
         """Open a backend that keeps its blocks in the far process."""
         config = NixlConfig(address=self._endpoint, transport=transport, integrity=integrity)
         backend = NixlBackend(config, self._namespace)
         try:
-            if attached:
-                memory = self._memory
-                backend.attach([MemoryRegion(memory.ctypes.data, memory.nbytes, memory)])
+            memory = self._memory
+            backend.attach([MemoryRegion(memory.ctypes.data, memory.nbytes, memory)])
             yield backend
         finally:
             await backend.aclose()
@@ -95,19 +90,16 @@ class Near:
         """Number and size of the blocks, in words."""
         return f"{self.num_blocks} x {self.block_bytes // 1024} KiB"
 
-    def loading(
-        self, backend: NixlBackend, blocks: Descriptors | None = None, *, looked_up: bool = True
-    ) -> Contender:
+    def loading(self, backend: NixlBackend, blocks: Descriptors | None = None) -> Contender:
         """Make a contender that loads the leading blocks of the far process; by default all.
 
-        Unless `looked_up` is False, they are looked up first, as engines do; that does not count.
+        They are looked up first, as engines do; that does not count.
         """
         wanted = self.blocks if blocks is None else blocks
         keys = self._loaded_keys[: wanted.num_blocks]
 
         async def load() -> float:
-            if looked_up:
-                await backend.lookup(keys)
+            await backend.lookup(keys)
             began = time.perf_counter()
             outcomes = await backend.load(keys, wanted)
             seconds = time.perf_counter() - began
