@@ -1,7 +1,8 @@
 """Driver of an L2 adapter of LMCache, as its two controllers, and an adapter with faults below."""
 
 import select
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +98,14 @@ def make_object(raw: torch.Tensor, *, dtype: torch.dtype = torch.uint8) -> Tenso
 
 def bytes_of(objects: Sequence[TensorMemoryObj]) -> list[bytes]:
     return [each.raw_data.numpy().tobytes() for each in objects]
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait until something holds that comes a moment later."""
+    end = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 class Driver:

@@ -21,6 +21,7 @@ from tests.integrations.lmcache_driver import (
     make_key,
     make_object,
     plugin,
+    until,
 )
 
 SIZES = (1, 4096, 30_001, 4064, 65_536 - 32, 65_536, 200_000)
@@ -351,14 +352,6 @@ def test_wrong_parameters_are_named(params: dict[str, Any], named: str) -> None:
 
 def wait_until_gone(driver: Driver, number: int) -> None:
     until(lambda: driver.lookup([make_key(number)]) == [False])
-
-
-def until(holds: Any) -> None:
-    """Wait until something holds that comes a moment later."""
-    end = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def is_of(path: Path, key: Any) -> bool:

@@ -20,7 +20,14 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Observer, Operation, Reports
 from kvxfer.testing import DictBackend, DictConfig, FaultRates
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
-from tests.integrations.lmcache_driver import Driver, FaultyAdapter, Memory, bytes_of, make_key
+from tests.integrations.lmcache_driver import (
+    Driver,
+    FaultyAdapter,
+    Memory,
+    bytes_of,
+    make_key,
+    until,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -285,10 +292,3 @@ def test_an_open_circuit_breaker_is_no_health(memory: Memory) -> None:
     adapter.is_open = 1.0
     assert adapter.report_status()["is_healthy"] is False
     adapter.close()
-
-
-def until(holds: Any) -> None:
-    end = time.monotonic() + 15
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)

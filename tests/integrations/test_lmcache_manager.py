@@ -1,7 +1,6 @@
 """`KVXferL2Adapter` below LMCache's own StorageManager: its memory, controllers and quotas."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 
 from kvxfer.storage.observer import Operation
 from kvxfer.testing import FaultRates
-from tests.integrations.lmcache_driver import make_configs, make_key, plugin
+from tests.integrations.lmcache_driver import make_configs, make_key, plugin, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -105,13 +104,6 @@ def spec_of(folder: Path, **more: Any) -> dict[str, Any]:
 def used(engine: Engine) -> int:
     (adapter,) = engine.manager._l2_adapters.values()
     return int(adapter.get_usage().total_bytes_used)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 KEYS = [make_key(number) for number in range(6)]

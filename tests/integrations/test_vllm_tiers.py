@@ -330,6 +330,21 @@ def test_a_shutdown_tells_of_chunks_that_the_lower_tier_failed_to_store(
     assert "the lower tier: 2 blocks were not written back there" in caplog.text
 
 
+def test_a_promotion_that_hangs_is_a_miss_and_its_slot_stays_out_of_use_until_it_is_quiet(
+    start: Start,
+) -> None:
+    backend, (key,) = broken(Operation.LOAD, stuck=1.0), keys_of(1)
+    scheduler = start(backend, move_s=0.2)
+    scheduler.store([key])
+    scheduler.forget()
+    assert scheduler.resolve([key]) == [MISS]
+    assert scheduler.store(keys_of(NUM_SLOTS, first=10)) == keys_of(NUM_SLOTS - 1, first=10)
+    backend.release()
+    scheduler.until(lambda: scheduler.index.num_free_slots == 1)
+    for other in keys_of(NUM_SLOTS - 1, first=10):
+        assert scheduler.bytes_of(other) == payloads_of(other)
+
+
 class SlowlyPurgedBackend(KeepingBackend):
     """Backend that deletes what is there at the end of a purge, when the purge `may_end`."""
 
