@@ -3,14 +3,18 @@
 import os
 import random
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file import FileIndex, FoundBlock, file_ids
+from kvxfer.backends.file import BlockTree, FileIndex, FoundBlock, Space, file_ids
+from kvxfer.backends.file.folders import Ledger, NamespaceFolder
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Status
-from kvxfer.storage.eviction.policies import ARC, LRU
+from kvxfer.storage.eviction.policies import ARC, LRU, POLICIES, PolicyName
+from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.units import ByteSize
 from tests.backends.file_store import (
@@ -169,3 +173,54 @@ def test_what_happens_during_a_walk_is_not_counted_twice(policy: type[LRU | ARC]
         victims.append(victim)
     assert victims[0].quarantined
     assert {keys.index(victim.key) for victim in victims} == {1, 2, 3, 4, 6, 7}
+
+
+def make_space(
+    root: Path,
+    *,
+    num_files: int,
+    eviction: PolicyName = "lru",
+    min_free_bytes: int = 0,
+    folder: NamespaceFolder | None = None,
+    policy: LRU | None = None,
+) -> Space:
+    space = Space(
+        BlockTree(root),
+        folder or NamespaceFolder(root, NAMESPACE),
+        Ledger(root),
+        POLICIES[eviction](num_files) if policy is None else policy,
+        capacity_bytes=num_files * FILE_BYTES,
+        min_free_bytes=min_free_bytes,
+        rescan_factor=0,
+    )
+    space.scan()
+    return space
+
+
+class Stubborn(NamespaceFolder):
+    """Folder from which nothing can be removed, until that is allowed."""
+
+    allowed = False
+
+    def sizes(self, keys: Sequence[BlockKey]) -> Sequence[int]:
+        return [FILE_BYTES] * len(keys)
+
+    def remove(self, key: BlockKey) -> bool:
+        if not self.allowed:
+            raise PermissionError(13, "Permission denied")
+        return super().remove(key)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+def test_an_eviction_that_fails_leaves_no_reservation(tmp_path: Path, eviction: PolicyName) -> None:
+    folder, keys = Stubborn(tmp_path, NAMESPACE), hashed_keys(6)
+    space = make_space(tmp_path, num_files=3, eviction=eviction, folder=folder)
+    assert space.reserve(keys[:2], [FILE_BYTES] * 2) == 2
+    space.settle(keys[:2], stored=[True] * 2)
+    with pytest.raises(PermissionError):
+        space.reserve(keys[2:5], [FILE_BYTES] * 3, spare=keys[:1])
+    folder.allowed = True
+    with closing(Ledger(tmp_path)) as another:
+        assert another.reserved_by_others() == 0
+    space.scan()
+    assert space.reserve(keys[2:5], [FILE_BYTES] * 3) == 3

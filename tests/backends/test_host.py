@@ -18,9 +18,10 @@ from kvxfer.errors import CapacityError, InvalidArgumentError
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.storage.lending import BlockParts
 from kvxfer.storage.observer import Event, Observer, Removal, Removed, Reports
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
-from kvxfer.testing.conformance.suite import make_keys, store_generated
+from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
 from tests.backends.host_blocks import flip
@@ -222,3 +223,14 @@ async def test_a_block_that_changed_since_it_was_seen_is_dropped_counted_and_log
         ]
         assert f"{KEYS[1].hex()} has changed in memory" in caplog.text
         assert backend._gauges()[Gauge.SCRUBBED_BYTES] == 6 * 4096
+
+
+async def test_a_store_does_not_wait_on_the_thread_for_one_of_the_same_key() -> None:
+    memory = BlockMemory([[4096]], num_blocks=2)
+    async with open_host(memory) as backend:
+        blocks = memory.describe(0, [0])
+        async with backend.make_room(BlockParts(KEYS[:1], [0], [4096])):
+            assert backend.begin_store(KEYS[:1], blocks) is None
+        begun = backend.begin_store(KEYS[:1], blocks)
+        assert begun is not None
+        assert statuses(begun.wait()) == [Status.DONE]
