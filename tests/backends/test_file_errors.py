@@ -8,6 +8,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.backends.file import FileBackend
+from kvxfer.backends.file import FileBackend, Space
 from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
 from kvxfer.backends.file.maintenance import (
     FolderStore,
@@ -528,3 +529,32 @@ async def test_what_others_store_in_a_folder_made_anew_is_found(
                 ours, keys[:1], memory.describe(0, range(4, 5)), version=version
             )
             assert loaded == [DONE]
+
+
+async def test_a_cancelled_delete_removes_nothing_that_is_stored_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(2)
+    entered, opened, really_remove = threading.Event(), threading.Event(), Space.remove
+
+    def remove(space: Space, *arguments: Any, **options: Any) -> list[bool]:
+        entered.set()
+        assert opened.wait(10)
+        return really_remove(space, *arguments, **options)
+
+    monkeypatch.setattr(Space, "remove", remove)
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        for call in (backend.purge, partial(backend.delete, keys)):
+            await store(backend, keys, memory.describe(0, [0, 1]))
+            removing = asyncio.ensure_future(call())
+            assert await asyncio.to_thread(entered.wait, 10)
+            removing.cancel()
+            await asyncio.wait([removing])
+            assert removing.cancelled()
+            storing = asyncio.ensure_future(store(backend, keys, memory.describe(0, [0, 1])))
+            assert await load_verified(backend, keys, memory.describe(0, [2, 3])) == [DONE] * 2
+            opened.set()
+            assert statuses(await storing) == [DONE] * 2
+            assert await backend.lookup(keys) == [True] * 2
+            entered.clear()
+            opened.clear()

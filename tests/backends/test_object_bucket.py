@@ -1,5 +1,6 @@
 """Buckets in memory: lists, servers that overwrite, clients that panic, and parameters."""
 
+import asyncio
 import contextlib
 import tracemalloc
 from collections.abc import Callable
@@ -277,3 +278,24 @@ def test_of_two_looks_the_one_that_began_later_counts(presence: Presence) -> Non
     presence.note(TWO, there=False, since=early)
     presence.note(TWO, there=True, since=late)
     assert presence.has(TWO) is True
+
+
+async def test_a_cancelled_delete_removes_nothing_that_is_stored_after_it() -> None:
+    store, entered, opened = MemoryStore(), asyncio.Event(), asyncio.Event()
+
+    async def delete(*arguments: Any, **fields: Any) -> None:
+        entered.set()
+        await opened.wait()
+        await obstore.delete_async(*arguments, **fields)
+
+    async with open_backend(store, overwrites=False) as backend:
+        await store_generated(backend, KEYS, chunk())
+        plant(backend._bucket, "delete_async", delete)
+        deleting = asyncio.ensure_future(backend.delete(KEYS))
+        await entered.wait()
+        deleting.cancel()
+        await asyncio.wait([deleting])
+        storing = asyncio.ensure_future(store_generated(backend, KEYS, chunk()))
+        opened.set()
+        await storing
+        assert statuses(await backend.load(KEYS, chunk(8))) == [Status.DONE]

@@ -13,6 +13,7 @@ from kvxfer.errors import (
     InvalidArgumentError,
     LengthMismatchError,
 )
+from kvxfer.storage import calls as calls_module
 from kvxfer.storage.backend import (
     DONE,
     Begun,
@@ -21,10 +22,10 @@ from kvxfer.storage.backend import (
     can_purge_all,
     require_batch,
 )
-from kvxfer.storage.calls import begin_call, call_backend, poll_begun
+from kvxfer.storage.calls import begin_call, call_backend, drain_in_the_end, poll_begun
 from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
-from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.testing.conformance.suite import make_keys, yield_to_loop
 
 A, B, C = (make_block_key(name, 0) for name in (b"a", b"b", b"c"))
 MEMORY = BlockMemory([[8]], num_blocks=4)
@@ -142,3 +143,35 @@ async def test_nothing_is_no_outcome_but_of_a_call_that_would_have_to_wait() -> 
 
     assert {each.status for each in await call_backend(store, KEYS, BLOCKS)} == {Status.FAILED}
     assert begin_call(lambda *_: None, KEYS, BLOCKS) is None
+
+
+LIMIT_S = 10.0
+
+
+async def test_a_drain_that_raises_is_made_again_until_it_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls_module, "FIRST_DRAIN_PAUSE_S", 0.001)
+    errors: list[BaseException] = [OSError("device"), asyncio.CancelledError(), OSError("device")]
+
+    async def drain() -> None:
+        if errors:
+            raise errors.pop()
+
+    assert await drain_in_the_end(drain, "memory", asyncio.Event())
+    assert not errors
+
+
+async def test_a_drain_that_raises_is_given_up_when_nobody_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def drain() -> None:
+        raise OSError("device")
+
+    gives_up = asyncio.Event()
+    draining = asyncio.ensure_future(drain_in_the_end(drain, "memory", gives_up))
+    await yield_to_loop(3)
+    assert not draining.done()
+    gives_up.set()
+    assert not await draining
+    assert "memory is lost" in caplog.text

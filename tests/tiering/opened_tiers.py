@@ -88,10 +88,16 @@ class Opened:
     lower: Recorder
     faults: FaultyBackend
 
-    def fail(self, *operations: Operation, error: float = 0.0, failure: float = 0.0) -> None:
+    def fail(
+        self,
+        *operations: Operation,
+        stuck: float = 0.0,
+        error: float = 0.0,
+        failure: float = 0.0,
+    ) -> None:
         """Let these operations of the lower tier fail from now on."""
         self.faults.rates = FaultRates(
-            operations=frozenset(operations), error=error, failure=failure
+            operations=frozenset(operations), stuck=stuck, error=error, failure=failure
         )
 
 

@@ -18,6 +18,7 @@ from kvxfer.testing import (
     Operation,
 )
 from kvxfer.testing.conformance.suite import (
+    cancel,
     statuses,
     store_generated,
     yield_to_loop,
@@ -260,3 +261,17 @@ async def test_a_tier_that_cannot_be_flushed_keeps_no_other_from_it(
             flush.cancel()
         with pytest.raises(asyncio.CancelledError if hangs else OSError):
             await flush
+
+
+async def test_a_cancelled_load_waits_for_the_lower_tier_to_let_go(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        await store_generated(tiers.lower, KEYS, memory.describe(0, range(8)))
+        tiers.fail(Operation.LOAD, stuck=1.0)
+        load = asyncio.ensure_future(tiers.backend.load(KEYS, memory.describe(0, range(8, 16))))
+        await tiers.faults.until_waiting()
+        load.cancel()
+        await yield_to_loop(10)
+        assert not load.done()
+        tiers.faults.release()
+        await cancel(load)
+        assert load.cancelled()
