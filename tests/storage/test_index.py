@@ -286,3 +286,38 @@ TestLRUMachine = LRUMachine.TestCase
 TestLRUMachine.settings = examples(40, steps=40)
 TestARCMachine = ARCMachine.TestCase
 TestARCMachine.settings = examples(40, steps=40)
+
+
+def test_a_quarantined_slot_is_free_only_when_its_last_reader_is_gone(index: BlockIndex) -> None:
+    store(index, A)
+    [corrupt_slot] = index.pin([A])
+    index.pin([A])
+    index.quarantine(A)
+    index.unpin([A])
+    plan = index.begin_store([A, B, C, D])
+    assert plan.refused == [D]
+    assert corrupt_slot not in plan.slots
+    index.unpin([A])
+    assert index.begin_store([D]).slots == [corrupt_slot]
+
+
+def test_a_new_block_of_a_quarantined_key_stays_until_both_are_let_go(index: BlockIndex) -> None:
+    store(index, A)
+    index.pin([A])
+    index.quarantine(A)
+    store(index, A)
+    index.pin([A])
+    index.unpin([A])  # the old reader or the new one: the key does not say
+    assert (index.state(A), index.num_free_slots) == (BlockState.LOADING, NUM_SLOTS - 2)
+    index.unpin([A])
+    assert (index.state(A), index.num_free_slots) == (BlockState.READY, NUM_SLOTS - 1)
+
+
+def test_two_corrupt_blocks_of_one_key_are_both_kept_for_their_readers(index: BlockIndex) -> None:
+    for _ in range(2):
+        store(index, A)
+        index.pin([A])
+        index.quarantine(A)
+    assert index.num_free_slots == NUM_SLOTS - 2
+    index.unpin([A, A])
+    assert index.num_free_slots == NUM_SLOTS
