@@ -58,7 +58,7 @@ BUDGETS = {
     "kvxfer/explain": 918,
     "kvxfer/face": 456,
     "kvxfer/integrations": 11_116,
-    "kvxfer/kvcache": 5_896,
+    "kvxfer/kvcache": 5_884,
     "kvxfer/lending": 1_565,
     "kvxfer/pages": 1_220,
     "kvxfer/replay": 1_866,

@@ -1,6 +1,5 @@
 """MethodTable: the chosen methods, their text in a configuration, and their measurement."""
 
-import itertools
 from collections.abc import Mapping
 
 import pytest
@@ -8,8 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.copy_engine.method_table import (
-    MEASURED_BYTES,
-    ROUNDS,
     CopyMethod,
     MethodTable,
     Way,
@@ -119,21 +116,6 @@ def test_the_measured_size_lies_between_those_that_it_separates(
     assert MethodTable.measure(clock) == table(measured * KIB, 48 * KIB)
     equally_fast = MethodTable.measure(lambda *_: 1e-3)
     assert equally_fast == table(0, 0), "the processors are left alone"
-
-
-@pytest.mark.parametrize("disturbed_round", range(ROUNDS))
-def test_what_disturbs_one_round_changes_nothing(disturbed_round: int) -> None:
-    calls = itertools.count()
-    calls_per_round = len(Way) * len(MEASURED_BYTES) * len(CopyMethod)
-    clock = Clock({Way.TO_DEVICE: 20 * KIB, Way.TO_HOST: 1})
-
-    def disturbed(way: Way, method: CopyMethod, fragment_bytes: int) -> float:
-        is_disturbed = next(calls) // calls_per_round == disturbed_round
-        slower = 1000 if is_disturbed and method is CopyMethod.KERNEL else 1
-        return slower * clock(way, method, fragment_bytes)
-
-    assert MethodTable.measure(disturbed) == table(24 * KIB, 0)
-    assert next(calls) == ROUNDS * calls_per_round
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from kvxfer.backends.host import HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.transfer import PolledEngine
 from tests.backends.pool_servers import running_pool
-from tests.cuda.engine_caches import NUM_BLOCKS, EngineCaches
+from tests.cuda.engine_caches import EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
 
 NAMESPACE = kvxfer.Namespace(model="model", revision="1", dtype="bfloat16")
@@ -27,25 +27,6 @@ def compute_stream(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
         cuda_stream = 0
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-
-
-@pytest.mark.parametrize("device_index", [0, 1])
-async def test_blocks_come_back_into_other_blocks(gpu: SimulatedGpu, device_index: int) -> None:
-    engine_caches = EngineCaches(gpu, device_index=device_index)
-    before = engine_caches.blocks
-    batches = gpu.get("num_batches")
-    ids = np.random.default_rng(1).permutation(NUM_BLOCKS)
-    async with kvxfer.connect(
-        "host://?capacity=4MiB", engine_caches.caches, namespace=NAMESPACE
-    ) as engine:
-        stored = await engine.store(KEYS, [ids[:20]])
-        loaded = await engine.load(KEYS, [ids[20:40]])
-        assert all(outcome.done for outcome in stored + loaded)
-    expected = before.copy()
-    expected[:, ids[20:40]] = before[:, ids[:20]]
-    assert np.array_equal(engine_caches.blocks, expected)
-    assert gpu.get("num_batches") > batches
-    assert gpu.get("registered_bytes") == 0
 
 
 async def test_the_host_pool_of_another_process_is_pinned_and_copied_to_without_staging(
@@ -116,16 +97,3 @@ def test_workers_of_one_engine_share_a_pool_across_devices(gpu: SimulatedGpu) ->
         assert [job.done for job in engine.get_finished()] == [True, True]
         engine.close()
         assert np.array_equal(worker.blocks[:, 20:40], before[part][:, :20])
-
-
-@pytest.mark.parametrize("methods", ["to_device=28KiB", "to_device=1MiB,to_host=1MiB"])
-async def test_how_small_fragments_are_copied_can_be_configured(
-    gpu: SimulatedGpu, methods: str
-) -> None:
-    engine_caches = EngineCaches(gpu)
-    before = engine_caches.blocks
-    url = f"host://?capacity=4MiB&methods={methods}"
-    async with kvxfer.connect(url, engine_caches.caches, namespace=NAMESPACE) as engine:
-        await engine.store(KEYS, [range(20)])
-        await engine.load(KEYS, [range(20, 40)])
-    assert np.array_equal(engine_caches.blocks[:, 20:40], before[:, :20])

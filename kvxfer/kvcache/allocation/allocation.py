@@ -102,7 +102,10 @@ def allocate_canonical(
     rows = CanonicalKVCacheTensor(buffer.view(config.num_blocks, row_bytes), row_bytes)
     return CanonicalAllocation(
         buffer=buffer,
-        kv_caches={name: each.view(buffer) for name, each in slices.items()},
+        kv_caches={
+            name: buffer.view(each.dtype).as_strided(each.shape, each.strides, each.offset)
+            for name, each in slices.items()
+        },
         caches=CanonicalKVCaches(
             tensors=(rows,),
             group_data_refs=tuple((_ref(group.layer_names, slices),) for group in config.groups),
@@ -133,10 +136,6 @@ class _Slice:
     end_bytes: int
     layout: str
     boxes: tuple[PageBox, ...]
-
-    def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """View the layer's part of the buffer; no copy."""
-        return buffer.view(self.dtype).as_strided(self.shape, self.strides, self.offset)
 
 
 def _slice_of(request: AllocationRequest, group: int, layer_name: str) -> _Slice:

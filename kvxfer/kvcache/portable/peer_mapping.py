@@ -227,13 +227,11 @@ class _PeerMapper:
             yield rank, tuple(box for box in placed if "head" in box.axes or not index)
 
     def _place(self, rank: int) -> tuple[PageBox, ...]:
-        described = self._theirs[0] if len(self._theirs) == 1 else self._theirs[rank]
-        return described.at_rank(rank).shard.place(described.groups[self._group].boxes)
+        return self._theirs[0].at_rank(rank).shard.place(self._of_rank(rank).boxes)
 
     def _of_rank(self, rank: int) -> GroupDescription:
-        return (self._theirs[0] if len(self._theirs) == 1 else self._theirs[rank]).groups[
-            self._group
-        ]
+        described = self._theirs[0] if len(self._theirs) == 1 else self._theirs[rank]
+        return described.groups[self._group]
 
     def _common_tokens(self, boxes: Sequence[PageBox]) -> int:
         """Find the tokens of a page that is an equal part of both blocks, and of their planes."""
