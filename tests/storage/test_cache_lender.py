@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -209,3 +210,31 @@ async def test_a_lender_that_was_closed_lends_nothing_but_its_tickets_end(
         engine.lender.peek(KEYS)
     clock.now += LEASE_S
     assert engine.lender.take_ended() == ["t"]
+
+
+def generations(lender: CacheLender, keys: list[BlockKey]) -> list[int]:
+    sight = lender.peek(keys, fenced=True)
+    assert sight is not None
+    assert sight.fences is not None
+    return [int(each) for each in sight.fences.generations]
+
+
+async def test_generations_change_when_a_block_is_offered_and_when_nobody_offers_it_any_more(
+    engine: LendingEngine,
+) -> None:
+    engine.offer(KEYS, [0, 1, 2])
+    sight = engine.lender.peek(KEYS, fenced=True)
+    assert sight is not None
+    assert sight.fences is not None
+    found = sight.fences
+    engine.lender.offer("u", KEYS[:2], [0, 1], complete=True)
+    assert generations(engine.lender, KEYS) == found.generations.tolist(), "offered all the time"
+    engine.lender.release(["t"])
+    words = engine.lender.regions[-1]
+    present: Any = words.owner
+    rows = (found.addresses - np.uint64(words.address)) // np.uint64(8)
+    changed = (present[rows] != found.generations).tolist()
+    assert changed == [False, False, True]
+    revoked = int(present[rows[2]])
+    engine.lender.offer("v", KEYS[2:], [2], complete=True)
+    assert generations(engine.lender, KEYS[2:])[0] not in {revoked, int(found.generations[2])}
