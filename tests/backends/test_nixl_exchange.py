@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,14 @@ from kvxfer.testing.conformance.suite import (
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
 from tests.backends.nixl_pair import open_pair
-from tests.backends.nixl_proven import endpoint_of, lending, proven
+from tests.backends.nixl_proven import (
+    asking,
+    endpoint_of,
+    holding,
+    lending,
+    proven,
+    require_served,
+)
 from tests.backends.nixl_wire import speak_version
 from tests.backends.recording_desk import RecordingDesk
 
@@ -380,3 +388,25 @@ async def test_heartbeats_keep_a_connection_on_which_nothing_is_asked() -> None:
         connection = await client.open()
         await asyncio.sleep(1.2)
         assert await client.open() is connection
+
+
+@pytest.mark.parametrize("side", ["holder", "client"])
+@pytest.mark.parametrize("serving", [True, False], ids=["of the reads", "of the other's reads"])
+async def test_a_cut_of_idle_data_connections_fails_no_store_and_no_load(
+    tmp_path: Path, side: str, *, serving: bool
+) -> None:
+    quick: dict[str, Any] = {"transport": "socket", "timeout_s": 3.0}
+    async with (
+        holding(tmp_path, **quick) as holder,
+        asking(tmp_path, holder, **quick) as client,
+    ):
+        agent = (holder if side == "holder" else client)._exchange._node.sockets
+        for first_key in range(0, 8 * 4, 4):  # more than a holder takes connections of one peer
+            await require_served(client, first_key)
+            lines: list[Any] = list(agent._serving)
+            if not serving:
+                lines = [line for remote in agent._remotes.values() for line in remote._lines]
+            for line in lines:
+                with contextlib.suppress(OSError):  # the other side may have cut it by now
+                    socket.socket.shutdown(line.connection._socket, socket.SHUT_RDWR)
+        await require_served(client, 100)
