@@ -1,9 +1,10 @@
 """Scenario of two processes that share a folder of files, with kills, power cuts and bad disks."""
 
 import asyncio
+import contextlib
 import errno
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,8 @@ from kvxfer.errors import BackendUnavailableError
 from kvxfer.pages.names import file_name
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.eviction.retention import Retention
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.observer import Reports
 from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulation, Step
 from kvxfer.testing.simulation.disk import CALLS, READS, WRITES
 from kvxfer.testing.simulation.processes import FIRST_PID
@@ -35,7 +37,13 @@ from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES, Part, Wo
 from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.transfer import TransferEngine
 from kvxfer.units import ByteSize
-from tests.simulation.tiers import leftovers_of_engine, leftovers_of_host, leftovers_of_tiers
+from tests.simulation.tiers import (
+    Mirror,
+    leftovers_of_engine,
+    leftovers_of_host,
+    leftovers_of_reports,
+    leftovers_of_tiers,
+)
 
 ROOT = Path("/new/store")
 PROCESSES = ("a", "b")
@@ -147,6 +155,8 @@ class _Store:
             self._disk.size_bytes = random.choice((4, 12)) * FILE_BYTES
         self._disk.when_changed = self._require_capacity
         self._history.is_strict = not self._has_tiers
+        self._removing: dict[str, list[list[BlockKey]]] = {name: [] for name in (*PROCESSES, "")}
+        self._is_counted_twice = False
         if random.random() < 0.1:
             simulation.runtime.scheduler.switch_by_line(BY_LINE)
 
@@ -156,18 +166,14 @@ class _Store:
         apart = ("kill", "cut", *OPERATORS)
         names = {step.arguments["process"] for step in self._steps}
         is_calm = not self.has_faults and all(step.what not in apart for step in self._steps)
-        return is_calm and len(names) == 1 and self._may_keep_all
+        return is_calm and len(names) == 1 and not self._is_counted_twice
 
     @property
     def is_roomy(self) -> bool:
         """Whether no block is evicted, so that what was stored is there at the end."""
         is_full = any(step.arguments.get("error") == errno.ENOSPC for step in self._steps)
-        return not (is_full or self._is_small_disk or self._has_tiers) and self._may_keep_all
-
-    @property
-    def _may_keep_all(self) -> bool:
-        """Whether no store looks for room by a walk, which may count twice what is being stored."""
-        return self.config.capacity >= ROOM * FILE_BYTES
+        is_limited = self.config.capacity < ROOM * FILE_BYTES or self._is_small_disk or is_full
+        return not (is_limited or self._has_tiers)
 
     def run(self) -> None:
         """Let the processes run, killed ones once more; then look at what they have left."""
@@ -239,6 +245,7 @@ class _Store:
                     self._simulation.fail("not opened without a fault", exc)
                 await asyncio.sleep(0.5)
                 continue
+            self._watch(files)
             if not self._has_tiers:
                 return Opened(backend=files, may_raise=self.has_faults)
             capacity = ByteSize(8 * FILE_BYTES)
@@ -250,9 +257,46 @@ class _Store:
             return Opened(backend=backend, tiers=tiers)
         return None
 
+    def _watch(self, files: FileBackend) -> None:
+        """Compare events with what is there, and note a walk that ends while files are written.
+
+        It may count these twice, until the next walk.
+        """
+        index = files._space._index
+        space, end_walk = files._space, index.end_walk
+        files.observe(
+            Reports([Mirror(lambda: space._our_keys([*index._entries]), files._space._gauges)])
+        )
+
+        def end_walk_noted() -> tuple[int, int]:
+            self._is_counted_twice |= any(each.held for each in index._entries.values())
+            return end_walk()
+
+        index.end_walk = end_walk_noted  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def removing(self, name: str, keys: list[BlockKey]) -> Iterator[None]:
+        """Note that a process removes blocks, or none that is named: any of them."""
+        self._removing[name].append(keys)
+        try:
+            yield
+        finally:
+            if keys in self._removing[name]:
+                self._removing[name].remove(keys)
+
+    def _end_removals(self, name: str) -> None:
+        """Note that a process that was killed removes nothing any more."""
+        removing, self._removing[name] = self._removing[name], []
+        for keys in removing:
+            for key in keys:
+                self._history.end_removal(key, self._simulation.now, was_found=False)
+            if not keys:
+                self._history.end_purge(self._simulation.now, is_whole=False)
+
     def kill(self, name: str) -> None:
         """Kill a process, at any moment; called by one of its threads."""
         self._simulation.note(f"   {name} is killed")
+        self._end_removals(name)
         self._done[name] = self._simulation.now
         process, scheduler = self._processes[name], self._simulation.runtime.scheduler
         process.has_ended = process.is_stopped = True
@@ -408,12 +452,21 @@ class _FileRun(EngineRun):
     async def _ls(self, **_: object) -> None:
         await self._aside(lambda: measure_usage(FolderStore(ROOT)))
 
+    async def _delete(self, parts: tuple[Part, ...], *given: Any, **more: Any) -> None:
+        with self._store_of_all.removing(self._name, self._world.keys(parts)):
+            await super()._delete(parts, *given, **more)
+
+    async def _purge(self, *given: Any, **more: Any) -> None:
+        with self._store_of_all.removing(self._name, []):
+            await super()._purge(*given, **more)
+
     async def _gc(self, **_: object) -> None:
         most = int(self._store_of_all.config.capacity) // 2
         began = self._simulation.now
         self._world.history.begin_purge()
         collect = GarbageCollection(FolderStore(ROOT), capacity_bytes=most, max_age_s=5.0)
-        await self._aside(collect.run)
+        with self._store_of_all.removing(self._name, []):
+            await self._aside(collect.run)
         self._world.history.end_purge(began, is_whole=False)
 
     async def _fsck(self, **_: object) -> None:
@@ -462,4 +515,5 @@ def leftovers_of_files(backend: FileBackend) -> list[str]:
         "claimed lists": len(backend._ledger._lists),
         "held files": sum(each.held for each in index._entries.values()),
     }
-    return [f"{count} {what}" for what, count in counts.items() if count]
+    left = [f"{count} {what}" for what, count in counts.items() if count]
+    return left + leftovers_of_reports(backend._space._reports)

@@ -111,7 +111,7 @@ MUTATIONS = (
         "_, running = await asyncio.wait(tasks, timeout=left)",
         "_, running = await asyncio.wait(tasks, timeout=None if left is None else left + 0.5)",
         "tiers",
-        20,
+        40,
     ),
     Mutation(
         "a piece that was abandoned counts as safe",
@@ -191,7 +191,7 @@ MUTATIONS = (
         "            if tier.index:\n                await self._writers[tier.index - 1].flush()\n",
         "",
         "tiers",
-        80,
+        300,
     ),
     Mutation(
         "an unsafe outcome of a tier is said to be safe",
@@ -199,7 +199,7 @@ MUTATIONS = (
         "pick_outcome(old, new, memory_safe=new.memory_safe)",
         "pick_outcome(old, new, memory_safe=True)",
         "tiers",
-        20,
+        40,
     ),
     Mutation(
         "a tier that was late is never tried again",
@@ -207,7 +207,7 @@ MUTATIONS = (
         "or self._suspension.is_on(runtime.monotonic())\n        return",
         "or self._suspension.num_failures\n        return",
         "tiers",
-        20,
+        60,
     ),
     Mutation(
         "the drain of a tier forgets its late calls",
@@ -793,6 +793,30 @@ MUTATIONS = (
         "            return\n",
         "peers",
         40,
+    ),
+    Mutation(
+        "pins of a pool engine that has ended stay",
+        "backends/pool/server.py",
+        "            await self._release(at_once=said_bye)\n",
+        "            pass\n",
+        "pool",
+        60,
+    ),
+    Mutation(
+        "an evicted file is not told",
+        "backends/file/space.py",
+        "                self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)\n",
+        "                pass\n",
+        "files",
+        60,
+    ),
+    Mutation(
+        "the room of a failed store of files is not given back",
+        "backends/file/space.py",
+        "        if num_given_back:\n",
+        "        if num_given_back < 0:\n",
+        "files",
+        100,
     ),
 )
 

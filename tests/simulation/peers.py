@@ -39,6 +39,7 @@ class PeersScenario(FleetScenario):
     num_engines: ClassVar[int] = 2
     faults: ClassVar[dict[str, int]] = {
         "kill_engine": 2,
+        "crash_engine": 2,
         "stop_engine": 1,
         "kill_holder": 2,
         "end_holder": 1,

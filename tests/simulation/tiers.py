@@ -1,10 +1,12 @@
 """Scenario of an engine over every list of tiers of this project."""
 
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from typing import ClassVar
 
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.storage.backend import Backend
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Added, Event, Observer, Removed, Reports
 from kvxfer.testing.dict_backend import DictBackend, DictConfig
@@ -101,7 +103,7 @@ def open_host(
         integrity=integrity,
     )
     backend = HostBackend(config, namespace)
-    backend.observe(Reports([_Mirror(backend)]))
+    backend.observe(Reports([Mirror(backend._index.keys, backend._gauges)]))
     return backend
 
 
@@ -114,24 +116,37 @@ class _PurgeableDict(DictBackend):
             del self._blocks[key]
 
 
-class _Mirror(Observer):
-    """Index of a backend as its events tell it."""
+class Mirror(Observer):
+    """Index of a backend as its events tell it.
 
-    def __init__(self, backend: HostBackend) -> None:
-        self._backend = backend
+    Args:
+        keys: Lists what is there.
+        gauges: Counts it.
+    """
+
+    def __init__(
+        self, keys: Callable[[], Iterable[BlockKey]], gauges: Callable[[], Mapping[Gauge, float]]
+    ) -> None:
+        self._keys = keys
+        self._gauges = gauges
         self._present: dict[BlockKey, None] = {}
 
     def note(self, event: Event) -> None:
         """See `Observer.note`."""
         if isinstance(event, Added):
             self._present |= dict.fromkeys(event.keys)
-        elif isinstance(event, Removed):
+        elif isinstance(event, Removed) and not event.namespace:
             for key in event.keys:
                 self._present.pop(key, None)
 
     def differences(self) -> list[BlockKey]:
         """Return the keys that are in one of the index and its events."""
-        return sorted(self._present.keys() ^ self._backend._index._entries.keys())
+        return sorted(self._present.keys() ^ set(self._keys()))
+
+    @property
+    def num_miscounted(self) -> float:
+        """Blocks by which the count of them is wrong."""
+        return abs(self._gauges()[Gauge.STORED_BLOCKS] - len(self._present))
 
 
 def _join(
@@ -178,10 +193,16 @@ def leftovers_of_host(backend: HostBackend) -> list[str]:
         "blocks being stored": sum(entry.storing for entry in entries),
         "quarantined slots": len(index._quarantined),
         "lost slots": backend.num_slots - index.num_free_slots - len(entries),
-        "keys of which events say something else": sum(
-            len(each.differences())
-            for each in backend._reports._observers
-            if isinstance(each, _Mirror)
-        ),
+    }
+    left = [f"{count} {what}" for what, count in counts.items() if count]
+    return left + leftovers_of_reports(backend._reports)
+
+
+def leftovers_of_reports(reports: Reports) -> list[str]:
+    """Describe in what events and counts differ from what is there."""
+    mirrors = [each for each in reports._observers if isinstance(each, Mirror)]
+    counts = {
+        "keys of which events say something else": sum(len(each.differences()) for each in mirrors),
+        "blocks counted wrongly": sum(each.num_miscounted for each in mirrors),
     }
     return [f"{count} {what}" for what, count in counts.items() if count]

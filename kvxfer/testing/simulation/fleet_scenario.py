@@ -1,6 +1,7 @@
 """Scenario of several engines and holders of their blocks, each in a process of its own."""
 
 import asyncio
+import contextlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,9 @@ from kvxfer.testing.simulation.scenario import Simulation, Step
 from kvxfer.testing.simulation.world import Part, World
 
 DRAIN_S = 2.0
+CRASH_S = 3.0
+MOST_CALLS = 12
+"""Virtual time and messages within which an engine is killed in the middle of a call."""
 AFTER_CALLS_S = (2e-4, 0.01, 1.0)
 """Virtual time after the begin of a call within which a fault begins: in the middle of it, or not
 long after it."""
@@ -75,6 +79,7 @@ class FleetScenario(EngineScenario):
     gone_s: ClassVar[float] = 0.0
     faults: ClassVar[dict[str, int]] = {
         "kill_engine": 3,
+        "crash_engine": 3,
         "stop_engine": 2,
         "kill_holder": 2,
         "end_holder": 1,
@@ -264,6 +269,28 @@ class _Fleet:
     async def _kill_engine(self, *, engine: int, for_s: float, share: float, **_: Any) -> None:
         if life := self._engines.pop(engine, None):
             self._kill(life, for_s if share < 1 else None)
+            await asyncio.sleep(for_s)
+            await self._start_engine(engine)
+
+    async def _crash_engine(self, *, engine: int, for_s: float, **_: Any) -> None:
+        """Kill an engine in the middle of a call, after some more messages of it."""
+        life, crashed = self._engines.get(engine), asyncio.Event()
+        if life is None or not life.process.is_alive:
+            return
+        loop, process = asyncio.get_running_loop(), life.process.process
+
+        def crash() -> None:
+            loop.call_soon_threadsafe(crashed.set)
+            self._kill(life, None)
+
+        num_calls = self._simulation.random(f"crash {self._simulation.now}").randrange(MOST_CALLS)
+        self._network.crash_at(process, num_calls, crash)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CRASH_S):
+                await crashed.wait()
+        self._network.crash_at(process, 0, None)
+        if process.has_ended and self._engines.get(engine) is life:
+            del self._engines[engine]
             await asyncio.sleep(for_s)
             await self._start_engine(engine)
 

@@ -89,6 +89,7 @@ class Network:
         self._partitions: dict[frozenset[str], float] = {}
         self._refusing: dict[str, float] = {}
         self._starving: dict[str, float] = {}
+        self._crashes: dict[SimulatedProcess, tuple[int, Callable[[], object]]] = {}
 
     @property
     def now(self) -> float:
@@ -129,6 +130,25 @@ class Network:
     def starve(self, name: str, for_s: float) -> None:
         """Let a process open and accept no connection for a time, for want of descriptors."""
         self._starving[name] = self.now + for_s
+
+    def crash_at(
+        self, process: SimulatedProcess, num_calls: int, crash: Callable[[], object] | None
+    ) -> None:
+        """Make a call in the middle of a later send or receive of a process, which it kills."""
+        self._crashes.pop(process, None)
+        if crash is not None:
+            self._crashes[process] = num_calls, crash
+
+    def count(self, process: SimulatedProcess) -> None:
+        """Count a send or receive; one that meets a crash ends with the process."""
+        if process in self._crashes:
+            left, crash = self._crashes.pop(process)
+            if left:
+                self._crashes[process] = left - 1, crash
+                return
+            crash()
+            self.scheduler.sleep(0)
+            raise OSError(errno.ECONNRESET, "the process was killed")
 
     def heal(self) -> None:
         """End all that hinders connections from now on."""
@@ -516,6 +536,7 @@ class SimulatedSocket(Waitable):
 
     def _send(self, data: memoryview, descriptors: Sequence[int]) -> int:
         self._require_open()
+        self.network.count(self.process)
         self.network.scheduler.point()
         self._wait(lambda: self.ready()[1])
         if self.peer is None:
@@ -548,6 +569,7 @@ class SimulatedSocket(Waitable):
 
     def _receive(self, num_bytes: int, flags: int) -> tuple[bytes, list[int]]:
         self._require_open()
+        self.network.count(self.process)
         self.network.scheduler.point()
         limit_s = self._timeout_s
         if flags & socket.MSG_DONTWAIT:
