@@ -82,8 +82,11 @@ async def test_a_load_of_more_than_was_found_asks_for_all(pins: list[list[BlockK
         assert pins == [KEYS[:3]]
 
 
-async def test_a_block_that_has_moved_is_read_where_it_is_kept(pins: list[list[BlockKey]]) -> None:
-    async with open_pair() as pair:
+@pytest.mark.parametrize("grade", ["full", "fenced"])
+async def test_a_block_that_has_moved_is_read_where_it_is_kept(
+    pins: list[list[BlockKey]], grade: str
+) -> None:
+    async with open_pair(integrity=grade) as pair:
         await pair.client.lookup(KEYS)
         assert await pair.holder.delete([KEYS[1]]) == [True]
         others = make_keys(1, first=50)
@@ -95,10 +98,11 @@ async def test_a_block_that_has_moved_is_read_where_it_is_kept(pins: list[list[B
         assert pins == [[KEYS[1]]]
 
 
+@pytest.mark.parametrize("grade", ["full", "fenced"])
 async def test_a_block_whose_place_was_taken_is_not_called_missing_as_its_memory_was_written(
-    pins: list[list[BlockKey]],
+    pins: list[list[BlockKey]], grade: str
 ) -> None:
-    async with open_pair() as pair:
+    async with open_pair(integrity=grade) as pair:
         await pair.client.lookup(KEYS)
         await pair.holder.delete([KEYS[2]])
         await store_generated(pair.client, make_keys(1, first=50), pair.memory.describe(0, [12]))
