@@ -607,18 +607,28 @@ class EngineRun:
         self._world.watched.look()
         self._require_no_leftovers("when all is quiet")
         await self._compare_tiers()
+        if await self._load_all():
+            # A tier that is paused after errors lets one request through, and the next ones
+            # when that is answered.
+            for part, outcome in await self._load_all():
+                self._simulation.fail("lost", f"{part} is now {outcome}")
+
+    async def _load_all(self) -> list[tuple[Part, Outcome]]:
+        """Load every part; return those that must be there, and are not."""
         parts = self._world.every_part()
         keys, batch = self._world.keys(parts), self._world.begin(tuple(parts), is_store=False)
         assert batch is not None
         call = self._engine.load(keys, batch.ids_by_group, timeout_s=ENGINE_TIMEOUT_S)
         outcomes = await self._within(MOST_S, "load", call)
         if outcomes is None:
-            return
-        for part, key, outcome in zip(parts, keys, outcomes, strict=True):
-            must_be_there = self._world.history.must_be_there(key, part.num_blocks)
-            if self.opened.is_roomy and must_be_there and not outcome.done:
-                self._simulation.fail("lost", f"{part} is now {outcome}")
+            return []
+        lost = [
+            (part, outcome)
+            for part, key, outcome in zip(parts, keys, outcomes, strict=True)
+            if self._world.history.must_be_there(key, part.num_blocks) and not outcome.done
+        ]
         self._world.end(batch, outcomes)
+        return lost if self.opened.is_roomy else []
 
     async def _compare_tiers(self) -> None:
         """Look at the copies of each chunk in all tiers: they are of one store."""

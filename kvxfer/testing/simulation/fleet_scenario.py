@@ -281,7 +281,8 @@ class _Fleet:
 
         def crash() -> None:
             loop.call_soon_threadsafe(crashed.set)
-            self._kill(life, None)
+            if self._engines.get(engine) is life:  # nobody would wait for one that is closing
+                self._kill(life, None)
 
         num_calls = self._simulation.random(f"crash {self._simulation.now}").randrange(MOST_CALLS)
         self._network.crash_at(process, num_calls, crash)
