@@ -183,6 +183,7 @@ class AZConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Raises:
             InvalidArgumentError: There is no storage account.
         """
+        require_extra(EXTRA, "obstore", what=f"{self.scheme}://")  # before the account
         if not self.account and not any(os.environ.get(name) for name in ACCOUNT_VARIABLES):
             wanted = f"a storage account, here or in {ACCOUNT_VARIABLES[0]}"
             raise InvalidArgumentError("account", self.account, wanted)
