@@ -68,6 +68,7 @@ class FilesScenario(EngineScenario):
 
     name = "files"
     num_faulty: ClassVar[int] = 0
+    num_calls: ClassVar[tuple[int, ...]] = (6, 18, 45)
 
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`."""

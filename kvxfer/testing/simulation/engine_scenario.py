@@ -43,7 +43,6 @@ MILD_S = 0.2
 DELETE_S = 1.5
 """Virtual time that a delete may take where nothing fails."""
 
-NUM_CALLS = (6, 18, 45)
 LOOK_S = 0.4
 LOST_STORES = 6
 STORM_S = 4.0
@@ -119,12 +118,14 @@ class EngineScenario(Scenario):
         num_faulty: Most tiers that may have faults.
         has_storms: Whether some plans are stores of one chunk again and again, beside deletes of
             it, which end soon all the same.
+        num_calls: Calls of a plan, of which it draws one number.
         rest_s: Virtual time after which nothing is under way any more.
         lasting: Names of threads that a process keeps until it ends.
     """
 
     num_faulty: ClassVar[int] = 1
     has_storms: ClassVar[bool] = False
+    num_calls: ClassVar[tuple[int, ...]] = (20, 60, 150)
     rest_s: ClassVar[float] = 60.0
     lasting: ClassVar[tuple[str, ...]] = ()
 
@@ -151,7 +152,7 @@ class EngineScenario(Scenario):
         weights = dict(CALLS)
         if random.random() < 0.3:
             del weights["evict"]
-        for _ in range(random.choice(NUM_CALLS)):
+        for _ in range(random.choice(self.num_calls)):
             at_s = random.random() * length_s
             if moments and random.random() < 0.7:
                 at_s = random.choice(moments) + random.random() * burst_s
