@@ -12,7 +12,6 @@ import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.backends.nixl import Endpoint, Exchange, LocalNode, NixlBackend, NixlConfig
-from kvxfer.backends.nixl import exchange as exchange_module
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.wire.messages import (
     MAX_DESCRIPTION_BYTES,
@@ -34,7 +33,6 @@ from kvxfer.storage.leases import Held
 from kvxfer.testing import BlockMemory, FakeNixlAgent
 from kvxfer.testing.conformance.suite import (
     make_keys,
-    make_memory,
     statuses,
     store_generated,
 )
@@ -304,82 +302,6 @@ async def test_who_only_asks_is_answered_whatever_the_transport_and_gets_no_bloc
         async with reader(transport="socket") as moving:
             with pytest.raises(KVXferError):
                 await moving.peer(holder.endpoint).hold("ours", KEYS)
-
-
-async def test_many_peers_that_do_not_answer_cost_one_deadline_together() -> None:
-    memory = make_memory()
-    writers: list[asyncio.StreamWriter] = []
-
-    def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
-
-    servers = [await asyncio.start_server(accept, "127.0.0.1", 0) for _ in range(6)]
-    ports = [server.sockets[0].getsockname()[1] for server in servers]
-    config = NixlConfig(
-        address=",".join(f"127.0.0.1:{port}" for port in ports),
-        listen="127.0.0.1:0",
-        capacity=ByteSize(1 << 20),
-        timeout_s=0.5,
-    )
-    began = asyncio.get_running_loop().time()
-    async with NixlBackend(config, memory.namespace()) as client:
-        assert await client.lookup(KEYS) == [False] * 4
-        outcomes = await client.load(KEYS, memory.describe(0, range(4)))
-        assert {each.status for each in outcomes} <= {Status.TIMED_OUT, Status.FAILED}
-    assert asyncio.get_running_loop().time() - began < 4
-    for server in servers:
-        server.close()
-    for writer in writers:
-        writer.close()
-    await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
-
-
-async def test_past_its_budget_the_quarantine_costs_a_new_agent(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with open_pair(quarantine=ByteSize(1), timeout_s=LATE_S) as pair:
-        pair.client_agents[-1].hold()
-        [outcome] = await pair.client.load(KEYS[:1], pair.memory.describe(0, [8]))
-        assert outcome.status is Status.TIMED_OUT
-        assert "restarting NIXL" in caplog.text
-        await pair.client.drain()
-        assert pair.client.num_quarantined_bytes == 0
-        target = pair.memory.describe(0, [9])
-        [outcome] = await pair.client.load(KEYS[:1], target)
-        assert outcome.done
-        assert read_payloads(target) == pair.payloads[:1]
-        assert len(pair.client_agents) == 2
-
-
-class StuckAgent(FakeNixlAgent):
-    """Agent whose end ends no read, as long as the test does not let it."""
-
-    may_end = asyncio.Event()
-
-    async def aclose(self) -> None:
-        if self.in_flight:
-            await self.may_end.wait()
-        await super().aclose()
-
-
-async def test_an_agent_that_does_not_end_keeps_no_later_call_waiting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(exchange_module, "RESTART_S", 0.05)
-    monkeypatch.setattr(StuckAgent, "may_end", asyncio.Event())
-    options: dict[str, Any] = {"quarantine": ByteSize(1), "timeout_s": LATE_S}
-    async with open_pair(agent=StuckAgent, **options) as pair, asyncio.timeout(LIMIT_S):
-        pair.stalled.hold()
-        late, next_one = pair.memory.describe(0, [8]), pair.memory.describe(0, [9])
-        [outcome] = await pair.client.load(KEYS[:1], late)
-        assert (outcome.status, outcome.memory_safe) == (Status.TIMED_OUT, False)
-        [outcome] = await pair.client.load(KEYS[:1], next_one)
-        assert outcome.done
-        assert read_payloads(next_one) == pair.payloads[:1]
-        assert pair.client.num_quarantined_bytes == late.num_bytes
-        StuckAgent.may_end.set()
-        await pair.client.drain()
-        assert pair.client.num_quarantined_bytes == 0
 
 
 async def test_heartbeats_keep_a_connection_on_which_nothing_is_asked() -> None:

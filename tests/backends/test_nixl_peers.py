@@ -4,14 +4,14 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
+from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
@@ -251,54 +251,3 @@ async def test_a_corrupt_block_in_one_of_several_runs_is_found(
         loaded = statuses(await backend.load(RUN_KEYS, target))
         assert loaded == [Status.DONE] * 3 + [Status.CORRUPT] + [Status.DONE] * 2
         assert await backend.lookup(RUN_KEYS) == [True] * 3 + [False] + [True] * 2
-
-
-class Directory:
-    """Directory that lists what a test tells it to, or raises."""
-
-    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
-        self.endpoints: Sequence[Endpoint] | BaseException = endpoints
-
-    async def peers(self) -> Sequence[Endpoint]:
-        if isinstance(self.endpoints, BaseException):
-            raise self.endpoints
-        return self.endpoints
-
-
-async def test_a_directory_that_fails_is_empty_or_repeats_itself_costs_no_more_than_hits(
-    memory: BlockMemory, caplog: pytest.LogCaptureFixture
-) -> None:
-    namespace = memory.namespace()
-    holders = [
-        NixlBackend(NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(1 << 20)), namespace)
-        for _ in range(2)
-    ]
-    for holder in holders:
-        await holder.start()
-    endpoints = [holder.server.endpoint for holder in holders if holder.server]
-    directory = Directory(endpoints[:1] * 2)
-    config = NixlConfig(address="127.0.0.1:1")
-    async with NixlBackend(config, namespace, directory=directory) as client:
-        blocks = memory.describe(0, range(4))
-        await store_generated(client, KEYS[:4], blocks)
-        assert len(client.statistics) == 1
-        directory.endpoints = RuntimeError("the registry is away")
-        assert await client.lookup(KEYS[:4]) == [True] * 4
-        assert "the registry is away" in caplog.text
-        directory.endpoints = asyncio.CancelledError()
-        assert await client.lookup(KEYS[:4]) == [True] * 4
-        directory.endpoints = []
-        assert await client.lookup(KEYS[:4]) == [False] * 4
-        assert statuses(await client.load(KEYS[:4], blocks)) == [Status.MISSING] * 4
-        [outcome, *_] = await client.store(KEYS[:4], blocks)
-        assert (outcome.status, outcome.reason) == (Status.FAILED, "no peer is known")
-        assert await client.delete(KEYS[:4]) == [False] * 4
-        directory.endpoints = endpoints[1:]
-        assert await client.lookup(KEYS[:4]) == [False] * 4
-        assert [*client.statistics] == [str(endpoints[1])]
-        assert holders[0].server is not None
-        async with asyncio.timeout(5):
-            while holders[0].server.sessions:  # noqa: ASYNC110 - the holder notices by itself
-                await asyncio.sleep(0.01)
-    for holder in holders:
-        await holder.aclose()

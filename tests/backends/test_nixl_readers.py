@@ -20,7 +20,7 @@ from kvxfer.testing.conformance.suite import (
 )
 from kvxfer.testing.payloads import read_payloads, write_payloads
 from kvxfer.units import ByteSize
-from tests.backends.test_nixl_quarantine import KEYS, Pair, open_pair
+from tests.backends.nixl_pair import KEYS, Pair, open_pair
 
 
 async def start_stalled_load(pair: Pair, block_id: int) -> "asyncio.Task[Any]":

@@ -220,6 +220,7 @@ async def test_a_data_connection_that_was_not_made_by_the_peer_is_refused(
     [
         ("plain", "closes"),
         ("plain", "resets"),
+        ("plain", "asks by HTTP"),
         ("TLS", "closes"),
         ("TLS", "resets"),
         ("TLS", "closes in the TLS handshake"),
@@ -237,6 +238,8 @@ async def test_a_health_check_is_not_worth_a_warning(
             async with strangers(port(holder, which), 1) as [check]:
                 if how == "resets":
                     check.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                elif how == "asks by HTTP":
+                    check.send(b"GET / HTTP/1.1\r\nHost: kvxfer\r\n\r\n")
                 elif how == "closes in the TLS handshake":
                     check.send(b"\x16\x03\x01\x00\xc8\x01")
         config = NixlConfig(address=str(holder.server.endpoint), transport="socket", **tls)

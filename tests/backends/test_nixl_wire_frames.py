@@ -1,14 +1,12 @@
 """Frames: each received one is the next that was sent, or an error."""
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer import make_block_key
-from kvxfer.backends.nixl.wire import frames
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -16,27 +14,21 @@ from kvxfer.backends.nixl.wire.frames import (
     SEAL_BYTES,
     FrameCodec,
     FrameKeys,
-    RateLimit,
 )
 from kvxfer.backends.nixl.wire.handshake import Role, Session
 from kvxfer.backends.nixl.wire.messages import (
     MAX_TEXT_CHARACTERS,
     Answer,
-    Extents,
     Handshake,
     Lookup,
     Message,
     Ping,
     Proof,
     Reading,
-    Region,
     Request,
 )
-from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import InvalidArgumentError, ProtocolError
-from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from tests.backends.nixl_wire import Ends, connected
-from tests.clock import Clock
+from kvxfer.kvcache.memory_region import HOST
 
 REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 HANDSHAKE: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)
@@ -197,38 +189,6 @@ def texts_of(message: object) -> list[str]:
 PING: msgspec.msgpack.Decoder[Ping] = msgspec.msgpack.Decoder(Ping)
 
 
-def secure(ends: Ends) -> None:
-    ends.client.secure(Session(Role.ASKING, session_id=b"", key=b"").frame_keys())
-    ends.server.secure(Session(Role.SERVING, session_id=b"", key=b"").frame_keys())
-
-
-@pytest.mark.parametrize(
-    "limit",
-    [RateLimit(frames_per_second=20), RateLimit(bytes_per_second=20 * 1000)],
-    ids=["frames", "bytes"],
-)
-def test_a_second_worth_may_come_at_once_and_silence_saves_no_more(
-    limit: RateLimit, clock: Clock
-) -> None:
-    pace = frames._Pace(limit)
-    for _ in range(2):
-        for _ in range(20):
-            assert pace.ahead_s() <= 1e-9
-            pace.count(1000)
-        for _ in range(5):
-            pace.count(1000)
-        assert pace.ahead_s() == pytest.approx(5 / 20)
-        clock.now += 3600
-
-
-async def test_a_message_that_is_too_large_leaves_the_connection_as_it_is() -> None:
-    async with connected() as ends:
-        with pytest.raises(InvalidArgumentError, match="size of a message Proof"):
-            await ends.client.send(Proof(mac=bytes(MAX_UNPROVEN_FRAME_BYTES)))
-        await ends.client.send(Ping(request_id=1))
-        assert await ends.server.receive(PING) == Ping(request_id=1)
-
-
 GPU, OTHER_GPU = (torch.device("cuda", index) for index in (0, 1))
 
 
@@ -239,46 +199,3 @@ DEVICES = [OTHER_GPU, HOST, GPU]
 
 
 STARTS = [3 * BYTES, BYTES, 5 * BYTES]
-
-
-@pytest.fixture
-def regions() -> Regions:
-    pairs = zip(STARTS, DEVICES, strict=True)
-    return Regions().extend(MemoryRegion(start, BYTES, None, device) for start, device in pairs)
-
-
-def extents(*indices: int) -> Extents:
-    count = len(indices)
-    return Extents(
-        regions=np.array(indices, np.uint32).tobytes(),
-        offsets=np.full(count, 7, np.uint64).tobytes(),
-        lengths=np.full(count, 5, np.uint64).tobytes(),
-        block_offsets=np.arange(count + 1).tobytes(),
-    )
-
-
-def test_extents_of_several_devices_in_one_request_are_refused(regions: Regions) -> None:
-    with pytest.raises(InvalidArgumentError, match="'cuda:1, cuda:0'; expected one"):
-        regions.resolve(extents(2, 0))
-
-
-def test_extents_whose_sum_wraps_are_refused() -> None:
-    whole = Regions([(BYTES, (1 << 63) - BYTES)])
-    half = 1 << 62
-    wrapping = Extents(
-        regions=np.zeros(4, "<u4").tobytes(),
-        offsets=np.zeros(4, "<u8").tobytes(),
-        lengths=np.array([half, half, half, half + 4096], "<u8").tobytes(),
-        block_offsets=np.array([0, 4], "<i8").tobytes(),
-    )
-    with pytest.raises(InvalidArgumentError, match="fewer bytes in all"):
-        whole.resolve(wrapping)
-
-
-@pytest.mark.parametrize(
-    "device", ["cuda", "cuda:", "cuda:-1", "cuda:01", "cuda:128", "cuda:0 ", "meta", "", "CPU"]
-)
-def test_a_device_that_is_neither_the_host_nor_a_gpu_is_refused_by_name(device: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="device of a region") as caught:
-        Regions([Region(BYTES, BYTES), Region(3 * BYTES, BYTES, device)])
-    assert caught.value.value == device
