@@ -325,9 +325,10 @@ class BlockIndex:
         self._free_slots.extend(slots)
 
     def clear(self) -> None:
-        """Remove every block, plan and pin, which must not be finished or unpinned; free all slots.
+        """Remove every block and free all slots, as if no store had begun and no block were pinned.
 
-        The caller must ensure that no slot is still being read or written.
+        The caller must ensure that no slot is still being read or written, and must neither finish
+        the stores nor unpin the blocks of before.
         """
         self._entries.clear()
         self._quarantined.clear()

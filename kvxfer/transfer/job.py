@@ -97,7 +97,8 @@ class Job:
         blocks = self.blocks
         if blocks.num_bytes <= max_bytes:
             return [Piece(0, len(self.keys), blocks.num_bytes)]
-        return [Piece(*cut, blocks.select(*cut).num_bytes) for cut in blocks.cut(max_bytes)]
+        sizes, cuts = blocks.block_sizes, blocks.cut(max_bytes)
+        return [Piece(start, stop, int(sizes[start:stop].sum())) for start, stop in cuts]
 
     def meets(self, other: "Job") -> bool:
         """Whether one of two jobs writes what the other one reads or writes."""
