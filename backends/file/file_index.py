@@ -70,7 +70,6 @@ class _WalkChanges:
     removed: set[FileId] = field(default_factory=set)
     quarantined: set[FileId] = field(default_factory=set)
     evicted_from_quarantine: set[FileId] = field(default_factory=set)
-    num_bytes_reserved: int = 0
 
     def find(self, block: FoundBlock) -> None:
         """Note a file that the walk has found; a misplaced one is foreign, and only takes room."""
@@ -131,7 +130,6 @@ class FileIndex:
                 self._policy.admit(file)
             if self._changes is not None:
                 self._changes.stored |= dict.fromkeys(files)
-                self._changes.num_bytes_reserved += sum(sizes)
         return vanished
 
     def settle(
@@ -278,12 +276,12 @@ class FileIndex:
                 newer = dict.fromkeys([*known, *changes.stored])
             yield from self._in_steps(self._renew, list(newer))
 
-    def end_walk(self) -> tuple[int, int]:
+    def end_walk(self) -> int:
         """End a walk that the index has learned.
 
         Returns:
-            Bytes of all files, those included that are being written; and of these the bytes that
-            this process reserved since the walk began. Never too few, whatever happened meanwhile.
+            Bytes of all files, those included that this process is writing. Never too few, whatever
+            happened meanwhile.
         """
         with self._lock:
             changes, self._changes = self._changes or _WalkChanges(), None
@@ -306,7 +304,7 @@ class FileIndex:
                     is_counted = not entry.held or file in gone  # and found before it was replaced
                 if block is not None and is_counted:
                     total -= block.num_bytes_on_disk
-        return total, changes.num_bytes_reserved
+        return total
 
     def take_changes(self) -> tuple[list[FileId], list[FileId]]:
         """Return the files that the last walk added, and those that it dropped, once."""

@@ -299,7 +299,7 @@ class Space:
             logger.info("%s: removed %d files of dead writers", self._tree.root, num_removed)
         num_skipped = self._tree.num_skipped
         with self._ledger.locked():
-            added_before = self._ledger.added
+            added_by_others = self._ledger.added_here - self._ledger.added
             reserved_by_others = self._ledger.reserved_by_others()
             self._index.begin_walk()
         try:
@@ -314,9 +314,8 @@ class Space:
             self._index.abandon_walk()
             raise
         with self._ledger.locked():
-            total, reserved = self._index.end_walk()
-            added_by_others = self._ledger.added - added_before - reserved
-            total += reserved_by_others + added_by_others
+            added_by_others += self._ledger.added - self._ledger.added_here
+            total = self._index.end_walk() + reserved_by_others + added_by_others
             self._ledger.recount(total, is_partial=self._tree.num_skipped != num_skipped)
 
     def _reserve(

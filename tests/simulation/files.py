@@ -68,7 +68,6 @@ class FilesScenario(EngineScenario):
 
     name = "files"
     num_faulty: ClassVar[int] = 0
-    num_calls: ClassVar[tuple[int, ...]] = (6, 18, 45)
 
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`."""
@@ -269,7 +268,7 @@ class _Store:
             Reports([Mirror(lambda: space._our_keys([*index._entries]), files._space._gauges)])
         )
 
-        def end_walk_noted() -> tuple[int, int]:
+        def end_walk_noted() -> int:
             self._is_counted_twice |= any(each.held for each in index._entries.values())
             return end_walk()
 

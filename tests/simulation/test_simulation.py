@@ -70,6 +70,7 @@ def test_seeds_find_nothing(scenario: Scenario) -> None:
 FOUND = (
     ("polled", 213),  # two threads took one finished job, one of them with a KeyError
     ("files", 12),  # a file that was replaced during a walk was counted twice
+    ("files", 272),  # room that was not counted, for want of a disk, was taken off at a walk's end
 )
 """Seeds that have found a fault of the product."""
 

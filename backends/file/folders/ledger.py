@@ -66,6 +66,7 @@ class Ledger:
             are valid, and may be changed, only inside `locked`.
         used: Bytes in the store.
         added: Bytes that were ever added.
+        added_here: Bytes that this process added, and that are counted.
         reserved: Bytes that this process added and did not settle yet.
     """
 
@@ -76,7 +77,7 @@ class Ledger:
         self._lists: set[int] = set()
         self.known = False
         self.used = 0
-        self.added = 0
+        self.added = self.added_here = 0
         self.reserved = 0
         self._fd, self._claim = self._open()
 
@@ -91,7 +92,7 @@ class Ledger:
 
         Raises:
             OSError: The count cannot be read or written, or somebody has locked it for
-                `LOCK_TIMEOUT_S`; nothing was changed, `reserved` included.
+                `LOCK_TIMEOUT_S`; nothing was changed, `reserved` and `added_here` included.
         """
         ends_at = runtime.monotonic() + LOCK_TIMEOUT_S
         with self._locked_here(ends_at):
@@ -102,14 +103,14 @@ class Ledger:
                 record = strip_checksum(read)
                 self.known = len(record) == _RECORD.size and record.startswith(_MAGIC)
                 _, self.used, self.added = _RECORD.unpack(record) if self.known else (b"", 0, 0)
-                reserved = self.reserved
+                reserved, added_here = self.reserved, self.added_here
                 try:
                     yield
                 finally:
                     try:
                         self._write(record, reserved)
                     except BaseException:
-                        self.reserved = reserved
+                        self.reserved, self.added_here = reserved, added_here
                         raise
             finally:
                 with contextlib.suppress(OSError, MemoryError):  # what is done stays so
@@ -148,6 +149,7 @@ class Ledger:
         """Count bytes that are about to be written; only inside `locked`."""
         self.used += num_bytes
         self.added += num_bytes
+        self.added_here += num_bytes
         self.reserved += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
