@@ -39,7 +39,6 @@ class MemoryScenario(EngineScenario):
 
     name = "memory"
     num_faulty: ClassVar[int] = 0
-    num_calls: ClassVar[tuple[int, ...]] = (6, 18, 45)
 
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`; the calls go on for several rounds of the scrubber."""

@@ -111,7 +111,7 @@ MUTATIONS = (
         "_, running = await asyncio.wait(tasks, timeout=left)",
         "_, running = await asyncio.wait(tasks, timeout=None if left is None else left + 0.5)",
         "tiers",
-        40,
+        20,
     ),
     Mutation(
         "a piece that was abandoned counts as safe",
@@ -119,7 +119,7 @@ MUTATIONS = (
         "        except asyncio.CancelledError:\n            self._settle(job)\n            raise",
         "        except asyncio.CancelledError:\n            raise",
         "tiers",
-        400,
+        40,
     ),
     Mutation(
         "unsafe outcomes of a backend are forgotten",
@@ -175,7 +175,7 @@ MUTATIONS = (
         '        if is_caller_cancelled():\n            raise\n        raise BackendUnavailableError("the',
         '        if exc:\n            raise\n        raise BackendUnavailableError("the',
         "tiers",
-        400,
+        60,
     ),
     Mutation(
         "what the second tier took is not written back",
@@ -191,7 +191,7 @@ MUTATIONS = (
         "            if tier.index:\n                await self._writers[tier.index - 1].flush()\n",
         "",
         "tiers",
-        300,
+        80,
     ),
     Mutation(
         "an unsafe outcome of a tier is said to be safe",
@@ -199,7 +199,7 @@ MUTATIONS = (
         "pick_outcome(old, new, memory_safe=new.memory_safe)",
         "pick_outcome(old, new, memory_safe=True)",
         "tiers",
-        40,
+        20,
     ),
     Mutation(
         "a tier that was late is never tried again",
@@ -207,7 +207,7 @@ MUTATIONS = (
         "or self._suspension.is_on(runtime.monotonic())\n        return",
         "or self._suspension.num_failures\n        return",
         "tiers",
-        60,
+        20,
     ),
     Mutation(
         "the drain of a tier forgets its late calls",
@@ -416,7 +416,7 @@ MUTATIONS = (
         "            self._lock_file(ends_at)\n            try:",
         "            try:",
         "files",
-        500,
+        300,
     ),
     Mutation(
         "room is made for what is there, not for what comes",
@@ -688,7 +688,7 @@ MUTATIONS = (
         "        await self._ask(self._removers, self._folder.sync_file_system)\n",
         "        await asyncio.sleep(0)\n",
         "files",
-        300,
+        200,
     ),
     Mutation(
         "reserved bytes are not counted",
@@ -704,7 +704,7 @@ MUTATIONS = (
         "        async with self._stores.acquire(keys):\n",
         "        async with contextlib.AsyncExitStack():\n",
         "files",
-        200,
+        60,
     ),
     Mutation(
         "padding is not cut off",

@@ -47,7 +47,6 @@ class ObjectsScenario(EngineScenario):
     name = "objects"
     share: ClassVar[float] = 0.5
     num_faulty: ClassVar[int] = 0
-    num_calls: ClassVar[tuple[int, ...]] = (6, 18, 45)
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
         """See `EngineScenario.open`: the backend of a process that is alone."""

@@ -136,7 +136,7 @@ class OffloadingScenario(Scenario):
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`."""
         steps, length_s = [], random.choice((0.3, 2.0, 8.0))
-        num_requests, bursts = random.choice((3, 6, 14)), random.choice((0, 2, 4))
+        num_requests, bursts = random.choice((6, 16, 40)), random.choice((0, 2, 4))
         moments = [random.random() * length_s for _ in range(bursts)]
         for number in range(num_requests):
             arguments: dict[str, Any] = {

@@ -43,13 +43,11 @@ MILD_S = 0.2
 DELETE_S = 1.5
 """Virtual time that a delete may take where nothing fails."""
 
-LOOK_S = 0.4
+LOOK_S = 0.15
+"""Virtual time between two looks at the memory."""
 LOST_STORES = 6
 STORM_S = 4.0
-"""Virtual time of a storm beside a tier that hangs."""
-DELETES_S = 1.0
-"""Virtual time of a storm beside deletes, in which only their order matters."""
-STORM_DELETES = 4
+STORM_DELETES = 8
 STORM_TASKS = 3
 STORM_PAUSE_S = 0.03
 STORM_TIMEOUT_S = 0.1
@@ -118,14 +116,12 @@ class EngineScenario(Scenario):
         num_faulty: Most tiers that may have faults.
         has_storms: Whether some plans are stores of one chunk again and again, beside deletes of
             it, which end soon all the same.
-        num_calls: Calls of a plan, of which it draws one number.
         rest_s: Virtual time after which nothing is under way any more.
         lasting: Names of threads that a process keeps until it ends.
     """
 
     num_faulty: ClassVar[int] = 1
     has_storms: ClassVar[bool] = False
-    num_calls: ClassVar[tuple[int, ...]] = (20, 60, 150)
     rest_s: ClassVar[float] = 60.0
     lasting: ClassVar[tuple[str, ...]] = ()
 
@@ -141,9 +137,9 @@ class EngineScenario(Scenario):
         """See `Scenario.plan`."""
         if self.has_storms:
             kind = random.random()
-            if kind < 0.2:
+            if kind < 0.25:
                 return self._plan_storm(random)
-            if kind < 0.27:
+            if kind < 0.32:
                 return self._plan_lost_source(random)
         steps, length_s = [], random.choice((2.0, 5.0, 15.0))
         num_keys, bursts = random.choice((1, 3, NUM_KEYS)), random.choice((0, 3, 12))
@@ -152,7 +148,7 @@ class EngineScenario(Scenario):
         weights = dict(CALLS)
         if random.random() < 0.3:
             del weights["evict"]
-        for _ in range(random.choice(self.num_calls)):
+        for _ in range(random.choice((20, 60, 150))):
             at_s = random.random() * length_s
             if moments and random.random() < 0.7:
                 at_s = random.choice(moments) + random.random() * burst_s
@@ -173,11 +169,7 @@ class EngineScenario(Scenario):
     def _plan_storm(self, random: Random) -> list[Step]:
         """Plan a storm of stores beside a tier that hangs, or beside deletes of the same chunk."""
         [part, *_], hangs = draw_parts(random, 1), self.num_faulty > 1 and random.random() < 0.3
-        storm = {
-            "part": part,
-            "timeout_s": STORM_TIMEOUT_S if hangs else None,
-            "for_s": STORM_S if hangs else DELETES_S,
-        }
+        storm = {"part": part, "timeout_s": STORM_TIMEOUT_S if hangs else None}
         if hangs:
             fault = random.choice((TierFault.HANG, TierFault.STUCK))
             arguments = {"fault": fault, "for_s": 2 * STORM_S, "share": 1.0, "calls": FAULTY_CALLS}
@@ -185,7 +177,7 @@ class EngineScenario(Scenario):
             return [Step(0.0, "fault", {"tier": tier, **arguments}), Step(0.1, "storm", storm)]
         steps = [Step(0.0, "storm", storm)]
         for number in range(STORM_DELETES):
-            at_s = (number + random.random()) * DELETES_S / STORM_DELETES
+            at_s = (number + random.random()) * STORM_S / STORM_DELETES
             given: dict[str, Any] = {"timeout_s": None, "cancel_s": None}
             if random.random() < 0.4:
                 steps.append(Step(at_s, "purge", given))
@@ -402,10 +394,10 @@ class EngineRun:
             pause_s = min(2 * pause_s, POLL_S[1])
         return self._finished.pop(job_id).outcomes
 
-    async def _storm(self, part: Part, timeout_s: float | None, for_s: float) -> None:
+    async def _storm(self, part: Part, timeout_s: float | None) -> None:
         """Store a chunk again and again from several sides, which the first tier keeps evicting."""
         done_at, num_stores = [self._simulation.now], 0
-        ends_at = self._simulation.now + for_s
+        ends_at = self._simulation.now + STORM_S
 
         async def go_on(random: Random) -> None:
             nonlocal num_stores

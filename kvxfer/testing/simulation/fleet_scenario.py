@@ -73,7 +73,6 @@ class FleetScenario(EngineScenario):
     """
 
     num_faulty: ClassVar[int] = 0
-    num_calls: ClassVar[tuple[int, ...]] = (6, 18, 45)
     num_holders: ClassVar[int] = 1
     num_engines: ClassVar[int] = 3
     quiet_s: ClassVar[float] = 35.0
