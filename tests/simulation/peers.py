@@ -1,5 +1,6 @@
 """Scenario of engines whose blocks are at peers, `nixl://`."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -26,6 +27,8 @@ ETCD_SHARE = 0.4
 """Share of the seeds in which engines find holders by etcd."""
 DELAYS_S = (0.0, 0.001, 0.3)
 LONG_DELAYS_S = (2.0, 8.0)
+LOST_S = 120.0
+"""Virtual time after which a lost read has ended: a drain waits as long as memory may change."""
 
 
 class PeersScenario(FleetScenario):
@@ -133,6 +136,7 @@ class PeersScenario(FleetScenario):
                     agent.failing = not agent.failing
                 else:
                     agent.hold()
+                    asyncio.get_running_loop().call_later(LOST_S, agent.release)
 
     def end_faults(self, simulation: Simulation) -> None:
         """See `FleetScenario.end_faults`."""

@@ -152,7 +152,7 @@ class ModelEngine:
     ) -> None:
         self.name = name
         self.weights = self.num_steps = self.num_loaded = 0
-        self.is_computing = False
+        self.is_computing = self._was_reset = False
         self.ended: dict[str, Any] = {}
         self._simulation, self._prefixes = simulation, prefixes
         self._random, self._step_s = simulation.random(f"steps of {name}"), step_s
@@ -220,7 +220,13 @@ class ModelEngine:
         self.ended.setdefault(str(name), None)
 
     def reset(self, *, also_running: bool, has_new_weights: bool) -> bool:
-        """Reset the caches, as for new weights; return whether nothing was in use."""
+        """Reset the caches, as for new weights; return whether nothing was in use.
+
+        Once between two steps: vLLM's own connector ends with an assertion at the second time.
+        """
+        if self._was_reset:
+            return False
+        self._was_reset = True
         is_loading = any(
             each.status is RequestStatus.WAITING_FOR_REMOTE_KVS
             for each in self.scheduler.requests.values()
@@ -276,6 +282,7 @@ class ModelEngine:
 
     def _step(self) -> None:
         self.num_steps += 1
+        self._was_reset = False
         output = self.scheduler.schedule()
         self.is_computing = bool(output.num_scheduled_tokens)
         self._pass()
