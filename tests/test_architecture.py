@@ -67,7 +67,7 @@ BUDGETS = {
     "kvxfer/telemetry": 1_717,
     "kvxfer/testing": 7_337,
     "kvxfer/tiering": 1_582,
-    "kvxfer/transfer": 2_090,
+    "kvxfer/transfer": 2_110,
 }
 MAX_FUNCTION_LINES = 70
 # What is no function of its arguments is asked of `kvxfer.runtime`, which a simulation replaces.

@@ -30,6 +30,8 @@ from kvxfer.transfer.job import Direction, Job, JobId, Piece
 PIECES_IN_FLIGHT = 4
 """Pieces that the bound on the bytes in flight has room for: a load waits for one piece of a large
 store, not for all of it."""
+AT_ONCE_S = 100e-6
+"""Time between two looks below which the thread computes nothing."""
 
 
 class Admission:
@@ -102,6 +104,8 @@ class Slices:
         load_bytes: Bytes of a load that are moved at a time; the engine waits for it anyway.
         store_bytes: Bytes of a store that are moved at a time: 0.6 ms of the engine's computing.
         hashed_bytes: Bytes of a device that are moved at a time where they are hashed: 0.5 ms.
+        spare_bytes: Bytes that are moved at a time where the thread waits, or looks again at once:
+            a slice costs 0.1 ms beside the copy.
         share: Share of the time between two looks that may go into slices, beyond one.
 
     Raises:
@@ -111,10 +115,11 @@ class Slices:
     load_bytes: int = 256 << 20
     store_bytes: int = 4 << 20
     hashed_bytes: int = 8 << 20
+    spare_bytes: int = 32 << 20
     share: float = 0.05
 
     def __post_init__(self) -> None:
-        set_counts(self, "load_bytes", "store_bytes", "hashed_bytes")
+        set_counts(self, "load_bytes", "store_bytes", "hashed_bytes", "spare_bytes")
         share = require_number("share", self.share, "a number, 0 or more")
         object.__setattr__(self, "share", share)
 
@@ -127,6 +132,14 @@ class _BegunJob:
     pieces: deque[Piece]
     transfer: Begun | None = None
     reported: bool = False
+
+    def join_pieces(self, max_bytes: int) -> None:
+        """Join the first pieces, while they have no more bytes than that."""
+        pieces = self.pieces
+        while len(pieces) > 1 and pieces[0].num_bytes + pieces[1].num_bytes <= max_bytes:
+            first, second = pieces.popleft(), pieces.popleft()
+            num_bytes = first.num_bytes + second.num_bytes
+            pieces.appendleft(Piece(first.start, second.stop, num_bytes))
 
 
 class JobMover:
@@ -236,9 +249,14 @@ class JobMover:
         with self._turn() as has_turn:
             if has_turn and self._immediate is not None:
                 self._ask_all()
+                now = runtime.monotonic()
+                away_s = now - self._looked_s
                 if not hurry:
-                    now = runtime.monotonic()
-                    until = now + self._slices.share * (now - self._looked_s)
+                    until = now + self._slices.share * away_s
+                if hurry or away_s < AT_ONCE_S:
+                    for each in self._begun.values():
+                        if each.job.blocks.device == HOST:
+                            each.join_pieces(self._slices.spare_bytes)
                 self._go_on(self._immediate, hurry or list(self._begun), until)
                 self._looked_s = runtime.monotonic()
 

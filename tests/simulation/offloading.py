@@ -94,7 +94,7 @@ class _Tiers:
         self._max_blocks = random.choice((None, None, 8, 24))
         self.purges = bool(self._disks) and random.random() < 0.3
         size = random.choice((300, 1 << 20))
-        self.slices = Slices(load_bytes=size, store_bytes=size)
+        self.slices = Slices(load_bytes=size, store_bytes=size, spare_bytes=2 * size)
         self.rows_per_job = random.choice((1, 1000))
         self.bytes_per_step = random.choice((4096, 3 * 4096, 1 << 28))
         self.faulty: list[FaultyTier] = []

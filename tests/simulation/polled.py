@@ -22,6 +22,7 @@ POLL_S = 0.004
 SLACK_S = 0.1
 MOST_S = 600.0
 SLICES = (256, 1 << 20)
+SPARE_BYTES = 1024
 """Bytes that are moved at a time on a thread of the engine: those of a block, or of any batch."""
 BY_LINE = 0.02
 """Share of the lines of kvxfer after which another thread goes on, in every second seed."""
@@ -102,7 +103,11 @@ class _Run:
             self.opened.backend,
             blocks_per_chunk=self._world.memory.blocks_per_chunk,
             max_bytes_in_flight=random.choice((1024, 1 << 20)),
-            slices=Slices(load_bytes=random.choice(SLICES), store_bytes=random.choice(SLICES)),
+            slices=Slices(
+                load_bytes=random.choice(SLICES),
+                store_bytes=random.choice(SLICES),
+                spare_bytes=SPARE_BYTES,
+            ),
             timeout_s=ENGINE_TIMEOUT_S,
             close_timeout_s=CLOSE_TIMEOUT_S,
         )

@@ -1,6 +1,7 @@
 """Jobs in host memory are moved on the thread that submits them, without an event loop."""
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,8 @@ from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.transfer import PolledEngine, Slices
 from kvxfer.transfer.job import Direction, FinishedJob
+from kvxfer.transfer.mover import AT_ONCE_S
+from tests.clock import Clock
 
 KEYS = [slot_key(key, slot, 0) for slot, key in enumerate(make_keys(4))]
 IDS = [[0, 1, 2, 3]]
@@ -146,7 +149,7 @@ class TestLongJobs:
     @pytest.fixture
     def slices(self) -> Slices:
         """Slices of one block, and no more of them after a long pause."""
-        return Slices(load_bytes=8192, store_bytes=4096, share=0)
+        return Slices(load_bytes=8192, store_bytes=4096, spare_bytes=4096, share=0)
 
     def test_each_poll_moves_one_slice(
         self, engine: PolledEngine[ToldBackend], backend: ToldBackend, memory: BlockMemory
@@ -161,6 +164,18 @@ class TestLongJobs:
         assert all(backend.was_here)
         assert submit(engine, ELSEWHERE).done
         assert read_payloads(memory.describe(0, ELSEWHERE[0])) == payloads
+
+    def test_a_thread_that_looks_again_at_once_moves_more(
+        self, clock: Clock, memory: BlockMemory, backend: ToldBackend
+    ) -> None:
+        slices = Slices(store_bytes=4096, spare_bytes=8192, share=0)
+        with contextlib.closing(PolledEngine(memory.caches, backend, slices=slices)) as engine:
+            engine.submit_store(KEYS, IDS)
+            for pause_s in (2 * AT_ONCE_S, 0.0):
+                clock.now += pause_s
+                jobs = engine.get_finished()
+        assert jobs[0].done
+        assert backend.num_stored == [1, 1, 2]
 
     @pytest.mark.parametrize("way", ["cancel", "deadline", "close", "freed"])
     def test_what_was_not_stored_says_why_and_is_safe(
