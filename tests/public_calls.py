@@ -32,6 +32,7 @@ from kvxfer.kvcache import (
 )
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage import PromptKeys, StoredTensor
+from kvxfer.storage.backend import Purgeable
 from kvxfer.storage.lending import BlockParts
 from kvxfer.storage.observer import Added, Reports
 from kvxfer.testing import DictBackend, DictConfig
@@ -307,6 +308,7 @@ VALID_CACHES = {
 
 VALID_TRANSFERS = {
     "BlockMover.attach": Valid({"memory": []}, backend),
+    "BlockMover.provide": Valid({"interface": Purgeable}, backend),
     "BytesBackend.delete": Valid({"keys": KEYS}, Values),
     "BytesBackend.load": Valid({"keys": KEYS, "blocks": blocks()}, Values),
     "BytesBackend.lookup": Valid({"keys": KEYS}, Values),

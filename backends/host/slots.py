@@ -6,7 +6,7 @@ from kvxfer.backends.host.pool import HostPool
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Threads
-from kvxfer.storage.backend import DONE, Begun, ImmediateMover, Outcome
+from kvxfer.storage.backend import DONE, Begun, BlockMover, ImmediateMover, Outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import wait_for_begun
 from kvxfer.storage.integrity import MemoryIntegrity
@@ -35,7 +35,7 @@ def keys_in_slots(keys: Sequence[BlockKey]) -> list[BlockKey]:
     return [BlockKey(key[SLOT_BYTES:-GROUP_INDEX_BYTES]) for key in keys]
 
 
-class SlotMover(ImmediateMover):
+class SlotMover(BlockMover, ImmediateMover):
     """One worker's part of a host pool: writes and reads the slots that `slot_key` names.
 
     In an engine of several processes the scheduler keeps the index and decides what goes where;

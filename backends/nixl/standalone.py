@@ -22,10 +22,9 @@ from kvxfer.runtime import Threads
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import Lender, StagedLender
-from kvxfer.storage.observed_backend import unwrapped
 from kvxfer.storage.observer import Reports
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
-from kvxfer.tiering import TieredBackend
+from kvxfer.tiering.tiered_backend import tiers_of
 from kvxfer.units import format_size
 
 LENDING_BYTES = 512 << 20
@@ -192,17 +191,18 @@ class StandalonePeer:
         if self._opened is not None:
             return
         backend = self._open_backend(namespace)
-        lender = backend if isinstance(backend, Lender) else self._stage(backend, namespace)
+        lender = backend.provide(Lender) or self._stage(backend, namespace)
         backend.attach(lender.regions)
         self._node.add_memory(lender.regions)
         self._opened = namespace, backend, lender
-        tiers = backend.tiers if isinstance(backend, TieredBackend) else [unwrapped(backend)]
+        tiers = tiers_of(backend)
+        hosts = filter(None, (tier.provide(HostBackend) for tier in tiers))
         sizes = [namespace.chunk_size_bytes(group) for group in range(len(namespace.groups))]
         logger.info(
             "settled namespace %s of %r: %d slots of %s in host memory, tiers below: %d",
             namespace.fingerprint,
             namespace.model,
-            sum(tier.num_slots for tier in tiers if isinstance(tier, HostBackend)),
+            sum(host.num_slots for host in hosts),
             format_size(max(sizes)),
             len(tiers) - 1,
         )

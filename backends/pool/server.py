@@ -58,10 +58,9 @@ from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import BlockParts, ReservedBlocks, require_parts_in_blocks
-from kvxfer.storage.observed_backend import unwrapped
 from kvxfer.storage.observer import Reports
 from kvxfer.text import printable
-from kvxfer.tiering import TieredBackend
+from kvxfer.tiering.tiered_backend import TieredBackend, tiers_of
 from kvxfer.units import format_size
 
 GRACE_S = 5.0
@@ -533,9 +532,9 @@ class PoolServer:
             return self._store
 
     def _make_store(self, backend: Backend, namespace: Namespace) -> PoolStore:
-        tiers = backend.tiers if isinstance(backend, TieredBackend) else [unwrapped(backend)]
-        host = tiers[0]
-        assert isinstance(host, HostBackend)
+        tiers = tiers_of(backend)
+        host = tiers[0].provide(HostBackend)
+        assert host is not None
         logger.info(
             "settled namespace %s of %r: %d slots of %s in host memory, tiers below: %d",
             namespace.fingerprint,

@@ -193,11 +193,10 @@ def _warming(
 
     async def warm(backend: "Backend") -> None:
         from kvxfer.backends.host import HostBackend
-        from kvxfer.tiering import TieredBackend
+        from kvxfer.tiering.tiered_backend import tiers_of
 
-        assert isinstance(backend, TieredBackend)
-        host = backend.tiers[0]
-        assert isinstance(host, HostBackend)
+        host = tiers_of(backend)[0].provide(HostBackend)
+        assert host is not None
         await preload(backend, min(arguments.warm, host.num_slots), timeout_s)
 
     return warm

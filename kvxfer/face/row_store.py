@@ -99,14 +99,14 @@ class RowStore:
         num_groups: int = 1,
     ) -> None:
         self._engine = engine
-        self._medium = medium
+        self._purgeable = medium.provide(Purgeable)
         self._rows_of = rows
         self._name = name
         self._timeout_s = timeout_s
         self._suspension = Suspension(name, pause_s)
         self._waits_for_rows = waits_for_rows
         self._num_groups = num_groups
-        self._keys = SaltedKeys(medium)
+        self._keys = SaltedKeys(self._purgeable)
         self._num_purges = 0  # that have begun
         self._num_purging = 0
         self._beginning = runtime.lock()  # held by a store until its job is one to drain
@@ -221,10 +221,9 @@ class RowStore:
 
     def _delete_all(self, deadline: float) -> bool:
         """Delete all pages of the namespace; return whether that was done in time."""
-        medium = self._medium
         try:
-            if can_purge_all(medium):
-                purging = self._engine.submit_call(self._purge(medium))
+            if can_purge_all(self._purgeable):
+                purging = self._engine.submit_call(self._purge(self._purgeable))
                 runtime.result(purging, _limit_s(deadline))
                 return True
         except Exception as exc:  # noqa: BLE001 - the serving engine goes on

@@ -23,15 +23,15 @@ class SaltedKeys:
     the salt of an earlier reset can be found by nobody any more, and may be deleted.
 
     Args:
-        backend: The backend, which deletes blocks by the beginning of their names if it can.
+        backend: Deletes blocks by the beginning of their names; None if the backend cannot.
 
     Attributes:
         salt: Present salt; empty before the first reset.
     """
 
-    def __init__(self, backend: object) -> None:
+    def __init__(self, backend: Purgeable | None) -> None:
         self.salt = b""
-        self._backend = backend if isinstance(backend, Purgeable) else None
+        self._backend = backend
         self._former: dict[bytes, None] = {}  # oldest first
 
     def name(self, key: BlockKey) -> BlockKey:

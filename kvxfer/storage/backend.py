@@ -5,7 +5,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self, TypeGuard, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, TypeGuard, TypeVar, runtime_checkable
 
 from kvxfer.checks import find_repeated, require_instance, require_sequence
 from kvxfer.copy_engine.engine import Copy
@@ -18,6 +18,8 @@ from kvxfer.errors import (
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.keys import BlockKey, require_keys
+
+T = TypeVar("T")
 
 
 class Status(enum.Enum):
@@ -112,6 +114,17 @@ class BlockMover(ABC):
         May be called several times, before any other method. Blocks may be elsewhere, too.
         """
 
+    def provide(self, interface: type[T]) -> T | None:
+        """Return the object that provides an optional interface for these blocks; None without one.
+
+        The one way to ask an open mover: a wrapper may leave the interface to what it wraps.
+
+        Args:
+            interface: `Purgeable`, `CopySource`, `Retaining`, `Observable`, `Lender`, ...
+        """
+        require_instance("interface", interface, type)
+        return self if isinstance(self, interface) else None
+
     @abstractmethod
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Copy block i of `blocks` to the place of `keys[i]`.
@@ -192,6 +205,69 @@ class Backend(BlockMover):
         """Wait until every block stored before is in each tier, and synced to the disk."""
 
 
+class WrappingBackend(Backend):
+    """Backend that hands every call on to another one; a subclass overrides what it changes.
+
+    Implementors must list in `passes_on` the optional interfaces whose calls need not pass through
+    the wrapper: it provides no other one of the inner backend. `WrapperTests` test it.
+
+    Args:
+        inner: The backend; closed with this one.
+
+    Attributes:
+        inner: As given.
+        passes_on: Optional interfaces that the inner backend provides by itself.
+    """
+
+    passes_on: ClassVar[frozenset[type]] = frozenset()
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self.memory_kinds = inner.memory_kinds
+
+    def provide(self, interface: type[T]) -> T | None:
+        """See `BlockMover.provide`."""
+        own = super().provide(interface)
+        is_passed_on = own is None and interface in self.passes_on
+        return self.inner.provide(interface) if is_passed_on else own
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        """See `Backend.attach`."""
+        self.inner.attach(memory)
+
+    async def start(self) -> None:
+        """See `Backend.start`."""
+        await self.inner.start()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.lookup`."""
+        return await self.inner.lookup(keys)
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`."""
+        return await self.inner.store(keys, blocks)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`."""
+        return await self.inner.load(keys, blocks)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.delete`."""
+        return await self.inner.delete(keys)
+
+    async def flush(self) -> None:
+        """See `Backend.flush`."""
+        await self.inner.flush()
+
+    async def drain(self) -> None:
+        """See `Backend.drain`."""
+        await self.inner.drain()
+
+    async def aclose(self) -> None:
+        """See `Backend.aclose`."""
+        await self.inner.aclose()
+
+
 @runtime_checkable
 class Purgeable(Protocol):
     """Backend that can delete at once every block whose key begins with a prefix."""
@@ -205,8 +281,8 @@ class Purgeable(Protocol):
 
 
 def can_purge_all(backend: object) -> TypeGuard[Purgeable]:
-    """Whether a backend, or a class of them, can delete the blocks of everybody at once."""
-    return hasattr(backend, "purge") and getattr(backend, "purges_all", True)
+    """Whether a `Purgeable`, or a class of backends, deletes the blocks of everybody at once."""
+    return isinstance(backend, Purgeable) and getattr(backend, "purges_all", True)
 
 
 @runtime_checkable
@@ -277,12 +353,12 @@ class Begun:
                 self._release()
 
 
-class ImmediateMover(BlockMover):
-    """Mover within this machine's memory, which also needs no event loop and no thread.
+class ImmediateMover(ABC):
+    """Mover within this machine's memory that needs no event loop and no thread.
 
     The bytes are moved on the calling thread, or by a device, which goes on after the call. The
-    methods may be called on any thread, also while `store` and `load` run on an event loop. Every
-    transfer must have ended when `aclose` is called, which releases the memory.
+    methods may be called on any thread, also while `BlockMover.store` and `load` run on an event
+    loop. Every transfer must have ended when the mover is closed, which releases the memory.
 
     Attributes:
         hashes: Whether the calling thread also reads the bytes of what is stored, and of what is

@@ -1,28 +1,26 @@
 """Observed backend: a wrapper that tells observers what is moved to and from a backend."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from typing import TypeVar
 
 from kvxfer import runtime
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import Backend, Begun, BlockMover, ImmediateMover, Outcome, Status
+from kvxfer.storage.backend import (
+    Backend,
+    Begun,
+    CopySource,
+    ImmediateMover,
+    Outcome,
+    Status,
+    WrappingBackend,
+)
 from kvxfer.storage.calls import Begin
-from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.lending import (
-    NOT_ARRIVED,
-    BlockParts,
-    LendingBackend,
-    LentBlocks,
-    ReservedBlocks,
-)
-from kvxfer.storage.observer import (
-    Asked,
-    Observable,
-    Operation,
-    Reports,
-)
+from kvxfer.storage.lending import NOT_ARRIVED, BlockParts, Lender, LentBlocks, ReservedBlocks
+from kvxfer.storage.observer import Asked, Observable, Operation, Reports
+
+T = TypeVar("T")
 
 
 def medium_of(backend: Backend) -> str:
@@ -40,18 +38,12 @@ def observed(backend: Backend, reports: Reports) -> "ObservedBackend":
         reports: Reports to the observers; the tier is named after the backend's medium.
     """
     reports = reports.of(medium_of(backend))
-    if isinstance(backend, Observable):
-        backend.observe(reports)
-    can = isinstance(backend, ImmediateMover), isinstance(backend, LendingBackend)
-    return _WRAPPERS[can](backend, reports)
+    if (observable := backend.provide(Observable)) is not None:
+        observable.observe(reports)
+    return ObservedBackend(backend, reports)
 
 
-def unwrapped(backend: BlockMover) -> BlockMover:
-    """Return the backend that is observed, or `backend` itself where it is not."""
-    return backend.inner if isinstance(backend, ObservedBackend) else backend
-
-
-class ObservedBackend(Backend):
+class ObservedBackend(WrappingBackend):
     """Backend that tells observers of every store, load and lookup of another one.
 
     Made by `observed`, only where somebody observes: otherwise there is no wrapper to pay for.
@@ -59,29 +51,28 @@ class ObservedBackend(Backend):
     Args:
         inner: The backend; closed with this one.
         reports: Reports of its tier.
-
-    Attributes:
-        inner: As given.
     """
 
     def __init__(self, inner: Backend, reports: Reports) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._reports = reports
-        self.memory_kinds = inner.memory_kinds
 
-    def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """See `Backend.attach`."""
-        self.inner.attach(memory)
-
-    async def start(self) -> None:
-        """See `Backend.start`."""
-        await self.inner.start()
+    def provide(self, interface: type[T]) -> T | None:
+        """See `BlockMover.provide`: what moves blocks is observed, the rest the backend's own."""
+        if interface in (Observable, CopySource):
+            return None  # its observers are these; a load for a copy is told as a load
+        own: object = self
+        if interface is ImmediateMover and (mover := self.inner.provide(ImmediateMover)):
+            own = _ObservedMover(mover, self._reports)
+        elif interface is Lender and (lender := self.inner.provide(Lender)):
+            own = _ObservedLender(lender, self._reports)
+        return own if isinstance(own, interface) else self.inner.provide(interface)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
         began = runtime.monotonic()
         found = await self.inner.lookup(keys)
-        self._tell_lookup(keys, found, began)
+        _tell_lookup(self._reports, keys, found, began)
         return found
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -94,36 +85,15 @@ class ObservedBackend(Backend):
         call = self.inner.load(keys, blocks)
         return await self._reports.move(Operation.LOAD, keys, blocks, call)
 
-    def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
-        """See `Retaining.retain`."""
-        retain_in(self.inner, keys, retention)
 
-    def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
-        """See `Retaining.retentions`."""
-        return retentions_in(self.inner, keys)
-
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`."""
-        return await self.inner.delete(keys)
-
-    async def flush(self) -> None:
-        """See `Backend.flush`."""
-        await self.inner.flush()
-
-    async def drain(self) -> None:
-        """See `Backend.drain`."""
-        await self.inner.drain()
-
-    async def aclose(self) -> None:
-        """See `Backend.aclose`."""
-        await self.inner.aclose()
-
-    def _tell_lookup(self, keys: Sequence[BlockKey], found: Sequence[bool], began: float) -> None:
-        if len(found) != len(keys):
-            return
-        seconds, tier = runtime.monotonic() - began, self._reports.tier
-        self._reports.tell(Asked(tier, keys, found, seconds))
-        self._reports.looked_up(keys, [tier if there else "" for there in found], began)
+def _tell_lookup(
+    reports: Reports, keys: Sequence[BlockKey], found: Sequence[bool], began: float
+) -> None:
+    if len(found) != len(keys):
+        return
+    seconds, tier = runtime.monotonic() - began, reports.tier
+    reports.tell(Asked(tier, keys, found, seconds))
+    reports.looked_up(keys, [tier if there else "" for there in found], began)
 
 
 class _ObservedBegun(Begun):
@@ -167,21 +137,20 @@ class _ObservedBegun(Begun):
             raise
 
 
-class _Immediate(ObservedBackend, ImmediateMover):
-    """Observed backend that also moves on the calling thread."""
+class _ObservedMover(ImmediateMover):
+    """Mover on the calling thread that tells what it moves."""
 
-    def __init__(self, inner: Backend, reports: Reports) -> None:
-        super().__init__(inner, reports)
-        assert isinstance(inner, ImmediateMover)
-        self._mover, self.hashes = inner, inner.hashes
+    def __init__(self, inner: ImmediateMover, reports: Reports) -> None:
+        self._inner, self._reports = inner, reports
+        self.hashes = inner.hashes
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
         """See `ImmediateMover.begin_store`."""
-        return self._begin(Operation.STORE, self._mover.begin_store, keys, blocks)
+        return self._begin(Operation.STORE, self._inner.begin_store, keys, blocks)
 
     def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
         """See `ImmediateMover.begin_load`."""
-        return self._begin(Operation.LOAD, self._mover.begin_load, keys, blocks)
+        return self._begin(Operation.LOAD, self._inner.begin_load, keys, blocks)
 
     def _begin(
         self, operation: Operation, begin: Begin, keys: Sequence[BlockKey], blocks: Descriptors
@@ -196,29 +165,27 @@ class _Immediate(ObservedBackend, ImmediateMover):
         return None if begun is None else _ObservedBegun(begun, tell, len(keys))
 
 
-class _Lending(ObservedBackend, LendingBackend):
-    """Observed backend that also lends its blocks: what peers read and fill is counted, too."""
+class _ObservedLender(Lender):
+    """Lender that tells what peers read and fill."""
 
-    def __init__(self, inner: Backend, reports: Reports) -> None:
-        super().__init__(inner, reports)
-        assert isinstance(inner, LendingBackend)
-        self._lender = inner
+    def __init__(self, inner: Lender, reports: Reports) -> None:
+        self._inner, self._reports = inner, reports
         self.regions = inner.regions
 
     @asynccontextmanager
     async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
         """See `Lender.lend`; told when the blocks are ready to be read."""
         began = runtime.monotonic()
-        async with self._lender.lend(wanted, fenced=fenced) as lent:
+        async with self._inner.lend(wanted, fenced=fenced) as lent:
             self._reports.moved(Operation.LOAD, wanted.keys, lent.outcomes, wanted.sizes, began)
             yield lent
 
     def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
         """See `Lender.peek`; counts as a lookup, since nobody is told what the reader does."""
         began = runtime.monotonic()
-        seen = self._lender.peek(keys, fenced=fenced)
+        seen = self._inner.peek(keys, fenced=fenced)
         if seen is not None and seen.blocks is not None:  # else `lookup` is asked as well
-            self._tell_lookup(keys, [outcome.done for outcome in seen.outcomes], began)
+            _tell_lookup(self._reports, keys, [outcome.done for outcome in seen.outcomes], began)
         return seen
 
     @asynccontextmanager
@@ -228,7 +195,7 @@ class _Lending(ObservedBackend, LendingBackend):
         waited: set[int] = set()
         room: ReservedBlocks | None = None
         try:
-            async with self._lender.make_room(offered) as room:
+            async with self._inner.make_room(offered) as room:
                 waited = {index for index, each in enumerate(room.outcomes) if each is None}
                 yield room
         finally:
@@ -236,17 +203,3 @@ class _Lending(ObservedBackend, LendingBackend):
                 outcomes = [outcome or NOT_ARRIVED for outcome in room.outcomes]
                 sizes = [size if index in waited else 0 for index, size in enumerate(offered.sizes)]
                 self._reports.moved(Operation.STORE, offered.keys, outcomes, sizes, began)
-
-
-class _ImmediateLending(_Immediate, _Lending):
-    """Observed backend that does both, such as host memory."""
-
-
-_WRAPPERS: Mapping[tuple[bool, bool], type[ObservedBackend]] = {
-    (False, False): ObservedBackend,
-    (True, False): _Immediate,
-    (False, True): _Lending,
-    (True, True): _ImmediateLending,
-}
-"""Wrappers of a backend, by whether it is an `ImmediateMover` and a `LendingBackend`: callers ask
-the wrapper what it can do."""

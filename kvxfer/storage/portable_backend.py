@@ -1,27 +1,25 @@
 """Portable backend: a wrapper that stores portable pages in another backend, shard by shard."""
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from kvxfer.errors import InvalidArgumentError, UnknownGroupError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.storage.backend import DONE, Backend, Outcome, pick_outcome
+from kvxfer.storage.backend import DONE, Backend, Outcome, WrappingBackend, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.calls import Move
 from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of, make_block_key
 from kvxfer.storage.portable_namespace import shard_groups
 
-_Ask = Callable[[Sequence[BlockKey]], Coroutine[Any, Any, list[bool]]]
-_Move = Callable[[Sequence[BlockKey], Descriptors], Coroutine[Any, Any, list[Outcome]]]
+_Ask = Callable[[Sequence[BlockKey]], Awaitable[list[bool]]]
 
 
-class PortableBackend(Backend):
+class PortableBackend(WrappingBackend):
     """Backend for one worker's shards of portable pages, which workers of another shape can load.
 
     A block is the shards of a portable page that the worker holds, one after the other, as
@@ -38,27 +36,18 @@ class PortableBackend(Backend):
     """
 
     def __init__(self, backend: Backend, mappings: Sequence[PageMapping]) -> None:
+        super().__init__(backend)
         self._guard = CallGuard("portable backend")
-        self._backend = backend
         self._mappings = tuple(mappings)
         self._groups = shard_groups(mappings)
         self._sizes = [
             [mapping.page.shard_sizes[shard] for shard in mapping.shards] for mapping in mappings
         ]
-        self.memory_kinds = backend.memory_kinds
-
-    def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """See `Backend.attach`."""
-        self._backend.attach(memory)
-
-    async def start(self) -> None:
-        """See `Backend.start`."""
-        await self._backend.start()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Return for each key whether every shard that this worker holds is present."""
         self._guard.check_batch(keys)
-        return [all(shards) for shards in await self._ask(self._backend.lookup, keys)]
+        return [all(shards) for shards in await self._ask(self.inner.lookup, keys)]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; a page that another worker stores is `DONE` at once."""
@@ -67,7 +56,7 @@ class PortableBackend(Backend):
         ours = [index for index, key in enumerate(keys) if self._is_turn(key)]
         if ours:
             chosen = [keys[index] for index in ours]
-            stored = await self._move(self._backend.store, chosen, blocks.take(ours))
+            stored = await self._move(self.inner.store, chosen, blocks.take(ours))
             for index, outcome in zip(ours, stored, strict=True):
                 outcomes[index] = outcome
         return outcomes
@@ -75,35 +64,23 @@ class PortableBackend(Backend):
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`."""
         self._guard.check_batch(keys, blocks)
-        return await self._move(self._backend.load, keys, blocks)
+        return await self._move(self.inner.load, keys, blocks)
 
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
         """See `Retaining.retain`."""
         names, _ = self._names(keys)
-        retain_in(self._backend, names, retention)
+        retain_in(self.inner, names, retention)
 
     def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
         """See `Retaining.retentions`: that of the first shard of each page."""
         names, counts = self._names(keys)
         starts = np.cumsum([0, *counts[:-1]]).tolist()
-        return retentions_in(self._backend, [names[start] for start in starts])
+        return retentions_in(self.inner, [names[start] for start in starts])
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`: whether any shard that this worker holds was removed."""
         self._guard.check_batch(keys)
-        return [any(shards) for shards in await self._ask(self._backend.delete, keys)]
-
-    async def flush(self) -> None:
-        """See `Backend.flush`."""
-        await self._backend.flush()
-
-    async def drain(self) -> None:
-        """See `Backend.drain`."""
-        await self._backend.drain()
-
-    async def aclose(self) -> None:
-        """See `Backend.aclose`."""
-        await self._backend.aclose()
+        return [any(shards) for shards in await self._ask(self.inner.delete, keys)]
 
     async def _ask(self, ask: _Ask, keys: Sequence[BlockKey]) -> Iterator[list[bool]]:
         """Ask the backend about all shards; return the answers grouped by page."""
@@ -112,7 +89,7 @@ class PortableBackend(Backend):
         return (list(islice(answers, count)) for count in counts)
 
     async def _move(
-        self, move: _Move, keys: Sequence[BlockKey], blocks: Descriptors
+        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         names, counts = self._names(keys)
         sizes = [size for key in keys for size in self._sizes[group_of(key)]]

@@ -13,9 +13,8 @@ import xxhash
 from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import begin_aside, outlive_caller, wait_despite_cancel
-from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.backend import Backend, Outcome, Status, WrappingBackend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
 from kvxfer.testing.payloads import copy_blocks, flip_bit
@@ -85,7 +84,7 @@ class InjectedFault:
     key: BlockKey
 
 
-class FaultyBackend(Backend):
+class FaultyBackend(WrappingBackend):
     """Wrapper of a backend that injects faults.
 
     The faults of a key depend on the seed, the operation and the number of times that the key was
@@ -98,14 +97,13 @@ class FaultyBackend(Backend):
         rates: Rates of the faults.
 
     Attributes:
-        inner: As given.
         rates: As given; may be replaced at any time.
         injected: The faults injected so far, in order.
         late: Memory of calls hit by `LATE`, which they touch after `release`.
     """
 
     def __init__(self, inner: Backend, *, seed: int, rates: FaultRates) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.rates = rates
         self.injected: list[InjectedFault] = []
         self.late: list[Descriptors] = []
@@ -140,14 +138,6 @@ class FaultyBackend(Backend):
         if not await asyncio.wrap_future(begin_aside("kvxfer-testing", waiting)):
             raise TimeoutError("no call hangs")
 
-    def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """See `Backend.attach`."""
-        self.inner.attach(memory)
-
-    async def start(self) -> None:
-        """See `Backend.start`."""
-        await self.inner.start()
-
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
         if await self._begin(Operation.LOOKUP, keys, self._tickets(Operation.LOOKUP, keys)):
@@ -167,10 +157,6 @@ class FaultyBackend(Backend):
         if await self._begin(Operation.DELETE, keys, self._tickets(Operation.DELETE, keys)):
             raise asyncio.CancelledError
         return await self.inner.delete(keys)
-
-    async def flush(self) -> None:
-        """See `Backend.flush`."""
-        await self.inner.flush()
 
     async def drain(self) -> None:
         """See `Backend.drain`."""

@@ -86,8 +86,8 @@ class IsolatedTier:
         backend: Backend,
         *,
         timeouts: TierTimeouts,
-        staging: StagingMemory | None = None,
-        num_buffers: int = 1,
+        staging: StagingMemory,
+        num_buffers: int,
     ) -> None:
         self.index = index
         self.backend = backend
@@ -102,8 +102,8 @@ class IsolatedTier:
     def observe(self, reports: Reports) -> None:
         """Tell these reports what is moved, and let the backend tell what it knows."""
         self.reports = reports
-        if isinstance(self.backend, Observable):
-            self.backend.observe(reports)
+        if (observable := self.backend.provide(Observable)) is not None:
+            observable.observe(reports)
         reports.watch(self._gauges)
 
     @property
@@ -160,12 +160,10 @@ class IsolatedTier:
 
     async def purge(self, prefix: bytes) -> bool:
         """Delete blocks as `Purgeable.purge` does; whether the backend could do so in time."""
-        backend = self.backend
-        if not (self.is_available and isinstance(backend, Purgeable)):
+        purgeable = self.backend.provide(Purgeable)
+        if purgeable is None or not (self.is_available and (prefix or can_purge_all(purgeable))):
             return False
-        if not (prefix or can_purge_all(backend)):
-            return False
-        purging = backend.purge(prefix) if prefix else backend.purge()
+        purging = purgeable.purge(prefix) if prefix else purgeable.purge()
         try:
             await self._calls.wait_for(self._timeouts.close_s, purging)
         except Exception as exc:
@@ -194,7 +192,6 @@ class IsolatedTier:
         Raises:
             TimeoutError: None came back within `TierTimeouts.move_s`, in which each should.
         """
-        assert self._staging is not None
         timeout_s = self._timeouts.move_s
         return self._staging.hold(sizes, starts, share=self._share, timeout_s=timeout_s)
 
@@ -249,7 +246,7 @@ class IsolatedTier:
     async def _move_for_caller(
         self, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        if not self.index or self._staging is None:
+        if not self.index:
             return await self._move(operation, keys, blocks, Cause.REQUEST)
         num_moves = -(-blocks.num_bytes // self._staging.buffer_bytes)
         timeout_s = self._timeouts.move_s * max(num_moves, 1)
@@ -285,8 +282,9 @@ class IsolatedTier:
             return [MISSING if is_miss else unavailable] * len(keys)
         name = f"{self.name}: {operation}"
         move: Move = self.backend.store if is_store else self.backend.load
-        if cause is Cause.WRITE_BACK and not is_store and isinstance(self.backend, CopySource):
-            move = self.backend.load_for_copy
+        if cause is Cause.WRITE_BACK and not is_store:
+            source = self.backend.provide(CopySource)
+            move = self.backend.load if source is None else source.load_for_copy
         call = call_backend(move, keys, blocks, name=name)
         outcomes = await self.reports.move(operation, keys, blocks, call, cause=cause)
         reasons = [outcome.reason for outcome in outcomes if outcome.status is Status.FAILED]

@@ -8,7 +8,7 @@ from kvxfer import runtime
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import Lender
-from kvxfer.tiering.tiered_backend import TieredBackend
+from kvxfer.tiering.tiered_backend import tiers_of
 
 BATCH_BLOCKS = 64
 """Blocks that are brought up at one time."""
@@ -39,25 +39,24 @@ async def preload(backend: Backend, num_blocks: int, timeout_s: float) -> int:
         Number of blocks that are in the first tier.
     """
     began = runtime.monotonic()
-    tiers = backend.tiers if isinstance(backend, TieredBackend) else []
+    first, *lower = tiers_of(backend)
+    known: list[BlockKey] = []
     found: list[BlockKey] = []
-    num_known = 0
     try:
         async with asyncio.timeout(timeout_s):
-            for tier in tiers[1:]:
-                if isinstance(tier, RemembersUse):
-                    known = await tier.recently_used(num_blocks)
-                    num_known = len(known)
-                    for start in range(0, num_known, BATCH_BLOCKS):
+            for tier in lower:
+                if (remembering := tier.provide(RemembersUse)) is not None:
+                    known = await remembering.recently_used(num_blocks)
+                    for start in range(0, len(known), BATCH_BLOCKS):
                         batch = known[start : start + BATCH_BLOCKS]
                         await backend.lookup(batch)
-                        there = await tiers[0].lookup(batch)
+                        there = await first.lookup(batch)
                         found += [key for key, each in zip(batch, there, strict=True) if each]
                     break
     except TimeoutError:
         logger.warning("preloading was cut off after %g s", timeout_s)
-    if found and isinstance(tiers[0], Lender):
-        tiers[0].peek(found)  # counts as a use: the last one used is the last one to be evicted
+    if found and (lender := first.provide(Lender)) is not None:
+        lender.peek(found)  # counts as a use: the last one used is the last one to be evicted
     text = "preloaded %d of the %d blocks used last in %.1f s"
-    logger.info(text, len(found), num_known, runtime.monotonic() - began)
+    logger.info(text, len(found), len(known), runtime.monotonic() - began)
     return len(found)

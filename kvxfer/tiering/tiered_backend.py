@@ -55,6 +55,11 @@ def observe(backend: Backend, reports: Reports) -> Backend:
     return observed(backend, reports)
 
 
+def tiers_of(backend: Backend) -> list[Backend]:
+    """List the tiers of a backend, fastest first; one of another class is its only tier."""
+    return backend.tiers if isinstance(backend, TieredBackend) else [backend]
+
+
 class _Batch:
     """Batch whose blocks are tried in one tier after the other.
 
@@ -334,11 +339,7 @@ class TieredBackend(Backend):
 
     async def drain(self) -> None:
         """See `Backend.drain`. Raises, after all others, what the drain of a tier raised."""
-
-        async def drain(tier: IsolatedTier) -> None:
-            await await_call(tier.drain())
-
-        await self._in_each(drain)
+        await self._in_each(IsolatedTier.drain)
 
     async def flush(self) -> None:
         """See `Backend.flush`: every tier has all stored blocks, and has flushed them.
@@ -349,13 +350,14 @@ class TieredBackend(Backend):
         async def flush(tier: IsolatedTier) -> None:
             if tier.index:
                 await self._writers[tier.index - 1].flush()
-            await await_call(tier.backend.flush())
+            await tier.backend.flush()
 
         await self._in_each(flush)
 
     async def _in_each(self, call: Callable[[IsolatedTier], Awaitable[None]]) -> None:
         """Make a call in every tier at once: none waits for one that hangs or fails."""
-        ended = await asyncio.gather(*map(call, self._tiers), return_exceptions=True)
+        calls = (await_call(call(tier)) for tier in self._tiers)
+        ended = await asyncio.gather(*calls, return_exceptions=True)
         for error in filter(None, ended):
             raise error
 

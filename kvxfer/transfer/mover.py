@@ -180,7 +180,7 @@ class JobMover:
         self._gives_up = asyncio.Event()
         self._lost: set[JobId] = set()
         self._reports = reports
-        self._immediate = backend if isinstance(backend, ImmediateMover) else None
+        self._immediate = backend.provide(ImmediateMover)
         self._slices = slices
         self._begun: dict[JobId, _BegunJob] = {}
         self._ended: deque[Job] = deque()

@@ -15,9 +15,17 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Threads, run_aside
-from kvxfer.storage.backend import DONE, Backend, BlockMover, Outcome, Status, positions_done
+from kvxfer.storage.backend import (
+    DONE,
+    Backend,
+    BlockMover,
+    Outcome,
+    Status,
+    WrappingBackend,
+    positions_done,
+)
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
+from kvxfer.storage.eviction.retention import Retaining
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagedBlocks, StagingMemory
 from kvxfer.transfer.job import Direction
@@ -29,7 +37,7 @@ MoverT = TypeVar("MoverT", bound=BlockMover)
 _MovePart = Callable[[Sequence[BlockKey], Descriptors], Coroutine[Any, Any, list[Outcome]]]
 
 
-class StagedBackend(Backend):
+class StagedBackend(WrappingBackend):
     """Backend for blocks in GPU memory, on top of a backend that reaches only host memory.
 
     Batches are cut into parts of a staging buffer each. Every part is copied to its buffer and
@@ -42,7 +50,8 @@ class StagedBackend(Backend):
     again before the backend is drained; no transfer touches the device's memory then.
 
     A lost device ends staging, because the process cannot use the device any more: blocks that
-    were being copied are `FAILED` with memory that is not safe, later ones `FAILED` at once.
+    were being copied are `FAILED` with memory that is not safe, later ones `FAILED` at once. A
+    drain does not wait for it: it never ends its work.
 
     Args:
         inner: Backend that reads and writes host memory; closed with this one.
@@ -51,12 +60,13 @@ class StagedBackend(Backend):
         staging_bytes: Bound on the memory of all buffers; raised to two of the largest block.
 
     Attributes:
-        inner: As given.
         memory_kinds: Those of `inner`, and "cuda".
 
     Raises:
         InvalidArgumentError: `inner` cannot reach host memory, or a bound is not positive.
     """
+
+    passes_on = frozenset({Retaining})
 
     def __init__(
         self,
@@ -75,7 +85,7 @@ class StagedBackend(Backend):
         ):
             if value < 1:
                 raise InvalidArgumentError(name, value, "at least 1")
-        self.inner = inner
+        super().__init__(inner)
         self.memory_kinds = inner.memory_kinds | {"cuda"}
         self._copy_engine = copy_engine
         self._staging = StagingMemory(staging_bytes, largest_block_bytes, inner.drain)
@@ -99,10 +109,6 @@ class StagedBackend(Backend):
             self._copy_engine.attach(staged if self._pinned else [*staged, self._staging.region])
             self._pinned = True
 
-    async def start(self) -> None:
-        """See `Backend.start`."""
-        await self.inner.start()
-
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
         self._guard.check()
@@ -122,26 +128,10 @@ class StagedBackend(Backend):
             return await self.inner.load(keys, blocks)
         return await self._move(self._load_part, keys, blocks)
 
-    def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
-        """See `Retaining.retain`."""
-        retain_in(self.inner, keys, retention)
-
-    def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
-        """See `Retaining.retentions`."""
-        return retentions_in(self.inner, keys)
-
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
         self._guard.check()
         return await self.inner.delete(keys)
-
-    async def flush(self) -> None:
-        """See `Backend.flush`."""
-        await self.inner.flush()
-
-    async def drain(self) -> None:
-        """See `Backend.drain`. Does not wait for a lost device, which never ends its work."""
-        await self.inner.drain()
 
     async def aclose(self) -> None:
         """See `Backend.aclose`. Closes the backend, and then the copy engine."""

@@ -13,7 +13,7 @@ import pytest
 from kvxfer.errors import BackendUnavailableError, ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.face import RowPool, RowStore
 from kvxfer.storage.backend import DONE, Outcome
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Operation
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.testing.conformance.suite import make_keys
@@ -215,10 +215,11 @@ def test_no_page_passes_a_purge(pages: Pages) -> None:
     assert pages.move(LOAD) == [True] * 6
 
 
-class FailingMedium:
+class FailingMedium(DictBackend):
     """Medium whose purge fails, after another thread has tried to move pages meanwhile."""
 
     def __init__(self, meanwhile: Callable[[], object]) -> None:
+        super().__init__(None, Namespace(model="m"))
         self.meanwhile = meanwhile
 
     async def purge(self, prefix: bytes = b"") -> None:

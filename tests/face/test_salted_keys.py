@@ -28,7 +28,7 @@ async def drained() -> None:
 
 
 def test_blocks_of_before_a_reset_are_found_by_nobody() -> None:
-    keys = SaltedKeys(object())
+    keys = SaltedKeys(None)
     names = [[keys.name(key) for key in KEYS]]
     assert names == [KEYS]
     for _ in range(2):

@@ -14,7 +14,7 @@ from kvxfer.backends.object import S3Backend
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.face import SaltedKeys
 from kvxfer.pages.names import key_in_name
-from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.backend import Backend, Outcome, Purgeable, Status
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Added, Event, Observer, Removed, Reports
 from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulation, Step
@@ -250,7 +250,7 @@ class _EngineRun(EngineRun):
         self._num_moving = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        world.salts = SaltedKeys(process.opened.backend)
+        world.salts = SaltedKeys(process.opened.backend.provide(Purgeable))
 
     async def flush(self) -> None:
         """Wait until every block is in the bucket."""

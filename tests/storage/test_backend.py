@@ -1,12 +1,13 @@
 """Backend interface: the parts that all backends share."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvxfer.backends.file import FileBackend
+from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.object import ObjectBackend
 from kvxfer.errors import (
     DuplicateError,
@@ -17,15 +18,18 @@ from kvxfer.storage import calls as calls_module
 from kvxfer.storage.backend import (
     DONE,
     Begun,
+    CopySource,
     Purgeable,
     Status,
+    WrappingBackend,
     can_purge_all,
     require_batch,
 )
 from kvxfer.storage.calls import begin_call, call_backend, drain_in_the_end, poll_begun
-from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys, yield_to_loop
+from kvxfer.units import ByteSize
 
 A, B, C = (make_block_key(name, 0) for name in (b"a", b"b", b"c"))
 MEMORY = BlockMemory([[8]], num_blocks=4)
@@ -71,6 +75,20 @@ def test_object_storage_is_never_purged_of_the_blocks_of_everybody() -> None:
     assert not can_purge_all(ObjectBackend)
     assert can_purge_all(FileBackend)
     assert not can_purge_all(DictBackend)
+
+
+def test_a_wrapper_provides_only_what_it_says_need_not_pass_through_it(tmp_path: Path) -> None:
+    class Passing(WrappingBackend):
+        passes_on = frozenset({Purgeable})
+
+    namespace = Namespace(model="m", groups=(GroupIdentity(page_sizes_bytes=(64,)),))
+    files = FileBackend(FileConfig(path=str(tmp_path), capacity=ByteSize(1 << 20)), namespace)
+    for backend in (files, Passing(files), Passing(Passing(files))):
+        assert backend.provide(Purgeable) is files
+    assert files.provide(CopySource) is files
+    assert WrappingBackend(files).provide(Purgeable) is None
+    assert Passing(files).provide(CopySource) is None
+    assert Passing(DictBackend(None, namespace)).provide(Purgeable) is None
 
 
 async def test_leaving_the_context_closes_the_backend_also_after_an_error() -> None:

@@ -10,11 +10,11 @@ import pytest
 from kvxfer.backends.file import FileBackend
 from kvxfer.backends.host import HostBackend
 from kvxfer.connect import connect, open_backend
-from kvxfer.storage.backend import Backend, ImmediateMover, Status
+from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import BlockParts, Lender
-from kvxfer.storage.observed_backend import observed, unwrapped
+from kvxfer.storage.observed_backend import observed
 from kvxfer.storage.observer import (
     ENGINE,
     Added,
@@ -280,15 +280,15 @@ async def test_blocks_that_peers_read_and_fill_in_place_are_counted(
     memory: BlockMemory, recorder: Recorder
 ) -> None:
     backend = observed(open_host(memory.namespace(), 4), Reports([recorder]))
-    assert isinstance(backend, Lender)
-    assert isinstance(backend, ImmediateMover)
-    assert isinstance(unwrapped(backend), HostBackend)
+    lender = backend.provide(Lender)
+    assert lender is not None
+    assert isinstance(backend.provide(HostBackend), HostBackend)
     parts = BlockParts(KEYS[:2], [0, 0], [4096, 4096])
-    async with backend.make_room(parts) as room:
+    async with lender.make_room(parts) as room:
         room.arrived[0] = None
-    async with backend.lend(parts):
+    async with lender.lend(parts):
         pass
-    assert backend.peek(KEYS[:2]) is not None
+    assert lender.peek(KEYS[:2]) is not None
     await backend.aclose()
     store, load = recorder.of(Moved)
     assert told([store, load]) == [

@@ -35,8 +35,8 @@ from kvxfer.integrations.lmcache.settings import AdapterSettings
 from kvxfer.runtime import begin_aside
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
-from kvxfer.storage.observed_backend import unwrapped
 from kvxfer.storage.observer import Observer
+from kvxfer.tiering.tiered_backend import tiers_of
 
 PIN_S = 60.0
 """Seconds after which an object that was found and never unlocked may be deleted all the same."""
@@ -84,8 +84,9 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         namespace = settings.namespace
         self._residents = Residents(settings.piece, namespace.fingerprint, self._wake)
         backend = self.open_backend(namespace, [self._residents])
-        self._residents.num_tiers = len(getattr(backend, "tiers", [backend]))
-        self._residents.is_exact = isinstance(unwrapped(backend), HostBackend | FileBackend)
+        self._residents.num_tiers = len(tiers_of(backend))
+        exact = (backend.provide(kind) for kind in (HostBackend, FileBackend))
+        self._residents.is_exact = any(each is not None for each in exact)
         self._objects = ObjectStore(backend, settings, self._residents)
         self._stored: Answers[Any] = Answers()
         self._found: Answers[Any] = Answers()

@@ -17,7 +17,6 @@ from kvxfer.kvcache.canonical import (
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.observed_backend import unwrapped
 from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.storage.staging_memory import aligned, allocate_aligned
@@ -90,7 +89,7 @@ class PageStore(RowStore):
             undo.pop_all()
         super().__init__(
             engine,
-            unwrapped(medium),
+            medium,
             {
                 direction: RowPool(range(direction * num_rows, (direction + 1) * num_rows))
                 for direction in Direction

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvxfer.checks import require_number
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.backend import BlockMover
 from kvxfer.storage.keys import BlockKey
 
 logger = logging.getLogger(__name__)
@@ -78,28 +79,28 @@ def require_limits(priority_share: float, priority_half_life_s: float) -> None:
         raise InvalidArgumentError("priority_half_life_s", priority_half_life_s, wanted)
 
 
-def retain_in(backend: object, keys: Sequence[BlockKey], retention: Retention) -> None:
+def retain_in(backend: BlockMover, keys: Sequence[BlockKey], retention: Retention) -> None:
     """Note a wish in a backend, if that knows wishes; a failure is logged."""
-    if isinstance(backend, Retaining):
+    if (retaining := backend.provide(Retaining)) is not None:
         try:
-            backend.retain(keys, retention)
+            retaining.retain(keys, retention)
         except Exception:
             logger.exception("the wish for %d blocks cannot be noted", len(keys))
 
 
-def retentions_in(backend: object, keys: Sequence[BlockKey]) -> list[Retention]:
+def retentions_in(backend: BlockMover, keys: Sequence[BlockKey]) -> list[Retention]:
     """Return the wishes that a backend knows; `NORMAL` for all if it knows none, or fails."""
-    if isinstance(backend, Retaining):
+    if (retaining := backend.provide(Retaining)) is not None:
         try:
-            return backend.retentions(keys)
+            return retaining.retentions(keys)
         except Exception:
             logger.exception("the wishes for %d blocks cannot be asked", len(keys))
     return [NORMAL] * len(keys)
 
 
-def copy_retentions(keys: Sequence[BlockKey], source: object, target: object) -> None:
+def copy_retentions(keys: Sequence[BlockKey], source: BlockMover, target: BlockMover) -> None:
     """Note in one backend what another one knows of the same blocks."""
-    if isinstance(target, Retaining):
+    if target.provide(Retaining) is not None:
         for key, retention in zip(keys, retentions_in(source, keys), strict=True):
             if retention != NORMAL:
                 retain_in(target, [key], retention)

@@ -159,14 +159,14 @@ class VisibilityTests(BackendSuite):
         memory, others = make_memory(), make_keys(3)
         salts = [b"salt of one", b"salt of another"]
         async with await self.make_backend(memory.namespace()) as backend:
-            if not isinstance(backend, Purgeable):
+            if (purgeable := backend.provide(Purgeable)) is None:
                 pytest.skip("this backend cannot purge")
             for salt in [b"", *salts]:
                 keys = [BlockKey(salt + key) for key in others]
                 await store_generated(backend, keys, memory.describe(0, range(3)))
             ours, theirs = ([BlockKey(salt + key) for key in others] for salt in salts)
             try:
-                await backend.purge(salts[0])
+                await purgeable.purge(salts[0])
             except BackendUnavailableError as exc:
                 pytest.skip(f"this backend cannot purge all of its tiers: {exc}")
             assert await backend.lookup(ours) == [False] * 3
@@ -174,7 +174,7 @@ class VisibilityTests(BackendSuite):
             target = memory.describe(0, range(8, 11))
             assert statuses(await backend.load(ours, target)) == [Status.MISSING] * 3
             await store_generated(backend, ours, memory.describe(0, range(3)))
-            await backend.purge(b"salt of nobody")
+            await purgeable.purge(b"salt of nobody")
             assert await backend.lookup(ours) == [True] * 3
 
     async def test_stored_blocks_outlive_a_persistent_backend(self) -> None:

@@ -505,8 +505,9 @@ class EngineRun:
 
     async def _purge(self, timeout_s: float | None, cancel_s: float | None) -> None:
         del timeout_s
-        backend, history, began = self.opened.backend, self._world.history, self._simulation.now
-        if not isinstance(backend, Purgeable):
+        backend = self.opened.backend.provide(Purgeable)
+        history, began = self._world.history, self._simulation.now
+        if backend is None:
             return
         history.begin_purge()
         is_whole: bool | None = False

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import Backend, Outcome, Purgeable, Status
+from kvxfer.storage.backend import Backend, Outcome, Purgeable, Status, WrappingBackend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.payloads import read_payloads, write_payloads
 from kvxfer.testing.simulation.scenario import Simulation
@@ -57,7 +56,7 @@ class _Window:
     calls: Collection[str]
 
 
-class FaultyTier(Backend):
+class FaultyTier(WrappingBackend):
     """Backend that takes some time for each call, and has faults in windows of time.
 
     Args:
@@ -72,9 +71,8 @@ class FaultyTier(Backend):
     has_refused_drain = False
 
     def __init__(self, inner: Backend, simulation: Simulation, name: str) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.name = name
-        self.memory_kinds = inner.memory_kinds
         self._simulation = simulation
         self._num_calls: Counter[tuple[str, ...]] = Counter()
         self._windows: list[_Window] = []
@@ -85,14 +83,6 @@ class FaultyTier(Backend):
     ) -> None:
         """Let a share of some calls that begin from now on, and for a time, have a fault."""
         self._windows.append(_Window(fault, self._simulation.now + for_s, share, calls))
-
-    def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """See `Backend.attach`."""
-        self.inner.attach(memory)
-
-    async def start(self) -> None:
-        """See `Backend.start`."""
-        await self.inner.start()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
@@ -114,15 +104,10 @@ class FaultyTier(Backend):
 
     async def purge(self, prefix: bytes = b"") -> None:
         """See `Purgeable.purge`."""
-        if isinstance(self.inner, Purgeable):
-            purgeable = self.inner
+        if (purgeable := self.inner.provide(Purgeable)) is not None:
             await self._call("purge", [], lambda: purgeable.purge(prefix))
             return
         raise BackendUnavailableError("it cannot purge")
-
-    async def flush(self) -> None:
-        """See `Backend.flush`."""
-        await self.inner.flush()
 
     async def drain(self) -> None:
         """See `Backend.drain`."""

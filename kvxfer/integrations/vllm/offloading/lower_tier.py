@@ -26,13 +26,15 @@ from kvxfer.storage.backend import (
     DONE,
     Backend,
     Outcome,
+    Purgeable,
     Status,
+    WrappingBackend,
     can_purge_all,
     positions_done,
 )
-from kvxfer.storage.eviction.retention import Retention, retain_in
+from kvxfer.storage.eviction.retention import Retaining, Retention, retain_in
 from kvxfer.storage.keys import BlockKey, group_of
-from kvxfer.storage.observed_backend import ObservedBackend, medium_of
+from kvxfer.storage.observed_backend import medium_of
 from kvxfer.storage.observer import Observer, Operation, Reports
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.telemetry.renamed_keys import RenamedKeys
@@ -191,13 +193,14 @@ class LowerTier:
             group_data_refs=[[CanonicalKVCacheRef(0, row_size_bytes)]] * num_groups,
         )
         self.name = LOWER if isinstance(backend, TieredBackend) else medium_of(backend)
-        self._keys = SaltedKeys(backend)
+        purgeable = backend.provide(Purgeable)
+        self._keys = SaltedKeys(purgeable)
         self._events = TierEvents() if emit_events else None
         self.metrics = OffloadingMetrics(row_size_bytes, self.name)
         self._reports = Reports([self.metrics, *observers], self.name)
         renamed = [RenamedKeys(observers, self._keys.keys_of)] if len(observers) else []
         told = [self.metrics, *renamed, *([self._events] if self._events else [])]
-        self._purgeable = backend if purge_on_reset and can_purge_all(backend) else None
+        self._purgeable = purgeable if purge_on_reset and can_purge_all(purgeable) else None
         backend = observe(backend, Reports(told, self.name, chunk_sizes=chunk_sizes))
         self._storing: dict[BlockKey, tuple[int, BlockKey]] = {}  # row and key of a backend's key
         self._verify: Verify | None = None
@@ -581,7 +584,7 @@ def _log_failure(call: Future[Any]) -> None:
         logger.warning("rows cannot be deleted: %r", error)
 
 
-class _CheckedStores(ObservedBackend):
+class _CheckedStores(WrappingBackend):
     """Backend that gets only rows whose bytes are intact: it would prove those of any others, too.
 
     Args:
@@ -592,10 +595,12 @@ class _CheckedStores(ObservedBackend):
         hashes: Whether a thread calls it, since it reads all bytes of the rows.
     """
 
+    passes_on = frozenset({Retaining})
+
     def __init__(
         self, inner: Backend, check: Callable[[Sequence[BlockKey]], list[Outcome]]
     ) -> None:
-        super().__init__(inner, Reports())
+        super().__init__(inner)
         self._check = check
         self.hashes = False
         self._threads = Threads("kvxfer-verify", 1)
@@ -608,14 +613,6 @@ class _CheckedStores(ObservedBackend):
         names = [keys[index] for index in sound]
         stored = iter(await self.inner.store(names, blocks.take(sound)) if sound else ())
         return [next(stored) if each.done else each for each in checked]
-
-    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.lookup`."""
-        return await self.inner.lookup(keys)
-
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.load`."""
-        return await self.inner.load(keys, blocks)
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
