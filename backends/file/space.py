@@ -300,6 +300,7 @@ class Space:
         num_skipped = self._tree.num_skipped
         with self._ledger.locked():
             added_by_others = self._ledger.added_here - self._ledger.added
+            num_losses = self._ledger.num_losses
             reserved_by_others = self._ledger.reserved_by_others()
             self._index.begin_walk()
         try:
@@ -316,7 +317,8 @@ class Space:
         with self._ledger.locked():
             added_by_others += self._ledger.added - self._ledger.added_here
             total = self._index.end_walk() + reserved_by_others + added_by_others
-            self._ledger.recount(total, is_partial=self._tree.num_skipped != num_skipped)
+            if self._ledger.num_losses == num_losses:  # else the next reservation counts anew
+                self._ledger.recount(total, is_partial=self._tree.num_skipped != num_skipped)
 
     def _reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], spare: Sequence[BlockKey]

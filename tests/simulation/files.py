@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from kvxfer import runtime
 from kvxfer.backends.file import FileBackend, FileConfig
+from kvxfer.backends.file.file_index import Victim
 from kvxfer.backends.file.folders import Ledger
 from kvxfer.backends.file.maintenance import (
     BlockCheck,
@@ -24,7 +25,7 @@ from kvxfer.backends.file.maintenance import (
 )
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.errors import BackendUnavailableError
-from kvxfer.pages.names import file_name
+from kvxfer.pages.names import LEDGER_NAME, file_name
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -84,9 +85,13 @@ class FilesScenario(EngineScenario):
         length_s = max(step.at_s for step in steps)
         if is_calm:
             return steps
+        if random.random() < 0.2:
+            given: dict[str, Any] = {"process": random.choice(names)}
+            given["after_s"] = random.random() * random.choice((0.0, 3e-4, 0.01))
+            steps.append(Step(random.random() * length_s, "lose_count", given))
         for _ in range(random.choice((0, 0, 1, 2))):
             what = random.choice(("kill", "cut"))
-            given: dict[str, Any] = {"after": random.choice((0, random.randrange(80)))}
+            given = {"after": random.choice((0, random.randrange(80)))}
             given["process"] = random.choice(names)
             steps.append(Step(random.random() * length_s, what, given))
         for _ in range(random.choice((0, 0, 0, 1, 3))):
@@ -163,7 +168,7 @@ class _Store:
     @property
     def _is_alone(self) -> bool:
         """Whether one process alone has used the store, again and again, and counted all."""
-        apart = ("kill", "cut", *OPERATORS)
+        apart = ("kill", "cut", "lose_count", *OPERATORS)
         names = {step.arguments["process"] for step in self._steps}
         is_calm = not self.has_faults and all(step.what not in apart for step in self._steps)
         return is_calm and len(names) == 1 and not self._is_counted_twice
@@ -273,6 +278,22 @@ class _Store:
             return end_walk()
 
         index.end_walk = end_walk_noted  # type: ignore[method-assign]
+        make_room, evict, evicted = space._make_room, space._evict, [0]
+
+        def evict_noted(victim: Victim, *, with_folder: bool) -> int:
+            evicted[0] = victim.num_bytes
+            return evict(victim, with_folder=with_folder)
+
+        def make_room_noted(needed: Sequence[int], *free: float) -> int:
+            evicted[0] = 0
+            fitting = make_room(needed, *free)
+            there = sum(self._blocks().values()) + evicted[0] + files._ledger.reserved
+            if self._is_alone and evicted[0] and there + sum(needed) <= self.config.capacity:
+                self._simulation.fail("evicted although there was room", f"{there} bytes")
+            return fitting
+
+        space._evict = evict_noted  # type: ignore[method-assign]
+        space._make_room = make_room_noted  # type: ignore[method-assign, assignment]
 
     @contextlib.contextmanager
     def removing(self, name: str, keys: list[BlockKey]) -> Iterator[None]:
@@ -416,8 +437,14 @@ class _FileRun(EngineRun):
         return [] if self._store_of_all.has_faults else await super()._find_reachable(parts)
 
     async def require_rest(self) -> None:
-        """Look at what is held a moment after the last call, on a disk without faults."""
-        if self.is_closing or self._store_of_all.has_faults:
+        """Look at what is held a moment after the last call; of a bad disk in memory alone."""
+        if self.is_closing:
+            return
+        if self._store_of_all.has_faults:
+            files = self.opened.backend
+            await asyncio.sleep(QUIET_S)
+            for what in held_by_files(files) if isinstance(files, FileBackend) else []:
+                self._simulation.fail("left", f"{what} at rest, on a bad disk")
             return
         await asyncio.sleep(REST_S)
         if self.opened.tiers:
@@ -479,6 +506,15 @@ class _FileRun(EngineRun):
 
         await self._aside(check)
 
+    async def _lose_count(self, after_s: float) -> None:
+        """Let an operator remove the count, while files are counted."""
+        files = self.opened.tiers[-1] if self.opened.tiers else self.opened.backend
+        assert isinstance(files, FileBackend)
+        files._space.begin_scan()
+        await asyncio.sleep(after_s)
+        with contextlib.suppress(FileNotFoundError):
+            await self._aside(lambda: runtime.disk().unlink(ROOT / LEDGER_NAME))
+
     async def _aside(self, work: Callable[[], object]) -> None:
         """Do the work of an operator, on a thread; a bad disk may end it."""
         try:
@@ -505,15 +541,21 @@ def _draw_config(random: Random) -> FileConfig:
     )
 
 
-def leftovers_of_files(backend: FileBackend) -> list[str]:
-    """Describe locks, claims and reserved bytes that an idle store of files still has."""
+def held_by_files(backend: FileBackend) -> list[str]:
+    """Describe what an idle store of files still holds in memory, whatever its disk has done."""
     index = backend._space._index
     counts = {
         "locked keys": len(backend._stores) + len(backend._deletes),
         "writes": len(backend._writing_since),
-        "reserved bytes": backend._ledger.reserved,
         "claimed lists": len(backend._ledger._lists),
         "held files": sum(each.held for each in index._entries.values()),
     }
-    left = [f"{count} {what}" for what, count in counts.items() if count]
+    return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+def leftovers_of_files(backend: FileBackend) -> list[str]:
+    """Describe locks, claims and reserved bytes that an idle store of files still has."""
+    left = held_by_files(backend)
+    if num_bytes := backend._ledger.reserved:
+        left.append(f"{num_bytes} reserved bytes")
     return left + leftovers_of_reports(backend._space._reports)

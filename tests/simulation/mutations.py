@@ -803,6 +803,22 @@ MUTATIONS = (
         60,
     ),
     Mutation(
+        "an evicted file stays counted",
+        "backends/file/space.py",
+        "            self._ledger.remove(removed_bytes)\n            return 1 +",
+        "            return 1 +",
+        "files",
+        100,
+    ),
+    Mutation(
+        "a walk counts although the count was lost meanwhile",
+        "backends/file/space.py",
+        "            if self._ledger.num_losses == num_losses:",
+        "            if num_losses >= 0:",
+        "files",
+        60,
+    ),
+    Mutation(
         "an evicted file is not told",
         "backends/file/space.py",
         "                self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)\n",

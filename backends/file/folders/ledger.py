@@ -68,6 +68,8 @@ class Ledger:
         added: Bytes that were ever added.
         added_here: Bytes that this process added, and that are counted.
         reserved: Bytes that this process added and did not settle yet.
+        num_losses: Times that the count was found to be removed or damaged. Who counts anew asks
+            whether it was meanwhile: nobody knows then how much others have added.
     """
 
     def __init__(self, root: Path) -> None:
@@ -78,7 +80,7 @@ class Ledger:
         self.known = False
         self.used = 0
         self.added = self.added_here = 0
-        self.reserved = 0
+        self.reserved = self.num_losses = 0
         self._fd, self._claim = self._open()
 
     @property
@@ -96,12 +98,13 @@ class Ledger:
         """
         ends_at = runtime.monotonic() + LOCK_TIMEOUT_S
         with self._locked_here(ends_at):
-            self._reopen_if_removed()
+            was_known = self.known
             self._lock_file(ends_at)
             try:
                 read = runtime.disk().pread(self._fd, _RECORD.size + DIGEST_BYTES, 0)
                 record = strip_checksum(read)
                 self.known = len(record) == _RECORD.size and record.startswith(_MAGIC)
+                self.num_losses += was_known and not self.known
                 _, self.used, self.added = _RECORD.unpack(record) if self.known else (b"", 0, 0)
                 reserved, added_here = self.reserved, self.added_here
                 try:
@@ -123,6 +126,8 @@ class Ledger:
         changed = _RECORD.pack(_MAGIC, _bounded(self.used), _bounded(self.added))
         if self.known and changed != record:
             runtime.disk().pwrite(self._fd, add_checksum(changed), 0)
+            if not self._has_name:  # others count in another file by now
+                raise OSError(errno.ESTALE, f"{LEDGER_NAME} was removed", str(self._root))
 
     @contextlib.contextmanager
     def _locked_here(self, ends_at: float) -> Iterator[None]:
@@ -136,6 +141,7 @@ class Ledger:
     def _lock_file(self, ends_at: float) -> None:
         """Lock the file by a deadline: a stopped process, or a dead host, may never unlock it."""
         while True:
+            self._reopen_if_removed()
             try:
                 runtime.disk().flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -143,7 +149,13 @@ class Ledger:
                     raise _late("another process") from None
                 runtime.sleep(LOCK_PAUSE_S)
             else:
-                return
+                if self._has_name:
+                    return
+
+    @property
+    def _has_name(self) -> bool:
+        """Whether the file is there, and was not removed."""
+        return runtime.disk().fstat(self._fd).st_nlink > 0
 
     def reserve(self, num_bytes: int) -> None:
         """Count bytes that are about to be written; only inside `locked`."""
@@ -183,13 +195,14 @@ class Ledger:
             OSError: The walk failed, or the count cannot be read or written.
         """
         with self.locked():
-            added_before = self.added
+            added_before, losses_before = self.added, self.num_losses
             num_bytes = self.reserved_by_others()
         skipped_before = num_skipped()
         num_bytes += sum(block.num_bytes_on_disk for block in blocks)
         with self.locked():
             is_partial = num_skipped() != skipped_before
-            self.recount(num_bytes + self.added - added_before, is_partial=is_partial)
+            if self.num_losses == losses_before:  # else engines count anew
+                self.recount(num_bytes + self.added - added_before, is_partial=is_partial)
 
     def settle(self, num_bytes: int) -> None:
         """Count reserved bytes as written; outside `locked`, without waiting for other processes.
@@ -245,12 +258,13 @@ class Ledger:
             raise
 
     def _reopen_if_removed(self) -> None:
-        if runtime.disk().fstat(self._fd).st_nlink and self._claim.is_there:
+        if self._has_name and self._claim.is_there:
             return
         make_root(self._root)
         fd, claim = self._open()
         self.close()
         self._fd, self._claim = fd, claim
+        self.num_losses += 1
 
 
 def read_count(root: Path) -> int | None:
