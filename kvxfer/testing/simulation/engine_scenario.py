@@ -46,6 +46,8 @@ DELETE_S = 1.5
 LOOK_S = 0.15
 """Virtual time between two looks at the memory."""
 LOST_STORES = 6
+GIVEN_UP_S = 1.5
+GIVEN_UP_CALLS = 16
 STORM_S = 4.0
 STORM_DELETES = 8
 STORM_TASKS = 3
@@ -141,6 +143,8 @@ class EngineScenario(Scenario):
                 return self._plan_storm(random)
             if kind < 0.32:
                 return self._plan_lost_source(random)
+            if kind < 0.47:
+                return self._plan_given_up(random)
         steps, length_s = [], random.choice((2.0, 5.0, 15.0))
         num_keys, bursts = random.choice((1, 3, NUM_KEYS)), random.choice((0, 3, 12))
         burst_s = random.choice(BURSTS_S)
@@ -197,6 +201,24 @@ class EngineScenario(Scenario):
             for _ in range(LOST_STORES)
         ]
         return sorted([Step(0.0, "fault", fault), *stores], key=lambda step: step.at_s)
+
+    def _plan_given_up(self, random: Random) -> list[Step]:
+        """Plan calls that are given up, or end by themselves, while one tier does odd things."""
+        kind = random.choice((TierFault.LATE, TierFault.LATE, TierFault.FOREIGN_CANCEL))
+        calls = ("load",) if kind is TierFault.LATE else FAULTY_CALLS
+        arguments = {"for_s": GIVEN_UP_S, "share": random.choice((0.5, 1.0)), "calls": calls}
+        tier = 0 if kind is TierFault.LATE else random.randrange(self.num_faulty)
+        fault = {"tier": tier, "fault": kind, **arguments}
+        steps = [Step(random.random() * GIVEN_UP_S / 4, "fault", fault)]
+        for _ in range(GIVEN_UP_CALLS):
+            given: dict[str, Any] = {
+                "timeout_s": random.choice((None, 0.01, 0.1)),
+                "cancel_s": random.choice((None, None, 0.0, 0.005, 0.05)),
+                "parts": draw_parts(random, 3),
+            }
+            what = random.choice(("store", "load", "load", "lookup", "lookup"))
+            steps.append(Step(random.random() * GIVEN_UP_S, what, given))
+        return sorted(steps, key=lambda step: step.at_s)
 
     def _draw_faults(self, random: Random, length_s: float) -> list[Step]:
         num_faults, is_mild = random.choice((0, 0, 1, 3, 8)), random.random() < 0.3
