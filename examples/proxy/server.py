@@ -1,11 +1,10 @@
 """Server of the proxy: a completion becomes a prefill leg and a decode leg."""
 
 import asyncio
-import contextlib
 import logging
 import resource
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -22,6 +21,7 @@ from examples.proxy.legs import Completion, Lender, params_of_answer
 from examples.proxy.metrics import ProxyMetrics
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.listener import Listener
+from kvxfer.runtime import end_tasks
 from kvxfer.text import printable
 
 MAX_DESCRIPTORS = 1 << 20
@@ -72,6 +72,7 @@ class Proxy:
         self.metrics = ProxyMetrics()
         self._config = config
         self._under_way: set[asyncio.Task[Any]] = set()
+        self._legs: set[asyncio.Task[Any]] = set()  # of prefill engines, beside decode legs
         self._is_ending = False
         self._is_closed = False
         self._closing = asyncio.Lock()
@@ -140,6 +141,7 @@ class Proxy:
             if late:
                 logger.warning("cut off requests still under way: %d", len(late))
                 await asyncio.wait(late)
+        await end_tasks(self._legs)
         await self._runner.cleanup()
         await self._prefill.aclose()
         await self._decode.aclose()
@@ -280,9 +282,21 @@ class Proxy:
         """Begin both legs at once, with a ticket that no client can guess."""
         ticket = secrets.token_hex(16)
         lending = self._lend(client, completion.prefill_body(ticket), deadline_s, engine)
-        async with _begun(lending) as leg:
+        leg = asyncio.create_task(lending)
+        self._legs.add(leg)
+        leg.add_done_callback(self._end_leg)
+        late_s = 0.0
+        try:
             await self._pass_on(client, completion.decode_body(lender.params(ticket)), deadline_s)
-            await asyncio.wait([leg], timeout=LATE_PREFILL_S)
+            late_s = LATE_PREFILL_S
+        finally:  # the client has its answer, and waits for no prefill engine
+            asyncio.get_running_loop().call_later(late_s, leg.cancel)
+
+    def _end_leg(self, leg: "asyncio.Task[msgspec.Raw]") -> None:
+        """Forget a prefill leg beside a decode leg; its failure is no error."""
+        self._legs.discard(leg)
+        if not leg.cancelled() and (exc := leg.exception()) is not None:
+            logger.debug("the prefill leg of an overlapped request failed: %s", exc)
 
     async def _decode_alone(
         self, client: Client, completion: Completion, deadline_s: float, reason: str
@@ -371,16 +385,3 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
         return await answer.read()
     except (aiohttp.ClientError, OSError) as exc:
         raise EngineFailedError(f"broke off its answer: {exc}") from exc
-
-
-@contextlib.asynccontextmanager
-async def _begun(leg: Coroutine[Any, Any, msgspec.Raw]) -> AsyncIterator[asyncio.Task[Any]]:
-    """Run a leg beside the body of the context, and end it with that; its failure is no error."""
-    task = asyncio.create_task(leg)
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-        if not task.cancelled() and (exc := task.exception()) is not None:
-            logger.debug("the prefill leg of an overlapped request failed: %s", exc)

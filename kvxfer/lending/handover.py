@@ -24,7 +24,7 @@ from kvxfer.kvcache.descriptors import StreamMark
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.kvcache.portable import CacheDescription
 from kvxfer.lending.reader import Fetched, Found, Reader, Wanted, worker_keys
-from kvxfer.runtime import Threads, begin_aside, end_tasks
+from kvxfer.runtime import Threads, begin_aside
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -142,7 +142,6 @@ class Handover:
         self._loop = EngineLoop("hand-over")
         self._ended: deque[str] = deque()
         self._watching: asyncio.Task[None] | None = None
-        self._calls: set[asyncio.Task[Any]] = set()
 
     def observe(self, reports: Reports) -> None:
         """See `Observable.observe`: leases, peers, what they hold, and what is fetched."""
@@ -178,7 +177,7 @@ class Handover:
         """
         try:
             self._guard.check()
-            return self._loop.submit(self._run(call))
+            return self._loop.submit(call)
         except BaseException:
             call.close()
             raise
@@ -351,12 +350,6 @@ class Handover:
             await wait_for_mark(after)
         return await self._reader.fetch(endpoint, wanted, waits_for=waits_for)
 
-    async def _run(self, call: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.create_task(call)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-        return await task
-
     def _offer(
         self, ticket: str, keys: list[BlockKey], block_ids: list[int], *, is_complete: bool
     ) -> None:
@@ -397,7 +390,7 @@ class Handover:
     async def _shut_down(self) -> None:
         try:
             async with asyncio.timeout(CLOSE_S):
-                await end_tasks(self._calls)
+                await self._loop.end_submitted()
                 if self._watching is not None:
                     self._watching.cancel()
                 await self._exchange.aclose()

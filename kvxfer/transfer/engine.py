@@ -152,7 +152,6 @@ class PolledEngine(Generic[MoverT]):
         self._submitted: dict[JobId, _Submission] = {}  # moved on the loop
         self._begun: set[JobId] = set()  # begun on the thread that submitted them, not ended
         self._finished: OrderedDict[JobId, FinishedJob] = OrderedDict()  # and not taken
-        self._submitted_calls: set[asyncio.Task[Any]] = set()
         self._calls = Calls()
 
     def submit_store(
@@ -216,7 +215,7 @@ class PolledEngine(Generic[MoverT]):
         try:
             self._guard.check()
             require_instance("call", call, Coroutine)
-            return self._loop.submit(self._run_call(call))
+            return self._loop.submit(call)
         except BaseException:
             if isinstance(call, Coroutine):
                 call.close()
@@ -368,12 +367,6 @@ class PolledEngine(Generic[MoverT]):
         found = [self._submitted.get(job_id) for job_id in job_ids]
         self._loop.wait([submission.ended for submission in found if submission], left)
 
-    async def _run_call(self, call: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.create_task(call)
-        self._submitted_calls.add(task)
-        task.add_done_callback(self._submitted_calls.discard)
-        return await task
-
     async def _shut_down(self) -> None:
         try:
             async with asyncio.timeout(self._close_timeout_s):
@@ -393,11 +386,8 @@ class PolledEngine(Generic[MoverT]):
     async def _end_jobs(self) -> None:
         await self._mover.end_beginning()
         self._cancel_all()
-        for call in self._submitted_calls:
-            call.cancel()
+        await self._loop.end_submitted(self._close_timeout_s / 4)
         await self._mover.wait_until_idle(self._close_timeout_s / 2)
-        if self._submitted_calls:
-            await asyncio.wait(self._submitted_calls, timeout=self._close_timeout_s / 4)
         await self._mover.drain_begun()
 
     def _cancel_all(self) -> None:

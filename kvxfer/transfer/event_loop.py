@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from kvxfer import runtime
 from kvxfer.errors import ClosedError, EventLoopError, KVXferError
-from kvxfer.runtime import LoopThread
+from kvxfer.runtime import LoopThread, end_tasks
 
 LIVENESS_S = 0.5
 """Interval at which a caller that waits for another event loop checks that it still runs."""
@@ -37,6 +37,7 @@ class EngineLoop:
         self._thread: LoopThread | None = None
         self._stopping = False
         self._given: dict[Future[Any], Coroutine[Any, Any, Any]] = {}  # and not done
+        self._submitted: set[asyncio.Task[Any]] = set()
 
     def require_other_thread(self, verb: str) -> None:
         """Check that the caller does not run on this loop, so that it may block.
@@ -62,7 +63,7 @@ class EngineLoop:
         """
         if self._is_current():
             return await work
-        future = asyncio.wrap_future(self.submit(work))
+        future = asyncio.wrap_future(self._give(work))
         try:
             while not future.done():
                 await asyncio.wait([future], timeout=LIVENESS_S)
@@ -73,19 +74,15 @@ class EngineLoop:
         return future.result()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin a coroutine on this loop and return at once; errors as `run`."""
-        future: Future[T] = Future()
-        try:
-            loop = self._open()
-            loop.call_soon_threadsafe(self._begin, work, future)
-        except BaseException:
-            work.close()
-            raise
-        self._given[future] = work
-        future.add_done_callback(lambda done: self._given.pop(done, None))
-        if loop.is_closed():
-            self._end_given()
-        return future
+        """Begin a coroutine on this loop and return at once; `end_submitted` cancels it.
+
+        Raises: as `run`.
+        """
+        return self._give(work, self._submitted)
+
+    async def end_submitted(self, timeout_s: float | None = None) -> None:
+        """Cancel what was submitted, and wait for its end; to be called on this loop."""
+        await end_tasks(self._submitted, timeout_s)
 
     def call_soon(self, func: Callable[..., object], *args: object) -> None:
         """Call a function on this loop and return at once; errors as `run`."""
@@ -125,7 +122,7 @@ class EngineLoop:
             raise
         except RuntimeError:  # of a thread that cannot be started
             return runtime.run(work)
-        future = self.submit(work)
+        future = self._give(work)
         if not self.wait([future], timeout_s):
             raise EventLoopError(self._what, f"its event loop stood still for {timeout_s:g} s")
         return future.result()
@@ -145,10 +142,35 @@ class EngineLoop:
             self._thread.stop()
             self._end_given()
 
-    def _begin(self, work: Coroutine[Any, Any, T], future: Future[T]) -> None:
+    def _give(
+        self, work: Coroutine[Any, Any, T], among: "set[asyncio.Task[Any]] | None" = None
+    ) -> Future[T]:
+        """Give work to the loop, which keeps its task in a set as long as it runs."""
+        future: Future[T] = Future()
+        try:
+            loop = self._open()
+            loop.call_soon_threadsafe(self._begin, work, future, among)
+        except BaseException:
+            work.close()
+            raise
+        self._given[future] = work
+        future.add_done_callback(lambda done: self._given.pop(done, None))
+        if loop.is_closed():
+            self._end_given()
+        return future
+
+    def _begin(
+        self,
+        work: Coroutine[Any, Any, T],
+        future: Future[T],
+        among: "set[asyncio.Task[Any]] | None",
+    ) -> None:
         """Begin work on the running loop; what cancels the future cancels the work."""
         loop = asyncio.get_running_loop()
         task = loop.create_task(work)
+        if among is not None:
+            among.add(task)
+            task.add_done_callback(among.discard)
         task.add_done_callback(partial(self._hand_over, future))
 
         def cancel(done: Future[T]) -> None:

@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from prometheus_client import parser
 
+from examples.proxy import server
 from tests.proxy.fake_engines import (
     BODY,
     CHAT,
@@ -246,6 +248,21 @@ async def test_both_legs_begin_at_once_with_one_ticket_once_the_lender_is_known(
         "tp_size": 2,
         "transfer_mode": "overlap",
     }
+
+
+async def test_an_answer_that_is_complete_ends_its_request_whatever_the_prefill_engine_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "LATE_PREFILL_S", 10 * LIMIT_S)
+    one = aiohttp.TCPConnector(limit=1)
+    async with routed(overlap=True) as it, aiohttp.ClientSession(connector=one) as client:
+        await it.post()
+        it.prefill[0].hangs = True
+        async with asyncio.timeout(LIMIT_S):
+            for _ in range(2):  # the second one on the connection of the first
+                async with client.post(it.url + COMPLETIONS, json=BODY) as response:
+                    assert await response.json() == {"by": it.decode[0].url}
+    assert it.prefill[0].is_left.is_set()
 
 
 async def test_one_leg_comes_after_the_other_where_an_engine_lends_at_several_places() -> None:

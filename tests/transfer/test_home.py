@@ -1,6 +1,7 @@
 """Event loop of an engine: no call waits for an event loop that does not run."""
 
 import asyncio
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -67,6 +68,25 @@ def test_an_engine_entered_on_a_loop_that_stopped_says_so(
             call()
     stopped.run_until_complete(asyncio.sleep(0))
     stopped.close()
+
+
+async def answer() -> bool:
+    await asyncio.sleep(0)
+    return True
+
+
+def test_a_call_that_was_submitted_in_the_last_moment_of_a_loop_is_closed(
+    memory: BlockMemory, stopped: asyncio.AbstractEventLoop
+) -> None:
+    engine, call = open_engine(memory), answer()
+
+    async def submit() -> None:
+        await engine.__aenter__()
+        engine.submit_call(call)
+
+    with asyncio.Runner(loop_factory=lambda: stopped) as runner:
+        runner.run(submit())  # which cancels what is left, also what has not begun
+    assert inspect.getcoroutinestate(call) == inspect.CORO_CLOSED
 
 
 # Blocking calls on the engine's own loop
