@@ -318,8 +318,10 @@ class Exchange:
             generations=self._generations,
         )
 
-    async def _open_store(self, namespace: Namespace) -> BlockStore:  # noqa: ARG002 - only ours comes
+    async def _open_store(self, namespace: Namespace) -> BlockStore:
         assert self._own is not None
+        assert self._node.namespace is not None
+        self._node.namespace.require_same(namespace)
         return BlockStore(self._own, self._own, self._hasher)
 
 

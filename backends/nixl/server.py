@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvxfer import runtime
+from kvxfer.backends.host.held_tiers import drain_sessions, gauges_of
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.session import BlockStore, ClientSession
 from kvxfer.backends.nixl.wire.data import DataConnection
@@ -38,9 +39,6 @@ Serve = Callable[[socket.socket, str, ssl.SSLContext | None], Coroutine[Any, Any
 PROVE_S = 0.5
 """Time that a connection has in any case to authenticate. Where too many do at one time, others
 wait until one has, or until this is over for the oldest, which is cut."""
-
-DRAIN_POLL_S = 0.05
-"""Time between two looks at the sessions while the server ends."""
 
 PERIOD_S = 1.0
 """Period in which an address has one line in the log of refusals."""
@@ -96,8 +94,8 @@ class Server:
 
     Args:
         node: Node of this process.
-        open_store: Opens the store of a namespace and adds its memory to the node, if need be;
-            called once, for the first peer.
+        open_store: Gets the store of a peer's namespace, or refuses others; opens it and adds its
+            memory to the node, if need be.
         endpoint: Endpoint to listen at.
     """
 
@@ -106,8 +104,6 @@ class Server:
         self._config = node.config
         self._open_store = open_store
         self._endpoint = endpoint
-        self._store: BlockStore | None = None
-        self._settling = asyncio.Lock()
         self._accepting: list[asyncio.Task[None]] = []  # for control, and for data
         self._port = endpoint.port
         self._data_port = node.config.data_port
@@ -136,9 +132,7 @@ class Server:
 
     def gauges(self) -> Mapping[Gauge, float]:
         """State of the server for observers; may be called on any thread."""
-        sessions = self.sessions
-        pins = sum(session.num_pins for session in sessions)
-        return {Gauge.PEERS: len(sessions), Gauge.PINS: pins}
+        return gauges_of(self.sessions)
 
     @property
     def num_unproven(self) -> int:
@@ -181,24 +175,15 @@ class Server:
             self._run(self._accept(data, self._serve_data)),
         ]
 
-    async def drain(self, timeout_s: float) -> bool:
+    async def drain(self, timeout_s: float) -> None:
         """Accept no new peers, lookups and transfers, and wait until no block is pinned or stored.
 
-        Returns:
-            False when `timeout_s` passed before.
+        Blocks that are still in use after `timeout_s` are a warning.
         """
         self._draining = True
         for accepting in self._accepting[:1]:
             accepting.cancel()
-        for session in self.sessions:
-            session.drain()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not all(each.is_idle for each in self.sessions):  # noqa: ASYNC110 - once a life
-                    await asyncio.sleep(DRAIN_POLL_S)
-        except TimeoutError:
-            return False
-        return True
+        await drain_sessions("peers", lambda: self.sessions, timeout_s)
 
     async def disconnect(self) -> None:
         """End the connections of all peers, which may connect again."""
@@ -303,13 +288,22 @@ class Server:
 
     async def _serve(self, plain: socket.socket, peer: str, tls: ssl.SSLContext | None) -> None:
         timeout_s = self._config.handshake_timeout_s
+        store: BlockStore | None = None
+
+        async def reach(theirs: Hello) -> Reach:
+            """Prepare for a peer that has authenticated, and return the access to our memory."""
+            nonlocal store
+            self._prove_current()
+            store = await self._settle(theirs.namespace)
+            return await self._node.reach(data_port=self._data_port)
+
         try:
             channel = await FrameChannel.accept(plain, peer, tls, timeout_s)
             greeting = await greet_as_server(
                 channel,
                 self._node.hello,
                 secret=self._node.secret,
-                reach=self._reach,
+                reach=reach,
                 timeout_s=timeout_s,
             )
         except (PeerClosedError, PeerTimeoutError) as exc:  # such as a health check
@@ -323,8 +317,8 @@ class Server:
             return
         task = asyncio.current_task()
         assert task is not None
-        assert self._store is not None
-        session = ClientSession(self._node, channel, greeting, self._store)
+        assert store is not None
+        session = ClientSession(self._node, channel, greeting, store)
         incarnation = greeting.hello.incarnation
         earlier = self._sessions.get(incarnation)
         self._sessions[incarnation] = session, task
@@ -341,22 +335,13 @@ class Server:
             if self._sessions.get(incarnation) == (session, task):
                 del self._sessions[incarnation]
 
-    async def _reach(self, theirs: Hello) -> Reach:
-        """Prepare for a peer that has authenticated, and return the access to our memory."""
-        self._prove_current()
-        await self._settle(theirs.namespace)
-        return await self._node.reach(data_port=self._data_port)
-
-    async def _settle(self, namespace: Namespace | None) -> None:
-        """Open the store of the first peer's namespace, and refuse other namespaces."""
-        async with self._settling:
-            if namespace is None:
-                raise NamespaceMismatchError("model", "any", "none")
-            if self._node.namespace is not None:
-                self._node.namespace.require_same(namespace)
-            if self._store is None:
-                self._store = await self._open_store(namespace)
-                self._node.namespace = namespace
+    async def _settle(self, namespace: Namespace | None) -> BlockStore:
+        """Get the store of the first peer's namespace, and refuse other namespaces."""
+        if namespace is None:
+            raise NamespaceMismatchError("model", "any", "none")
+        store = await self._open_store(namespace)
+        self._node.namespace = namespace
+        return store
 
     async def _serve_data(
         self, plain: socket.socket, peer: str, tls: ssl.SSLContext | None

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from kvxfer import runtime
 from kvxfer.backends.host.available_memory import require_memory
-from kvxfer.backends.host.backend import HostBackend
+from kvxfer.backends.host.held_tiers import HeldTiers
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.config import NixlConfig
@@ -18,14 +19,12 @@ from kvxfer.backends.nixl.session import BlockStore
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.runtime import Threads
+from kvxfer.runtime import Threads, begin_aside, outlive_caller
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import Lender, StagedLender
 from kvxfer.storage.observer import Reports
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
-from kvxfer.tiering.tiered_backend import tiers_of
-from kvxfer.units import format_size
 
 LENDING_BYTES = 512 << 20
 """Bytes of staging memory by way of which blocks of tiers are lent: room for the pieces that
@@ -34,19 +33,11 @@ peers have in flight, see `client.PIECE_BYTES`."""
 NUM_HASHING_THREADS = 2
 """Threads of the staging memory that blocks are lent by way of."""
 
-ABANDON_AFTER_S = 0.2
-"""Seconds that the end waits for memory that is being reserved: a system gives 1 GiB or so a
-second, and nothing is in it yet."""
-
 logger = logging.getLogger(__name__)
 
 
 class StandalonePeer:
     """Peer that holds blocks of one namespace: the given one, or that of the first peer.
-
-    Without a namespace it does not know how large a block is, so its memory is reserved when the
-    first peer connects, on a thread. That may take longer than the first peer waits; its next
-    attempt finds the memory reserved.
 
     Args:
         config: Configuration, with the endpoint to listen at and the authentication of peers.
@@ -76,17 +67,16 @@ class StandalonePeer:
             raise InvalidArgumentError("listen", config.listen, "HOST:PORT")
         self.is_ready = False
         self._open_backend = open_backend
-        self._prepare = prepare
+        self._tiers = HeldTiers(self._open, namespace, prepare=prepare)
         self._needed_bytes = config.capacity + LENDING_BYTES + DEFAULT_STAGING_BYTES
         self._capacity = int(config.capacity)
         self._discovery = config.open_discovery()
         self._node = LocalNode(config, namespace, make_agent=make_agent)
         self._server = Server(self._node, self._open_store, config.listen_endpoint)
-        self._opening = Threads("kvxfer-open", 1)
         self._hashing = Threads("kvxfer-hash", NUM_HASHING_THREADS)
         self._hasher = BlockHasher()
         self._copy_engine = CPUCopyEngine()
-        self._opened: tuple[Namespace, Backend, Lender] | None = None
+        self._lender: Lender | None = None
 
     @property
     def endpoint(self) -> Endpoint:
@@ -113,14 +103,15 @@ class StandalonePeer:
             BackendUnavailableError: The address, or the port for data, is in use, or the address is
                 not one of this machine; or `transport=nixl`, and NIXL cannot be imported.
         """
-        if self._opened is None:
+        if not self._tiers.is_open:
             # Without tiers below, what would be staging memory is left for everything else.
             require_memory(self._needed_bytes, "capacity and staging memory")
         if self._node.namespace is not None:
             await self._open_store(self._node.namespace)
         if self._node.config.transport != "socket":  # the first peer must not wait for the import
             try:
-                await self._opening.ask(import_nixl, otherwise="let peers use sockets")
+                importing = partial(import_nixl, otherwise="let peers use sockets")
+                await outlive_caller(begin_aside("kvxfer-open", importing))
             except BackendUnavailableError:
                 if self._node.config.transport == "nixl":
                     raise
@@ -142,12 +133,10 @@ class StandalonePeer:
     async def drain(self, timeout_s: float) -> None:
         """Accept no new peers, and wait until the connected ones pin and move no block."""
         self.is_ready = False
-        logger.info("draining: no new peers, %d are connected", len(self._server.sessions))
         async with asyncio.TaskGroup() as tasks:
             if self._discovery is not None:
                 tasks.create_task(self._discovery.withdraw())
-            if not await self._server.drain(timeout_s):
-                logger.warning("blocks are still in use after %g s; ending all the same", timeout_s)
+            await self._server.drain(timeout_s)
 
     async def aclose(self) -> None:
         """End every connection and close the backend; may be called again.
@@ -160,15 +149,14 @@ class StandalonePeer:
         self._server.close()
         await self._node.aclose()  # ends reads, also those that stall
         await self._server.wait_closed()
-        await self._opening.aclose(ABANDON_AFTER_S)
-        if self._opened is not None:
-            _, backend, lender = self._opened
-            if isinstance(lender, StagedLender):
-                await lender.aclose()
-            await backend.aclose()
+        await self._tiers.aclose(self._close_lender)
         await self._hashing.aclose()
         await self._hasher.aclose()
         self._copy_engine.close()
+
+    async def _close_lender(self) -> None:
+        if isinstance(self._lender, StagedLender):
+            await self._lender.aclose()
 
     def _announcement(self, started: float) -> Announcement:
         settled = self._node.namespace
@@ -176,36 +164,18 @@ class StandalonePeer:
         return Announcement(capacity=self._capacity, namespace=fingerprint, started=started)
 
     async def _open_store(self, namespace: Namespace) -> BlockStore:
-        if self._opened is None:
-            await self._opening.ask(self._open, namespace)
-        assert self._opened is not None
-        settled, backend, lender = self._opened
-        if self._prepare is not None:
-            prepare, self._prepare = self._prepare, None
-            await prepare(backend)
-        settled.require_same(namespace)  # a peer that did not wait may have settled another one
-        return BlockStore(backend, lender, self._hasher)
+        backend = await self._tiers.settle(namespace)
+        assert self._lender is not None
+        return BlockStore(backend, self._lender, self._hasher)
 
-    def _open(self, namespace: Namespace) -> None:
-        """Reserve the memory; the next call finds it, even if this one's caller was cancelled."""
-        if self._opened is not None:
-            return
+    def _open(self, namespace: Namespace) -> Backend:
+        """Reserve the memory, and let peers read it."""
         backend = self._open_backend(namespace)
         lender = backend.provide(Lender) or self._stage(backend, namespace)
         backend.attach(lender.regions)
         self._node.add_memory(lender.regions)
-        self._opened = namespace, backend, lender
-        tiers = tiers_of(backend)
-        hosts = filter(None, (tier.provide(HostBackend) for tier in tiers))
-        sizes = [namespace.chunk_size_bytes(group) for group in range(len(namespace.groups))]
-        logger.info(
-            "settled namespace %s of %r: %d slots of %s in host memory, tiers below: %d",
-            namespace.fingerprint,
-            namespace.model,
-            sum(host.num_slots for host in hosts),
-            format_size(max(sizes)),
-            len(tiers) - 1,
-        )
+        self._lender = lender
+        return backend
 
     def _stage(self, backend: Backend, namespace: Namespace) -> Lender:
         return StagedLender(

@@ -18,6 +18,7 @@ import numpy as np
 from kvxfer import runtime
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.host.available_memory import require_memory
+from kvxfer.backends.host.held_tiers import HeldTiers, drain_sessions, gauges_of
 from kvxfer.backends.pool.messages import (
     MAX_RECEIVE_BYTES,
     PROTOCOL_VERSION,
@@ -53,15 +54,14 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.listener import ACCEPT_PAUSE_S
-from kvxfer.runtime import Threads, await_call, end_tasks
+from kvxfer.runtime import await_call, end_tasks
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import BlockParts, ReservedBlocks, require_parts_in_blocks
 from kvxfer.storage.observer import Reports
 from kvxfer.text import printable
-from kvxfer.tiering.tiered_backend import TieredBackend, tiers_of
-from kvxfer.units import format_size
+from kvxfer.tiering import TieredBackend
 
 GRACE_S = 5.0
 """Time after which memory is free that an engine was writing whose process cannot be watched."""
@@ -72,14 +72,8 @@ SO_PEERPIDFD = 77
 HANDSHAKE_TIMEOUT_S = 5.0
 """Time that an engine has for its first message."""
 
-ABANDON_AFTER_S = 0.2
-"""Seconds that the end waits for memory that is being reserved; nothing is in it yet."""
-
 MODE = 0o600
 """Mode of the socket: whoever connects can read and write every block."""
-
-DRAIN_POLL_S = 0.05
-"""Time between two looks at the sessions while the server ends."""
 
 MAX_CHARACTERS = 2000
 """Most characters of a value in a refusal."""
@@ -88,21 +82,6 @@ logger = logging.getLogger(__name__)
 
 _REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _HELLO: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStore:
-    """Store behind a host pool.
-
-    Attributes:
-        backend: All tiers.
-        host: The first of them, whose memory engines have mapped.
-        chunk_sizes: Bytes of a chunk of each group.
-    """
-
-    backend: Backend
-    host: HostBackend
-    chunk_sizes: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +108,15 @@ class PoolSession:
 
     Args:
         connection: The connection, non-blocking; closed by its maker.
-        store: Store of the blocks.
+        tiers: Tiers of the blocks, opened; engines have the memory of the first one mapped.
     """
 
     _numbers = itertools.count(1)
 
-    def __init__(self, connection: socket.socket, store: PoolStore) -> None:
+    def __init__(self, connection: socket.socket, tiers: HeldTiers) -> None:
         self._connection = connection
-        self._store = store
-        self._chunk_sizes = store.chunk_sizes
+        self._backend, self._host = tiers.backend, tiers.host
+        self._chunk_sizes = tiers.chunk_sizes
         self._pins: Counter[BlockKey] = Counter()
         self._num_batches = 0
         self._rooms: dict[int, _Room] = {}
@@ -229,7 +208,7 @@ class PoolSession:
                 return await self._pin(request)
             if isinstance(request, Reserve):
                 return await self._reserve(request)
-            return Done(done=await await_call(self._store.backend.delete(request.keys)))
+            return Done(done=await await_call(self._backend.delete(request.keys)))
         except KVXferError as exc:
             return Failed(reason=str(exc))
         except Exception as exc:
@@ -238,13 +217,13 @@ class PoolSession:
 
     async def _find(self, keys: list[BlockKey], within_s: float) -> list[bool]:
         """Look up blocks; those that an engine is storing are misses, as in any tier."""
-        host = self._store.host
+        host = self._host
         asked = [key for key in keys if not host.is_storing(key)]
         there: set[BlockKey] = set()
         if asked:
             try:
                 async with asyncio.timeout(within_s):
-                    found = await await_call(self._store.backend.lookup(asked))
+                    found = await await_call(self._backend.lookup(asked))
             except TimeoutError:
                 logger.warning("a lookup in the tiers below took longer than %g s", within_s)
                 found = await host.lookup(asked)
@@ -252,13 +231,13 @@ class PoolSession:
         return [key in there for key in keys]
 
     async def _pin(self, request: Pin) -> Pinned:
-        rows, slots = self._store.host.pin(request.keys)
-        if len(rows) < len(request.keys) and isinstance(self._store.backend, TieredBackend):
-            self._store.host.unpin([request.keys[row] for row in rows])
+        rows, slots = self._host.pin(request.keys)
+        if len(rows) < len(request.keys) and isinstance(self._backend, TieredBackend):
+            self._host.unpin([request.keys[row] for row in rows])
             there = set(rows)
             missing = [key for row, key in enumerate(request.keys) if row not in there]
             await self._find(missing, request.within_s)
-            rows, slots = self._store.host.pin(request.keys)
+            rows, slots = self._host.pin(request.keys)
         self._pins.update(request.keys[row] for row in rows)
         self._num_batches += bool(rows)
         return Pinned(rows=rows, slots=slots)
@@ -268,8 +247,8 @@ class PoolSession:
         for key, (slot, reason) in request.corrupt.items():
             if key in ours:
                 corrupt = Outcome(Status.CORRUPT, reason=reason)
-                self._store.host.drop_corrupt([key], [slot], [corrupt])
-        self._store.host.unpin(ours)
+                self._host.drop_corrupt([key], [slot], [corrupt])
+        self._host.unpin(ours)
         self._pins.subtract(ours)
         self._num_batches -= bool(ours)
         self._pins = +self._pins
@@ -280,7 +259,7 @@ class PoolSession:
         require_parts_in_blocks(
             BlockParts(request.keys, request.starts, request.sizes), self._chunk_sizes
         )
-        host = self._store.host
+        host = self._host
         busy: list[int] = []
         rows: list[int] = []
         for row, key in enumerate(request.keys):
@@ -312,13 +291,13 @@ class PoolSession:
         if is_written:
             room.reserved.arrived.update(enumerate(request.checksums))
         await room.stack.aclose()
-        if is_written and isinstance(self._store.backend, TieredBackend):
-            self._store.backend.write_back(room.parts)
+        if is_written and isinstance(self._backend, TieredBackend):
+            self._backend.write_back(room.parts)
         return Done(done=[is_written] * num_blocks)
 
     async def _release(self, *, at_once: bool) -> None:
         with contextlib.suppress(BlockStateError):
-            self._store.host.unpin(list(self._pins.elements()))
+            self._host.unpin(list(self._pins.elements()))
         self._pins.clear()
         try:
             if self._rooms and not at_once:
@@ -331,7 +310,7 @@ class PoolSession:
                 os.close(self._process)
 
     def _slots_of(self, blocks: Descriptors) -> list[int]:
-        pool = self._store.host.pool
+        pool = self._host.pool
         offsets = blocks.addresses.astype(np.int64) - pool.region.address
         slots: list[int] = (offsets // pool.shape.slot_size_bytes).tolist()
         return slots
@@ -393,13 +372,7 @@ class PoolServer:
         self.is_ready = False
         self._path = path
         self._capacity_bytes = capacity_bytes
-        self._open_backend = open_backend
-        self._namespace = namespace
-        self._prepare = prepare
-        self._opening = Threads("kvxfer-open", 1)
-        self._settling = asyncio.Lock()
-        self._opened: Backend | None = None
-        self._store: PoolStore | None = None
+        self._tiers = HeldTiers(open_backend, namespace, prepare=prepare)
         self._listening: tuple[socket.socket, os.stat_result] | None = None
         self._pause: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -418,10 +391,10 @@ class PoolServer:
         """
         listening = _make_socket(self._path)
         self._listening = listening, self._path.stat()
-        if self._opened is None:
+        if not self._tiers.is_open:
             require_memory(self._capacity_bytes, "capacity")
-        if self._namespace is not None:
-            await self._settle(self._namespace)
+        if self._tiers.namespace is not None:
+            await self._tiers.settle(self._tiers.namespace)
         listening.listen()
         self._listen(listening)
         self.is_ready = True
@@ -430,15 +403,7 @@ class PoolServer:
     async def drain(self, timeout_s: float) -> None:
         """Accept no new engines, and wait until the attached ones read and store no block."""
         self.is_ready = False
-        logger.info("draining: no new engines, %d are attached", len(self._sessions))
-        for session in self._sessions:
-            session.drain()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not all(each.is_idle for each in self._sessions):  # noqa: ASYNC110 - once a life
-                    await asyncio.sleep(DRAIN_POLL_S)
-        except TimeoutError:
-            logger.warning("blocks are still in use after %g s; ending all the same", timeout_s)
+        await drain_sessions("engines", lambda: list(self._sessions), timeout_s)
 
     async def aclose(self) -> None:
         """End every session and close the tiers; may be called again."""
@@ -455,9 +420,7 @@ class PoolServer:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(made, self._path.stat()):
                     self._path.unlink()
-        await self._opening.aclose(ABANDON_AFTER_S)
-        if self._opened is not None:
-            await self._opened.aclose()
+        await self._tiers.aclose()
 
     def _accept(self, listening: socket.socket) -> None:
         """Take a connection that waits; no task, which could lose one when it is cancelled."""
@@ -486,25 +449,25 @@ class PoolServer:
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                     hello = _HELLO.decode(await receive(connection))
                 _require_same_user(connection)
-                store = await self._admit(hello)
+                await self._admit(hello)
             except (OSError, EOFError, ValueError, KVXferError) as exc:
                 await self._refuse(connection, exc)
                 return
-            session = PoolSession(connection, store)
+            session = PoolSession(connection, self._tiers)
             self._sessions[session] = None
             try:
                 logger.info("%s attached", session)
-                await session.serve(*_welcome(store.host))
+                await session.serve(*_welcome(self._tiers.host))
             finally:
                 del self._sessions[session]
                 logger.info("%s ended", session)
 
-    async def _admit(self, hello: Hello) -> PoolStore:
+    async def _admit(self, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise NamespaceMismatchError("protocol_version", PROTOCOL_VERSION, hello.version)
         if not self.is_ready:
             raise BackendUnavailableError("it is about to end")
-        return await self._settle(hello.namespace)
+        await self._tiers.settle(hello.namespace)
 
     async def _refuse(self, connection: socket.socket, exc: Exception) -> None:
         refusal = Refusal(field="", ours=str(exc) or "no first message in time")
@@ -517,39 +480,8 @@ class PoolServer:
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().sock_sendall(connection, encode(refusal))
 
-    async def _settle(self, namespace: Namespace) -> PoolStore:
-        """Open the tiers for the first namespace, and refuse others."""
-        async with self._settling:
-            if self._namespace is not None:
-                self._namespace.require_same(namespace)
-            if self._store is None:
-                if self._opened is None:
-                    self._opened = await self._opening.ask(self._open_backend, namespace)
-                self._namespace = namespace
-                self._store = self._make_store(self._opened, namespace)
-                if self._prepare is not None:
-                    await self._prepare(self._opened)
-            return self._store
-
-    def _make_store(self, backend: Backend, namespace: Namespace) -> PoolStore:
-        tiers = tiers_of(backend)
-        host = tiers[0].provide(HostBackend)
-        assert host is not None
-        logger.info(
-            "settled namespace %s of %r: %d slots of %s in host memory, tiers below: %d",
-            namespace.fingerprint,
-            namespace.model,
-            host.num_slots,
-            format_size(host.pool.shape.part_size_bytes),
-            len(tiers) - 1,
-        )
-        sizes = [namespace.chunk_size_bytes(group) for group in range(len(namespace.groups))]
-        return PoolStore(backend, host, sizes)
-
     def _gauges(self) -> Mapping[Gauge, float]:
-        sessions = list(self._sessions)
-        pins = sum(session.num_pins for session in sessions)
-        return {Gauge.PEERS: len(sessions), Gauge.PINS: pins}
+        return gauges_of(list(self._sessions))
 
 
 def _require_same_user(connection: socket.socket) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 from unittest.mock import patch
 
-from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer, discovery
 from kvxfer.backends.nixl.discovery import LEASE_S
 from kvxfer.storage.keys import Namespace
@@ -174,9 +173,8 @@ class PeersScenario(FleetScenario):
         left = [f"a session of {each._channel.peer}" for each in holder._server.sessions]
         if holder._server.num_unproven:
             left.append(f"{holder._server.num_unproven} connections without proof")
-        if holder._opened is not None:
-            assert isinstance(holder._opened[1], HostBackend)
-            left += leftovers_of_host(holder._opened[1])
+        if holder._tiers.is_open:
+            left += leftovers_of_host(holder._tiers.host)
         return left
 
     def _both(self, simulation: Simulation) -> dict[str, Any]:

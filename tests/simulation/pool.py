@@ -85,10 +85,10 @@ class PoolScenario(FleetScenario):
         """See `FleetScenario.leftovers_of_holder`."""
         assert isinstance(holder, PoolServer)
         left = [f"{session} is attached" for session in holder._sessions]
-        if holder._store is not None:
-            left += leftovers_of_host(holder._store.host)
-            if isinstance(holder._store.backend, TieredBackend):
-                left += leftovers_of_tiers(holder._store.backend)
+        if holder._tiers.is_open:
+            left += leftovers_of_host(holder._tiers.host)
+            if isinstance(holder._tiers.backend, TieredBackend):
+                left += leftovers_of_tiers(holder._tiers.backend)
         return left
 
 

@@ -1,0 +1,162 @@
+"""Tiers that a process holds for others: opened for the first namespace that is asked for."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+from kvxfer.backends.host.backend import HostBackend
+from kvxfer.runtime import Threads
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.gauge import Gauge
+from kvxfer.storage.keys import Namespace
+from kvxfer.tiering.tiered_backend import tiers_of
+from kvxfer.units import format_size
+
+ABANDON_AFTER_S = 0.2
+"""Seconds that the end waits for memory that is being reserved: a system gives 1 GiB or so a
+second, and nothing is in it yet."""
+
+DRAIN_POLL_S = 0.05
+"""Time between two looks at the sessions while a server ends."""
+
+logger = logging.getLogger(__name__)
+
+
+class HeldTiers:
+    """Tiers of one namespace: the given one, or the first that somebody asks for.
+
+    Without a namespace it is not known how large a block is, so the memory is reserved for the
+    first who asks, on a thread. That may take longer than he waits; his next attempt finds it
+    reserved.
+
+    Args:
+        open_backend: Opens the backend that keeps the blocks; may block.
+        namespace: Namespace of the blocks; None for the first one that is asked for.
+        prepare: Called with the backend when it was opened, before anybody uses it.
+
+    Attributes:
+        namespace: Namespace of the blocks; None as long as any is accepted.
+    """
+
+    def __init__(
+        self,
+        open_backend: Callable[[Namespace], Backend],
+        namespace: Namespace | None = None,
+        *,
+        prepare: Callable[[Backend], Awaitable[None]] | None = None,
+    ) -> None:
+        self.namespace = namespace
+        self._open_backend = open_backend
+        self._prepare = prepare
+        self._opening = Threads("kvxfer-open", 1)
+        self._settling = asyncio.Lock()
+        self._opened: tuple[Namespace, Backend] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the backend was opened."""
+        return self._opened is not None
+
+    @property
+    def backend(self) -> Backend:
+        """The backend, once it was opened."""
+        assert self._opened is not None
+        return self._opened[1]
+
+    @property
+    def host(self) -> HostBackend:
+        """The first tier, where that is host memory."""
+        host = tiers_of(self.backend)[0].provide(HostBackend)
+        assert host is not None
+        return host
+
+    @property
+    def chunk_sizes(self) -> list[int]:
+        """Bytes of a chunk of each group."""
+        assert self._opened is not None
+        namespace = self._opened[0]
+        return [namespace.chunk_size_bytes(group) for group in range(len(namespace.groups))]
+
+    async def settle(self, namespace: Namespace) -> Backend:
+        """Open the backend for the first namespace, and refuse others.
+
+        Raises:
+            NamespaceMismatchError: There is another one.
+            CapacityError: There is not enough memory.
+        """
+        async with self._settling:
+            if self.namespace is not None:
+                self.namespace.require_same(namespace)
+            await self._opening.ask(self._open, namespace)
+            assert self._opened is not None
+            settled, backend = self._opened
+            settled.require_same(namespace)  # who did not wait may have settled another one
+            self.namespace = settled
+            if self._prepare is not None:
+                prepare, self._prepare = self._prepare, None
+                await prepare(backend)
+            return backend
+
+    async def aclose(self, close_users: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Close the backend, after what uses it; may be called again.
+
+        Memory that is still being reserved is left to the end of the process.
+        """
+        await self._opening.aclose(ABANDON_AFTER_S)
+        if close_users is not None:
+            await close_users()
+        if self._opened is not None:
+            await self.backend.aclose()
+
+    def _open(self, namespace: Namespace) -> None:
+        """Reserve the memory; the next call finds it, even if this one's caller was cancelled."""
+        if self._opened is not None:
+            return
+        self._opened = namespace, self._open_backend(namespace)
+        tiers = tiers_of(self.backend)
+        hosts = filter(None, (tier.provide(HostBackend) for tier in tiers))
+        logger.info(
+            "settled namespace %s of %r: %d slots of %s in host memory, tiers below: %d",
+            namespace.fingerprint,
+            namespace.model,
+            sum(host.num_slots for host in hosts),
+            format_size(max(self.chunk_sizes)),
+            len(tiers) - 1,
+        )
+
+
+class Session(Protocol):
+    """Session of one process that blocks are held for."""
+
+    @property
+    def num_pins(self) -> int:
+        """Batches that it has pinned."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it reads and stores nothing."""
+
+    def drain(self) -> None:
+        """Refuse what begins anew."""
+
+
+def gauges_of(sessions: Sequence[Session]) -> Mapping[Gauge, float]:
+    """State of sessions for observers."""
+    pins = sum(session.num_pins for session in sessions)
+    return {Gauge.PEERS: len(sessions), Gauge.PINS: pins}
+
+
+async def drain_sessions(
+    what: str, sessions: Callable[[], Sequence[Session]], timeout_s: float
+) -> None:
+    """Let sessions begin nothing, and wait until none of them reads or stores; warn if some do."""
+    logger.info("draining: no new %s, %d are connected", what, len(sessions()))
+    for session in sessions():
+        session.drain()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not all(each.is_idle for each in sessions()):  # noqa: ASYNC110 - once a life
+                await asyncio.sleep(DRAIN_POLL_S)
+    except TimeoutError:
+        logger.warning("blocks are still in use after %g s; ending all the same", timeout_s)
