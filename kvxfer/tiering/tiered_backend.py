@@ -43,10 +43,6 @@ from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
 logger = logging.getLogger(__name__)
 
 
-async def _touched_by_none() -> None:
-    """Drain of buffers that only tiers touch, each of which drains itself what it touched."""
-
-
 def observe(backend: Backend, reports: Reports) -> Backend:
     """Let reports be told of a backend, or of each tier of several; return what is to be used."""
     if isinstance(backend, TieredBackend):
@@ -151,7 +147,6 @@ class TieredBackend(Backend):
         self._staging = StagingMemory(
             staging_bytes,
             max(self._guard.chunk_sizes),
-            _touched_by_none,
             num_buffers=max(NUM_BUFFERS, num_lower),
             min_buffers=max(MIN_BUFFERS, num_lower),
         )
@@ -275,7 +270,7 @@ class TieredBackend(Backend):
     def write_back(self, parts: BlockParts) -> None:
         """Queue blocks for the lower tiers that others have put into the memory of the first."""
         require_instance("parts", parts, BlockParts)
-        self._guard.check_batch(parts.keys)
+        self._guard.check()
         require_parts_in_blocks(parts, self._guard.chunk_sizes)
         rows = zip(parts.keys, parts.starts, parts.sizes, strict=True)
         stored = {key: StoredBlock(0, start, size, is_new=False) for key, start, size in rows}
@@ -356,8 +351,11 @@ class TieredBackend(Backend):
 
     async def _in_each(self, call: Callable[[IsolatedTier], Awaitable[None]]) -> None:
         """Make a call in every tier at once: none waits for one that hangs or fails."""
-        calls = (await_call(call(tier)) for tier in self._tiers)
-        ended = await asyncio.gather(*calls, return_exceptions=True)
+
+        async def call_one(tier: IsolatedTier) -> None:
+            await await_call(call(tier))
+
+        ended = await asyncio.gather(*map(call_one, self._tiers), return_exceptions=True)
         for error in filter(None, ended):
             raise error
 
