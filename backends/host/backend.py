@@ -276,8 +276,8 @@ class HostBackend(LendingBackend, ImmediateMover):
     @asynccontextmanager
     async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
         """See `Lender.lend`: slots, pinned."""
+        self._guard.check()
         require_parts_in_blocks(wanted, self._guard.chunk_sizes)
-        self._guard.check_batch(wanted.keys)
         outcomes = [MISSING] * len(wanted.keys)
         there, slots = self.pin(wanted.keys, is_use=False)
         found = [wanted.keys[index] for index in there]
@@ -322,8 +322,8 @@ class HostBackend(LendingBackend, ImmediateMover):
     @asynccontextmanager
     async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
         """See `Lender.make_room`: slots that no reader gets before the context ends."""
+        self._guard.check()
         require_parts_in_blocks(offered, self._guard.chunk_sizes)
-        self._guard.check_batch(offered.keys)
         ends = list(map(sum, zip(offered.starts, offered.sizes, strict=True)))
         plan = await self._begin_store(offered.keys, offered.starts, ends)
         outcomes: dict[BlockKey, Outcome | None] = dict.fromkeys(plan.keys)

@@ -8,9 +8,7 @@ from numpy.typing import NDArray
 
 from kvxfer.backends.host.segment import HEADER_BYTES
 from kvxfer.errors import InvalidArgumentError
-
-ALIGNMENT = 4096
-"""Alignment of parts and tags, in bytes: a page, as O_DIRECT and registration want it."""
+from kvxfer.storage.staging_memory import ALIGNMENT_BYTES, aligned
 
 TAG = np.dtype([("key", "<u8"), ("start", "<u8"), ("stop", "<u8"), ("checksum", "<u8")])
 """Tag of one part of a slot: digest of the key (0: empty), start and stop of the payload bytes in
@@ -38,9 +36,9 @@ class PoolShape:
         Raises:
             InvalidArgumentError: Not even one slot fits.
         """
-        part = _aligned(part_size_bytes)
+        part = aligned(part_size_bytes)
         per_slot = num_parts * (part + TAG.itemsize)
-        overhead = HEADER_BYTES + ALIGNMENT
+        overhead = HEADER_BYTES + ALIGNMENT_BYTES
         num_slots = (capacity_bytes - overhead) // per_slot
         if num_slots < 1:
             needed = per_slot + overhead
@@ -55,7 +53,7 @@ class PoolShape:
     @property
     def data_offset_bytes(self) -> int:
         """Offset of the first slot, after the header and the tags."""
-        return HEADER_BYTES + _aligned(self.num_slots * self.num_parts * TAG.itemsize)
+        return HEADER_BYTES + aligned(self.num_slots * self.num_parts * TAG.itemsize)
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +66,3 @@ class PoolShape:
         tags = memory[HEADER_BYTES:][: self.num_slots * self.num_parts * TAG.itemsize]
         slots = memory[self.data_offset_bytes :]
         return tags.view(TAG).reshape(parts), slots.reshape(*parts, self.part_size_bytes)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

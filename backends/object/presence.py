@@ -23,7 +23,7 @@ class Presence:
 
     What this process stores and removes counts at once; what a look saw that began before such a
     change, or before a later look, does not undo it. What others do is seen when a time has passed.
-    Belongs to one event loop.
+    Belongs to one event loop. `WantedBlocks` of an engine lasts as long as its requests instead.
 
     Args:
         found_ttl_s: Seconds for which an object that was seen is taken to be there.

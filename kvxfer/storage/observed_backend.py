@@ -1,7 +1,7 @@
 """Observed backend: a wrapper that tells observers what is moved to and from a backend."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from kvxfer import runtime
@@ -21,6 +21,7 @@ from kvxfer.storage.lending import NOT_ARRIVED, BlockParts, Lender, LentBlocks, 
 from kvxfer.storage.observer import Asked, Observable, Operation, Reports
 
 T = TypeVar("T")
+OutcomesT = TypeVar("OutcomesT", bound=Sequence[Outcome] | None)
 
 
 def medium_of(backend: Backend) -> str:
@@ -115,26 +116,21 @@ class _ObservedBegun(Begun):
 
     def poll(self) -> Sequence[Outcome] | None:
         """See `Begun.poll`."""
-        with self._telling_failure():
-            outcomes = self._begun.poll()
-        if outcomes is not None:
-            self._tell(outcomes)
-        return outcomes
+        return self._told(self._begun.poll)
 
     def wait(self) -> Sequence[Outcome]:
         """See `Begun.wait`."""
-        with self._telling_failure():
-            outcomes = self._begun.wait()
-        self._tell(outcomes)
-        return outcomes
+        return self._told(self._begun.wait)
 
-    @contextmanager
-    def _telling_failure(self) -> Iterator[None]:
+    def _told(self, ask: Callable[[], OutcomesT]) -> OutcomesT:
         try:
-            yield
+            outcomes = ask()
         except Exception as exc:
             self._tell([Outcome(Status.FAILED, reason=repr(exc))] * self._num_blocks)
             raise
+        if outcomes is not None:
+            self._tell(outcomes)
+        return outcomes
 
 
 class _ObservedMover(ImmediateMover):

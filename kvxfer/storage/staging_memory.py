@@ -32,6 +32,10 @@ MIN_BUFFERS = 2
 Buffer = NDArray[np.uint8]
 
 
+async def _touched_by_none() -> None:
+    """Drain of buffers that only their holder touches, or movers with drains of their own."""
+
+
 class StagedBlocks:
     """Blocks in a staging buffer that is held.
 
@@ -126,7 +130,7 @@ class StagingMemory:
         self,
         max_bytes: int,
         largest_block_bytes: int,
-        drain: Drain,
+        drain: Drain = _touched_by_none,
         *,
         num_buffers: int = NUM_BUFFERS,
         min_buffers: int = MIN_BUFFERS,
@@ -150,7 +154,10 @@ class StagingMemory:
         return len(self._settling) * self.buffer_bytes
 
     def num_fitting(self, sizes: Iterable[int]) -> int:
-        """Count the leading blocks, of `sizes` bytes, that fit into one buffer together."""
+        """Count the leading blocks, of `sizes` bytes, that fit into one buffer together.
+
+        Looks at no others, where `cut` looks at all: a queue has many.
+        """
         ends = accumulate(aligned(size) for size in sizes)
         return sum(1 for _ in takewhile(lambda end: end <= self.buffer_bytes, ends))
 

@@ -58,7 +58,8 @@ class _Ticket:
 class LeaseBook:
     """Book of leases: which blocks are offered, under which tickets, and when a ticket has ended.
 
-    Does no I/O and waits for nothing; all times are those of its clock. A ticket
+    Does no I/O and waits for nothing; all times are those of its clock. No `BlockIndex`: the engine
+    chooses the blocks, nothing is evicted, a block has many keys, and a key many blocks. A ticket
 
     1. is *open* from its first offer on, for as long as its blocks are being computed;
     2. is *complete* after the last one: its lease runs, unless a reader holds it, and then again

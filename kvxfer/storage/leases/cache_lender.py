@@ -131,7 +131,7 @@ class CacheLender(Lender):
         self._copy_engine = copy_engine
         self._staging: StagingMemory | None = None
         if staging_bytes is not None:
-            self._staging = StagingMemory(staging_bytes, max(self._sizes), _quiet)
+            self._staging = StagingMemory(staging_bytes, max(self._sizes))
             copy_engine.attach([*regions, self._staging.region])
             regions = [self._staging.region]
         self.regions = [*regions, self._generations.region]
@@ -234,8 +234,8 @@ class CacheLender(Lender):
                 of a GPU's memory are asked for.
             DeviceError: The driver of a device refused to copy.
         """
+        self._guard.check()
         self._require_whole(wanted)
-        self._guard.check_batch(wanted.keys)
         if not fenced and self._staging is None:
             self._require_hashable("fenced", fenced)
         self._expire()
@@ -269,8 +269,8 @@ class CacheLender(Lender):
     @asynccontextmanager
     async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
         """See `Lender.make_room`: there is none, every block is `FAILED`."""
+        self._guard.check()
         require_parts_in_blocks(offered, self._sizes)
-        self._guard.check_batch(offered.keys)
         yield ReservedBlocks([_READ_ONLY] * len(offered.keys), None)
 
     async def aclose(self) -> None:
@@ -411,10 +411,6 @@ class CacheLender(Lender):
 def _copy_and_hash(blocks: Descriptors, staged: Descriptors, copy_engine: CopyEngine) -> list[int]:
     copy_engine.copy(blocks, staged)
     return checksum_blocks(staged, copy_engine)
-
-
-async def _quiet() -> None:
-    """Drain a buffer: copies run to their end, and who reads it later verifies what was read."""
 
 
 def _num_blocks(caches: CanonicalKVCaches, group: int) -> int:
