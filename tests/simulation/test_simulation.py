@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -250,3 +251,28 @@ def test_a_thread_that_is_left_behind_ends_with_the_simulation() -> None:
 
     assert not run_seed(Written(body), 1).violations
     assert len(ended) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--help"], 0, "MODULE:CLASS"),
+        ([], 2, "required: MODULE:CLASS"),
+        (["no.module:Mine"], 2, "no.module:Mine: No module named 'no'"),
+        (["kvxfer.testing:Mine"], 2, "has no attribute 'Mine'"),
+        (["kvxfer.testing:DictBackend"], 2, "DictBackend.__init__() missing"),
+    ],
+)
+def test_the_command_for_scenarios_of_ones_own_says_what_it_needs(
+    arguments: list[str],
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["simulation", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("kvxfer.testing.simulation", run_name="__main__")
+    assert ended.value.code == status
+    told = capsys.readouterr()
+    assert said in told.out + told.err
