@@ -126,7 +126,7 @@ class _Prompt:
         """
         wanted = await self._ask(block_ids)
         began = time.perf_counter()
-        fetched = await self._call(self._handover.fetch(self._endpoint, wanted))
+        fetched = await self._call(self._handover.reader.fetch(self._endpoint, wanted))
         seconds = time.perf_counter() - began
         num_bytes = self._keys.num_tokens * self._theirs.bytes_per_token
         if fetched.missing or fetched.num_bytes != num_bytes:
@@ -135,7 +135,7 @@ class _Prompt:
 
     async def _ask(self, block_ids: list[int]) -> Wanted:
         num_tokens = self._keys.num_tokens
-        asking = self._handover.ask(self._endpoint, self._ticket, self._keys, waits=True)
+        asking = self._handover.reader.ask(self._endpoint, self._ticket, self._keys, waits=True)
         found = await self._call(asking)
         if not (found.is_complete and found.num_tokens == num_tokens):
             raise RuntimeError(f"the prompt was not found: {found}")

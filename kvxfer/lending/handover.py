@@ -13,25 +13,21 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from kvxfer import runtime
-from kvxfer.backends.nixl import Endpoint, Exchange, NixlConfig, why_not_straight
+from kvxfer.backends.nixl import Exchange, NixlConfig, why_not_straight
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.copy_engine.cpu import MAX_THREADS, CPUCopyEngine
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
-from kvxfer.kvcache.descriptors import StreamMark
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.kvcache.portable import CacheDescription
-from kvxfer.lending.reader import Fetched, Found, Reader, Wanted, worker_keys
+from kvxfer.lending.reader import Reader, worker_keys
 from kvxfer.runtime import Threads, begin_aside
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import CacheLender, require_ticket
 from kvxfer.storage.observer import Reports
-from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.event_loop import EngineLoop
 
 T = TypeVar("T")
@@ -65,7 +61,8 @@ class Handover:
     and NIXL can register that memory. Else they pass through pinned host memory on both sides.
 
     All work is done on an event loop of its own; `offer`, `submit` and `take_ended` return at once
-    and may be called from any thread.
+    and may be called from any thread. What is asked of others is a call of the reader, submitted:
+    `handover.submit(handover.reader.ask(...))`.
 
     Args:
         config: How engines reach each other; with `listen`, blocks are lent.
@@ -75,6 +72,7 @@ class Handover:
         make_agent: Opens a NIXL agent.
 
     Attributes:
+        reader: Reader of the blocks of other engines.
         is_on_device: Whether our caches are in the memory of a GPU.
         way: Sentence on how blocks of a GPU move, and why so; empty for host memory.
 
@@ -97,7 +95,6 @@ class Handover:
         self.way, in_place = "", True
         if self.is_on_device:
             config, self.way, in_place = _choose_way(config, regions, make_agent)
-        self._timeout_s = config.timeout_s
         self._description = description
         self._guard = CallGuard("hand-over")
         self._threads = Threads("kvxfer-handover", NUM_THREADS)
@@ -122,7 +119,7 @@ class Handover:
             only_asks=caches is None,
             make_agent=make_agent,
         )
-        self._reader = Reader(
+        self.reader = Reader(
             self._exchange,
             description,
             caches,
@@ -131,14 +128,10 @@ class Handover:
             threads=self._threads,
             timeout_s=config.timeout_s,
         )
-        self._memory: CacheMemory | None = None
-        self._device = regions[0].device if regions else HOST
-        if caches is not None:
-            if in_place:
-                self._exchange.attach(regions)
-            else:
-                self._copy_engine.attach([*regions, self._exchange.staging.region])
-            self._memory = CacheMemory(caches)
+        if caches is not None and in_place:
+            self._exchange.attach(regions)
+        elif caches is not None:
+            self._copy_engine.attach([*regions, self._exchange.staging.region])
         self._loop = EngineLoop("hand-over")
         self._ended: deque[str] = deque()
         self._watching: asyncio.Task[None] | None = None
@@ -147,7 +140,7 @@ class Handover:
         """See `Observable.observe`: leases, peers, what they hold, and what is fetched."""
         if self._lender is not None:
             self._lender.observe(reports)
-        self._reader.observe(reports)
+        self.reader.observe(reports)
         self._exchange.observe(reports)
 
     @property
@@ -170,7 +163,7 @@ class Handover:
         self._loop.run_blocking(self._exchange.start())
 
     def submit(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Begin a call of `lend`, `ask`, `fetch` or `release`, and return at once.
+        """Begin a call of `lend`, `withdraw` or one of the reader, and return at once.
 
         Raises:
             ClosedError: The hand-over was closed.
@@ -264,66 +257,6 @@ class Handover:
                 taken.append(self._ended.popleft())
         return taken
 
-    async def ask(
-        self,
-        endpoint: Endpoint,
-        ticket: str,
-        prompt: PromptKeys,
-        windows: Sequence[int | None] = (),
-        *,
-        waits: bool = False,
-    ) -> Found:
-        """Ask another engine for the pages of a prompt, and keep them until the ticket is released.
-
-        Args:
-            endpoint: Endpoint of its worker of rank 0.
-            ticket: The ticket.
-            prompt: Keys of the prompt.
-            windows: Tokens that each group needs at the end of the prompt; None, or no entry, for
-                all of them.
-            waits: Whether to wait until the other engine knows the ticket, within the time-out. A
-                ticket may take a quarter of a second to become known in any case. Under one that is
-                known and not complete, pages that are still to be offered count.
-
-        Raises:
-            CacheMismatchError: Its blocks cannot be turned into ours.
-            NamespaceMismatchError: It has another model.
-            KVXferError: It cannot be reached, or makes no sense.
-            TimeoutError: It did not answer in time.
-        """
-        return await self._reader.ask(endpoint, ticket, prompt, windows, waits=waits)
-
-    def fetch(
-        self, endpoint: Endpoint, wanted: Wanted, *, waits_for: str | None = None
-    ) -> Coroutine[Any, Any, Fetched]:
-        """Read pages of another engine into our blocks.
-
-        Those of a GPU are written once it has done what the current stream of the thread that makes
-        this call had been given before.
-
-        Args:
-            endpoint: As for `ask`.
-            wanted: What is read, and where it goes.
-            waits_for: Ticket under which pages that are missing are still being computed.
-
-        Returns:
-            What arrived, at the latest after the time-out of the configuration and the time that
-            it takes to end reads that stall. Then nothing writes to our blocks any more, unless
-            `Fetched.memory_safe` says so. A call that raises, or is cancelled, waits for that.
-        """
-        return self._fetch(endpoint, wanted, waits_for, self._mark())
-
-    async def drain(self, wanted: Wanted) -> None:
-        """Wait until nothing writes to our blocks of a fetch that was not `memory_safe`."""
-        await self._reader.drain(wanted)
-
-    async def release(self, endpoint: Endpoint, ticket: str) -> None:
-        """Tell another engine that a ticket's pages are not needed any more; failures are ignored.
-
-        The lease then ends by itself.
-        """
-        await self._reader.release(endpoint, ticket)
-
     def close(self) -> None:
         """End every ticket and call, and wait until nothing touches our caches; blocks."""
         self._guard.close()
@@ -339,16 +272,6 @@ class Handover:
     def __exit__(self, *_: object) -> None:
         """Close; see `close`."""
         self.close()
-
-    def _mark(self) -> StreamMark | None:
-        return None if self._memory is None else self._memory.mark(self._device)
-
-    async def _fetch(
-        self, endpoint: Endpoint, wanted: Wanted, waits_for: str | None, after: StreamMark | None
-    ) -> Fetched:
-        async with asyncio.timeout(self._timeout_s):
-            await wait_for_mark(after)
-        return await self._reader.fetch(endpoint, wanted, waits_for=waits_for)
 
     def _offer(
         self, ticket: str, keys: list[BlockKey], block_ids: list[int], *, is_complete: bool
@@ -398,8 +321,7 @@ class Handover:
         except TimeoutError:
             logger.warning("not closed after %g s", CLOSE_S)
         self._copy_engine.close()
-        if self._memory is not None:
-            self._memory.close()
+        self.reader.close()
 
 
 def _choose_way(

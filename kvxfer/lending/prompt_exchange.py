@@ -197,7 +197,7 @@ class PromptExchange:
         """
         endpoint, lease = self._read(ticket)
         prompt = PromptKeys(tokens, scope=scope)
-        found = await self._run(self._handover.ask(endpoint, lease, prompt, self._windows))
+        found = await self._run(self._handover.reader.ask(endpoint, lease, prompt, self._windows))
         return found.num_tokens
 
     async def fetch(
@@ -234,11 +234,11 @@ class PromptExchange:
         prompt = PromptKeys(tokens, scope=scope)
         first = require_integer("first_token", first_token, maximum=prompt.num_tokens)
         ids = self._require_blocks(block_ids, prompt.num_tokens)
-        found = await self._run(self._handover.ask(endpoint, lease, prompt, self._windows))
+        found = await self._run(self._handover.reader.ask(endpoint, lease, prompt, self._windows))
         wanted = found.wanted(
             prompt, first, prompt.num_tokens, ids, null_block_id=self._null_block_id
         )
-        return await self._run(self._handover.fetch(endpoint, wanted, waits_for=lease))
+        return await self._run(self._handover.reader.fetch(endpoint, wanted, waits_for=lease))
 
     async def release(self, ticket: str) -> None:
         """Tell the other engine that its blocks are not needed any more.
@@ -248,7 +248,7 @@ class PromptExchange:
         Raises:
             InvalidArgumentError: As for `ask`.
         """
-        await self._run(self._handover.release(*self._read(ticket)))
+        await self._run(self._handover.reader.release(*self._read(ticket)))
 
     def give_up(self, ticket: str) -> None:
         """End a ticket of ours, also one whose prompt is not computed; `take_ended` has it soon.

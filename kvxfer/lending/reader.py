@@ -5,10 +5,10 @@ import functools
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, islice
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -28,15 +28,17 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.describer import BlockDescriber
-from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.kvcache.portable import CacheDescription, PeerBlocks, map_peers, match_caches
 from kvxfer.runtime import Threads, wait_despite_cancel
 from kvxfer.storage.backend import Outcome, Status, positions_done
+from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.leases import Held
 from kvxfer.storage.observer import Operation, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.transfer.cache_memory import CacheMemory
 
 DIGEST_BYTES = 16
 
@@ -102,7 +104,7 @@ class Fetched:
         missing: Those that did not arrive, counted by the status of their outcome.
         reason: Reason of one of them; empty where there is none.
         memory_safe: Whether nothing writes to our blocks any more. False where a read stalled that
-            even a restart of NIXL has not ended: keep them out of use until `Handover.drain`, or
+            even a restart of NIXL has not ended: keep them out of use until `Reader.drain`, or
             the end of the exchange.
     """
 
@@ -350,6 +352,8 @@ _Rows: TypeAlias = NDArray[np.int64]
 class Reader:
     """Reader of blocks that other engines lend, under tickets.
 
+    Its calls run on the event loop of its exchange: see `Handover.submit`.
+
     Args:
         exchange: Exchange by which they are asked, and that our caches were attached to.
         description: Description of our caches.
@@ -358,6 +362,9 @@ class Reader:
         copy_engine: Copies from staging memory into the caches.
         threads: Threads that it copies on.
         timeout_s: Time that a question may take, and a fetch.
+
+    Raises:
+        DeviceUnavailableError: Our caches are on a GPU that cannot be used.
     """
 
     def __init__(
@@ -375,6 +382,7 @@ class Reader:
         self._reads_in_place = in_place
         self._description = description
         self._our_blocks = None if caches is None else BlockDescriber(caches)
+        self._memory = None if caches is None else CacheMemory(caches)
         self._copy_engine = copy_engine
         self._threads = threads
         self._timeout_s = timeout_s
@@ -405,7 +413,24 @@ class Reader:
         *,
         waits: bool = False,
     ) -> Found:
-        """See `Handover.ask`."""
+        """Ask another engine for the pages of a prompt, and keep them until the ticket is released.
+
+        Args:
+            endpoint: Endpoint of its worker of rank 0.
+            ticket: The ticket.
+            prompt: Keys of the prompt.
+            windows: Tokens that each group needs at the end of the prompt; None, or no entry, for
+                all of them.
+            waits: Whether to wait until the other engine knows the ticket, within the time-out. A
+                ticket may take a quarter of a second to become known in any case. Under one that is
+                known and not complete, pages that are still to be offered count.
+
+        Raises:
+            CacheMismatchError: Its blocks cannot be turned into ours.
+            NamespaceMismatchError: It has another model.
+            KVXferError: It cannot be reached, or makes no sense.
+            TimeoutError: It did not answer in time.
+        """
         async with asyncio.timeout(self._timeout_s):
             engine = self._fitting(await self._exchange.peer(endpoint).describe())
             theirs = engine.description
@@ -432,17 +457,43 @@ class Reader:
         )
 
     async def release(self, endpoint: Endpoint, ticket: str) -> None:
-        """See `Handover.release`."""
+        """Tell another engine that a ticket's pages are not needed any more; failures are ignored.
+
+        The lease then ends by itself.
+        """
         workers = self._workers.get(endpoint, [endpoint])
         releases = (self._exchange.peer(worker).release([ticket]) for worker in workers)
         for failed in await asyncio.gather(*releases, return_exceptions=True):
             if isinstance(failed, BaseException):
                 logger.debug("%s was not released at %s: %r", ticket, endpoint, failed)
 
-    async def fetch(
+    def fetch(
         self, endpoint: Endpoint, wanted: Wanted, *, waits_for: str | None = None
+    ) -> Coroutine[Any, Any, Fetched]:
+        """Read pages of another engine into our blocks.
+
+        Those of a GPU are written once it has done what the current stream of the thread that makes
+        this call had been given before.
+
+        Args:
+            endpoint: As for `ask`.
+            wanted: What is read, and where it goes.
+            waits_for: Ticket under which pages that are missing are still being computed.
+
+        Returns:
+            What arrived, at the latest after the time-out of the configuration and the time that
+            it takes to end reads that stall. Then nothing writes to our blocks any more, unless
+            `Fetched.memory_safe` says so. A call that raises, or is cancelled, waits for that.
+        """
+        device = self._describer.caches.tensors[0].tensor.device
+        after = None if self._memory is None else self._memory.mark(device)
+        return self._fetch_after(after, endpoint, wanted, waits_for)
+
+    async def _fetch_after(
+        self, after: StreamMark | None, endpoint: Endpoint, wanted: Wanted, waits_for: str | None
     ) -> Fetched:
-        """See `Handover.fetch`."""
+        async with asyncio.timeout(self._timeout_s):
+            await wait_for_mark(after)
         workers: list[Endpoint] = []
         try:
             fetched = await self._fetch(endpoint, wanted, waits_for, workers)
@@ -458,9 +509,14 @@ class Reader:
         return fetched
 
     async def drain(self, wanted: Wanted) -> None:
-        """See `Handover.drain`."""
+        """Wait until nothing writes to our blocks of a fetch that was not `memory_safe`."""
         for blocks in self._blocks(wanted):
             await self._exchange.drain(blocks)
+
+    def close(self) -> None:
+        """Release the devices, once no call is under way; may be called again."""
+        if self._memory is not None:
+            self._memory.close()
 
     async def _end(self, wanted: Wanted) -> None:
         await self._exchange.settle()

@@ -95,14 +95,14 @@ def ask(prefill: Side, decode: Side) -> tuple[Endpoint, Wanted]:
     keys = PromptKeys(TOKENS)
     prefill.get(prefill.handover.lend("ticket", keys.block_keys(0, 16, len(TOKENS)), THEIRS))
     at = Endpoint("127.0.0.1", prefill.handover.port)
-    found = decode.get(decode.handover.ask(at, "ticket", keys, [None]))
+    found = decode.get(decode.handover.reader.ask(at, "ticket", keys, [None]))
     assert found.num_tokens == len(TOKENS)
     return at, found.wanted(keys, 0, len(TOKENS), [OURS])
 
 
 def hand_over(prefill: Side, decode: Side) -> Fetched:
     """Lend a prompt, and load it."""
-    fetched = decode.get(decode.handover.fetch(*ask(prefill, decode)))
+    fetched = decode.get(decode.handover.reader.fetch(*ask(prefill, decode)))
     assert isinstance(fetched, Fetched)
     return fetched
 

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import CacheDescription, WorkerShard
 from kvxfer.lending.handover import Handover
-from kvxfer.lending.reader import Fetched, Wanted
+from kvxfer.lending.reader import Fetched, Reader, Wanted
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.lending import BlockParts, Lender, LentBlocks, ReservedBlocks
 from kvxfer.testing.payloads import read_payloads, write_payloads
@@ -136,6 +136,18 @@ def _rows_of(box: PageBox) -> Iterator[tuple[int, NDArray[np.int64]]]:
         yield int(head), places[order[heads[order] == head]].reshape(num_tokens, -1)
 
 
+class _AuditedReader(Forwarding):
+    """Reader whose fetches are given to an audit."""
+
+    def __init__(self, inner: Reader, audit: Callable[[Any, Wanted], Any]) -> None:
+        super().__init__(inner)
+        self._audit = audit
+
+    def fetch(self, endpoint: Endpoint, wanted: Wanted, **how: Any) -> Any:
+        """See `Reader.fetch`."""
+        return self._audit(self._inner.fetch(endpoint, wanted, **how), wanted)
+
+
 class AuditedHandover(Forwarding):
     """Hand-over under audit, in place of the one that it wraps.
 
@@ -154,6 +166,7 @@ class AuditedHandover(Forwarding):
         self._rank = description.shard.rank
         self._log = Log(f"handover{self._rank}")
         self._null_block = caches.null_block_id
+        self.reader = _AuditedReader(inner.reader, self._audit)
         _plant_in_server(inner)
         _plant_in_reader()
 
@@ -170,9 +183,8 @@ class AuditedHandover(Forwarding):
         ]
         self._log.write("offer", blocks=blocks, is_complete=how.get("is_complete", True))
 
-    async def fetch(self, endpoint: Endpoint, wanted: Wanted, **how: Any) -> Fetched:
-        """See `Handover.fetch`."""
-        fetched: Fetched = await self._inner.fetch(endpoint, wanted, **how)
+    async def _audit(self, loading: Awaitable[Fetched], wanted: Wanted) -> Fetched:
+        fetched = await loading
         groups = [
             {
                 "keys": [key.hex() for key in wanted.keys[group]],

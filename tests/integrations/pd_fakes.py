@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import ClosedError
@@ -99,6 +99,11 @@ class FakeHandover:
         self.ended: list[str] = []
         self.is_closed = False
         self._next: tuple[str, Any] | None = None
+
+    @property
+    def reader(self) -> Self:
+        """What is asked of others."""
+        return self
 
     def submit(self, call: Coroutine[Any, Any, Any]) -> "Future[Any]":
         call.close()

@@ -760,7 +760,7 @@ MUTATIONS = (
         "        while self._pins:\n            _, pin",
         "        while not self._ended:\n            _, pin",
         "peers",
-        20,
+        60,
     ),
     Mutation(
         "a holder whose lease has ended stays known",

@@ -228,7 +228,7 @@ class Engine:
     ) -> Found:
         worker = self.workers[0]
         made = PromptKeys(tokens)
-        return get(worker.submit(worker.ask(at, ticket, made, self.windows, waits=waits)))
+        return get(worker.submit(worker.reader.ask(at, ticket, made, self.windows, waits=waits)))
 
     def begin_fetch(
         self,
@@ -244,7 +244,8 @@ class Engine:
         stop = len(tokens) if num_tokens is None else num_tokens
         wanted = found.wanted(PromptKeys(tokens), first_token, stop, block_ids)
         return [
-            worker.submit(worker.fetch(at, wanted, waits_for=waits_for)) for worker in self.workers
+            worker.submit(worker.reader.fetch(at, wanted, waits_for=waits_for))
+            for worker in self.workers
         ]
 
     def fetch(
@@ -261,7 +262,7 @@ class Engine:
 
     def release(self, at: Endpoint, ticket: str) -> None:
         worker = self.workers[0]
-        get(worker.submit(worker.release(at, ticket)))
+        get(worker.submit(worker.reader.release(at, ticket)))
 
     def close(self) -> None:
         for worker in self.workers:

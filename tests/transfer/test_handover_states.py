@@ -73,14 +73,14 @@ class Engine:
 
     def ask(self, other: "Engine", tokens: list[int] = TOKENS) -> Found:
         """Ask another engine for a prompt."""
-        asking = self.handover.ask(other.endpoint, TICKET, PromptKeys(tokens), WINDOWS)
+        asking = self.handover.reader.ask(other.endpoint, TICKET, PromptKeys(tokens), WINDOWS)
         return get(self.handover.submit(asking))
 
     def fetch(self, other: "Engine", found: Found, blocks: list[list[int]], **how: Any) -> Fetched:
         """Fetch the prompt into blocks."""
         first, stop = how.get("first_token", 0), how.get("num_tokens", len(TOKENS))
         wanted = found.wanted(PromptKeys(TOKENS), first, stop, blocks)
-        return get(self.handover.submit(self.handover.fetch(other.endpoint, wanted)))
+        return get(self.handover.submit(self.handover.reader.fetch(other.endpoint, wanted)))
 
 
 @pytest.fixture

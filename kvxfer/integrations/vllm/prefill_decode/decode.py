@@ -213,13 +213,13 @@ class DecodeScheduler:
             return None
         keys = self._prompts.keys_for_decode(request)
         if keys is None:
-            self._submit(self._handover.release(ticket.endpoint, ticket.lease))
+            self._submit(self._handover.reader.release(ticket.endpoint, ticket.lease))
             why = self._prompts.why_not(request) or "the prompt has no tokens that can be loaded"
             self._refuse(request, Reason.NO_TOKENS, why)
             return None
         self._counters.add("tickets")
         answer = self._submit(
-            self._handover.ask(
+            self._handover.reader.ask(
                 ticket.endpoint, ticket.lease, keys, self._groups.windows, waits=ticket.overlaps
             )
         )
@@ -286,7 +286,7 @@ class DecodeScheduler:
     def _release_ticket(self, ticket: Ticket) -> None:
         """Release a lease, unless others read under it, such as further answers to the prompt."""
         if all(other.ticket != ticket for other in self._asked.values()):
-            self._submit(self._handover.release(ticket.endpoint, ticket.lease))
+            self._submit(self._handover.reader.release(ticket.endpoint, ticket.lease))
 
     def _submit(self, call: Coroutine[Any, Any, T]) -> "Future[T] | None":
         """Begin a call; None where the hand-over is closed."""

@@ -81,7 +81,7 @@ class PrefillDecodeWorker:
             self._handover.give_up(step.given_up)
         for fetch in step.fetches:
             loading = self._handover.submit(
-                self._handover.fetch(
+                self._handover.reader.fetch(
                     fetch.endpoint, fetch.wanted, waits_for=fetch.lease if fetch.waits else None
                 )
             )
@@ -105,7 +105,7 @@ class PrefillDecodeWorker:
                 continue
             text = "%s waits: a read that NIXL does not end may still write to its blocks"
             logger.warning(text, request_id)
-            quiet = self._handover.submit(self._handover.drain(fetch.wanted))
+            quiet = self._handover.submit(self._handover.reader.drain(fetch.wanted))
             self._unsafe[request_id] = quiet, bad
         for request_id in [each for each, (quiet, _) in self._unsafe.items() if quiet.done()]:
             ended.end_load(request_id, self._unsafe.pop(request_id)[1])
