@@ -59,7 +59,7 @@ BUDGETS = {
     "kvxfer/face": 456,
     "kvxfer/integrations": 11_116,
     "kvxfer/kvcache": 5_884,
-    "kvxfer/lending": 1_555,
+    "kvxfer/lending": 1_535,
     "kvxfer/pages": 1_220,
     "kvxfer/replay": 1_866,
     "kvxfer/runtime": 1_260,
