@@ -13,7 +13,10 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "benchmarks").glob("*.md")),
 ]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 MAX_WORDS = 35
+MAX_PAGES, MAX_WORDS_OF_ALL = 35, 40_000
+BEGINNINGS = ("With this page you can ", "With this page you know ", "After this page you know ")
 # Names that begin a sentence although they are written small.
 SMALL = "vLLM|kvxfer|etcd|fio"
 # Words that stand for one of the glossary in docs/concepts.md, which is used instead.
@@ -78,3 +81,13 @@ def test_the_glossary_is_sorted_and_says_each_word_once() -> None:
     words = re.findall(r"^\| (?!word|-)([\w, ]+) \|", table, re.MULTILINE)
     assert len(words) > 20
     assert words == sorted(set(words))
+
+
+def test_the_documentation_is_short() -> None:
+    assert len(DOCS) <= MAX_PAGES
+    assert sum(len(page.read_text().split()) for page in DOCS) <= MAX_WORDS_OF_ALL
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_begins_with_what_one_can_do_after_it(page: Path) -> None:
+    assert next(paragraphs(page.read_text())).startswith(BEGINNINGS)
