@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Protocol
 from weakref import WeakMethod
 
 import numpy as np
@@ -17,7 +16,7 @@ from kvxfer.backends.host.pool_shape import PoolShape
 from kvxfer.backends.host.scrubber import Scrubber
 from kvxfer.backends.host.shared_memory import SharedMemory
 from kvxfer.checks import require_instance
-from kvxfer.copy_engine.engine import SHORTEST_WAIT_S, Copy
+from kvxfer.copy_engine.engine import SHORTEST_WAIT_S
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
@@ -105,7 +104,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         self._index = BlockIndex(shape.num_slots, config.open_policy(shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores = KeyLocks()
-        self._begun: dict[BlockKey, _BegunStore] = {}  # what a device stores
+        self._begun: dict[BlockKey, _SharedBegun] = {}  # what a device stores
         self._lock = runtime.lock()  # of the index, which `load` and `begin_store` use on threads
         self._reports = Reports()
         self._scrubber = self._open_scrubber(config)
@@ -191,14 +190,20 @@ class HostBackend(LendingBackend, ImmediateMover):
             self._index.finish_store(plan.keys, stored=False)
             raise
 
-        def end(*, stored: bool) -> None:
+        stored: list[BlockKey] = []
+
+        def land() -> None:
+            finish()
+            stored.extend(plan.keys)
+
+        def end() -> None:
             with self._lock:
                 for key in plan.keys:
                     del self._begun[key]
-                self._index.finish_store(plan.keys, stored=stored)
-                self._reports.added(plan.keys if stored else [])
+                self._index.finish_store(plan.keys, stored=bool(stored))
+                self._reports.added(stored)
 
-        begun = _BegunStore(outcomes, copy, finish, end)
+        begun = _SharedBegun(Begun(outcomes, copy, end, landed=land))
         self._begun |= dict.fromkeys(plan.keys, begun)
         return begun
 
@@ -376,7 +381,8 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     def is_storing(self, key: BlockKey) -> bool:
         """Whether a block is being stored, so that another store of it would wait."""
-        return key in self._stores or key in self._begun
+        with self._lock:
+            return self._index.state(key) is BlockState.STORING
 
     def _begin_load(
         self, keys: Sequence[BlockKey], blocks: Descriptors, *, is_use: bool = True
@@ -502,58 +508,36 @@ class HostBackend(LendingBackend, ImmediateMover):
         return self._index.state(key) in (BlockState.READY, BlockState.LOADING)
 
 
-class _BegunStore(Begun):
-    """Store that a device goes on with, which ends once, on the thread that first sees it.
+class _SharedBegun(Begun):
+    """Transfer that several threads ask; it ends once, on the first one that sees its end.
 
     Args:
-        outcomes, copy: See `Begun`.
-        finish: Called when the copy has ended.
-        end: Called once with whether that was done.
+        begun: The transfer.
     """
 
-    def __init__(
-        self,
-        outcomes: Sequence[Outcome],
-        copy: Copy,
-        finish: Callable[[], object],
-        end: "_EndStore",
-    ) -> None:
-        super().__init__(outcomes, copy)
-        self._finish = finish
-        self._end_store = end
+    def __init__(self, begun: Begun) -> None:
+        super().__init__(())
+        self._begun = begun
         self._turn = runtime.lock()  # of who asks the device
-        self._error: Exception | None = None
-        self._has_ended = False
+        self._ended: Sequence[Outcome] | Exception | None = None
 
     def poll(self) -> Sequence[Outcome] | None:
         """See `Begun.poll`; on any thread, and also again after the end."""
         with self._turn:
-            if self._error is not None:
-                raise self._error
-            try:
-                return self._outcomes if self._has_ended else super().poll()
-            except Exception as exc:
-                self._error = exc
-                raise
+            if self._ended is None:
+                try:
+                    self._ended = self._begun.poll()
+                except Exception as exc:  # noqa: BLE001 - raised below
+                    self._ended = exc
+            if isinstance(self._ended, Exception):
+                raise self._ended
+            return self._ended
 
     def wait(self) -> Sequence[Outcome]:
         """See `Begun.wait`."""
         while (outcomes := self.poll()) is None:
             runtime.sleep(SHORTEST_WAIT_S)
         return outcomes
-
-    def _end(self, *, has_landed: bool) -> None:
-        self._has_ended, stored = True, False
-        try:
-            if has_landed:
-                self._finish()
-                stored = True
-        finally:
-            self._end_store(stored=stored)
-
-
-class _EndStore(Protocol):
-    def __call__(self, *, stored: bool) -> None: ...
 
 
 def _slices(blocks: Descriptors) -> Iterator[tuple[int, int]]:
