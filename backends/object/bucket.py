@@ -382,7 +382,7 @@ class Bucket:
                 await self._wait_for_repetition(what, exc, turn)
 
     async def _ask(self, what: str, ask: Callable[[], Awaitable[T]], turn: "_Turn") -> T:
-        """Make a request once, when its turn has come.
+        """Make a request once, when its turn has come, and note what it says about the server.
 
         Raises:
             FileNotFoundError: There is no such object, or no such bucket.
@@ -394,31 +394,9 @@ class Bucket:
         if not self._breaker.allows():
             reason = f"{what}: paused after repeated errors of {self._place}"
             raise RequestFailedError(reason, transient=True)
-        return await self._request_once(what, ask, turn.ends_at, self._breaker.probe)
-
-    async def _wait_for_repetition(
-        self, what: str, failed: RequestFailedError, turn: "_Turn"
-    ) -> None:
-        """Wait for the moment at which a request may be repeated.
-
-        Raises:
-            RequestFailedError: The failure, since a repetition is of no use or comes too late.
-        """
-        backoff_s = turn.backoff.next_s()
-        is_paused = not self._breaker.closed or (what == "PUT" and not self.stores.closed)
-        if not failed.transient or is_paused or turn.is_over(backoff_s):
-            raise failed
-        await asyncio.sleep(backoff_s)
-        await self._pace()
-        if turn.is_over():
-            raise failed
-
-    async def _request_once(
-        self, what: str, ask: Callable[[], Awaitable[T]], ends_at: float, probe: int
-    ) -> T:
-        """Make a request, a probe or none, and note what it says about the server."""
+        probe = self._breaker.probe
         try:
-            async with asyncio.timeout(ends_at - runtime.monotonic()):
+            async with asyncio.timeout(turn.ends_at - runtime.monotonic()):
                 self.counts.requests += 1
                 answer = await ask()
         except (*self._is_there, FileNotFoundError):
@@ -445,6 +423,23 @@ class Bucket:
         # With a refusal for good there is a server that answers.
         self._breaker.record(str(failed) if failed.transient and not is_refused_store else "")
         raise failed
+
+    async def _wait_for_repetition(
+        self, what: str, failed: RequestFailedError, turn: "_Turn"
+    ) -> None:
+        """Wait for the moment at which a request may be repeated.
+
+        Raises:
+            RequestFailedError: The failure, since a repetition is of no use or comes too late.
+        """
+        backoff_s = turn.backoff.next_s()
+        is_paused = not self._breaker.closed or (what == "PUT" and not self.stores.closed)
+        if not failed.transient or is_paused or turn.is_over(backoff_s):
+            raise failed
+        await asyncio.sleep(backoff_s)
+        await self._pace()
+        if turn.is_over():
+            raise failed
 
     async def _pace(self) -> None:
         """Wait until another request may begin, if the server seems to be there."""
