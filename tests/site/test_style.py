@@ -91,3 +91,17 @@ def test_the_documentation_is_short() -> None:
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_begins_with_what_one_can_do_after_it(page: Path) -> None:
     assert next(paragraphs(page.read_text())).startswith(BEGINNINGS)
+
+
+def test_the_first_screen_of_the_readme_has_what_a_stranger_needs() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()[:40]
+    assert max(map(len, lines)) <= 120
+    parts = (
+        "pip install kvxfer",
+        "vllm serve",
+        '"hit"',
+        "kvxfer.connect(",
+        "Status: ",
+        "## Try it",
+    )
+    assert [part for part in parts if part not in "\n".join(lines)] == []
