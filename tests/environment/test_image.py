@@ -162,6 +162,7 @@ def test_the_image_of_serve_holds_blocks_as_its_user_and_ends_at_a_signal() -> N
     assert (told[0], told[-1]) == ("[False]", "[True]")
 
 
+@pytest.mark.e2e
 def test_the_image_of_an_engine_has_its_first_hit_by_the_commands_for_operators() -> None:
     """Installs vLLM where the image has it already, then walks the page about operation."""
     (port,) = free_ports(1)
