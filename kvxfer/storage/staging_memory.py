@@ -32,7 +32,7 @@ MIN_BUFFERS = 2
 Buffer = NDArray[np.uint8]
 
 
-async def _touched_by_none() -> None:
+async def touched_by_none() -> None:
     """Drain of buffers that only their holder touches, or movers with drains of their own."""
 
 
@@ -130,7 +130,7 @@ class StagingMemory:
         self,
         max_bytes: int,
         largest_block_bytes: int,
-        drain: Drain = _touched_by_none,
+        drain: Drain,
         *,
         num_buffers: int = NUM_BUFFERS,
         min_buffers: int = MIN_BUFFERS,

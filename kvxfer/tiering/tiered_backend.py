@@ -36,6 +36,7 @@ from kvxfer.storage.staging_memory import (
     NUM_BUFFERS,
     StagedBlocks,
     StagingMemory,
+    touched_by_none,
 )
 from kvxfer.tiering.isolated_tier import IsolatedTier, TierTimeouts
 from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
@@ -147,6 +148,7 @@ class TieredBackend(Backend):
         self._staging = StagingMemory(
             staging_bytes,
             max(self._guard.chunk_sizes),
+            touched_by_none,
             num_buffers=max(NUM_BUFFERS, num_lower),
             min_buffers=max(MIN_BUFFERS, num_lower),
         )

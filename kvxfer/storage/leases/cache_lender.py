@@ -40,7 +40,7 @@ from kvxfer.storage.lending import (
     require_parts_in_blocks,
 )
 from kvxfer.storage.observer import Reports
-from kvxfer.storage.staging_memory import StagingMemory
+from kvxfer.storage.staging_memory import StagingMemory, touched_by_none
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class CacheLender(Lender):
         self._copy_engine = copy_engine
         self._staging: StagingMemory | None = None
         if staging_bytes is not None:
-            self._staging = StagingMemory(staging_bytes, max(self._sizes))
+            self._staging = StagingMemory(staging_bytes, max(self._sizes), touched_by_none)
             copy_engine.attach([*regions, self._staging.region])
             regions = [self._staging.region]
         self.regions = [*regions, self._generations.region]
