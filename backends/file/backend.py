@@ -38,7 +38,6 @@ from kvxfer.pages.names import file_name
 from kvxfer.runtime import CircuitBreaker, Threads
 from kvxfer.storage.backend import DONE, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.eviction.retaining_policy import open_policy
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.integrity import read_secret
@@ -98,12 +97,7 @@ class FileBackend(Backend):
             self._tree,
             self._folder,
             self._ledger,
-            open_policy(
-                config.eviction,
-                max(1, config.capacity // largest),
-                priority_share=config.priority_share,
-                priority_half_life_s=config.priority_half_life_s,
-            ),
+            config.open_policy(max(1, config.capacity // largest)),
             capacity_bytes=config.capacity,
             min_free_bytes=config.min_free,
             rescan_factor=config.rescan_factor,

@@ -7,24 +7,18 @@ from pathlib import Path
 from kvxfer import runtime
 from kvxfer.backends.file.block_writer import Durability
 from kvxfer.backends.file.io.selection import Direct, EngineName
-from kvxfer.configuration import Configuration
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.group_format import GroupFormat
 from kvxfer.pages.header import padded
 from kvxfer.runtime import CLOSE_TIMEOUT_S
-from kvxfer.storage.eviction.policies import PolicyName
-from kvxfer.storage.eviction.retention import (
-    DEFAULT_PRIORITY_HALF_LIFE_S,
-    DEFAULT_PRIORITY_SHARE,
-    require_limits,
-)
+from kvxfer.storage.eviction import BoundedConfig
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
 from kvxfer.units import ByteSize
 
 
-class FileConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Configuration of `file://`.
+class FileConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of `file://`, with the attributes of `BoundedConfig`.
 
     Attributes:
         path: Root of the store; created with mode 0700 if need be. Several processes, and
@@ -32,9 +26,6 @@ class FileConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         capacity: Bytes of all files below the root, of any namespace, headers and quarantine
             included.
         min_free: Bytes that stay free on the file system.
-        eviction: Policy that chooses the blocks to evict when the store is full.
-        priority_share: Largest share of the blocks whose priority above normal counts.
-        priority_half_life_s: Seconds that one step of priority lasts.
         integrity: `fast` stores an XXH3 checksum with every block, `keyed` a BLAKE3 one with a
             secret; verified after every load. `off` does neither. `sealed` encrypts blocks.
         secret_file: File with the 32 bytes of the secret, for `integrity=keyed` and `sealed`; for
@@ -52,11 +43,7 @@ class FileConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     path: str
-    capacity: ByteSize
     min_free: ByteSize = ByteSize(1 << 30)
-    eviction: PolicyName = "lru"
-    priority_share: float = DEFAULT_PRIORITY_SHARE
-    priority_half_life_s: float = DEFAULT_PRIORITY_HALF_LIFE_S
     integrity: Integrity = Integrity.FAST
     secret_file: str = ""
     tenant: str = ""
@@ -76,7 +63,6 @@ class FileConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         for name in ("rescan_factor", "close_timeout_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InvalidArgumentError(name, getattr(self, name), "0 or more")
-        require_limits(self.priority_share, self.priority_half_life_s)
 
 
 def require_root(config: FileConfig) -> Path:

@@ -3,32 +3,21 @@
 import msgspec
 
 from kvxfer.checks import require_number
-from kvxfer.configuration import Configuration
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
-from kvxfer.storage.eviction.policies import EvictionPolicy, PolicyName
-from kvxfer.storage.eviction.retaining_policy import open_policy
-from kvxfer.storage.eviction.retention import (
-    DEFAULT_PRIORITY_HALF_LIFE_S,
-    DEFAULT_PRIORITY_SHARE,
-    require_limits,
-)
+from kvxfer.storage.eviction import BoundedConfig
 from kvxfer.storage.integrity import Integrity, MemoryIntegrity
-from kvxfer.units import ByteSize
 
 DEFAULT_SCRUB_MIB_PER_S = 64.0
 """Rate of the scrubber: half a percent of a core, and all of 100 GiB in 27 minutes."""
 
 
-class HostConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Configuration of `host://`.
+class HostConfig(BoundedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of `host://`, with the attributes of `BoundedConfig`.
 
     Attributes:
         capacity: Bytes of host memory, tags included; reserved when the backend opens.
-        eviction: Policy that chooses the blocks to evict when the memory is full.
-        priority_share: Largest share of the blocks whose priority above normal counts.
-        priority_half_life_s: Seconds that one step of priority lasts.
         integrity: See `MemoryIntegrity`; `fenced` by default, which is `full` where the memory is
             `shared`: other processes write there.
         methods: Fragment sizes below which a kernel copies to and from a GPU, such as
@@ -39,10 +28,6 @@ class HostConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             serves; it is not in huge pages then.
     """
 
-    capacity: ByteSize
-    eviction: PolicyName = "lru"
-    priority_share: float = DEFAULT_PRIORITY_SHARE
-    priority_half_life_s: float = DEFAULT_PRIORITY_HALF_LIFE_S
     integrity: MemoryIntegrity = MemoryIntegrity.FENCED
     methods: str | None = None
     scrub_mib_per_s: float = DEFAULT_SCRUB_MIB_PER_S
@@ -57,7 +42,6 @@ class HostConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         if self.shared and self.integrity is MemoryIntegrity.FENCED:
             self._set_integrity(MemoryIntegrity.FULL)
         require_number("scrub_mib_per_s", self.scrub_mib_per_s, "MiB, 0 or more")
-        require_limits(self.priority_share, self.priority_half_life_s)
         self._parse_methods()
 
     def _set_integrity(self, integrity: MemoryIntegrity) -> None:
@@ -69,12 +53,3 @@ class HostConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
 
     def _parse_methods(self) -> MethodTable | None:
         return None if self.methods is None else MethodTable.parse(self.methods)
-
-    def open_policy(self, num_slots: int) -> EvictionPolicy:
-        """Make the eviction policy of an index."""
-        return open_policy(
-            self.eviction,
-            num_slots,
-            priority_share=self.priority_share,
-            priority_half_life_s=self.priority_half_life_s,
-        )

@@ -1,7 +1,7 @@
 """Eviction: the order in which blocks leave a store that is full, and the wishes of callers."""
 
 from kvxfer.storage.eviction.policies import ARC, LRU, POLICIES, EvictionPolicy, PolicyName
-from kvxfer.storage.eviction.retaining_policy import RetainingPolicy, open_policy
+from kvxfer.storage.eviction.retaining_policy import BoundedConfig, RetainingPolicy
 from kvxfer.storage.eviction.retention import NORMAL, Retaining, Retention
 
 __all__ = [
@@ -9,10 +9,10 @@ __all__ = [
     "LRU",
     "NORMAL",
     "POLICIES",
+    "BoundedConfig",
     "EvictionPolicy",
     "PolicyName",
     "Retaining",
     "RetainingPolicy",
     "Retention",
-    "open_policy",
 ]

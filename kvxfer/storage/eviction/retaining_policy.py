@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from kvxfer import runtime
+from kvxfer.configuration import Configuration
 from kvxfer.storage.eviction.policies import POLICIES, EvictionPolicy, PolicyName, Ranking
 from kvxfer.storage.eviction.retention import (
     DEFAULT_PRIORITY_HALF_LIFE_S,
@@ -14,6 +15,7 @@ from kvxfer.storage.eviction.retention import (
 )
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Removal
+from kvxfer.units import ByteSize
 
 LAPSED_PER_EVICTION = 2
 """Keys whose priority is used up that become candidates at an eviction. One key at most gets a
@@ -248,17 +250,33 @@ class RetainingPolicy(EvictionPolicy):
             self._unrank(key)
 
 
-def open_policy(
-    name: PolicyName,
-    num_slots: int,
-    *,
-    priority_share: float = DEFAULT_PRIORITY_SHARE,
-    priority_half_life_s: float = DEFAULT_PRIORITY_HALF_LIFE_S,
-) -> RetainingPolicy:
-    """Make the eviction policy of a store; arguments and errors as `RetainingPolicy`."""
-    return RetainingPolicy(
-        POLICIES[name](num_slots),
-        num_slots,
-        priority_share=priority_share,
-        priority_half_life_s=priority_half_life_s,
-    )
+class BoundedConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of a store of bounded size, which evicts; a part of that of each such store.
+
+    Attributes:
+        capacity: Bytes of the store.
+        eviction: Policy that chooses the blocks to evict when the store is full.
+        priority_share: Largest share of the blocks whose priority above normal counts.
+        priority_half_life_s: Seconds that one step of priority lasts.
+
+    Raises:
+        InvalidArgumentError: As by `RetainingPolicy`.
+    """
+
+    capacity: ByteSize
+    eviction: PolicyName = "lru"
+    priority_share: float = DEFAULT_PRIORITY_SHARE
+    priority_half_life_s: float = DEFAULT_PRIORITY_HALF_LIFE_S
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_limits(self.priority_share, self.priority_half_life_s)
+
+    def open_policy(self, num_slots: int) -> RetainingPolicy:
+        """Make the eviction policy of an index."""
+        return RetainingPolicy(
+            POLICIES[self.eviction](num_slots),
+            num_slots,
+            priority_share=self.priority_share,
+            priority_half_life_s=self.priority_half_life_s,
+        )
