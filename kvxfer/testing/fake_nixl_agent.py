@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -169,11 +170,12 @@ class FakeNixlAgent(TransferAgent):
         *,
         last: Fragments | None = None,
     ) -> Flight:
-        """See `TransferAgent.begin`; a cancelled read ends no earlier."""
+        """See `TransferAgent.begin`; of a cancelled read the run in flight still lands."""
         self._require_open()
         if peer not in self._peers:
             raise PeerLostError(peer, "it was not added, or is removed")
-        reading = asyncio.ensure_future(self._read_runs(peer, runs, landed, last))
+        cancelled = runtime.event()
+        reading = asyncio.ensure_future(self._read_runs(peer, runs, landed, last, cancelled))
         done: Future[None] = Future()
 
         def end(_: "asyncio.Task[None]") -> None:
@@ -183,7 +185,7 @@ class FakeNixlAgent(TransferAgent):
                 done.set_result(None)
 
         reading.add_done_callback(end)
-        return Flight(done, lambda: None)
+        return Flight(done, cancelled.set)
 
     async def _read_runs(
         self,
@@ -191,12 +193,14 @@ class FakeNixlAgent(TransferAgent):
         runs: Sequence[Fragments],
         landed: Callable[[int], None],
         last: Fragments | None,
+        cancelled: threading.Event,
     ) -> None:
-        for index, run in enumerate(runs):
+        for index, run in enumerate([*runs, *([] if last is None else [last])]):
             await self._read_run(peer, run)
-            landed(index)
-        if last is not None:
-            await self._read_run(peer, last)
+            if cancelled.is_set():
+                raise TransferFailedError(peer, "cancelled")
+            if index < len(runs):
+                landed(index)
 
     async def _read_run(self, peer: str, fragments: Fragments) -> None:
         self._require_open()

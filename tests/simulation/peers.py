@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer, discovery
 from kvxfer.backends.nixl.discovery import LEASE_S
+from kvxfer.backends.nixl.reads import GRACE_S
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
 from kvxfer.testing.simulation import FleetScenario, Opened, ProcessRun, Simulation, Step
@@ -26,6 +27,10 @@ ETCD_SHARE = 0.4
 """Share of the seeds in which engines find holders by etcd."""
 DELAYS_S = (0.0, 0.001, 0.3)
 LONG_DELAYS_S = (2.0, 8.0)
+LAGS = ("partition", "cut", "starve", "stop_engine", "stop_holder", "lost_reads")
+"""Faults after which a holder may learn late that nobody waits for an answer, or a read go on."""
+GOES_ON_S = 0.5
+"""Virtual time beyond that of one run for which a read may go on that was given up."""
 LOST_S = 120.0
 """Virtual time after which a lost read has ended: a drain waits as long as memory may change."""
 
@@ -61,6 +66,9 @@ class PeersScenario(FleetScenario):
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         """See `Scenario.run`."""
         self._agents: list[tuple[Any, FakeNixlAgent]] = []
+        self._unwanted: dict[tuple[int, int], float] = {}
+        self._longest_s = 0.0
+        self._may_lag = any(step.what in LAGS for step in steps)
         self._etcd = SimulatedEtcd(simulation)
         with (
             patch.object(discovery, "open_session", self._etcd.open_session),
@@ -118,6 +126,29 @@ class PeersScenario(FleetScenario):
             if owner is process.process:
                 FakeNixlAgent._agents.pop(agent.name, None)
 
+    def look(self, simulation: Simulation, backends: Sequence[Any], holders: Sequence[Any]) -> None:
+        """See `FleetScenario.look`: what was given up ends with the run that is in flight."""
+        if self._may_lag:
+            return
+        wanted: dict[bytes, list[int]] = {}
+        unwanted: dict[tuple[int, int], str] = {}
+        for backend in backends:
+            exchange = backend._exchange
+            for client in exchange.clients.values():
+                if (connection := client._connection) is not None:
+                    wanted[connection._session.session_id] = [*connection._waiting]
+            unwanted |= {(id(read), 0): "a read" for read in exchange._quarantine._held}
+        for session in (each for holder in holders for each in holder._server.sessions):
+            waiting = wanted.get(session.session.session_id)
+            gone = [] if waiting is None else [*session._jobs.keys() - set(waiting)]
+            unwanted |= {(id(session), number): "a request" for number in sorted(gone)}
+        now = simulation.now
+        self._unwanted = {each: self._unwanted.get(each, now) for each in unwanted}
+        for each, since in self._unwanted.items():
+            grace_s = GOES_ON_S if each[1] else GOES_ON_S - GRACE_S
+            if now - since > self._longest_s + grace_s:
+                simulation.fail("goes on", f"{unwanted[each]} that nobody waits for")
+
     def begin_fault(self, simulation: Simulation, step: Step) -> None:
         """See `FleetScenario.begin_fault`: reads of an engine or of a holder are in trouble."""
         given, random = step.arguments, simulation.random(str(step))
@@ -131,6 +162,7 @@ class PeersScenario(FleetScenario):
                     continue
                 if step.what == "late_reads":
                     agent.delay_s = random.choice(LONG_DELAYS_S)
+                    self._longest_s = max(self._longest_s, agent.delay_s)
                 elif step.what == "failing_reads":
                     agent.failing = not agent.failing
                 else:
@@ -186,12 +218,14 @@ class PeersScenario(FleetScenario):
             "lease_s": random.choice((3.0, 9.0)),
             "heartbeat_s": random.choice((1.0, 1.5)),
             "handshake_timeout_s": random.choice((1.0, 5.0)),
+            "hash_run": ByteSize(random.choice((256, 256, 8 << 20))),
             "discover": "etcd://127.0.0.1:2379/kvxfer" if _has_etcd(simulation) else "",
         }
 
     def _make_agent(self, simulation: Simulation) -> FakeNixlAgent:
         agent = FakeNixlAgent()
         agent.delay_s = simulation.random(f"agent {len(self._agents)}").choice(DELAYS_S)
+        self._longest_s = max(self._longest_s, agent.delay_s)
         self._agents.append((simulation.runtime.scheduler.current.process, agent))
         return agent
 

@@ -12,6 +12,7 @@ from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.simulation.engine_scenario import (
     CLOSE_TIMEOUT_S,
+    LOOK_S,
     MOST_S,
     SLACK_S,
     EngineRun,
@@ -109,6 +110,9 @@ class FleetScenario(EngineScenario):
     def note_killed(self, process: ProcessRun) -> None:
         """Take away what the system takes away from a process that was killed, beside sockets."""
 
+    def look(self, simulation: Simulation, backends: Sequence[Any], holders: Sequence[Any]) -> None:
+        """Look at backends of engines and at holders, again and again during the steps."""
+
     def begin_fault(self, simulation: Simulation, step: Step) -> None:
         """Begin a fault of the scenario's own."""
 
@@ -166,10 +170,11 @@ class _Fleet:
         for number in sorted(engines):
             await self._start_engine(number)
         running = [asyncio.create_task(self._carry_out(step)) for step in self._steps]
+        looking = asyncio.create_task(self._look())
         left = (await asyncio.wait(running, timeout=MOST_S))[1] if running else set()
         if left:
             self._simulation.fail("never ended", self._stacks())
-        for task in left:
+        for task in (*left, looking):
             task.cancel()
         self._network.heal()
         self._scenario.end_faults(self._simulation)
@@ -193,6 +198,13 @@ class _Fleet:
 
     def _stacks(self) -> str:
         return "\n" + self._simulation.runtime.scheduler.describe_waiting()
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            backends = [life.run.opened.backend for life in self._engines.values()]
+            holders = [life.holder for life in self._holders.values()]
+            self._scenario.look(self._simulation, backends, holders)
 
     async def _carry_out(self, step: Step) -> None:
         await asyncio.sleep(step.at_s)
