@@ -39,6 +39,8 @@ from tests.simulation.tiers import (
 
 NUM_PROCESSES = 2
 QUIET_S = 120.0
+GIVEN_UP = 4
+"""Deletes that their callers give up, in some plans."""
 
 
 class ObjectsScenario(EngineScenario):
@@ -71,6 +73,8 @@ class ObjectsScenario(EngineScenario):
         for _ in range(random.choice((0, 3, 8))):
             add(random.choice(("look", "look", "reset")), parts=draw_parts(random, 3))
         if random.random() < 0.4:  # all is well, so that much more must hold
+            if random.random() < 0.4:
+                steps = self._leave_alone(random, steps, length_s)
             return sorted(steps, key=lambda step: step.at_s)
         for _ in range(random.choice((0, 0, 3, 8))):
             add("damage", parts=draw_parts(random, random.choice((1, 3))))
@@ -84,6 +88,25 @@ class ObjectsScenario(EngineScenario):
         for _ in range(random.choice((0, 1, 3))):
             self._add_race(add, random, random.random() * length_s)
         return sorted(steps, key=lambda step: step.at_s)
+
+    def _leave_alone(self, random: Random, steps: Sequence[Step], length_s: float) -> list[Step]:
+        """Leave the first process alone, so that nobody else deletes, and let it give up."""
+        left = [step for step in steps if step.arguments["process"] == 0]
+        for _ in range(GIVEN_UP):
+            left += self._delete_given_up(random, random.random() * length_s)
+        return left
+
+    def _delete_given_up(self, random: Random, at_s: float) -> list[Step]:
+        """Plan a delete of a chunk that its caller gives up, beside stores of it."""
+        given: dict[str, Any] = {"process": 0, "parts": (Part(0, random.randrange(3)),)}
+        given |= {"timeout_s": None, "cancel_s": None}
+        delete = given | {"cancel_s": random.random() * 0.03}
+        stores = [
+            Step(at_s + random.random() * 0.06, "store", given)
+            for _ in range(random.choice((1, 1, 3)))
+        ]
+        before, after = Step(at_s - 0.2, "store", given), Step(at_s + 0.3, "load", given)
+        return [before, Step(at_s, "delete", delete), *stores, after]
 
     def _add_race(self, add: Callable[..., None], random: Random, at_s: float) -> None:
         """Add a delete of a chunk whose answers are lost, while both processes store it."""
@@ -390,6 +413,9 @@ class _Run:
         self._late: dict[BlockKey, None] = {}
         kinds = {step.what for step in steps}
         self._has_faults = not kinds.isdisjoint({"fault", "damage", "restart"})
+        users = {step.arguments.get("process") for step in steps}
+        # Stores of a process wait for its deletes, also for those that were given up.
+        self._is_alone = not self._has_faults and len(users) == 1
         for world in self._worlds:
             world.is_calm = kinds.isdisjoint({"fault", "restart"})
 
@@ -417,7 +443,9 @@ class _Run:
     async def _open(self, number: int, name: str) -> "_EngineRun":
         world = self._worlds[number]
         process = _Process(self._simulation, self._bucket, name, world.namespace)
+        process.opened = replace(process.opened, may_delete_late=not self._is_alone)
         self._history.is_strict = not (process.have_tiers or self._has_faults)
+        self._history.keeps_all = self._history.is_strict and self._is_alone
         process.objects.observe(Reports([self._counting]))
         engine = _EngineRun(self._scenario, self._simulation, world, process, self._bucket)
         self._engines.append(engine)
