@@ -12,6 +12,7 @@ from unittest.mock import patch
 from kvxfer.testing.simulation import Scenario, Simulation, Step, main
 from kvxfer.testing.simulation.campaign import scenario_named
 from tests.simulation.files import FilesScenario
+from tests.simulation.lending import LendingScenario
 from tests.simulation.memory import MemoryScenario
 from tests.simulation.objects import ObjectsScenario
 from tests.simulation.peers import PeersScenario
@@ -63,6 +64,7 @@ SCENARIOS: list[Scenario] = [
     MemoryScenario(),
     PoolScenario(),
     PeersScenario(),
+    LendingScenario(),
     ObjectsScenario(),
     FilesScenario(),
     ProxyScenario(),

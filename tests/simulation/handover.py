@@ -15,6 +15,7 @@ from kvxfer.lending.handover import Handover
 from kvxfer.runtime import begin_aside
 from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
 from kvxfer.testing.simulation import ProcessRun, Scenario, Simulation, Step
+from tests.simulation.lending import StuckAgent
 from tests.simulation.offloading import SLOT_BYTES, leftovers_of_manager
 from tests.simulation.vllm_engine import BLOCK, DeadEngineError, ModelEngine, Prefixes
 
@@ -31,6 +32,10 @@ GIVE_UP_S = 20.0
 CLOSE_S = 65.0
 RESET_S = 30.0
 QUIET_S = 40.0
+HELD_S = 3.0
+"""Virtual time after which not even a restart of NIXL has ended a read that is held."""
+CROWD = 8
+"""Requests of a crowd, of which half are lent while they are computed."""
 AGENT_DELAYS_S = (0.0, 0.001, 0.2)
 LONG_DELAYS_S = (0.5, 2.5, 8.0)
 KINDS = {"handover": 9, "twice": 2, "lost": 2, "overlap": 6, "forged": 1, "p": 3, "d": 3}
@@ -46,7 +51,7 @@ FAULTS = {
     "refuse": 1,
     "late_reads": 4,
     "failing_reads": 2,
-    "held_reads": 2,
+    "held_reads": 4,
     "reset": 1,
 }
 
@@ -78,6 +83,8 @@ class HandoverScenario(Scenario):
                 after_s = random.choice((0.01, 0.1, 1.0)) * random.random()
                 request[f"abort_{leg}_s"] = after_s if random.random() < 0.15 else None
             steps.append(Step(at_s, "request", request))
+        if random.random() < 0.35:
+            steps += self._plan_crowd(random, random.random() * length_s, len(steps))
         begins = [step.at_s for step in steps]
         for _ in range(random.choice((0, 1, 2, 5))):
             what = random.choices(list(FAULTS), list(FAULTS.values()))[0]
@@ -88,6 +95,25 @@ class HandoverScenario(Scenario):
             at_s = random.choice(begins) + random.random() * random.choice((0.02, 0.2, 2.0))
             steps.append(Step(at_s, what, fault))
         return sorted(steps, key=lambda step: step.at_s)
+
+    def _plan_crowd(self, random: Random, at_s: float, first: int) -> list[Step]:
+        """Plan requests that grow beside prompts that are lent early, which they preempt."""
+        steps = []
+        for number in range(first, first + CROWD):
+            is_early = number >= first + CROWD // 2
+            request: dict[str, Any] = {
+                "number": number,
+                "kind": random.choice(("overlap", "handover")) if is_early else "p",
+                "family": 2 if is_early else number % 2,
+                "length": random.randint(12, 28),
+                "tail": 4 + number % 4,
+                "max_tokens": MOST_OUTPUTS,
+                "delay_s": 0.0,
+                "abort_p_s": None,
+                "abort_d_s": None,
+            }
+            steps.append(Step(at_s + is_early * random.random() * 0.1, "request", request))
+        return steps
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         """See `Scenario.run`."""
@@ -209,6 +235,7 @@ class _Run:
             "on_failure": random.choice(("recompute", "recompute", "fail")),
         }
         self._tiers = random.choice(((), ("d",), ("p", "d")))
+        self._reads_outlast = random.random() < 0.5
         self._lives: dict[str, _Life] = {}
         self._killed: list[_Life] = []
         self._weights = 0
@@ -217,7 +244,7 @@ class _Run:
 
     def make_agent(self) -> FakeNixlAgent:
         """Open the agent of a process; see `TransferAgent`."""
-        agent = FakeNixlAgent()
+        agent = StuckAgent(outlasts_end=self._reads_outlast)
         agent.delay_s = self._simulation.random(f"agent {len(self._agents)}").choice(AGENT_DELAYS_S)
         self._agents.append((self._simulation.runtime.scheduler.current.process, agent))
         return agent
@@ -388,7 +415,7 @@ class _Run:
         await self._trouble(lambda agent: setattr(agent, "failing", True), for_s)
 
     async def _held_reads(self, *, for_s: float, share: float) -> None:
-        await self._trouble(lambda agent: agent.hold(), for_s)
+        await self._trouble(lambda agent: agent.hold(), for_s + HELD_S)
 
     async def _trouble(self, begin: Callable[[FakeNixlAgent], object], for_s: float) -> None:
         agents = [agent for _, agent in self._agents]

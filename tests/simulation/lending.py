@@ -1,0 +1,419 @@
+"""Scenario of engines that hand prompts over, of several workers each and other shapes."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from random import Random
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+
+from kvxfer.backends.nixl import Endpoint
+from kvxfer.errors import KVXferError
+from kvxfer.lending import Fetched
+from kvxfer.lending.handover import CLOSE_S, Handover
+from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
+from kvxfer.testing.simulation import ProcessRun, Scenario, Simulation, Step
+from kvxfer.units import ByteSize
+from tests.transfer import handover_engines
+from tests.transfer.handover_engines import HND, NHD, NULL, NUM_BLOCKS, Engine
+
+PORT = 7300
+FAMILIES = 4
+"""Prompts that are handed over, of which others are the beginning."""
+MOST_TOKENS = 24
+DELAYS_S = (0.0, 0.001, 0.2)
+LONG_DELAYS_S = (0.8, 4.0)
+SLACK_S = 4.5
+"""Virtual time beyond its time-out that a fetch may take to end reads that stall."""
+REST_S = 30.0
+HELD_S = 4.0
+"""Virtual time after which not even a restart of NIXL has ended a read that is held."""
+MOST_S = 300.0
+WATCH_S = 0.2
+KINDS = {"hand_over": 8, "revoke": 3, "twice": 2, "forged": 1, "early": 3}
+FAULTS = ("kill", "cut", "partition", "late_reads", "failing_reads", "stuck_reads")
+
+
+class StuckAgent(FakeNixlAgent):
+    """Agent whose end may wait for the reads that it holds.
+
+    Args:
+        outlasts_end: Whether it does.
+    """
+
+    def __init__(self, *, outlasts_end: bool = True) -> None:
+        super().__init__()
+        self._outlasts_end = outlasts_end
+
+    async def aclose(self) -> None:
+        """See `TransferAgent.aclose`."""
+        while self._outlasts_end and self._holding and self.in_flight:  # noqa: ASYNC110 - rare
+            await asyncio.sleep(0.05)
+        await super().aclose()
+
+
+class LendingScenario(Scenario):
+    """An engine lends the blocks of its prompts, and another one of other shape fetches them."""
+
+    name: ClassVar[str] = "lending"
+    share: ClassVar[float] = 0.5
+
+    def plan(self, random: Random) -> list[Step]:
+        """See `Scenario.plan`."""
+        steps, length_s = [], random.choice((0.5, 4.0))
+        for number in range(random.choice((3, 10, 20))):
+            given = {
+                "number": number,
+                "kind": random.choices(list(KINDS), list(KINDS.values()))[0],
+                "family": random.randrange(FAMILIES),
+                "length": random.randint(1, MOST_TOKENS),
+                "first": random.choice((0, 0, 4, 8)),
+                "after_s": random.choice((0.0, 0.002, 0.05, 0.5)) * random.random(),
+            }
+            steps.append(Step(random.random() * length_s, "request", given))
+        for _ in range(random.choice((0, 0, 1, 3))):
+            fault = {"fault": random.choice(FAULTS), "for_s": random.choice((0.05, 0.5, 5.0))}
+            steps.append(Step(random.random() * length_s, "trouble", fault))
+        return sorted(steps, key=lambda step: step.at_s)
+
+    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        """See `Scenario.run`."""
+        run = _Run(simulation, steps)
+        opened = partial(Handover, make_agent=run.make_agent)
+        with patch.object(handover_engines, "Handover", opened):
+            simulation.run(run.run())
+
+
+class _Run:
+    """One run: the two engines, their blocks, and what is known of these."""
+
+    def __init__(self, simulation: Simulation, steps: Sequence[Step]) -> None:
+        self._simulation = simulation
+        self._steps = steps
+        self._agents: list[tuple[object, StuckAgent]] = []
+        self._killed: list[tuple[ProcessRun, Engine]] = []
+        random = simulation.random("engines")
+        self._common: dict[str, Any] = {
+            "transport": random.choice(("auto", "auto", "socket")),
+            "integrity": random.choice(("full", "fenced")),
+            "lease_s": random.choice((0.3, 2.0)),
+            "heartbeat_s": 0.1,
+            "timeout_s": random.choice((0.5, 2.0)),
+            "staging": ByteSize(1 << 16),
+        }
+        self._timeout_s = self._common["timeout_s"]
+        self._shapes: dict[str, dict[str, Any]] = {
+            name: {
+                "tp_size": random.choice((1, 2, 2, 4)),
+                "layout": random.choice((NHD, HND)),
+                "tokens_per_block": random.choice((4, 4, 8)),
+            }
+            for name in "pd"
+        }
+        self._processes: dict[str, ProcessRun] = {}
+        self._engines: dict[str, Engine] = {}
+        self._endpoint = Endpoint("127.0.0.1", PORT)
+        self._free = {name: list(range(1, NUM_BLOCKS)) for name in "pd"}
+        self._lent: dict[str, list[int]] = {}
+        self._num_ended: dict[str, int] = {}
+        self._watched: dict[int, int] = {}  # free blocks of D, and a number in their bytes
+        self._num_lives = 0
+        self._is_calm = all(step.what == "request" for step in steps)
+
+    def make_agent(self) -> StuckAgent:
+        """Open the agent of a worker; see `TransferAgent`."""
+        agent = StuckAgent()
+        name = f"agent {len(self._agents)}"
+        agent.delay_s = self._simulation.random(name).choice(DELAYS_S)
+        self._agents.append((self._simulation.runtime.scheduler.current.process, agent))
+        return agent
+
+    async def run(self) -> None:
+        """Carry out the steps, then look at what is left."""
+        for name in "pd":
+            await self._start(name)
+        self._mark(self._free["d"])
+        running = [asyncio.create_task(self._carry_out(step)) for step in self._steps]
+        watching = asyncio.create_task(self._watch())
+        left = (await asyncio.wait(running, timeout=MOST_S))[1] if running else set()
+        if left:
+            self._simulation.fail("never ended", self._simulation.runtime.scheduler.stacks())
+        self._mend()
+        await asyncio.sleep(REST_S)
+        for task in (*left, watching):
+            task.cancel()
+        self._look()
+        self._collect()
+        for what in self._leftovers():
+            self._simulation.fail("left", what)
+        for name in "dp":
+            await self._close(name)
+        verdict, trace = len(self._simulation.violations), len(self._simulation.trace)
+        for process, engine in self._killed:
+            await process.bury(partial(process.call, engine.close))
+            process.loop.stop()
+        del self._simulation.violations[verdict:], self._simulation.trace[trace:]
+
+    async def _carry_out(self, step: Step) -> None:
+        await asyncio.sleep(step.at_s)
+        self._simulation.note(f"-> {step}")
+        try:
+            await getattr(self, f"_{step.what}")(**step.arguments)
+        except Exception as exc:  # noqa: BLE001 - that is what is looked for
+            self._simulation.fail("undocumented error", repr(exc))
+
+    async def _request(
+        self, *, number: int, kind: str, family: int, length: int, first: int, after_s: float
+    ) -> None:
+        """Compute a prompt at P, lend it, and fetch it at D."""
+        self._simulation.num_calls += 1
+        life, ticket = self._num_lives, f"ticket of request {number}"
+        tokens = handover_engines.prompt(MOST_TOKENS, family)[:length]
+        p, size = self._engines["p"], self._shapes["p"]["tokens_per_block"]
+        blocks = self._take("p", -(-length // size))
+        if not self._processes["p"].is_alive:
+            blocks = []
+        if blocks and kind != "forged":
+            p.compute(tokens, [blocks])
+            self._lent[ticket], self._num_ended[ticket] = blocks, 0
+            if kind == "early":
+                p.offer(ticket, tokens, [blocks], num_tokens=length // 2, is_complete=False)
+                ending = asyncio.create_task(self._complete(ticket, tokens, blocks, after_s))
+            else:
+                p.offer(ticket, tokens, [blocks])
+        if kind == "revoke":
+            ending = asyncio.create_task(self._revoke(ticket, after_s))
+        fetches = [self._fetch(ticket, tokens, first, kind) for _ in range(1 + (kind == "twice"))]
+        await asyncio.gather(*fetches)
+        if kind in ("revoke", "early") and (kind == "revoke" or blocks):
+            await ending
+        if life == self._num_lives and kind == "forged":
+            self._free["p"] += blocks
+
+    async def _complete(
+        self, ticket: str, tokens: Sequence[int], blocks: list[int], after_s: float
+    ) -> None:
+        """Offer the rest of a prompt."""
+        life = self._num_lives
+        await asyncio.sleep(after_s)
+        if life == self._num_lives:
+            self._engines["p"].offer(ticket, tokens, [blocks])
+
+    async def _revoke(self, ticket: str, after_s: float) -> None:
+        """End a lease: as soon as nobody finds its blocks, no offer of them is left."""
+        await asyncio.sleep(after_s)
+        engine, process = self._engines["p"], self._processes["p"]
+        if not process.is_alive:
+            return
+        await process.call(lambda: engine.revoke(ticket))
+        others = {block for name, ids in self._lent.items() if name != ticket for block in ids}
+        for worker in engine.workers:
+            offered = worker._lender.book._offers.keys()  # type: ignore[union-attr]
+            if found := sorted({*self._lent.get(ticket, [])} & offered - others):
+                self._simulation.fail("offered although it was revoked", found)
+
+    async def _fetch(self, ticket: str, tokens: list[int], first: int, kind: str) -> None:
+        """Ask for a prompt at D and fetch it, on every worker; look at what has arrived."""
+        d, size = self._engines["d"], self._shapes["d"]["tokens_per_block"]
+        blocks = self._take("d", -(-len(tokens) // size))
+        if not blocks:
+            return
+        try:
+            worker, made, at = d.workers[0], PromptKeys(tokens), self._endpoint
+            asking = worker.reader.ask(at, ticket, made, d.windows, waits=kind == "early")
+            found = await asyncio.wrap_future(worker.submit(asking))
+        except (KVXferError, TimeoutError) as exc:
+            self._simulation.note(f"   {ticket}: {exc!r}")
+            await self._release(ticket)
+            self._give_back(blocks)
+            return
+        stop = found.num_tokens
+        must_be_there = self._is_calm and kind == "hand_over" and ticket in self._lent
+        must_be_there &= self._common["lease_s"] > 1  # shorter ones end before D has connected
+        if must_be_there and stop < len(tokens):
+            self._simulation.fail("not found", f"{stop} of {len(tokens)} tokens of {ticket}")
+        first = min(first, stop) // size * size
+        ids = [NULL] * (first // size) + blocks[first // size : -(-stop // size)]
+        waits = None if found.is_complete else ticket
+        began, safe = self._simulation.now, True
+        loads = d.begin_fetch(
+            at, found, tokens, [ids], first_token=first, num_tokens=stop, waits_for=waits
+        )
+        for rank, loading in enumerate(loads):
+            try:
+                fetched = await asyncio.wrap_future(loading)
+            except (KVXferError, TimeoutError) as exc:
+                self._simulation.note(f"   {ticket}: worker {rank}: {exc!r}")
+                continue
+            self._judge(rank, fetched, tokens, ids, first, stop)
+            if must_be_there and (num_missing := fetched.missing["missing"]):
+                self._simulation.fail("missing", f"{num_missing} blocks of {ticket} at {rank}")
+            safe &= fetched.memory_safe
+        if not safe:
+            self._simulation.note(f"   {ticket}: its blocks are not safe")
+            wanted = found.wanted(made, first, stop, [ids])
+            for each in d.workers:
+                await asyncio.wrap_future(each.submit(each.reader.drain(wanted)))
+        elif self._simulation.now - began > self._timeout_s + SLACK_S:
+            self._simulation.fail("late", f"a fetch took {self._simulation.now - began:.3f} s")
+        await self._release(ticket)
+        self._give_back(blocks)
+
+    def _judge(
+        self,
+        rank: int,
+        fetched: Fetched,
+        tokens: Sequence[int],
+        ids: Sequence[int],
+        first: int,
+        stop: int,
+    ) -> None:
+        """Check the bytes of the blocks that have arrived."""
+        if not fetched.memory_safe:
+            return
+        good = self._engines["d"].good(tokens[:stop], [ids])[rank][0]
+        size, bad = self._shapes["d"]["tokens_per_block"], {*fetched.bad_blocks[0]}
+        for index in range(first // size, len(ids)):
+            if ids[index] not in bad and not good[index]:
+                self._simulation.fail("wrong bytes", f"block {index} of {len(ids)} at {rank}")
+
+    async def _release(self, ticket: str) -> None:
+        worker = self._engines["d"].workers[0]
+        await asyncio.wrap_future(worker.submit(worker.reader.release(self._endpoint, ticket)))
+
+    # Blocks.
+
+    def _take(self, name: str, num_blocks: int) -> list[int]:
+        """Take free blocks of an engine; none where there are too few."""
+        if name == "d":
+            self._look()
+        free = self._free[name]
+        if len(free) < num_blocks:
+            return []
+        taken, self._free[name] = free[:num_blocks], free[num_blocks:]
+        for block in taken if name == "d" else []:
+            del self._watched[block]
+        return taken
+
+    def _give_back(self, blocks: list[int]) -> None:
+        """Give blocks of D back: nothing may write to them from now on."""
+        self._free["d"] += blocks
+        self._mark(blocks)
+
+    def _mark(self, blocks: Sequence[int]) -> None:
+        number = self._simulation.runtime.scheduler.num_steps
+        self._watched |= dict.fromkeys(blocks, number)
+        for view in self._views_of("d"):
+            view[blocks] = number
+
+    def _look(self) -> None:
+        """Look at the free blocks of D."""
+        blocks = list(self._watched)
+        numbers = torch.tensor(list(self._watched.values()), dtype=torch.int32)
+        touched: dict[int, None] = {}
+        for view in self._views_of("d"):
+            differs = (view[blocks].flatten(1) != numbers[:, None]).any(1)
+            touched |= dict.fromkeys(blocks[at] for at in differs.nonzero().flatten().tolist())
+        for block in touched:
+            self._simulation.fail("safe memory was touched", f"block {block}")
+            self._mark([block])
+
+    def _views_of(self, name: str) -> list[torch.Tensor]:
+        return [view for views in self._engines[name].views for view in views[0]]
+
+    async def _watch(self) -> None:
+        """Look at D's free blocks, and compute into P's whose leases are over, again and again."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            self._look()
+            self._collect()
+
+    def _collect(self) -> None:
+        """Take back the blocks of tickets that have ended on every worker, and overwrite them."""
+        engine = self._engines["p"]
+        for ended in engine.take_ended():
+            for ticket in ended:
+                if ticket not in self._lent:
+                    continue
+                self._num_ended[ticket] += 1
+                if self._num_ended[ticket] < engine.tp_size:
+                    continue
+                blocks = self._lent.pop(ticket)
+                for view in self._views_of("p"):
+                    view[blocks] = -2
+                self._free["p"] += blocks
+
+    def _leftovers(self) -> list[str]:
+        left = [f"{ticket} has not ended" for ticket in self._lent]
+        for rank, worker in enumerate(self._engines["p"].workers):
+            book = worker._lender.book  # type: ignore[union-attr]
+            counts = (book.num_tickets, book.num_offered, book.num_pinned)
+            if any(counts):
+                left.append(f"tickets, offers, pins {counts} at worker {rank}")
+        for name in "pd":
+            for worker in self._engines[name].workers:
+                staging = worker._exchange.staging
+                if missing := staging.num_buffers - len(staging._idle):
+                    left.append(f"{missing} staging buffers of {name}")
+        return left
+
+    # Faults.
+
+    async def _trouble(self, *, fault: str, for_s: float) -> None:
+        network = self._simulation.runtime.network
+        if fault == "kill":
+            await self._kill(for_s)
+        elif fault == "cut":
+            network.cut("engine d", "engine p", 0.5)
+        elif fault == "partition":
+            network.partition("engine d", "engine p", for_s)
+        else:
+            for _, agent in self._agents:
+                agent.failing = fault == "failing_reads"
+                if fault == "late_reads":
+                    agent.delay_s = LONG_DELAYS_S[for_s > 1]
+                elif fault == "stuck_reads":
+                    agent.hold()
+            await asyncio.sleep(for_s + HELD_S * (fault == "stuck_reads"))
+            self._mend()
+
+    def _mend(self) -> None:
+        for _, agent in self._agents:
+            agent.delay_s, agent.failing = 0.0, False
+            agent.release()
+
+    async def _kill(self, for_s: float) -> None:
+        """Kill P, and start it again, with other bytes in its blocks."""
+        process = self._processes["p"]
+        if not process.is_alive:
+            return
+        self._num_lives += 1
+        process.kill(None)
+        self._killed.append((process, self._engines["p"]))
+        for owner, agent in self._agents:
+            if owner is process.process:
+                FakeNixlAgent._agents.pop(agent.name, None)
+        self._lent, self._free["p"] = {}, []
+        await asyncio.sleep(for_s)
+        await self._start("p")
+        self._free["p"] = list(range(1, NUM_BLOCKS))
+
+    async def _start(self, name: str) -> None:
+        process = self._processes[name] = ProcessRun(self._simulation, f"engine {name}")
+        given = {**self._common, **self._shapes[name], "port": PORT, "lends": name == "p"}
+        self._engines[name] = await process.call(lambda: Engine(**given))
+
+    async def _close(self, name: str) -> None:
+        process, engine = self._processes[name], self._engines[name]
+        began = self._simulation.now
+        await process.call(engine.close)
+        took_s = self._simulation.now - began
+        if took_s > CLOSE_S * engine.tp_size:
+            self._simulation.fail("late", f"the end of {name} took {took_s:.3f} s")
+        process.loop.stop()
+
+
+SCENARIO = LendingScenario
