@@ -12,7 +12,7 @@ from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.places import Proofs, read_proofs
-from kvxfer.backends.nixl.reads import MAX_GENERATIONS, BlockHasher, Quarantine
+from kvxfer.backends.nixl.reads import MAX_GENERATIONS, Quarantine
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
@@ -88,7 +88,6 @@ class Client:
     Args:
         node: Node of this process.
         endpoint: Endpoint of the holder.
-        hasher: Hasher that makes checksums of what is stored, and of what has arrived.
         staging: Registered memory for blocks whose own memory is not registered.
         quarantine: Quarantine of memory that a read may still change after its deadline.
         generations: Registered memory for generations of blocks, with which blocks are fenced
@@ -105,7 +104,6 @@ class Client:
         node: LocalNode,
         endpoint: Endpoint,
         *,
-        hasher: BlockHasher,
         staging: StagingMemory,
         quarantine: Quarantine,
         generations: StagingMemory | None = None,
@@ -124,7 +122,7 @@ class Client:
         self._retired = False
         self.statistics = PeerStatistics()
         self._memory = node.memory
-        self._hasher = hasher
+        self._hasher = node.hasher
         self._staging = staging
         self._quarantine = quarantine
         self._generations = generations
@@ -542,7 +540,7 @@ class Client:
         """Read blocks, and return the positions of those that are proven to be right."""
         memory, late = connection.memory, self._quarantine.hold
         if not isinstance(proofs, Fences):
-            found = await memory.read(theirs, blocks, self._hasher, late=late)
+            found = await memory.read(theirs, blocks, late=late)
             pairs = enumerate(zip(found, proofs, strict=True))
             return {index for index, (actual, expected) in pairs if actual == expected}
         if self._generations is None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -19,7 +18,9 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import msgspec
@@ -109,7 +110,7 @@ END_TIMEOUT_S = 5.0
 """Time for which a caller waits for any end, also of gRPC's calls that hang."""
 
 
-@functools.cache
+@cache
 def _release() -> str:
     return installed_version("kvxfer")
 
@@ -658,18 +659,36 @@ def own_loop() -> asyncio.AbstractEventLoop:
         return _THREADS[pid].loop
 
 
-async def run_there(work: Coroutine[Any, Any, T], timeout_s: float) -> T | None:
-    """Run a coroutine on that loop.
+async def run_there(make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T | None:
+    """Run a coroutine on that loop, which makes it: none is left over where it never gets to it.
 
     Returns:
-        Its result; None when it took too long: it is cancelled, and left behind.
+        Its result; None when it took too long, or was cancelled there: it is left behind.
     """
-    running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, own_loop()))
+    loop, ended = own_loop(), Future[T]()
+
+    def begin() -> None:
+        if not ended.cancelled():
+            task = loop.create_task(make())
+            ended.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
+            task.add_done_callback(give)
+
+    def give(task: asyncio.Task[T]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or not ended.set_running_or_notify_cancel():
+            ended.cancel()
+        elif error is None:
+            ended.set_result(task.result())
+        else:
+            ended.set_exception(error)
+
+    loop.call_soon_threadsafe(begin)
+    running = asyncio.wrap_future(ended)
     try:
         done, _ = await asyncio.wait([running], timeout=timeout_s)
-        return running.result() if done else None
+        return running.result() if done and not running.cancelled() else None
     finally:
-        running.cancel()
+        ended.cancel()
 
 
 class Discovery(ABC):
@@ -726,7 +745,7 @@ async def look_once(config: EtcdConfig, timeout_s: float) -> Mapping[bytes, byte
     failure: EtcdError | None = None
     for endpoint in config.endpoints:
         try:
-            found = await run_there(_list_at(config, endpoint, timeout_s), 4 * timeout_s)
+            found = await run_there(partial(_list_at, config, endpoint, timeout_s), 4 * timeout_s)
         except EtcdError as exc:
             failure = exc
         else:
@@ -788,7 +807,7 @@ class EtcdDiscovery(Discovery):
             self._waits_until = now + FIRST_LIST_S
             self._follower.start()
         if now < self._waits_until:  # later calls wait no longer, whatever hangs
-            await run_there(self._follower.wait_until_tried(), self._waits_until - now)
+            await run_there(self._follower.wait_until_tried, self._waits_until - now)
 
     async def announce(self, at: Endpoint, describe: Callable[[], Announcement]) -> None:
         """See `Discovery.announce`."""
@@ -799,14 +818,14 @@ class EtcdDiscovery(Discovery):
     async def withdraw(self) -> None:
         """See `Discovery.withdraw`."""
         if self._announcer is not None:
-            await run_there(self._announcer.withdraw(), END_TIMEOUT_S)
+            await run_there(self._announcer.withdraw, END_TIMEOUT_S)
 
     async def aclose(self) -> None:
         """See `Discovery.aclose`."""
         self._is_closed = True
         await self.withdraw()
         if self._follower.is_begun:
-            await run_there(self._follower.end(), END_TIMEOUT_S)
+            await run_there(self._follower.end, END_TIMEOUT_S)
 
     def gauges(self) -> Mapping[Gauge, float]:
         """See `Discovery.gauges`."""

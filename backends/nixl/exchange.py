@@ -10,7 +10,7 @@ from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerStatistics
-from kvxfer.backends.nixl.reads import BlockHasher, Quarantine, generations_memory
+from kvxfer.backends.nixl.reads import Quarantine, generations_memory
 from kvxfer.backends.nixl.server import Server
 from kvxfer.backends.nixl.session import BlockStore
 from kvxfer.backends.nixl.wire import messages as wire
@@ -95,7 +95,6 @@ class Exchange:
         self._config = config
         self._own = own
         self._node = LocalNode(config, namespace, make_agent=make_agent)
-        self._hasher = BlockHasher()
         self._quarantine = Quarantine()
         self.staging = StagingMemory(config.staging, largest, self._quarantine.drain)
         self._generations = generations_memory(self._quarantine.drain) if config.is_fenced else None
@@ -293,7 +292,7 @@ class Exchange:
         for client in clients:
             await client.wait_closed()
         await self._quarantine.drain()
-        await self._hasher.aclose()
+        await self._node.hasher.aclose()
 
     def _gauges(self) -> Mapping[Gauge, float]:
         clients = list(self.clients.values())
@@ -312,7 +311,6 @@ class Exchange:
         return Client(
             self._node,
             endpoint,
-            hasher=self._hasher,
             staging=self.staging,
             quarantine=self._quarantine,
             generations=self._generations,
@@ -322,7 +320,7 @@ class Exchange:
         assert self._own is not None
         assert self._node.namespace is not None
         self._node.namespace.require_same(namespace)
-        return BlockStore(self._own, self._own, self._hasher)
+        return BlockStore(self._own, self._own)
 
 
 async def _wait(reads: "set[asyncio.Future[None]]") -> "set[asyncio.Future[None]]":

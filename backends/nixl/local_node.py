@@ -11,7 +11,7 @@ from kvxfer import runtime
 from kvxfer.backends.nixl.agents import SocketAgent, TransferAgent
 from kvxfer.backends.nixl.agents.carrier import has_active_port, identify_host
 from kvxfer.backends.nixl.config import NixlConfig, TLSContexts
-from kvxfer.backends.nixl.reads import RemoteMemory
+from kvxfer.backends.nixl.reads import BlockHasher, RemoteMemory
 from kvxfer.backends.nixl.wire.handshake import Greeting
 from kvxfer.backends.nixl.wire.messages import (
     MAX_TEXT_CHARACTERS,
@@ -86,6 +86,8 @@ class LocalNode:
         namespace: As given; a holder that accepts any sets it to the first peer's.
         memory: Memory that peers may read.
         sockets: Agent for peers that NIXL does not reach.
+        hasher: Hasher of blocks that are sent, and of those that have landed; closed by the owner
+            of the node, once nothing is moved any more.
 
     Raises:
         InvalidArgumentError: The secret or a parameter of TLS cannot be used.
@@ -104,6 +106,7 @@ class LocalNode:
         self.namespace = namespace
         self.memory = Regions()
         self.sockets = SocketAgent(config.timeout_s)
+        self.hasher = BlockHasher(config.hash_run)
         self._make_agent = make_agent
         self._threads = Threads("kvxfer-nixl-open", 1)
         self._boot_id, self._pid, self._pid_namespace = identify_host()
@@ -255,13 +258,13 @@ class LocalNode:
             text = printable(reason, MAX_TEXT_CHARACTERS)
             logger.warning("NIXL does not reach a peer; using sockets: %s", text)
             return None
-        return RemoteMemory(agent, name, carrier, regions, hash_run=self.config.hash_run)
+        return RemoteMemory(agent, name, carrier, regions, self.hasher)
 
     async def _link_by_sockets(self, greeting: Greeting, regions: Regions) -> RemoteMemory:
         name = greeting.session.session_id.hex()
         metadata = AgentMetadata(name, list(regions)).encode()
         peer = await self.sockets.add_peer(metadata)
-        return RemoteMemory(self.sockets, peer, "socket", regions, hash_run=self.config.hash_run)
+        return RemoteMemory(self.sockets, peer, "socket", regions, self.hasher)
 
     def _has(self, region: MemoryRegion) -> bool:
         stop = region.address + region.num_bytes

@@ -107,6 +107,7 @@ async def _open_node(
         yield node
     finally:
         await node.aclose()
+        await node.hasher.aclose()
 
 
 def _some_memory() -> MemoryRegion:

@@ -46,9 +46,16 @@ class BlockHasher:
 
     One thread hashes faster than blocks are moved; two would compete for memory bandwidth with each
     other and with the transfers.
+
+    Args:
+        hash_run: See `NixlConfig`.
+
+    Attributes:
+        hash_run: As given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hash_run: int) -> None:
+        self.hash_run = hash_run
         self._copying = DaemonThreads("kvxfer-copy", NUM_THREADS)
         self._hashing = DaemonThreads("kvxfer-hash", 1)
         self._copy_engine = CPUCopyEngine()
@@ -149,25 +156,25 @@ class RemoteMemory:
         peer: Name of the peer at the agent.
         carrier: Carrier of the bytes.
         regions: The memory.
-        hash_run: See `NixlConfig`.
+        hasher: Hasher of what has landed.
     """
 
     def __init__(
-        self, agent: TransferAgent, peer: str, carrier: Carrier, regions: Regions, *, hash_run: int
+        self,
+        agent: TransferAgent,
+        peer: str,
+        carrier: Carrier,
+        regions: Regions,
+        hasher: BlockHasher,
     ) -> None:
         self.agent = agent
         self.peer = peer
         self.carrier = carrier
         self.regions = regions
-        self._hash_run = hash_run
+        self._hasher = hasher
 
     async def read(
-        self,
-        theirs: Descriptors,
-        ours: Descriptors,
-        hasher: BlockHasher,
-        *,
-        late: Late | None = None,
+        self, theirs: Descriptors, ours: Descriptors, *, late: Late | None = None
     ) -> list[int]:
         """Copy blocks of the peer's memory to ours, and hash what has landed, run by run.
 
@@ -179,7 +186,6 @@ class RemoteMemory:
         Args:
             theirs: Blocks in the peer's memory.
             ours: Memory to copy them to.
-            hasher: Hasher of what has landed.
             late: Called with a read that goes on `GRACE_S` after this call was cancelled, and with
                 the memory that it may still change; None to wait for its end instead.
 
@@ -190,12 +196,12 @@ class RemoteMemory:
             TransferFailedError: Some bytes may have been copied; our memory is no longer touched.
             asyncio.CancelledError: As before, unless `late` was called.
         """
-        bounds = list(ours.cut(self._hash_run))
+        bounds = list(ours.cut(self._hasher.hash_run))
         runs = _cut(_pair(ours, theirs), ours, bounds)
         checksums: dict[int, list[int]] = {}
 
         def landed(index: int) -> None:
-            checksums[index] = hasher.checksums_here(ours.select(*bounds[index]))
+            checksums[index] = self._hasher.checksums_here(ours.select(*bounds[index]))
 
         await _end(self.agent.begin(self.peer, runs, landed), ours, late)
         return list(chain.from_iterable(checksums[index] for index in range(len(bounds))))

@@ -14,7 +14,7 @@ from kvxfer import runtime
 from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.places import find_places, locate_fences
-from kvxfer.backends.nixl.reads import BlockHasher, RemoteMemory
+from kvxfer.backends.nixl.reads import RemoteMemory
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameChannel
@@ -52,12 +52,10 @@ class BlockStore:
     Attributes:
         backend: Asked for lookups and deletions.
         lender: Lender of the blocks, in place.
-        hasher: Hasher of blocks that arrive.
     """
 
     backend: Backend | CacheLender
     lender: Lender
-    hasher: BlockHasher
 
     @property
     def desk(self) -> CacheLender | None:
@@ -308,9 +306,7 @@ class ClientSession:
             wanted = [index for index, outcome in enumerate(room.outcomes) if outcome is None]
             checksums: list[int] | None = None
             if request.hashed:
-                checksums = await self._theirs.read(
-                    theirs.take(wanted), room.blocks, self.store.hasher
-                )
+                checksums = await self._theirs.read(theirs.take(wanted), room.blocks)
             else:
                 await self._theirs.copy(theirs.take(wanted), room.blocks)
             self._unpublished[number] = _Unpublished(room, wanted, checksums)

@@ -13,7 +13,6 @@ from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.discovery import Announcement
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.reads import BlockHasher
 from kvxfer.backends.nixl.server import Server
 from kvxfer.backends.nixl.session import BlockStore
 from kvxfer.copy_engine.cpu import CPUCopyEngine
@@ -74,7 +73,6 @@ class StandalonePeer:
         self._node = LocalNode(config, namespace, make_agent=make_agent)
         self._server = Server(self._node, self._open_store, config.listen_endpoint)
         self._hashing = Threads("kvxfer-hash", NUM_HASHING_THREADS)
-        self._hasher = BlockHasher()
         self._copy_engine = CPUCopyEngine()
         self._lender: Lender | None = None
 
@@ -151,7 +149,7 @@ class StandalonePeer:
         await self._server.wait_closed()
         await self._tiers.aclose(self._close_lender)
         await self._hashing.aclose()
-        await self._hasher.aclose()
+        await self._node.hasher.aclose()
         self._copy_engine.close()
 
     async def _close_lender(self) -> None:
@@ -166,7 +164,7 @@ class StandalonePeer:
     async def _open_store(self, namespace: Namespace) -> BlockStore:
         backend = await self._tiers.settle(namespace)
         assert self._lender is not None
-        return BlockStore(backend, self._lender, self._hasher)
+        return BlockStore(backend, self._lender)
 
     def _open(self, namespace: Namespace) -> Backend:
         """Reserve the memory, and let peers read it."""

@@ -6,7 +6,7 @@ import gc
 import mmap
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +24,7 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.runtime import wait_despite_cancel
 
 POOL_BYTES = 8 << 20
 FRAGMENT_BYTES = 1 << 17
@@ -81,12 +82,20 @@ def shuffled(num_fragments: int, fragment_bytes: int, seed: int) -> Words:
     return chosen
 
 
+async def read_runs(
+    agent: TransferAgent, name: str, runs: Sequence[Fragments], landed: Callable[[int], None]
+) -> None:
+    """Read runs of fragments; when cancelled, wait until the memory is quiet."""
+    flight = agent.begin(name, runs, landed)
+    await wait_despite_cancel(flight.done, flight.cancel)
+
+
 async def read(
     agent: TransferAgent, name: str, local: Words, remote: Words, lengths: Words
 ) -> None:
     """Read fragments as one run, which lands once, unless the read fails."""
     landed: list[int] = []
-    await agent.read(name, [Fragments.of(local, remote, lengths)], landed.append)
+    await read_runs(agent, name, [Fragments.of(local, remote, lengths)], landed.append)
     assert landed == [0]
 
 
@@ -158,7 +167,7 @@ class AgentContract(ABC):
         flight = agent.begin(
             name, runs, lambda _: seen.append(pool.bytes[at:].tobytes()), last=last
         )
-        await flight.wait()
+        await wait_despite_cancel(flight.done)
         assert seen == [before] * len(runs)
         assert pool.bytes[at:].tobytes() == after
 
@@ -169,7 +178,7 @@ class AgentContract(ABC):
         run = Fragments.of(words(pool.address), words(peer.address), words(POOL_BYTES // 2))
         last = Fragments.of(words(pool.address), words(peer.address + POOL_BYTES), words(8))
         with pytest.raises(InvalidArgumentError, match="remote"):
-            await agent.begin(name, [run], lambda _: None, last=last).wait()
+            await wait_despite_cancel(agent.begin(name, [run], lambda _: None, last=last).done)
         pool.bytes[:] = 7
         await asyncio.sleep(LATE_S)
         assert np.all(pool.bytes == 7), "a late read"
@@ -196,7 +205,7 @@ class AgentContract(ABC):
         name = await agent.add_peer(peer.metadata)
         await read(agent, name, words(), words(), words())
         await read(agent, name, words(pool.address), words(peer.address), words(0))
-        await agent.read(name, [], lambda _: pytest.fail("nothing landed"))
+        await read_runs(agent, name, [], lambda _: pytest.fail("nothing landed"))
 
     async def test_memory_that_is_not_registered_is_refused(
         self, agent: TransferAgent, peer: Peer, pool: Pool

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvxfer.backends.nixl.agents import Fragments, TransferAgent
 from kvxfer.backends.nixl.wire.regions import AgentMetadata
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from tests.backends.agent_contract import random_bytes
+from tests.backends.agent_contract import random_bytes, read_runs
 from tests.cuda.gpu import Gpu
 
 NUM_BYTES = 1 << 20
@@ -92,7 +92,7 @@ class DeviceAgentContract(ABC):
     async def read(self, agent: TransferAgent, name: str, fragments: Fragments) -> None:
         """Read fragments as one run, which lands once."""
         landed: list[int] = []
-        await agent.read(name, [fragments], landed.append)
+        await read_runs(agent, name, [fragments], landed.append)
         assert landed == [0]
 
     @pytest.fixture

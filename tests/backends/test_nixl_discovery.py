@@ -1,16 +1,26 @@
 """Discovery without a server: its configuration, what is announced, and the roster of holders."""
 
+import asyncio
 import contextlib
 import logging
 import sys
+from collections.abc import Coroutine
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.backends.nixl import Announcement, Endpoint, NixlBackend, NixlConfig, StaticPeers
-from kvxfer.backends.nixl.discovery import MAX_PEERS, Roster, decode_announcement
+from kvxfer.backends.nixl import (
+    Announcement,
+    Endpoint,
+    NixlBackend,
+    NixlConfig,
+    StaticPeers,
+    discovery,
+)
+from kvxfer.backends.nixl.discovery import MAX_PEERS, Roster, decode_announcement, run_there
 from kvxfer.connect import parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import MissingExtraError
@@ -33,6 +43,26 @@ def announced(*ports: int, namespace: str = OURS) -> dict[bytes, bytes]:
 
 def ports_of(roster: Roster) -> list[int]:
     return sorted(endpoint.port for endpoint in roster.endpoints)
+
+
+async def test_a_loop_that_gets_to_nothing_leaves_no_coroutine_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[str] = []
+
+    async def work() -> str:
+        return made[0]
+
+    def make() -> Coroutine[Any, Any, str]:
+        made.append("work")
+        return work()
+
+    stopped = asyncio.new_event_loop()
+    monkeypatch.setattr(discovery, "own_loop", lambda: stopped)
+    assert await run_there(make, 0.0) is None
+    await asyncio.to_thread(stopped.run_until_complete, asyncio.sleep(0))
+    stopped.close()
+    assert not made, "who asked had gone by then"
 
 
 @pytest.fixture

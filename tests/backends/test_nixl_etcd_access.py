@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,7 @@ async def test_who_cannot_be_trusted_is_not_told_anything(
     config = NixlConfig(discover=encrypted.url, **fields).etcd
     assert config is not None
     with pytest.raises(EtcdError):
-        await run_there(list_entries(config), LIMIT_S)
+        await run_there(partial(list_entries, config), LIMIT_S)
 
 
 async def test_credentials_that_vanish_while_it_runs_are_said_so(

@@ -17,7 +17,7 @@ import pytest
 from kvxfer.backends.nixl import Endpoint, Exchange, LocalNode, NixlConfig
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.client import Client
-from kvxfer.backends.nixl.reads import BlockHasher, Quarantine, generations_memory
+from kvxfer.backends.nixl.reads import Quarantine, generations_memory
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, FrameChannel, FrameCodec
 from kvxfer.backends.nixl.wire.handshake import greet_as_client, greet_as_server
@@ -407,18 +407,13 @@ async def test_mutated_frames_of_a_holder_cost_no_more_than_its_blocks(
         await require_served(client)
         secret = str(tmp_path / "secret")
         config = NixlConfig(address=str(endpoint), secret_file=secret, **QUICK)
-        node, hasher, quarantine = (
-            LocalNode(config, NAMESPACE, make_agent=NixlAgent),
-            BlockHasher(),
-            Quarantine(),
-        )
+        node, quarantine = LocalNode(config, NAMESPACE, make_agent=NixlAgent), Quarantine()
         staging = StagingMemory(1 << 20, 4096, quarantine.drain)
         generations = generations_memory(quarantine.drain) if is_fenced else None
         node.add_memory([staging.region, *([generations.region] if generations else [])])
         liar = Client(
             node,
             endpoint,
-            hasher=hasher,
             staging=staging,
             quarantine=quarantine,
             generations=generations,
@@ -440,5 +435,5 @@ async def test_mutated_frames_of_a_holder_cost_no_more_than_its_blocks(
         await node.aclose()
         liar.close()
         await liar.wait_closed()
-        await hasher.aclose()
+        await node.hasher.aclose()
     require_quiet_log(caplog)

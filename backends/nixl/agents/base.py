@@ -17,7 +17,6 @@ from kvxfer.backends.nixl.wire.regions import Regions, Words
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.fragments import cut_long, cut_runs, join, run_starts, touch
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.runtime import until_done, wait_despite_cancel
 
 T = TypeVar("T")
 
@@ -138,11 +137,6 @@ class Flight:
     done: "Future[None]"
     cancel: Callable[[], None]
 
-    async def wait(self) -> None:
-        """Wait for the end, and raise the read's error; when cancelled, the read goes on."""
-        await until_done(self.done)
-        self.done.result()
-
 
 class TransferAgent(ABC):
     """Agent that reads registered memory of peers into registered memory of this process.
@@ -241,19 +235,6 @@ class TransferAgent(ABC):
             PeerLostError: There is no such peer.
             ClosedError: The agent was closed before.
         """
-
-    async def read(
-        self, peer: str, runs: Sequence[Fragments], landed: Callable[[int], None]
-    ) -> None:
-        """Read runs of fragments, and return when all have arrived; arguments as for `begin`.
-
-        Raises:
-            KVXferError: As `begin` and the read that it returns.
-            asyncio.CancelledError: The caller was cancelled. Only pieces in flight have been read,
-                and the memory is quiet: this waits for it, for ever if the peer stalls.
-        """
-        flight = self.begin(peer, runs, landed)
-        await wait_despite_cancel(flight.done, flight.cancel)
 
     @abstractmethod
     async def aclose(self) -> None:
