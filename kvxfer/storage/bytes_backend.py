@@ -12,7 +12,7 @@ import xxhash
 from kvxfer.checks import require_instance, require_positive
 from kvxfer.errors import BackendUnavailableError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, view_blocks
-from kvxfer.runtime import CLOSE_TIMEOUT_S, Threads
+from kvxfer.runtime import CLOSE_TIMEOUT_S, Threads, begin_aside
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.integrity import Integrity
@@ -149,16 +149,12 @@ class BytesBackend(Backend):
     async def _release(self) -> None:
         if await self._threads.aclose():
             return  # calls hang in the storage, which is not closed under them
-        closing = Threads("kvxfer-bytes-close", 1)
+        closing = begin_aside("kvxfer-bytes-close", partial(self._call, self.close))
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await closing.ask(self._call, self.close)
+                await asyncio.wrap_future(closing)
         except TimeoutError:
             logger.warning("%s: not closed in %g s", type(self).__name__, CLOSE_TIMEOUT_S)
-        except RuntimeError:  # no thread begins at the end of the interpreter
-            self._call(self.close)
-        finally:
-            await closing.aclose(0.0)
 
     def _names(self, keys: Sequence[BlockKey]) -> list[str]:
         return [self.name_of(key) for key in keys]
