@@ -63,7 +63,7 @@ BUDGETS = {
     "kvxfer/pages": 1_220,
     "kvxfer/replay": 1_866,
     "kvxfer/runtime": 1_260,
-    "kvxfer/storage": 5_108,
+    "kvxfer/storage": 5_104,
     "kvxfer/telemetry": 1_717,
     "kvxfer/testing": 7_355,
     "kvxfer/tiering": 1_582,
@@ -94,6 +94,10 @@ BESIDE_THE_RUNTIME = (
     *("benchmarks/", "examples/", "kvxfer/cli/bench.py", "kvxfer/runtime/"),
     "kvxfer/testing/simulation/",
 )
+OPTIONAL_INTERFACES = {
+    *("CopySource", "ImmediateMover", "Lender", "LendingBackend", "Observable", "Purgeable"),
+    *("RemembersUse", "Retaining"),
+}
 FACES = (
     *("kvxfer", "kvxfer.kvcache", "kvxfer.lending", "kvxfer.storage", "kvxfer.tiering"),
     "kvxfer.transfer",
@@ -162,6 +166,18 @@ def test_no_adapter_of_an_engine_imports_that_of_another() -> None:
         if engine_of(module) and engine_of(imported) not in {"", engine_of(module)}
     }
     assert not pairs
+
+
+def test_what_a_backend_offers_is_asked_by_one_method() -> None:
+    """A wrapper is no instance of what the backend in it provides."""
+    askers = {
+        module
+        for module, path in MODULES.items()
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance"
+        if OPTIONAL_INTERFACES & {getattr(each, "id", "") for each in ast.walk(node.args[1])}
+    }
+    assert askers == {"kvxfer.cli.serve", "kvxfer.storage.backend"}  # they ask a class, too
 
 
 def test_an_engine_of_ones_own_needs_no_adapter() -> None:
