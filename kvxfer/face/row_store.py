@@ -15,7 +15,6 @@ from kvxfer.errors import BackendUnavailableError, ClosedError
 from kvxfer.face.salted_keys import SaltedKeys
 from kvxfer.runtime import Suspension
 from kvxfer.storage.backend import (
-    BlockMover,
     Outcome,
     Purgeable,
     Status,
@@ -75,8 +74,7 @@ class RowStore:
     forked cannot use the store of its parent: it gets a `ForkedError`.
 
     Args:
-        engine: Engine over the rows; closed with the store.
-        medium: Backend of the engine, which deletes pages if it can.
+        engine: Engine over the rows, whose backend deletes pages if it can; closed with the store.
         rows: Rows for stores and for loads, which may be the same.
         name: Name of the store in the log.
         pause_s: Time that the backend is left alone after a call that did not get its answer: every
@@ -89,7 +87,6 @@ class RowStore:
     def __init__(
         self,
         engine: TransferEngine,
-        medium: BlockMover,
         rows: Mapping[Direction, "RowPool"],
         *,
         name: str,
@@ -99,7 +96,7 @@ class RowStore:
         num_groups: int = 1,
     ) -> None:
         self._engine = engine
-        self._purgeable = medium.provide(Purgeable)
+        self._purgeable = engine.backend.provide(Purgeable)
         self._rows_of = rows
         self._name = name
         self._timeout_s = timeout_s

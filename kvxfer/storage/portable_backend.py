@@ -9,7 +9,7 @@ import xxhash
 from kvxfer.errors import InvalidArgumentError, UnknownGroupError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.storage.backend import DONE, Backend, Outcome, WrappingBackend, pick_outcome
+from kvxfer.storage.backend import DONE, Backend, Outcome, Purgeable, WrappingBackend, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import Move
 from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
@@ -34,6 +34,8 @@ class PortableBackend(WrappingBackend):
     Raises:
         PageMappingError: The worker holds only a part of some shard.
     """
+
+    passes_on = frozenset({Purgeable})  # keys of shards begin as those of their pages
 
     def __init__(self, backend: Backend, mappings: Sequence[PageMapping]) -> None:
         super().__init__(backend)

@@ -12,8 +12,8 @@ import pytest
 
 from kvxfer.errors import BackendUnavailableError, ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.face import RowPool, RowStore
-from kvxfer.storage.backend import DONE, Outcome
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.backend import DONE, Backend, Outcome, WrappingBackend
+from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.testing.conformance.suite import make_keys
@@ -33,11 +33,11 @@ class Pages:
         self.rows = rows.caches.tensors[0].tensor
         inner = DictBackend(DictConfig(), rows.namespace())
         self.backend = FaultyBackend(inner, seed=0, rates=FaultRates())
-        engine = TransferEngine(rows.caches, self.backend)
+        wrap = settings.pop("wrap", lambda backend: backend)
+        engine = TransferEngine(rows.caches, wrap(self.backend))
         self.free = RowPool(range(NUM_ROWS))
         both = dict.fromkeys(Direction, self.free)
-        medium = settings.pop("medium", self.backend)
-        self.store = RowStore(engine, medium, both, name="pages", **settings)
+        self.store = RowStore(engine, both, name="pages", **settings)
         self.pages = np.repeat(np.arange(1, 7, dtype=np.int8)[:, None], ROW_BYTES, axis=1)
 
     def move(
@@ -215,11 +215,11 @@ def test_no_page_passes_a_purge(pages: Pages) -> None:
     assert pages.move(LOAD) == [True] * 6
 
 
-class FailingMedium(DictBackend):
-    """Medium whose purge fails, after another thread has tried to move pages meanwhile."""
+class FailingPurges(WrappingBackend):
+    """Backend whose purges fail, after another thread has tried to move pages meanwhile."""
 
-    def __init__(self, meanwhile: Callable[[], object]) -> None:
-        super().__init__(None, Namespace(model="m"))
+    def __init__(self, inner: Backend, meanwhile: Callable[[], object]) -> None:
+        super().__init__(inner)
         self.meanwhile = meanwhile
 
     async def purge(self, prefix: bytes = b"") -> None:
@@ -237,7 +237,7 @@ def test_nothing_is_stored_or_found_while_pages_are_being_purged() -> None:
         moved.append(pages.store.lookup(KEYS, math.inf))
         moved.extend(pages.move(direction) for direction in (LOAD, STORE))
 
-    pages = Pages(medium=FailingMedium(meanwhile))
+    pages = Pages(wrap=lambda backend: FailingPurges(backend, meanwhile))
     assert pages.move(STORE, KEYS[:3]) == [True] * 3
     pages.store.purge(math.inf)
     assert moved == [[False] * 6] * 3, "under names that others know"

@@ -30,6 +30,8 @@ from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache import KVQuantization
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.spec import AttentionSpec
+from kvxfer.storage.backend import Purgeable
+from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.testing.payloads import copy_blocks, read_payloads, write_payloads
@@ -233,6 +235,25 @@ async def test_a_page_is_not_done_when_one_of_its_shards_is_not() -> None:
         assert await backend.delete(KEYS) == [True] * len(KEYS)
         assert await backend.delete(KEYS) == [False] * len(KEYS)
         assert await engine.lookup(KEYS) == [False] * len(KEYS)
+
+
+@pytest.mark.asyncio
+async def test_a_purge_takes_every_shard_of_the_pages_of_a_prefix() -> None:
+    (worker,) = make_engine("block kv head token dim", tp_size=1, tokens_per_block=16)
+    namespace = portable_namespace(NAMESPACE, worker.mappings)
+    inner = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
+    worker.fill(make_values())
+    pages = BlockDescriber(worker.caches, mappings=worker.mappings).describe(0, range(2))
+    salted = [BlockKey(b"salt" + key) for key in KEYS[:2]]
+    async with PortableBackend(inner, worker.mappings) as backend:
+        for keys in (KEYS[:2], salted):
+            assert all(outcome.done for outcome in await backend.store(keys, pages))
+        purgeable = backend.provide(Purgeable)
+        assert purgeable is not None
+        await purgeable.purge(b"salt")
+        assert await backend.lookup([*KEYS[:2], *salted]) == [True, True, False, False]
+        left = inner._index.keys()
+        assert not any(key.startswith(b"salt") for key in left)
 
 
 @pytest.mark.asyncio

@@ -77,10 +77,9 @@ class PageStore(RowStore):
         with ExitStack() as undo:
             self._copy_engine = CPUCopyEngine()
             undo.callback(self._copy_engine.close)
-            medium = open_backend(backend, complete)
             engine = TransferEngine(
                 rows,
-                PortableBackend(medium, mappings),
+                PortableBackend(open_backend(backend, complete), mappings),
                 timeout_s=timeout_s,
                 close_timeout_s=CLOSE_TIMEOUT_S,
             )
@@ -89,7 +88,6 @@ class PageStore(RowStore):
             undo.pop_all()
         super().__init__(
             engine,
-            medium,
             {
                 direction: RowPool(range(direction * num_rows, (direction + 1) * num_rows))
                 for direction in Direction

@@ -144,7 +144,6 @@ class PrefixCache:
         slots = RowPool(range(self._pool.num_pages))
         self._pages = RowStore(
             engine,
-            engine.backend,
             dict.fromkeys(Direction, slots),
             name="prefix cache",
         )
