@@ -4,6 +4,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvxfer import runtime
 from kvxfer.backends.file.folders.block_tree import FoundBlock
@@ -25,6 +26,8 @@ STEP_PAUSE_S = 100e-6
 NOTE_USE_S = 3600.0
 """Seconds by which a file's time of last use on the disk, which other processes see, may be
 late."""
+
+T = TypeVar("T")
 
 FileId = BlockKey
 """A fingerprint in binary, followed by a key: one name for the files of all namespaces."""
@@ -51,39 +54,45 @@ class Victim:
 
 @dataclass(slots=True)
 class _Entry:
-    """File: its bytes on the disk, and whether it is held: being written, or spared."""
+    """File.
+
+    Attributes:
+        num_bytes: Bytes that it takes on the disk.
+        used: Time of its last use, as the disk has it.
+        held: Whether it is being written, or spared.
+        walk: Number of the last walk that found it, or during which this process wrote it.
+        removed: Whether it was removed while it was held.
+    """
 
     num_bytes: int
     used: float
     held: bool
+    walk: int
     removed: bool = False
 
 
 @dataclass(slots=True)
-class _WalkChanges:
-    """Changes that this process made to files during a walk, and what the walk has found."""
+class _Walk:
+    """Walk that is under way.
 
-    found: dict[FileId, FoundBlock] = field(default_factory=dict)
-    found_in_quarantine: dict[FileId, int] = field(default_factory=dict)
-    num_bytes_found: int = 0
-    stored: dict[FileId, None] = field(default_factory=dict)
-    removed: set[FileId] = field(default_factory=set)
-    quarantined: set[FileId] = field(default_factory=set)
-    evicted_from_quarantine: set[FileId] = field(default_factory=set)
+    Attributes:
+        gone: Files that this process has removed since it began, and whether from quarantine: the
+            walk may have found them before.
+        beside: Files that it found under names that this process is writing to.
+        num_foreign_bytes: Bytes of misplaced files, which only take room.
+    """
 
-    def find(self, block: FoundBlock) -> None:
-        """Note a file that the walk has found; a misplaced one is foreign, and only takes room."""
-        (file,) = file_ids(block.fingerprint, [block.key])
-        if block.quarantined:
-            self.found_in_quarantine[file] = block.num_bytes_on_disk
-            return
-        self.num_bytes_found += block.num_bytes_on_disk
-        if not block.misplaced:
-            self.found[file] = block
+    gone: set[tuple[FileId, bool]] = field(default_factory=set)
+    beside: dict[FileId, FoundBlock] = field(default_factory=dict)
+    num_foreign_bytes: int = 0
 
 
 class FileIndex:
     """Index of a store's files in the order of eviction; files being written are not evicted.
+
+    Every file has one entry, which says what is known of it. A walk drops the entries that neither
+    it nor this process has seen since it began, and adds those that it found and this process has
+    not removed. At its end the bytes of the store are those of all entries.
 
     Memory only: no call waits for a disk. Thread-safe.
 
@@ -95,9 +104,11 @@ class FileIndex:
         self._policy = policy
         self._lock = runtime.lock()
         self._entries: dict[FileId, _Entry] = {}
-        self._quarantined = OrderedDict[FileId, int]()  # a dict finds its first only slowly
+        self._num_bytes = 0  # of these entries
+        self._quarantined = OrderedDict[FileId, _Entry]()  # a dict finds its first only slowly
+        self._walk: _Walk | None = None
+        self._num_walks = 0
         self._walk_result: tuple[list[FileId], list[FileId]] = ([], [])
-        self._changes: _WalkChanges | None = None
         self._walked = False
 
     def hold(self, files: Iterable[FileId]) -> list[FileId]:
@@ -123,13 +134,10 @@ class FileIndex:
         now, vanished = runtime.wall_time(), []
         with self._lock:
             for file, num_bytes in zip(files, sizes, strict=True):
-                if self._entries.pop(file, None):
-                    self._policy.remove(file)
+                if file in self._entries:
+                    self._drop(file)
                     vanished.append(file)
-                self._entries[file] = _Entry(num_bytes, now, held=True)
-                self._policy.admit(file)
-            if self._changes is not None:
-                self._changes.stored |= dict.fromkeys(files)
+                self._add(file, num_bytes, now)
         return vanished
 
     def settle(
@@ -148,6 +156,7 @@ class FileIndex:
                 entry = self._entries[file]
                 if done:
                     num_written += entry.num_bytes
+                    entry.walk = self._num_walks
                     if entry.removed:
                         gone.append(file)
                     self._make_candidate(file, entry)
@@ -202,79 +211,73 @@ class FileIndex:
         with self._lock:
             quarantined = bool(self._quarantined)
             if quarantined:
-                file, num_bytes = self._quarantined.popitem(last=False)
+                file, entry = self._quarantined.popitem(last=False)
             elif len(self._policy):
                 file = self._policy.evict()
-                num_bytes = self._entries.pop(file).num_bytes
+                entry = self._take(file)
             else:
                 return None
-            if self._changes is not None:
-                (
-                    self._changes.evicted_from_quarantine if quarantined else self._changes.removed
-                ).add(file)
+            self._note_gone(file, quarantined=quarantined)
             reason = self._policy.reason
         fingerprint = file[:FINGERPRINT_BYTES].hex()
-        return Victim(fingerprint, key_in(file), num_bytes, quarantined, reason)
+        return Victim(fingerprint, key_in(file), entry.num_bytes, quarantined, reason)
 
     def put_back(self, victim: Victim) -> None:
         """Keep a victim that could not be removed, as the last one that is chosen again."""
         (file,) = file_ids(victim.fingerprint, [victim.key])
         with self._lock:
-            changes = self._changes or _WalkChanges()
+            if self._walk is not None:
+                self._walk.gone.discard((file, victim.quarantined))
             if victim.quarantined:
-                changes.evicted_from_quarantine.discard(file)
-                self._quarantined[file] = victim.num_bytes
+                self._quarantine(file, victim.num_bytes)
             else:
-                changes.removed.discard(file)
-                self._entries[file] = _Entry(victim.num_bytes, runtime.wall_time(), held=False)
-                self._policy.admit(file)
-                self._policy.release(file)
+                self._make_candidate(file, self._add(file, victim.num_bytes, runtime.wall_time()))
 
     def remove(self, file: FileId) -> None:
         """Drop a file that this process removed."""
         with self._lock:
-            if self._changes is not None:
-                self._changes.removed.add(file)
+            self._note_gone(file, quarantined=False)
             self._forget(file)
 
     def quarantine(self, file: FileId, num_bytes: int) -> int:
         """Move a file to quarantine; return the bytes of the one that it replaced there."""
         with self._lock:
-            if self._changes is not None:
-                self._changes.quarantined.add(file)
+            self._note_gone(file, quarantined=False)
             self._forget(file)
-            replaced = self._quarantined.pop(file, 0)
-            self._quarantined[file] = num_bytes
-            return replaced
+            replaced = self._quarantined.pop(file, None)
+            self._quarantine(file, num_bytes)
+            return replaced.num_bytes if replaced else 0
 
     def begin_walk(self) -> None:
-        """Begin to note this process's changes, until `end_walk`."""
+        """Begin to note what this process removes, until `end_walk`."""
         with self._lock:
-            held = (file for file, entry in self._entries.items() if entry.held)
-            self._changes = _WalkChanges(stored=dict.fromkeys(held))
+            self._walk = _Walk()
+            self._num_walks += 1
 
     def learn_walk(self, found: Iterable[FoundBlock]) -> Iterator[bool]:
         """Drop the files that a walk did not find and add those that it found, some at a time.
 
-        Others use the index meanwhile: no step takes longer than some milliseconds.
+        Others use the index meanwhile: no step takes longer than some milliseconds. No file may be
+        held as spared during a step.
 
         Yields:
             True after each step.
         """
+        blocks = [
+            (file_ids(block.fingerprint, [block.key])[0], block)
+            for block in sorted(found, key=lambda block: block.used)
+        ]
+        there = {file for file, each in blocks if not (each.quarantined or each.misplaced)}
         with self._lock:
-            changes = self._changes = self._changes or _WalkChanges()
-            known = [file for file, entry in self._entries.items() if not entry.held]
+            known = list(self._entries)
             is_first, self._walked = not self._walked, True
             self._walk_result = [], []
-        for block in sorted(found, key=lambda block: block.used):
-            changes.find(block)
-        vanished = [f for f in known if f not in changes.found and f not in changes.stored]
-        yield from self._in_steps(self._vanish, vanished)
-        yield from self._in_steps(self._appear, list(changes.found))
+        yield from self._in_steps(self._vanish, [file for file in known if file not in there])
+        yield from self._in_steps(self._find, blocks)
         if is_first:  # what was stored before the end of the first walk is more recently used
             with self._lock:
-                newer = dict.fromkeys([*known, *changes.stored])
-            yield from self._in_steps(self._renew, list(newer))
+                newer = [file for file, entry in self._entries.items() if file not in there]
+            yield from self._in_steps(self._renew, list(dict.fromkeys([*known, *newer])))
 
     def end_walk(self) -> int:
         """End a walk that the index has learned.
@@ -284,27 +287,23 @@ class FileIndex:
             happened meanwhile.
         """
         with self._lock:
-            changes, self._changes = self._changes or _WalkChanges(), None
-            total = changes.num_bytes_found
+            walk, self._walk = self._walk or _Walk(), None
+            total = walk.num_foreign_bytes
+            for file, block in walk.beside.items():
+                if (file, False) in walk.gone:  # found before it was removed
+                    continue
+                entry = self._entries.get(file)
+                if entry is None:  # another process was first
+                    self._appear(file, block)
+                elif entry.held:  # which of the two will stay is open
+                    total += block.num_bytes_on_disk
             self._quarantined = OrderedDict(
-                (file, num_bytes)
-                for file, num_bytes in self._quarantined.items()
-                if file in changes.quarantined
+                (file, entry)
+                for file, entry in self._quarantined.items()
+                if entry.walk == self._num_walks
             )
-            for file, num_bytes in changes.found_in_quarantine.items():
-                if file not in changes.evicted_from_quarantine:
-                    self._quarantined.setdefault(file, num_bytes)
-            total += sum(self._quarantined.values())
-            gone = changes.removed | changes.quarantined
-            for file in {*changes.stored, *gone}:
-                entry, block = self._entries.get(file), changes.found.get(file)
-                is_counted = file in gone if entry is None else False
-                if entry is not None and file in changes.stored:
-                    total += entry.num_bytes
-                    is_counted = not entry.held or file in gone  # and found before it was replaced
-                if block is not None and is_counted:
-                    total -= block.num_bytes_on_disk
-        return total
+            total += sum(entry.num_bytes for entry in self._quarantined.values())
+            return total + self._num_bytes
 
     def take_changes(self) -> tuple[list[FileId], list[FileId]]:
         """Return the files that the last walk added, and those that it dropped, once."""
@@ -313,11 +312,11 @@ class FileIndex:
             return changes
 
     def abandon_walk(self) -> None:
-        """Stop noting changes: the walk has failed."""
+        """End a walk that has failed: what it found is not there yet."""
         with self._lock:
-            self._changes = None
+            self._walk = None
 
-    def _in_steps(self, act: Callable[[FileId], object], files: Sequence[FileId]) -> Iterator[bool]:
+    def _in_steps(self, act: Callable[[T], object], files: Sequence[T]) -> Iterator[bool]:
         for start in range(0, len(files), FILES_PER_STEP):
             with self._lock:
                 for file in files[start : start + FILES_PER_STEP]:
@@ -325,21 +324,37 @@ class FileIndex:
             yield True
 
     def _vanish(self, file: FileId) -> None:
+        """Drop a file that a walk did not find, unless it was written meanwhile."""
         entry = self._entries.get(file)
-        if entry and not entry.held and self._changes and file not in self._changes.stored:
+        if entry and not entry.held and entry.walk < self._num_walks:
             self._drop(file)
             self._walk_result[1].append(file)
 
-    def _appear(self, file: FileId) -> None:
-        changes = self._changes
-        assert changes is not None
-        if file in self._entries or file in changes.removed or file in changes.quarantined:
+    def _find(self, found: tuple[FileId, FoundBlock]) -> None:
+        """Note a file that a walk has found, unless this process has removed it since."""
+        (file, block), walk = found, self._walk
+        assert walk is not None
+        if (file, block.quarantined) in walk.gone:
             return
-        block = changes.found[file]
-        self._entries[file] = _Entry(block.num_bytes_on_disk, block.used, held=False)
-        self._policy.admit(file)
-        self._policy.release(file)
-        self._walk_result[0].append(file)
+        entry = (self._quarantined if block.quarantined else self._entries).get(file)
+        if block.misplaced:
+            walk.num_foreign_bytes += block.num_bytes_on_disk
+        elif entry is None:
+            self._appear(file, block)
+        elif entry.held:
+            walk.beside[file] = block
+        elif entry.walk < self._num_walks:
+            entry.walk = self._num_walks
+            if not block.quarantined:
+                self._num_bytes += block.num_bytes_on_disk - entry.num_bytes
+            entry.num_bytes = block.num_bytes_on_disk
+
+    def _appear(self, file: FileId, block: FoundBlock) -> None:
+        if block.quarantined:
+            self._quarantine(file, block.num_bytes_on_disk)
+        else:
+            self._make_candidate(file, self._add(file, block.num_bytes_on_disk, block.used))
+            self._walk_result[0].append(file)
 
     def _renew(self, file: FileId) -> None:
         entry = self._entries.get(file)
@@ -364,8 +379,28 @@ class FileIndex:
         elif entry is not None:
             self._drop(file)
 
+    def _note_gone(self, file: FileId, *, quarantined: bool) -> None:
+        if self._walk is not None:
+            self._walk.gone.add((file, quarantined))
+
+    def _quarantine(self, file: FileId, num_bytes: int) -> None:
+        self._quarantined[file] = _Entry(num_bytes, 0.0, held=False, walk=self._num_walks)
+
+    def _add(self, file: FileId, num_bytes: int, used: float) -> _Entry:
+        """Add a file, held."""
+        entry = self._entries[file] = _Entry(num_bytes, used, held=True, walk=self._num_walks)
+        self._num_bytes += num_bytes
+        self._policy.admit(file)
+        return entry
+
+    def _take(self, file: FileId) -> _Entry:
+        """Take a file out that the policy has evicted."""
+        entry = self._entries.pop(file)
+        self._num_bytes -= entry.num_bytes
+        return entry
+
     def _drop(self, file: FileId) -> None:
-        del self._entries[file]
+        self._take(file)
         self._policy.remove(file)
 
 

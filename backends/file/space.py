@@ -86,7 +86,6 @@ class Space:
         self.walks = Threads("kvxfer-file-scan", 1)
         self._walk: Future[None] | None = None
         self._walk_lock = runtime.lock()
-        self._scanning = runtime.lock()
         self._next_scan = 0.0
         self._must_rescan = False
         self._reports = Reports()
@@ -105,29 +104,19 @@ class Space:
         return self._walk is not None and not self._walk.done()
 
     def begin_scan(self) -> Future[None]:
-        """Begin `scan` on a thread, unless it is under way there."""
+        """Begin a walk on a thread, unless one is under way there.
+
+        It collects files of dead writers, finds blocks, and recounts. Files that other processes
+        store or remove meanwhile may be counted twice, or after they are gone: the count may be too
+        high until the next walk, never too low.
+
+        Returns:
+            Its end, or the `OSError` by which the tree cannot be read; nothing is changed then.
+        """
         with self._walk_lock:
             if self._walk is None or self._walk.done():
-                self._walk = self.walks.start(self.scan)
+                self._walk = self.walks.start(self._scan)
             return self._walk
-
-    def scan(self) -> None:
-        """Walk through the tree: collect files of dead writers, find blocks, and recount.
-
-        Files that other processes store or remove meanwhile may be counted twice, or after they are
-        gone: the count may be too high until the next walk, never too low.
-
-        Raises:
-            OSError: The tree cannot be read; nothing is changed.
-        """
-        with self._scanning:
-            began = runtime.monotonic()
-            try:
-                self._scan()
-            finally:
-                now = runtime.monotonic()
-                took = now - began
-                self._next_scan = now if took < SHORT_SCAN_S else now + self._rescan_factor * took
 
     def reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], *, spare: Sequence[BlockKey] = ()
@@ -294,14 +283,21 @@ class Space:
         return removed
 
     def _scan(self) -> None:
+        began = runtime.monotonic()
+        try:
+            self._learn_walk()
+        finally:
+            now = runtime.monotonic()
+            took = now - began
+            self._next_scan = now if took < SHORT_SCAN_S else now + self._rescan_factor * took
+
+    def _learn_walk(self) -> None:
         num_removed = self._tree.collect()
         if num_removed:
             logger.info("%s: removed %d files of dead writers", self._tree.root, num_removed)
         num_skipped = self._tree.num_skipped
         with self._ledger.locked():
-            added_by_others = self._ledger.added_here - self._ledger.added
-            num_losses = self._ledger.num_losses
-            reserved_by_others = self._ledger.reserved_by_others()
+            begun = self._ledger.begin_recount()
             self._index.begin_walk()
         try:
             learning = self._index.learn_walk(list(self._tree.blocks()))
@@ -311,14 +307,11 @@ class Space:
                     is_learning = next(learning, False)
                     self._tell_walk()
                 runtime.sleep(STEP_PAUSE_S)
-        except BaseException:
+            with self._ledger.locked():
+                is_partial = self._tree.num_skipped != num_skipped
+                self._ledger.end_recount(begun, self._index.end_walk(), is_partial=is_partial)
+        finally:
             self._index.abandon_walk()
-            raise
-        with self._ledger.locked():
-            added_by_others += self._ledger.added - self._ledger.added_here
-            total = self._index.end_walk() + reserved_by_others + added_by_others
-            if self._ledger.num_losses == num_losses:  # else the next reservation counts anew
-                self._ledger.recount(total, is_partial=self._tree.num_skipped != num_skipped)
 
     def _reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], spare: Sequence[BlockKey]

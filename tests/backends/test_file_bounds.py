@@ -191,7 +191,7 @@ def make_space(
         min_free_bytes=min_free_bytes,
         rescan_factor=0,
     )
-    space.scan()
+    space.begin_scan().result()
     return space
 
 
@@ -220,5 +220,5 @@ def test_an_eviction_that_fails_leaves_no_reservation(tmp_path: Path, eviction: 
     folder.allowed = True
     with closing(Ledger(tmp_path)) as another:
         assert another.reserved_by_others() == 0
-    space.scan()
+    space.begin_scan().result()
     assert space.reserve(keys[2:5], [FILE_BYTES] * 3) == 3

@@ -4,18 +4,19 @@ import errno
 import os
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file import read_count
+from kvxfer.backends.file import FoundBlock, read_count
 from kvxfer.backends.file.folders import Ledger
 from kvxfer.backends.file.folders import ledger as ledger_module
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from tests.backends.file_store import (
     bytes_on_disk,
@@ -115,7 +116,7 @@ class Stored:
 def test_a_damaged_count_is_no_count(tmp_path: Path) -> None:
     with closing(Ledger(tmp_path)) as ledger:
         with ledger.locked():
-            ledger.recount(12345 << 20)
+            ledger.end_recount(ledger.begin_recount(), 12345 << 20)
             ledger.reserve(8192)
         path = tmp_path / "usage.ledger"
         whole = path.read_bytes()
@@ -125,6 +126,26 @@ def test_a_damaged_count_is_no_count(tmp_path: Path) -> None:
                 assert not ledger.known or ledger.used == (12345 << 20) + 8192
             os.truncate(path, len(whole))
             _overwrite(path, whole)
+
+
+def test_a_count_that_is_lost_during_a_walk_is_not_too_low(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path)) as ours, closing(Ledger(tmp_path)) as theirs:
+        ours.recount_blocks([])
+
+        def store(num_bytes: int) -> None:
+            with theirs.locked():
+                assert theirs.known
+                theirs.reserve(num_bytes)
+            theirs.settle(num_bytes)
+
+        def walk_and_lose() -> Iterator[FoundBlock]:
+            yield FoundBlock("0" * 32, "00", BlockKey(bytes(36)), 4096, 0.0)
+            store(1 << 20)  # behind the walk
+            os.truncate(tmp_path / "usage.ledger", 0)
+
+        store(1 << 30)
+        ours.recount_blocks(walk_and_lose())
+        assert read_count(tmp_path) is None
 
 
 async def test_no_damage_to_the_count_evicts_or_raises(tmp_path: Path) -> None:

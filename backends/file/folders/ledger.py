@@ -8,6 +8,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer import runtime
@@ -42,6 +43,23 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_FILE = {errno.EISDIR, errno.ELOOP, errno.ENXIO}
 
 
+@dataclass(frozen=True, slots=True)
+class Recount:
+    """State of a count when a walk through the store began.
+
+    Attributes:
+        num_losses: Times that the count was lost before.
+        added: Bytes that were ever added.
+        added_here: Bytes of them that this process added.
+        reserved_by_others: Bytes that other processes had reserved, and perhaps not written.
+    """
+
+    num_losses: int
+    added: int
+    added_here: int
+    reserved_by_others: int
+
+
 class Ledger:
     """Count of a store's bytes, in a small file that is locked while it is changed.
 
@@ -68,8 +86,7 @@ class Ledger:
         added: Bytes that were ever added.
         added_here: Bytes that this process added, and that are counted.
         reserved: Bytes that this process added and did not settle yet.
-        num_losses: Times that the count was found to be removed or damaged. Who counts anew asks
-            whether it was meanwhile: nobody knows then how much others have added.
+        num_losses: Times that the count was found to be removed or damaged.
     """
 
     def __init__(self, root: Path) -> None:
@@ -173,11 +190,33 @@ class Ledger:
         """Count bytes that were removed; only inside `locked`."""
         self.used = max(0, self.used - num_bytes)
 
-    def recount(self, num_bytes: int, *, is_partial: bool = False) -> None:
-        """Set the count, of which a partial one may lack some; only inside `locked`."""
-        if is_partial and self.known:
-            num_bytes = max(num_bytes, self.used)
-        self.known, self.used = True, num_bytes
+    def begin_recount(self) -> Recount:
+        """Note the state before a walk, for `end_recount`; only inside `locked`.
+
+        Raises:
+            OSError: The claims of other processes cannot be read.
+        """
+        reserved = self.reserved_by_others()
+        return Recount(self.num_losses, self.added, self.added_here, reserved)
+
+    def end_recount(self, begun: Recount, num_bytes: int, *, is_partial: bool = False) -> None:
+        """Set the count by a walk that has ended; only inside `locked`.
+
+        What other processes reserved or added during the walk is counted as well. A count that was
+        lost during it stays unknown, or as another process has made it anew: how much was added
+        before it was lost, nobody knows. The next reservation counts anew.
+
+        Args:
+            begun: State when the walk began.
+            num_bytes: Bytes of what the walk found, and of what this process has reserved.
+            is_partial: Whether the walk may have missed some.
+        """
+        if self.num_losses != begun.num_losses or self.added < begun.added:
+            return
+        added_by_others = self.added - begun.added - (self.added_here - begun.added_here)
+        total = num_bytes + begun.reserved_by_others + added_by_others
+        self.used = max(total, self.used) if is_partial and self.known else total
+        self.known = True
 
     def recount_blocks(
         self, blocks: Iterable[FoundBlock], num_skipped: Callable[[], int] = int
@@ -185,7 +224,7 @@ class Ledger:
         """Correct the count by a walk through all blocks; outside `locked`; blocks.
 
         Blocks that engines store or remove meanwhile may leave the count too high, never too low,
-        and so do those that the walk has skipped.
+        and so do those that the walk has skipped. This process may store none.
 
         Args:
             blocks: The walk, which begins in here.
@@ -195,14 +234,11 @@ class Ledger:
             OSError: The walk failed, or the count cannot be read or written.
         """
         with self.locked():
-            added_before, losses_before = self.added, self.num_losses
-            num_bytes = self.reserved_by_others()
+            begun = self.begin_recount()
         skipped_before = num_skipped()
-        num_bytes += sum(block.num_bytes_on_disk for block in blocks)
+        num_bytes = sum(block.num_bytes_on_disk for block in blocks)
         with self.locked():
-            is_partial = num_skipped() != skipped_before
-            if self.num_losses == losses_before:  # else engines count anew
-                self.recount(num_bytes + self.added - added_before, is_partial=is_partial)
+            self.end_recount(begun, num_bytes, is_partial=num_skipped() != skipped_before)
 
     def settle(self, num_bytes: int) -> None:
         """Count reserved bytes as written; outside `locked`, without waiting for other processes.
