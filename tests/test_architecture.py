@@ -43,7 +43,7 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 2_080,
-    "backends/file": 5_940,
+    "backends/file": 6_050,
     "backends/host": 2_077,
     "backends/mooncake": 720,
     "backends/nixl": 8_960,
@@ -60,7 +60,7 @@ BUDGETS = {
     "kvxfer/integrations": 11_116,
     "kvxfer/kvcache": 5_884,
     "kvxfer/lending": 1_535,
-    "kvxfer/pages": 1_220,
+    "kvxfer/pages": 1_250,
     "kvxfer/replay": 1_866,
     "kvxfer/runtime": 1_260,
     "kvxfer/storage": 5_106,

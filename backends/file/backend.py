@@ -295,7 +295,8 @@ class FileBackend(Backend):
             return read(keys[start:stop], blocks.select(start, stop))
 
         outcomes = await self._share(self._readers, self._num_readers, read_share, blocks)
-        self._num_corrupt += sum(outcome.status is Status.CORRUPT for outcome in outcomes)
+        failed = [outcome for outcome in outcomes if outcome is not DONE]
+        self._num_corrupt += [outcome.status for outcome in failed].count(Status.CORRUPT)
         return outcomes
 
     async def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -422,7 +423,7 @@ class FileBackend(Backend):
             self._require_whole_blocks(keys, each)
 
     def _require_whole_blocks(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
-        formats = [self._files.format(key) for key in keys]
+        formats = self._files.formats(keys)
         block = np.array([each.block_size_bytes for each in formats])
         chunk = np.array([each.chunk_size_bytes for each in formats])
         starts, sizes = blocks.payload_starts, blocks.block_sizes

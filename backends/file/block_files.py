@@ -64,10 +64,11 @@ class Scratch:
         self.data_addresses = np.uint64(memory.ctypes.data + largest) + rows
         self.header_addresses = self.data_addresses - np.array(header_sizes, np.uint64)
 
-    def header(self, row: int) -> memoryview:
-        """View the whole header of a file."""
-        stop = row * self._row_bytes + self._data_offset
-        return self._view[stop - self.header_sizes[row] : stop]
+    def headers(self) -> list[memoryview]:
+        """View the whole header of each file."""
+        ends = [row * self._row_bytes + self._data_offset for row in range(len(self.header_sizes))]
+        sizes = zip(ends, self.header_sizes, strict=True)
+        return [self._view[end - num_bytes : end] for end, num_bytes in sizes]
 
     def data(self, row: int, num_bytes: int) -> memoryview:
         """View the leading bytes of the room of a file."""
@@ -147,7 +148,7 @@ class BlockFiles(NamespaceFormat):
 
         It belongs to the calling thread, until its next call.
         """
-        header_sizes = [self.format(key).header_size_bytes for key in keys]
+        header_sizes = [each.header_size_bytes for each in self.formats(keys)]
         num_bytes = len(keys) * (max(header_sizes) + padded(room_bytes))
         memory: mmap.mmap | None = getattr(self._scratches, "memory", None)
         if memory is None or len(memory) < num_bytes:

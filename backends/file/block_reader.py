@@ -5,6 +5,8 @@ import logging
 import stat
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvxfer import runtime
 from kvxfer.backends.file.block_files import (
     BlockFiles,
@@ -79,14 +81,14 @@ class BlockReader:
     ) -> dict[int, NamedFile]:
         """Locate the files of whole chunks in a batch, without those that would be a miss."""
         folder, located = self._files.folder, dict[int, NamedFile]()
-        for index, (key, size) in enumerate(zip(keys, blocks.block_sizes.tolist(), strict=True)):
-            expected = self._files.format(key)
-            is_whole = size == expected.chunk_size_bytes
+        formats, sizes = self._files.formats(keys), blocks.block_sizes.tolist()
+        for index, location in enumerate(folder.locate(keys)):
+            expected = formats[index]
+            is_whole = sizes[index] == expected.chunk_size_bytes
             # Read straight, a part is in the caller's memory before it is known to be one.
             if is_whole and zero_copy and expected.has_parts:
-                is_whole = folder.sizes([key]) == [expected.file_size_bytes]
-            location = folder.locate(key) if is_whole else None
-            if location is not None:
+                is_whole = folder.sizes([keys[index]]) == [expected.file_size_bytes]
+            if is_whole and location is not None:
                 located[index] = location
         return located
 
@@ -111,19 +113,27 @@ class BlockReader:
             else whole_vectors(scratch, [scratch.room_bytes] * len(keys))
         )
         results = files.file_io.read_named(named, vectors, READ_FLAGS | files.flags)
-        outcomes = [
-            _REPLACED if zero_copy and _may_have_data(result, size) else None
-            for result, size in zip(results, scratch.header_sizes, strict=True)
-        ]
+        wanted = np.add(scratch.header_sizes, sizes).tolist()
+        read = [row for row, result in enumerate(results) if result == wanted[row]]
         data = data_views(blocks, scratch, zero_copy=zero_copy)
-        for row, (key, size) in enumerate(zip(keys, sizes, strict=True)):
-            is_read = results[row] == scratch.header_sizes[row] + size
-            if is_read and files.is_whole(key, bytes(scratch.header(row)), size, data[row]):
-                outcomes[row] = DONE
-        done = [row for row, outcome in enumerate(outcomes) if outcome is DONE]
+        heads = scratch.headers()
+        whole = files.are_whole(
+            [keys[row] for row in read],
+            [bytes(heads[row]) for row in read],
+            [sizes[row] for row in read],
+            [data[row] for row in read],
+        )
+        done = [row for row, is_whole in zip(read, whole, strict=True) if is_whole]
+        outcomes: list[Outcome | None] = [None] * len(keys)
+        for row in done:
+            outcomes[row] = DONE
+        if zero_copy and len(done) < len(keys):
+            for row, result in enumerate(results):
+                if outcomes[row] is None and _may_have_data(result, scratch.header_sizes[row]):
+                    outcomes[row] = _REPLACED
         if done and not zero_copy:
-            wanted = blocks.take(done)
-            files.copy_engine.copy(describe_scratch(scratch, done, wanted), wanted)
+            chosen = blocks.take(done)
+            files.copy_engine.copy(describe_scratch(scratch, done, chosen), chosen)
         return outcomes
 
     def _read_alone(self, key: BlockKey, block: Descriptors) -> Outcome:
@@ -140,7 +150,7 @@ class BlockReader:
             if isinstance(result, OSError):
                 return failure(result)
             _require_all(result, scratch.header_sizes[0] + size)
-            start = files.check(key, bytes(scratch.header(0)), scratch.data(0, size))
+            start = files.check(key, bytes(scratch.headers()[0]), scratch.data(0, size))
             skip = int(block.payload_starts[0]) - start
             if skip < 0 or skip + block.num_bytes > size:
                 return PARTIAL

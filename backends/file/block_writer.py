@@ -103,8 +103,9 @@ class BlockWriter:
             files.copy_engine.copy(blocks, describe_scratch(scratch, range(len(keys)), blocks))
             vectors = whole_vectors(scratch, [padded(size) for size in sizes])
         data, starts = data_views(blocks, scratch, zero_copy=zero_copy), blocks.payload_starts
-        for row, (key, size, start) in enumerate(zip(keys, sizes, starts.tolist(), strict=True)):
-            scratch.header(row)[:] = files.header(key, start, size, data[row])
+        headers = files.headers(keys, starts.tolist(), sizes, data)
+        for view, header in zip(scratch.headers(), headers, strict=True):
+            view[:] = header
         totals = np.add(scratch.header_sizes, sizes).tolist()
         results = self._make(keys, vectors, totals)
         gone = [i for i, result in enumerate(results) if isinstance(result, FileNotFoundError)]
@@ -119,7 +120,7 @@ class BlockWriter:
                 results[index] = result
         if self._durable:
             self._sync(keys, results)
-        return [_outcome(result) for result in results]
+        return [_failure(each) if isinstance(each, OSError) else DONE for each in results]
 
     def _make(
         self,
@@ -130,16 +131,16 @@ class BlockWriter:
         renew: bool = False,
     ) -> list[Result]:
         """Write whole files and name them; returns their sizes."""
-        folder, owner = self._files.folder, self._ledger.owner
+        owner = self._ledger.owner
+        temporaries = [temporary_name(owner, next(self._numbers)) for _ in keys]
+        places = self._files.folder.locate_new(keys, temporaries, renew=renew)
         results: list[Result] = [0] * len(keys)
         placed: dict[int, NewFile] = {}
-        for index, key in enumerate(keys):
-            try:
-                if renew:
-                    folder.renew(key)
-                placed[index] = folder.locate_new(key, temporary_name(owner, next(self._numbers)))
-            except OSError as exc:
-                results[index] = exc
+        for index, place in enumerate(places):
+            if isinstance(place, OSError):
+                results[index] = place
+            else:
+                placed[index] = place
         written = self._files.file_io.write_named(
             list(placed.values()),
             [vectors[index] for index in placed],
@@ -163,7 +164,5 @@ class BlockWriter:
                     self._files.folder.remove(keys[index])
 
 
-def _outcome(result: Result) -> Outcome:
-    if isinstance(result, FileExistsError):  # made by another process meanwhile
-        return BUSY
-    return failure(result) if isinstance(result, OSError) else DONE
+def _failure(exc: OSError) -> Outcome:
+    return BUSY if isinstance(exc, FileExistsError) else failure(exc)  # made by another process

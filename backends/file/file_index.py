@@ -133,11 +133,12 @@ class FileIndex:
         """Add files that are being written; return those that were removed behind our back."""
         now, vanished = runtime.wall_time(), []
         with self._lock:
+            policy = self._policy.active()
             for file, num_bytes in zip(files, sizes, strict=True):
                 if file in self._entries:
                     self._drop(file)
                     vanished.append(file)
-                self._add(file, num_bytes, now)
+                self._add(file, num_bytes, now, policy)
         return vanished
 
     def settle(
@@ -152,6 +153,7 @@ class FileIndex:
         num_written = num_given_back = 0
         gone: list[FileId] = []
         with self._lock:
+            policy = self._policy.active()
             for file, done in reversed(list(zip(files, stored, strict=True))):
                 entry = self._entries[file]
                 if done:
@@ -159,7 +161,10 @@ class FileIndex:
                     entry.walk = self._num_walks
                     if entry.removed:
                         gone.append(file)
-                    self._make_candidate(file, entry)
+                        self._drop(file)
+                    else:
+                        entry.held = False
+                        policy.release(file)
                 else:
                     num_given_back += entry.num_bytes
                     self._drop(file)
@@ -176,11 +181,12 @@ class FileIndex:
         """Count a use, the first file's as the last; return files whose use to note on the disk."""
         now, old = runtime.wall_time(), []
         with self._lock:
+            policy = self._policy.active()
             for file in reversed(files):
                 entry = self._entries.get(file)
                 if entry is None:
                     continue
-                self._policy.touch(file)
+                policy.touch(file)
                 if now - entry.used > NOTE_USE_S:
                     entry.used = now
                     old.append(file)
@@ -231,7 +237,8 @@ class FileIndex:
             if victim.quarantined:
                 self._quarantine(file, victim.num_bytes)
             else:
-                self._make_candidate(file, self._add(file, victim.num_bytes, runtime.wall_time()))
+                now = runtime.wall_time()
+                self._make_candidate(file, self._add(file, victim.num_bytes, now, self._policy))
 
     def remove(self, file: FileId) -> None:
         """Drop a file that this process removed."""
@@ -353,7 +360,8 @@ class FileIndex:
         if block.quarantined:
             self._quarantine(file, block.num_bytes_on_disk)
         else:
-            self._make_candidate(file, self._add(file, block.num_bytes_on_disk, block.used))
+            entry = self._add(file, block.num_bytes_on_disk, block.used, self._policy)
+            self._make_candidate(file, entry)
             self._walk_result[0].append(file)
 
     def _renew(self, file: FileId) -> None:
@@ -386,11 +394,11 @@ class FileIndex:
     def _quarantine(self, file: FileId, num_bytes: int) -> None:
         self._quarantined[file] = _Entry(num_bytes, 0.0, held=False, walk=self._num_walks)
 
-    def _add(self, file: FileId, num_bytes: int, used: float) -> _Entry:
+    def _add(self, file: FileId, num_bytes: int, used: float, policy: EvictionPolicy) -> _Entry:
         """Add a file, held."""
         entry = self._entries[file] = _Entry(num_bytes, used, held=True, walk=self._num_walks)
         self._num_bytes += num_bytes
-        self._policy.admit(file)
+        policy.admit(file)
         return entry
 
     def _take(self, file: FileId) -> _Entry:

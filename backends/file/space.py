@@ -21,6 +21,7 @@ from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, require_known
 from kvxfer.pages.header import padded
+from kvxfer.pages.names import QUARANTINE
 from kvxfer.runtime import Threads
 from kvxfer.storage.eviction.policies import EvictionPolicy
 from kvxfer.storage.eviction.retention import Retention
@@ -438,6 +439,6 @@ class Space:
 def _remove(folder: NamespaceFolder, victim: Victim) -> int | None:
     """Remove a victim; return its bytes, which another process may have changed meanwhile."""
     if victim.quarantined:
-        return victim.num_bytes if folder.remove_quarantined(victim.key) else None
+        return victim.num_bytes if folder.remove_found(victim.key, QUARANTINE) else None
     (size,) = require_known(folder.sizes([victim.key]))
     return padded(size) if size is not None and folder.remove(victim.key) else None

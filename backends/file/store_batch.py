@@ -13,7 +13,7 @@ from kvxfer.backends.file.io.file_io import FULL_ERRORS, MEDIUM_ERRORS, Size, is
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.verification import read_extent
-from kvxfer.storage.backend import NO_ROOM_REASON, Outcome, Status
+from kvxfer.storage.backend import DONE, NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
 NO_ROOM = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON}, and nothing that can be evicted")
@@ -111,7 +111,7 @@ class StoreBatch:
             outcomes = self._writer.write(keys, self._blocks.take(indices))
             for index, outcome in zip(indices, outcomes, strict=True):
                 self._outcomes[index] = outcome
-                if not again and _errno(outcome) in FULL_ERRORS:
+                if not again and outcome is not DONE and _errno(outcome) in FULL_ERRORS:
                     full.append(index)
         finally:
             self._settle([index for index in indices if index not in full])
@@ -122,7 +122,8 @@ class StoreBatch:
             self._settle(full[num_fitting:])
 
     def _evict_for(self, indices: Sequence[int]) -> int:
-        heads = [self._files.format(self._keys[index]).header_size_bytes for index in indices]
+        formats = self._files.formats([self._keys[index] for index in indices])
+        heads = [each.header_size_bytes for each in formats]
         sizes = np.add(heads, self._blocks.block_sizes[indices]).tolist()
         with contextlib.suppress(OSError):
             return self._space.evict(sizes, spare=self._keys)
@@ -135,16 +136,17 @@ class StoreBatch:
         found, absent = self._files.folder.sizes(self._keys), dict[int, int]()
         unsynced = self._sync(found)
         unreadable = self._files.record.unreadable(self._keys, found)
+        formats = self._files.formats(self._keys)
         for index, num_bytes in enumerate(self._blocks.block_sizes.tolist()):
-            expected, size = self._files.format(self._keys[index]), found[index]
+            expected, size = formats[index], found[index]
             if index in unreadable:
                 self._outcomes[index] = unreadable[index]
                 continue
-            if not expected.can_hold(num_bytes):
+            if num_bytes != expected.chunk_size_bytes and not expected.can_hold(num_bytes):
                 self._outcomes[index] = None if size == expected.file_size_bytes else PART
                 continue
             try:
-                if not self._covers(index, size, discard=True):
+                if size is None or not self._covers(index, size, discard=True):
                     absent[index] = expected.header_size_bytes + num_bytes
                 else:
                     self._outcomes[index] = unsynced

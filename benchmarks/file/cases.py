@@ -193,7 +193,7 @@ class _Bench:
         from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
         from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 
-        root = self._folder / "vllm"
+        root = self._folder / f"vllm {self._block_bytes} {next(self._nth)}"  # new, as ours
         paths = [root / key[:1].hex() / f"{key.hex()}.bin" for key in self._keys()]
         make_folders(root)
         view, per_batch = self._memory.data, self._num_blocks // num_batches

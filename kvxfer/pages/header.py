@@ -136,7 +136,7 @@ class BlockHeader:
 
     def encode(self, digester: Digester) -> bytes:
         """Write the header, `data_offset` bytes long."""
-        return self._frame(digester).fill(self.key, self.checksum, self.integrity)
+        return self._frame(digester).fill(self.key, self.checksum)
 
     def bound(self, digester: Digester) -> bytes:
         """See `HeaderFrame.bound`."""
@@ -198,7 +198,12 @@ class BlockHeader:
 
     def _frame(self, digester: Digester) -> "HeaderFrame":
         return HeaderFrame(
-            self.namespace, self.start, self.tensors, digester, min_size_bytes=self.min_size_bytes
+            self.namespace,
+            self.start,
+            self.tensors,
+            digester,
+            integrity=self.integrity,
+            min_size_bytes=self.min_size_bytes,
         )
 
 
@@ -210,6 +215,7 @@ class HeaderFrame:
         start: See `BlockHeader`.
         tensors: See `BlockHeader`.
         digester: Makes the seals.
+        integrity: See `BlockHeader`.
         min_size_bytes: See `BlockHeader`.
     """
 
@@ -220,6 +226,7 @@ class HeaderFrame:
         tensors: Sequence[StoredTensor],
         digester: Digester,
         *,
+        integrity: Integrity,
         min_size_bytes: int = 0,
     ) -> None:
         listed = _list(tensors)
@@ -230,22 +237,19 @@ class HeaderFrame:
             f'{{"__metadata__":{{"format":"kvxfer-block","version":"{FORMAT_VERSION}",'
             f'"namespace":"{namespace}","start":"{start}","key":"'
         )
+        self._after_key = f'","integrity":"{integrity.value}","checksum":"'
         self._after_seal = b"}" + listed + b"}"
 
-    def fill(self, key: BlockKey, checksum: str, integrity: Integrity) -> bytes:
+    def fill(self, key: BlockKey, checksum: str) -> bytes:
         """Write the header of one block, whole pages."""
-        head = (
-            f'{self._before_key}{key.hex()}","integrity":"{integrity.value}",'
-            f'"checksum":"{checksum}"'
-        ).encode()
+        head = f'{self._before_key}{key.hex()}{self._after_key}{checksum}"'.encode()
         seal = self._digester.seal(head + self._after_seal).encode()
         parts = (self._length, head, b',"seal":"', seal, b'"', self._after_seal)
         return b"".join(parts).ljust(self._num_bytes)
 
-    def checksum_in(self, head: bytes, key: BlockKey, integrity: Integrity) -> str:
+    def checksum_in(self, head: bytes, key: BlockKey) -> str:
         """Read the checksum from a header where `fill` writes it; any text from another header."""
-        before = f'{self._before_key}{key.hex()}","integrity":"{integrity.value}","checksum":"'
-        start = LENGTH_BYTES + len(before)
+        start = LENGTH_BYTES + len(f"{self._before_key}{key.hex()}{self._after_key}")
         return head[start : head.find(b'"', start)].decode(errors="replace")
 
     def bound(self, key: BlockKey) -> bytes:

@@ -1,6 +1,7 @@
 """Names of the files and folders of a store, and the modes that they are made with."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvxfer.errors import InvalidArgumentError
@@ -33,6 +34,13 @@ def file_name(key: BlockKey) -> str:
     if len(key) > MAX_KEY_BYTES:
         raise InvalidArgumentError("key", key, f"at most {MAX_KEY_BYTES} bytes")
     return key.hex() + SUFFIX
+
+
+def file_names(keys: Sequence[BlockKey]) -> list[str]:
+    """Name the files of keys, as `file_name` does."""
+    if keys:
+        file_name(max(keys, key=len))
+    return [key.hex() + SUFFIX for key in keys]
 
 
 def temporary_name(owner: str, number: int) -> str:

@@ -47,42 +47,60 @@ class NamespaceFormat:
         """Get the format of the files of a key's group."""
         return self._formats[key[-GROUP_INDEX_BYTES:]]
 
+    def formats(self, keys: Sequence[BlockKey]) -> list[GroupFormat]:
+        """Get the format of each key's files."""
+        return [self._formats[key[-GROUP_INDEX_BYTES:]] for key in keys]
+
     @property
     def is_encrypted(self) -> bool:
         """Whether data is encrypted, so that it is never that of the caller's memory."""
         return self.digester.cipher is not None
 
-    def header(
-        self, key: BlockKey, start: int, num_bytes: int, data: Sequence[memoryview]
-    ) -> bytes:
-        """Make the header of a file with this data, which is encrypted in place if it is sealed."""
-        frame, digester = self._frame(key, start, num_bytes), self.digester
-        if digester.cipher is None:
-            checksum = digester.checksum(data)
-        else:
-            (whole,) = data
-            bound = frame.bound(key)
-            checksum = digester.cipher.encrypt(self.fingerprint, key, bound, whole)
-        return frame.fill(key, checksum, digester.integrity)
-
-    def is_whole(
+    def headers(
         self,
-        key: BlockKey,
-        head: bytes,
-        num_bytes: int,
-        data: Sequence[memoryview],
+        keys: Sequence[BlockKey],
+        starts: Sequence[int],
+        sizes: Sequence[int],
+        data: Sequence[Sequence[memoryview]],
+    ) -> list[bytes]:
+        """Make the headers of files with this data, which is encrypted in place if it is sealed."""
+        frames, digester, headers = self._frames, self.digester, []
+        for key, start, num_bytes, pieces in zip(keys, starts, sizes, data, strict=True):
+            frame = frames.get((key[-GROUP_INDEX_BYTES:], start, num_bytes))
+            if frame is None:
+                frame = self._frame(key, start, num_bytes)
+            if digester.cipher is None:
+                checksum = digester.checksum(pieces)
+            else:
+                (whole,) = pieces
+                bound = frame.bound(key)
+                checksum = digester.cipher.encrypt(self.fingerprint, key, bound, whole)
+            headers.append(frame.fill(key, checksum))
+        return headers
+
+    def are_whole(
+        self,
+        keys: Sequence[BlockKey],
+        heads: Sequence[bytes],
+        sizes: Sequence[int],
+        data: Sequence[Sequence[memoryview]],
         into: memoryview | None = None,
-    ) -> bool:
-        """Whether a file is as it was stored, from byte 0 of its chunk; decrypts like `check`."""
-        cipher, integrity = self.digester.cipher, self.digester.integrity
-        # One comparison for the seal, the key, the namespace, the size and the checksum.
+    ) -> list[bool]:
+        """Whether files are as stored, from byte 0 of their chunks; decrypts like `check`."""
+        cipher = self.digester.cipher
         if cipher is None:
-            return head == self.header(key, 0, num_bytes, data)
-        frame = self._frame(key, 0, num_bytes)
-        checksum = frame.checksum_in(head, key, integrity)
-        if head != frame.fill(key, checksum, integrity):
-            return False
-        return cipher.decrypt(self.fingerprint, key, frame.bound(key), checksum, data, into)
+            # One comparison for the seal, the key, the namespace, the size and the checksum.
+            wanted = self.headers(keys, [0] * len(keys), sizes, data)
+            return [head == each for head, each in zip(heads, wanted, strict=True)]
+        whole = []
+        for key, head, num_bytes, pieces in zip(keys, heads, sizes, data, strict=True):
+            frame = self._frame(key, 0, num_bytes)
+            checksum = frame.checksum_in(head, key)
+            whole.append(
+                head == frame.fill(key, checksum)
+                and cipher.decrypt(self.fingerprint, key, frame.bound(key), checksum, pieces, into)
+            )
+        return whole
 
     def data_size(self, key: BlockKey, file_size_bytes: int) -> int:
         """Compute the bytes of data of a file, which must be such as a file of its group has.
@@ -114,7 +132,7 @@ class NamespaceFormat:
             BlockFileError: A byte is not what was stored, or the file is another block's.
         """
         digester, namespace = self.digester, self.fingerprint
-        if self.is_whole(key, head, len(data), [data], into):
+        if self.are_whole([key], [head], [len(data)], [[data]], into)[0]:
             return 0
         header = check_header(head, digester, namespace=namespace, key=key, num_bytes=len(data))
         require_readable(header, digester)  # before what only such a header lists
@@ -133,6 +151,7 @@ class NamespaceFormat:
                 start,
                 self._tensors(key, num_bytes),
                 self.digester,
+                integrity=self.digester.integrity,
                 min_size_bytes=self.format(key).header_size_bytes,
             )
         return frame

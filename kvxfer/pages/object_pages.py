@@ -87,7 +87,9 @@ class Pages(NamespaceFormat):
         size, head_size = block.num_bytes, self.format(key).header_size_bytes
         self._copy_engine.gather(block, _address(page) + head_size)
         data = page.data[head_size:]
-        page.data[:head_size] = self.header(key, int(block.payload_starts[0]), size, [data])
+        page.data[:head_size] = self.headers(
+            [key], [int(block.payload_starts[0])], [size], [[data]]
+        )[0]
 
     def decode(self, key: BlockKey, page: Any, block: Descriptors) -> Outcome:
         """Verify a page, and copy what a block has of it to the block's memory.

@@ -226,7 +226,7 @@ def _read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> by
         OSError: It cannot be read.
     """
     try:
-        fd = folder.open_found(key, found_in or key.hex()[:2])
+        fd = folder.open_block(key, found_in=found_in)
     except OSError as exc:
         if is_absent(exc):
             return b""

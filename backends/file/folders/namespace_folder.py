@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -21,12 +21,14 @@ from kvxfer.backends.file.io.file_io import (
     regular_size,
     require_known,
     size_in,
+    sizes_in,
     write_whole,
 )
 from kvxfer.pages.names import (
     OWNER_BYTES,
     QUARANTINE,
     file_name,
+    file_names,
     is_block_folder,
     temporary_name,
 )
@@ -58,50 +60,69 @@ class NamespaceFolder:
 
     def sizes(self, keys: Sequence[BlockKey]) -> Sequence[Size]:
         """Get the bytes of each key's file; None where it is missing or a link."""
-        names, since = [file_name(key) for key in keys], self._folders.num_renewed
-        fds = {name: self._known_folder(name) for name in dict.fromkeys(each[:2] for each in names)}
-        sizes = [size_in(fds[name[:2]], name) for name in names]
+        names, since = file_names(keys), self._folders.num_renewed
+        fds = self._known_folders(names)
+        sizes = sizes_in([fds[name[:2]] for name in names], names)
         missing = [index for index, size in enumerate(sizes) if not isinstance(size, int)]
         if missing and self._folders.have_changed({names[i][:2] for i in missing}, since):
             for index in missing:
                 sizes[index] = self._size(names[index])
         return sizes
 
-    def locate(self, key: BlockKey) -> NamedFile | None:
-        """Get the place of a key's file, for opening it; None when its folder cannot be opened."""
-        name = file_name(key)
-        fd = self._known_folder(name[:2])
-        return NamedFile(fd, name.encode()) if isinstance(fd, int) else None
+    def locate(self, keys: Sequence[BlockKey]) -> list[NamedFile | None]:
+        """Get the place of each key's file, to open it; None where its folder cannot be opened."""
+        names = file_names(keys)
+        fds = self._known_folders(names)
+        folders = [fds[name[:2]] for name in names]
+        return [
+            NamedFile(fd, name.encode()) if isinstance(fd, int) else None
+            for fd, name in zip(folders, names, strict=True)
+        ]
 
-    def open_block(self, key: BlockKey, flags: int = 0) -> int:
+    def open_block(self, key: BlockKey, flags: int = 0, *, found_in: str = "") -> int:
         """Open the file of a key for reading.
+
+        Args:
+            key: The key.
+            flags: Flags to open with besides `READ_FLAGS`.
+            found_in: Folder in which it was found, that of its key by default.
 
         Raises:
             FileNotFoundError: There is none.
             OSError: It cannot be opened, or it is a link.
         """
-        return self._open_block(key, file_name(key)[:2], flags)
-
-    def renew(self, key: BlockKey) -> None:
-        """Make the folder of a key anew if it was removed, and the root, too.
-
-        Raises:
-            OSError: It can be neither opened nor made.
-        """
-        self._folders.renew(file_name(key)[:2], create=True)
-
-    def locate_new(self, key: BlockKey, temporary: str) -> NewFile:
-        """Get the place of a key's file, for making it; makes the folder if need be.
-
-        That the folder was removed meanwhile shows only when the file is made: see `renew`.
-
-        Raises:
-            OSError: The folder can be neither opened nor made.
-        """
-        name = file_name(key)
-        return NewFile(
-            self._folders.descriptor(name[:2], create=True), temporary.encode(), name.encode()
+        name, flags = file_name(key), READ_FLAGS | flags
+        return self._folders.within(
+            found_in or name[:2], lambda fd: runtime.disk().open(name, flags, dir_fd=fd)
         )
+
+    def locate_new(
+        self, keys: Sequence[BlockKey], temporaries: Sequence[str], *, renew: bool = False
+    ) -> list[NewFile | OSError]:
+        """Get the place of each key's file, to make it; makes the folders if need be.
+
+        Args:
+            keys: The keys.
+            temporaries: The temporary name of each file.
+            renew: Whether to make folders anew that were removed, and the root, too. That they were
+                shows only when a file is made.
+
+        Returns:
+            The place, or why the folder can be neither opened nor made.
+        """
+        names = file_names(keys)
+        fds = dict[str, int | OSError]()
+        for name, fd in self._folders.known({name[:2]: None for name in names}).items():
+            try:
+                fds[name] = self._folders.renew(name, create=True) if fd is None or renew else fd
+            except OSError as exc:
+                fds[name] = exc
+        return [
+            NewFile(fd, temporary.encode(), name.encode()) if isinstance(fd, int) else fd
+            for fd, name, temporary in zip(
+                [fds[name[:2]] for name in names], names, temporaries, strict=True
+            )
+        ]
 
     def sync(self, keys: Sequence[BlockKey]) -> None:
         """Make the names of published files durable, one call per folder."""
@@ -118,15 +139,6 @@ class NamespaceFolder:
     def remove(self, key: BlockKey) -> bool:
         """Remove the file of a key; return whether it was there."""
         return self._unlink(file_name(key), file_name(key)[:2])
-
-    def open_found(self, key: BlockKey, found_in: str) -> int:
-        """Open the file of a key in the folder in which it was found.
-
-        Raises:
-            FileNotFoundError: It is gone.
-            OSError: It cannot be opened, or it is a link.
-        """
-        return self._open_block(key, found_in)
 
     def quarantine(self, key: BlockKey, fd: int, *, found_in: str = "") -> bool:
         """Move the open file of a key to quarantine, where no lookup finds it.
@@ -166,10 +178,6 @@ class NamespaceFolder:
     def remove_found(self, key: BlockKey, found_in: str) -> bool:
         """Remove a key's file from the folder it was found in; return whether it was there."""
         return self._unlink(file_name(key), found_in)
-
-    def remove_quarantined(self, key: BlockKey) -> bool:
-        """Remove a key's file from quarantine; return whether it was there."""
-        return self._unlink(file_name(key), QUARANTINE)
 
     def remove_if_empty(self, key: BlockKey) -> bool:
         """Remove the folder of a key if it is empty; return whether it was removed."""
@@ -262,6 +270,14 @@ class NamespaceFolder:
         for text in self._texts.items():
             _write_text(*text, folder_fd)
 
+    def _known_folders(self, file_names: Iterable[str]) -> dict[str, Size]:
+        """Get the descriptors of the folders of files, or why there is none."""
+        fds: dict[str, Size] = {**self._folders.known({name[:2]: None for name in file_names})}
+        for name, fd in fds.items():
+            if fd is None:
+                fds[name] = self._known_folder(name)
+        return fds
+
     def _known_folder(self, name: str) -> int | OSError | None:
         try:
             return self._folders.descriptor(name)
@@ -288,10 +304,6 @@ class NamespaceFolder:
             return self._folders.within(folder, check_and_act)
         except FileNotFoundError:
             return False
-
-    def _open_block(self, key: BlockKey, folder: str, flags: int = 0) -> int:
-        name, flags = file_name(key), READ_FLAGS | flags
-        return self._folders.within(folder, lambda fd: runtime.disk().open(name, flags, dir_fd=fd))
 
     def _unlink(self, name: str, folder: str) -> bool:
         try:

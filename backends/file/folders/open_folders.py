@@ -93,6 +93,10 @@ class OpenFolders:
         fd = self._opened.get(name)
         return self.renew(name, create=create) if fd is None else fd
 
+    def known(self, names: Iterable[str]) -> dict[str, int | None]:
+        """Get the descriptor of each folder that is open, which may have been removed since."""
+        return {name: self._opened.get(name) for name in names}
+
     def within(self, name: str, act: Callable[[int], T], *, create: bool = False) -> T:
         """Call `act` with the descriptor of a folder, and again if that one was removed.
 
@@ -154,7 +158,7 @@ class OpenFolders:
             if since != self.num_renewed:
                 return True
             fds = [self._opened[name] for name in names if name in self._opened]
-        return any(map(_is_removed, fds))
+        return _is_one_removed(fds)
 
     def close(self) -> None:
         """Close every descriptor; may be called again. No other call may be under way."""
@@ -192,7 +196,12 @@ class OpenFolders:
 
 def _is_removed(folder_fd: int) -> bool:
     """Whether an open folder was removed; True when that cannot be told."""
+    return _is_one_removed([folder_fd])
+
+
+def _is_one_removed(folder_fds: Iterable[int]) -> bool:
+    fstat = runtime.disk().fstat
     try:
-        return runtime.disk().fstat(folder_fd).st_nlink == 0
+        return 0 in [fstat(fd).st_nlink for fd in folder_fds]
     except OSError:  # as on NFS, where another host removed it
         return True

@@ -243,10 +243,26 @@ def regular_size(folder_fd: int, name: str | bytes) -> int | None:
 
 def size_in(folder: Size, name: str | bytes) -> Size:
     """Get the bytes of a file in a folder, given by its descriptor or by why there is none."""
-    try:
-        return regular_size(folder, name) if isinstance(folder, int) else folder
-    except OSError as exc:
-        return None if is_absent(exc) else exc
+    return sizes_in([folder], [name])[0]
+
+
+def sizes_in(folders: Sequence[Size], names: Sequence[str | bytes]) -> list[Size]:
+    """Get the bytes of many files, as `size_in` does of one."""
+    sizes: list[Size] = []
+    get_status = runtime.disk().stat
+    for folder, name in zip(folders, names, strict=True):
+        if not isinstance(folder, int):
+            sizes.append(folder)
+            continue
+        try:
+            found = get_status(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            sizes.append(None)
+        except OSError as exc:
+            sizes.append(None if is_absent(exc) else exc)
+        else:
+            sizes.append(found.st_size if stat.S_ISREG(found.st_mode) else None)
+    return sizes
 
 
 def require_known(sizes: Sequence[Size]) -> list[int | None]:

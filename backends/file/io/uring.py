@@ -91,20 +91,15 @@ class UringFileIO(FileIO):
                     results += self._posix.write([fd], [vector])
         return results
 
-    def read_named(
+    def _read_some(
         self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
     ) -> list[Result]:
-        """See `FileIO.read_named`."""
         ring = self._ring()
         if ring is None:
-            return self._posix.read_named(files, vectors, flags)
-        results: list[Result] = []
-        for start in range(0, len(files), FILES_PER_CALL):
-            some = slice(start, start + FILES_PER_CALL)
-            results += _read_by(ring, files[some], vectors[some], flags)
-        return results
+            return super()._read_some(files, vectors, flags)
+        return _read_by(ring, files, vectors, flags)
 
-    def write_named(
+    def _write_some(
         self,
         files: Sequence[NewFile],
         vectors: Sequence[IOVector],
@@ -113,23 +108,19 @@ class UringFileIO(FileIO):
         *,
         durable: bool,
     ) -> list[Result]:
-        """See `FileIO.write_named`."""
         ring = self._ring() if self._has_noreplace else None
-        if ring is None or not files or sum(sizes) != int(np.concatenate(vectors)[:, 1].sum()):
-            return super().write_named(files, vectors, sizes, flags, durable=durable)
-        results: list[Result] = []
-        for start in range(0, len(files), FILES_PER_CALL):
-            some = slice(start, start + FILES_PER_CALL)
-            named = _write_by(ring, files[some], vectors[some], flags, durable=durable)
-            self._has_noreplace &= -errno.EINVAL not in named
-            for file, vector, size, code in zip(
-                files[some], vectors[some], sizes[some], named, strict=True
-            ):
-                if code == 0:
-                    results.append(size)
-                else:  # the plain calls tell why, or go on where too little was written
-                    discard(file)
-                    results += super().write_named([file], [vector], [size], flags, durable=durable)
+        if ring is None or sum(sizes) != int(np.concatenate(vectors)[:, 1].sum()):
+            return super()._write_some(files, vectors, sizes, flags, durable=durable)
+        named = _write_by(ring, files, vectors, flags, durable=durable)
+        self._has_noreplace &= -errno.EINVAL not in named
+        results: list[Result] = list(sizes)
+        for index, code in enumerate(named):
+            if code:  # the plain calls tell why, or go on where too little was written
+                discard(files[index])
+                some = slice(index, index + 1)
+                results[some] = super()._write_some(
+                    files[some], vectors[some], sizes[some], flags, durable=durable
+                )
         return results
 
     def close(self) -> None:
@@ -156,8 +147,8 @@ class UringFileIO(FileIO):
         return ring
 
 
-def _result(code: int) -> Result:
-    return code if code >= 0 else OSError(-code, os.strerror(-code))
+def _failure(code: int) -> OSError:
+    return OSError(-code, os.strerror(-code))
 
 
 def _read_by(
@@ -172,7 +163,10 @@ def _read_by(
     _point_at(reading, pieces, vectors)
     _close_slots(closing)
     results = ring.run(steps.reshape(-1)).reshape(steps.shape)
-    return [_result(opened if opened < 0 else read) for opened, read in results[:, :2].tolist()]
+    return [
+        read if opened >= 0 <= read else _failure(opened if opened < 0 else read)
+        for opened, read in results[:, :2].tolist()
+    ]
 
 
 def _write_by(

@@ -117,7 +117,7 @@ class _Folder(StoredNamespace):
 
     @contextlib.contextmanager
     def open(self, block: FoundBlock) -> Iterator[OpenBlock]:
-        fd = self._folder.open_found(block.key, block.folder)
+        fd = self._folder.open_block(block.key, found_in=block.folder)
         try:
             # Verify the bytes on the disk, not those in the page cache.
             runtime.disk().posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
