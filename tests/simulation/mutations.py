@@ -876,9 +876,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a walk counts although the count was lost meanwhile",
-        "backends/file/space.py",
-        "            if self._ledger.num_losses == num_losses:",
-        "            if num_losses >= 0:",
+        "backends/file/folders/ledger.py",
+        "        if self.num_losses != begun.num_losses or self.added < begun.added:\n",
+        "        if self.num_losses < begun.num_losses:\n",
         "files",
         60,
     ),
