@@ -1,6 +1,7 @@
 """Two tiers under vLLM's scheduler: blocks come back, and a bad lower tier does no harm."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -343,6 +344,27 @@ def test_a_promotion_that_hangs_is_a_miss_and_its_slot_stays_out_of_use_until_it
     scheduler.until(lambda: scheduler.index.num_free_slots == 1)
     for other in keys_of(NUM_SLOTS - 1, first=10):
         assert scheduler.bytes_of(other) == payloads_of(other)
+
+
+def test_a_lookup_costs_as_much_however_many_loads_hang(start: Start) -> None:
+    def count_calls(num_loads: int) -> int:
+        scheduler, calls = start(broken(Operation.LOAD, stuck=1.0), num_slots=80, move_s=0.05), 0
+        scheduler.store(keys_of(num_loads))
+        scheduler.forget()
+        scheduler.resolve(keys_of(num_loads))
+        scheduler.until(lambda: len(scheduler.tier._late) == num_loads)
+
+        def note(_frame: object, event: str, _argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        (other,) = keys_of(1, first=1000)
+        sys.setprofile(note)
+        scheduler.manager.lookup(other, ReqContext("other"))
+        sys.setprofile(None)
+        return calls
+
+    assert count_calls(1) == count_calls(24)
 
 
 class SlowlyPurgedBackend(KeepingBackend):

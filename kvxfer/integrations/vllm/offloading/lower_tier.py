@@ -225,6 +225,7 @@ class LowerTier:
         self._lookups: list[RowLookup] = []
         self._jobs: dict[JobId, RowJob] = {}
         self._late: list[RowOutcome] = []
+        self._late_loads: set[BlockKey] = set()  # keys of those that are loads, and not void
         self._missing: list[BlockKey] = []
         self._purges: list[Future[Any]] = []
         self._unwanted: dict[BlockKey, None] = {}  # keys of the backend that are to be deleted
@@ -245,8 +246,10 @@ class LowerTier:
         """Whether the backend has a key; None while its lookup has not ended.
 
         Keys are looked up in batches, by `flush`; a result stays until the request is released.
+        One that is to be deleted is a miss, and so is one whose load was abandoned, as long as that
+        may still write to its row.
         """
-        if self._keys.name(key) in self._unwanted:
+        if key in self._late_loads or self.is_unwanted(key):
             return False
         known = self.wanted.found(key)
         if self._suspension.is_on(runtime.monotonic()) and not known:
@@ -327,14 +330,7 @@ class LowerTier:
 
     def is_unwanted(self, key: BlockKey) -> bool:
         """Whether a key is still to be deleted, and so must not be stored yet."""
-        return self._keys.name(key) in self._unwanted
-
-    def is_late(self, key: BlockKey) -> bool:
-        """Whether a load of this key was abandoned while its memory is still in use."""
-        return any(
-            each.key == key and each.direction is Direction.LOAD and not each.void
-            for each in self._late
-        )
+        return bool(self._unwanted) and self._keys.name(key) in self._unwanted
 
     def poll(self) -> list[RowOutcome]:
         """Record lookup results; return the rows that were moved since the last call."""
@@ -357,6 +353,8 @@ class LowerTier:
         late, self._late = self._late, []
         for each in late:
             (self._late if self._engine.may_touch(each.job_id) else moved).append(each)
+        loads = (each for each in self._late if each.direction is Direction.LOAD)
+        self._late_loads = {each.key for each in loads if not each.void}
         return moved
 
     def drain(self, *, timeout_s: float | None = None) -> bool:

@@ -344,7 +344,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
     def _look_up_below(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
         tier = self._tier
-        if tier is None or tier.is_late(key) or self._write_back.is_taken(key):
+        if tier is None or self._write_back.is_taken(key):
             return LookupResult.MISS
         if not may_load_from_storage(req_context):
             return LookupResult.MISS
