@@ -117,6 +117,12 @@ def rope(value: float) -> Change:
     )
 
 
+def count_images(config: Any) -> None:
+    """Have vLLM name images by a count, which begins anew with each engine."""
+    config.cache_config.enable_prefix_caching = False
+    config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=0)
+
+
 def long_rope(max_model_len: int) -> Change:
     def change(config: Any) -> None:
         config.model_config.hf_config.fields["rope_scaling"] = {"type": "longrope"}
@@ -178,9 +184,10 @@ def test_scales_that_each_engine_computes_are_refused(vllm_config: Any) -> None:
     [
         (changes_to("cache_config.calculate_kv_scales", True), "calculate_kv_scales is True"),
         (changes_to("lora_config", object()), "enable_lora is True"),
+        (count_images, "mm_processor_cache_gb is 0"),
     ],
 )
-def test_a_tier_of_an_engine_with_scales_or_adapters_does_not_start(
+def test_a_tier_of_an_engine_whose_keys_do_not_tell_all_does_not_start(
     vllm_config: Any,
     change: Change,
     named: str,
@@ -389,12 +396,22 @@ def test_a_commit_says_which_weights_these_are(vllm_config: Any) -> None:
     [
         (changes_to("model_config.model", "example/model"), "revision"),
         (changes_to("lora_config", object()), "LoRA"),
+        (count_images, "mm_processor_cache_gb is 0"),
     ],
 )
 def test_what_cannot_be_told_apart_is_refused(vllm_config: Any, change: Change, named: str) -> None:
     change(vllm_config)
     with pytest.raises(InvalidArgumentError, match=named):
         identify_model(vllm_config)
+
+
+def test_images_that_are_only_counted_do_no_harm_where_there_are_none(vllm_config: Any) -> None:
+    before = identify_model(vllm_config)
+    vllm_config.cache_config.enable_prefix_caching = False
+    assert identify_model(vllm_config) == before
+    count_images(vllm_config)
+    vllm_config.model_config.multimodal_config.language_model_only = True
+    assert identify_model(vllm_config) == before
 
 
 def test_an_engine_with_adapters_does_not_start(

@@ -74,11 +74,9 @@ def identify_model(vllm_config: Any) -> ModelIdentity:
         vllm_config: A `vllm.config.VllmConfig`.
 
     Raises:
-        InvalidArgumentError: The revision of the weights or the scales of the cache are unknown, or
-            adapters are loaded.
+        InvalidArgumentError: The revision of the weights is unknown; or as `require_telling_keys`.
     """
-    require_no_adapters(vllm_config)
-    require_known_scales(vllm_config.cache_config)
+    require_telling_keys(vllm_config)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     facts = _describe(vllm_config) | {
         "engine": _describe_use(model),
@@ -98,6 +96,35 @@ def _identity(vllm_config: Any, revision: str, facts: Mapping[str, Any]) -> Mode
         quantization=f"weights {model.quantization}, cache {cache.cache_dtype}",
         config_hash=hash_text(json.dumps(facts, sort_keys=True, default=str)),
     )
+
+
+def require_telling_keys(vllm_config: Any) -> None:
+    """Check that vLLM's keys tell all that differs from one engine of a model to the next.
+
+    Raises:
+        InvalidArgumentError: Adapters are loaded, the scales of the cache are unknown, or images
+            are only counted.
+    """
+    require_no_adapters(vllm_config)
+    require_known_scales(vllm_config.cache_config)
+    images: Any = getattr(vllm_config.model_config, "multimodal_config", None)
+    has_images = images is not None and not getattr(images, "language_model_only", False)
+    if has_images and not names_images(vllm_config):
+        rule = "more than 0, or prefix caching: without both, vLLM counts images in its keys"
+        raise InvalidArgumentError("mm_processor_cache_gb", images.mm_processor_cache_gb, rule)
+
+
+def names_images(vllm_config: Any) -> bool:
+    """Whether vLLM names images by their content, in its keys and in those of a hand-over.
+
+    Without a cache to find them in it counts them instead: the first image of each engine has the
+    same name.
+
+    Source: `_process_mm_uuids` of vllm/renderers/base.py.
+    """
+    images = getattr(vllm_config.model_config, "multimodal_config", None)
+    has_cache = getattr(images, "mm_processor_cache_gb", 0)
+    return bool(has_cache or vllm_config.cache_config.enable_prefix_caching)
 
 
 def require_no_adapters(vllm_config: Any) -> None:

@@ -18,7 +18,7 @@ from kvxfer.integrations.vllm.common.model_identity import (
     ModelIdentity,
     handover_namespace,
     identify_model,
-    require_no_adapters,
+    require_telling_keys,
 )
 from kvxfer.integrations.vllm.common.plugin import CONNECTORS
 from kvxfer.integrations.vllm.common.settings import EXPLICIT, find_settings
@@ -110,7 +110,7 @@ def _of_tiers(config: Any, extra: Mapping[str, Any]) -> PlannedNamespace:
 
 def _of_secondary_tier(config: Any, extra: Mapping[str, Any], revision: str) -> PlannedNamespace:
     """Plan what is known of `row_namespace`."""
-    require_no_adapters(config)
+    require_telling_keys(config)
     parallel = config.parallel_config
     sizes = (
         parallel.world_size,

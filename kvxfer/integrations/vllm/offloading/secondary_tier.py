@@ -11,11 +11,7 @@ from numpy.typing import NDArray
 from kvxfer import runtime
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.integrations.vllm.common.model_identity import (
-    ModelIdentity,
-    require_known_scales,
-    require_no_adapters,
-)
+from kvxfer.integrations.vllm.common.model_identity import ModelIdentity, require_telling_keys
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.identity import row_namespace
@@ -75,8 +71,8 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
             weights, quantization, overrides of its configuration. vLLM does not tell its tiers.
 
     Raises:
-        InvalidArgumentError: `backend` is wrong, a `revision` is missing for it, or the engine has
-            adapters.
+        InvalidArgumentError: `backend` is wrong, or a `revision` is missing for it; or as
+            `require_telling_keys`.
         UnsupportedEngineError: vLLM is older than 0.31.
     """
 
@@ -94,8 +90,7 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
     ) -> None:
         require_tiering()
         if (vllm_config := engine_config()) is not None:
-            require_no_adapters(vllm_config)
-            require_known_scales(vllm_config.cache_config)
+            require_telling_keys(vllm_config)
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         rows = _detached(primary_kv_view)
         config = offloading_spec.config

@@ -7,6 +7,7 @@ import msgspec
 
 from kvxfer.engine_side.adapter_files import Adapter, LoadedAdapters
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm.common.model_identity import names_images
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.storage.prompt_keys import PromptKeys
 
@@ -28,8 +29,7 @@ class Prompts:
 
     Attributes:
         num_last_tokens: Tokens at the end of a prompt that P leaves to D.
-        knows_images: Whether vLLM names images by their content. Without a cache to find them in it
-            counts them instead, and the first one of each engine has the same name.
+        knows_images: Whether vLLM names images by their content, see `names_images`.
         lora: Settings of the engine that change what an adapter computes.
         adapters: The adapters that it has loaded.
     """
@@ -41,20 +41,14 @@ class Prompts:
 
     @classmethod
     def of(cls, vllm_config: Any, groups: Groups) -> "Prompts":
-        """Read a `vllm.config.VllmConfig`.
-
-        Source: `_process_mm_uuids` of vllm/renderers/base.py.
-        """
-        images = getattr(vllm_config.model_config, "multimodal_config", None)
-        has_cache = getattr(images, "mm_processor_cache_gb", 0)
-        has_cache = has_cache or vllm_config.cache_config.enable_prefix_caching
+        """Read a `vllm.config.VllmConfig`."""
         config = getattr(vllm_config, "lora_config", None)
         lora = sorted(
             f"{each.name}={getattr(config, each.name)}"
             for each in (fields(config) if is_dataclass(config) else ())
             if each.name not in OF_ENGINES
         )
-        return cls(groups.num_last_tokens, bool(has_cache), tuple(lora))
+        return cls(groups.num_last_tokens, names_images(vllm_config), tuple(lora))
 
     def note(self, request: Any) -> None:
         """Note a request as soon as it is known, handed over or not; see `LoadedAdapters`."""
