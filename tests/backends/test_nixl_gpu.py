@@ -14,7 +14,7 @@ from kvxfer.backends.nixl.agents import Fragments, NixlAgent, TransferAgent
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.errors import TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
-from tests.backends.agent_contract import Pool, words
+from tests.backends.agent_contract import Pool, read_runs, words
 from tests.backends.agent_process import WITH_GPU, Nursery
 from tests.backends.device_agent_contract import DeviceAgentContract, DevicePeer, LocalDevicePeer
 from tests.cuda.gpu import Gpu
@@ -138,7 +138,7 @@ async def test_nixl_is_told_the_kind_and_the_device_of_either_side(
     fragments = Fragments(
         local + words(pools[0].address), remote + words(pools[1].address), words(*[7] * 5)
     )
-    await agents[0].read(name, [fragments], lambda _: None)
+    await read_runs(agents[0], name, [fragments], lambda _: None)
     sides = list(zip(named[::2], named[1::2], strict=True))
     host, ours, theirs = ("DRAM", {0}), ("VRAM", {3}), ("VRAM", {5})
     assert len(sides) == 4, "one transfer for each pair of kinds"
