@@ -255,7 +255,7 @@ class JobMover:
                     until = now + self._slices.share * away_s
                 if hurry or away_s < AT_ONCE_S:
                     for each in self._begun.values():
-                        if each.job.blocks.device == HOST:
+                        if each.transfer is None and each.job.blocks.device == HOST:
                             each.join_pieces(self._slices.spare_bytes)
                 self._go_on(self._immediate, hurry or list(self._begun), until)
                 self._looked_s = runtime.monotonic()

@@ -10,6 +10,7 @@ import pytest
 
 from kvxfer.backends.host import HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.copy_engine.engine import Copy
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Begun, Status
 from kvxfer.storage.keys import BlockKey
@@ -35,7 +36,7 @@ class ToldBackend(SlotMover):
         self.error: Exception | None = None
         self.may_go_on = threading.Event()
         self.may_go_on.set()
-        self.has_to_wait = False
+        self.has_to_wait = self.is_moving = False
         self.num_stored: list[int] = []
 
     def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
@@ -52,12 +53,23 @@ class ToldBackend(SlotMover):
             return None
         self.threads.append(threading.current_thread())
         self.num_stored.append(len(keys))
-        return super().begin_store(keys, blocks)
+        begun = super().begin_store(keys, blocks)
+        return Begun(begun.wait(), _LateCopy(self)) if self.is_moving else begun
 
     @property
     def was_here(self) -> list[bool]:
         """Whether each call was made on this thread."""
         return [each is threading.current_thread() for each in self.threads]
+
+
+class _LateCopy(Copy):
+    """Copy that goes on as long as its backend says so."""
+
+    def __init__(self, backend: ToldBackend) -> None:
+        self._backend = backend
+
+    def has_ended(self) -> bool:
+        return not self._backend.is_moving
 
 
 @pytest.fixture
@@ -176,6 +188,19 @@ class TestLongJobs:
                 jobs = engine.get_finished()
         assert jobs[0].done
         assert backend.num_stored == [1, 1, 2]
+
+    def test_what_is_being_moved_stays_as_it_was_begun(
+        self, clock: Clock, memory: BlockMemory, backend: ToldBackend
+    ) -> None:
+        slices = Slices(store_bytes=4096, spare_bytes=1 << 20, share=0)
+        with contextlib.closing(PolledEngine(memory.caches, backend, slices=slices)) as engine:
+            backend.is_moving = True
+            engine.submit_store(KEYS, IDS)
+            assert engine.get_finished() == []
+            backend.is_moving = False
+            jobs = engine.get_finished()
+        assert jobs[0].done
+        assert backend.num_stored == [1, 3]
 
     @pytest.mark.parametrize("way", ["cancel", "deadline", "close", "freed"])
     def test_what_was_not_stored_says_why_and_is_safe(
