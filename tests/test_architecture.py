@@ -44,7 +44,7 @@ TOP = {
 BUDGETS = {
     "kvxfer": 2_080,
     "backends/file": 6_050,
-    "backends/host": 2_077,
+    "backends/host": 2_085,
     "backends/mooncake": 720,
     "backends/nixl": 8_960,
     "backends/object": 1_845,

@@ -265,7 +265,10 @@ class HostBackend(LendingBackend, ImmediateMover):
         """See `Backend.delete`."""
         self._guard.check_batch(keys)
         with self._lock:
+            slots = {key: self._index.slot_of(key) for key in keys if key in self._index}
             removed = dict.fromkeys(self._index.remove(keys))
+            if removed:
+                self._pool.spoil([slots[key] for key in removed])
             self._reports.removed(list(removed), Removal.DELETED)
         return [key in removed for key in keys]
 

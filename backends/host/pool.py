@@ -320,6 +320,14 @@ class HostPool:
         self.generations.change(slots)  # first: who sees the tag sees that it is another block
         self._tags[list(slots), part] = np.array(list(rows), TAG)
 
+    def spoil(self, slots: Sequence[int]) -> None:
+        """Empty slots, so that a reader who knows a place of theirs cannot prove what he reads."""
+        for part in range(self.shape.num_parts):
+            starts = self._tags[list(slots), part]["start"]
+            self._open(slots, part)
+            inside = starts < self.shape.part_size_bytes  # of a tag that is not damaged
+            self._data[np.asarray(slots)[inside], part, starts[inside].astype(np.int64)] ^= 0xFF
+
     def seal(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Tag `slots[i]`, written by other means, as the whole of `keys[i]`; hash as `write`."""
         starts, stops = [0] * len(slots), [self.shape.part_size_bytes] * len(slots)

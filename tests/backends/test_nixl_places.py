@@ -124,6 +124,15 @@ async def test_a_block_that_was_deleted_is_missing_although_its_bytes_are_still_
         assert pins == [KEYS[:1]]
 
 
+@pytest.mark.parametrize("grade", ["full", "fenced"])
+async def test_a_block_that_another_engine_deleted_is_not_read_at_its_place(grade: str) -> None:
+    async with open_pair(integrity=grade) as pair:
+        await pair.client.lookup(KEYS[:1])
+        assert await pair.holder.delete(KEYS[:1]) == [True]
+        seen, _ = await load(pair, KEYS[:1])
+        assert seen == [Status.FAILED]  # its memory was written
+
+
 async def test_a_lookup_that_does_not_find_a_block_forgets_its_place(
     pins: list[list[BlockKey]],
 ) -> None:

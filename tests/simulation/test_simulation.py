@@ -74,6 +74,7 @@ FOUND = (
     ("files", 272),  # room that was not counted, for want of a disk, was taken off at a walk's end
     ("files", 26),  # a count that was removed during a walk was too low after it
     ("files", 79),  # and so more was stored than the capacity
+    ("peers", 1011),  # a block that was deleted was read at a place that was told before
 )
 """Seeds that have found a fault of the product."""
 
