@@ -84,12 +84,12 @@ def asking_in_vain(publisher: EventPublisher, number: int) -> Iterator[None]:
 def test_who_does_not_read_is_given_up_for_who_waits_for_a_turn(
     publisher: EventPublisher, subscriber: EventSubscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_replays, "MAX_REPLAYS", 2)
-    monkeypatch.setattr(event_replays, "REPLAY_TIMEOUT_S", 0.2)
     keys, last = make_keys(BLOCKS_PER_BATCH), 1000
     for _ in range(last):
         publisher.note(Added("host", keys))
     subscriber.read_until(lambda: subscriber._next == 1 + last)
+    monkeypatch.setattr(event_replays, "MAX_REPLAYS", 2)
+    monkeypatch.setattr(event_replays, "REPLAY_TIMEOUT_S", 0.5)
     with asking_in_vain(publisher, 5):
         subscriber._next = 0
         assert len(subscriber.catch_up()) == 1 + last
