@@ -26,6 +26,7 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.runtime import Calls, Suspension
 from kvxfer.storage.backend import MISSING, Backend, Outcome, Status, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.calls import delete_from
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import LendingBackend
 from kvxfer.storage.observer import Reports
@@ -217,8 +218,9 @@ class NixlBackend(Backend):
         answers = await _ask_each(
             _by_home(homes, ranked), lambda home, at: self._delete_at(home, _chosen(keys, at))
         )
-        deleted = {key for _, gone in answers for key in gone}
-        return [key in deleted for key in keys]
+        removed = {key for _, (gone, _) in answers for key in gone}
+        removed -= {key for _, (_, kept) in answers for key in kept}
+        return [key in removed for key in keys]
 
     async def drain(self) -> None:
         """See `Backend.drain`."""
@@ -310,13 +312,14 @@ class NixlBackend(Backend):
             self._suspensions[endpoint] = Suspension(name, SUSPENDED_S, what="the peer")
         return self._suspensions[endpoint]
 
-    async def _delete_at(self, home: Home, keys: Sequence[BlockKey]) -> set[BlockKey]:
+    async def _delete_at(
+        self, home: Home, keys: Sequence[BlockKey]
+    ) -> tuple[set[BlockKey], set[BlockKey]]:
         try:
-            deleted = await home.delete(keys)
+            return await delete_from(home, keys)
         except (KVXferError, TimeoutError) as exc:
             logger.debug("deletion of %d keys failed: %s", len(keys), exc)
-            return set()
-        return {key for key, is_gone in zip(keys, deleted, strict=True) if is_gone}
+            return set(), set()
 
     async def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
         self._guard.check_batch(keys, *blocks)

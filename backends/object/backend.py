@@ -23,6 +23,7 @@ from kvxfer.pages.object_pages import Pages
 from kvxfer.runtime import Calls, Threads, end_tasks, fetch_error
 from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.calls import delete_from
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks
@@ -173,12 +174,12 @@ class ObjectBackend(Backend):
         return num_removed
 
     async def _purge(self, keys: Sequence[BlockKey]) -> int:
-        deleted = await self.delete(keys) if keys else []
-        left = [key for key, is_gone in zip(keys, deleted, strict=True) if not is_gone]
-        if left and any(there := await self.lookup(left)):
-            reason = f"{sum(there)} blocks cannot be removed"
-            raise BackendUnavailableError(f"{self._place}: {reason}")
-        return sum(deleted)
+        if not keys:
+            return 0
+        removed, kept = await delete_from(self, keys)
+        if kept:
+            raise BackendUnavailableError(f"{self._place}: {len(kept)} blocks cannot be removed")
+        return len(removed)
 
     async def aclose(self) -> None:
         """See `Backend.aclose`; blocks stay in the bucket."""

@@ -198,7 +198,8 @@ class Backend(BlockMover):
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Remove the blocks of keys; return for each whether it was present and was removed.
 
-        A block that is in use at that moment may stay.
+        A block that is in use at that moment may stay. A backend with several copies of it says
+        that it was removed only if none stays.
         """
 
     async def flush(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from kvxfer.errors import DeviceLostError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
@@ -29,6 +30,32 @@ Drain = Callable[[], Awaitable[object]]
 
 Begin = Callable[[Sequence[BlockKey], Descriptors], Begun | None]
 """`begin_store` or `begin_load` of a backend."""
+
+
+class Place(Protocol):
+    """Place of blocks that can be asked for keys: a backend, or a peer."""
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.lookup`."""
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.delete`."""
+
+
+async def delete_from(
+    place: Place, keys: Sequence[BlockKey]
+) -> tuple[set[BlockKey], set[BlockKey]]:
+    """Delete keys in a place, perhaps one of several.
+
+    Returns:
+        The keys whose blocks were removed, and those whose blocks stay, such as blocks in use. The
+        others were not there.
+    """
+    deleted = await place.delete(keys)
+    removed = {key for key, is_gone in zip(keys, deleted, strict=True) if is_gone}
+    unsure = [key for key in keys if key not in removed]
+    there = await place.lookup(unsure) if unsure else []
+    return removed, {key for key, stays in zip(unsure, there, strict=True) if stays}
 
 
 async def call_backend(

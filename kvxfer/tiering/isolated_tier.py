@@ -20,7 +20,7 @@ from kvxfer.storage.backend import (
     Status,
     can_purge_all,
 )
-from kvxfer.storage.calls import Move, call_backend
+from kvxfer.storage.calls import Move, call_backend, delete_from
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Asked, Cause, Observable, Operation, Reports
@@ -149,14 +149,14 @@ class IsolatedTier:
         """
         return partial(self._move_in_time, operation, cause, self._timeouts.move_s)
 
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`; False for every key when the backend fails or is late."""
+    async def delete(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
+        """See `delete_from`; no key was there when the backend fails or is late."""
         deleted = None
         if self._may_call(Operation.DELETE, keys):
-            what, call = f"delete of {len(keys)} blocks", self.backend.delete(keys)
+            what, call = f"delete of {len(keys)} blocks", delete_from(self.backend, keys)
             timeout_s = self._timeouts.move_s
             deleted = await self._ask(Operation.DELETE, what, keys, timeout_s, call)
-        return deleted or [False] * len(keys)
+        return deleted or (set(), set())
 
     async def purge(self, prefix: bytes) -> bool:
         """Delete blocks as `Purgeable.purge` does; whether the backend could do so in time."""

@@ -305,12 +305,12 @@ class TieredBackend(Backend):
         return await outlive_caller(deleting)
 
     async def _delete(self, keys: Sequence[BlockKey], held: AsyncExitStack) -> list[bool]:
-        deleted = [False] * len(keys)
+        removed, kept = set[BlockKey](), set[BlockKey]()
         async with held:
             for tier in self._tiers:
-                given = await tier.delete(keys)
-                deleted = [one or other for one, other in zip(deleted, given, strict=True)]
-        return deleted
+                gone, left = await tier.delete(keys)
+                removed, kept = removed | gone, kept | left
+        return [key in removed and key not in kept for key in keys]
 
     def _forget_delete(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:

@@ -158,6 +158,17 @@ async def test_purging_removes_every_block_from_every_tier(tmp_path: Path) -> No
         assert await t.tiers[0].lookup(keys) == [False] * 8
 
 
+async def test_a_block_of_which_a_copy_stays_is_not_said_to_be_removed(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        await store_generated(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
+        await settle(tiers.backend)
+        tiers.first.pin(KEYS[:1])
+        assert await tiers.backend.delete(KEYS[:2]) == [False, True]
+        tiers.first.unpin(KEYS[:1])
+        assert await tiers.backend.lookup(KEYS[:2]) == [True, False]
+        assert await tiers.backend.delete(KEYS[:1]) == [True]
+
+
 async def test_a_chunk_stored_anew_before_its_turn_is_carried_as_it_is_now() -> None:
     memory = BlockMemory([[48, 16]], num_blocks=32, blocks_per_chunk=4)
     async with opened(memory) as tiers:

@@ -26,6 +26,7 @@ from kvxfer.integrations.lmcache.settings import UNIT_BYTES, AdapterSettings
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.runtime import Calls, Suspension, Threads
 from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.calls import delete_from
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
@@ -193,10 +194,7 @@ class ObjectStore:
             return
         first = dict.fromkeys(piece_key(piece_of(key)[0], 0) for key in keys)
         async with self._deletes.acquire(list(first)):
-            removed = await self._backend.delete(keys)
-            unsure = [key for key, is_gone in zip(keys, removed, strict=True) if not is_gone]
-            stays = await self._backend.lookup(unsure) if unsure else []
-        kept = {key for key, there in zip(unsure, stays, strict=True) if there}
+            _, kept = await delete_from(self._backend, keys)
         self._residents.discard([key for key in keys if key not in kept])
 
     async def _work(self, task: Task, work: Coroutine[Any, Any, None]) -> None:

@@ -32,6 +32,7 @@ from kvxfer.storage.backend import (
     can_purge_all,
     positions_done,
 )
+from kvxfer.storage.calls import delete_from
 from kvxfer.storage.eviction.retention import Retaining, Retention, retain_in
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import medium_of
@@ -514,32 +515,25 @@ class LowerTier:
         pause = Pause(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while names:
             try:
-                left = await self._delete(names)
+                _, left = await delete_from(self._engine.backend, names)
             except Exception as exc:  # noqa: BLE001 - tried again
-                left = list(names)
+                left = set(names)
                 if not pause.num_failures:
                     logger.warning("%d rows cannot be deleted yet: %r", len(left), exc)
             for name in names:
                 if name not in left:
                     self._unwanted.pop(name, None)
-            names = left
+            names = [name for name in names if name in left]
             if names:
                 await asyncio.sleep(pause.next_s())
-
-    async def _delete(self, names: Sequence[BlockKey]) -> list[BlockKey]:
-        """Delete keys of the backend; return those that it still has."""
-        backend = self._engine.backend
-        deleted = await backend.delete(names)
-        unsure = [name for name, is_gone in zip(names, deleted, strict=True) if not is_gone]
-        there = await backend.lookup(unsure) if unsure else []
-        return [name for name, stays in zip(unsure, there, strict=True) if stays]
 
     def _end_deletions(self, deadline: float) -> None:
         """Try for the last time to delete what is not wanted."""
         if self._unwanted:
-            last = self._engine.submit_call(self._delete(list(self._unwanted)))
+            unwanted = list(self._unwanted)
+            last = self._engine.submit_call(delete_from(self._engine.backend, unwanted))
             runtime.wait_futures([last], max(0.0, deadline - runtime.monotonic()))
-            if last.done() and not last.exception() and not last.result():
+            if last.done() and not last.exception() and not last.result()[1]:
                 self._unwanted.clear()
         if self._unwanted:
             text = "the lower tier: %d rows stay that changed before they were stored there"
