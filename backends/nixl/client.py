@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 from kvxfer import runtime
-from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
+from kvxfer.backends.nixl.connection import AskedTicket, Connection, OwnEndpointError
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.places import Proofs, read_proofs
@@ -151,7 +151,7 @@ class Client:
         return connection is not None and connection.is_open and bool(connection.tickets)
 
     def leave(self, ticket: str) -> None:
-        """Forget that the present connection holds a ticket, which others release."""
+        """Hold a ticket no more, which others release; at the latest when the connection ends."""
         if self._connection is not None:
             self._connection.leave(ticket)
 
@@ -263,8 +263,8 @@ class Client:
     async def hold(self, ticket: str, keys: Sequence[BlockKey]) -> Held:
         """Ask the holder to keep the blocks of a ticket, until it is released.
 
-        They are kept as long as the connection lasts: hold the ticket again on another one. After
-        an error or a cancellation they may be kept, too.
+        They are kept until `leave`, or the end of the connection: hold the ticket again on another
+        one. After an error or a cancellation they may be kept, too.
 
         Args:
             ticket: The ticket, 1 to `MAX_TICKET_CHARACTERS` printable characters.
@@ -280,20 +280,24 @@ class Client:
         async with self._connected() as connection:
             connection.require_version(wire.TICKETS_VERSION)
             is_new = connection.version >= wire.PLACES_VERSION
-            connection.tickets.setdefault(ticket, set()).update(keys)
-            answer = await connection.request(
-                partial(
-                    wire.Hold,
+            asked = connection.tickets.setdefault(ticket, AskedTicket())
+            asked.keys.update(keys)
+
+            def make(request_id: int, let_go: list[int]) -> wire.Hold:
+                asked.number = request_id
+                return wire.Hold(
+                    request_id=request_id,
+                    let_go=let_go,
                     ticket=ticket,
                     keys=list(keys),
                     places=is_new,
                     fenced=is_new and self._is_fenced,
-                ),
-                wire.HeldTicket,
-            )
+                )
+
+            answer = await connection.request(make, wire.HeldTicket)
         connection.require_number(len(answer.there), len(keys))
         if not answer.is_known:
-            connection.leave(ticket)
+            connection.forget(ticket)
         elif answer.found is not None and ticket in connection.tickets:  # not released meanwhile
             self._note_places(connection, keys, answer.found)
         return Held(answer.is_known, answer.is_complete, answer.there)
@@ -304,7 +308,7 @@ class Client:
         async with self._connected() as connection:
             connection.require_version(wire.TICKETS_VERSION)
             for ticket in tickets:
-                connection.leave(ticket)
+                connection.forget(ticket)
             for start in range(0, len(tickets), wire.MAX_TICKETS):
                 some = list(tickets[start : start + wire.MAX_TICKETS])
                 await connection.request(partial(wire.Release, tickets=some), wire.Released)

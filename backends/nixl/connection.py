@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Self, TypeVar
 
@@ -41,6 +42,19 @@ _PONG = msgspec.msgpack.Decoder(wire.Pong)
 _ANSWER: msgspec.msgpack.Decoder[wire.Answer] = msgspec.msgpack.Decoder(wire.Answer)
 
 
+@dataclass(slots=True)
+class AskedTicket:
+    """Ticket that a holder was asked to hold.
+
+    Attributes:
+        keys: Blocks that it was asked for with the ticket.
+        number: Number of the latest request.
+    """
+
+    keys: set[BlockKey] = field(default_factory=set)
+    number: int = 0
+
+
 class OwnEndpointError(PeerError):
     """Endpoint of a peer at which this process itself listens."""
 
@@ -60,8 +74,7 @@ class Connection:
         memory: As given.
         places: Places of blocks in it that the holder told.
         version: Version of the protocol that both speak.
-        tickets: Tickets that the holder may hold for this connection, and the blocks that it was
-            asked for with each.
+        tickets: Tickets that the holder may hold for this connection.
         description: What a reader must know of the holder's blocks; None until it was asked.
     """
 
@@ -76,7 +89,7 @@ class Connection:
         self.endpoint = endpoint
         self.memory = memory
         self.places = Places(memory.regions)
-        self.tickets: dict[str, set[BlockKey]] = {}
+        self.tickets: dict[str, AskedTicket] = {}
         self.description: bytes | None = None
         self._node = node
         self._timeout_s = node.config.handshake_timeout_s
@@ -86,7 +99,7 @@ class Connection:
         self._data_endpoint = Endpoint(channel.peer.host, greeting.reach.data_port)
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}
-        self._spent: list[int] = []  # pins to release that the holder was not told of yet
+        self._spent: list[int] = []  # pins and holds to let go, which the holder was not told yet
         self._telling: asyncio.TimerHandle | None = None
         self._error: KVXferError | None = None
         self._opening = asyncio.Lock()
@@ -160,9 +173,16 @@ class Connection:
             detail = f"version {self.version} of the protocol is spoken; this needs {oldest}"
             raise PeerError(str(self.endpoint), detail)
 
+    def forget(self, ticket: str) -> AskedTicket | None:
+        """Forget a ticket that the holder ends, and places that were told with it."""
+        asked = self.tickets.pop(ticket, None)
+        self.places.forget(asked.keys if asked else ())
+        return asked
+
     def leave(self, ticket: str) -> None:
-        """Forget a ticket that is released, and places that were told with it."""
-        self.places.forget(self.tickets.pop(ticket, set()))
+        """Forget a ticket, and let it go, which the holder keeps for others that hold it."""
+        if (asked := self.forget(ticket)) is not None:
+            self.release(asked.number)
 
     def require_number(self, given: int, wanted: int) -> None:
         """Check how many parts an answer of the holder has.
@@ -203,9 +223,12 @@ class Connection:
         finally:
             self._waiting.pop(number, None)
 
-    def release(self, pin: int) -> None:
-        """Release a pin: the holder is told with the next request, or soon without one."""
-        self._spent.append(pin)
+    def release(self, number: int) -> None:
+        """Let go of a pin or hold: the holder is told with the next request, or soon without one.
+
+        Either it is told, or the connection ends, and all that was held for it.
+        """
+        self._spent.append(number)
         if self._telling is None:
             loop = asyncio.get_running_loop()
             self._telling = loop.call_later(self._node.config.release_within_s, self._tell_released)

@@ -210,9 +210,8 @@ class ClientSession:
     async def _take(self, request: wire.Request) -> None:
         self._heard = runtime.monotonic()
         number = request.request_id
-        for spent in request.let_go:
-            if spent in self._pins:
-                await self._pins.pop(spent).aclose()
+        if request.let_go:
+            await self._let_go(set(request.let_go))
         if isinstance(request, wire.Ping):
             await self._channel.send(wire.Pong(request_id=number))
         elif isinstance(request, wire.Cancel):
@@ -359,7 +358,7 @@ class ClientSession:
             return wire.Released(request_id=number)
         if len(set(request.keys)) < len(request.keys):
             raise InvalidArgumentError("keys", f"{len(request.keys)} keys", "each key once")
-        held = desk.hold(request.ticket, request.keys, self)
+        held = desk.hold(request.ticket, request.keys, self, number)
         wants_places = request.places and held.is_known and any(held.there)
         return wire.HeldTicket(
             request_id=number,
@@ -394,6 +393,13 @@ class ClientSession:
         if tasks:
             await asyncio.wait(tasks)
         await self._release_pins()  # those of requests that ended meanwhile
+
+    async def _let_go(self, numbers: set[int]) -> None:
+        pins = numbers & self._pins.keys()
+        for number in sorted(pins):
+            await self._pins.pop(number).aclose()
+        if self.store.desk is not None and numbers != pins:
+            self.store.desk.drop(self, numbers - pins)
 
     async def _release_pins(self) -> None:
         while self._pins:

@@ -186,6 +186,8 @@ class PromptExchange:
     async def ask(self, ticket: str, tokens: ArrayLike, *, scope: bytes = b"") -> int:
         """Ask how many tokens, from the beginning of a prompt, can be fetched; keep them.
 
+        They are kept until `release`.
+
         Under a ticket whose offers are not complete, those that are to be offered count, too.
 
         Raises:
@@ -197,8 +199,12 @@ class PromptExchange:
         """
         endpoint, lease = self._read(ticket)
         prompt = PromptKeys(tokens, scope=scope)
-        found = await self._run(self._handover.reader.ask(endpoint, lease, prompt, self._windows))
-        return found.num_tokens
+        asking = self._handover.reader.ask(endpoint, lease, prompt, self._windows)
+        try:
+            return (await self._run(asking)).num_tokens
+        except BaseException:
+            await self._leave(endpoint, lease)
+            raise
 
     async def fetch(
         self,
@@ -210,6 +216,8 @@ class PromptExchange:
         scope: bytes = b"",
     ) -> Fetched:
         """Read the blocks of a prompt into ours, also those that are computed meanwhile.
+
+        They are kept until this ends; then the lease runs again, unless `ask` keeps them.
 
         When this ends, in any way, nothing writes to our blocks any more, unless
         `Fetched.memory_safe` says so: a caller that is cancelled waits for that, no longer than the
@@ -234,11 +242,15 @@ class PromptExchange:
         prompt = PromptKeys(tokens, scope=scope)
         first = require_integer("first_token", first_token, maximum=prompt.num_tokens)
         ids = self._require_blocks(block_ids, prompt.num_tokens)
-        found = await self._run(self._handover.reader.ask(endpoint, lease, prompt, self._windows))
-        wanted = found.wanted(
-            prompt, first, prompt.num_tokens, ids, null_block_id=self._null_block_id
-        )
-        return await self._run(self._handover.reader.fetch(endpoint, wanted, waits_for=lease))
+        reader = self._handover.reader
+        try:
+            found = await self._run(reader.ask(endpoint, lease, prompt, self._windows))
+            wanted = found.wanted(
+                prompt, first, prompt.num_tokens, ids, null_block_id=self._null_block_id
+            )
+            return await self._run(reader.fetch(endpoint, wanted, waits_for=lease))
+        finally:
+            await self._leave(endpoint, lease)
 
     async def release(self, ticket: str) -> None:
         """Tell the other engine that its blocks are not needed any more.
@@ -267,6 +279,10 @@ class PromptExchange:
 
     def _ticket(self, lease: str) -> str:
         return f"{Endpoint(self._host, self._handover.port - self._rank)}/{lease}"
+
+    async def _leave(self, endpoint: Endpoint, lease: str) -> None:
+        with contextlib.suppress(ClosedError):  # all connections end
+            await self._run(self._handover.reader.leave(endpoint, lease))
 
     async def _run(self, call: Coroutine[Any, Any, T]) -> T:
         running = self._handover.submit(call)

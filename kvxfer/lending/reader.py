@@ -388,6 +388,7 @@ class Reader:
         self._timeout_s = timeout_s
         self._reports = Reports()
         self._workers: dict[Endpoint, list[Endpoint]] = {}  # asked last comes last
+        self._keepers: Counter[tuple[Endpoint, str]] = Counter()  # calls that keep a ticket's pages
         self._fitting = functools.lru_cache(MAX_MATCHES)(self._fit)
         self._matching = functools.lru_cache(MAX_MATCHES)(self._match)
 
@@ -413,7 +414,9 @@ class Reader:
         *,
         waits: bool = False,
     ) -> Found:
-        """Ask another engine for the pages of a prompt, and keep them until the ticket is released.
+        """Ask another engine for the pages of a prompt, and keep them until `release` or `leave`.
+
+        To be followed by one of them also where it fails: the other engine may keep them then, too.
 
         Args:
             endpoint: Endpoint of its worker of rank 0.
@@ -431,6 +434,7 @@ class Reader:
             KVXferError: It cannot be reached, or makes no sense.
             TimeoutError: It did not answer in time.
         """
+        self._keepers[endpoint, ticket] += 1
         async with asyncio.timeout(self._timeout_s):
             engine = self._fitting(await self._exchange.peer(endpoint).describe())
             theirs = engine.description
@@ -459,13 +463,23 @@ class Reader:
     async def release(self, endpoint: Endpoint, ticket: str) -> None:
         """Tell another engine that a ticket's pages are not needed any more; failures are ignored.
 
-        The lease then ends by itself.
+        The lease then ends by itself: nobody holds it for a connection that has ended.
         """
+        self._keepers.pop((endpoint, ticket), None)
         workers = self._workers.get(endpoint, [endpoint])
         releases = (self._exchange.peer(worker).release([ticket]) for worker in workers)
         for failed in await asyncio.gather(*releases, return_exceptions=True):
             if isinstance(failed, BaseException):
                 logger.debug("%s was not released at %s: %r", ticket, endpoint, failed)
+
+    async def leave(self, endpoint: Endpoint, ticket: str) -> None:
+        """Keep a ticket's pages no more for one call; for the last one, its lease runs again."""
+        self._keepers[endpoint, ticket] -= 1
+        if self._keepers[endpoint, ticket] <= 0:
+            del self._keepers[endpoint, ticket]
+            for worker in self._workers.get(endpoint, ()):
+                if (client := self._exchange.clients.get(worker)) is not None:
+                    client.leave(ticket)
 
     def fetch(
         self, endpoint: Endpoint, wanted: Wanted, *, waits_for: str | None = None
@@ -478,7 +492,8 @@ class Reader:
         Args:
             endpoint: As for `ask`.
             wanted: What is read, and where it goes.
-            waits_for: Ticket under which pages that are missing are still being computed.
+            waits_for: Ticket under which pages that are missing are still being computed; it is
+                kept until this ends.
 
         Returns:
             What arrived, at the latest after the time-out of the configuration and the time that
@@ -494,17 +509,17 @@ class Reader:
     ) -> Fetched:
         async with asyncio.timeout(self._timeout_s):
             await wait_for_mark(after)
-        workers: list[Endpoint] = []
+        if waits_for is not None:
+            self._keepers[endpoint, waits_for] += 1
         try:
-            fetched = await self._fetch(endpoint, wanted, waits_for, workers)
+            fetched = await self._fetch(endpoint, wanted, waits_for)
             await wait_despite_cancel(self._exchange.settle())  # before blocks are used again
         except BaseException:  # which cannot say that blocks are not safe
             await wait_despite_cancel(self._end(wanted))
             raise
         finally:
-            if waits_for is not None:  # who asked for the prompt releases its ticket
-                for worker in workers:
-                    self._exchange.peer(worker).leave(waits_for)
+            if waits_for is not None:
+                await self.leave(endpoint, waits_for)
         fetched.memory_safe = self._is_quiet(wanted)
         return fetched
 
@@ -533,10 +548,7 @@ class Reader:
         used = [[each for each in ids if each != self._null_block] for ids in wanted.block_ids]
         return [self._describer.describe(group, ids) for group, ids in enumerate(used) if ids]
 
-    async def _fetch(
-        self, endpoint: Endpoint, wanted: Wanted, waits_for: str | None, workers: list[Endpoint]
-    ) -> Fetched:
-        """Fetch, and note the workers that were asked."""
+    async def _fetch(self, endpoint: Endpoint, wanted: Wanted, waits_for: str | None) -> Fetched:
         stop = asyncio.get_running_loop().time() + self._timeout_s
         parts: list[_Part] = []
         engine: PeerEngine | None = None
@@ -545,7 +557,8 @@ class Reader:
             async with asyncio.timeout_at(stop):
                 engine = self._matching(await self._exchange.peer(endpoint).describe())
                 engine.require_same_blocks(wanted)
-                workers += engine.workers(endpoint)
+                workers = engine.workers(endpoint)
+                self._remember(endpoint, workers)
                 parts = self._parts(engine, wanted)
                 await self._clear_tails(engine, wanted)
                 async for ready in self._ready(workers, parts, waits_for):
@@ -560,7 +573,7 @@ class Reader:
         return self._summarise(engine, wanted, parts, began)
 
     def _remember(self, endpoint: Endpoint, workers: list[Endpoint]) -> None:
-        """Remember the workers of an engine, for the release of tickets."""
+        """Remember the workers of an engine, for the end of tickets."""
         self._workers.pop(endpoint, None)
         if len(self._workers) >= MAX_ENGINES:
             del self._workers[next(iter(self._workers))]

@@ -1,7 +1,7 @@
 """Desk for tickets that records what peers ask of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
 from contextlib import asynccontextmanager
 from typing import Self
 
@@ -17,7 +17,8 @@ class RecordingDesk(CacheLender):
         tickets: Blocks of each ticket; one that is released is taken out.
         held: Tickets that each present holder has asked for.
         dropped: Holders that are gone, each as often as it was dropped.
-        num_holds: Tickets that were asked for so far.
+        let_go: Numbers that holders let go.
+        numbers: Numbers of the holds so far.
     """
 
     def __init__(
@@ -27,8 +28,14 @@ class RecordingDesk(CacheLender):
         self.tickets = dict(tickets or {})
         self.held: dict[Hashable, list[str]] = {}
         self.dropped: list[Hashable] = []
-        self.num_holds = 0
+        self.let_go: list[int] = []
+        self.numbers: list[int] = []
         self._changed = asyncio.Event()
+
+    @property
+    def num_holds(self) -> int:
+        """Tickets that were asked for so far."""
+        return len(self.numbers)
 
     def of(self, inner: LendingBackend) -> Self:
         """Lend the blocks of a backend."""
@@ -54,9 +61,11 @@ class RecordingDesk(CacheLender):
         async with self.inner.make_room(offered) as room:
             yield room
 
-    def hold(self, ticket: str, keys: Sequence[BlockKey], holder: Hashable) -> Held:
+    def hold(
+        self, ticket: str, keys: Sequence[BlockKey], holder: Hashable, number: int = 0
+    ) -> Held:
         self._change()
-        self.num_holds += 1
+        self.numbers.append(number)
         self.held.setdefault(holder, []).append(ticket)
         offered = {key for blocks in self.tickets.values() for key in blocks}
         is_known = ticket in self.tickets
@@ -67,8 +76,11 @@ class RecordingDesk(CacheLender):
         for ticket in tickets:
             self.tickets.pop(ticket, None)
 
-    def drop(self, holder: Hashable) -> None:
+    def drop(self, holder: Hashable, numbers: Collection[int] | None = None) -> None:
         self._change()
+        if numbers is not None:
+            self.let_go += numbers
+            return
         self.held.pop(holder, None)
         self.dropped.append(holder)
 

@@ -121,6 +121,18 @@ async def test_tickets_are_described_held_and_released() -> None:
         assert not desk.tickets
 
 
+async def test_a_ticket_that_is_left_is_let_go_although_nothing_else_is_asked_for() -> None:
+    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
+        client, desk = exchange.peer(holder.endpoint), holder.desk
+        for _ in range(2):
+            assert (await client.hold("ours", KEYS)).is_known
+        client.leave("ours")
+        await desk.until(lambda desk: bool(desk.let_go), LIMIT_S)
+        assert desk.let_go == [desk.numbers[-1]]
+        assert "ours" in desk.tickets
+        assert client.is_idle
+
+
 @pytest.mark.parametrize(
     "ticket", ["", "t" * 129, "a\n", "\x1b[2J", "\ud800", 7, None, b"t"], ids=repr
 )

@@ -62,6 +62,23 @@ def test_a_ticket_that_is_held_lives_until_a_lease_after_its_last_holder_has_gon
     assert clock.now == 1000 + 7 * LEASE_S
 
 
+def test_a_hold_ends_by_its_latest_number_alone(book: LeaseBook, clock: Clock) -> None:
+    for ticket in ("t", "other"):
+        book.offer(ticket, BLOCKS, complete=True)
+    assert book.hold("t", "one", 1)
+    assert book.hold("t", "one", 2)
+    assert book.hold("other", "one", 3)
+    clock.now += 2 * LEASE_S
+    book.drop("one", {1})
+    book.drop("two", {2})
+    clock.now += LEASE_S
+    assert not book.expire()
+    book.drop("one", {2})
+    clock.now += LEASE_S
+    book.expire()
+    assert book.take_ended() == ["t"]
+
+
 def test_a_ticket_that_is_held_for_ever_ends_all_the_same(book: LeaseBook, clock: Clock) -> None:
     book.offer("t", BLOCKS, complete=True)
     assert book.hold("t", "one")

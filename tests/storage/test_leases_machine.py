@@ -22,6 +22,7 @@ NEVER = float("inf")
 
 TICKETS = st.sampled_from(["a", "b", "c"])
 HOLDERS = st.sampled_from([1, 2])
+NUMBERS = st.integers(0, 2)
 BLOCK_IDS = st.integers(0, 2 * NUM_KEYS - 1)
 
 
@@ -38,7 +39,7 @@ class Ticket:
     """Ticket of the model."""
 
     offers: set[tuple[BlockKey, int]] = field(default_factory=set)
-    holders: set[int] = field(default_factory=set)
+    holders: dict[int, int] = field(default_factory=dict)
     completed: float = NEVER
     alone_since: float = NEVER
     is_over: bool = False
@@ -98,20 +99,21 @@ class LeaseBookMachine(RuleBasedStateMachine):
         added = self.book.offer(ticket, by_key, complete=complete)
         assert sorted(added) == sorted(self.offered() - before)
 
-    @rule(ticket=TICKETS, holder=HOLDERS)
-    def hold(self, ticket: str, holder: int) -> None:
+    @rule(ticket=TICKETS, holder=HOLDERS, number=NUMBERS)
+    def hold(self, ticket: str, holder: int, number: int) -> None:
         known = self.tickets.get(ticket)
         is_known = known is not None and not known.is_over and known.ends > self.clock.now
-        assert self.book.hold(ticket, holder) == is_known
+        assert self.book.hold(ticket, holder, number) == is_known
         if known is not None and is_known:
-            known.holders.add(holder)
+            known.holders[holder] = number
 
-    @rule(holder=HOLDERS)
-    def drop(self, holder: int) -> None:
-        self.book.drop(holder)
+    @rule(holder=HOLDERS, numbers=st.none() | st.sets(NUMBERS))
+    def drop(self, holder: int, numbers: set[int] | None) -> None:
+        self.book.drop(holder, numbers)
         for ticket in self.tickets.values():
-            if holder in ticket.holders:
-                ticket.holders.discard(holder)
+            ends = {ticket.holders[holder]} if holder in ticket.holders else set()
+            if ends if numbers is None else ends & numbers:
+                del ticket.holders[holder]
                 if ticket.completed < NEVER:
                     ticket.alone_since = self.clock.now
 

@@ -232,8 +232,9 @@ class NumberedRequest(Message, frozen=True, kw_only=True):
 
     Attributes:
         request_id: Number of the request and of its answer.
-        let_go: Numbers of `Pin`s to release and of `Pull`s to forget, before the request and
-            without an answer.
+        let_go: Numbers of `Pin`s to release, of `Pull`s to forget, and of the latest `Hold` of each
+            ticket that is held no more, before the request and without an answer. Unknown ones are
+            ignored.
     """
 
     request_id: int
@@ -394,7 +395,9 @@ class Described(Message, frozen=True):
 
 
 class Hold(NumberedRequest, frozen=True, omit_defaults=True):
-    """Ask to keep the blocks of a ticket as long as the connection lasts; answered by `HeldTicket`.
+    """Ask to keep the blocks of a ticket until it is let go; answered by `HeldTicket`.
+
+    It is let go when the connection ends, and by the number of the latest `Hold` of the ticket.
 
     Attributes:
         ticket: The ticket; see `require_tickets`.

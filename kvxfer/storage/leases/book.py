@@ -1,7 +1,7 @@
 """Book of leases: which blocks are offered, under which tickets, and until when."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvxfer import runtime
@@ -35,7 +35,7 @@ class _Ticket:
 
     Attributes:
         offers: Every block that was offered under it, with its key.
-        holders: Connections of readers that hold it.
+        holders: Connections of readers that hold it, each with the number of its latest hold.
         is_complete: Whether all its blocks were offered, so that its lease runs.
         is_over: Whether its blocks are not offered under it any more.
         expires: Time at which its lease ends, once it is complete, unless somebody holds it.
@@ -43,7 +43,7 @@ class _Ticket:
     """
 
     offers: dict[tuple[BlockKey, int], None] = field(default_factory=dict)
-    holders: set[Hashable] = field(default_factory=set)
+    holders: dict[Hashable, int] = field(default_factory=dict)
     is_complete: bool = False
     is_over: bool = False
     expires: float = float("inf")
@@ -154,20 +154,26 @@ class LeaseBook:
         entry = self._tickets.get(ticket)
         return entry is not None and entry.is_complete
 
-    def hold(self, ticket: str, holder: Hashable) -> bool:
+    def hold(self, ticket: str, holder: Hashable, number: int = 0) -> bool:
         """Keep a ticket from running out until its holder is dropped; False if it is over."""
         entry = self._tickets.get(ticket)
         if entry is None or entry.is_over or entry.ends <= runtime.monotonic():
             return False
-        entry.holders.add(holder)
+        entry.holders[holder] = number
         return True
 
-    def drop(self, holder: Hashable) -> None:
-        """Drop a holder from every ticket; those that it held alone run out a lease later."""
+    def drop(self, holder: Hashable, numbers: Collection[int] | None = None) -> None:
+        """Drop a holder from every ticket; those that it held alone run out a lease later.
+
+        Args:
+            holder: The holder.
+            numbers: Numbers of the holds that end, each the latest one of its ticket; None for all.
+        """
         expires = runtime.monotonic() + self._lease_s
         for entry in self._tickets.values():
-            if holder in entry.holders:
-                entry.holders.discard(holder)
+            held = entry.holders.get(holder)
+            if held is not None and (numbers is None or held in numbers):
+                del entry.holders[holder]
                 if entry.is_complete:
                     entry.expires = expires
 

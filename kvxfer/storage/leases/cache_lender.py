@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -188,16 +188,19 @@ class CacheLender(Lender):
         self._expire()
         return self.book.take_ended()
 
-    def hold(self, ticket: str, keys: Sequence[BlockKey], holder: Hashable) -> Held:
+    def hold(
+        self, ticket: str, keys: Sequence[BlockKey], holder: Hashable, number: int = 0
+    ) -> Held:
         """Keep the blocks of a ticket for a reader, as long as its connection lasts; never waits.
 
         Args:
             ticket: The ticket; one that is not known changes nothing.
             keys: Blocks to look for, each key once; may be empty.
             holder: Connection of the reader.
+            number: Number by which it may end this hold, and all earlier ones of the ticket.
         """
         self._expire()
-        is_known = self.book.hold(ticket, holder)
+        is_known = self.book.hold(ticket, holder, number)
         is_complete = is_known and self.book.is_complete(ticket)
         there = [slot is not None for slot in self.book.find(keys)]
         return Held(is_known=is_known, is_complete=is_complete, there=there)
@@ -207,9 +210,9 @@ class CacheLender(Lender):
         for ticket in tickets:
             self._withdraw(self.book.release(ticket))
 
-    def drop(self, holder: Hashable) -> None:
-        """Note that the connection of a reader has ended: what it held runs out."""
-        self.book.drop(holder)
+    def drop(self, holder: Hashable, numbers: Collection[int] | None = None) -> None:
+        """Note that a reader ends holds, or all with its connection: what it held runs out."""
+        self.book.drop(holder, numbers)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Return for each key whether a block is offered; errors as `Backend.lookup`."""
