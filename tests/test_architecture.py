@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_260,
     "kvxfer/storage": 5_143,
     "kvxfer/telemetry": 1_717,
-    "kvxfer/testing": 7_370,
+    "kvxfer/testing": 7_380,
     "kvxfer/tiering": 1_582,
     "kvxfer/transfer": 2_110,
 }

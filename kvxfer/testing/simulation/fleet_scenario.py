@@ -52,6 +52,7 @@ class _EngineLife:
     process: ProcessRun
     run: EngineRun
     world: World
+    known: list[int] | None = None  # holders
 
 
 @dataclass(slots=True)
@@ -184,6 +185,7 @@ class _Fleet:
                 lookup = {"parts": (Part(0, 0),), "timeout_s": None, "cancel_s": None}
                 asked = life.run.carry_out_all([Step(0.0, "lookup", lookup)])
                 await life.process.run(asked)
+        self._note_moved_keys()
         looks = [each.process.run(each.run.look_at_the_end()) for each in self._engines.values()]
         await asyncio.gather(*looks)
         await asyncio.sleep(self._scenario.quiet_s)
@@ -202,6 +204,7 @@ class _Fleet:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
+            self._note_moved_keys()
             backends = [life.run.opened.backend for life in self._engines.values()]
             holders = [life.holder for life in self._holders.values()]
             self._scenario.look(self._simulation, backends, holders)
@@ -246,6 +249,7 @@ class _Fleet:
 
         life = await process.call(open_engine)
         await process.run(life.run.start())
+        life.known = self._scenario.known_holders(life.run.opened.backend)
         self._engines[number] = life
 
     async def _start_holder(self, number: int) -> None:
@@ -270,11 +274,18 @@ class _Fleet:
             self._history.begin_removal(key)
         return self._simulation.now
 
-    def _end_loss(self, began: float) -> None:
-        """Note that the blocks of a holder are gone, if there is no other one."""
-        is_gone = self._scenario.num_holders == 1
+    def _end_loss(self, began: float, *, is_gone: bool) -> None:
+        """Note that blocks of a holder are gone, and whether there is no other one."""
         for key in self._keys.keys(self._keys.every_part()):
             self._history.end_removal(key, began, was_found=is_gone)
+
+    def _note_moved_keys(self) -> None:
+        """Note that keys move where an engine learns of holders: they are looked for elsewhere."""
+        for life in self._engines.values():
+            known = self._scenario.known_holders(life.run.opened.backend)
+            if known != life.known:
+                life.known = known
+                self._end_loss(self._begin_loss(), is_gone=False)
 
     # Faults, by their names.
 
@@ -316,7 +327,7 @@ class _Fleet:
         if life := self._holders.pop(holder, None):
             began = self._begin_loss()
             self._kill(life, for_s if share < 1 else None)
-            self._end_loss(began)
+            self._end_loss(began, is_gone=self._scenario.num_holders == 1)
             await asyncio.sleep(for_s)
             await self._start_holder(holder)
 
@@ -328,7 +339,7 @@ class _Fleet:
         began = self._begin_loss()
         await life.process.run(life.holder.drain(DRAIN_S))
         await self._close_holder(life)
-        self._end_loss(began)
+        self._end_loss(began, is_gone=self._scenario.num_holders == 1)
         await asyncio.sleep(for_s)
         await self._start_holder(holder)
 
