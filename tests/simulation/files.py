@@ -24,8 +24,8 @@ from kvxfer.backends.file.maintenance import (
     measure_usage,
 )
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.errors import BackendUnavailableError
-from kvxfer.pages.names import LEDGER_NAME, file_name
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.pages.names import LEDGER_NAME, NAMESPACE_FILE, file_name
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -61,6 +61,8 @@ INSTEAD = ("ls", "gc", "fsck", "retain", "retain", "restart", "lookup", "store")
 OPERATORS = ("gc", "fsck")
 """Those who count what is there while engines store: perhaps too much, until the next walk."""
 REMOVALS = ("delete", "purge", "gc")
+MARKS = (LEDGER_NAME, NAMESPACE_FILE, ".safetensors")
+"""Ends of the names of files of which a store has one."""
 ERRORS = (0, 0, errno.EIO, errno.EIO, errno.ENOSPC, errno.EMFILE, errno.ESTALE)
 
 
@@ -516,11 +518,17 @@ class _FileRun(EngineRun):
             await self._aside(lambda: runtime.disk().unlink(ROOT / LEDGER_NAME))
 
     async def _aside(self, work: Callable[[], object]) -> None:
-        """Do the work of an operator, on a thread; a bad disk may end it."""
+        """Do the work of an operator, on a thread; a bad disk may end it.
+
+        A root whose count another one has removed is no store before it has a block.
+        """
         try:
             await runtime.run_aside("operator", work)
         except OSError:
             if not self._store_of_all.has_faults:
+                raise
+        except InvalidArgumentError:
+            if any(path.endswith(MARKS) for path in self._simulation.runtime.files.files()):
                 raise
 
 
