@@ -80,11 +80,13 @@ class _Walk:
             walk may have found them before.
         beside: Files that it found under names that this process is writing to.
         num_foreign_bytes: Bytes of misplaced files, which only take room.
+        is_partial: Whether it may have missed files: those that it did not find stay known.
     """
 
     gone: set[tuple[FileId, bool]] = field(default_factory=set)
     beside: dict[FileId, FoundBlock] = field(default_factory=dict)
     num_foreign_bytes: int = 0
+    is_partial: bool = False
 
 
 class FileIndex:
@@ -261,11 +263,13 @@ class FileIndex:
             self._walk = _Walk()
             self._num_walks += 1
 
-    def learn_walk(self, found: Iterable[FoundBlock]) -> Iterator[bool]:
+    def learn_walk(
+        self, found: Iterable[FoundBlock], *, is_partial: bool = False
+    ) -> Iterator[bool]:
         """Drop the files that a walk did not find and add those that it found, some at a time.
 
-        Others use the index meanwhile: no step takes longer than some milliseconds. No file may be
-        held as spared during a step.
+        A partial walk may have missed some, and drops none. Others use the index meanwhile: no step
+        takes longer than some milliseconds. No file may be held as spared during a step.
 
         Yields:
             True after each step.
@@ -276,10 +280,13 @@ class FileIndex:
         ]
         there = {file for file, each in blocks if not (each.quarantined or each.misplaced)}
         with self._lock:
+            assert self._walk is not None
+            self._walk.is_partial = is_partial
             known = list(self._entries)
             is_first, self._walked = not self._walked, True
             self._walk_result = [], []
-        yield from self._in_steps(self._vanish, [file for file in known if file not in there])
+        if not is_partial:
+            yield from self._in_steps(self._vanish, [file for file in known if file not in there])
         yield from self._in_steps(self._find, blocks)
         if is_first:  # what was stored before the end of the first walk is more recently used
             with self._lock:
@@ -307,7 +314,7 @@ class FileIndex:
             self._quarantined = OrderedDict(
                 (file, entry)
                 for file, entry in self._quarantined.items()
-                if entry.walk == self._num_walks
+                if entry.walk == self._num_walks or walk.is_partial
             )
             total += sum(entry.num_bytes for entry in self._quarantined.values())
             return total + self._num_bytes

@@ -301,7 +301,9 @@ class Space:
             begun = self._ledger.begin_recount()
             self._index.begin_walk()
         try:
-            learning = self._index.learn_walk(list(self._tree.blocks()))
+            found = list(self._tree.blocks())
+            is_partial = self._tree.num_skipped != num_skipped
+            learning = self._index.learn_walk(found, is_partial=is_partial)
             is_learning = True
             while is_learning:
                 with self._ledger.locked():  # for some files at a time: others wait for it, too
@@ -309,7 +311,6 @@ class Space:
                     self._tell_walk()
                 runtime.sleep(STEP_PAUSE_S)
             with self._ledger.locked():
-                is_partial = self._tree.num_skipped != num_skipped
                 self._ledger.end_recount(begun, self._index.end_walk(), is_partial=is_partial)
         finally:
             self._index.abandon_walk()

@@ -229,6 +229,21 @@ async def test_what_cannot_be_told_of_a_block_is_not_said_to_be_absent(
         assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
 
 
+async def test_a_walk_that_misses_a_damaged_folder_forgets_no_file_when_the_count_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(4)
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await store(backend, keys, memory.describe(0, range(4)))
+        await backend.wait_indexed()
+        (tmp_path / "usage.ledger").unlink()
+        with monkeypatch.context() as patched:
+            error = OSError(errno.EIO, os.strerror(errno.EIO))
+            fail_to(patched, "open", keys[3].hex()[:2] + "*", error)
+            backend._space.begin_scan().result()
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
+
+
 async def test_a_file_cut_off_while_it_is_read_is_corrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
