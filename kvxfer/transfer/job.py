@@ -78,10 +78,18 @@ class Job:
     outcomes: list[Outcome | None] = field(init=False)
     waited_s: float = 0.0
     _num_done: int = field(default=0, init=False)
+    _key_set: frozenset[BlockKey] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         self.in_backend = [False] * len(self.keys)
         self.outcomes = [None] * len(self.keys)
+
+    @property
+    def key_set(self) -> frozenset[BlockKey]:
+        """The keys, to look them up; made when they are first asked for."""
+        if not self._key_set:
+            self._key_set = frozenset(self.keys)
+        return self._key_set
 
     @property
     def ended(self) -> bool:
@@ -101,10 +109,14 @@ class Job:
         return [Piece(start, stop, int(sizes[start:stop].sum())) for start, stop in cuts]
 
     def meets(self, other: "Job") -> bool:
-        """Whether one of two jobs writes what the other one reads or writes."""
-        are_loads = self.direction is other.direction is Direction.LOAD
-        share_keys = not are_loads and not set(self.keys).isdisjoint(other.keys)
-        return share_keys or overlap(self.blocks, other.blocks)
+        """Whether one of two jobs writes what the other one reads or writes.
+
+        Stores write under their keys, and only read the blocks; loads write the blocks.
+        """
+        is_store, other_is_store = (each.direction is Direction.STORE for each in (self, other))
+        if (is_store or other_is_store) and not self.key_set.isdisjoint(other.keys):
+            return True
+        return not (is_store and other_is_store) and overlap(self.blocks, other.blocks)
 
     def end(self, status: Status, reason: str) -> list[BlockKey]:
         """Set the outcome of blocks that have none; memory passed to the backend is not safe.

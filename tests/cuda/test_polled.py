@@ -211,6 +211,18 @@ def test_a_store_waits_for_loads_of_its_blocks_that_were_begun(
     assert all(job.done for job in engine.get_finished())
 
 
+def test_stores_of_the_same_blocks_under_other_keys_do_not_wait_for_each_other(
+    gpu: SimulatedGpu, engine: PolledEngine[SlotMover]
+) -> None:
+    batches, others = gpu.get("num_batches"), SLOT_KEYS[::-1]
+    with going_on(gpu):
+        gpu.set("paused", 1)
+        half = NUM_KEYS // 2
+        jobs = [engine.submit_store(keys[:half], [range(half)]) for keys in (SLOT_KEYS, others)]
+        assert gpu.get("num_batches") == batches + 2, "one waits for the other"
+    assert all(job.done for job in engine.wait(jobs, timeout_s=10))
+
+
 def test_loads_that_were_begun_count_among_the_bytes_in_flight(
     gpu: SimulatedGpu, engine_caches: EngineCaches
 ) -> None:
