@@ -51,10 +51,11 @@ class ComputeStream:
         mark = _Mark(event, self._driver)
         # Garbage is collected in any thread, at any moment, so `_take_back` must take no lock.
         weakref.finalize(mark, self._take_back, event).atexit = False
-        self._driver.record(event, stream)
-        if self._driver.is_captured(stream):
-            call = "cuStreamIsCapturing"
-            raise DeviceError(self._driver.device_index, call, "a stream that is captured")
+        with self._driver.current():
+            self._driver.record(event, stream)
+            if self._driver.is_captured(stream):
+                call = "cuStreamIsCapturing"
+                raise DeviceError(self._driver.device_index, call, "a stream that is captured")
         return mark
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ class CopyStream:
         """
         batch = Batch(self._driver, self._stream, self._idle, times=times)
         try:
-            with self._turn:
+            with self._turn, self._driver.current():
                 try:
                     for mark in marks:
                         self._driver.wait(self._stream, CudaEvent(mark))

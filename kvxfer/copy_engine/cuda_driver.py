@@ -3,7 +3,8 @@
 import contextlib
 import ctypes
 import importlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NewType
 
@@ -95,7 +96,7 @@ class CudaDriver:
         self._api = _import_bindings(device_index)
         self._success = self._api.CUresult.CUDA_SUCCESS
         self._not_ready = self._api.CUresult.CUDA_ERROR_NOT_READY
-        self._relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         try:
             self._call("cuInit", 0)
             self._device = self._call("cuDeviceGet", device_index)
@@ -113,25 +114,18 @@ class CudaDriver:
         order = self._api.CUmemcpySrcAccessOrder
         self._in_order = self._api.CUmemcpyAttributes()
         self._in_order.srcAccessOrder = order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._current = _Current(self._call, self._context, relaxed)
         self._open = True
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> contextlib.AbstractContextManager[None]:
         """Make the device current in the calling thread for as long as the context lasts.
 
         Meanwhile calls do not break the capture of a graph, on this thread or another one: nothing
         that is done here belongs to a graph. Source: CUDA driver API,
-        cuThreadExchangeStreamCaptureMode.
+        cuThreadExchangeStreamCaptureMode. A context within that of the same device costs nothing;
+        within that of another device it must not be.
         """
-        self._call("cuCtxPushCurrent", self._context)
-        try:
-            mode = self._call("cuThreadExchangeStreamCaptureMode", self._relaxed)
-            try:
-                yield
-            finally:
-                self._call("cuThreadExchangeStreamCaptureMode", mode)
-        finally:
-            self._call("cuCtxPopCurrent")
+        return self._current
 
     def allocate(self, num_bytes: int) -> int:
         """Allocate memory of the device; return its address.
@@ -384,6 +378,39 @@ class CudaDriver:
             return
         error = DeviceLostError if result.name in STICKY else DeviceError
         raise error(self.device_index, call, result.name)
+
+
+class _Current(threading.local):
+    """State of a thread in which a device is made current: once, by the outermost context.
+
+    Args:
+        call: Makes a call of the driver.
+        context: Context of the device.
+        relaxed: Mode in which no call breaks the capture of a graph.
+    """
+
+    def __init__(self, call: Callable[..., Any], context: Any, relaxed: Any) -> None:
+        self._call, self._context, self._relaxed = call, context, relaxed
+        self._depth = 0
+        self._mode: Any = None
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._call("cuCtxPushCurrent", self._context)
+            try:
+                self._mode = self._call("cuThreadExchangeStreamCaptureMode", self._relaxed)
+            except BaseException:
+                self._call("cuCtxPopCurrent")
+                raise
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            try:
+                self._call("cuThreadExchangeStreamCaptureMode", self._mode)
+            finally:
+                self._call("cuCtxPopCurrent")
 
 
 def _import_bindings(device_index: int) -> ModuleType:
