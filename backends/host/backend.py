@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from itertools import compress
 from weakref import WeakMethod
 
 import numpy as np
@@ -128,7 +129,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         """See `Backend.lookup`."""
         self._guard.check_batch(keys)
         with self._lock:
-            return [self._is_ready(key) for key in keys]
+            return self._index.are_ready(keys)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
@@ -316,7 +317,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         """See `Lender.peek`."""
         self._guard.check_batch(keys)
         with self._lock:
-            outcomes = [DONE if self._is_ready(key) else MISSING for key in keys]
+            outcomes = [DONE if ready else MISSING for ready in self._index.are_ready(keys)]
             there = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.done]
             slots = [self._index.slot_of(key) for key in there]
             stored = self._pool.stored(slots, hashed=not fenced)
@@ -370,7 +371,7 @@ class HostBackend(LendingBackend, ImmediateMover):
     def pin(self, keys: Sequence[BlockKey], *, is_use: bool = True) -> tuple[list[int], list[int]]:
         """Pin the blocks that are there, until `unpin`; return their positions, and slots."""
         with self._lock:
-            there = [index for index, key in enumerate(keys) if self._is_ready(key)]
+            there = [index for index, ready in enumerate(self._index.are_ready(keys)) if ready]
             found = [keys[index] for index in there]
             slots = self._index.pin(found)
             if is_use:
@@ -447,8 +448,9 @@ class HostBackend(LendingBackend, ImmediateMover):
     ) -> StorePlan:
         """Find slots for blocks, also for those that are stored and lack bytes of these."""
         replaced = []
-        for key, start, stop in zip(keys, starts, stops, strict=True):
-            if self._is_ready(key) and not self._pool.covers(self._index.slot_of(key), start, stop):
+        parts = zip(keys, self._index.are_ready(keys), starts, stops, strict=True)
+        for key, is_ready, start, stop in parts:
+            if is_ready and not self._pool.covers(self._index.slot_of(key), start, stop):
                 self._index.quarantine(key)
                 replaced.append(key)
         plan = self._index.begin_store(keys)
@@ -495,7 +497,8 @@ class HostBackend(LendingBackend, ImmediateMover):
         with self._lock:
             if self._pool.generations.of(slot) != generation:
                 return
-            ready = filter(self._is_ready, self._index.keys())
+            keys = self._index.keys()
+            ready = compress(keys, self._index.are_ready(keys))
             found = [key for key in ready if self._index.slot_of(key) == slot]
             for key in found:
                 self._index.quarantine(key)
@@ -506,9 +509,6 @@ class HostBackend(LendingBackend, ImmediateMover):
     def _gauges(self) -> Mapping[Gauge, float]:
         gauges = self._index.gauges(self._pool.shape.slot_size_bytes)
         return {**gauges, Gauge.SCRUBBED_BYTES: self._scrubber.num_bytes}
-
-    def _is_ready(self, key: BlockKey) -> bool:
-        return self._index.state(key) in (BlockState.READY, BlockState.LOADING)
 
 
 class _SharedBegun(Begun):

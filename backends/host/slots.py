@@ -88,20 +88,22 @@ class SlotMover(BlockMover, ImmediateMover):
     def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
         """See `store`."""
         self._guard.check_batch(keys, blocks)
-        named = [_split(key) for key in keys]
-        turns = [slot % self._num_writers == self._writer_index for slot, _ in named]
-        ours = [index for index, is_ours in enumerate(turns) if is_ours]
-        outcomes = [DONE] * len(keys)
-        if not ours:
-            return Begun(outcomes)
-        slots, names = zip(*(named[index] for index in ours), strict=True)
-        copy, finish = self._pool.begin_write(slots, names, blocks.take(ours), part=self._part)
+        outcomes, slots = [DONE] * len(keys), _slots_of(keys)
+        if self._num_writers > 1:
+            turns = [slot % self._num_writers == self._writer_index for slot in slots]
+            ours = [index for index, is_ours in enumerate(turns) if is_ours]
+            if not ours:
+                return Begun(outcomes)
+            keys, slots = [keys[index] for index in ours], [slots[index] for index in ours]
+            blocks = blocks.take(ours)
+        names = keys_in_slots(keys)
+        copy, finish = self._pool.begin_write(slots, names, blocks, part=self._part)
         return Begun(outcomes, copy, landed=finish)
 
     def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
         """See `load`."""
         self._guard.check_batch(keys, blocks)
-        slots, names = zip(*map(_split, keys), strict=True)
+        slots, names = _slots_of(keys), keys_in_slots(keys)
         return Begun(*self._pool.begin_read(slots, names, blocks, part=self._part, verified=True))
 
     async def aclose(self) -> None:
@@ -113,5 +115,5 @@ class SlotMover(BlockMover, ImmediateMover):
             self._pool.close()
 
 
-def _split(key: BlockKey) -> tuple[int, BlockKey]:
-    return int.from_bytes(key[:SLOT_BYTES], "big"), keys_in_slots([key])[0]
+def _slots_of(keys: Sequence[BlockKey]) -> list[int]:
+    return [int.from_bytes(key[:SLOT_BYTES], "big") for key in keys]

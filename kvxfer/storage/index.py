@@ -142,6 +142,11 @@ class BlockIndex:
         entry = self._entries.get(key)
         return None if entry is None else entry.state
 
+    def are_ready(self, keys: Iterable[BlockKey]) -> list[bool]:
+        """Say of each block whether it may be read."""
+        entries = map(self._entries.get, keys)
+        return [entry is not None and not entry.storing for entry in entries]
+
     def slot_of(self, key: BlockKey) -> int:
         """Slot of a block in any state.
 
@@ -217,15 +222,12 @@ class BlockIndex:
         Raises:
             BlockStateError: A key is absent or still being stored; nothing was pinned.
         """
-        entries = [self._entries.get(key) for key in keys]
-        slots: list[int] = []
-        for key, entry in zip(keys, entries, strict=True):
-            if entry is None or entry.storing:
-                raise self._state_error(key, "ready or loading")
-            slots.append(entry.slot)
-        policy = self._policy.active()
+        if not all(ready := self.are_ready(keys)):
+            raise self._state_error(keys[ready.index(False)], "ready or loading")
+        policy, slots = self._policy.active(), []
         for key in keys:
             entry = self._entries[key]
+            slots.append(entry.slot)
             if not entry.num_pins:
                 policy.hold(key)
             entry.num_pins += 1
