@@ -181,14 +181,17 @@ class FileBackend(Backend):
                 prefix every block is removed, and stores wait.
 
         Raises:
-            BackendUnavailableError: The file system refuses to remove files.
+            BackendUnavailableError: The file system refuses to remove files, or to list a folder;
+                all others are removed.
         """
         self._guard.check()
         require_instance("prefix", prefix, bytes)
+        errors: list[OSError] = []
         if not prefix:
-            return await self._remove([_EVERY_KEY], lambda: self._clear(self._keys_there()))
-        keys = await self._ask(self._removers, self._keys_there, prefix)
-        return await self._remove(keys, self._clear, keys)
+            listed = partial(self._keys_there, errors)
+            return await self._remove([_EVERY_KEY], lambda: self._clear(errors, listed()))
+        keys = await self._ask(self._removers, self._keys_there, errors, prefix)
+        return await self._remove(keys, self._clear, errors, keys)
 
     async def flush(self) -> None:
         """See `Backend.flush`: returns when every written byte has reached the disk.
@@ -399,12 +402,18 @@ class FileBackend(Backend):
             self._folder.note_use(key)
         return outcomes
 
-    def _keys_there(self, prefix: bytes = b"") -> list[BlockKey]:
-        found = self._tree.blocks(self._folder.fingerprint, prefix)
+    def _keys_there(self, errors: list[OSError], prefix: bytes = b"") -> list[BlockKey]:
+        """List the blocks that are there; note the errors of folders that cannot be read."""
+        tree = BlockTree(self._root, on_error=errors.append)
+        found = tree.blocks(self._folder.fingerprint, prefix)
         return [each.key for each in found if not each.quarantined]
 
-    def _clear(self, keys: Sequence[BlockKey]) -> int:
-        return sum(self._space.remove(keys, reason=Removal.CLEARED))
+    def _clear(self, errors: Sequence[OSError], keys: Sequence[BlockKey]) -> int:
+        """Remove blocks; then raise the first error of their list: not all were removed."""
+        num_removed = sum(self._space.remove(keys, reason=Removal.CLEARED))
+        if errors:
+            raise errors[0]
+        return num_removed
 
     def _end_first_walk(self, walk: Future[None], namespace: Namespace) -> None:
         """Log how the first walk ended, and the other namespaces of the store."""
