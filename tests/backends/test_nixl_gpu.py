@@ -1,6 +1,5 @@
 """NixlAgent and memory of a GPU: on a machine with one, and with host memory that goes for it."""
 
-import functools
 import mmap
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from kvxfer.backends.nixl import has_active_port
 from kvxfer.backends.nixl.agents import Fragments, NixlAgent, TransferAgent
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
-from kvxfer.errors import TransferFailedError
+from kvxfer.errors import PeerLostError
 from kvxfer.kvcache.memory_region import MemoryRegion
 from tests.backends.agent_contract import Pool, read_runs, words
 from tests.backends.agent_process import WITH_GPU, Nursery
@@ -22,25 +21,12 @@ from tests.cuda.gpu import Gpu
 
 Row = tuple[int, int, int, str]
 
-IPC_TIMEOUT_S = 60
-
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
     nursery = Nursery()
     yield nursery
     nursery.close()
-
-
-@functools.cache
-def has_ipc() -> bool:
-    """Whether another process can open memory of this one on the GPU."""
-    memory = torch.zeros(1, device="cuda:0")
-    child = torch.multiprocessing.get_context("spawn").Process(target=print, args=(memory,))
-    child.start()
-    child.join(IPC_TIMEOUT_S)
-    child.kill()
-    return child.exitcode == 0
 
 
 @pytest.mark.gpu
@@ -67,13 +53,13 @@ class TestNixlAgentOfGpu(DeviceAgentContract):
     async def read(self, agent: TransferAgent, name: str, fragments: Fragments) -> None:
         """Read, or say that UCX has no way without RDMA.
 
-        Between a host's and a GPU's memory it has none; within a GPU it needs CUDA IPC, which some
-        virtual machines refuse.
+        Between a host's and a GPU's memory it has none; within a GPU it needs CUDA IPC, which it
+        does not find in some virtual machines.
         """
         try:
             await super().read(agent, name, fragments)
-        except TransferFailedError as exc:
-            if has_active_port() or ("cpu" not in str(exc) and has_ipc()):
+        except PeerLostError as exc:  # what NIXL calls a read for which UCX has no way
+            if has_active_port():
                 raise
             pytest.skip(f"no RDMA port here, and without one: {exc}")
 
