@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,8 +101,12 @@ class BlockTree:
         """Open the folder of a namespace; the caller closes it."""
         return NamespaceFolder(self.root, fingerprint)
 
-    def blocks(self, fingerprint: str = "", prefix: bytes = b"") -> Iterator[FoundBlock]:
+    def blocks(
+        self, fingerprint: str = "", prefix: bytes = b""
+    ) -> Generator[FoundBlock, None, None]:
         """Walk through every block file, those in quarantine included, in the order of their paths.
+
+        Folders are open meanwhile: who stops before the end closes the walk.
 
         Args:
             fingerprint: The one namespace to walk through; all by default.

@@ -146,8 +146,8 @@ class IntegrityRecord:
         if record == self._with_ours(record):
             return
         with self._ledger.locked():
-            found = self._tree.blocks(self._folder.fingerprint)
-            blocks = list(itertools.islice(found, NUM_SAMPLES))
+            with contextlib.closing(self._tree.blocks(self._folder.fingerprint)) as found:
+                blocks = list(itertools.islice(found, NUM_SAMPLES))
             if self._kind is Integrity.KEYED:
                 some = [block for block in blocks if not block.quarantined]
                 heads = (read_head(self._folder, block.key, block.folder) for block in some)

@@ -125,16 +125,18 @@ class GarbageCollection:
         return removed
 
     def _open_count(self) -> ByteCount:
-        """Open the count; on a full disk, remove one of the files first, for room.
+        """Open the count; on a full disk, remove the largest of the files first, for room.
 
         That file is removed without the lock: the bytes are recounted right afterwards.
         """
         try:
             return self._store.open_count()
         except OSError as exc:
+            if exc.errno not in FULL_ERRORS:
+                raise
             self._plan()
-            going = self._going(self._store.blocks())
-            first = next(going, None) if exc.errno in FULL_ERRORS else None
+            going = self._going(self._store.blocks())  # to its end: a walk has folders open
+            first = max(going, key=lambda each: each[0].num_bytes, default=None)
             if first is None:
                 raise
         with self._store.namespace(first[0].fingerprint) as namespace:
