@@ -31,7 +31,7 @@ from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.kvcache.portable import CacheDescription, PeerBlocks, map_peers, match_caches
-from kvxfer.runtime import Threads, wait_despite_cancel
+from kvxfer.runtime import Threads, end_tasks, wait_despite_cancel
 from kvxfer.storage.backend import Outcome, Status, positions_done
 from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey
@@ -593,12 +593,14 @@ class Reader:
         self, workers: Sequence[Endpoint], ticket: str, keys: Sequence[Sequence[BlockKey]]
     ) -> Held:
         """Hold a ticket at every worker; what one of them lacks is not there."""
-        every = await asyncio.gather(
-            *(
-                self._exchange.peer(worker).hold(ticket, each)
-                for worker, each in zip(workers, keys, strict=True)
-            )
-        )
+        holds = [
+            asyncio.ensure_future(self._exchange.peer(worker).hold(ticket, each))
+            for worker, each in zip(workers, keys, strict=True)
+        ]
+        try:
+            every = await asyncio.gather(*holds)
+        finally:  # one that goes on after another has failed would hold a ticket that was left
+            await end_tasks(holds)
         return Held(
             is_known=all(held.is_known for held in every),
             is_complete=all(held.is_complete for held in every),

@@ -33,6 +33,8 @@ HELD_S = 4.0
 """Virtual time after which not even a restart of NIXL has ended a read that is held."""
 MOST_S = 300.0
 WATCH_S = 0.2
+QUEUED_S = 2.5
+"""Virtual time from an answer to the fetch, longer than any lease."""
 KINDS = {"hand_over": 8, "revoke": 3, "twice": 2, "forged": 1, "early": 3}
 FAULTS = ("kill", "cut", "partition", "late_reads", "failing_reads", "stuck_reads")
 
@@ -65,13 +67,16 @@ class LendingScenario(Scenario):
         """See `Scenario.plan`."""
         steps, length_s = [], random.choice((0.5, 4.0))
         for number in range(random.choice((3, 10, 20))):
+            kind = random.choices(list(KINDS), list(KINDS.values()))[0]
             given = {
                 "number": number,
-                "kind": random.choices(list(KINDS), list(KINDS.values()))[0],
+                "kind": kind,
                 "family": random.randrange(FAMILIES),
                 "length": random.randint(1, MOST_TOKENS),
                 "first": random.choice((0, 0, 4, 8)),
                 "after_s": random.choice((0.0, 0.002, 0.05, 0.5)) * random.random(),
+                "queued_s": QUEUED_S * (random.random() < (0.5 if kind == "revoke" else 0.25)),
+                "is_released": random.random() < 0.8,
             }
             steps.append(Step(random.random() * length_s, "request", given))
         for _ in range(random.choice((0, 0, 1, 3))):
@@ -113,6 +118,8 @@ class _Run:
             }
             for name in "pd"
         }
+        if random.random() < 0.3:  # blocks are read to their places
+            self._shapes["d"] = self._shapes["p"]
         self._processes: dict[str, ProcessRun] = {}
         self._engines: dict[str, Engine] = {}
         self._endpoint = Endpoint("127.0.0.1", PORT)
@@ -166,7 +173,15 @@ class _Run:
             self._simulation.fail("undocumented error", repr(exc))
 
     async def _request(
-        self, *, number: int, kind: str, family: int, length: int, first: int, after_s: float
+        self,
+        *,
+        number: int,
+        kind: str,
+        family: int,
+        length: int,
+        first: int,
+        after_s: float,
+        **how: Any,
     ) -> None:
         """Compute a prompt at P, lend it, and fetch it at D."""
         self._simulation.num_calls += 1
@@ -186,8 +201,9 @@ class _Run:
                 p.offer(ticket, tokens, [blocks])
         if kind == "revoke":
             ending = asyncio.create_task(self._revoke(ticket, after_s))
-        fetches = [self._fetch(ticket, tokens, first, kind) for _ in range(1 + (kind == "twice"))]
-        await asyncio.gather(*fetches)
+        num_legs = 1 + (kind == "twice")
+        legs = [self._leg(ticket, tokens, first, kind, **how) for _ in range(num_legs)]
+        await asyncio.gather(*legs)
         if kind in ("revoke", "early") and (kind == "revoke" or blocks):
             await ending
         if life == self._num_lives and kind == "forged":
@@ -215,7 +231,16 @@ class _Run:
             if found := sorted({*self._lent.get(ticket, [])} & offered - others):
                 self._simulation.fail("offered although it was revoked", found)
 
-    async def _fetch(self, ticket: str, tokens: list[int], first: int, kind: str) -> None:
+    async def _leg(
+        self,
+        ticket: str,
+        tokens: list[int],
+        first: int,
+        kind: str,
+        *,
+        queued_s: float,
+        is_released: bool,
+    ) -> None:
         """Ask for a prompt at D and fetch it, on every worker; look at what has arrived."""
         d, size = self._engines["d"], self._shapes["d"]["tokens_per_block"]
         blocks = self._take("d", -(-len(tokens) // size))
@@ -227,7 +252,7 @@ class _Run:
             found = await asyncio.wrap_future(worker.submit(asking))
         except (KVXferError, TimeoutError) as exc:
             self._simulation.note(f"   {ticket}: {exc!r}")
-            await self._release(ticket)
+            await self._end(ticket, is_released=is_released)
             self._give_back(blocks)
             return
         stop = found.num_tokens
@@ -238,6 +263,7 @@ class _Run:
         first = min(first, stop) // size * size
         ids = [NULL] * (first // size) + blocks[first // size : -(-stop // size)]
         waits = None if found.is_complete else ticket
+        await asyncio.sleep(queued_s)
         began, safe = self._simulation.now, True
         loads = d.begin_fetch(
             at, found, tokens, [ids], first_token=first, num_tokens=stop, waits_for=waits
@@ -259,7 +285,7 @@ class _Run:
                 await asyncio.wrap_future(each.submit(each.reader.drain(wanted)))
         elif self._simulation.now - began > self._timeout_s + SLACK_S:
             self._simulation.fail("late", f"a fetch took {self._simulation.now - began:.3f} s")
-        await self._release(ticket)
+        await self._end(ticket, is_released=is_released)
         self._give_back(blocks)
 
     def _judge(
@@ -280,9 +306,11 @@ class _Run:
             if ids[index] not in bad and not good[index]:
                 self._simulation.fail("wrong bytes", f"block {index} of {len(ids)} at {rank}")
 
-    async def _release(self, ticket: str) -> None:
+    async def _end(self, ticket: str, *, is_released: bool) -> None:
+        """Release a ticket, or only leave it: its lease then ends by itself."""
         worker = self._engines["d"].workers[0]
-        await asyncio.wrap_future(worker.submit(worker.reader.release(self._endpoint, ticket)))
+        end = worker.reader.release if is_released else worker.reader.leave
+        await asyncio.wrap_future(worker.submit(end(self._endpoint, ticket)))
 
     # Blocks.
 
