@@ -1,7 +1,9 @@
 """Scenario of engines that hand prompts over, of several workers each and other shapes."""
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
 from typing import Any, ClassVar
@@ -11,8 +13,10 @@ import torch
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import KVXferError
-from kvxfer.lending import Fetched
+from kvxfer.lending import Fetched, handover
 from kvxfer.lending.handover import CLOSE_S, Handover
+from kvxfer.storage.leases import CacheLender
+from kvxfer.storage.lending import BlockParts, LentBlocks
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
 from kvxfer.testing.simulation import ProcessRun, Scenario, Simulation, Step
@@ -57,6 +61,34 @@ class StuckAgent(FakeNixlAgent):
         await super().aclose()
 
 
+class WatchedLender(CacheLender):
+    """Lender of whose blocks it is known which are lent at present.
+
+    Attributes:
+        lent: Addresses of those, each as often as it is lent.
+    """
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.lent: Counter[int] = Counter()
+
+    @asynccontextmanager
+    async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
+        """See `CacheLender.lend`."""
+        async with super().lend(wanted, fenced=fenced) as lent:
+            addresses = [] if lent.blocks is None else lent.blocks.addresses.tolist()
+            self.lent.update(addresses)
+            try:
+                yield lent
+            finally:
+                self.lent.subtract(addresses)
+
+    def find_lent(self, blocks: Sequence[int]) -> list[int]:
+        """Find those of some blocks that are lent."""
+        each = {block: self._describe([block]).addresses.tolist() for block in blocks}
+        return [block for block, addresses in each.items() if any(map(self.lent.get, addresses))]
+
+
 class LendingScenario(Scenario):
     """An engine lends the blocks of its prompts, and another one of other shape fetches them."""
 
@@ -88,7 +120,10 @@ class LendingScenario(Scenario):
         """See `Scenario.run`."""
         run = _Run(simulation, steps)
         opened = partial(Handover, make_agent=run.make_agent)
-        with patch.object(handover_engines, "Handover", opened):
+        with (
+            patch.object(handover_engines, "Handover", opened),
+            patch.object(handover, "CacheLender", WatchedLender),
+        ):
             simulation.run(run.run())
 
 
@@ -370,6 +405,9 @@ class _Run:
                 if self._num_ended[ticket] < engine.tp_size:
                     continue
                 blocks = self._lent.pop(ticket)
+                for rank, worker in enumerate(engine.workers):
+                    if lent := worker._lender.find_lent(blocks):  # type: ignore[union-attr]
+                        self._simulation.fail("ended while it is read", f"{lent} at {rank}")
                 for view in self._views_of("p"):
                     view[blocks] = -2
                 self._free["p"] += blocks

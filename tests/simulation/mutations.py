@@ -975,8 +975,16 @@ MUTATIONS = (
         "kvxfer/storage/leases/book.py",
         "block in self._pins and block not in self._offers for _",
         "block in self._pins and block not in self._pins for _",
-        "handover",
-        60,
+        "lending",
+        20,
+    ),
+    Mutation(
+        "a block is unpinned before it is read",
+        "kvxfer/storage/leases/cache_lender.py",
+        "            yield self._locate(wanted.keys, slots, fenced=fenced)\n",
+        "            located = self._locate(wanted.keys, slots, fenced=fenced)\n            self.book.unpin(found)\n            found = []\n            yield located\n",
+        "lending",
+        20,
     ),
     Mutation(
         "the lease of a request that is aborted before its load is not released",
