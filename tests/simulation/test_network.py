@@ -52,9 +52,9 @@ def connect_tcp(listening: socket.socket) -> tuple[socket.socket, socket.socket]
     return client, server
 
 
-def send_for_ever(connection: socket.socket) -> None:
+def send_for_ever(connection: socket.socket, data: bytes | bytearray = BYTES) -> None:
     while True:
-        connection.send(BYTES)
+        connection.send(data)
 
 
 def receive(connection: socket.socket, count: int) -> bytes:
@@ -91,6 +91,21 @@ def test_who_does_not_read_makes_the_sender_wait(run: Callable[[Body], None]) ->
                 client.setblocking(False)
                 with pytest.raises(BlockingIOError):
                     send_for_ever(client)
+
+    run(body)
+
+
+def test_a_send_that_fails_does_not_hold_its_buffer(run: Callable[[Body], None]) -> None:
+    def body() -> None:
+        with listen_tcp() as listening:
+            client, server = connect_tcp(listening)
+            with client, server:
+                client.setblocking(False)
+                buffer = bytearray(BYTES)
+                with pytest.raises(BlockingIOError) as raised:
+                    send_for_ever(client, buffer)
+                buffer.clear()
+                assert raised.tb is not None  # and has the frame of the call
 
     run(body)
 

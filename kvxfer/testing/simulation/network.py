@@ -480,7 +480,9 @@ class SimulatedSocket(Waitable):
 
     def send(self, data: Any, flags: int = 0) -> int:  # noqa: ARG002 - as in `socket`
         """See `socket.socket.send`."""
-        return self._send(memoryview(data).cast("B"), [])
+        # Released before an error is seen: the buffer of a transport is emptied then.
+        with memoryview(data) as view, view.cast("B") as octets:
+            return self._send(octets, [])
 
     def sendall(self, data: Any, flags: int = 0) -> None:  # noqa: ARG002 - as in `socket`
         """See `socket.socket.sendall`."""
