@@ -222,12 +222,15 @@ class BlockIndex:
         Raises:
             BlockStateError: A key is absent or still being stored; nothing was pinned.
         """
-        if not all(ready := self.are_ready(keys)):
-            raise self._state_error(keys[ready.index(False)], "ready or loading")
-        policy, slots = self._policy.active(), []
+        slots: list[int] = []
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is None or entry.storing:
+                raise self._state_error(key, "ready or loading")
+            slots.append(entry.slot)
+        policy = self._policy.active()
         for key in keys:
             entry = self._entries[key]
-            slots.append(entry.slot)
             if not entry.num_pins:
                 policy.hold(key)
             entry.num_pins += 1

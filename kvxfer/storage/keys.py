@@ -1,7 +1,7 @@
 """Keys of blocks, made of a content hash and a group, and the namespaces they are unique in."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NewType
 
 import msgspec
@@ -86,17 +86,12 @@ def groups_of(keys: Sequence[BlockKey]) -> NDArray[np.int64]:
     return np.frombuffer(indices, f">u{GROUP_INDEX_BYTES}").astype(np.int64)
 
 
-def require_keys(keys: Collection[BlockKey]) -> None:
+def require_keys(keys: Iterable[BlockKey]) -> None:
     """Check that every element is a block key.
 
     Raises:
         InvalidArgumentError: A key is not bytes or is too short.
     """
-    if (
-        set(map(type, keys)) <= {bytes}
-        and min(map(len, keys), default=math.inf) > GROUP_INDEX_BYTES
-    ):
-        return
     for index, key in enumerate(keys):
         if not isinstance(key, bytes) or len(key) <= GROUP_INDEX_BYTES:  # type: ignore[redundant-expr]
             raise InvalidArgumentError(f"keys[{index}]", key, KEY_FORM)

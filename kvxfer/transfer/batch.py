@@ -9,7 +9,7 @@ from kvxfer.checks import require_integer, require_integers, require_one_per_gro
 from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.keys import BlockKey, groups_of
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey
 from kvxfer.transfer.job import Direction
 
 
@@ -34,7 +34,7 @@ def describe_batch(
     firsts = [0] * num_groups if first_block_indices is None else first_block_indices
     for name, per_group in (("block_ids", block_ids), ("first_block_indices", firsts)):
         require_one_per_group(name, per_group, num_groups, what="one entry")
-    groups_of_keys = groups_of(keys).tolist()
+    groups_of_keys = [int.from_bytes(key[-GROUP_INDEX_BYTES:], "big") for key in keys]
     described, groups, used = [], [], {}
     for group, (given, index) in enumerate(zip(block_ids, firsts, strict=True)):
         first = require_integer(f"first_block_indices[{group}]", index)
