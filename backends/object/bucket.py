@@ -267,12 +267,16 @@ class Bucket:
         """Remove an object; return whether that version of it was still there.
 
         One that is stored in its place in the moment between a look and the request is removed: a
-        cloud has no conditional request for that. Before each repetition there is another look.
+        cloud has no conditional request for that. Before each repetition there is another look. The
+        request waits for its turn before the look.
         """
         turn = _Turn(self._timeout_s)
         failed: RequestFailedError | None = None
+        await self._pace()
         while await self.head(path) == version:
-            if failed is not None and turn.is_over():
+            if failed is None:
+                turn.begin()
+            elif turn.is_over():
                 raise failed
             try:
                 await self._ask("DELETE", lambda: self._store.delete_async(path), turn)
