@@ -9,6 +9,7 @@ from random import Random
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from kvxfer.backends.nixl import Endpoint
@@ -93,7 +94,7 @@ class LendingScenario(Scenario):
     """An engine lends the blocks of its prompts, and another one of other shape fetches them."""
 
     name: ClassVar[str] = "lending"
-    share: ClassVar[float] = 0.5
+    share: ClassVar[float] = 0.25
 
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`."""
@@ -374,12 +375,14 @@ class _Run:
 
     def _look(self) -> None:
         """Look at the free blocks of D."""
-        blocks = list(self._watched)
-        numbers = torch.tensor(list(self._watched.values()), dtype=torch.int32)
+        if not (blocks := list(self._watched)):
+            return
+        numbers = np.array(list(self._watched.values()), np.int32)[:, None]
         touched: dict[int, None] = {}
-        for view in self._views_of("d"):
-            differs = (view[blocks].flatten(1) != numbers[:, None]).any(1)
-            touched |= dict.fromkeys(blocks[at] for at in differs.nonzero().flatten().tolist())
+        for view in self._views_of("d"):  # by numpy: torch takes four times as long for so little
+            differs = view.numpy()[blocks].reshape(len(blocks), -1) != numbers
+            if differs.any():
+                touched |= dict.fromkeys(blocks[at] for at in np.flatnonzero(differs.any(axis=1)))
         for block in touched:
             self._simulation.fail("safe memory was touched", f"block {block}")
             self._mark([block])
