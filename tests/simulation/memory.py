@@ -1,6 +1,7 @@
 """Scenario of host memory whose bytes change, and of the scrubber that looks for them."""
 
 from collections.abc import Sequence
+from itertools import compress
 from random import Random
 from typing import Any, ClassVar
 
@@ -122,7 +123,8 @@ class _MemoryRun(EngineRun):
 
     def _choose(self, number: int) -> list[BlockKey]:
         """Choose a block that is there; none if there is none."""
-        there = list(filter(self._host._is_ready, self._host._index.keys()))
+        index = self._host._index
+        there = list(compress(index.keys(), index.are_ready(index.keys())))
         return [there[number % len(there)]] if there else []
 
     def _whole(self, key: BlockKey) -> BlockParts:
