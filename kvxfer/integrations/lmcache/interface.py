@@ -19,17 +19,3 @@ try:
 except ImportError as exc:
     version = installed_version("lmcache")
     raise UnsupportedEngineError("lmcache", version, SUPPORTED, str(exc)) from exc
-
-__all__ = [
-    "SUPPORTED",
-    "Bitmap",
-    "KeyEntry",
-    "KeyListPage",
-    "L1MemoryDesc",
-    "L2AdapterInterface",
-    "L2StoreResult",
-    "MemoryLayoutDesc",
-    "MemoryObj",
-    "ObjectKey",
-    "create_event_notifier",
-]

@@ -29,20 +29,6 @@ except ImportError as exc:
     version = installed_version("sglang")
     raise UnsupportedEngineError("sglang", version, SUPPORTED, str(exc)) from exc
 
-__all__ = [
-    "SUPPORTED",
-    "HiCacheStorage",
-    "HiCacheStorageConfig",
-    "HiCacheStorageExtraInfo",
-    "PoolHitPolicy",
-    "PoolName",
-    "PoolTransfer",
-    "PoolTransferResult",
-    "PublishedSetting",
-    "StorageMetrics",
-    "published_settings",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PublishedSetting:

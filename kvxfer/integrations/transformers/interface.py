@@ -95,19 +95,3 @@ def _keeps_what_it_is_given() -> bool:
     twice = torch.cat([tokens, tokens], dim=2)
     grown = past.update(tokens, tokens, 0)
     return num_tokens == 2 and all(torch.equal(each, twice) for each in grown)
-
-
-__all__ = [
-    "CACHE_ARGUMENT",
-    "GENERATION_FIELDS",
-    "WHOLE_LAYERS",
-    "Config",
-    "DynamicCache",
-    "GenerationConfig",
-    "Past",
-    "give_layer",
-    "is_whole",
-    "planned_layers",
-    "registered_functions",
-    "require_interface",
-]

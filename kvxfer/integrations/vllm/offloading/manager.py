@@ -22,6 +22,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
     event_of_failed_chunks,
     may_load_from_storage,
 )
@@ -250,7 +251,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         self._requests.arrive(req_context)
         return RequestOffloadingContext()
 
-    def on_schedule_end(self, context: Any) -> None:
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Release the chunks of requests that run now, which load no more; start moving others.
 
         That is: copy chunks down, look up those that were wanted in this step, and load the chunks

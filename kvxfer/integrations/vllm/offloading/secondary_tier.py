@@ -25,6 +25,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingSpec,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
     SecondaryTierManager,
     TransferJob,
     engine_config,
@@ -172,7 +173,7 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
         self._requests.finish(req_context.req_id)
         self._tier.wanted.release(req_context.req_id)
 
-    def on_schedule_end(self, context: Any) -> None:
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Start the backend lookup of the keys that were wanted in this step."""
         self._requests.schedule(context.new_req_ids)
         self._tier.flush()

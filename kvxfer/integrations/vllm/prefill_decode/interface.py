@@ -43,19 +43,3 @@ def transfer_groups(kv_cache_config: Any) -> tuple[int, ...]:
     """List the groups whose blocks are handed over; before 0.32 there were no others."""
     every = tuple(range(len(kv_cache_config.kv_cache_groups)))
     return tuple(getattr(kv_cache_config, "transfer_group_ids", every))
-
-
-__all__ = [
-    "HAS_TRANSFER_RESULTS",
-    "KVConnectorBase_V1",
-    "KVConnectorHandshakeMetadata",
-    "KVConnectorMetadata",
-    "KVConnectorPromMetrics",
-    "KVConnectorRole",
-    "KVConnectorStats",
-    "OffloadingConnectorStats",
-    "RequestStatus",
-    "SupportsHMA",
-    "transfer_groups",
-    "transfer_results",
-]
