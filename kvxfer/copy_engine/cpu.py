@@ -90,9 +90,9 @@ class CPUCopyEngine(CopyEngine):
         for name, side in (("source", source), ("destination", destination)):
             if side.device.type != "cpu":
                 raise InvalidArgumentError(f"{name}.device", str(side.device), "cpu")
-        num_pieces = max(len(source), len(destination))
+        num_pieces = max(len(source.addresses), len(destination.addresses))
         if num_pieces <= FEW_PAIRS and source.num_bytes <= ALONE_BYTES:
-            _copy_each(*_sides(pair_fragments(source, destination)))
+            _copy_each(pair_fragments(source, destination))
             return
         if _are_small(source, destination):
             require_same_blocks(source, destination)
@@ -167,7 +167,7 @@ class CPUCopyEngine(CopyEngine):
         part = pairs.take(slice(start, stop))
         if not rows:
             shares = _share_pairs(part, self._num_shares)
-            return [partial(_copy_each, *_sides(share)) for share in shares]
+            return [partial(_copy_each, share) for share in shares]
         first = int(pairs.lengths[:start].sum()) // rows.row_bytes
         count = part.num_bytes // rows.row_bytes
         num_shares = _num_shares(count * rows.row_bytes, self._num_shares)
@@ -276,11 +276,13 @@ def _copy_small(source: Descriptors, destination: Descriptors) -> None:
     sides = [Pieces(side.addresses, side.lengths) for side in (source, destination)]
     are_paired = np.array_equal(source.lengths, destination.lengths)
     for part in _by_length(*sides) if are_paired else [sides]:
-        rows = plan_rows(*part)
+        rows, (from_, to) = plan_rows(*part), part
         if rows:
             rows.run(0, rows.num_rows)
+        elif are_paired:
+            _copy_each(FragmentPairs(from_.addresses, to.addresses, from_.lengths))
         else:
-            _copy_each(*(part if are_paired else _sides(pair_fragments(source, destination))))
+            _copy_each(pair_fragments(source, destination))
 
 
 def _by_length(source: Pieces, destination: Pieces) -> Iterator[tuple[Pieces, Pieces]]:
@@ -295,14 +297,9 @@ def _by_length(source: Pieces, destination: Pieces) -> Iterator[tuple[Pieces, Pi
     yield _sides(pairs)
 
 
-def _copy_each(source: Pieces, destination: Pieces) -> None:
-    """Copy pairs of pieces."""
-    calls = map(
-        _memcpy,
-        destination.addresses.tolist(),
-        source.addresses.tolist(),
-        source.lengths.tolist(),
-    )
+def _copy_each(pairs: FragmentPairs) -> None:
+    sources, destinations, lengths = pairs
+    calls = map(_memcpy, destinations.tolist(), sources.tolist(), lengths.tolist())
     deque(calls, maxlen=0)
 
 

@@ -101,8 +101,8 @@ class Descriptors:
     @property
     def block_sizes(self) -> NDArray[np.int64]:
         """Bytes of each block, int64, `(num_blocks,)`."""
-        if len(self) == self.num_blocks:  # one descriptor each
-            return self.lengths.astype(np.int64)
+        if len(self.addresses) == len(self.block_offsets) - 1:  # one descriptor each
+            return self.lengths.view(np.int64)
         ends = np.zeros(len(self) + 1, np.int64)
         np.cumsum(self.lengths, dtype=np.int64, out=ends[1:])
         return np.diff(ends[self.block_offsets])
@@ -200,9 +200,10 @@ class Descriptors:
             InvalidArgumentError: The batches are on different devices or wait for different marks,
                 or there is none.
         """
+        match batches:
+            case [Descriptors() as only]:
+                return only
         require_instances("batches", batches, Descriptors, at_least_one=True)
-        if len(batches) == 1:
-            return batches[0]
         places = {(batch.device, batch.after) for batch in batches}
         if len(places) != 1:
             raise InvalidArgumentError("batches", places, "blocks on one device, after one mark")

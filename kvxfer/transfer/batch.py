@@ -32,8 +32,9 @@ def describe_batch(
     """
     num_groups = describer.num_groups
     firsts = [0] * num_groups if first_block_indices is None else first_block_indices
-    for name, per_group in (("block_ids", block_ids), ("first_block_indices", firsts)):
-        require_one_per_group(name, per_group, num_groups, what="one entry")
+    require_one_per_group("block_ids", block_ids, num_groups, what="one entry")
+    if firsts is first_block_indices:
+        require_one_per_group("first_block_indices", firsts, num_groups, what="one entry")
     groups_of_keys = [int.from_bytes(key[-GROUP_INDEX_BYTES:], "big") for key in keys]
     described, groups, used = [], [], {}
     for group, (given, index) in enumerate(zip(block_ids, firsts, strict=True)):

@@ -409,10 +409,12 @@ class PolledEngine(Generic[MoverT]):
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return self._mover.has_room(job) and not any(
-                not each.ended.done() and each.job.direction <= job.direction
+            before = [
+                each
                 for each in list(self._submitted.values())
-            )
+                if each.job.direction <= job.direction and not each.ended.done()
+            ]
+            return not before and self._mover.has_room(job)
         return False
 
     def _take_ended(self) -> None:

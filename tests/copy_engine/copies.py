@@ -25,6 +25,11 @@ Bytes = NDArray[np.uint8]
 Method = Callable[[Pieces, Pieces], None]
 
 
+def each(source: Pieces, destination: Pieces) -> None:
+    """Copy piece by piece."""
+    cpu._copy_each(FragmentPairs(source.addresses, destination.addresses, source.lengths))
+
+
 def gather(source: Pieces, destination: Pieces) -> None:
     """Copy as rows to the runs of the destination, however short these are."""
     source, destination = source.runs(), destination.runs()

@@ -31,7 +31,7 @@ from kvxfer.copy_engine.row_copies import (
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
-from tests.copy_engine.copies import Copy, Method, Side, bounce, gather, scatter
+from tests.copy_engine.copies import Copy, Method, Side, bounce, each, gather, scatter
 from tests.examples import examples
 
 KIB = 1 << 10
@@ -42,7 +42,7 @@ MAP_NORESERVE = 0x4000
 MAX_TOTAL_BYTES = 3 * MIB
 MAX_FRAGMENTS = 200
 
-METHODS = (cpu._copy_each, gather, scatter, bounce)
+METHODS = (each, gather, scatter, bounce)
 every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
 
 
