@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_260,
     "kvxfer/storage": 5_150,
     "kvxfer/telemetry": 1_717,
-    "kvxfer/testing": 7_382,
+    "kvxfer/testing": 7_389,
     "kvxfer/tiering": 1_582,
     "kvxfer/transfer": 2_125,
 }

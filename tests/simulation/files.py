@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import errno
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -337,17 +337,24 @@ class _Store:
         self._disk.cut_power()
         self.was_cut = True
         self._history.lose_power(is_durable=self.config.durability == "fsync")
-        self._require_survivors()
+        self._require_survivors("lost by a power cut", self._disk.files(), math.inf)
         self.kill(name)
 
-    def _require_survivors(self) -> None:
-        """Check that the power cut has left what was safe from it."""
-        names = {path.rpartition("/")[2] for path in self._blocks() if "quarantine" not in path}
+    def require_flushed(self, since: float) -> None:
+        """Check that a power cut could not take what was stored before a flush began.
+
+        What an earlier one has torn may have been moved away meanwhile.
+        """
+        if not self._history.may_be_torn:
+            self._require_survivors("not safe after a flush", self._disk.safe_files(), since)
+
+    def _require_survivors(self, wrong: str, paths: Iterable[str], since: float) -> None:
+        names = {path.rpartition("/")[2] for path in paths if "quarantine" not in path}
         for part in self._world.every_part() if self.is_roomy else []:
             key = self._world.key(part)
             is_there = file_name(key) in names
-            if not is_there and self._history.must_be_there(key, part.num_blocks):
-                self._simulation.fail("lost by a power cut", part)
+            if not is_there and self._history.must_be_there(key, part.num_blocks, since=since):
+                self._simulation.fail(wrong, part)
 
     async def _examine(self) -> None:
         """Look at the store, when all processes have ended, with an engine of its own."""
@@ -472,6 +479,10 @@ class _FileRun(EngineRun):
         except BackendUnavailableError:
             if not self._store_of_all.has_faults:
                 raise
+
+    async def _require_below(self, since: float) -> None:
+        await super()._require_below(since)
+        self._store_of_all.require_flushed(since)
 
     async def _retain(self, parts: tuple[Part, ...], **_: object) -> None:
         files = self.opened.tiers[-1] if self.opened.tiers else self.opened.backend

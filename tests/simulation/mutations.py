@@ -688,7 +688,7 @@ MUTATIONS = (
         "        await self._ask(self._removers, self._folder.sync_file_system)\n",
         "        await asyncio.sleep(0)\n",
         "files",
-        200,
+        60,
     ),
     Mutation(
         "reserved bytes are not counted",
@@ -760,7 +760,7 @@ MUTATIONS = (
         "        while self._pins:\n            _, pin",
         "        while not self._ended:\n            _, pin",
         "peers",
-        60,
+        20,
     ),
     Mutation(
         "a holder whose lease has ended stays known",

@@ -168,6 +168,11 @@ class SimulatedDisk:
             path: len(node.data) for path, node in self._paths(self._root) if not node.is_folder
         }
 
+    def safe_files(self) -> list[str]:
+        """List the paths of the files that a power cut would leave whole, whatever it takes."""
+        paths = self._paths(self._root, is_safe=True)
+        return [path for path, node in paths if not (node.is_folder or node.pending)]
+
     def descriptors(self) -> list[tuple[int, str]]:
         """List the open descriptors, each with its process."""
         return [(fd, opened.process.name) for fd, opened in self._opened.items()]
@@ -547,10 +552,12 @@ class SimulatedDisk:
         for each in node.names.values():
             yield from self._below(each)
 
-    def _paths(self, node: _Node, path: str = "") -> Iterator[tuple[str, _Node]]:
+    def _paths(
+        self, node: _Node, path: str = "", *, is_safe: bool = False
+    ) -> Iterator[tuple[str, _Node]]:
         yield path, node
-        for name, each in node.names.items():
-            yield from self._paths(each, f"{path}/{name}")
+        for name, each in (node.safe_names if is_safe else node.names).items():
+            yield from self._paths(each, f"{path}/{name}", is_safe=is_safe)
 
 
 def _fail(number: int, path: "_Name | None" = None) -> NoReturn:
