@@ -150,13 +150,13 @@ class IsolatedTier:
         return partial(self._move_in_time, operation, cause, self._timeouts.move_s)
 
     async def delete(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
-        """See `delete_from`; no key was there when the backend fails or is late."""
+        """See `delete_from`; every block may stay when the backend fails or is late."""
         deleted = None
         if self._may_call(Operation.DELETE, keys):
             what, call = f"delete of {len(keys)} blocks", delete_from(self.backend, keys)
             timeout_s = self._timeouts.move_s
             deleted = await self._ask(Operation.DELETE, what, keys, timeout_s, call)
-        return deleted or (set(), set())
+        return deleted or (set(), set(keys))
 
     async def purge(self, prefix: bytes) -> bool:
         """Delete blocks as `Purgeable.purge` does; whether the backend could do so in time."""

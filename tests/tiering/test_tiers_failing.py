@@ -91,7 +91,7 @@ async def test_a_lower_tier_that_raises_takes_nothing_down(
         assert "injected error" in outcomes[1].reason
         outcomes = await tiers.backend.store(KEYS, memory.describe(0, range(8)))
         assert statuses(outcomes) == [Status.DONE] * 4 + [Status.FAILED] * 4
-        assert await tiers.backend.delete(KEYS) == [True] * 4 + [False] * 4
+        assert await tiers.backend.delete(KEYS) == [False] * 8  # some may stay below
 
 
 async def test_blocks_that_fail_on_their_way_down_are_logged_once(
