@@ -175,7 +175,7 @@ MUTATIONS = (
         '        if is_caller_cancelled():\n            raise\n        raise BackendUnavailableError("the',
         '        if exc:\n            raise\n        raise BackendUnavailableError("the',
         "tiers",
-        60,
+        80,
     ),
     Mutation(
         "what the second tier took is not written back",
@@ -399,7 +399,7 @@ MUTATIONS = (
         "            for tier in reversed(self._tiers):\n                async with",
         "            for tier in self._tiers:\n                async with",
         "tiers",
-        40,
+        200,
     ),
     Mutation(
         "a file has its name before its bytes",
@@ -496,15 +496,15 @@ MUTATIONS = (
         "        if not self._held:\n            return [True] * blocks.num_blocks\n        held",
         "        if blocks.num_blocks:\n            return [True] * blocks.num_blocks\n        held",
         "peers",
-        20,
+        80,
     ),
     Mutation(
         "a late read is not in quarantine",
         "backends/nixl/reads.py",
         "            late(asyncio.wrap_future(flight.done), ours)\n",
         "            pass\n",
-        "peers",
-        20,
+        "lending",
+        40,
     ),
     Mutation(
         "a reset keeps the names of the lower tier",
@@ -840,7 +840,7 @@ MUTATIONS = (
         "            if load.exception() or load.result().memory_safe:\n",
         "            if load.done():\n",
         "handover",
-        60,
+        160,
     ),
     Mutation(
         "a ticket is released at the first worker alone",
