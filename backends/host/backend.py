@@ -35,7 +35,7 @@ from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import wait_for_begun
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
-from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
+from kvxfer.storage.index import BlockIndex, StorePlan
 from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
@@ -165,7 +165,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         starts = blocks.payload_starts
         ends = starts + blocks.block_sizes
         with self._lock:
-            if any(self._index.state(key) is BlockState.STORING for key in keys):
+            if any(self._index.are_storing(keys)):
                 return None
             plan = self._plan_store(keys, starts.tolist(), ends.tolist())
             if plan.keys and blocks.device != HOST:
@@ -386,7 +386,7 @@ class HostBackend(LendingBackend, ImmediateMover):
     def is_storing(self, key: BlockKey) -> bool:
         """Whether a block is being stored, so that another store of it would wait."""
         with self._lock:
-            return self._index.state(key) is BlockState.STORING
+            return self._index.are_storing([key])[0]
 
     def _begin_load(
         self, keys: Sequence[BlockKey], blocks: Descriptors, *, is_use: bool = True

@@ -147,6 +147,11 @@ class BlockIndex:
         entries = map(self._entries.get, keys)
         return [entry is not None and not entry.storing for entry in entries]
 
+    def are_storing(self, keys: Iterable[BlockKey]) -> list[bool]:
+        """Say of each block whether its slot is being written."""
+        entries = map(self._entries.get, keys)
+        return [entry is not None and entry.storing for entry in entries]
+
     def slot_of(self, key: BlockKey) -> int:
         """Slot of a block in any state.
 
