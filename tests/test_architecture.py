@@ -63,7 +63,7 @@ BUDGETS = {
     "kvxfer/pages": 1_250,
     "kvxfer/replay": 1_866,
     "kvxfer/runtime": 1_260,
-    "kvxfer/storage": 5_150,
+    "kvxfer/storage": 5_153,
     "kvxfer/telemetry": 1_717,
     "kvxfer/testing": 7_389,
     "kvxfer/tiering": 1_582,
