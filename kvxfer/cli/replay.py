@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     report = Report(
         trace=summarise(trace),
         machine=machine,
-        capacities=plan_capacities(trace, machine, **_grid(arguments, trace, machine)),
+        capacities=plan_capacities(trace, machine, *_grid(arguments, trace, machine)),
         lists=[plan_list(trace, machine, backend) for backend in arguments.backend],
         recommendation=recommend(trace, machine, budget) if budget else None,
     )
@@ -131,14 +131,10 @@ def _machine(arguments: argparse.Namespace) -> "Machine":
     )
 
 
-class _Grid(TypedDict):
-    policies: "list[PolicyName]"
-    slots: list[int]
-    capacities: list[int | None]
-
-
-def _grid(arguments: argparse.Namespace, trace: "Trace", machine: "Machine") -> _Grid:
-    """Find the policies and capacities to compare."""
+def _grid(
+    arguments: argparse.Namespace, trace: "Trace", machine: "Machine"
+) -> "tuple[list[PolicyName], list[int], list[int | None]]":
+    """Find what to compare: the policies, and the capacities in blocks and in bytes, if known."""
     from kvxfer.replay import plan_tiers
 
     policies: list[PolicyName] = []
@@ -147,17 +143,16 @@ def _grid(arguments: argparse.Namespace, trace: "Trace", machine: "Machine") -> 
             raise InvalidArgumentError("policies", name, f"some of {', '.join(POLICIES)}")
         policies.append(name)
     needed = arguments.capacities is not None or machine.bytes_per_token
-    block = machine.block_size_bytes(trace.tokens_per_block) if needed else None
-    if arguments.capacities is not None and block is not None:
+    block = machine.block_size_bytes(trace.tokens_per_block) if needed else 0
+    if arguments.capacities is not None:
         sizes = [int(ByteSize.parse(text)) for text in arguments.capacities.split(",")]
         slots = [plan_tiers(f"host://?capacity={size}", block)[0].num_slots for size in sizes]
-        return {"policies": policies, "slots": slots, "capacities": [*sizes]}
+        return policies, slots, [*sizes]
     if arguments.blocks is not None:
         slots = [_positive("blocks", text) for text in arguments.blocks.split(",")]
     else:
         slots = sorted({max(1, trace.num_unique // share) for share in SHARES})
-    capacities = [number * block if block else None for number in slots]
-    return {"policies": policies, "slots": slots, "capacities": capacities}
+    return policies, slots, [number * block or None for number in slots]
 
 
 def _study_fleet(arguments: argparse.Namespace, trace: "Trace", machine: "Machine") -> None:

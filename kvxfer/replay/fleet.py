@@ -1,5 +1,6 @@
 """Fleets in simulation: many engines above many holders."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -30,9 +31,6 @@ KEYS_AT_A_TIME = 2048
 MESSAGES_OF_A_LOOKUP, MESSAGES_OF_A_STORE, MESSAGES_OF_A_HEARTBEAT = 2, 4, 2
 """Requests and their answers: `Lookup`; `Pull` and `Publish`; `Ping`. A load of what a lookup
 found needs none."""
-
-Placement = list[NDArray[np.int32]]
-"""Holders of each block, the first choice first: `(replicas, num_blocks)` for each group."""
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,105 +83,76 @@ def parse_fleet(text: str) -> Fleet:
     return convert_settings("fleet", settings, Fleet, what="sizes of a fleet", shown_as=text)
 
 
-def place(fleet: Fleet, num_blocks: int) -> Placement:
-    """Place blocks at the holders of each group."""
-    keys = [make_block_key(block.to_bytes(16, "big"), 0) for block in range(num_blocks)]
-    groups = np.arange(fleet.holders) * fleet.groups // fleet.holders
-    placement = []
-    for group in range(fleet.groups):
-        holders = np.flatnonzero(groups == group)
-        endpoints = [Endpoint(f"holder-{holder}", 7000) for holder in holders.tolist()]
-        parts = [
-            holders[rank(keys[start : start + KEYS_AT_A_TIME], endpoints, fleet.replicas)]
-            for start in range(0, len(keys), KEYS_AT_A_TIME)
-        ]
-        placement.append(np.concatenate(parts, axis=1).astype(np.int32))
-    return placement
-
-
-class SimulatedHolders:
-    """Holders, each connected to the engines of its group: what it has, and is asked.
+class SimulatedHolders(SimulatedTier):
+    """Holders of one group, as the lower tier of all of its engines.
 
     Args:
-        fleet: The fleet.
+        names: Numbers of the holders in their fleet, which decide what is placed where.
+        replicas: Holders that have a block.
         num_slots: Blocks that fit into a holder.
-        placement: Holders of each block.
+        num_blocks: Blocks of the trace.
 
     Attributes:
         stores: Store of each holder.
+        placement: Place in `stores` of each holder of a block, the first choice first; int32
+            `(replicas, num_blocks)`.
         num_lookups: Lookups that each holder has answered.
         num_stores: Batches that each holder was asked to store.
     """
 
-    def __init__(self, fleet: Fleet, num_slots: int, placement: Placement) -> None:
+    def __init__(
+        self, names: Sequence[int], replicas: int, num_slots: int, num_blocks: int
+    ) -> None:
         plan = TierPlan("host", "lru", num_slots)
-        self.stores = [SimulatedTier(plan) for _ in range(fleet.holders)]
-        self.num_lookups, self.num_stores = [0] * fleet.holders, [0] * fleet.holders
-        self._fleet = fleet
-        self._placement = placement
-
-    def homes(self, engine: int, blocks: Sequence[int]) -> list[list[int]]:
-        """Find the holders of blocks for an engine, the first choice first."""
-        group = engine * self._fleet.groups // self._fleet.engines
-        homes: list[list[int]] = self._placement[group][:, blocks].tolist()
-        return homes
-
-
-class HoldersTier(SimulatedTier):
-    """Holders as the tier of one engine, which has no block itself.
-
-    Args:
-        holders: All holders.
-        engine: Number of the engine.
-    """
-
-    def __init__(self, holders: SimulatedHolders, engine: int) -> None:
-        super().__init__(TierPlan("host", "lru", num_slots=1))
-        self._holders = holders
-        self._engine = engine
+        super().__init__(plan)
+        self.stores = [SimulatedTier(plan) for _ in names]
+        self.num_lookups, self.num_stores = [0] * len(names), [0] * len(names)
+        keys = [make_block_key(block.to_bytes(16, "big"), 0) for block in range(num_blocks)]
+        endpoints = [Endpoint(f"holder-{name}", 7000) for name in names]
+        parts = [
+            rank(keys[start : start + KEYS_AT_A_TIME], endpoints, replicas)
+            for start in range(0, num_blocks, KEYS_AT_A_TIME)
+        ]
+        self.placement = np.concatenate(parts, axis=1).astype(np.int32)
 
     def __contains__(self, block: object) -> bool:
         """Whether a block is at a holder; nobody is asked."""
         assert isinstance(block, int)
-        stores = self._holders.stores
-        return any(block in stores[home] for [home] in self._holders.homes(self._engine, [block]))
+        return any(block in self.stores[home] for home in self.placement[:, block].tolist())
 
     def lookup(self, blocks: Sequence[int]) -> list[int]:
         """Ask the holders of blocks."""
-        holders = self._holders
-        asked: set[int] = set()
-        found: set[int] = set()
-        for homes in holders.homes(self._engine, blocks):
-            asked.update(homes)
-            for block, home in zip(blocks, homes, strict=True):
-                if block in holders.stores[home]:
-                    found.add(block)
-        for home in asked:
-            holders.num_lookups[home] += 1
-        return [block for block in blocks if block in found]
+        for home in set(self.placement[:, blocks].ravel().tolist()):
+            self.num_lookups[home] += 1
+        return self.find(blocks)
 
     def load(self, blocks: Sequence[int], *, is_use: bool = True) -> None:
-        """Read blocks, each from the first holder that has it, at the places of the lookup."""
-        holders, left = self._holders, set(blocks)
-        for homes in holders.homes(self._engine, blocks):
-            there: dict[int, list[int]] = {}
-            for block, home in zip(blocks, homes, strict=True):
-                if block in left and block in holders.stores[home]:
-                    there.setdefault(home, []).append(block)
+        """Read blocks, each from the first holder that has it."""
+        left = list(blocks)
+        for choice in self.placement:
+            there: dict[int, list[int]] = defaultdict(list)
+            for block, home in zip(left, choice[left].tolist(), strict=True):
+                there[home if block in self.stores[home] else -1].append(block)
+            left = there.pop(-1, [])
             for home, each in there.items():
-                holders.stores[home].load(each, is_use=is_use)
-                left.difference_update(each)
+                self.stores[home].load(each, is_use=is_use)
 
     def store(self, blocks: Sequence[int]) -> None:
         """Store blocks at all of their holders."""
-        holders = self._holders
-        by_home: dict[int, list[int]] = {}
-        for homes in holders.homes(self._engine, blocks):
-            for block, home in zip(blocks, homes, strict=True):
-                by_home.setdefault(home, []).append(block)
+        by_home: dict[int, list[int]] = defaultdict(list)
+        for choice in self.placement:
+            for block, home in zip(blocks, choice[blocks].tolist(), strict=True):
+                by_home[home].append(block)
         for home, each in by_home.items():
-            holders.stores[home].store(each)
-            holders.num_stores[home] += 1
+            self.stores[home].store(each)
+            self.num_stores[home] += 1
+
+
+def make_holders(fleet: Fleet, num_slots: int, num_blocks: int) -> list[SimulatedHolders]:
+    """Make the holders of each group, without a block."""
+    groups = np.arange(fleet.holders) * fleet.groups // fleet.holders
+    names = (np.flatnonzero(groups == group).tolist() for group in range(fleet.groups))
+    return [SimulatedHolders(each, fleet.replicas, num_slots, num_blocks) for each in names]
 
 
 def route(trace: Trace, fleet: Fleet, seed: int) -> list[int]:
@@ -204,16 +173,21 @@ def route(trace: Trace, fleet: Fleet, seed: int) -> list[int]:
     return engines
 
 
-def replay_on_holders(
-    trace: Trace, engines: Sequence[int], num_slots: int, holders: SimulatedHolders
+def replay_above(
+    trace: Trace,
+    fleet: Fleet,
+    engines: Sequence[int],
+    num_slots: int,
+    groups: Sequence[SimulatedTier],
 ) -> NDArray[np.int64]:
-    """Replay a trace; return the hits of each request in its engine, and at holders.
+    """Replay a trace; return the hits of each request in its engine, and in the tier below it.
 
     Args:
         trace: The trace.
+        fleet: The fleet.
         engines: Engine of each request.
         num_slots: Blocks that fit into an engine's own memory.
-        holders: The holders, new.
+        groups: What the engines of each group share, or of all; empty.
 
     Returns:
         int64 `(num_requests, 2)`.
@@ -223,24 +197,18 @@ def replay_on_holders(
     for request, (blocks, engine) in enumerate(zip(trace.requests(), engines, strict=True)):
         if engine not in tiers:
             own = SimulatedTier(TierPlan("host", "lru", num_slots))
-            tiers[engine] = SimulatedTiers([own, HoldersTier(holders, engine)])
+            tiers[engine] = SimulatedTiers([own, groups[engine * len(groups) // fleet.engines]])
         hits[request] = tiers[engine].replay(blocks)
     return hits
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Figure that holders differ in, in a second where its name says so."""
+    """Figure of all holders, in a second where its name says so."""
 
     name: str
     mean: float
     p99: float
     largest: float
-
-    @classmethod
-    def of(cls, name: str, values: NDArray[np.int64] | NDArray[np.float64]) -> "Spread":
-        """Summarise the figures of all holders."""
-        p99 = float(np.percentile(values, 99))
-        return cls(name, float(values.mean()), p99, float(values.max()))
 
 
 class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -276,53 +244,49 @@ def study_fleet(trace: Trace, machine: Machine, fleet: Fleet, *, seed: int = 0) 
         plan_tiers(f"host://?capacity={capacity}", block)[0].num_slots
         for capacity in (fleet.engine_capacity, fleet.capacity)
     )
-    engines, placement = route(trace, fleet, seed), place(fleet, trace.num_unique)
-    holders = SimulatedHolders(fleet, num_slots, placement)
-    hits = replay_on_holders(trace, engines, num_own, holders)
-    own, theirs = (hits.sum(axis=0) / trace.num_references).tolist()
+    engines = route(trace, fleet, seed)
+    holders = make_holders(fleet, num_slots, trace.num_unique)
+    pool = SimulatedTier(TierPlan("host", "lru", num_slots * fleet.holders))
+    (own, theirs), (_, pooled) = (
+        replay_above(trace, fleet, engines, num_own, below).sum(axis=0) / trace.num_references
+        for below in (holders, [pool])
+    )
+    sizes = {"capacity": int(fleet.capacity), "engine_capacity": int(fleet.engine_capacity)}
     return FleetReport(
-        fleet={name: _plain(getattr(fleet, name)) for name in fleet.__struct_fields__},
+        fleet=msgspec.structs.asdict(fleet) | sizes,
         num_slots=num_slots,
-        hits_own=own,
-        hits_holders=theirs,
-        hits_pool=_hits_in_one_pool(trace, fleet, engines, num_own, num_slots),
+        hits_own=float(own),
+        hits_holders=float(theirs),
+        hits_pool=float(pooled),
         num_connections=fleet.num_connections,
         holders=_spreads(holders, max(trace.duration_s, 1e-3), block, fleet),
     )
 
 
-def _plain(value: int | str) -> int | str:
-    return int(value) if isinstance(value, int) else value
-
-
-def _hits_in_one_pool(
-    trace: Trace, fleet: Fleet, engines: Sequence[int], num_own: int, num_slots: int
-) -> float:
-    """Count the hits of the same engines above one store as large as all holders together."""
-    pool = msgspec.structs.replace(fleet, holders=1, groups=1, replicas=1)
-    placement = [np.zeros((1, trace.num_unique), np.int32)]
-    holders = SimulatedHolders(pool, num_slots * fleet.holders, placement)
-    hits = replay_on_holders(trace, engines, num_own, holders)
-    return float(hits[:, 1].sum() / trace.num_references)
-
-
-def _spreads(holders: SimulatedHolders, seconds: float, block: int, fleet: Fleet) -> list[Spread]:
+def _spreads(
+    groups: Sequence[SimulatedHolders], seconds: float, block: int, fleet: Fleet
+) -> list[Spread]:
     read, written, evicted = (
-        np.array([getattr(store, f"num_{what}") for store in holders.stores])
-        for what in ("read", "written", "evicted")
+        np.array([getattr(store, name) for group in groups for store in group.stores])
+        for name in ("num_read", "num_written", "num_evicted")
     )
-    lookups, stores = np.array(holders.num_lookups), np.array(holders.num_stores)
+    lookups = np.concatenate([group.num_lookups for group in groups])
+    stores = np.concatenate([group.num_stores for group in groups])
     connections = np.full(fleet.holders, fleet.num_connections)
     messages = MESSAGES_OF_A_LOOKUP * lookups + MESSAGES_OF_A_STORE * stores
     heartbeats = MESSAGES_OF_A_HEARTBEAT * connections / fleet.connections / PEERS.heartbeat_s
+    figures = {
+        "blocks kept": written - evicted,
+        "requests/s": (lookups + stores) / seconds,
+        "messages/s of requests": messages / seconds,
+        "messages/s of heartbeats": heartbeats,
+        "bytes/s read": read * block / seconds,
+        "bytes/s written": written * block / seconds,
+        "connections": connections,
+    }
     return [
-        Spread.of("blocks kept", written - evicted),
-        Spread.of("requests/s", (lookups + stores) / seconds),
-        Spread.of("messages/s of requests", messages / seconds),
-        Spread.of("messages/s of heartbeats", heartbeats),
-        Spread.of("bytes/s read", read * block / seconds),
-        Spread.of("bytes/s written", written * block / seconds),
-        Spread.of("connections", connections),
+        Spread(name, float(each.mean()), float(np.percentile(each, 99)), float(each.max()))
+        for name, each in figures.items()
     ]
 
 

@@ -118,7 +118,6 @@ class TiersRow(msgspec.Struct, frozen=True, kw_only=True):
 def plan_capacities(
     trace: Trace,
     machine: Machine,
-    *,
     policies: Sequence[PolicyName],
     slots: Sequence[int],
     capacities: Sequence[int | None],

@@ -1,6 +1,6 @@
 """Recommendation: the `backend` list that makes the most of a budget, and of no more of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
 import msgspec
@@ -64,83 +64,51 @@ def recommend(trace: Trace, machine: Machine, budget: Budget) -> Recommendation:
     Raises:
         InvalidArgumentError: Not one block fits, or the size of a block is not known.
     """
-    machine.block_size_bytes(trace.tokens_per_block)  # or nothing can be said about a budget
-    search = _Search(trace, machine)
-    capacities = {medium: int(budget[medium]) for medium in _MEDIA if medium in budget}
-    best, policies = search.best_policies(capacities)
-    size = {medium: int(num_bytes) for medium, num_bytes in budget.items()}
-    if not policies:
-        reasons = ["no tier is worth it: a hit saves nothing, or there is none"]
-        return Recommendation(budget=size, row=None, reasons=reasons)
-    reasons = []
-    for medium in reversed(policies):
-        capacities = search.shrink(capacities, policies, medium, AS_GOOD * best)
-        given, of_all = format_size(capacities[medium]), format_size(budget[medium])
-        if given != of_all:
-            reasons.append(f"{medium}: {given} are as good as {of_all}")
-    reasons += [f"{medium}: not needed" for medium in capacities if medium not in policies]
-    row = search.row(capacities, policies)
-    return Recommendation(budget=size, row=row, reasons=reasons)
+    block = machine.block_size_bytes(trace.tokens_per_block)
+    rows: dict[tuple[str, ...], TiersRow] = {}
 
+    def plan(sizes: Mapping[Medium, int], policies: Mapping[Medium, PolicyName]) -> TiersRow:
+        urls = tuple(tier_url(each, sizes[each], policies[each]) for each in policies)
+        if urls not in rows:
+            rows[urls] = plan_list(trace, machine, urls)
+        return rows[urls]
 
-class _Search:
-    """Lists of tiers that were tried, and what they give."""
-
-    def __init__(self, trace: Trace, machine: Machine) -> None:
-        self._trace = trace
-        self._machine = machine
-        self._rows: dict[tuple[str, ...], TiersRow] = {}
-
-    def best_policies(
-        self, capacities: Mapping[Medium, int]
-    ) -> tuple[float, dict[Medium, PolicyName]]:
-        """Find the policies, and so the tiers, that give the most; none where nothing is given."""
-        best, policies = 0.0, dict[Medium, PolicyName]()
-        for number in range(1, len(capacities) + 1):
-            for chosen in product(POLICIES, repeat=number):
-                tried = dict(zip(capacities, chosen, strict=False))
-                score = self.score(capacities, tried)
-                if score * AS_GOOD > best:
-                    best, policies = score, tried
-        return best, policies
-
-    def shrink(
-        self,
-        capacities: dict[Medium, int],
-        policies: Mapping[Medium, PolicyName],
-        medium: Medium,
-        least: float,
-    ) -> dict[Medium, int]:
-        """Halve the capacity of a medium, as long as the list is not worse than `least`."""
-        half = capacities | {medium: capacities[medium] // 2}
-        while self._fits(half) and self.score(half, policies) >= least:
-            capacities = half
-            half = capacities | {medium: capacities[medium] // 2}
-        return capacities
-
-    def row(
-        self, capacities: Mapping[Medium, int], policies: Mapping[Medium, PolicyName]
-    ) -> TiersRow:
-        """Plan the list of the media with a policy."""
-        urls = tuple(tier_url(medium, capacities[medium], policies[medium]) for medium in policies)
-        if urls not in self._rows:
-            self._rows[urls] = plan_list(self._trace, self._machine, urls)
-        return self._rows[urls]
-
-    def score(
-        self, capacities: Mapping[Medium, int], policies: Mapping[Medium, PolicyName]
-    ) -> float:
-        """Say how good a list is: the seconds that it saves, or else its hits."""
-        row = self.row(capacities, policies)
+    def score(sizes: Mapping[Medium, int], policies: Mapping[Medium, PolicyName]) -> float:
+        row = plan(sizes, policies)
         return row.num_hits if row.first_token_s is None else row.first_token_s
 
-    def _fits(self, capacities: Mapping[Medium, int]) -> bool:
-        """Whether at least one block fits in each tier."""
-        try:
-            block = self._machine.block_size_bytes(self._trace.tokens_per_block)
-            plan_tiers(
-                [tier_url(medium, size, "lru") for medium, size in capacities.items()], block
-            )
-        except InvalidArgumentError:
-            return False
-        return True
+    asked = {medium: int(num_bytes) for medium, num_bytes in budget.items()}
+    sizes = {medium: asked[medium] for medium in _MEDIA if medium in asked}
+    best, policies = 0.0, dict[Medium, PolicyName]()
+    for tried in _choices(sizes):
+        if score(sizes, tried) * AS_GOOD > best:
+            best, policies = score(sizes, tried), tried
+    if not policies:
+        reasons = ["no tier is worth it: a hit saves nothing, or there is none"]
+        return Recommendation(budget=asked, row=None, reasons=reasons)
+    reasons = []
+    for medium in reversed(policies):
+        half = sizes | {medium: sizes[medium] // 2}
+        while _fits(medium, half[medium], block) and score(half, policies) >= AS_GOOD * best:
+            sizes, half = half, half | {medium: half[medium] // 2}
+        given, of_all = format_size(sizes[medium]), format_size(asked[medium])
+        if given != of_all:
+            reasons.append(f"{medium}: {given} are as good as {of_all}")
+    reasons += [f"{medium}: not needed" for medium in sizes if medium not in policies]
+    return Recommendation(budget=asked, row=plan(sizes, policies), reasons=reasons)
+
+
+def _choices(media: Iterable[Medium]) -> Iterator[dict[Medium, PolicyName]]:
+    """List the policies of the first tier alone, then those of two."""
+    for number, _ in enumerate(media, start=1):
+        for chosen in product(POLICIES, repeat=number):
+            yield dict(zip(media, chosen, strict=False))
+
+
+def _fits(medium: Medium, capacity: int, block_size_bytes: int) -> bool:
+    """Whether at least one block fits."""
+    try:
+        plan_tiers(tier_url(medium, capacity, "lru"), block_size_bytes)
+    except InvalidArgumentError:
+        return False
+    return True

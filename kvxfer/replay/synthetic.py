@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -36,8 +36,10 @@ def make_synthetic(workload: Workload, *, seed: int = 0, tokens_per_block: int =
     source = np.random.default_rng(seed)
     blocks = _Blocks(tokens_per_block)
     try:
-        requests = _requests(workload, source, blocks)
-        lines = [_line(request, blocks) for request in requests]
+        if isinstance(workload, Rag):
+            lines = list(_rag(workload, source, blocks))
+        else:
+            lines = list(_sessions(workload, source, blocks))
     except _TooManyBlocksError as exc:
         problem = f"more than {MAX_BLOCKS:,} blocks; expected fewer or shorter prompts"
         raise TraceError(name, problem) from exc
@@ -61,13 +63,6 @@ class _Prompt:
     blocks: tuple[int, ...] = ()
     tail: tuple[tuple[int, int, int], ...] = ()
     num_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    arrival_s: float
-    prompt: _Prompt
-    output_tokens: int
 
 
 @dataclass(slots=True)
@@ -107,27 +102,18 @@ class _Blocks:
             tail = (*tail, (text, first, num_tokens - first))
         return _Prompt(tuple(chain), tail, prompt.num_tokens + num_tokens)
 
-
-def _requests(
-    workload: Workload, source: np.random.Generator, blocks: _Blocks
-) -> Iterator[_Request]:
-    if isinstance(workload, Rag):
-        return _rag(workload, source, blocks)
-    return _sessions(workload, _Sessions.of(workload), source, blocks)
-
-
-def _line(request: _Request, blocks: _Blocks) -> TraceLine:
-    prompt = request.prompt
-    blocks.num_used += len(prompt.blocks)
-    if blocks.num_used > MAX_BLOCKS:
-        raise _TooManyBlocksError
-    return TraceLine(
-        timestamp=round(1000 * request.arrival_s, 3),
-        input_length=prompt.num_tokens,
-        output_length=request.output_tokens,
-        hash_ids=list(prompt.blocks),
-        tokens_per_block=blocks.tokens_per_block,
-    )
+    def request(self, arrival_s: float, prompt: _Prompt, output_tokens: int) -> TraceLine:
+        """Make the line of a request in a trace."""
+        self.num_used += len(prompt.blocks)
+        if self.num_used > MAX_BLOCKS:
+            raise _TooManyBlocksError
+        return TraceLine(
+            timestamp=round(1000 * arrival_s, 3),
+            input_length=prompt.num_tokens,
+            output_length=output_tokens,
+            hash_ids=list(prompt.blocks),
+            tokens_per_block=self.tokens_per_block,
+        )
 
 
 def _tokens(source: np.random.Generator, mean: float) -> int:
@@ -135,70 +121,47 @@ def _tokens(source: np.random.Generator, mean: float) -> int:
     return 1 + int(source.exponential(max(mean - 1, 0)))
 
 
-class _Sessions(NamedTuple):
-    """Sizes of chats, and of agents, which are chats that fork.
-
-    Attributes:
-        num_heads: Texts of which each session begins with one.
-        task_tokens: Tokens behind it, of the session's own.
-        num_requests: Requests of a session and its forks.
-        forks: Share of the requests after which two go on.
-        input_tokens: Tokens that each request adds.
-        pause_s: Seconds between two requests.
-    """
-
-    num_heads: int
-    task_tokens: int
-    num_requests: float
-    forks: float
-    input_tokens: int
-    pause_s: float
-
-    @classmethod
-    def of(cls, kind: MultiTurn | Agentic) -> "_Sessions":
-        """Find the sizes, which are averages."""
-        if isinstance(kind, MultiTurn):
-            return cls(kind.system_prompts, 0, kind.turns, 0, kind.user_tokens, kind.think_s)
-        more = kind.steps, kind.forks, kind.tool_tokens, kind.tool_s
-        return cls(kind.agents, kind.task_tokens, *more)
-
-
 def _sessions(
-    workload: MultiTurn | Agentic,
-    sizes: _Sessions,
-    source: np.random.Generator,
-    blocks: _Blocks,
-) -> Iterator[_Request]:
-    """Make the requests of sessions, in the order of their arrival."""
+    workload: MultiTurn | Agentic, source: np.random.Generator, blocks: _Blocks
+) -> Iterator[TraceLine]:
+    """Make the requests of chats, or of agents, which are chats with a task that fork."""
+    if isinstance(workload, MultiTurn):
+        num_heads, num_requests = workload.system_prompts, workload.turns
+        input_tokens, pause_s = workload.user_tokens, workload.think_s
+        task_tokens, forks = 0, 0.0
+    else:
+        num_heads, num_requests = workload.agents, workload.steps
+        input_tokens, pause_s = workload.tool_tokens, workload.tool_s
+        task_tokens, forks = workload.task_tokens, workload.forks
     heads = [
         blocks.append(_Prompt(), blocks.new_text(), workload.system_tokens)
-        for _ in range(sizes.num_heads)
+        for _ in range(num_heads)
     ]
-    ends = 1 - (1 - 1 / sizes.num_requests) / (1 + sizes.forks)
-    between_s = sizes.num_requests / workload.requests_per_s
+    ends = 1 - (1 - 1 / num_requests) / (1 + forks)
+    between_s = num_requests / workload.requests_per_s
     next_session_s = source.exponential(between_s)
     waiting: list[tuple[float, int, _Prompt]] = []
     for number in range(workload.requests):
         if not waiting or next_session_s < waiting[0][0]:
             arrival_s, head = next_session_s, heads[source.integers(len(heads))]
-            if sizes.task_tokens:
-                task = _tokens(source, sizes.task_tokens)
+            if task_tokens:
+                task = _tokens(source, task_tokens)
                 head = blocks.append(head, blocks.new_text(), task)
             next_session_s += source.exponential(between_s)
         else:
             arrival_s, _, head = heapq.heappop(waiting)
-        prompt = blocks.append(head, blocks.new_text(), _tokens(source, sizes.input_tokens))
+        prompt = blocks.append(head, blocks.new_text(), _tokens(source, input_tokens))
         answer = _tokens(source, workload.output_tokens)
         if source.random() >= ends:
-            num_next = 2 if sizes.forks and source.random() < sizes.forks else 1
+            num_next = 2 if forks and source.random() < forks else 1
             later = blocks.append(prompt, blocks.new_text(), answer)
             for index in range(num_next):
-                pause = source.exponential(sizes.pause_s)
+                pause = source.exponential(pause_s)
                 heapq.heappush(waiting, (arrival_s + pause, 2 * number + index, later))
-        yield _Request(arrival_s, prompt, answer)
+        yield blocks.request(arrival_s, prompt, answer)
 
 
-def _rag(workload: Rag, source: np.random.Generator, blocks: _Blocks) -> Iterator[_Request]:
+def _rag(workload: Rag, source: np.random.Generator, blocks: _Blocks) -> Iterator[TraceLine]:
     system = blocks.append(_Prompt(), blocks.new_text(), workload.system_tokens)
     texts = [blocks.new_text() for _ in range(workload.documents)]
     lengths = [_tokens(source, workload.document_tokens) for _ in texts]
@@ -213,4 +176,4 @@ def _rag(workload: Rag, source: np.random.Generator, blocks: _Blocks) -> Iterato
             prompt = blocks.append(prompt, texts[document], lengths[document])
         question = _tokens(source, workload.question_tokens)
         prompt = blocks.append(prompt, blocks.new_text(), question)
-        yield _Request(arrival_s, prompt, _tokens(source, workload.output_tokens))
+        yield blocks.request(arrival_s, prompt, _tokens(source, workload.output_tokens))

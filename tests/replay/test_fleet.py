@@ -9,11 +9,10 @@ from kvxfer.replay import Machine, MultiTurn, TierPlan, Trace, make_synthetic, s
 from kvxfer.replay.fleet import (
     Fleet,
     FleetReport,
-    SimulatedHolders,
     format_fleet,
+    make_holders,
     parse_fleet,
-    place,
-    replay_on_holders,
+    replay_above,
     route,
     study_fleet,
 )
@@ -36,9 +35,8 @@ def report(chats: Trace) -> FleetReport:
 
 def test_one_engine_above_one_holder_has_the_hits_of_two_tiers(chats: Trace) -> None:
     fleet = Fleet(holders=1, engines=1)
-    placement = place(fleet, chats.num_unique)
-    holders = SimulatedHolders(fleet, 500, placement)
-    hits = replay_on_holders(chats, route(chats, fleet, 0), 100, holders)
+    [holders] = make_holders(fleet, 500, chats.num_unique)
+    hits = replay_above(chats, fleet, route(chats, fleet, 0), 100, [holders])
     tiers = simulate(chats, [TierPlan("host", "lru", 100), TierPlan("host", "lru", 500)])
     assert hits.tolist() == tiers.hits.tolist()
     assert hits.sum(axis=0).min() > 0
@@ -49,9 +47,9 @@ def test_one_engine_above_one_holder_has_the_hits_of_two_tiers(chats: Trace) -> 
 def test_blocks_are_placed_as_engines_place_them() -> None:
     fleet = Fleet(holders=7, engines=7, groups=2, replicas=2)
     keys = [make_block_key(block.to_bytes(16, "big"), 0) for block in range(500)]
-    for placed, holders in zip(place(fleet, 500), (range(4), range(4, 7)), strict=True):
+    for placed, holders in zip(make_holders(fleet, 1, 500), (range(4), range(4, 7)), strict=True):
         endpoints = [Endpoint(f"holder-{holder}", 7000) for holder in holders]
-        assert placed.tolist() == (rank(keys, endpoints, 2) + holders[0]).tolist()
+        assert placed.placement.tolist() == rank(keys, endpoints, 2).tolist()
 
 
 def test_a_fleet_has_almost_the_hits_of_one_pool(report: FleetReport) -> None:
