@@ -104,8 +104,7 @@ def _make_holder(arguments: argparse.Namespace, observers: "Sequence[Observer]")
     host = {"type": "host", "capacity": capacity, "shared": bool(arguments.pool)}
     opening = functools.partial(open_backend, [host, *arguments.tier], observers=observers)
     kept = {"namespace": namespace, "prepare": _warming(arguments, namespace)}
-    make = _make_pool if arguments.pool else _make_peer
-    holder = make(arguments, capacity, opening, kept)
+    holder = _open_holder(arguments, capacity, opening, kept)
     observers = [*observers, *journal_observers()]
     holder.observe(Reports(observers, "pool" if arguments.pool else "nixl"))
     return holder
@@ -142,12 +141,17 @@ def _require_tier(tier: str, arguments: argparse.Namespace) -> None:
         raise InvalidArgumentError("tier", tier, "another process than this one")
 
 
-def _make_peer(
+def _open_holder(
     arguments: argparse.Namespace,
     capacity: ByteSize,
     opening: "Callable[[Namespace], Backend]",
     kept: "Mapping[str, Any]",
-) -> "StandalonePeer":
+) -> "Holder":
+    if arguments.pool:
+        from kvxfer.backends.pool import PoolServer
+
+        require_for_pool(arguments)
+        return PoolServer(Path(arguments.pool), capacity, opening, **kept)
     from kvxfer.backends.nixl.config import NixlConfig
     from kvxfer.backends.nixl.standalone import StandalonePeer
 
@@ -160,18 +164,6 @@ def _make_peer(
         heartbeat_s=lease_s / 4,  # which only processes that ask send
     )
     return StandalonePeer(config, opening, **kept)
-
-
-def _make_pool(
-    arguments: argparse.Namespace,
-    capacity: ByteSize,
-    opening: "Callable[[Namespace], Backend]",
-    kept: "Mapping[str, Any]",
-) -> "PoolServer":
-    from kvxfer.backends.pool import PoolServer
-
-    require_for_pool(arguments)
-    return PoolServer(Path(arguments.pool), capacity, opening, **kept)
 
 
 def _warming(

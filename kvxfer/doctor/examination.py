@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,7 +17,6 @@ from kvxfer.backends.pool import PoolConfig
 from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.doctor import machine, places
 from kvxfer.doctor.finding import Check, Finding, Result, Severity, error
-from kvxfer.endpoint import Endpoint
 from kvxfer.engine_side.vllm_keys import DEFAULT_HASH
 from kvxfer.runtime import DaemonThreads
 from kvxfer.text import printable
@@ -27,55 +25,36 @@ MAX_CHARACTERS = 500
 """Most characters of an error that a check did not expect."""
 
 
-class Machine(NamedTuple):
-    """This machine, and what an engine on it needs: see `examine`."""
+_Run = Callable[..., Result | Iterable[Result]]
 
-    host_bytes: int
-    held_bytes: int
-    hashes: str
-
-    @property
-    def needed(self) -> int:
-        """Bytes of memory that are asked for."""
-        return self.host_bytes + self.held_bytes
-
-
-class Peer(NamedTuple):
-    """Peer of a backend, at one of its addresses."""
-
-    config: NixlConfig
-    endpoint: Endpoint
-
-
-class Directory(NamedTuple):
-    """Place at which holders are announced, and the time for its answers."""
-
-    config: NixlConfig
-    timeout_s: float
-
-
-_Run = Callable[[Any], Result | Iterable[Result]]
-
-CHECKS: Mapping[type, Sequence[tuple[Check, str, _Run]]] = {
-    Machine: (
-        (Check.HASH_SEED, "environment", lambda it: machine.check_hash_seed(hash_name=it.hashes)),
-        (Check.OPEN_FILES, "limits", lambda _: machine.check_open_files()),
-        (Check.LOCKED_MEMORY, "limits", lambda it: machine.check_locked_memory(it.needed)),
-        (Check.CPUS, "control groups", lambda _: machine.check_cpus()),
-        (Check.MEMORY, "control groups", lambda it: machine.check_memory(it.needed)),
+CHECKS: Mapping[str, Sequence[tuple[Check, str, _Run]]] = {
+    "machine": (
+        (
+            Check.HASH_SEED,
+            "environment",
+            lambda *given: machine.check_hash_seed(hash_name=given[2]),
+        ),
+        (Check.OPEN_FILES, "limits", lambda *_: machine.check_open_files()),
+        (
+            Check.LOCKED_MEMORY,
+            "limits",
+            lambda host, held, _: machine.check_locked_memory(host + held),
+        ),
+        (Check.CPUS, "control groups", lambda *_: machine.check_cpus()),
+        (Check.MEMORY, "control groups", lambda host, held, _: machine.check_memory(host + held)),
         (
             Check.SHARED_MEMORY,
             str(SHARED_MEMORY),
-            lambda it: machine.check_shared_memory(it.host_bytes),
+            lambda host, *_: machine.check_shared_memory(host),
         ),
-        (Check.HUGE_PAGES, "kernel", lambda _: machine.check_huge_pages()),
-        (Check.PACKAGE, "packages", lambda _: machine.check_packages()),
-        (Check.NIXL, "package", lambda _: machine.check_nixl()),
-        (Check.CUDA, "driver", lambda _: machine.check_cuda()),
-        (Check.VLLM, "package", lambda _: machine.check_vllm()),
-        (Check.VLLM_PLUGIN, "package", lambda _: machine.check_plugin()),
+        (Check.HUGE_PAGES, "kernel", lambda *_: machine.check_huge_pages()),
+        (Check.PACKAGE, "packages", lambda *_: machine.check_packages()),
+        (Check.NIXL, "package", lambda *_: machine.check_nixl()),
+        (Check.CUDA, "driver", lambda *_: machine.check_cuda()),
+        (Check.VLLM, "package", lambda *_: machine.check_vllm()),
+        (Check.VLLM_PLUGIN, "package", lambda *_: machine.check_plugin()),
     ),
-    FileConfig: (
+    "file": (
         (Check.STORE_FOLDER, "", places.check_folder),
         (Check.STORE_SECRET, "", places.check_secret),
         (Check.STORE_SPACE, "", places.check_space),
@@ -84,14 +63,15 @@ CHECKS: Mapping[type, Sequence[tuple[Check, str, _Run]]] = {
         (Check.DIRECT_IO, "", places.check_direct_io),
         (Check.IO_URING, "", places.check_io_uring),
     ),
-    Peer: ((Check.PEER, "", lambda it: places.check_peer(*it)),),
-    Directory: ((Check.DISCOVERY, "", lambda it: places.check_discovery(*it)),),
-    PoolConfig: ((Check.POOL, "", places.check_pool),),
-    ObjectConfig: ((Check.BUCKET, "", places.check_bucket),),
-    MooncakeConfig: ((Check.MOONCAKE, "", places.check_mooncake),),
+    "peer": ((Check.PEER, "", places.check_peer),),
+    "directory": ((Check.DISCOVERY, "", places.check_discovery),),
+    "pool": ((Check.POOL, "", places.check_pool),),
+    "bucket": ((Check.BUCKET, "", places.check_bucket),),
+    "mooncake": ((Check.MOONCAKE, "", places.check_mooncake),),
 }
 """Checks of each kind of thing: the name, the subject where that is not the thing's URL, and the
-check itself."""
+check itself, of what `_things` lists: of the machine, the bytes that an engine keeps in host memory
+and lends, and the hash of its keys."""
 
 NUM_STEPS = {Check.PEER: 6, Check.BUCKET: 5}
 """Times that the deadline of a check may pass: two connections to a peer of three steps; of a
@@ -134,13 +114,11 @@ def examine(
     configs = [parse_backend(each)[1] for each in backends]
     host_bytes = sum(each.capacity for each in configs if isinstance(each, HostConfig))
     held_bytes = sum(each.capacity or 0 for each in configs if isinstance(each, NixlConfig))
-    things = [("", Machine(host_bytes, held_bytes, hash_name)), *_things(configs, timeout_s)]
+    this = ("machine", "", (host_bytes, held_bytes, hash_name))
     planned = [
-        PlannedCheck(name, subject or url, partial(run, thing), NUM_STEPS.get(name, 1))
-        for url, thing in things
-        for kind, checks in CHECKS.items()
-        if isinstance(thing, kind)
-        for name, subject, run in checks
+        PlannedCheck(name, subject or url, partial(run, *given), NUM_STEPS.get(name, 1))
+        for kind, url, given in (this, *_things(configs, timeout_s))
+        for name, subject, run in CHECKS[kind]
     ]
     return run_checks(planned, timeout_s=timeout_s)
 
@@ -167,24 +145,27 @@ def run_checks(planned: Sequence[PlannedCheck], *, timeout_s: float) -> list[Fin
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
-def _things(configs: Iterable[msgspec.Struct], timeout_s: float) -> Iterator[tuple[str, object]]:
-    """List what is examined, with its URL: `host://` is part of the machine."""
+def _things(
+    configs: Iterable[msgspec.Struct], timeout_s: float
+) -> Iterator[tuple[str, str, tuple[object, ...]]]:
+    """List the kind and URL of what is examined, and what its checks take."""
     for config in configs:
         match config:
             case NixlConfig() if config.discover:
-                yield config.discover, Directory(config, timeout_s)
+                yield "directory", config.discover, (config, timeout_s)
             case NixlConfig():
-                for endpoint in config.peers:
-                    yield f"nixl://{endpoint}", Peer(places.hasten(config, timeout_s), endpoint)
+                hasty = places.hasten(config, timeout_s)
+                yield from (("peer", f"nixl://{each}", (hasty, each)) for each in config.peers)
             case FileConfig():
-                yield f"file://{config.path}", config
+                yield "file", f"file://{config.path}", (config,)
             case PoolConfig():
-                yield f"pool://{config.path}", config
+                yield "pool", f"pool://{config.path}", (config,)
             case ObjectConfig():
-                yield config.url, msgspec.structs.replace(config, timeout_s=timeout_s)
+                hurried = msgspec.structs.replace(config, timeout_s=timeout_s)
+                yield "bucket", config.url, (hurried,)
             case MooncakeConfig():
-                hurried = msgspec.structs.replace(config, lookup_timeout_s=timeout_s)
-                yield f"mooncake://{config.address}", hurried
+                short = msgspec.structs.replace(config, lookup_timeout_s=timeout_s)
+                yield "mooncake", f"mooncake://{config.address}", (short,)
 
 
 def _collect(check: PlannedCheck) -> list[Finding]:

@@ -85,14 +85,8 @@ class Result(NamedTuple):
 
     def of(self, check: Check, subject: str) -> Finding:
         """Make the finding of a check and the thing that was examined."""
-        return Finding(
-            check=self.check or check,
-            subject=self.subject or subject,
-            severity=self.severity,
-            found=self.found,
-            why=self.why,
-            mend=self.mend,
-        )
+        named = {"check": self.check or check, "subject": self.subject or subject}
+        return Finding(**self._asdict() | named)
 
 
 def ok(found: str) -> Result:
