@@ -1,8 +1,7 @@
 """Host pools of SGLang: the kinds that are known, and their pages as canonical caches."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -14,19 +13,21 @@ from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    canonicalize,
 )
-from kvxfer.kvcache.page_box import Digit, PageBox
-from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, MLASpec
+from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
+from kvxfer.kvcache.page_box import Digit
+from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, MambaSpec, MLASpec
 
 ATTENTION_LAYOUTS = {
     "layer_first": "kv layer block token head dim",
     "page_first": "kv block token layer head dim",
     "page_first_direct": "kv block layer token head dim",
     "page_head": "kv block head token layer dim",
-    "page_unified": "block head layer kv token head dim",
+    "page_unified": "block layer kv token head dim",
 }
-"""Axes of `kv_buffer` by SGLang's name of the layout, outermost first. An axis that is there twice
-is divided: the outer one counts groups of the inner one.
+"""Axes of `kv_buffer` by SGLang's name of the layout, outermost first. In `page_unified` a page has
+several such blocks, each of a group of the heads.
 
 Source: `MHATokenToKVPoolHost.init_kv_buffer`, `PageUnifiedLayout.page_dims`.
 """
@@ -38,9 +39,6 @@ LATENT_LAYOUTS = {
     "page_unified": "block layer token dim",
 }
 """The same of `MLATokenToKVPoolHost`."""
-
-OUTER_AXES = frozenset({"kv", "layer"})
-"""Axes each of whose indices has rows of its own where they lie outside of the pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +82,19 @@ def read_pool(name: str, pool: Any) -> HostPages:
 
 
 def _read_attention(name: str, pool: Any) -> HostPages:
-    heads, dim, tokens = pool.head_num, pool.head_dim, pool.page_size
+    heads, tokens = pool.head_num, pool.page_size
     inner = getattr(getattr(pool, "page_unified_layout", None), "heads_per_group", heads)
-    sizes = {"kv": 2, "token": tokens, "head": inner, "dim": dim}
     spec = FullAttentionSpec(
-        tokens_per_block=tokens, num_kv_heads=heads, head_dim=dim, dtype=pool.dtype
+        tokens_per_block=tokens, num_kv_heads=heads, head_dim=pool.head_dim, dtype=pool.dtype
     )
-    caches = _read_axes(name, pool, ATTENTION_LAYOUTS, sizes, ("k", "v"), spec)
+    caches = _read_axes(name, pool, ATTENTION_LAYOUTS, spec, heads // inner)
     return HostPages(caches, tokens, heads)
 
 
 def _read_latents(name: str, pool: Any) -> HostPages:
-    dim, tokens = pool.kv_cache_dim, pool.page_size
-    spec = MLASpec(tokens_per_block=tokens, head_dim=dim, dtype=pool.dtype)
-    sizes = {"token": tokens, "dim": dim}
-    caches = _read_axes(name, pool, LATENT_LAYOUTS, sizes, ("latent",), spec)
-    return HostPages(caches, tokens, None)
+    tokens = pool.page_size
+    spec = MLASpec(tokens_per_block=tokens, head_dim=pool.kv_cache_dim, dtype=pool.dtype)
+    return HostPages(_read_axes(name, pool, LATENT_LAYOUTS, spec), tokens, None)
 
 
 def _read_states(name: str, pool: Any) -> HostPages:
@@ -128,24 +123,33 @@ _KINDS: Mapping[str, Callable[[str, Any], HostPages]] = {
 
 
 def _read_axes(
-    name: str,
-    pool: Any,
-    layouts: Mapping[str, str],
-    sizes: Mapping[str, int],
-    parts: tuple[str, ...],
-    spec: KVCacheSpec,
+    name: str, pool: Any, layouts: Mapping[str, str], spec: AttentionSpec, num_groups: int = 1
 ) -> CanonicalKVCaches:
-    """Read a pool of one buffer whose axes are known."""
+    """Read a pool of one buffer whose axes are known.
+
+    Args:
+        name: SGLang's name of the pool.
+        pool: The pool.
+        layouts: Axes of `kv_buffer` by SGLang's name of the layout.
+        spec: Spec of each layer.
+        num_groups: Groups of heads that a page has one after the other; each is read as a block.
+    """
     if pool.layout not in layouts:
         known = ", ".join(layouts)
         raise LayoutError(
             f"host pool {name!r} has the layout {pool.layout!r}, and known are {known}"
         )
-    axes, buffer, num_pages = layouts[pool.layout].split(), pool.kv_buffer, pool.page_num
-    sizes = {**sizes, "block": num_pages, "layer": pool.layer_num}
-    shape = [sizes[axis] for axis in axes]
-    if axes.count("head") > 1:
-        shape[axes.index("head")] = pool.head_num // sizes["head"]
+    layout, buffer, num_pages = layouts[pool.layout], pool.kv_buffer, pool.page_num
+    group = replace(spec, num_kv_heads=spec.num_kv_heads // num_groups)
+    sizes = {
+        "block": num_pages * num_groups,
+        "layer": pool.layer_num,
+        "kv": 2,
+        "token": spec.tokens_per_block,
+        "head": group.num_kv_heads,
+        "dim": spec.head_dim,
+    }
+    shape = [sizes[axis] for axis in layout.split()]
     if (
         not isinstance(buffer, torch.Tensor)
         or not buffer.is_contiguous()
@@ -156,75 +160,29 @@ def _read_axes(
         found = getattr(buffer, "shape", type(buffer).__name__)
         wanted = f"a buffer {tuple(shape)} of {pool.dtype} in host memory, and has {found}"
         raise LayoutError(f"host pool {name!r}, layout {pool.layout!r}, should have {wanted}")
-    names = list(_layer_names(pool))
-    item = buffer.element_size()
-    strides = [prod(shape[axis + 1 :]) * item for axis in range(len(shape))]
-    block = axes.index("block")
-    outer = [(axes[axis], shape[axis], strides[axis]) for axis in range(block)]
-    inner = [(axes[axis], shape[axis], strides[axis]) for axis in range(block + 1, len(axes))]
-    assert OUTER_AXES.issuperset(axis for axis, _, _ in outer)
-    page_bytes = prod(shape[block + 1 :]) * item
-    flat = buffer.reshape(-1).view(torch.int8)
-    tensors: list[CanonicalKVCacheTensor] = []
-    refs: list[CanonicalKVCacheRef] = []
-    for place in product(*(range(size) for _, size, _ in outer)):
-        offset = sum(i * stride for i, (_, _, stride) in zip(place, outer, strict=True))
-        at = {axis: index for index, (axis, _, _) in zip(place, outer, strict=True)}
-        rows = flat.as_strided((num_pages, page_bytes), (strides[block], 1), offset)
-        boxes = tuple(_boxes(names, parts, inner, at, pool.dtype))
-        refs.append(
-            CanonicalKVCacheRef(
-                tensor_idx=len(tensors),
-                page_size_bytes=page_bytes,
-                layer_names=tuple(dict.fromkeys(box.layer_name for box in boxes)),
-                layout=layouts[pool.layout],
-                boxes=boxes,
-            )
-        )
-        tensors.append(CanonicalKVCacheTensor(rows, page_bytes))
-    return CanonicalKVCaches(tensors=tensors, group_data_refs=[refs], group_specs=[spec])
+    config = KVCacheConfig(num_pages * num_groups, (KVCacheGroup(group, _layer_names(pool)),))
+    caches = canonicalize({name: buffer.view(shape)}, config, layouts={name: layout})
+    if num_groups == 1:
+        return caches
+    ((ref,),), (blocks,) = caches.group_data_refs, caches.tensors
+    page_bytes = num_groups * blocks.page_size_bytes
+    of_group = Digit("head", num_groups, blocks.page_size_bytes, group.num_kv_heads)
+    boxes = tuple(replace(box, digits=(of_group, *box.digits)) for box in ref.boxes)
+    return CanonicalKVCaches(
+        tensors=[CanonicalKVCacheTensor(blocks.tensor.view(num_pages, page_bytes), page_bytes)],
+        group_data_refs=[[replace(ref, page_size_bytes=page_bytes, boxes=boxes)]],
+        group_specs=[spec],
+    )
 
 
-def _boxes(
-    layer_names: list[str],
-    parts: tuple[str, ...],
-    inner: list[tuple[str, int, int]],
-    at: Mapping[str, int],
-    dtype: torch.dtype,
-) -> Iterator[PageBox]:
-    """Describe what a row has of each layer and part.
-
-    Args:
-        layer_names: All layers of the pool.
-        parts: Its parts.
-        inner: Name, size and stride in bytes of the axes of a row, outermost first.
-        at: Index of the row along the axes outside of the pages.
-        dtype: Type of the elements.
-    """
-    steps = {axis: stride for axis, _, stride in inner}
-    digits = []
-    for index, (axis, size, stride) in enumerate(inner):
-        if axis not in OUTER_AXES:
-            step = prod(each for other, each, _ in inner[index + 1 :] if other == axis)
-            digits.append(Digit(axis, size, stride, step))
-    for layer, part in product(range(len(layer_names)), range(len(parts))):
-        if at.get("layer", layer) != layer or at.get("kv", part) != part:
-            continue
-        yield PageBox(
-            layer_name=layer_names[layer],
-            part=parts[part],
-            dtype=dtype,
-            digits=tuple(digits),
-            offset_bytes=layer * steps.get("layer", 0) + part * steps.get("kv", 0),
-        )
-
-
-def _layer_names(pool: Any) -> Iterator[str]:
+def _layer_names(pool: Any) -> tuple[str, ...]:
     """Name the layers of a pool as in the whole model; those of a draft model come last."""
-    num_layers = getattr(pool, "target_layer_num", pool.layer_num)
-    for index in range(pool.layer_num):
-        drafted = index - num_layers
-        yield f"draft.{drafted}" if drafted >= 0 else f"layers.{(pool.start_layer or 0) + index}"
+    num_layers = min(getattr(pool, "target_layer_num", pool.layer_num), pool.layer_num)
+    first = pool.start_layer or 0
+    return (
+        *(f"layers.{first + index}" for index in range(num_layers)),
+        *(f"draft.{index}" for index in range(pool.layer_num - num_layers)),
+    )
 
 
 def _read_opaque(

@@ -4,9 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import xxhash
-
 from kvxfer.engine_side.adapter_files import digest_adapter
+from kvxfer.engine_side.weight_files import hash_text
 from kvxfer.integrations.sglang.interface import (
     HiCacheStorageConfig,
     PublishedSetting,
@@ -96,11 +95,10 @@ def page_namespace(config: HiCacheStorageConfig, revision: str, pools: Sequence[
     for size, rank in (("pp_size", "pp_rank"), ("attn_cp_size", "attn_cp_rank")):
         if getattr(config, size) > 1:
             facts[size] = [getattr(config, size), getattr(config, rank)]
-    text = json.dumps(facts, sort_keys=True, default=str)
     return Namespace(
         model=config.model_name or "",
         revision=revision,
-        config_hash=xxhash.xxh3_128_hexdigest(text.encode()),
+        config_hash=hash_text(json.dumps(facts, sort_keys=True, default=str)),
     )
 
 
