@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_540,
     "kvxfer/explain": 918,
     "kvxfer/face": 452,
-    "kvxfer/integrations": 10_972,
+    "kvxfer/integrations": 10_991,
     "kvxfer/kvcache": 5_885,
     "kvxfer/lending": 1_565,
     "kvxfer/pages": 1_250,

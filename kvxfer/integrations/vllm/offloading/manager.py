@@ -204,7 +204,13 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     def prepare_store(
         self, keys: Collection[BlockKey], req_context: ReqContext, **_: Any
     ) -> PrepareStoreOutput | None:
-        """Find slots for the leading chunks that have room; None if there is no room at all."""
+        """Find slots for the leading chunks that have room; None if there is no room at all.
+
+        None of a request that computed before a reset is stored: vLLM offers its chunks once more,
+        from the first on, also those whose blocks left a sliding window, or are of old weights.
+        """
+        if self._requests.is_of_before(req_context.req_id):
+            return PrepareStoreOutput([], ChunkSlots([], []), [])
         self._take_moved()
         self._take_failed(keys)
         if self._prefill is not None:
@@ -299,6 +305,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         them before that: keys of the lower tier have another salt after a reset, and the first
         chunk gets there when every worker has stored it.
         """
+        self._requests.note_reset()
         in_use = [] if self._tier is None else self._tier.reset()
         text = "vLLM has reset its cache, as for new weights: %d chunks in host memory are dropped"
         logger.warning(text, len(self._index))

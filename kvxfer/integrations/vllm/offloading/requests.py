@@ -34,12 +34,14 @@ class _Request:
         retention: Its wish for the chunks that it uses and stores, if it has one.
         tiers: Tier that gives each chunk that was looked up, empty for a miss; None once that was
             told.
+        is_of_before: Whether it had begun to compute when the caches were reset.
     """
 
     context: ReqContext
     arrived_at: float
     retention: Retention | None
     tiers: dict[BlockKey, str] | None = field(default_factory=dict)
+    is_of_before: bool = False
 
 
 class Requests:
@@ -109,6 +111,16 @@ class Requests:
                 if self._trace is not None and not self._cannot_record:
                     self._record(self._trace, request)
                 self._tell(request, request.tiers, "")
+
+    def note_reset(self) -> None:
+        """Note that the caches were reset: blocks that requests have computed are of before."""
+        for request in self._requests.values():
+            request.is_of_before = request.is_of_before or request.tiers is None
+
+    def is_of_before(self, req_id: str) -> bool:
+        """Whether a request had begun to compute when the caches were reset."""
+        request = self._requests.get(req_id)
+        return request is not None and request.is_of_before
 
     def finish(self, req_id: str) -> None:
         """Forget a request; tell it if it ended before it was scheduled."""
