@@ -75,6 +75,21 @@ def store(
     return [*output.evicted_keys]
 
 
+def test_a_request_that_computed_before_a_reset_stores_nothing_after_it(
+    manager: KVXferOffloadingManager,
+) -> None:
+    """VLLM offers its chunks again, also those whose blocks it has given to others since."""
+    contexts = [ReqContext("before"), ReqContext("later")]
+    for context in contexts:
+        manager.on_new_request(context)
+    manager.on_schedule_end(ScheduleEndContext(["before"], ()))
+    manager.reset_cache()
+    keys = [make_block_key(bytes([number]), 0) for number in range(2)]
+    outputs = [manager.prepare_store(keys, context) for context in contexts]
+    assert [each and list(each.keys_to_store) for each in outputs] == [[], keys]
+    manager.complete_store(set(keys), contexts[1])
+
+
 def test_chunks_of_a_request_with_a_priority_outlive_those_of_others(
     manager: KVXferOffloadingManager,
 ) -> None:

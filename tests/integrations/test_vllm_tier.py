@@ -208,18 +208,6 @@ def test_draining_waits_until_nothing_moves(tiers: Tiers, faulty: FaultyBackend)
     tiers.manager._jobs.clear()
 
 
-def test_a_request_that_computed_before_a_reset_stores_nothing_after_it(tiers: Tiers) -> None:
-    """VLLM offers its chunks again, also those whose blocks it has given to others since."""
-    contexts = [ReqContext("before"), ReqContext("later")]
-    for context in contexts:
-        tiers.manager.on_new_request(context)
-    tiers.manager.on_schedule_end(ScheduleEndContext(["before"], ()))
-    tiers.manager.reset_cache()
-    outputs = [tiers.manager.prepare_store(keys_of(2), context) for context in contexts]
-    assert [len(each.keys_to_store) if each else None for each in outputs] == [0, 2]
-    tiers.manager.complete_store(keys_of(2), contexts[1])
-
-
 def test_a_reset_of_vllm_keeps_what_is_below(tiers: Tiers) -> None:
     keys = keys_of(2)
     tiers.store(keys)
