@@ -9,7 +9,7 @@ from kvxfer.checks import require_integer, require_integers, require_one_per_gro
 from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey
+from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.transfer.job import Direction
 
 
@@ -35,7 +35,7 @@ def describe_batch(
     require_one_per_group("block_ids", block_ids, num_groups, what="one entry")
     if firsts is first_block_indices:
         require_one_per_group("first_block_indices", firsts, num_groups, what="one entry")
-    groups_of_keys = [int.from_bytes(key[-GROUP_INDEX_BYTES:], "big") for key in keys]
+    groups_of_keys = list(map(group_of, keys))
     described, groups, used = [], [], {}
     for group, (given, index) in enumerate(zip(block_ids, firsts, strict=True)):
         first = require_integer(f"first_block_indices[{group}]", index)
