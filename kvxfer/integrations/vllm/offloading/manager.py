@@ -206,10 +206,10 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Find slots for the leading chunks that have room; None if there is no room at all.
 
-        None of a request that computed before a reset is stored: vLLM offers its chunks once more,
-        from the first on, also those whose blocks left a sliding window, or are of old weights.
+        Of a request that had begun to compute before a reset, nothing is stored: vLLM offers its
+        chunks again, also those whose blocks left a sliding window or hold values of old weights.
         """
-        if self._requests.is_of_before(req_context.req_id):
+        if self._requests.is_stale(req_context.req_id):
             return PrepareStoreOutput([], ChunkSlots([], []), [])
         self._take_moved()
         self._take_failed(keys)

@@ -34,14 +34,14 @@ class _Request:
         retention: Its wish for the chunks that it uses and stores, if it has one.
         tiers: Tier that gives each chunk that was looked up, empty for a miss; None once that was
             told.
-        is_of_before: Whether it had begun to compute when the caches were reset.
+        is_stale: Whether it had begun to compute when the caches were reset.
     """
 
     context: ReqContext
     arrived_at: float
     retention: Retention | None
     tiers: dict[BlockKey, str] | None = field(default_factory=dict)
-    is_of_before: bool = False
+    is_stale: bool = False
 
 
 class Requests:
@@ -113,14 +113,14 @@ class Requests:
                 self._tell(request, request.tiers, "")
 
     def note_reset(self) -> None:
-        """Note that the caches were reset: blocks that requests have computed are of before."""
+        """Note that the caches were reset: what requests have computed until now is stale."""
         for request in self._requests.values():
-            request.is_of_before = request.is_of_before or request.tiers is None
+            request.is_stale = request.is_stale or request.tiers is None
 
-    def is_of_before(self, req_id: str) -> bool:
+    def is_stale(self, req_id: str) -> bool:
         """Whether a request had begun to compute when the caches were reset."""
         request = self._requests.get(req_id)
-        return request is not None and request.is_of_before
+        return request is not None and request.is_stale
 
     def finish(self, req_id: str) -> None:
         """Forget a request; tell it if it ended before it was scheduled."""
