@@ -73,16 +73,6 @@ def test_a_call_that_is_abandoned_ends_no_probe_of_another(clock: Clock) -> None
     assert not breaker.allows()
 
 
-def test_an_abandoned_call_does_not_open_or_close_it() -> None:
-    breaker = CircuitBreaker("test")
-    fail(breaker, MAX_ERRORS - 1)
-    breaker.abandon(breaker.probe)
-    assert breaker.closed
-    fail(breaker, 1)
-    breaker.abandon(breaker.probe)
-    assert not breaker.closed
-
-
 def test_it_says_once_that_it_stops_and_once_that_it_works(
     caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:

@@ -1,9 +1,5 @@
 """Runtime: whoever asks gets the one in use, and the ordinary one is the operating system's."""
 
-import asyncio
-import socket
-import threading
-import time
 from concurrent.futures import CancelledError, Future
 
 import pytest
@@ -22,12 +18,6 @@ class FrozenRuntime(OrdinaryRuntime):
         return b"\x11" * num_bytes
 
 
-def test_the_clocks_are_those_of_the_machine() -> None:
-    before = time.monotonic()
-    assert before <= runtime.monotonic() <= time.monotonic()
-    assert abs(runtime.wall_time() - time.time()) < 60
-
-
 def test_a_runtime_in_use_answers_until_its_end_also_where_a_function_was_kept() -> None:
     kept = runtime.monotonic
     with runtime.use(FrozenRuntime()):
@@ -37,19 +27,6 @@ def test_a_runtime_in_use_answers_until_its_end_also_where_a_function_was_kept()
             assert runtime.result(threads.submit(runtime.monotonic)) == 7.0
     assert kept() != 7.0
     assert len({runtime.unique_id(), runtime.unique_id(), runtime.token_bytes(16)}) == 3
-
-
-def test_the_end_of_use_comes_with_an_error_too() -> None:
-    with pytest.raises(ZeroDivisionError), runtime.use(FrozenRuntime()):
-        raise ZeroDivisionError
-    assert runtime.monotonic() != 7.0
-
-
-def test_futures_come_back_in_the_order_given() -> None:
-    futures: list[Future[int]] = [Future() for _ in range(9)]
-    for future in futures[::2]:
-        future.set_result(1)
-    assert runtime.wait_futures(futures, 0) == (futures[::2], futures[1::2])
 
 
 def test_a_result_comes_with_its_error_its_cancellation_or_late() -> None:
@@ -62,32 +39,6 @@ def test_a_result_comes_with_its_error_its_cancellation_or_late() -> None:
     cancelled.cancel()
     with pytest.raises(CancelledError):
         runtime.result(cancelled)
-
-
-def test_a_thread_is_a_daemon_with_its_name() -> None:
-    seen: list[threading.Thread] = []
-    thread = runtime.start_thread(
-        lambda _: seen.append(threading.current_thread()), name="kvxfer-x", args=(1,)
-    )
-    thread.join(10)
-    assert seen == [thread]
-    assert (thread.name, thread.daemon) == ("kvxfer-x", True)
-
-
-def test_a_coroutine_runs_on_a_loop_of_the_runtime() -> None:
-    async def running() -> asyncio.AbstractEventLoop:
-        return asyncio.get_running_loop()
-
-    assert runtime.run(running()).is_closed()
-
-
-def test_sockets_listen_and_connect() -> None:
-    with (
-        runtime.listen(("127.0.0.1", 0), family=socket.AF_INET, backlog=1) as listening,
-        runtime.open_socket(socket.AF_INET, socket.SOCK_STREAM) as connecting,
-    ):
-        connecting.connect(listening.getsockname())
-        listening.accept()[0].close()
 
 
 def _ended(outcome: int | Exception) -> "Future[int]":

@@ -1,52 +1,144 @@
-"""Event loop on a thread of its own, and the threads of calls that block."""
+"""Threads: a function runs to its end, also when its caller is cancelled; a loop on one of them."""
 
 import asyncio
+import subprocess
+import sys
 import threading
-import time
 
 import pytest
 
-from kvxfer.runtime import LoopThread, threads
+from kvxfer.runtime import LoopThread, Threads, run_aside
+
+TIMEOUT_S = 10.0
 
 
-def begin_and_give_up(thread: LoopThread, ended: threading.Event) -> threading.Thread:
-    """Begin a call that blocks until `ended`, cancel its task, and return the thread it blocks."""
-    blocked: list[threading.Thread] = []
-    begun = threading.Event()
+class Gate:
+    """Blocking function that can be observed and released."""
 
-    def block() -> None:
-        blocked.append(threading.current_thread())
-        begun.set()
-        ended.wait(30)
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+        self.passed = False
 
-    task = asyncio.run_coroutine_threadsafe(asyncio.to_thread(block), thread.loop)
-    assert begun.wait(10)
-    task.cancel()
-    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), thread.loop).result(10)
-    return blocked[0]
+    def __call__(self, value: str = "through") -> str:
+        self.entered.set()
+        assert self.opened.wait(TIMEOUT_S)
+        self.passed = True
+        return value
 
-
-def test_stop_waits_for_the_thread_of_a_call_that_was_given_up() -> None:
-    thread, ended = LoopThread("loop"), threading.Event()
-    blocked = begin_and_give_up(thread, ended)
-    threading.Timer(0.2, ended.set).start()
-    thread.stop()
-    assert not blocked.is_alive()
-    assert thread.loop.is_closed()
+    async def until_entered(self) -> None:
+        assert await asyncio.to_thread(self.entered.wait, TIMEOUT_S)
 
 
-def test_stop_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "END_OF_THREADS_S", 0.1)
-    thread, ended = LoopThread("loop"), threading.Event()
-    blocked = begin_and_give_up(thread, ended)
-    begun = time.monotonic()
-    thread.stop()
-    assert time.monotonic() - begun < 5
-    assert thread.loop.is_closed()
-    assert blocked.is_alive()
-    ended.set()
-    blocked.join(10)
-    assert not blocked.is_alive()
+async def test_arguments_results_and_errors_pass_through() -> None:
+    threads = Threads("test", 1)
+    assert await threads.run(divmod, 7, 2) == (3, 1)
+    assert await threads.run(sorted, [1, 3, 2], reverse=True) == [3, 2, 1]
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(divmod, 1, 0)
+    await threads.aclose()
+
+
+async def test_a_cancelled_call_ends_when_its_function_does_and_not_before() -> None:
+    threads, gate = Threads("test", 1), Gate()
+    call = asyncio.ensure_future(threads.run(gate))
+    await gate.until_entered()
+    for _ in range(3):  # also when it is cancelled over and over
+        call.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert not call.done()
+    gate.opened.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert gate.passed
+    await threads.aclose()
+
+
+async def test_no_more_functions_run_at_one_time_than_there_are_threads() -> None:
+    threads, gates = Threads("test", 2), [Gate() for _ in range(3)]
+    calls = [asyncio.ensure_future(threads.run(gate)) for gate in gates]
+    await gates[0].until_entered()
+    await gates[1].until_entered()
+    assert not gates[2].entered.is_set()
+    for gate in gates:
+        gate.opened.set()
+    assert await asyncio.gather(*calls) == ["through"] * 3
+    await threads.aclose()
+
+
+async def test_a_question_that_is_cancelled_leaves_its_function_behind() -> None:
+    threads, gate = Threads("test", 1), Gate()
+    call = asyncio.ensure_future(threads.ask(gate))
+    await gate.until_entered()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert not gate.passed
+    gate.opened.set()
+    assert await threads.aclose() == 0
+    assert gate.passed
+
+
+async def test_closing_leaves_behind_what_does_not_end_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    threads, gate = Threads("test", 1), Gate()
+    call = asyncio.ensure_future(threads.run(gate))
+    await gate.until_entered()
+    assert await threads.aclose(timeout_s=0.01) == 1
+    assert "test: 1 calls still run after 0.01 s" in caplog.text
+    ended = threading.Event()
+    threads.when_ended(ended.set)
+    assert not ended.is_set()
+    gate.opened.set()
+    assert await call == "through"
+    assert await asyncio.to_thread(ended.wait, TIMEOUT_S)
+
+
+@pytest.mark.processes
+def test_a_process_exits_although_a_function_hangs() -> None:
+    code = """
+import asyncio, threading
+from kvxfer.runtime import LoopThread, Threads, run_aside
+
+async def main():
+    threads, entered = Threads("test", 1), threading.Event()
+    def hang():
+        entered.set()
+        threading.Event().wait()
+    asyncio.ensure_future(threads.ask(hang))
+    await asyncio.to_thread(entered.wait)
+    assert await threads.aclose(timeout_s=0.01) == 1
+
+asyncio.run(main())
+print("exits", flush=True)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ended.stdout == "exits\n"
+
+
+async def test_where_no_thread_can_be_started_calls_are_made_by_those_there_are_or_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started, unstarted = Threads("test", 2), Threads("test", 2)
+    gates = [Gate(), Gate()]
+    first = asyncio.ensure_future(started.run(gates[0]))
+    await gates[0].until_entered()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        second = asyncio.ensure_future(started.run(gates[1]))
+        assert await unstarted.run(threading.current_thread) is threading.current_thread()
+        assert await run_aside("test", threading.current_thread) is threading.current_thread()
+        assert not gates[1].entered.is_set()
+    for gate in gates:
+        gate.opened.set()
+    assert [await first, await second] == ["through"] * 2
+    assert await started.aclose() == await unstarted.aclose() == 0
 
 
 def test_a_coroutine_runs_on_the_loop_and_its_caller_waits_no_longer_than_told() -> None:
@@ -81,25 +173,3 @@ def test_stop_cancels_what_is_left_and_lets_it_end() -> None:
     thread.stop()
     assert ended.is_set()
     assert left.cancelled()
-
-
-def test_a_task_that_ignores_its_cancellation_does_not_hold_up_the_stop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(threads, "END_OF_TASKS_S", 0.05)
-    thread, begun, may_end = LoopThread("loop"), threading.Event(), asyncio.Event()
-
-    async def go_on() -> None:
-        asyncio.current_task()._log_destroy_pending = False  # type: ignore[union-attr]
-        begun.set()
-        while not may_end.is_set():
-            try:
-                await may_end.wait()
-            except asyncio.CancelledError:
-                continue
-
-    left = thread.submit(go_on())
-    assert begun.wait(10)
-    thread.stop()
-    assert thread.loop.is_closed()
-    assert not left.done()

@@ -1,220 +1,216 @@
-"""LeaseBook: tickets begin, run out, are released and revoked, and end when nothing reads."""
+"""LeaseBook: all of its rules, in any order, against a slow, obvious model."""
+
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.storage.leases import MAX_TICKET_CHARACTERS, LeaseBook, require_ticket
-from kvxfer.testing.conformance.suite import make_keys
 from tests.clock import Clock
+from tests.examples import examples
 
-LEASE_S = 8.0
-LONGEST_S = 100.0
-KEYS = make_keys(3)
-BLOCKS = dict(zip(KEYS, [4, 5, 6], strict=True))
+LEASE_S = 8
+LONGEST_S = 20
+NUM_KEYS = 4
+NEVER = float("inf")
 
-
-@pytest.fixture
-def book(clock: Clock) -> LeaseBook:
-    return LeaseBook(LEASE_S, longest_s=LONGEST_S)
-
-
-def assert_ends_at(expiry: float, book: LeaseBook, clock: Clock) -> None:
-    """Let the time pass to the end of the only ticket."""
-    clock.now = expiry - 1e-3
-    assert not book.expire()
-    assert not book.take_ended()
-    clock.now = expiry
-    book.expire()
-    assert book.take_ended() == ["t"]
+TICKETS = st.sampled_from(["a", "b", "c"])
+HOLDERS = st.sampled_from([1, 2])
+NUMBERS = st.integers(0, 2)
+BLOCK_IDS = st.integers(0, 2 * NUM_KEYS - 1)
 
 
-def test_blocks_are_found_from_their_first_offer_until_the_lease_ends(
-    book: LeaseBook, clock: Clock
-) -> None:
-    assert book.offer("t", {KEYS[0]: 4}, complete=False) == [4]
-    clock.now += 1000
-    assert not book.expire()
-    assert not book.is_complete("t")
-    assert book.find(KEYS) == [4, None, None]
-    assert book.offer("t", BLOCKS, complete=True) == [5, 6]
-    assert book.is_complete("t")
-    complete = clock.now
-    assert book.find(KEYS) == [4, 5, 6]
-    assert_ends_at(complete + LEASE_S, book, clock)
-    assert book.find(KEYS) == [None] * 3
-    assert not book.is_complete("t")
-    assert book.num_expired == 1
+OFFERS = st.tuples(BLOCK_IDS, st.booleans()).map(lambda offer: (key_of(*offer), offer[0]))
 
 
-def test_a_ticket_that_is_held_lives_until_a_lease_after_its_last_holder_has_gone(
-    book: LeaseBook, clock: Clock
-) -> None:
-    book.offer("t", BLOCKS, complete=True)
-    assert book.hold("t", "one")
-    assert book.hold("t", "two")
-    clock.now += 5 * LEASE_S
-    assert not book.expire()
-    book.drop("one")
-    clock.now += LEASE_S
-    assert not book.expire()
-    book.drop("two")
-    assert_ends_at(clock.now + LEASE_S, book, clock)
-    assert clock.now == 1000 + 7 * LEASE_S
+def key_of(block: int, is_long: bool = False) -> BlockKey:  # noqa: FBT001, FBT002 - drawn
+    """Key of a block: each has two, and shares each of them with other blocks."""
+    return make_block_key(bytes([(block // 2 + is_long) % NUM_KEYS]), 0)
 
 
-def test_a_hold_ends_by_its_latest_number_alone(book: LeaseBook, clock: Clock) -> None:
-    for ticket in ("t", "other"):
-        book.offer(ticket, BLOCKS, complete=True)
-    assert book.hold("t", "one", 1)
-    assert book.hold("t", "one", 2)
-    assert book.hold("other", "one", 3)
-    clock.now += 2 * LEASE_S
-    book.drop("one", {1})
-    book.drop("two", {2})
-    clock.now += LEASE_S
-    assert not book.expire()
-    book.drop("one", {2})
-    clock.now += LEASE_S
-    book.expire()
-    assert book.take_ended() == ["t"]
+@dataclass
+class Ticket:
+    """Ticket of the model."""
+
+    offers: set[tuple[BlockKey, int]] = field(default_factory=set)
+    holders: dict[int, int] = field(default_factory=dict)
+    completed: float = NEVER
+    alone_since: float = NEVER
+    is_over: bool = False
+
+    @property
+    def blocks(self) -> set[int]:
+        """Blocks that were offered under it."""
+        return {block for _, block in self.offers}
+
+    @property
+    def ends(self) -> float:
+        """Time at which it is over if nothing happens."""
+        longest = self.completed + LONGEST_S
+        return longest if self.holders else min(self.alone_since + LEASE_S, longest)
 
 
-def test_a_ticket_that_is_held_for_ever_ends_all_the_same(book: LeaseBook, clock: Clock) -> None:
-    book.offer("t", BLOCKS, complete=True)
-    assert book.hold("t", "one")
-    assert_ends_at(1000 + LONGEST_S, book, clock)
+class LeaseBookMachine(RuleBasedStateMachine):
+    """State machine of a book, and a model that looks through everything after every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.undo = ExitStack()
+        self.clock = self.undo.enter_context(runtime.use(Clock(0.0)))
+        self.book = LeaseBook(LEASE_S, longest_s=LONGEST_S)
+        self.tickets: dict[str, Ticket] = {}
+        self.pins: Counter[int] = Counter()
+
+    def offered(self) -> set[int]:
+        """Find the blocks that any ticket offers."""
+        return {b for t in self.tickets.values() if not t.is_over for b in t.blocks}
+
+    def places(self, key: BlockKey) -> set[int]:
+        """Find the blocks that any ticket offers by a key."""
+        each = (t.offers for t in self.tickets.values() if not t.is_over)
+        return {block for offers in each for known, block in offers if known == key}
+
+    def end(self, name: str) -> set[int]:
+        """Make a ticket over; return what is offered no more."""
+        ticket, before = self.tickets[name], self.offered()
+        ticket.is_over = True
+        ticket.holders.clear()
+        return before - self.offered()
+
+    @rule(ticket=TICKETS, offers=st.sets(OFFERS, max_size=4), complete=st.booleans())
+    def offer(self, ticket: str, offers: set[tuple[BlockKey, int]], *, complete: bool) -> None:
+        by_key = dict(sorted(offers))
+        known = self.tickets.get(ticket)
+        if known is not None and known.completed < NEVER:
+            with pytest.raises(InvalidArgumentError):
+                self.book.offer(ticket, by_key, complete=complete)
+            return
+        known = self.tickets.setdefault(ticket, Ticket())
+        before = self.offered()
+        known.offers |= set() if known.is_over else set(by_key.items())
+        if complete:
+            known.completed = known.alone_since = self.clock.now
+        added = self.book.offer(ticket, by_key, complete=complete)
+        assert sorted(added) == sorted(self.offered() - before)
+
+    @rule(ticket=TICKETS, holder=HOLDERS, number=NUMBERS)
+    def hold(self, ticket: str, holder: int, number: int) -> None:
+        known = self.tickets.get(ticket)
+        is_known = known is not None and not known.is_over and known.ends > self.clock.now
+        assert self.book.hold(ticket, holder, number) == is_known
+        if known is not None and is_known:
+            known.holders[holder] = number
+
+    @rule(holder=HOLDERS, numbers=st.none() | st.sets(NUMBERS))
+    def drop(self, holder: int, numbers: set[int] | None) -> None:
+        self.book.drop(holder, numbers)
+        for ticket in self.tickets.values():
+            ends = {ticket.holders[holder]} if holder in ticket.holders else set()
+            if ends if numbers is None else ends & numbers:
+                del ticket.holders[holder]
+                if ticket.completed < NEVER:
+                    ticket.alone_since = self.clock.now
+
+    @rule(ticket=TICKETS, by_engine=st.booleans())
+    def release_or_revoke(self, ticket: str, *, by_engine: bool) -> None:
+        gone = (self.book.revoke if by_engine else self.book.release)(ticket)
+        if ticket not in self.tickets:
+            assert gone == []
+            return
+        assert sorted(gone) == sorted(self.end(ticket))
+        if by_engine:
+            self.tickets[ticket].completed = min(self.clock.now, self.tickets[ticket].completed)
+
+    @rule(seconds=st.integers(0, 10))
+    def wait(self, seconds: int) -> None:
+        self.clock.now += seconds
+        gone: set[int] = set()
+        for name, ticket in self.tickets.items():
+            if not ticket.is_over and ticket.ends <= self.clock.now:
+                gone |= self.end(name)
+        assert sorted(self.book.expire()) == sorted(gone)
+
+    @precondition(lambda self: self.offered())
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.lists(st.sampled_from(sorted(self.offered())), max_size=3))
+        self.book.pin(blocks)
+        self.pins.update(blocks)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.lists(st.sampled_from(sorted(self.pins.elements())), max_size=3))
+        if Counter(blocks) <= self.pins:
+            self.book.unpin(blocks)
+            self.pins -= Counter(blocks)
+        else:
+            with pytest.raises(InvalidArgumentError):
+                self.book.unpin(blocks)
+
+    @rule()
+    def take_ended(self) -> None:
+        pinned = set(self.pins) - self.offered()
+        ended = [
+            name
+            for name, ticket in self.tickets.items()
+            if ticket.is_over and ticket.completed < NEVER and not ticket.blocks & pinned
+        ]
+        assert sorted(self.book.take_ended()) == sorted(ended)
+        for name in ended:
+            del self.tickets[name]
+
+    @invariant()
+    def what_is_offered_is_found_and_nothing_else(self) -> None:
+        offered = self.offered()
+        seen: set[int] = set()
+        for number in range(NUM_KEYS):
+            key = key_of(2 * number)
+            blocks = self.places(key)
+            [found] = self.book.find([key])
+            assert (found in blocks) if blocks else (found is None)
+            every = range(2 * NUM_KEYS)
+            found_again = self.book.still_offered([key] * len(every), every)
+            there = {block for block in found_again if block is not None}
+            assert there == blocks
+            seen |= there
+        assert seen == offered
+        assert self.book.num_offered == len(offered)
+
+    @invariant()
+    def the_book_knows_no_more_than_the_model(self) -> None:
+        assert self.book.num_tickets == len(self.tickets)
+        assert self.book.num_pinned == len(self.pins)
+        for name, ticket in self.tickets.items():
+            assert self.book.is_complete(name) == (ticket.completed < NEVER)
+
+    def teardown(self) -> None:
+        """Every ticket ends once its engine is done, the time over, and nobody reads."""
+        with self.undo:
+            for name, ticket in self.tickets.items():
+                if ticket.completed == NEVER:
+                    self.book.offer(name, {}, complete=True)
+            self.clock.now += LONGEST_S
+            self.book.expire()
+            self.book.unpin(list(self.pins.elements()))
+            assert sorted(self.book.take_ended()) == sorted(self.tickets)
+            assert self.book.num_tickets == self.book.num_offered == self.book.num_pinned == 0
+            assert not [*self.book._places, *self.book._offers, *self.book._pins]
 
 
-def test_a_holder_that_left_while_the_blocks_were_computed_leaves_them_a_whole_lease(
-    book: LeaseBook, clock: Clock
-) -> None:
-    book.offer("t", {}, complete=False)
-    assert book.hold("t", "one")
-    book.drop("one")
-    clock.now += 50
-    book.offer("t", BLOCKS, complete=True)
-    assert_ends_at(1050 + LEASE_S, book, clock)
-
-
-def test_a_lease_that_is_over_can_not_be_held_even_before_anybody_noticed(
-    book: LeaseBook, clock: Clock
-) -> None:
-    book.offer("t", BLOCKS, complete=True)
-    clock.now += LEASE_S
-    assert not book.hold("t", "one")
-    assert book.expire() == [4, 5, 6]
-
-
-def test_a_ticket_ends_only_when_none_of_its_blocks_is_pinned(book: LeaseBook) -> None:
-    book.offer("t", BLOCKS, complete=True)
-    book.pin([4, 5])
-    book.pin([5])
-    assert sorted(book.release("t")) == [4, 5, 6]
-    assert book.find(KEYS) == [None] * 3
-    for unpinned in ([4], [5], [5]):
-        assert not book.take_ended()
-        book.unpin(unpinned)
-    assert book.take_ended() == ["t"]
-    assert not book.take_ended()
-
-
-def test_a_block_that_another_ticket_offers_keeps_neither_waiting(book: LeaseBook) -> None:
-    book.offer("t", BLOCKS, complete=True)
-    assert book.offer("u", {KEYS[0]: 4}, complete=True) == []
-    book.pin([4])
-    assert sorted(book.release("t")) == [5, 6]
-    assert book.take_ended() == ["t"]
-    assert book.find(KEYS) == [4, None, None]
-    assert book.release("u") == [4]
-    assert not book.take_ended()
-    book.unpin([4])
-    assert book.take_ended() == ["u"]
-
-
-def test_a_key_with_two_blocks_is_found_until_both_are_gone(book: LeaseBook) -> None:
-    book.offer("t", {KEYS[0]: 4}, complete=True)
-    book.offer("u", {KEYS[0]: 9}, complete=True)
-    assert book.find(KEYS[:1]) == [4]
-    book.release("t")
-    assert book.find(KEYS[:1]) == [9]
-    assert book.still_offered([KEYS[0], KEYS[0], KEYS[1]], [4, 9, 9]) == [None, 9, None]
-
-
-def test_a_block_with_two_keys_is_found_by_each_until_its_last_ticket_is_over(
-    book: LeaseBook,
-) -> None:
-    """The last block of a prompt, and of a longer one that goes on with what was generated."""
-    assert book.offer("short", {KEYS[0]: 4}, complete=True) == [4]
-    assert book.offer("long", {KEYS[1]: 4}, complete=True) == []
-    assert book.find(KEYS) == [4, 4, None]
-    book.pin([4])
-    assert book.release("short") == []
-    assert book.find(KEYS) == [None, 4, None]
-    assert book.take_ended() == ["short"], "the other ticket keeps what is read"
-    assert book.release("long") == [4]
-    assert book.find(KEYS) == [None] * 3
-    assert not book.take_ended()
-    book.unpin([4])
-    assert book.take_ended() == ["long"]
-
-
-def test_a_ticket_may_offer_a_block_again_by_a_longer_prompt(book: LeaseBook) -> None:
-    book.offer("t", {KEYS[0]: 4}, complete=False)
-    assert book.offer("t", {KEYS[1]: 4}, complete=True) == []
-    assert book.find(KEYS) == [4, 4, None]
-    assert book.release("t") == [4]
-    assert book.num_offered == 0
-
-
-def test_a_ticket_that_is_released_early_ends_when_its_blocks_are_computed(
-    book: LeaseBook,
-) -> None:
-    book.offer("t", {KEYS[0]: 4}, complete=False)
-    assert book.release("t") == [4]
-    assert book.release("t") == []
-    assert not book.hold("t", "one")
-    assert book.offer("t", {KEYS[1]: 5}, complete=False) == []
-    assert book.find(KEYS) == [None] * 3
-    assert not book.take_ended(), "the engine still computes"
-    assert book.offer("t", BLOCKS, complete=True) == []
-    assert book.take_ended() == ["t"]
-
-
-def test_a_ticket_that_its_engine_revokes_ends_even_while_it_is_open(book: LeaseBook) -> None:
-    book.offer("t", {KEYS[0]: 4}, complete=False)
-    assert book.revoke("t") == [4]
-    with pytest.raises(InvalidArgumentError, match="not complete or revoked"):
-        book.offer("t", {}, complete=False)
-    assert book.take_ended() == ["t"]
-
-
-def test_a_ticket_that_was_released_early_can_be_revoked(book: LeaseBook) -> None:
-    book.offer("t", {KEYS[0]: 4}, complete=False)
-    book.release("t")
-    assert book.revoke("t") == []
-    assert book.take_ended() == ["t"]
-
-
-def test_tickets_that_are_not_known_change_nothing(book: LeaseBook, clock: Clock) -> None:
-    assert not book.hold("t", "one")
-    assert book.release("t") == []
-    assert book.revoke("t") == []
-    book.drop("one")
-    assert book.num_tickets == 0
-    book.offer("t", BLOCKS, complete=True)  # after the release: its lease ends it
-    assert_ends_at(1000 + LEASE_S, book, clock)
-
-
-def test_an_offer_that_makes_no_sense_is_refused_and_changes_nothing(book: LeaseBook) -> None:
-    book.offer("t", {KEYS[0]: 4}, complete=True)
-    with pytest.raises(InvalidArgumentError, match="ticket is 't'"):
-        book.offer("t", {KEYS[1]: 5}, complete=True)
-    assert book.num_tickets == book.num_offered == 1
-    assert book.find(KEYS) == [4, None, None]
+TestLeaseBookMachine = LeaseBookMachine.TestCase
+TestLeaseBookMachine.settings = examples(60, steps=40)
 
 
 @pytest.mark.parametrize("ticket", ["", "a\n", "\x1b[2J", "x" * 129, 7, None, b"t", "\ud800"])
-def test_what_is_no_ticket_is_refused(book: LeaseBook, ticket: str) -> None:
+def test_what_is_no_ticket_is_refused(ticket: str) -> None:
+    book = LeaseBook(LEASE_S, longest_s=LONGEST_S)
     with pytest.raises(InvalidArgumentError, match="ticket"):
         book.offer(ticket, {}, complete=True)
     assert book.num_tickets == 0
@@ -225,19 +221,6 @@ def test_what_is_no_ticket_is_refused(book: LeaseBook, ticket: str) -> None:
 def test_the_longest_ticket_is_taken() -> None:
     longest = "x" * MAX_TICKET_CHARACTERS
     assert require_ticket("ticket", longest) == longest
-
-
-def test_only_blocks_that_are_offered_are_pinned_and_only_pinned_ones_unpinned(
-    book: LeaseBook,
-) -> None:
-    book.offer("t", BLOCKS, complete=True)
-    with pytest.raises(InvalidArgumentError, match="blocks is 7"):
-        book.pin([4, 7])
-    assert book.num_pinned == 0
-    book.pin([4])
-    with pytest.raises(InvalidArgumentError, match="blocks is 4"):
-        book.unpin([4, 4])
-    assert book.num_pinned == 1
 
 
 @pytest.mark.parametrize("name", ["lease_s", "longest_s"])
