@@ -105,10 +105,6 @@ class EtcdServer:
         self.process.kill()
         self.process.wait()
 
-    def forget(self) -> None:
-        """Remove its data; it must not run."""
-        shutil.rmtree(self._folder / "data")
-
     def call(self, stub: Any, method: str, request: Any, token: str = "") -> Any:
         """Make a call, such as that of a user who has a shell."""
         at = f"{HOST}:{self.port}"

@@ -1,27 +1,48 @@
-"""Discovery by a real etcd: who is there, and what is known while etcd cannot tell."""
+"""Discovery by a real etcd: who is there, who may ask, and what is known while it cannot tell."""
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import msgspec
 import pytest
 from aetcd import rpc
 
-from kvxfer.backends.nixl import Announcement, Endpoint, NixlConfig
-from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery, EtcdSession
+from kvxfer.backends.nixl import Announcement, Endpoint, NixlBackend, NixlConfig
+from kvxfer.backends.nixl.discovery import (
+    EtcdConfig,
+    EtcdDiscovery,
+    EtcdError,
+    open_session,
+    run_there,
+)
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.gauge import Gauge
 from tests import needs
-from tests.backends.etcd_server import LIMIT_S, EtcdServer, etcd, until
+from tests.backends.etcd_server import (
+    HOST,
+    LIMIT_S,
+    PREFIX,
+    EtcdServer,
+    etcd,
+    etcd_cluster,
+    until,
+)
+from tests.backends.nixl_wire import Authority
+from tests.cli.peers import KEYS, PAYLOADS, ServeProcess, load, namespace, serving, store
 
 pytestmark = [needs.etcd, pytest.mark.processes]
 
 LEASE_S = 2
 A, B, C = (Endpoint("127.0.0.1", port) for port in (7001, 7002, 7003))
 OURS = "fingerprint"
+PASSWORD = "correct horse: battery"
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +65,22 @@ def own_server(tmp_path: Path) -> Iterator[EtcdServer]:
         yield server
 
 
-def configure(server: EtcdServer, **fields: Any) -> EtcdConfig:
-    config = NixlConfig(discover=server.url, **fields).etcd
+def configure(servers: Sequence[EtcdServer], **fields: Any) -> EtcdConfig:
+    places = ",".join(f"{HOST}:{server.port}" for server in servers)
+    config = NixlConfig(discover=f"etcd://{places}{PREFIX}", **fields).etcd
     assert config is not None
     return config
 
 
-def require_proof(peer: Endpoint) -> None:
-    NixlConfig().require_proof("peer", peer)
-
-
 @contextlib.asynccontextmanager
-async def following(server: EtcdServer, **fields: Any) -> AsyncIterator[EtcdDiscovery]:
+async def following(*servers: EtcdServer, **fields: Any) -> AsyncIterator[EtcdDiscovery]:
     """Follow who is there."""
-    config = configure(server, **fields)
-    discovery = EtcdDiscovery(config, namespace=OURS, require=require_proof, lease_s=LEASE_S)
+    discovery = EtcdDiscovery(
+        configure(servers, **fields),
+        namespace=OURS,
+        require=lambda peer: NixlConfig().require_proof("peer", peer),
+        lease_s=LEASE_S,
+    )
     async with contextlib.aclosing(discovery):
         await discovery.follow()
         yield discovery
@@ -66,18 +88,13 @@ async def following(server: EtcdServer, **fields: Any) -> AsyncIterator[EtcdDisc
 
 @contextlib.asynccontextmanager
 async def announcing(
-    server: EtcdServer, *at: Endpoint, namespace: str = OURS, **fields: Any
-) -> AsyncIterator[list[EtcdDiscovery]]:
-    """Announce holders."""
-    holders = []
-    announcement = Announcement(namespace=namespace)
-    async with contextlib.AsyncExitStack() as stack:
-        for endpoint in at:
-            holder = EtcdDiscovery(configure(server, **fields), lease_s=LEASE_S)
-            await stack.enter_async_context(contextlib.aclosing(holder))
-            await holder.announce(endpoint, lambda: announcement)
-            holders.append(holder)
-        yield holders
+    at: Endpoint, *servers: EtcdServer, **fields: Any
+) -> AsyncIterator[EtcdDiscovery]:
+    """Announce a holder."""
+    holder = EtcdDiscovery(configure(servers, **fields), lease_s=LEASE_S)
+    async with contextlib.aclosing(holder):
+        await holder.announce(at, lambda: Announcement(namespace=OURS))
+        yield holder
 
 
 def knows(discovery: EtcdDiscovery, *peers: Endpoint) -> bool:
@@ -89,34 +106,23 @@ def works(discovery: EtcdDiscovery) -> bool:
 
 
 async def test_holders_are_found_when_they_come_and_gone_when_they_close(
-    server: EtcdServer, monkeypatch: pytest.MonkeyPatch
+    server: EtcdServer,
 ) -> None:
-    monkeypatch.setattr("kvxfer.backends.nixl.discovery.FIRST_LIST_S", LIMIT_S)
     async with following(server) as engine:
         await until(lambda: works(engine))
         assert await engine.peers() == ()
-        async with announcing(server, A, B):
-            await until(lambda: knows(engine, A, B))
-            async with announcing(server, C), following(server) as late:
-                assert {A, B} <= {*await late.peers()}  # opening has waited for the first list
-                await until(lambda: knows(engine, A, B, C) and knows(late, A, B, C))
-                assert late.gauges() == {Gauge.DISCOVERY_FAILING: 0.0, Gauge.PEERS_KNOWN: 3}
-            took_s = await until(lambda: knows(engine, A, B))
-            assert took_s < LEASE_S / 2  # by the end of the lease, not by its time
+        async with announcing(A, server):
+            await until(lambda: knows(engine, A))
+            async with announcing(B, server), following(server) as late:
+                await until(lambda: knows(engine, A, B) and knows(late, A, B))
+                assert late.gauges() == {Gauge.DISCOVERY_FAILING: 0.0, Gauge.PEERS_KNOWN: 2}
+            await until(lambda: knows(engine, A))
         await until(lambda: knows(engine))
     assert server.leases() == []
 
 
-async def test_a_lease_that_is_lost_is_taken_again(server: EtcdServer) -> None:
-    async with following(server) as engine, announcing(server, A):
-        await until(lambda: knows(engine, A))
-        server.revoke_leases()
-        await until(lambda: knows(engine))
-        await until(lambda: knows(engine, A))
-
-
 async def test_what_is_announced_says_who_it_is_and_nothing_secret(server: EtcdServer) -> None:
-    async with announcing(server, A):
+    async with announcing(A, server):
         await until(lambda: bool(server.entries()))
         [(name, value)] = server.entries().items()
     assert name == str(A)
@@ -125,18 +131,6 @@ async def test_what_is_announced_says_who_it_is_and_nothing_secret(server: EtcdS
         *("capacity", "namespace", "oldest_protocol", "protocol", "started", "version")
     ]
     assert abs(said["started"] - time.time()) < LIMIT_S
-
-
-async def test_a_holder_that_settles_for_another_model_is_left_alone(server: EtcdServer) -> None:
-    settled = ""
-    holder = EtcdDiscovery(configure(server), lease_s=LEASE_S)
-    async with contextlib.aclosing(holder), following(server) as engine:
-        await holder.announce(A, lambda: Announcement(namespace=settled))
-        await until(lambda: knows(engine, A))
-        settled = "another"
-        await until(lambda: knows(engine))
-        settled = OURS
-        await until(lambda: knows(engine, A))
 
 
 async def test_strange_entries_are_skipped_and_warned_about_once(
@@ -162,7 +156,11 @@ async def test_strange_entries_are_skipped_and_warned_about_once(
 async def test_while_etcd_is_dead_those_known_are_the_peers_and_come_back_with_it(
     own_server: EtcdServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with following(own_server) as engine, announcing(own_server, A, B):
+    async with (
+        following(own_server) as engine,
+        announcing(A, own_server),
+        announcing(B, own_server),
+    ):
         await until(lambda: knows(engine, A, B))
         own_server.kill()
         await until(lambda: not works(engine))
@@ -172,41 +170,186 @@ async def test_while_etcd_is_dead_those_known_are_the_peers_and_come_back_with_i
         own_server.start()
         await until(lambda: works(engine))
         assert knows(engine, A, B)
-        async with announcing(own_server, C):
+        async with announcing(C, own_server):
             await until(lambda: knows(engine, A, B, C))
 
 
-async def test_closing_takes_seconds_at_most_while_etcd_is_frozen(own_server: EtcdServer) -> None:
-    async with following(own_server) as engine, announcing(own_server, A) as (holder,):
-        await until(lambda: knows(engine, A))
-        own_server.freeze()
-        began = time.monotonic()
-        await asyncio.gather(engine.aclose(), holder.aclose())
-        assert time.monotonic() - began < 8.0
-        await engine.follow()  # and nothing begins again
-        await holder.announce(A, Announcement)
-    own_server.thaw()
-
-
-async def test_changes_that_etcd_has_forgotten_are_listed_again(
-    server: EtcdServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_members_that_die_are_left_for_others_and_none_is_believed_without_a_leader(
+    tmp_path: Path,
 ) -> None:
-    entries, lists = EtcdSession.entries, 0
+    with etcd_cluster(tmp_path, 3) as members:
+        first, second, third = members
+        async with announcing(A, second), following(first, second) as engine:
+            await until(lambda: knows(engine, A))
+            first.kill()
+            async with announcing(B, second):
+                await until(lambda: knows(engine, A, B))
+                third.kill()
+                await until(lambda: not works(engine))
+                assert knows(engine, A, B), "cannot tell is not nobody"
+                third.spawn()
+                await asyncio.to_thread(third.wait)
+                await until(lambda: works(engine))
 
-    async def list_then_compact(
-        session: EtcdSession, prefix: bytes
-    ) -> tuple[int, dict[bytes, bytes]]:
-        nonlocal lists
-        lists += 1
-        listed = await entries(session, prefix)
-        if lists == 1:  # the change after the list is gone before it can be watched
-            server.put(str(A), Announcement().encode())
-            revision = server.put(str(B), Announcement().encode())
-            server.call(rpc.KVStub, "Compact", rpc.CompactionRequest(revision=revision))
-        return listed
 
-    monkeypatch.setattr(EtcdSession, "entries", list_then_compact)
-    async with following(server) as engine:
-        await until(lambda: knows(engine, A, B))
-    assert lists == 2
-    assert "discovery by etcd" not in caplog.text  # nothing failed
+@pytest.fixture
+def served(server: EtcdServer) -> Iterator[ServeProcess]:
+    options = ("--capacity", "1MiB", "--transport", "socket", "--discover", server.url)
+    with serving(*options) as peer:
+        yield peer
+
+
+async def test_a_served_peer_is_found_settles_and_leaves_when_it_is_asked_to_end(
+    server: EtcdServer, served: ServeProcess
+) -> None:
+    def known(backend: NixlBackend) -> set[str]:
+        return {str(each) for each in backend._discovery._follower.roster.endpoints}  # type: ignore[union-attr]
+
+    config = NixlConfig(discover=server.url, transport="socket")
+    async with NixlBackend(config, namespace()) as backend:
+        await backend.start()
+        await until(lambda: known(backend) == {str(served.endpoint)})
+        assert all(outcome.done for outcome in await store(backend))
+        assert await load(backend) == PAYLOADS
+        ours = namespace().fingerprint.encode()
+        await until(lambda: ours in server.entries()[str(served.endpoint)])
+        async with NixlBackend(config, namespace("another/model")) as other:
+            await other.start()
+            assert known(other) == set()
+        assert await asyncio.to_thread(served.end) == 0
+        await until(lambda: not known(backend))
+        assert await backend.lookup(KEYS) == [False] * len(KEYS)
+    assert server.entries() == {}
+    assert f"announced {served.endpoint} at {server.url}" in "".join(served.said)
+
+
+def add_user(server: EtcdServer, name: str, permission: str) -> None:
+    """Add a user who may READ or READWRITE what is below the prefix."""
+    server.call(rpc.AuthStub, "UserAdd", rpc.AuthUserAddRequest(name=name, password=PASSWORD))
+    server.call(rpc.AuthStub, "RoleAdd", rpc.AuthRoleAddRequest(name=name))
+    allowed = rpc.Permission(
+        permType=getattr(rpc.Permission, permission),
+        key=f"{PREFIX}/".encode(),
+        range_end=f"{PREFIX}0".encode(),
+    )
+    granted = rpc.AuthRoleGrantPermissionRequest(name=name, perm=allowed)
+    server.call(rpc.AuthStub, "RoleGrantPermission", granted)
+    server.call(rpc.AuthStub, "UserGrantRole", rpc.AuthUserGrantRoleRequest(user=name, role=name))
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """Run an etcd that nobody may ask without a password."""
+    with etcd(tmp_path_factory.mktemp("etcd")) as server:
+        for name, permission in (("holder", "READWRITE"), ("engine", "READ"), ("root", "READ")):
+            add_user(server, name, permission)
+        server.call(rpc.AuthStub, "AuthEnable", rpc.AuthEnableRequest())
+        yield server
+
+
+def user_file(tmp_path: Path, user: str) -> str:
+    path = tmp_path / "user"
+    path.write_text(f"{user}\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+async def test_with_name_and_password_holders_are_found_also_after_a_restart(
+    guarded: EtcdServer, tmp_path: Path
+) -> None:
+    fields = {"etcd_user_file": user_file(tmp_path, f"holder:{PASSWORD}")}
+    async with following(guarded, **fields) as engine, announcing(A, guarded, **fields) as holder:
+        await until(lambda: knows(engine, A))
+        guarded.kill()  # it forgets the tokens
+        await until(lambda: not works(engine))
+        guarded.start()
+        await until(lambda: works(engine) and works(holder))
+        assert await engine.peers() == (A,)
+
+
+@pytest.mark.parametrize(
+    ("user", "reason"),
+    [
+        ("holder:wrong secret", "authentication failed"),
+        ("", "user name is empty"),
+        (f"engine:{PASSWORD}", "permission denied"),
+    ],
+)
+async def test_who_may_not_announce_says_why_and_tells_no_password(
+    guarded: EtcdServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, user: str, reason: str
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    fields = {"etcd_user_file": user_file(tmp_path, user)} if user else {}
+    async with announcing(A, guarded, **fields), following(guarded, **fields) as engine:
+        await until(lambda: f"{A} is not announced until it answers" in caplog.text)
+        assert reason in caplog.text
+        assert await engine.peers() == ()
+        assert works(engine) == user.startswith("engine")
+    assert "wrong secret" not in caplog.text
+    assert PASSWORD not in caplog.text
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority") / "ours")
+
+
+@pytest.fixture(scope="module")
+def encrypted(
+    tmp_path_factory: pytest.TempPathFactory, authority: Authority
+) -> Iterator[EtcdServer]:
+    """Run an etcd that takes those alone who have a certificate."""
+    ca, cert, key = (str(authority.folder / f"{name}.pem") for name in ("ca", "cert", "key"))
+    pair = (Path(ca), Path(key), Path(cert))
+    credentials = grpc.ssl_channel_credentials(*(path.read_bytes() for path in pair))
+    options = ("--cert-file", cert, "--key-file", key, "--trusted-ca-file", ca)
+    with etcd(
+        tmp_path_factory.mktemp("etcd"),
+        scheme="https",
+        options=[*options, "--client-cert-auth"],
+        credentials=credentials,
+    ) as server:
+        yield server
+
+
+def of(authority: Authority, *names: str) -> dict[str, Any]:
+    return {f"etcd_{name}": str(authority.folder / f"{name}.pem") for name in names}
+
+
+async def test_with_tls_holders_are_found(encrypted: EtcdServer, authority: Authority) -> None:
+    fields = of(authority, "ca", "cert", "key")
+    async with announcing(A, encrypted, **fields), following(encrypted, **fields) as engine:
+        await until(lambda: knows(engine, A))
+    assert encrypted.entries() == {}
+
+
+@pytest.mark.parametrize("case", ["without TLS", "another authority", "without a certificate"])
+async def test_who_cannot_be_trusted_is_not_told_anything(
+    encrypted: EtcdServer, authority: Authority, tmp_path: Path, case: str
+) -> None:
+    other = Authority(tmp_path / "other")
+    fields: dict[str, Any] = {
+        "without TLS": {},
+        "another authority": of(other, "ca", "cert", "key"),
+        "without a certificate": of(authority, "ca"),
+    }[case]
+    with pytest.raises(EtcdError):
+        await run_there(partial(list_entries, configure([encrypted], **fields)), LIMIT_S)
+
+
+async def list_entries(config: EtcdConfig) -> None:
+    async with open_session(config, config.endpoints[0], 5.0) as session:
+        await session.entries(b"/")
+
+
+@pytest.mark.parametrize("name", ["etcd_ca", "etcd_cert", "etcd_key"])
+def test_files_that_are_no_certificates_are_errors_at_once(
+    authority: Authority, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "noise").write_text("noise")
+    for path, wanted in (("noise", "in PEM"), ("missing", "a readable file")):
+        fields = of(authority, "ca", "cert", "key") | {name: str(tmp_path / path)}
+        config = NixlConfig(discover="etcd://127.0.0.1:1/kvxfer", **fields).etcd
+        assert config is not None
+        with pytest.raises(InvalidArgumentError, match=wanted):
+            EtcdDiscovery(config)
