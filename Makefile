@@ -33,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests that have processes, packages or targets of their own.
 APART := --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
 
-.PHONY: setup demo demo-pd test needs pins sglang azurite helm storages engines e2e exhaustive faults gpu gpu-engines gpu-pd chaos simulate compat lint type docs docs-release layouts bench check-dist release check
+.PHONY: setup demo demo-pd test needs pins sglang azurite helm storages engines e2e exhaustive gpu gpu-engines gpu-pd chaos simulate compat lint type docs docs-release layouts bench check-dist release check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -121,9 +121,6 @@ gpu-pd:
 	$(GPU_PYTHON) -m tests.e2e.models build/models smollm2
 	$(GPU_PYTHON) -m tests.e2e.demo_pd; shown=$$?; \
 	$(GPU_PYTHON) -m benchmarks pd --check && exit $$shown
-
-# Fifty rounds of everything that can happen to a peer, some ten minutes.
-faults: $(INSTALLED) ; $(BIN)/pytest tests/backends/test_nixl_faults.py
 
 # Engines over tiers of host, files and peers, and all that can happen to them: `make chaos SECONDS=60 SEED=7
 # WITHOUT=kill-worker,gc`. Ends at most three minutes after that.

@@ -1,8 +1,6 @@
 """Memory of GPUs at a NIXL backend: refused by name, and moved after the work of the GPU."""
 
 import asyncio
-import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,13 +8,12 @@ import torch
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
-from kvxfer.errors import BackendUnavailableError, DeviceLostError, InvalidArgumentError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.payloads import read_payloads, write_payloads
+from kvxfer.testing.payloads import read_payloads
 from tests.backends.agent_contract import words
 from tests.backends.nixl_pair import KEYS, MEMORY, open_pair
 
@@ -66,36 +63,3 @@ async def test_blocks_of_a_gpu_are_refused_by_name_unless_the_backend_reaches_it
         for move in (pair.client.load, pair.client.store):
             with pytest.raises(InvalidArgumentError, match="memory of cuda:0 that was attached"):
                 await move(KEYS[:1], blocks)
-
-
-class Mark:
-    """Mark of a GPU that is late or lost."""
-
-    event = 0
-
-    def __init__(self, *, lost: bool = False) -> None:
-        self.lost = lost
-
-    def has_passed(self) -> bool:
-        if self.lost:
-            raise DeviceLostError(0, "cuEventQuery", "CUDA_ERROR_LAUNCH_FAILED")
-        return False
-
-
-@pytest.mark.parametrize(
-    ("make_mark", "status", "reason"),
-    [(Mark, Status.TIMED_OUT, "took longer"), (lambda: Mark(lost=True), Status.FAILED, "cuda:0")],
-    ids=["late", "lost"],
-)
-async def test_blocks_whose_mark_never_passes_are_not_touched(
-    make_mark: Callable[[], Mark], status: Status, reason: str
-) -> None:
-    async with open_pair(timeout_s=0.2) as pair:
-        target = pair.memory.describe(0, [8])
-        canary = b"\x5a" * SIZE
-        write_payloads(target, [canary])
-        marked = dataclasses.replace(target, after=make_mark())
-        [outcome] = await pair.client.load(KEYS[:1], marked)
-        assert (outcome.status, outcome.memory_safe) == (status, True)
-        assert reason in outcome.reason
-        assert read_payloads(target) == [canary]

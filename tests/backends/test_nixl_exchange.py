@@ -1,8 +1,6 @@
 """Exchange: readers of blocks that say themselves which peer has them, and hold tickets there."""
 
-import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,6 @@ from kvxfer.backends.nixl import Endpoint, Exchange, LocalNode, NixlBackend, Nix
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.wire.messages import (
     MAX_DESCRIPTION_BYTES,
-    MAX_TICKETS,
     Describe,
     Failed,
     Found,
@@ -26,10 +23,9 @@ from kvxfer.backends.nixl.wire.messages import (
     Reach,
     Release,
 )
-from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
+from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import Namespace
-from kvxfer.storage.leases import Held
 from kvxfer.testing import BlockMemory, FakeNixlAgent
 from kvxfer.testing.conformance.suite import (
     make_keys,
@@ -38,23 +34,16 @@ from kvxfer.testing.conformance.suite import (
 )
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
-from tests.backends.nixl_pair import open_pair
 from tests.backends.nixl_proven import (
-    asking,
     endpoint_of,
-    holding,
     lending,
     proven,
-    require_served,
 )
 from tests.backends.nixl_wire import speak_version
 from tests.backends.recording_desk import RecordingDesk
 
 GROUPLESS = Namespace(model="example/model", dtype="float32")
 KEYS = make_keys(4)
-LATE_S = 0.3
-LIMIT_S = 10.0
-NOWHERE = [Endpoint("127.0.0.1", port) for port in (1, 2, 3, 4)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,33 +93,6 @@ def reader(max_clients: int | None = None, *, only_asks: bool = False, **fields:
         max_clients=max_clients,
         only_asks=only_asks,
     )
-
-
-async def test_tickets_are_described_held_and_released() -> None:
-    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
-        client, desk = exchange.peer(holder.endpoint), holder.desk
-        assert await client.describe() == desk.description
-        keys = [KEYS[0], make_keys(1, first=9)[0], KEYS[3]]
-        assert await client.hold("ours", keys) == Held(True, True, [True, False, True])
-        assert await client.hold("nobody's", KEYS[:1]) == Held(False, False, [True])
-        assert await client.hold("ours", []) == Held(True, True, [])
-        assert list(desk.held.values()) == [["ours", "nobody's", "ours"]]
-        await client.release([])
-        assert "ours" in desk.tickets
-        await client.release([f"ticket-{number}" for number in range(MAX_TICKETS)] + ["ours"])
-        assert not desk.tickets
-
-
-async def test_a_ticket_that_is_left_is_let_go_although_nothing_else_is_asked_for() -> None:
-    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
-        client, desk = exchange.peer(holder.endpoint), holder.desk
-        for _ in range(2):
-            assert (await client.hold("ours", KEYS)).is_known
-        client.leave("ours")
-        await desk.until(lambda desk: bool(desk.let_go), LIMIT_S)
-        assert desk.let_go == [desk.numbers[-1]]
-        assert "ours" in desk.tickets
-        assert client.is_idle
 
 
 @pytest.mark.parametrize(
@@ -200,16 +162,6 @@ def test_an_exchange_that_cannot_work_is_refused_by_name(
     with pytest.raises(InvalidArgumentError) as caught:
         Exchange(config, GROUPLESS, **options)
     assert caught.value.argument == argument
-
-
-async def test_beyond_the_limit_the_client_that_was_idle_longest_is_closed() -> None:
-    async with reader(max_clients=2, transport="socket") as exchange:
-        first, second = exchange.peer(NOWHERE[0]), exchange.peer(NOWHERE[1])
-        assert exchange.peer(NOWHERE[0]) is first
-        third = exchange.peer(NOWHERE[2])
-        assert list(exchange.clients.values()) == [first, third]
-        with pytest.raises(ClosedError):
-            await second.describe()
 
 
 LISTEN = "127.0.0.1:0"
@@ -314,33 +266,3 @@ async def test_who_only_asks_is_answered_whatever_the_transport_and_gets_no_bloc
         async with reader(transport="socket") as moving:
             with pytest.raises(KVXferError):
                 await moving.peer(holder.endpoint).hold("ours", KEYS)
-
-
-async def test_heartbeats_keep_a_connection_on_which_nothing_is_asked() -> None:
-    async with open_pair(lease_s=0.5, heartbeat_s=0.1) as pair:
-        [client] = pair.client._exchange.clients.values()
-        connection = await client.open()
-        await asyncio.sleep(1.2)
-        assert await client.open() is connection
-
-
-@pytest.mark.parametrize("side", ["holder", "client"])
-@pytest.mark.parametrize("serving", [True, False], ids=["of the reads", "of the other's reads"])
-async def test_a_cut_of_idle_data_connections_fails_no_store_and_no_load(
-    tmp_path: Path, side: str, *, serving: bool
-) -> None:
-    quick: dict[str, Any] = {"transport": "socket", "timeout_s": 3.0}
-    async with (
-        holding(tmp_path, **quick) as holder,
-        asking(tmp_path, holder, **quick) as client,
-    ):
-        agent = (holder if side == "holder" else client)._exchange._node.sockets
-        for first_key in range(0, 8 * 4, 4):  # more than a holder takes connections of one peer
-            await require_served(client, first_key)
-            lines: list[Any] = list(agent._serving)
-            if not serving:
-                lines = [line for remote in agent._remotes.values() for line in remote._lines]
-            for line in lines:
-                with contextlib.suppress(OSError):  # the other side may have cut it by now
-                    socket.socket.shutdown(line.connection._socket, socket.SHUT_RDWR)
-        await require_served(client, 100)

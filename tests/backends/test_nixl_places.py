@@ -18,7 +18,6 @@ from kvxfer.storage.lending import BlockParts, LentBlocks
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads, write_payloads
-from tests.backends.host_blocks import flip
 from tests.backends.nixl_pair import KEYS, Pair, open_pair
 
 ADDRESS = 1 << 20
@@ -56,48 +55,6 @@ async def test_what_a_lookup_found_is_read_without_asking_again(pins: list[list[
         assert not pins
 
 
-async def test_each_place_is_good_for_one_load(pins: list[list[BlockKey]]) -> None:
-    async with open_pair() as pair:
-        await pair.client.lookup(KEYS[:2])
-        assert await load(pair, KEYS[:2]) == ([Status.DONE] * 2, pair.payloads[:2])
-        assert await load(pair, KEYS[:2]) == ([Status.DONE] * 2, pair.payloads[:2])
-        assert pins == [KEYS[:2]]
-
-
-@pytest.mark.parametrize("grade", ["full", "fenced"])
-async def test_what_several_lookups_found_is_read_at_once(
-    pins: list[list[BlockKey]], grade: str
-) -> None:
-    async with open_pair(integrity=grade) as pair:
-        for keys in (KEYS[2:], KEYS[:1], KEYS[1:2]):
-            assert await pair.client.lookup(keys) == [True] * len(keys)
-        assert await load(pair, KEYS) == ([Status.DONE] * 4, pair.payloads)
-        assert not pins
-
-
-async def test_a_load_of_more_than_was_found_asks_for_all(pins: list[list[BlockKey]]) -> None:
-    async with open_pair() as pair:
-        await pair.client.lookup(KEYS[:2])
-        assert await load(pair, KEYS[:3]) == ([Status.DONE] * 3, pair.payloads[:3])
-        assert pins == [KEYS[:3]]
-
-
-@pytest.mark.parametrize("grade", ["full", "fenced"])
-async def test_a_block_that_has_moved_is_read_where_it_is_kept(
-    pins: list[list[BlockKey]], grade: str
-) -> None:
-    async with open_pair(integrity=grade) as pair:
-        await pair.client.lookup(KEYS)
-        assert await pair.holder.delete([KEYS[1]]) == [True]
-        others = make_keys(1, first=50)
-        await store_generated(pair.client, others, pair.memory.describe(0, [12]))  # in its slot
-        write_payloads(pair.memory.describe(0, [13]), [pair.payloads[1]])
-        outcomes = await pair.client.store([KEYS[1]], pair.memory.describe(0, [13]))
-        assert statuses(outcomes) == [Status.DONE]
-        assert await load(pair, KEYS) == ([Status.DONE] * 4, pair.payloads)
-        assert pins == [[KEYS[1]]]
-
-
 @pytest.mark.parametrize("grade", ["full", "fenced"])
 async def test_a_block_whose_place_was_taken_is_not_called_missing_as_its_memory_was_written(
     pins: list[list[BlockKey]], grade: str
@@ -122,50 +79,6 @@ async def test_a_block_that_was_deleted_is_missing_although_its_bytes_are_still_
         assert seen == [Status.MISSING]
         assert read == b"\x5a" * len(read), "a missing block was written"
         assert pins == [KEYS[:1]]
-
-
-@pytest.mark.parametrize("grade", ["full", "fenced"])
-async def test_a_block_that_another_engine_deleted_is_not_read_at_its_place(grade: str) -> None:
-    async with open_pair(integrity=grade) as pair:
-        await pair.client.lookup(KEYS[:1])
-        assert await pair.holder.delete(KEYS[:1]) == [True]
-        seen, _ = await load(pair, KEYS[:1])
-        assert seen == [Status.FAILED]  # its memory was written
-
-
-async def test_a_lookup_that_does_not_find_a_block_forgets_its_place(
-    pins: list[list[BlockKey]],
-) -> None:
-    async with open_pair() as pair:
-        await pair.client.lookup(KEYS)
-        await pair.holder.delete(KEYS[:1])
-        assert await pair.client.lookup(KEYS[:1]) == [False]
-        seen, [read] = await load(pair, KEYS[:1])
-        assert seen == [Status.MISSING]
-        assert read == b"\x5a" * len(read), "a missing block was written"
-        assert pins == [KEYS[:1]]
-
-
-async def test_a_block_that_has_changed_is_corrupt_whether_it_was_looked_up_or_not(
-    pins: list[list[BlockKey]],
-) -> None:
-    async with open_pair() as pair:
-        flip(pair.host, KEYS[1], at=0)
-        await pair.client.lookup(KEYS)
-        seen, _ = await load(pair, KEYS)
-        assert seen == [Status.DONE, Status.CORRUPT, Status.DONE, Status.DONE]
-        assert pins == [[KEYS[1]]]
-        assert await pair.client.lookup(KEYS) == [True, False, True, True]
-
-
-async def test_a_block_that_was_looked_up_is_evicted_after_others() -> None:
-    async with open_pair() as pair:
-        slots = pair.host.num_slots
-        await pair.client.lookup(KEYS[3:])  # of a batch the last goes first
-        target = pair.memory.describe(0, [12])
-        for first in range(100, 100 + slots - len(KEYS) + 1):
-            await store_generated(pair.client, make_keys(1, first=first), target)
-        assert await pair.client.lookup(KEYS) == [True, True, False, True]
 
 
 def found(rows: Sequence[tuple[bool, int]], **fields: object) -> Found:

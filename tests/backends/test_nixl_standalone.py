@@ -1,43 +1,81 @@
-"""Stand-alone peer, within the process of the test."""
+"""Stand-alone peer within the process of the test: how it ends, and how it answers a probe."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.backends.nixl import Connection, LocalNode, NixlBackend, NixlConfig, StandalonePeer
+from kvxfer.backends.nixl import (
+    Connection,
+    Endpoint,
+    LocalNode,
+    NixlBackend,
+    NixlConfig,
+    StandalonePeer,
+    probe_peer,
+)
 from kvxfer.backends.nixl.agents import NixlAgent
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.wire.messages import Pin, Pinned
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
-from kvxfer.testing import BlockMemory, DictBackend
-from kvxfer.testing.conformance.suite import make_keys, store_generated
+from kvxfer.errors import (
+    BackendUnavailableError,
+    HandshakeError,
+    InvalidArgumentError,
+    PeerClosedError,
+    PeerTimeoutError,
+    ProtocolError,
+)
+from kvxfer.storage.keys import Namespace
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.units import ByteSize
 
+HOST = "127.0.0.1"
 LIMIT_S = 10.0
-NUM_AT_ONCE = 300
 CAPACITY = ByteSize(1 << 20)
-CONFIG = NixlConfig(listen="127.0.0.1:0", capacity=CAPACITY, transport="socket")
 MEMORY = BlockMemory([[4096]], num_blocks=1)
-NAMESPACE, OTHER = MEMORY.namespace(), MEMORY.namespace(model="other")
-KEYS = [make_block_key(b"hash", 0)]
-OTHER_KEY = make_block_key(b"other", 0)
+NAMESPACE = MEMORY.namespace()
+KEYS = make_keys(1)
 
 
-def open_host(namespace: Namespace) -> HostBackend:
-    return HostBackend(HostConfig(capacity=CAPACITY), namespace)
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Import NIXL beforehand: it would block an event loop for too long."""
+    import_nixl(otherwise="skip these tests")
 
 
-async def store_at(address: str) -> None:
-    """Act as a peer that stores a block."""
-    async with NixlBackend(NixlConfig(address=address, transport="socket"), NAMESPACE) as backend:
-        (outcome,) = await backend.store(KEYS, MEMORY.describe(0, [0]))
-        assert outcome.done, outcome
+def make_peer(
+    listen: str = f"{HOST}:0", namespace: Namespace | None = None, *, secret_file: str = ""
+) -> StandalonePeer:
+    config = NixlConfig(
+        listen=listen, capacity=CAPACITY, transport="socket", secret_file=secret_file
+    )
+
+    def open_host(wanted: Namespace) -> HostBackend:
+        return HostBackend(HostConfig(capacity=CAPACITY), wanted)
+
+    return StandalonePeer(config, open_host, namespace=namespace)
+
+
+@contextlib.asynccontextmanager
+async def standing(
+    namespace: Namespace | None = None, *, secret_file: str = ""
+) -> AsyncIterator[StandalonePeer]:
+    """Run a stand-alone peer."""
+    peer = make_peer(namespace=namespace, secret_file=secret_file)
+    async with contextlib.aclosing(peer):
+        await peer.start()
+        yield peer
+
+
+def engine(peer: StandalonePeer, namespace: Namespace = NAMESPACE) -> NixlBackend:
+    config = NixlConfig(address=str(peer.endpoint), transport="socket")
+    return NixlBackend(config, namespace)
 
 
 @contextlib.asynccontextmanager
@@ -52,10 +90,8 @@ async def pinned(peer: StandalonePeer) -> AsyncIterator[None]:
 
 
 async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture) -> None:
-    async with contextlib.aclosing(StandalonePeer(CONFIG, open_host)) as peer:
-        await peer.start()
-        config = NixlConfig(address=str(peer.endpoint), transport="socket")
-        async with NixlBackend(config, NAMESPACE) as backend:
+    async with standing() as peer:
+        async with engine(peer) as backend:
             await backend.store(KEYS, MEMORY.describe(0, [0]))
             async with pinned(peer):
                 await peer.drain(0.1)
@@ -66,78 +102,97 @@ async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture
         assert not peer.is_ready
 
 
-async def test_a_peer_that_drains_offers_and_takes_no_blocks() -> None:
-    async with contextlib.aclosing(StandalonePeer(CONFIG, open_host)) as peer:
-        await peer.start()
-        config = NixlConfig(address=str(peer.endpoint), transport="socket")
-        async with NixlBackend(config, NAMESPACE) as backend:
-            blocks = MEMORY.describe(0, [0])
-            await backend.store(KEYS, blocks)
-            assert await backend.lookup(KEYS) == [True]
-            async with pinned(peer):
-                draining = asyncio.create_task(peer.drain(LIMIT_S))
-                await asyncio.sleep(0)
-                assert await backend.lookup(KEYS) == [False]
-                for call in (backend.load, backend.store):
-                    (outcome,) = await call([OTHER_KEY], blocks)
-                    assert "about to end" in outcome.reason
-                assert not draining.done()
-            await draining
-
-
 async def test_a_port_that_is_taken_is_said_so_and_listened_at_when_it_is_free() -> None:
-    async with contextlib.aclosing(StandalonePeer(CONFIG, open_host)) as peer:
-        await peer.start()
-        taken = NixlConfig(listen=str(peer.endpoint), capacity=CAPACITY, transport="socket")
-        async with contextlib.aclosing(StandalonePeer(taken, open_host)) as another:
-            with pytest.raises(BackendUnavailableError, match=f"cannot listen at {peer.endpoint}"):
-                await another.start()
-            assert not another.is_ready
-            await peer.aclose()
+    async with (
+        standing() as peer,
+        contextlib.aclosing(make_peer(str(peer.endpoint))) as another,
+    ):
+        with pytest.raises(BackendUnavailableError, match=f"cannot listen at {peer.endpoint}"):
             await another.start()
-            await store_at(str(another.endpoint))
+        assert not another.is_ready
+        await peer.aclose()
+        await another.start()
+        async with engine(another) as backend:
+            (outcome,) = await backend.store(KEYS, MEMORY.describe(0, [0]))
+            assert outcome.done, outcome
 
 
 def test_a_peer_without_an_address_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="listen"):
-        StandalonePeer(NixlConfig(address="127.0.0.1:1"), open_host)
+        make_peer(listen="")
 
 
-class Unhurried(DictBackend):
-    """Backend whose answers take several turns of the event loop, as those of a disk do."""
-
-    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        await turns(16)
-        return await super().lookup(keys)
-
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        await turns(16)
-        return await super().delete(keys)
+@pytest.fixture
+def secrets(tmp_path: Path) -> list[str]:
+    paths = [tmp_path / name for name in ("right", "wrong")]
+    for path in paths:
+        path.write_text(f"the {path.name} secret of all peers")
+        path.chmod(0o600)
+    return [str(path) for path in paths]
 
 
-async def turns(num: int) -> None:
-    for _ in range(num):
-        await asyncio.sleep(0)
+def asking(secret_file: str = "", timeout_s: float = 5.0) -> NixlConfig:
+    return NixlConfig(transport="socket", secret_file=secret_file, handshake_timeout_s=timeout_s)
 
 
-async def test_any_number_of_lookups_and_deletions_at_once_wait_for_their_turn() -> None:
-    def opened(namespace: Namespace) -> Backend:
-        return Unhurried(None, namespace)
+async def test_a_holder_tells_its_namespace_and_answers_round_trips(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with standing(NAMESPACE) as peer:
+        probe = await probe_peer(asking(), peer.endpoint)
+    assert probe.namespace == NAMESPACE
+    assert probe.is_here
+    assert probe.carrier == "socket"
+    assert probe.round_trip_s is not None
+    assert 0 < probe.round_trip_s < 5
+    assert probe.description is None
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
-    memory = BlockMemory([[4096]], num_blocks=NUM_AT_ONCE)
-    keys = make_keys(NUM_AT_ONCE)
-    async with contextlib.aclosing(StandalonePeer(CONFIG, opened)) as peer:
-        await peer.start()
-        config = NixlConfig(address=str(peer.endpoint), transport="socket")
-        async with NixlBackend(config, memory.namespace()) as backend:
-            await store_generated(backend, keys, memory.describe(0, range(NUM_AT_ONCE)))
-            for _ in range(3):
-                given_up = [asyncio.create_task(backend.lookup([key])) for key in keys]
-                await turns(8)
-                for each in given_up:  # the holder may be busy with them for some turns more
-                    each.cancel()
-            found = await asyncio.gather(*(backend.lookup([key]) for key in keys))
-            assert found == [[True]] * NUM_AT_ONCE
-            deleted = await asyncio.gather(*(backend.delete([key]) for key in keys))
-            assert deleted == [[True]] * NUM_AT_ONCE
-            assert await backend.lookup(keys) == [False] * NUM_AT_ONCE
+
+async def test_a_holder_without_a_namespace_is_left_without_one() -> None:
+    other = MEMORY.namespace(model="example/other")
+    async with standing() as peer:
+        for _ in range(2):
+            probe = await probe_peer(asking(), peer.endpoint)
+            assert (probe.namespace, probe.carrier) == (None, None)
+        async with engine(peer, other) as backend:
+            assert await backend.lookup(KEYS) == [False]
+            assert (await probe_peer(asking(), peer.endpoint)).namespace == other
+
+
+@pytest.mark.parametrize("settled", [NAMESPACE, None], ids=["settled", "not settled"])
+async def test_another_secret_is_refused_whether_a_namespace_is_settled_or_not(
+    settled: Namespace | None, secrets: list[str]
+) -> None:
+    right, wrong = secrets
+    async with standing(settled, secret_file=right) as peer:
+        assert (await probe_peer(asking(right), peer.endpoint)).namespace == settled
+        for secret in (wrong, ""):
+            with pytest.raises(HandshakeError) as caught:
+                await probe_peer(asking(secret), peer.endpoint)
+            assert caught.value.field == "secret"
+        assert (await probe_peer(asking(right), peer.endpoint)).namespace == settled
+
+
+async def test_who_is_no_holder_is_named_within_the_deadline() -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    held: list[asyncio.StreamWriter] = []
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        held.append(writer)
+
+    for answer, error in ((hang_up, ProtocolError), (say_nothing, PeerTimeoutError)):
+        server = await asyncio.start_server(answer, HOST, 0)
+        endpoint = Endpoint(HOST, server.sockets[0].getsockname()[1])
+        with pytest.raises(error):
+            await probe_peer(asking(timeout_s=0.5), endpoint)
+        server.close()
+        for writer in held:
+            writer.close()
+        await server.wait_closed()
+    with pytest.raises(PeerClosedError, match="cannot connect"):
+        await probe_peer(asking(), endpoint)
