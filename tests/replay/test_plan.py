@@ -94,20 +94,6 @@ def test_as_many_blocks_are_planned_as_fit_in_the_real_tiers() -> None:
     assert (file.medium, file.policy, file.num_slots) == ("file", "lru", (1 << 20) // 12288)
 
 
-@pytest.mark.parametrize(
-    ("url", "problem"),
-    [
-        ("nixl://127.0.0.1:7000", "a host://, file://, s3://"),
-        ("host://?capacity=4KiB", "capacity"),
-        ("file:///tmp/kv?capacity=4KiB", "capacity"),
-        ("tape://", "one of: az, .*file, gs, .*host, .*pool, s3"),
-    ],
-)
-def test_a_tier_that_cannot_be_planned_is_named(url: str, problem: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=problem):
-        plan_tiers([url], 5000)
-
-
 def test_bytes_and_seconds_are_those_of_the_hits() -> None:
     trace = trace_of([[1, 2], [1, 2, 3], [9], [1, 2, 3, 4]], seconds_apart=43200)
     machine = Machine(
@@ -189,18 +175,3 @@ def test_arc_is_recommended_where_it_has_more_hits() -> None:
         tier.num_hits
         > plan_list(trace, Machine(bytes_per_token=64), ["host://?capacity=4MiB"]).num_hits
     )
-
-
-@pytest.mark.parametrize("text", ["", "host", "disk=4GiB", "host=4GiB,host=5GiB", "host=lots"])
-def test_a_budget_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(InvalidArgumentError):
-        parse_budget(text)
-
-
-def test_sizes_need_the_bytes_of_a_token(chats: Trace) -> None:
-    for ask in (
-        lambda: recommend(chats, Machine(), parse_budget("host=1GiB")),
-        lambda: plan_list(chats, Machine(), ["host://?capacity=1GiB"]),
-    ):
-        with pytest.raises(InvalidArgumentError, match="--bytes-per-token or --model"):
-            ask()

@@ -49,28 +49,6 @@ def test_blocks_are_whole_and_end_where_texts_differ() -> None:
     assert len({blocks[6] for blocks in trace.requests() if len(blocks) > 6}) > 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "problem"),
-    [
-        ("poetry", {}, "synthetic is 'poetry'; expected one of multi-turn, agentic, rag"),
-        ("rag", {"turns": "3"}, "sizes of rag: there is no 'turns', only requests, requests_per_s"),
-        ("rag", {"requests": "many"}, "requests is 'many'; expected a whole number"),
-        ("rag", {"requests": "0"}, "requests is 0; expected 1 to 10,000,000"),
-        ("agentic", {"steps": "nan"}, "steps is nan"),
-        ("rag", {"popularity": "1000"}, "popularity is 1000.0; expected 0 to 20"),
-        ("rag", {"requests_per_s": "1e-320"}, "requests_per_s is 1e-320; expected 1e-06 to"),
-        ("multi-turn", {"user_tokens": "9" * 400}, "user_tokens is 9999.*; expected 1 to 10,000"),
-        ("agentic", {"agents": "1000000000000"}, "agents is 1000000000000; expected 1 to"),
-        ("multi-turn", {"turns": "0.5"}, "turns is 0.5; expected 1 to 1,000,000"),
-    ],
-)
-def test_a_workload_that_is_none_is_named(
-    kind: str, settings: dict[str, str], problem: str
-) -> None:
-    with pytest.raises(InvalidArgumentError, match=problem):
-        parse_workload(kind, settings)
-
-
 def test_sizes_of_the_library_are_checked_as_those_of_texts() -> None:
     with pytest.raises(InvalidArgumentError, match="popularity is 1000; expected 0 to 20"):
         Rag(popularity=1000)

@@ -7,13 +7,6 @@ from hypothesis import strategies as st
 from kvxfer.replay import Trace, make_trace
 from kvxfer.telemetry.trace_recorder import TraceLine
 
-COPIED_DOWN = [
-    *([0, 1, 2, 3], [4, 5, 6], [0, 1, 2, 3, *range(7, 13)], [0, 1, 2, 3], [13, 14], [0, 1, 2]),
-    *([block] for block in range(15, 35)),
-]
-"""Five hits in five blocks of host memory above four in files; four if a copy to the files were a
-use of the block in host memory."""
-
 
 def trace_of(requests: Sequence[Sequence[int]], *, seconds_apart: float = 1) -> Trace:
     """Make a trace of blocks of 16 tokens, a request every second."""
