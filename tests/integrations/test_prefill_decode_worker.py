@@ -25,7 +25,6 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import KVXferConnector
 from kvxfer.integrations.vllm.prefill_decode import groups as groups_module
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups, why_not
-from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS
 from kvxfer.integrations.vllm.prefill_decode.metrics import (
     PREFIX,
     Counters,
@@ -40,7 +39,6 @@ from tests.integrations.pd_engine import (
     FULL,
     Engine,
     cache_config,
-    ended_transfers,
     engine_config,
     full,
     recurrent,
@@ -50,10 +48,6 @@ from tests.integrations.pd_fakes import LEASE, FakeHandover, make_found, ticket_
 
 LISTEN = "127.0.0.1:7100"
 ENDPOINT = Endpoint("127.0.0.1", 7100)
-
-several_can_fail = pytest.mark.skipif(
-    not HAS_TRANSFER_RESULTS, reason="no load of several groups fails in this vLLM"
-)
 
 
 def chunked() -> Any:
@@ -78,63 +72,6 @@ def begin(engine: Engine, step: StepData) -> None:
     engine.worker.clear_connector_metadata()
 
 
-def finished(engine: Engine) -> tuple[set[str], set[str], set[str], set[int]]:
-    """What ended: sent, received, failed requests, and blocks that were not loaded."""
-    ended = ended_transfers(engine.worker)
-    failed = ended.failed_recving if HAS_TRANSFER_RESULTS else set()
-    return ended.finished_sending, ended.finished_recving, failed, ended.invalid_block_ids
-
-
-def test_a_request_is_reported_once_when_its_lease_has_ended(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(folder, monkeypatch, full())
-    keys = PromptKeys(range(8)).block_keys(0, 4, 8)
-    begin(engine, StepData(offers=[Offer("p", "early", keys[:1], [1], is_complete=False)]))
-    begin(engine, StepData(offers=[Offer("p", "early", keys, [1, 2], is_complete=True)]))
-    assert finished(engine)[0] == set()
-    engine.moving.ended += ["early", "of nobody"]
-    assert finished(engine)[0] == {"p"}
-    engine.moving.ended.append("early")
-    assert finished(engine)[0] == set()
-
-
-def test_a_lease_that_ends_before_it_is_complete_reports_nobody(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(folder, monkeypatch, full())
-    begin(engine, StepData(offers=[Offer("p", "early", [], [], is_complete=False)]))
-    begin(engine, StepData(revoked=["early"]))
-    assert engine.moving.revoked == ["early"]
-    engine.moving.ended.append("early")
-    assert finished(engine)[0] == set()
-
-
-def test_leases_are_revoked_before_a_step_and_given_up_after_its_offers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(folder, monkeypatch, full())
-    step = StepData(revoked=["a"], given_up=["b"])
-    engine.worker.handle_preemptions(step)
-    assert (engine.moving.revoked, engine.moving.given_up) == (["a"], [])
-    engine.worker.bind_connector_metadata(step)
-    engine.worker.start_load_kv(None)
-    assert (engine.moving.revoked, engine.moving.given_up) == (["a"], ["b"])
-
-
-def test_a_load_has_not_ended_while_a_late_read_may_write_to_its_blocks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(folder, monkeypatch, full())
-    begin(engine, StepData(fetches=[make_fetch("a", [5, 6, 7])]))
-    [(_, _, end)] = engine.moving.fetches
-    end.set_result(Fetched([[6]], memory_safe=False))
-    assert finished(engine) == (set(), set(), set(), set())
-    [quiet] = engine.moving.drains
-    quiet.set_result(None)
-    assert finished(engine) == (set(), {"a"}, set(), {6})
-
-
 def test_blocks_on_a_device_are_lent_when_their_request_is_finished() -> None:
     """Kernels of an earlier step may run still when the next one is prepared."""
     handover = FakeHandover()
@@ -156,19 +93,6 @@ def test_the_log_says_how_blocks_on_a_gpu_move(
     with caplog.at_level(logging.INFO, "vllm.kvxfer"):
         start(folder, monkeypatch, full())
     assert [line for line in caplog.messages if way in line] == [f"KVXferConnector: {way}"]
-
-
-@several_can_fail
-def test_a_load_of_several_groups_fails_as_a_whole(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(folder, monkeypatch, full(), sliding(6))
-    begin(engine, StepData(fetches=[make_fetch(name, [5, 6, 7], [0, 8, 9]) for name in "abc"]))
-    good, bad, broken = (end for *_, end in engine.moving.fetches)
-    good.set_result(Fetched([[], []]))
-    bad.set_result(Fetched([[], [8]]))
-    broken.set_exception(RuntimeError("a fault of ours"))
-    assert finished(engine) == (set(), {"a", "b", "c"}, {"b", "c"}, set())
 
 
 def test_before_030_loads_end_in_two_sets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,19 +155,6 @@ def test_a_group_whose_layers_have_several_windows_is_refused() -> None:
     assert Groups.of(config, 2) == Groups((8,), (5,), (False,))
 
 
-def test_groups_that_are_not_to_be_transferred_are_refused() -> None:
-    config = SimpleNamespace(kv_cache_groups=cache_config(full(), full()).kv_cache_groups)
-    assert not why_not(config)
-    config.transfer_group_ids = (0,)
-    assert "not to be handed over" in why_not(config)
-    assert why_not(SimpleNamespace(kv_cache_groups=[])) == "the model has no KV cache"
-
-
-def test_a_full_group_with_a_window_keeps_all_of_its_blocks() -> None:
-    spec = type(full())(**FULL, sliding_window=6)
-    assert Groups.of(cache_config(spec, sliding(6)), 1).windows == (None, 5)
-
-
 def test_before_030_prompts_of_several_groups_are_lent_and_not_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -281,16 +192,6 @@ def test_a_child_of_a_multi_connector_wants_what_its_own_workers_say(
         )
 
 
-def test_ranks_say_where_they_listen_in_either_form(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(folder, monkeypatch, full())
-    engine.connector.set_xfer_handshake_metadata({0: engine.worker.get_handshake_metadata()})
-    engine.add("p", {"do_remote_decode": True})
-    engine.step()
-    assert engine.ended["p"]["remote_port"] == 7100
-
-
 def test_a_parallel_engine_without_a_port_for_each_worker_is_refused(folder: Path) -> None:
     config = engine_config(folder, listen="127.0.0.1:0")
     config.parallel_config.tensor_parallel_size = 2
@@ -300,17 +201,6 @@ def test_a_parallel_engine_without_a_port_for_each_worker_is_refused(folder: Pat
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(InvalidArgumentError, match="pipeline_parallel_size"):
         KVXferConnector(config, KVConnectorRole.SCHEDULER, cache_config(full()))
-
-
-def test_closing_twice_closes_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(folder, monkeypatch, full())
-    for _ in range(2):
-        engine.worker.shutdown()
-        engine.connector.shutdown()
-    assert engine.moving.is_closed
-    assert engine.asking.is_closed
-    engine.add("d", ticket_params())
-    assert engine.step() == {"d": 10}
 
 
 def test_every_hook_of_the_tiers_is_passed_on_to_them() -> None:
