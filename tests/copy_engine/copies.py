@@ -2,59 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.copy_engine import cpu
-from kvxfer.copy_engine.row_copies import (
-    Bounce,
-    Gather,
-    Pieces,
-    RowCopy,
-    RowSeries,
-    Scatter,
-    common_row_bytes,
-)
+from kvxfer.copy_engine.row_copies import Pieces
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.fragment_pairs import FragmentPairs, pair_fragments
 
 Bytes = NDArray[np.uint8]
-Method = Callable[[Pieces, Pieces], None]
-
-
-def each(source: Pieces, destination: Pieces) -> None:
-    """Copy piece by piece."""
-    cpu._copy_each(FragmentPairs(source.addresses, destination.addresses, source.lengths))
-
-
-def gather(source: Pieces, destination: Pieces) -> None:
-    """Copy as rows to the runs of the destination, however short these are."""
-    source, destination = source.runs(), destination.runs()
-    row_bytes = common_row_bytes(source, destination)
-    copy_in_shares(Gather(source, RowSeries.of(destination, row_bytes)))
-
-
-def scatter(source: Pieces, destination: Pieces) -> None:
-    """Copy as rows from the runs of the source, however short these are."""
-    source, destination = source.runs(), destination.runs()
-    row_bytes = common_row_bytes(source, destination)
-    copy_in_shares(Scatter(RowSeries.of(source, row_bytes), destination))
-
-
-def bounce(source: Pieces, destination: Pieces) -> None:
-    """Copy as rows by way of a small array."""
-    source, destination = source.runs(), destination.runs()
-    copy_in_shares(Bounce(source, destination, common_row_bytes(source, destination)))
-
-
-def copy_in_shares(rows: RowCopy) -> None:
-    """Copy all rows, in three ranges, the first and the last of which are short."""
-    bounds = sorted({0, rows.num_rows // 5, rows.num_rows - rows.num_rows // 7, rows.num_rows})
-    for start, stop in pairwise(bounds):
-        rows.run(start, stop)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,13 +42,10 @@ class Copy:
             self.destination, self.lengths
         )
 
-    def fragments(self) -> FragmentPairs:
-        """Descriptors of both sides, for the engine."""
-        return pair_fragments(*self.describe())
-
     def pieces(self) -> tuple[Pieces, Pieces]:
-        """Arrays of both sides, for the engine's methods."""
-        return cpu._sides(self.fragments())
+        """Arrays of both sides, to plan rows."""
+        lengths = np.array(self.lengths, np.uint64)
+        return Pieces(self.source.addresses, lengths), Pieces(self.destination.addresses, lengths)
 
     def expected(self) -> tuple[Bytes, Bytes]:
         """Compute both buffers by a loop over the fragments."""

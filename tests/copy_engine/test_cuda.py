@@ -16,10 +16,8 @@ from tests.cuda.copies import (
     ALWAYS,
     EVERYTHING,
     NEVER,
-    NUM_BYTES,
     CopyContract,
     Current,
-    Memory,
     make_memory,
 )
 from tests.cuda.gpu import Gpu
@@ -53,19 +51,6 @@ class TestGpu(CopyContract):
 def test_without_a_driver_the_error_says_so() -> None:
     with pytest.raises(DeviceUnavailableError, match="cuda:0 cannot be used: no NVIDIA driver: "):
         CudaCopyEngine(0, NEVER)
-
-
-@pytest.mark.gpu
-def test_memory_that_torch_has_pinned_counts_as_pinned(
-    gpu: Gpu, caplog: pytest.LogCaptureFixture
-) -> None:
-    pinned = torch.empty(NUM_BYTES, dtype=torch.uint8, pin_memory=True)
-    memory = Memory(gpu, pinned.numpy(), gpu.allocate(NUM_BYTES))
-    engine = CudaCopyEngine(0, NEVER)
-    engine.attach([memory.region])
-    engine.close()
-    assert pinned.is_pinned()
-    assert not caplog.messages
 
 
 @pytest.mark.gpu

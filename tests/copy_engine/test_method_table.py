@@ -1,6 +1,6 @@
 """MethodTable: the chosen methods, their text in a configuration, and their measurement."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -24,27 +24,23 @@ def table(to_device: int, to_host: int) -> MethodTable:
     return MethodTable({Way.TO_DEVICE: to_device, Way.TO_HOST: to_host})
 
 
-class Clock:
-    """Make times of a device whose methods take equally long at `crossovers`, some of them wrong.
+def clock_of(
+    crossover: float, wrong: tuple[CopyMethod | None, int, float] = (None, 0, 1)
+) -> Callable[[Way, CopyMethod, int], float]:
+    """Make times of a device whose methods take equally long at a size, one of them wrong.
 
     All measurements copy the same amount: a kernel takes equally long for any size, and a batch
-    equally long for each fragment, as the driver's does for small ones.
+    equally long for each fragment, as the driver's does for small ones. To the host, 33 KiB is the
+    size.
     """
 
-    def __init__(
-        self,
-        crossovers: Mapping[Way, float],
-        *,
-        wrong: Mapping[tuple[Way, CopyMethod, int], float] | None = None,
-    ) -> None:
-        self._crossovers = crossovers
-        self._wrong = wrong or {}
+    def measure(way: Way, method: CopyMethod, fragment_bytes: int) -> float:
+        equal = 33 * KIB if way is Way.TO_HOST else crossover
+        seconds = 1e-3 if method is CopyMethod.KERNEL else 1e-3 * equal / fragment_bytes
+        is_wrong = way is Way.TO_DEVICE and (method, fragment_bytes) == wrong[:2]
+        return seconds * wrong[2] if is_wrong else seconds
 
-    def __call__(self, way: Way, method: CopyMethod, fragment_bytes: int) -> float:
-        seconds = 1e-3
-        if method is CopyMethod.BATCH:
-            seconds *= self._crossovers[way] / fragment_bytes
-        return seconds * self._wrong.get((way, method, fragment_bytes), 1)
+    return measure
 
 
 def test_smaller_fragments_go_by_kernel_and_others_by_batch() -> None:
@@ -112,21 +108,15 @@ def test_a_table_is_written_as_it_is_read(methods: MethodTable) -> None:
 def test_the_measured_size_lies_between_those_that_it_separates(
     crossover: float, measured: int
 ) -> None:
-    clock = Clock({Way.TO_DEVICE: crossover * KIB, Way.TO_HOST: 33 * KIB})
-    assert MethodTable.measure(clock) == table(measured * KIB, 48 * KIB)
+    assert MethodTable.measure(clock_of(crossover * KIB)) == table(measured * KIB, 48 * KIB)
     equally_fast = MethodTable.measure(lambda *_: 1e-3)
     assert equally_fast == table(0, 0), "the processors are left alone"
 
 
 @pytest.mark.parametrize(
-    ("method", "fragment_bytes", "factor"),
-    [(CopyMethod.KERNEL, 4 * KIB, 10), (CopyMethod.BATCH, 64 * KIB, 4)],
+    "wrong", [(CopyMethod.KERNEL, 4 * KIB, 10), (CopyMethod.BATCH, 64 * KIB, 4)]
 )
 def test_a_size_at_which_the_wrong_method_wins_does_not_outweigh_the_others(
-    method: CopyMethod, fragment_bytes: int, factor: float
+    wrong: tuple[CopyMethod, int, float],
 ) -> None:
-    wrong = {(Way.TO_DEVICE, method, fragment_bytes): factor}
-    clock = Clock({Way.TO_DEVICE: 20 * KIB, Way.TO_HOST: 1}, wrong=wrong)
-    times = {method: clock(Way.TO_DEVICE, method, fragment_bytes) for method in CopyMethod}
-    assert (times[CopyMethod.KERNEL] < times[CopyMethod.BATCH]) is (fragment_bytes > 20 * KIB)
-    assert MethodTable.measure(clock) == table(24 * KIB, 0)
+    assert MethodTable.measure(clock_of(20 * KIB, wrong)) == table(24 * KIB, 48 * KIB)

@@ -1,7 +1,6 @@
 """Tasks are shared with the threads that come in time; late ones hold nobody up."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -10,30 +9,6 @@ import pytest
 from kvxfer.copy_engine.cpu import SharedTasks
 
 TIMEOUT_S = 10
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(3) as pool:
-        yield pool
-
-
-def test_each_task_is_done_once(pool: ThreadPoolExecutor) -> None:
-    for _ in range(50):
-        done: list[int] = []
-        SharedTasks([partial(done.append, nth) for nth in range(20)]).run(pool, 3)
-        assert sorted(done) == list(range(20))
-
-
-def test_a_thread_that_comes_late_is_not_waited_for() -> None:
-    is_free = threading.Event()
-    threads: list[int] = []
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(is_free.wait, TIMEOUT_S)
-        SharedTasks([lambda: threads.append(threading.get_ident())] * 4).run(pool, 1)
-        assert threads == [threading.get_ident()] * 4
-        is_free.set()
-    assert len(threads) == 4
 
 
 class StarvedPool(ThreadPoolExecutor):
@@ -58,9 +33,7 @@ def test_tasks_are_done_alone_where_no_thread_starts_and_not_once_more_later() -
 
 
 @pytest.mark.parametrize("failing", ["caller", "helper"])
-def test_an_error_is_raised_when_no_task_runs_any_more(
-    pool: ThreadPoolExecutor, failing: str
-) -> None:
+def test_an_error_is_raised_when_no_task_runs_any_more(failing: str) -> None:
     caller, both_are_here = threading.get_ident(), threading.Barrier(2, timeout=TIMEOUT_S)
     running: list[bool] = []
 
@@ -73,7 +46,7 @@ def test_an_error_is_raised_when_no_task_runs_any_more(
         running.remove(True)
 
     failed = threading.Event()
-    with pytest.raises(KeyboardInterrupt):
+    with ThreadPoolExecutor(3) as pool, pytest.raises(KeyboardInterrupt):
         SharedTasks([task] * 10).run(pool, 1)
     assert not running
     assert both_are_here.n_waiting == 0, "a task was begun after the error"

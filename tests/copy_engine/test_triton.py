@@ -5,7 +5,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -141,32 +141,28 @@ def test_random_fragments_are_copied(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "table",
+    ("call", "argument"),
     [
-        np.zeros((3, 4), np.int64),
-        np.zeros((2, 4), np.uint64),
-        np.zeros(12, np.uint64),
-        np.zeros((4, 3), np.uint64).T,
-        np.zeros((3, 8), np.uint64)[:, :4],
+        *(
+            (lambda table=table: FragmentKernel(CPU).launch(table, NO_STREAM), "table")
+            for table in (
+                np.zeros((3, 4), np.int64),
+                np.zeros((2, 4), np.uint64),
+                np.zeros(12, np.uint64),
+                np.zeros((4, 3), np.uint64).T,
+                np.zeros((3, 8), np.uint64)[:, :4],
+            )
+        ),
+        (lambda: FragmentKernel(torch.device("meta")), "device"),
+        (lambda: FragmentKernel(torch.device("cuda")), "device"),
+        (lambda: FragmentKernel(CPU, num_programs=0), "num_programs"),
+        (lambda: FragmentKernel(CPU, num_warps=3), "num_warps"),
     ],
 )
-def test_a_table_of_another_form_is_refused(table: NDArray[np.uint64]) -> None:
+def test_what_cannot_be_launched_is_refused(call: Callable[[], object], argument: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
-        FragmentKernel(CPU).launch(table, NO_STREAM)
-    assert caught.value.argument == "table"
-
-
-@pytest.mark.parametrize("device", ["meta", "cuda"])
-def test_a_device_of_another_kind_or_without_an_index_is_refused(device: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="with an index"):
-        FragmentKernel(torch.device(device))
-
-
-def test_no_programs_are_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="num_programs"):
-        FragmentKernel(CPU, num_programs=0)
-    with pytest.raises(InvalidArgumentError, match="num_warps"):
-        FragmentKernel(CPU, num_warps=3)
+        call()
+    assert caught.value.argument == argument
 
 
 def test_a_missing_triton_is_said_and_done_without(
@@ -234,24 +230,6 @@ def test_threads_access_16_bytes_where_they_can_and_wait_for_eight_accesses_at_o
     assert Counter(accesses) == Counter(8 * [*loads, *stores] + 3 * ["ld.global.b64"])
     order = [access for access in accesses if "v2" in access]
     assert order == 8 * ["ld.global.v2.b64"] + 8 * ["st.global.v2.b64"]
-
-
-def test_one_compiled_kernel_serves_every_batch() -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    from kvxfer.copy_engine import fragment_kernel
-
-    kernel: Any = fragment_kernel.compile_kernel()
-    backend = make_backend(GPUTarget("cuda", 90, 32))
-    specialize = create_function_from_signature(kernel.signature, kernel.params, backend)
-    variants = {
-        str(specialize(table, num_fragments, num_threads=128)[1])
-        for table in (0, 1, 16, 4104, 1 << 32, 0x7F00_1234_5670, 0x7F00_1234_5678)
-        for num_fragments in (0, 1, 2, 16, 17, 4096, 1 << 30)
-    }
-    assert variants == {"[('i64', None), ('i32', None), ('constexpr', 128)]"}
 
 
 @pytest.mark.gpu

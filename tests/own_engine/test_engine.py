@@ -23,7 +23,6 @@ from kvxfer import Backend, BlockKey, Namespace
 from kvxfer.storage.observer import Operation
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.testing import FaultRates, FaultyBackend
-from tests.kvcache.paged_runner import generate_unpaged, one_thread
 
 BLOCK_TOKENS = 16
 NUM_TOKENS = 24
@@ -32,9 +31,12 @@ NAMESPACE = Namespace(model="tests/llama", revision="seed 0", dtype="float32")
 
 @pytest.fixture(autouse=True)
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Threads only slow small models down, most of all on a busy machine."""
     monkeypatch.setattr(module, "MAX_TOKENS", 64)  # prompts are computed in several steps
-    with one_thread():
-        yield
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture
@@ -51,6 +53,20 @@ def model() -> Any:
         initializer_range=0.2,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def generate_unpaged(model: Any, prompt: Sequence[int]) -> list[int]:
+    """Generate with transformers itself: the tokens with the prompt."""
+    model.set_attn_implementation("sdpa")
+    model.generation_config.eos_token_id = None
+    output = model.generate(
+        torch.tensor([list(prompt)]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+    )
+    tokens: list[int] = output[0].tolist()
+    return tokens
 
 
 def make_prompts() -> list[list[int]]:
@@ -88,7 +104,7 @@ def run(
     model: Any, backend: str | Sequence[str], prompts: Sequence[Sequence[int]], **sizes: int
 ) -> list[Request]:
     """Generate with a new engine, and check every token, and that no block is lost."""
-    alone = [generate_unpaged(model, prompt, NUM_TOKENS)[0] for prompt in prompts]
+    alone = [generate_unpaged(model, prompt) for prompt in prompts]
     engine = open_engine(model, backend, **sizes)
     requests = engine.generate(prompts, NUM_TOKENS)
     engine.transfers.wait(list(engine.moving), timeout_s=20)
@@ -158,7 +174,7 @@ def test_tiers_that_are_slow_late_or_hang_cost_time_only(
 
     monkeypatch.setattr(connect, "_open_backend", open_faulty)
     monkeypatch.setattr(kvxfer, "connect", functools.partial(kvxfer.connect, timeout_s=0.3))
-    alone = [generate_unpaged(model, prompt, NUM_TOKENS)[0] for prompt in PROMPTS]
+    alone = [generate_unpaged(model, prompt) for prompt in PROMPTS]
     engine = open_engine(model, "host://?capacity=8MiB", num_blocks)
     end_of_faults = threading.Timer(1.0, made[0].release)  # blocks of late transfers stay in use
     end_of_faults.start()
@@ -185,7 +201,7 @@ def test_a_model_with_sliding_windows_is_refused() -> None:
 
 
 def test_what_has_not_ended_in_time_is_said_and_goes_on_later(model: Any) -> None:
-    (alone,) = (generate_unpaged(model, prompt, NUM_TOKENS)[0] for prompt in PROMPTS[5:6])
+    (alone,) = (generate_unpaged(model, prompt) for prompt in PROMPTS[5:6])
     engine = open_engine(model, "host://?capacity=8MiB")
     with pytest.raises(TimeoutError, match=r"^not all requests have ended in 0 s$"):
         engine.generate(PROMPTS[5:6], NUM_TOKENS, timeout_s=0)
