@@ -15,9 +15,7 @@ def engine_view(
     logical: str,
     sizes: dict[str, int],
     *,
-    dtype: torch.dtype = torch.float16,
     offset: int = 0,
-    block_stride: int | None = None,
 ) -> torch.Tensor:
     """Make a tensor whose shape has the axes of `logical` and whose memory those of `physical`.
 
@@ -25,9 +23,7 @@ def engine_view(
         physical: Axes, outermost first in memory.
         logical: The same axes in the order of the shape.
         sizes: Size of each axis; `a*b` is the product unless it is given.
-        dtype: Type of the elements.
         offset: Elements of the storage before the tensor.
-        block_stride: Elements from block to block, when there is more between them than a page.
     """
     axes = physical.split()
     lengths = [
@@ -36,9 +32,9 @@ def engine_view(
     strides = [0] * len(axes)
     dense = 1
     for index in reversed(range(len(axes))):
-        strides[index] = (block_stride or dense) if axes[index] == "block" else dense
-        dense = strides[index] * lengths[index]
-    storage = torch.zeros(offset + dense, dtype=dtype)
+        strides[index] = dense
+        dense *= lengths[index]
+    storage = torch.zeros(offset + dense, dtype=torch.float16)
     view = storage.as_strided(lengths, strides, offset)
     return view.permute([axes.index(axis) for axis in logical.split()])
 
@@ -70,27 +66,18 @@ def refs(caches: CanonicalKVCaches, group: int = 0) -> list[tuple[int, int, str]
     ]
 
 
-def nhd(**options: Any) -> torch.Tensor:
-    return engine_view(NHD, NHD, SIZES, **options)
+def nhd() -> torch.Tensor:
+    return engine_view(NHD, NHD, SIZES)
 
 
-def packed_row(layers: int, *, page: int = PAGE, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
+def packed_row(layers: int) -> torch.Tensor:
     """Make one allocation in which every block has the pages of all layers."""
-    return torch.zeros(num_blocks, layers, page, dtype=torch.int8)
+    return torch.zeros(NUM_BLOCKS, layers, PAGE // 2, dtype=torch.float16)
 
 
-def page_view(row: torch.Tensor, layer: int, *, offset: int = 0) -> torch.Tensor:
+def page_view(row: torch.Tensor, layer: int) -> torch.Tensor:
     """View one layer in a packed row as NHD."""
-    num_blocks, layers, page = row.shape
-    return (
-        row.view(torch.float16)
-        .view(-1)
-        .as_strided(
-            (num_blocks, 2, 16, 3, 8),
-            (layers * page // 2, 384, 24, 8, 1),
-            (layer * page + offset) // 2,
-        )
-    )
+    return row[:, layer].view(NUM_BLOCKS, 2, 16, 3, 8)
 
 
 MAMBA = MambaSpec(
@@ -98,14 +85,12 @@ MAMBA = MambaSpec(
 )
 
 
-def states(
-    spec: MambaSpec, raw: torch.Tensor, *, offset: int = 0, num_blocks: int = NUM_BLOCKS
-) -> list[torch.Tensor]:
+def states(spec: MambaSpec, raw: torch.Tensor) -> list[torch.Tensor]:
     """View states over one raw allocation, one page after the other."""
-    tensors, start = [], offset
+    tensors, start = [], 0
     for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
         strides = (spec.page_size_bytes // dtype.itemsize, *torch.empty(shape).stride())
-        view = raw.view(dtype).as_strided((num_blocks, *shape), strides, start // dtype.itemsize)
+        view = raw.view(dtype).as_strided((NUM_BLOCKS, *shape), strides, start // dtype.itemsize)
         tensors.append(view)
         start += prod(shape) * dtype.itemsize
     return tensors

@@ -76,6 +76,12 @@ class BlockTableMachine(RuleBasedStateMachine):
         for group in self.model:
             group[row] = []
 
+    @rule(row=rows, num_blocks=st.integers(0, 6))
+    def truncate_row(self, row: int, num_blocks: int) -> None:
+        for table, group in zip(self.tables.tables, self.model, strict=True):
+            table.truncate_row(row, num_blocks)
+            del group[row][num_blocks:]
+
     @rule(source=rows, destination=rows)
     def move_row(self, source: int, destination: int) -> None:
         self.tables.move_row(source, destination)

@@ -24,7 +24,6 @@ from kvxfer.kvcache.portable import (
     compile_mapping,
     map_caches,
     payload_boxes,
-    portable_page,
     verify_mappings,
 )
 from kvxfer.kvcache.spec import (
@@ -90,23 +89,6 @@ def names_of(mapping: PageMapping) -> list[str]:
     return [tensor.name for tensor in mapping.page.tensors]
 
 
-PAGE = map_one(caches_of()).page
-
-
-def test_a_page_is_heads_then_tokens_layer_by_layer() -> None:
-    caches = caches_of(names=("model.layers.10.attn", "model.layers.9.attn"))
-    mapping = map_one(caches)
-    assert names_of(mapping) == ["layers.9.k", "layers.9.v", "layers.10.k", "layers.10.v"]
-    assert {tensor.axes for tensor in mapping.page.tensors} == {("head", "token", "dim")}
-    assert {tensor.shape for tensor in mapping.page.tensors} == {(HEADS, TOKENS, DIM)}
-    assert str(mapping) == (
-        "512 of 512 bytes of a page in 10 runs, 1 blocks per page, 1 pages per block"
-    )
-    boxes = payload_boxes(caches.group_data_refs[0])
-    page = portable_page(boxes[::-1], ALONE, num_tokens=TOKENS)
-    assert page == mapping.page, "the order of boxes does not matter"
-
-
 @pytest.mark.parametrize(
     ("names", "called"),
     [
@@ -132,15 +114,6 @@ def test_a_layer_that_keeps_what_another_does_is_not_mapped_twice() -> None:
     mapping = map_one(canonicalize(dict.fromkeys(names, tensor), config, layouts=layouts))
     assert names_of(mapping) == ["layers.3.k", "layers.3.v"]
     assert mapping.num_bytes == mapping.block_size_bytes == SPEC.page_size_bytes
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_layout_may_leave_out_a_single_head(rank: int) -> None:
-    shard = WorkerShard(num_kv_heads=HEADS, rank=rank, tp_size=2)
-    mapping = map_one(caches_of("block kv token dim", spec=ONE_HEAD), shard)
-    assert (mapping.page, mapping.num_writers) == (PAGE, 1)
-    half = SPEC.page_size_bytes // 4
-    assert mapping.pages[0].page_offsets.tolist() == [rank * half, (2 + rank) * half]
 
 
 def unknown(**fields: Any) -> CanonicalKVCaches:
@@ -275,18 +248,6 @@ def test_arguments_that_cannot_be_are_refused(call: Callable[[], object], argume
     assert caught.value.argument == argument
 
 
-def test_bytes_of_a_float_are_the_same_elements() -> None:
-    of_bytes = caches_of(spec=replace(SPEC, dtype=torch.uint8))
-    compiled(of_bytes, of_bytes, dtype=torch.float8_e4m3fn)
-
-
-def test_pages_end_where_kernel_blocks_do() -> None:
-    spec = replace(SPEC, tokens_per_block=24)
-    caches = caches_of(NHD, spec=spec, kernel_blocks_per_block=4)
-    for tokens, count in ((12, 2), (3, 8)):
-        assert map_one(caches, tokens_per_page=tokens).pages_per_block == count
-
-
 @pytest.mark.parametrize("parallel", [{"dcp_size": 2}, {"pcp_size": 2}, {}])
 def test_what_cannot_be_mapped_is_kept_by_each_worker_for_itself(parallel: dict[str, int]) -> None:
     first = WorkerShard(num_kv_heads=1, tp_size=2, **parallel)
@@ -328,7 +289,6 @@ def test_parts_may_have_another_order_if_heads_are_first() -> None:
     turned = map_one(caches_of("block kv head token dim"), axes={"k": ("head", "dim", "token")})
     keys, values = turned.page.tensors[:2]
     assert (keys.axes, values.axes) == (("head", "dim", "token"), ("head", "token", "dim"))
-    assert turned.page != PAGE
 
 
 def test_shards_are_equal_shares_of_the_heads_and_latents_are_in_the_first() -> None:
@@ -352,17 +312,6 @@ def test_shards_are_equal_shares_of_the_heads_and_latents_are_in_the_first() -> 
     assert divided.num_bytes == spec.page_size_bytes, "latents of several heads are like keys"
 
 
-def test_writers_take_turns() -> None:
-    mappings = [
-        map_one(caches_of(spec=ONE_HEAD), WorkerShard(num_kv_heads=HEADS, tp_size=8, rank=rank))
-        for rank in range(8)
-    ]
-    verify_mappings(mappings)
-    for turn in range(9):
-        writers = [rank for rank, mapping in enumerate(mappings) if mapping.writes(turn)]
-        assert writers == [turn % 4, 4 + turn % 4]
-
-
 CACHES = caches_of("kv block token head dim")
 CACHE = numbered(_shape("kv block token head dim", SPEC, 1))
 
@@ -383,15 +332,6 @@ def reference(block_ids: list[int], tokens_per_page: int) -> list[bytes]:
     tokens = CACHE[:, block_ids].permute(0, 3, 1, 2, 4).numpy().reshape(2, HEADS, -1, DIM)
     starts = range(0, tokens.shape[2], tokens_per_page)
     return [tokens[:, :, start : start + tokens_per_page].tobytes() for start in starts]
-
-
-@pytest.mark.parametrize("tokens_per_page", [1, 2, 4, 8, 16, 32])
-def test_pages_follow_each_other_as_tokens_do(tokens_per_page: int) -> None:
-    ids = [3, 4, 5, 11, 1, 0, 7, 2]
-    pages = describer(tokens_per_page=tokens_per_page).describe(0, ids)
-    assert bytes_of(pages) == reference(ids, tokens_per_page)
-    assert pages.payload_starts.tolist() == [0] * pages.num_blocks
-    assert pages.owners == (CACHES,)
 
 
 @pytest.mark.parametrize("num_pages", [5, 6, 7, 8])
@@ -430,15 +370,3 @@ def test_blocks_are_checked_as_they_are_without_mappings() -> None:
         BlockDescriber(CACHES, mappings=[*mappings, *mappings])
     with pytest.raises(InvalidArgumentError, match="blocks_per_chunk"):
         BlockDescriber(CACHES, mappings=mappings, blocks_per_chunk=2)
-
-
-def test_pieces_are_joined_in_memory_but_not_across_shards() -> None:
-    caches = caches_of("block head kv token dim")
-    shards = describer(caches, num_shards=HEADS).describe(0, [1])
-    assert bytes_of(shards) == [caches.tensors[0].tensor[1].numpy().tobytes()]
-    assert shards.lengths.tolist() == [SPEC.page_size_bytes // HEADS] * HEADS
-    caches = caches_of("block kv head token dim")
-    half = map_caches(caches, WorkerShard(num_kv_heads=2 * HEADS, tp_size=2))
-    assert len(half[0].pages[0].lengths) == 2
-    blocks = BlockDescriber(caches, mappings=half).describe(0, [2, 1])
-    assert blocks.lengths.tolist() == [SPEC.page_size_bytes] * 2

@@ -21,8 +21,6 @@ from kvxfer.kvcache.canonical import (
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.spec import (
     KVCacheSpec,
-    MLASpec,
-    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from tests.kvcache.engine_views import (
@@ -45,10 +43,6 @@ from tests.kvcache.engine_views import (
 SPLIT = "kv block token head dim"
 HALF = PAGE // 2
 PADDED = replace(SPEC, page_size_padded=PAGE + 64)
-WINDOW = SlidingWindowSpec(
-    tokens_per_block=16, num_kv_heads=3, head_dim=8, dtype=torch.float16, sliding_window=64
-)
-SHARED = {"shared_tensors": (("a", "d"), ("b", "e"), ("c",))}
 Refs = list[tuple[int, int, str]]
 
 
@@ -69,52 +63,12 @@ class Engine:
     layout: str = ""
 
 
-def one(
-    physical: str,
-    logical: str,
-    sizes: dict[str, int] | None = None,
-    *,
-    spec: KVCacheSpec = SPEC,
-    pages: tuple[int, ...] = (PAGE,),
-    data: tuple[int, ...] = (),
-    layout: str = "",
-    **options: Any,
-) -> Engine:
-    """Make an engine of one layer in one tensor."""
-    found: Refs = [(index, size, "a") for index, size in enumerate(data or pages)]
-    view = engine_view(physical, logical, SIZES | (sizes or {}), **options)
-    return Engine({"a": view}, config_of((spec, "a")), list(pages), [found], layout)
-
-
-def kernel_blocks(layout: str, ratio: int, **options: Any) -> Engine:
-    sizes = {"block": NUM_BLOCKS * ratio, "token": 16 // ratio}
-    return one(
-        layout, layout, sizes, layout=f"{layout}, {ratio} kernel blocks per block", **options
-    )
-
-
-def of_states(*, offset: int = 0, padding: int = 0, num_blocks: int = NUM_BLOCKS) -> Engine:
-    data = MAMBA.unpadded_page_size_bytes
-    spec = replace(MAMBA, page_size_padded=data + padding)
-    raw = torch.zeros(offset + num_blocks * spec.page_size_bytes, dtype=torch.int8)
-    kv_caches = {"a": states(spec, raw, offset=offset, num_blocks=num_blocks)}
-    config = config_of((spec, "a"), num_blocks=num_blocks)
-    layout = "block s0 s1 + block s0 s1 s2"
-    return Engine(kv_caches, config, [data + padding], [[(0, data, "a")]], layout)
-
-
-def latent() -> Engine:
-    spec = MLASpec(tokens_per_block=16, head_dim=24, dtype=torch.float8_e4m3fn)
-    tensor, page = torch.zeros(NUM_BLOCKS, 16, 24, dtype=torch.uint8), 16 * 24
-    return Engine({"a": tensor}, config_of((spec, "a")), [page], [[(0, page, "a")]])
-
-
-def overlaid(layout: str) -> Engine:
-    tensor, parts = engine_view(layout, layout, SIZES), 1 if layout == NHD else 2
-    again = tensor.as_strided(tensor.shape, tensor.stride(), 0)
-    groups: list[Refs] = [[(i, PAGE // parts, name) for i in range(parts)] for name in "ab"]
-    config = config_of((SPEC, "a"), (SPEC, "b"))
-    return Engine({"a": tensor, "b": again}, config, [PAGE // parts] * parts, groups)
+def one(physical: str, logical: str) -> Engine:
+    """Make an engine of one layer, whose shape has another order of axes than its memory."""
+    view = engine_view(physical, logical, SIZES, offset=24)
+    pages = [HALF, HALF] if physical == SPLIT else [PAGE]
+    found: Refs = [(index, size, "a") for index, size in enumerate(pages)]
+    return Engine({"a": view}, config_of((SPEC, "a")), pages, [found], physical)
 
 
 def overlaid_states() -> Engine:
@@ -171,20 +125,11 @@ def single_block(*shape: int, spec: KVCacheSpec = SPEC) -> Engine:
     return Engine({"a": tensor}, config, [spec.page_size_bytes], [[(0, PAGE, "a")]])
 
 
-def in_a_row(places: str, *, of: int = 3, pages: list[int], found: Refs) -> Engine:
-    """Layers a, b and c at the first, second and third place of a row of so many pages."""
-    row = packed_row(of)
+def in_a_row(places: str, pages: list[int], found: Refs) -> Engine:
+    """Layers a, b and c at the first, second and third place of a row of three pages."""
+    row = packed_row(3)
     kv_caches = {name: page_view(row, "abc".index(name)) for name in places}
     return Engine(kv_caches, config_of((SPEC, places)), pages, [found])
-
-
-def row_of_groups() -> Engine:
-    row = packed_row(3)
-    kv_caches = {
-        name: page_view(row, layer) for name, layer in zip("abcde", (0, 1, 2, 0, 1), strict=True)
-    }
-    config = config_of((SPEC, "abc"), (WINDOW, "de"), **SHARED)
-    return Engine(kv_caches, config, [3 * PAGE], [[(0, 3 * PAGE, "abc")], [(0, 2 * PAGE, "de")]])
 
 
 def row_cut_in_two_ways() -> Engine:
@@ -195,25 +140,17 @@ def row_cut_in_two_ways() -> Engine:
     return Engine(kv_caches, config, [2 * PAGE], [[(0, 2 * PAGE, n)] for n in ("ab", "cd")])
 
 
-def cross_layer(physical: str, registered: tuple[str, ...], sizes: dict[str, int]) -> Engine:
+def cross_layer(physical: str, registered: tuple[str, ...]) -> Engine:
+    """Four layers in one tensor, registered under one name or several."""
     layout = "layer block kv token head dim"
-    tensor = engine_view(physical, layout, SIZES | sizes, offset=16)
-    names, layers = "abcd"[: sizes["layer"]], sizes["layer"]
-    found = [(0, layers * PAGE, names)]
-    config = config_of((SPEC, names))
+    tensor = engine_view(physical, layout, SIZES | {"layer": 4}, offset=16)
+    found = [(0, 4 * PAGE, "abcd")]
     if physical.startswith("layer"):
-        found = [(index, PAGE, name) for index, name in enumerate(names)]
+        found = [(index, PAGE, name) for index, name in enumerate("abcd")]
     pages = [page for _, page, _ in found]
-    shown = "" if "token" in sizes or physical.startswith("layer") else physical
-    return Engine(dict.fromkeys(registered, tensor), config, pages, [found], shown)
-
-
-def cross_layer_groups() -> Engine:
-    layout = "block layer kv token head dim"
-    tensor = engine_view(layout, layout, SIZES | {"layer": 3})
-    config = config_of((SPEC, "abc"), (SPEC, "de"), **SHARED)
-    found: list[Refs] = [[(0, 3 * PAGE, "abc")], [(0, 2 * PAGE, "de")]]
-    return Engine({"all": tensor}, config, [3 * PAGE], found)
+    shown = "" if physical.startswith("layer") else physical
+    kv_caches = dict.fromkeys(registered, tensor)
+    return Engine(kv_caches, config_of((SPEC, "abcd")), pages, [found], shown)
 
 
 def only_layer(name: str) -> Engine:
@@ -221,41 +158,16 @@ def only_layer(name: str) -> Engine:
     return Engine({name: tensor}, config_of((SPEC, "a")), [PAGE], [[(0, PAGE, "a")]])
 
 
-BLOCKS_FIRST = [
-    (NHD, NHD),
-    (NHD, SPLIT),
-    ("block kv head token dim", NHD),
-    ("block kv head token dim", SPLIT),
-    ("block head token kv*dim", "block head token kv*dim"),
-    ("block token head kv*dim", "block head token kv*dim"),
-    ("block kv token head*dim", "block kv token head*dim"),
-    ("block token kv head dim", "head kv dim block token"),
-    ("block head kv token dim", "dim token block head kv"),
-]
 ALL_LAYERS = ("block layer kv token head dim", "block head layer kv token dim")
 ENGINES: dict[str, Callable[[], Engine]] = {
     **{
-        f"{physical} in {logical}": partial(one, physical, logical, offset=24, layout=physical)
-        for physical, logical in BLOCKS_FIRST
-    },
-    **{
-        f"{physical} in {logical}": partial(
-            one, physical, logical, offset=24, pages=(HALF, HALF), layout=physical
+        f"{physical} in {logical}": partial(one, physical, logical)
+        for physical, logical in (
+            (SPLIT, NHD),
+            ("block token kv head dim", "head kv dim block token"),
+            ("block head kv token dim", "dim token block head kv"),
         )
-        for physical in (SPLIT, "kv block head token dim")
-        for logical in (SPLIT, NHD)
     },
-    "latents": latent,
-    "states": of_states,
-    "padded states": partial(of_states, offset=128, padding=40),
-    "a block of states": partial(of_states, padding=300 - 224, num_blocks=1),
-    "kernel blocks": partial(kernel_blocks, NHD, 2),
-    "kernel blocks of k and v": partial(kernel_blocks, SPLIT, 2, pages=(HALF, HALF)),
-    "padded": partial(
-        one, NHD, NHD, spec=PADDED, pages=(PAGE + 64,), data=(PAGE,), block_stride=HALF + 32
-    ),
-    "overlaid groups": partial(overlaid, NHD),
-    "overlaid k and v": partial(overlaid, SPLIT),
     "overlaid states": overlaid_states,
     "storages of one memory": partial(several_storages, "ab"),
     "storages of one memory, the other way": partial(several_storages, "ba"),
@@ -265,33 +177,22 @@ ENGINES: dict[str, Callable[[], Engine]] = {
     "a block": partial(single_block, 1, 2, 16, 3, 8),
     "a block, k and v first": partial(single_block, 2, 1, 16, 3, 8),
     "a padded block": partial(single_block, 1, 2, 16, 3, 8, spec=PADDED),
-    "a row": partial(in_a_row, "abc", pages=[3 * PAGE], found=[(0, 3 * PAGE, "abc")]),
-    "a row longer than its layers": partial(
-        in_a_row, "ab", pages=[3 * PAGE], found=[(0, 2 * PAGE, "ab")]
-    ),
-    "a row that ends with the storage": partial(
-        in_a_row, "bc", pages=[2 * PAGE], found=[(0, 2 * PAGE, "bc")]
-    ),
+    "a row longer than its layers": partial(in_a_row, "ab", [3 * PAGE], [(0, 2 * PAGE, "ab")]),
+    "a row that ends with the storage": partial(in_a_row, "bc", [2 * PAGE], [(0, 2 * PAGE, "bc")]),
     "a row with bytes of nobody": partial(
-        in_a_row, "ac", pages=[PAGE] * 2, found=[(0, PAGE, "a"), (1, PAGE, "c")]
+        in_a_row, "ac", [PAGE] * 2, [(0, PAGE, "a"), (1, PAGE, "c")]
     ),
-    "a row of groups": row_of_groups,
     "a row that groups cut in two ways": row_cut_in_two_ways,
     **{
-        f"{physical}, registered as {registered}": partial(
-            cross_layer, physical, registered, {"layer": 4}
-        )
+        f"{physical}, registered as {registered}": partial(cross_layer, physical, registered)
         for physical in ALL_LAYERS
         for registered in (("cross",), ("a",), tuple("abcd"))
     },
-    "all layers in kernel blocks": partial(
-        cross_layer, ALL_LAYERS[0], ("x",), {"layer": 3, "block": NUM_BLOCKS * 2, "token": 8}
-    ),
-    "all positions": cross_layer_groups,
-    "layers first": partial(cross_layer, f"layer {NHD}", ("x",), {"layer": 3}),
+    "layers first": partial(cross_layer, f"layer {NHD}", ("x",)),
     "the only layer in a tensor of layers": partial(only_layer, "x"),
     "the only layer in a tensor of its own": partial(only_layer, "a"),
 }
+"""What the layout zoo does not draw."""
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -337,26 +238,6 @@ def test_caches_keep_the_memory_alive_and_show_what_is_written_there() -> None:
     assert not tensor[3].any()
     del tensor
     assert (caches.tensors[0].tensor[4].view(torch.float16) == 2).all()
-
-
-def test_caches_print_what_is_where() -> None:
-    row = packed_row(2)
-    kv_caches = {"a": page_view(row, 0), "b": page_view(row, 1), "c": nhd()}
-    text = str(canonicalize(kv_caches, config_of((SPEC, "ab"), (SPEC, "c"))))
-    assert text.splitlines() == [
-        "2 tensors, 2 groups",
-        f"tensor 0: 7 blocks, page {2 * PAGE} bytes, stride {2 * PAGE} bytes, cpu",
-        f"tensor 1: 7 blocks, page {PAGE} bytes, stride {PAGE} bytes, cpu",
-        f"group 0: 1 refs, {2 * PAGE} bytes per block",
-        f"  tensor 0, {2 * PAGE} bytes: a, b ({NHD})",
-        f"group 1: 1 refs, {PAGE} bytes per block",
-        f"  tensor 1, {PAGE} bytes: c ({NHD})",
-    ]
-    unnamed = CanonicalKVCaches(
-        [CanonicalKVCacheTensor(torch.zeros(2, 8, dtype=torch.int8), 8)],
-        [[CanonicalKVCacheRef(0, 8)]],
-    )
-    assert str(unnamed).endswith("  tensor 0, 8 bytes: layers not named")
 
 
 @pytest.mark.parametrize(
@@ -469,18 +350,3 @@ def test_every_byte_of_a_page_is_in_one_region(
     found = memory_regions(caches)
     assert [(each.address - memory.data_ptr(), each.num_bytes) for each in found] == regions
     assert all(each.owner is caches for each in found)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", [f"{NHD} in {SPLIT}", f"{SPLIT} in {NHD}", "latents"])
-def test_caches_on_a_gpu_are_proven(name: str) -> None:
-    engine = ENGINES[name]()
-    on_gpu = {
-        layer: torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda"
-        ).copy_(tensor)
-        for layer, tensor in engine.kv_caches.items()
-    }
-    caches = canonicalize(on_gpu, engine.config)
-    assert caches.tensors[0].tensor.device.type == "cuda"
-    attest(on_gpu, engine.config, caches)

@@ -1,11 +1,10 @@
 """Descriptors against loops over blocks, refs and bytes."""
 
 import ctypes
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,12 @@ from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
 
 MAX_PAGE_BYTES = 24
 MAX_BLOCKS = 12
+KINDS_OF_IDS: list[Callable[[list[int]], Any]] = [
+    *(partial(np.array, dtype=kind) for kind in (np.int16, np.uint8, np.uint32, np.uint64)),
+    partial(torch.tensor, dtype=torch.int32),
+    list,
+    tuple,
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class Case:
 
     caches: CanonicalKVCaches
     group: int
-    block_ids: list[int]
+    block_ids: Any
     blocks_per_chunk: int
     first_block_index: int
 
@@ -116,7 +121,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         caches=caches,
         group=group,
-        block_ids=block_ids,
+        block_ids=draw(st.sampled_from(KINDS_OF_IDS))(block_ids),
         blocks_per_chunk=draw(st.integers(1, 4)),
         first_block_index=draw(st.integers(0, 9)),
     )
@@ -136,7 +141,7 @@ def expected_chunks(case: Case) -> list[tuple[int, bytes]]:
     refs = case.caches.group_data_refs[case.group]
     block_size_bytes = sum(ref.page_size_bytes for ref in refs)
     chunks: dict[int, tuple[int, bytes]] = {}
-    for block_index, block_id in enumerate(case.block_ids, case.first_block_index):
+    for block_index, block_id in enumerate(map(int, case.block_ids), case.first_block_index):
         chunk, place = divmod(block_index, case.blocks_per_chunk)
         begin, payload = chunks.get(chunk, (place * block_size_bytes, b""))
         for ref in refs:
@@ -160,16 +165,6 @@ def read(blocks: Descriptors) -> list[tuple[int, bytes]]:
         (begin, b"".join(ctypes.string_at(*piece) for piece in pieces_of(blocks, block)))
         for block, begin in enumerate(blocks.payload_starts.tolist())
     ]
-
-
-def row_caches(
-    spans: list[tuple[int, int]], *, num_blocks: int = 8, stride: int = 32
-) -> CanonicalKVCaches:
-    """Make one group whose refs are the columns `(start, stop)` of one storage."""
-    storage = random_bytes(num_blocks * stride).view(num_blocks, stride)
-    tensors = [CanonicalKVCacheTensor(storage[:, a:b], b - a) for a, b in spans]
-    refs = [CanonicalKVCacheRef(index, b - a) for index, (a, b) in enumerate(spans)]
-    return CanonicalKVCaches(tensors, [refs])
 
 
 def batch(lengths: list[int], block_offsets: list[int]) -> Descriptors:
@@ -251,47 +246,6 @@ def test_batches_overlap_where_they_have_a_byte_in_common(seed: int) -> None:
     assert not overlap(one, replace(other, device=torch.device("cuda", 0)))
 
 
-@pytest.mark.parametrize(
-    ("spans", "block_ids", "options", "lengths"),
-    [
-        ([(0, 8), (8, 16), (16, 24)], [2, 3, 5], {}, [24, 24, 24]),  # pages side by side
-        ([(0, 20), (20, 32)], [1, 2, 3, 5, 6, 7], {"blocks_per_chunk": 3}, [96, 96]),  # whole rows
-        ([(0, 20), (20, 32)], [1, 2, 4, 7], {"blocks_per_chunk": 4}, [64, 32, 32]),
-        # The end of a row touches the beginning of the next.
-        ([(0, 8), (12, 32)], [1, 2, 3, 6], {"blocks_per_chunk": 4}, [8, 28, 28, 20, 8, 20]),
-        # Chunks are never merged.
-        ([(0, 32)], [0, 1, 2, 3], {"blocks_per_chunk": 2, "first_block_index": 1}, [32, 64, 32]),
-    ],
-)
-def test_what_touches_in_a_chunk_is_one_descriptor(
-    spans: list[tuple[int, int]], block_ids: list[int], options: dict[str, int], lengths: list[int]
-) -> None:
-    assert describe(row_caches(spans), 0, block_ids, **options).lengths.tolist() == lengths
-
-
-def test_describing_again_leaves_earlier_descriptors_as_they_were() -> None:
-    describer = BlockDescriber(row_caches([(0, 8), (12, 20)]))
-    few = describer.describe(0, [1, 2])
-    expected = read(few)
-    describer.describe(0, range(8))
-    assert read(few) == expected
-    assert read(describer.describe(0, [1, 2])) == expected
-
-
-IDS: list[Any] = [
-    *(np.array([4, 5, 6], kind) for kind in (np.int16, np.int64, np.uint8, np.uint32, np.uint64)),
-    torch.tensor([4, 5, 6], dtype=torch.int32),
-    (4, 5, 6),
-    range(4, 7),
-]
-
-
-@pytest.mark.parametrize("block_ids", IDS)
-def test_block_ids_may_be_integers_of_any_kind(block_ids: Any) -> None:
-    caches = row_caches([(0, 8), (12, 20)])
-    assert read(describe(caches, 0, block_ids)) == read(describe(caches, 0, [4, 5, 6]))
-
-
 def bad_caches(*refs: int, devices: tuple[str, ...] = ("cpu", "meta")) -> CanonicalKVCaches:
     """Make caches of one group, with tensors of 6 and 4 blocks."""
     tensors = [
@@ -301,7 +255,10 @@ def bad_caches(*refs: int, devices: tuple[str, ...] = ("cpu", "meta")) -> Canoni
     return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(index, 8) for index in refs]])
 
 
-ROWS = row_caches([(0, 32)])
+ROWS = CanonicalKVCaches(
+    [CanonicalKVCacheTensor(torch.zeros(8, 32, dtype=torch.int8), 32)],
+    [[CanonicalKVCacheRef(0, 32)]],
+)
 
 
 @pytest.mark.parametrize(
@@ -356,14 +313,6 @@ def test_what_cannot_be_described_is_an_error_that_names_it(
 ) -> None:
     with pytest.raises(error, match=match):
         call()
-
-
-def test_the_size_of_a_block_is_that_of_its_unpadded_pages() -> None:
-    tensors = [CanonicalKVCacheTensor(torch.zeros(4, 16, dtype=torch.int8), 16) for _ in range(2)]
-    groups = [[CanonicalKVCacheRef(0, 11), CanonicalKVCacheRef(1, 16)], [CanonicalKVCacheRef(1, 5)]]
-    describer = BlockDescriber(CanonicalKVCaches(tensors, groups))
-    assert describer.num_groups == 2
-    assert [describer.block_size_bytes(group) for group in (0, 1)] == [27, 5]
 
 
 @st.composite
@@ -428,23 +377,3 @@ def test_blocks_of_different_sizes_do_not_pair(
     assert caught.value.argument == "destination"
     assert caught.value.value == sizes
     assert str(source.block_sizes.tolist()) in caught.value.expected
-
-
-def test_several_threads_may_describe_at_a_time() -> None:
-    describer = BlockDescriber(row_caches([(0, 8), (12, 20)]))
-
-    def describe_few_at_each_line(frame: FrameType, event: str, arg: object) -> Any:
-        """Stand in for another thread, which describes one block between two lines of this one."""
-        if frame.f_code.co_name != "_repeat_lengths":
-            return None
-        sys.settrace(None)
-        describer._groups[0]._tiled_lengths = describer._groups[0]._lengths
-        sys.settrace(describe_few_at_each_line)
-        return describe_few_at_each_line
-
-    sys.settrace(describe_few_at_each_line)
-    try:
-        blocks = describer.describe(0, [0, 1, 2])
-    finally:
-        sys.settrace(None)
-    assert len(blocks.lengths) == len(blocks.addresses)

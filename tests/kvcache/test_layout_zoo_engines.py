@@ -1,21 +1,16 @@
 """Layout zoo, and portable pages, against the engines that they describe."""
 
 import ctypes
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.engine_side import LAYOUT_ZOO
 from kvxfer.kvcache.canonical import attest, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.describer import BlockDescriber, describe
-from kvxfer.kvcache.portable import WorkerShard, map_caches
+from kvxfer.kvcache.describer import describe
 from kvxfer.kvcache.spec import FullAttentionSpec
-from tests.kvcache.world_engines import part_of_pages
 
 cache_utils = pytest.importorskip("transformers.cache_utils")
 kv_cache_layout = pytest.importorskip("vllm.v1.kv_cache_layout")
@@ -73,41 +68,3 @@ def test_a_sequence_of_a_transformers_cache_is_cut_into_blocks(kind: str, num_bl
             assert b"".join(ctypes.string_at(*piece) for piece in pieces) == expected
         sizes = {"layer": 1, "kv": 2, "head": HEADS}
         assert len(describe(caches, 0, [1])) == entry.runs_per_block(sizes)
-
-
-PAGE_TOKENS = 16
-SMALL = replace(KEYS_AND_VALUES, tokens_per_block=4)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "first"),
-    [
-        ("DynamicLayer", {}, 0),
-        ("StaticLayer", {"max_cache_len": 48}, 0),
-        ("DynamicSlidingWindowLayer", {"sliding_window": 33}, 1),
-    ],
-)
-def test_a_sequence_of_transformers_is_portable_pages(
-    kind: str, options: dict[str, int], first: int
-) -> None:
-    layer = getattr(cache_utils, kind)(**options)
-    states = torch.randn(2, 1, HEADS, 32 + first, DIM)
-    layer.update(states[0], states[1])
-    tensors = [part[0][:, :32] for part in (layer.keys, layer.values)]
-    config = KVCacheConfig(32 // 4, (KVCacheGroup(SMALL, ("layers.0",)),))
-    caches = canonicalize({"layers.0": tensors}, config)
-    (mapping,) = map_caches(caches, WorkerShard(num_kv_heads=HEADS), tokens_per_page=PAGE_TOKENS)
-    pages = np.zeros((2, mapping.page.num_bytes), np.uint8)
-    blocks = BlockDescriber(caches, mappings=[mapping]).describe(0, range(32 // 4))
-    copies = CPUCopyEngine(num_threads=1)
-    copies.copy(blocks, part_of_pages(mapping, pages))
-    for index, page in enumerate(pages.view(np.float32)):
-        start = first + index * PAGE_TOKENS
-        expected = states[:, 0, :, start : start + PAGE_TOKENS]
-        np.testing.assert_array_equal(page, expected.flatten().numpy())
-    for tensor in tensors:
-        tensor.zero_()
-    copies.copy(part_of_pages(mapping, pages), blocks)
-    for tensor, part in zip(tensors, states[:, 0, :, first:], strict=True):
-        assert torch.equal(tensor, part)
-    copies.close()

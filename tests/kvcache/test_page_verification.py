@@ -84,40 +84,6 @@ def test_runs_are_exactly_the_fragments(data: st.DataObject) -> None:
 ALONE = WorkerShard(num_kv_heads=HEADS)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_fragments", "num_runs"),
-    [
-        ("K and V first, heads in the shape", 4, 1),  # as in the page, but each K and V apart
-        ("Blocks first, HND", 2, 1),  # a layer is as in the page
-        # Token by token, but for the last of a layer's keys, which its values follow on both sides.
-        ("Blocks first, NHD", 4 * HEADS * TOKENS - LAYERS, 4 * HEADS + LAYERS),
-        ("Packed K/V, HND", 4 * HEADS * TOKENS, 4),
-        ("MLA", 2, 1),
-    ],
-)
-def test_a_worker_alone_copies_no_more_pieces_than_its_layout_has(
-    name: str, num_fragments: int, num_runs: int
-) -> None:
-    shard = replace(ALONE, num_kv_heads=1) if name == "MLA" else ALONE
-    (mapping,) = mappings_of(name, shard)
-    assert len(mapping.pages[0].lengths) == num_fragments
-    assert len(runs_of(mapping)) == num_runs
-
-
-def test_half_of_the_heads_is_one_piece_of_every_tensor() -> None:
-    mappings = mappings_of("Blocks first, HND", replace(ALONE, tp_size=2))
-    for rank, mapping in enumerate(mappings):
-        expected = CopyRun(
-            local_offset=0,
-            canonical_offset=rank * 2 * HEAD,
-            fragment_size=2 * HEAD,
-            num_fragments=4,
-            local_stride=2 * HEAD,
-            canonical_stride=4 * HEAD,
-        )
-        assert runs_of(mapping) == [(0, expected)]
-
-
 PARALLEL = {
     "heads": WorkerShard(num_kv_heads=HEADS, tp_size=4),
     "replicated": WorkerShard(num_kv_heads=2, tp_size=8),

@@ -1,6 +1,5 @@
 """Specs and configs: sizes, validation and merging."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 
 from kvxfer.errors import InvalidArgumentError, SpecMergeError
 from kvxfer.kvcache.cache_tensor import CacheTensorForm
-from kvxfer.kvcache.canonical import attest, canonicalize
+from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.quantization import KVQuantization
 from kvxfer.kvcache.spec import (
@@ -87,32 +86,6 @@ def test_a_page_has_the_bytes_of_its_block(spec: KVCacheSpec, num_bytes: int) ->
         replace(spec, page_size_padded=num_bytes - 1)
 
 
-def test_layers_of_one_group_may_be_quantized_or_padded() -> None:
-    kv_caches = {
-        "a": torch.zeros(5, 2, 16, 8, 64, dtype=torch.bfloat16),
-        "b": torch.zeros(5, 8, 16, 2 * (64 + 4), dtype=torch.int8),
-        "c": torch.zeros(5, 20_000, dtype=torch.int8)[:, : PADDED.unpadded_page_size_bytes]
-        .view(torch.bfloat16)
-        .view(5, 2, 16, 4, 64),
-    }
-    specs = (FULL, INT8, PADDED)
-    config = KVCacheConfig(5, (KVCacheGroup(collection(*specs), ("a", "b", "c")),))
-    caches = canonicalize(kv_caches, config)
-    attest(kv_caches, config, caches)
-    found = [each.page_size_bytes for each in caches.tensors]
-    assert found == [spec.page_size_bytes for spec in specs]
-    found = [ref.page_size_bytes for ref in caches.group_data_refs[0]]
-    assert found == [spec.unpadded_page_size_bytes for spec in specs]
-
-
-def test_a_collection_does_not_follow_the_mapping_it_was_made_from() -> None:
-    layer_specs: dict[str, KVCacheSpec] = {"a": FULL}
-    specs = UniformTypeKVCacheSpecs(tokens_per_block=16, layer_specs=layer_specs)
-    layer_specs["b"] = FULL
-    assert list(specs.layer_specs) == ["a"]
-    assert specs.for_layer("a") == FULL
-
-
 def full(**fields: Any) -> Callable[[], object]:
     return lambda: FullAttentionSpec(**(ATTENTION | fields))
 
@@ -137,12 +110,7 @@ GROUP = KVCacheGroup(FULL, ("a",))
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (full(tokens_per_block=0), "tokens_per_block"),
-        (full(num_kv_heads=-1), "num_kv_heads"),
-        (full(head_dim=1.5), "head_dim"),
-        (full(head_dim=True), "head_dim"),
         (full(head_dim_v=0), "head_dim_v"),
-        (full(dtype="float16"), "dtype"),
         (full(quantization=PER_TENSOR), "dtype is torch.bfloat16"),
         (full(quantization=PER_TOKEN_HEAD), "dtype is torch.bfloat16"),
         (full(sliding_window=0), "sliding_window"),
@@ -162,14 +130,9 @@ GROUP = KVCacheGroup(FULL, ("a",))
         (uniform({"a": FULL}, 8), "'a'"),
         (uniform({"a": FULL}, page_size_padded=1 << 20), "page_size_padded"),
         (lambda: collection(FULL).for_layer("c"), "'c'"),
-        (lambda: KVCacheSpec.merge([]), "specs"),
         (lambda: KVCacheGroup(FULL, ()), "layer_names"),
         (lambda: KVCacheGroup(FULL, ("a", "a")), "layer_names"),
         (lambda: KVCacheGroup(collection(FULL), ("a", "b")), "'b'"),
-        (lambda: KVCacheGroup("full attention", ("a",)), "spec"),  # type: ignore[arg-type]
-        (config(num_blocks=0), "num_blocks"),
-        (config(groups=()), "groups"),
-        (config(groups=(FULL,)), r"groups\[0\]"),
         (config(groups=(GROUP, KVCacheGroup(FULL, ("b", "a")))), "groups"),
         (config(shared_tensors=(("a", "c"),)), "shared_tensors"),
         (config(shared_tensors=(("a",), ("b", "a"))), "shared_tensors"),
@@ -178,12 +141,6 @@ GROUP = KVCacheGroup(FULL, ("a",))
 def test_what_cannot_be_is_refused_by_its_field(make: Callable[[], object], field: str) -> None:
     with pytest.raises(InvalidArgumentError, match=field):
         make()
-
-
-@pytest.mark.parametrize("spec", ALL, ids=lambda spec: type(spec).__name__)
-def test_equal_specs_merge_into_the_same(spec: KVCacheSpec) -> None:
-    assert KVCacheSpec.merge([spec, copy.deepcopy(spec), spec]) == spec
-    assert KVCacheSpec.merge([spec]) == spec
 
 
 @pytest.mark.parametrize(
@@ -195,9 +152,7 @@ def test_full_attention_takes_over_the_one_window_in_use(
     field: str, windows: list[int | None], merged: int | None
 ) -> None:
     specs = [FullAttentionSpec(**(ATTENTION | {field: window})) for window in windows]
-    unchanged = copy.deepcopy(specs)
     assert KVCacheSpec.merge(specs) == FullAttentionSpec(**(ATTENTION | {field: merged}))
-    assert specs == unchanged
 
 
 def differing() -> list[tuple[str, list[KVCacheSpec]]]:
@@ -232,6 +187,7 @@ def differing() -> list[tuple[str, list[KVCacheSpec]]]:
 
 @pytest.mark.parametrize(("field", "specs"), differing())
 def test_specs_that_differ_do_not_merge_and_say_where(field: str, specs: list[KVCacheSpec]) -> None:
+    assert KVCacheSpec.merge(specs[:1] * 3) == specs[0]
     with pytest.raises(SpecMergeError) as caught:
         KVCacheSpec.merge(specs)
     assert caught.value.field == field
