@@ -10,6 +10,7 @@ from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.portable.cache_description import STATE_TOKENS
 from kvxfer.lending.reader import Fetched, Found, Wanted
+from kvxfer.storage.observer import Reports
 from kvxfer.storage.prompt_keys import PromptKeys
 
 LEASE = "0123456789abcdef0123456789abcdef"
@@ -81,6 +82,7 @@ class FakeHandover:
         offers: Offers, as they came.
         revoked: Tickets that were revoked, and those that were given up.
         ended: Tickets that `take_ended` returns next.
+        reports: Told of what is moved.
     """
 
     num_expired = 0
@@ -98,6 +100,7 @@ class FakeHandover:
         self.given_up: list[str] = []
         self.ended: list[str] = []
         self.is_closed = False
+        self.reports: Reports | None = None
         self._next: tuple[str, Any] | None = None
 
     @property
@@ -161,6 +164,9 @@ class FakeHandover:
     def take_ended(self) -> list[str]:
         taken, self.ended = self.ended, []
         return taken
+
+    def observe(self, reports: Reports) -> None:
+        self.reports = reports
 
     def start(self) -> None:
         """Begin nothing."""

@@ -3,19 +3,14 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvxfer.backends.host import HostPool, MemoryIntegrity, PoolShape
-from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.offloading import metrics
-from kvxfer.storage.eviction.policies import LRU
-from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
@@ -28,7 +23,6 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     LookupResult,
-    OffloadingEvent,
     ReqContext,
 )
 from vllm.v1.kv_offload.config import (
@@ -45,119 +39,13 @@ from kvxfer.integrations.vllm.common.model_identity import ModelIdentity
 from kvxfer.integrations.vllm.offloading.identity import row_namespace
 from kvxfer.integrations.vllm.offloading.manager import ChunkSlots, KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
-from tests.integrations.two_tiers import read_counts
 
-NUM_SLOTS = 4
-PAGE_BYTES = 64
-MEMORY = BlockMemory([[PAGE_BYTES]], num_blocks=16)
 HAS_GROUP_IDS = "group_id" in {field.name for field in fields(OffloadingGroupConfig)}
 SECOND_GROUP_ID = 2 if HAS_GROUP_IDS else 1
 
 
-@dataclass
-class Scheduler:
-    """Manager, the pool behind it, and workers that execute its jobs."""
-
-    manager: KVXferOffloadingManager
-    pool: HostPool
-
-    def store(self, keys: Sequence[BlockKey], *, parts: Sequence[int] = (0, 1)) -> list[BlockKey]:
-        """Store blocks, on these workers only; return the keys that were accepted."""
-        context = ReqContext("storing")
-        output = self.manager.prepare_store(keys, context)
-        if output is None:
-            return []
-        for part in parts:
-            self.write(output.store_spec, part)
-        self.manager.complete_store(set(output.keys_to_store), context)
-        accepted: list[BlockKey] = output.keys_to_store
-        return accepted
-
-    def write(self, placement: ChunkSlots, part: int) -> None:
-        for key, slot in zip(placement.keys, placement.slots, strict=True):
-            blocks = MEMORY.describe(0, [1])
-            write_payloads(blocks, [make_payload(key, PAGE_BYTES, version=part)])
-            self.pool.write([slot], [key], blocks, part=part)
-
-    def lookup(self, key: BlockKey, req_id: str = "request") -> LookupResult:
-        return self.manager.lookup(key, ReqContext(req_id))
-
-    def counts(self) -> dict[metrics.Count | str, float]:
-        return read_counts(self.manager.get_stats())
-
-
-@pytest.fixture
-def scheduler() -> Iterator[Scheduler]:
-    shape = PoolShape(num_slots=NUM_SLOTS, num_parts=2, part_size_bytes=4096)
-    engine = CPUCopyEngine(num_threads=1)
-    pool = HostPool(shape, MEMORY.namespace(), engine, integrity=MemoryIntegrity.FULL)
-    index = BlockIndex(NUM_SLOTS, LRU(NUM_SLOTS))
-    scheduler = Scheduler(KVXferOffloadingManager(pool, index, emit_events=True), pool)
-    yield scheduler
-    scheduler.manager.shutdown()
-
-
 def keys_of(count: int, *, group: int = 0, first: int = 0) -> list[BlockKey]:
     return [make_block_key(f"hash-{first + n:04}".encode(), group) for n in range(count)]
-
-
-def test_a_chunk_that_one_worker_did_not_store_is_dropped(scheduler: Scheduler) -> None:
-    (key,) = keys_of(1)
-    scheduler.store([key], parts=[0])
-    assert scheduler.lookup(key) is LookupResult.MISS
-    assert scheduler.counts()[metrics.LOST] == 1
-
-
-@pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "let go"])
-def test_the_end_of_a_prompt_that_was_a_hit_is_evicted_before_its_head(
-    scheduler: Scheduler, *, is_loaded: bool
-) -> None:
-    wanted, context = keys_of(NUM_SLOTS), ReqContext("request")
-    scheduler.store(wanted)
-    assert [scheduler.lookup(key) for key in wanted] == [LookupResult.HIT] * NUM_SLOTS
-    if is_loaded:
-        scheduler.manager.prepare_load(wanted, context)
-        scheduler.manager.complete_load(wanted[::-1], context)  # vLLM's are a set
-    scheduler.manager.on_request_finished(context)
-    scheduler.store(keys_of(1, first=10))
-    found = [scheduler.lookup(key) for key in wanted]
-    assert found == [LookupResult.HIT] * (NUM_SLOTS - 1) + [LookupResult.MISS]
-
-
-def test_a_changed_byte_makes_a_chunk_a_miss_that_is_counted_and_can_be_stored_again(
-    scheduler: Scheduler,
-) -> None:
-    key, other = keys_of(2)
-    scheduler.store([key, other])
-    for slot in range(NUM_SLOTS):
-        scheduler.pool.slots[slot][1, PAGE_BYTES - 1] ^= 0x80
-    assert scheduler.lookup(key) is LookupResult.MISS
-    assert scheduler.lookup(other) is LookupResult.MISS
-    assert scheduler.counts()[metrics.CORRUPT] == 2
-    assert scheduler.store([key]) == [key]
-    assert scheduler.lookup(key) is LookupResult.HIT
-
-
-def test_chunks_that_were_coming_and_did_not_come_are_forgotten_by_vllm(
-    scheduler: Scheduler,
-) -> None:
-    lost, again = keys_of(2)
-    for key in (lost, again):
-        scheduler.store([key], parts=[0])
-    scheduler.store([again])
-    told = [(event.removed, event.keys) for event in scheduler.manager.take_events()]
-    has_quiet_events = "metadata_only" in {field.name for field in fields(OffloadingEvent)}
-    assert told == [(True, [lost])] * has_quiet_events + [(False, [again])]
-
-
-def test_every_metric_that_is_reported_was_declared(scheduler: Scheduler) -> None:
-    scheduler.store(keys_of(NUM_SLOTS + 1))
-    scheduler.lookup(keys_of(1)[0])
-    scheduler.manager.prepare_load(keys_of(1), ReqContext("request"))
-    assert KVXferOffloadingSpec.build_metric_definitions({}) == metrics.DEFINITIONS
-    counts = scheduler.counts()  # each is among the definitions, with as many labels
-    assert counts[metrics.STORED] == counts["stored_blocks"] == NUM_SLOTS
-    assert counts[metrics.LOADED] == counts[metrics.PINNED] == 1
 
 
 def make_config(
@@ -277,6 +165,20 @@ def test_blocks_of_two_groups_go_out_and_come_back_from_the_middle_of_a_chunk(
     engine.manager.complete_load(set(keys), context)
 
 
+@pytest.mark.parametrize("num_stored", [0, 1])
+def test_a_chunk_that_one_worker_did_not_store_is_dropped(engine: Engine, num_stored: int) -> None:
+    keys, context = keys_of(1), ReqContext("request")
+    output = engine.manager.prepare_store(keys, context)
+    assert output is not None
+    for worker in engine.workers[:num_stored]:
+        worker.submit_store(1, GPULoadStoreSpec([1, 2], [2, 0], [0, 0]), output.store_spec)
+        worker.wait({1})
+    engine.manager.complete_store(set(keys), context)
+    is_whole = num_stored == len(engine.workers)
+    found = LookupResult.HIT if is_whole else LookupResult.MISS
+    assert engine.manager.lookup(keys[0], context) is found
+
+
 @pytest.mark.parametrize(
     ("block_ids", "sizes", "firsts"),
     [([1, 2, 3], [3, 0], [0, 0]), ([1, 2], [2, 0], [1, 0]), ([1, 2, 99, 4], [4, 0], [0, 0])],
@@ -316,12 +218,35 @@ def test_two_schedulers_cannot_share_a_pool(engine: Engine) -> None:
         KVXferOffloadingSpec(engine.spec.config).get_manager()
 
 
+HOST = "host://?capacity=1MiB"
+
+
 @pytest.mark.parametrize(
-    "backend", [None, 7, "nowhere://?x=1", "host://", "host://?capacity=4GiB&speed=fast"]
+    ("named", "settings"),
+    [
+        ("backend", {"backend": None}),
+        ("backend", {"backend": 7}),
+        ("backend", {"backend": "nowhere://?x=1"}),
+        ("backend", {"backend": "host://"}),
+        ("backend", {"backend": "host://?capacity=4GiB&speed=fast"}),
+        ("backend", {"backend": []}),
+        ("backend", {"backend": ["file:///x?capacity=1GiB"]}),
+        ("backend", {"backend": [HOST, 3]}),
+        ("purge_on_reset", {"purge_on_reset": True}),
+        ("purge_on_reset", {"purge_on_reset": True, "backend": [HOST, "nixl://127.0.0.1:7000"]}),
+        ("purge_on_reset", {"purge_on_reset": True, "backend": [HOST, "s3://bucket"]}),
+        ("purge_on_reset", {"purge_on_reset": "yes", "backend": [HOST, "file:///x?capacity=1GiB"]}),
+        ("purge_on_reset", {"purge_on_reset": 1, "backend": [HOST, "file:///x?capacity=1GiB"]}),
+        ("max_load_ratio", {"max_load_ratio": 0}),
+        ("max_load_ratio", {"max_load_ratio": -1}),
+        ("max_load_ratio", {"max_load_ratio": "fast"}),
+        ("prefill_tokens_per_s", {"max_load_ratio": 1.0, "prefill_tokens_per_s": 0}),
+        ("prefill_tokens_per_s", {"max_load_ratio": 1.0, "prefill_tokens_per_s": "fast"}),
+    ],
 )
-def test_a_wrong_backend_is_named(backend: object) -> None:
-    with pytest.raises(InvalidArgumentError, match="backend"):
-        KVXferOffloadingSpec(make_config(backend=backend))
+def test_a_wrong_setting_is_named(named: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=named):
+        KVXferOffloadingSpec(make_config(**{"backend": HOST, **settings}))
 
 
 def test_the_namespace_differs_when_anything_that_changes_the_bytes_does() -> None:

@@ -12,28 +12,13 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvxfer.integrations.vllm.offloading.requests import Requests
-from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
-from kvxfer.integrations.vllm.prefill_decode.groups import Groups
-from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
-from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
-from kvxfer.integrations.vllm.prefill_decode.settings import Settings
-from kvxfer.integrations.vllm.prefill_decode.step_data import Offer, StepData
-from kvxfer.integrations.vllm.prefill_decode.worker import PrefillDecodeWorker
 from kvxfer.storage.backend import MISSING
-from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.observer import LENT, Moved, Operation, Reports
-from kvxfer.telemetry.journal import journal_observers
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Moved, Operation, Reports
 from kvxfer.testing import Operation as Faulty
 from tests.explain.conftest import Ask, ask, journal
-from tests.integrations.pd_fakes import (
-    BLOCK,
-    LEASE,
-    FakeHandover,
-    make_blocks,
-    make_found,
-    make_request,
-    ticket_params,
-)
+from tests.integrations.pd_engine import Engine, engine_config, full
+from tests.integrations.pd_fakes import LEASE, make_found, ticket_params
 from tests.integrations.two_tiers import (
     KeepingBackend,
     Scheduler,
@@ -156,68 +141,37 @@ def test_after_a_reset_chunks_are_known_by_their_own_keys(
     assert answers(ask("after")) == [(0, 1, "found", "keeping")]
 
 
-class Pair:
-    """D's scheduler and P's worker, with hand-overs of the test."""
-
-    def __init__(self) -> None:
-        self.handover, self.lending = FakeHandover(), FakeHandover()
-        ours, theirs = (
-            journal_observers(Namespace(model="model"), engine=engine) for engine in "dp"
-        )
-        self.observer = ours[0]
-        self.scheduler = DecodeScheduler(
-            self.handover,  # type: ignore[arg-type] # it has the same methods
-            Settings.parse({}),
-            groups=Groups((BLOCK,), (None,), (False,)),
-            prompts=Prompts(),
-            counters=Counters(),
-            reports=Reports(ours, "nixl"),
-        )
-        self.lender = PrefillDecodeWorker(
-            self.lending,  # type: ignore[arg-type]
-            Counters(),
-            Reports(theirs, LENT),
-        )
-
-    def load(self, name: str) -> list[BlockKey]:
-        """Let a request be planned to be loaded from P; return the keys of its blocks."""
-        request = make_request(ticket_params(), name=name)
-        self.scheduler.on_new_request(request)
-        self.handover.asked[LEASE].set_result(make_found(10))
-        assert self.scheduler.num_matched_tokens(request, 4) == (5, True)
-        self.scheduler.on_alloc(request, make_blocks([5, 6, 7], hashed=[5]), 5)
-        step = StepData()
-        self.scheduler.plan(step)
-        [fetch] = step.fetches
-        return [key for keys in fetch.wanted.keys for key in keys]
-
-
 def test_what_another_engine_gives_and_what_it_does_not_give_any_more(
-    journal: Path, ask: Ask
+    journal: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = Pair()
-    pair.load("good")
-    assert answers(ask("good")) == [
-        (0, 0, "not looked up", ""),
-        (1, 2, "found", "nixl"),
-    ]
-    keys = pair.load("late")
-    pair.lender.prepare(StepData(offers=[Offer("r", LEASE, keys, [1, 2], is_complete=True)]))
-    pair.lending.ended = [LEASE]
-    assert pair.lender.take_ended().sent == {"r"}
-    pair.observer.note(Moved("nixl", Operation.LOAD, keys, [MISSING, MISSING], {}, 0.1))
-    report = ask("late")
-    assert answers(report)[1:] == [(1, 2, "removed", "")]
-    assert "gone from nixl when it was to be loaded" in report["runs"][1]["text"]
-    assert "its lease was over" in report["runs"][1]["text"]
+    p = Engine(monkeypatch, engine_config(tmp_path, listen="127.0.0.1:7100"), full())
+    d = Engine(monkeypatch, engine_config(tmp_path), full())
+    d.add("cmpl-1", ticket_params())
+    d.asking.asked[LEASE].set_result(make_found(10))
+    d.step()
+    assert answers(ask("cmpl-1")) == [(0, 2, "found", "nixl")]
+    p.add("p", {"do_remote_decode": True})
+    p.step()
+    p.step()
+    p.moving.ended.append(p.ended["p"]["remote_request_id"])
+    p.step()
+    [(wanted, _, _)] = d.moving.fetches
+    missing = [MISSING] * len(wanted.keys[0])
+    assert d.moving.reports is not None
+    d.moving.reports.tell(Moved("nixl", Operation.LOAD, wanted.keys[0], missing, {}, 0.1))
+    report = ask("cmpl-1")
+    assert answers(report) == [(0, 2, "removed", "")]
+    assert "gone from nixl when it was to be loaded" in report["runs"][0]["text"]
+    assert "its lease was over" in report["runs"][0]["text"]
 
 
-def test_a_refusal_is_said_with_its_reason(journal: Path, ask: Ask) -> None:
-    pair = Pair()
-    request = make_request(ticket_params(), name="refused")
-    pair.scheduler.on_new_request(request)
-    pair.handover.asked[LEASE].set_exception(TimeoutError("no answer of P"))
-    assert pair.scheduler.num_matched_tokens(request, 0) == (0, False)
+def test_a_refusal_is_said_with_its_reason(
+    journal: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = Engine(monkeypatch, engine_config(tmp_path), full())
+    d.add("refused", ticket_params())
+    d.asking.asked[LEASE].set_exception(TimeoutError("no answer of P"))
+    d.step()
     report = ask("refused")
     assert report["num_blocks"] == 3
     assert report["runs"][0]["text"] == "refused: no answer of P"

@@ -1,13 +1,12 @@
 """Namespaces of vLLM engines: files are shared only where equal tokens have equal values."""
 
 import contextlib
-import copy
 import enum
 import json
 import os
 import socket
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +44,12 @@ from kvxfer.testing import BlockMemory
 from tests.integrations.test_vllm import SECOND_GROUP_ID, as_vllm_caches, make_config
 
 Change = Callable[[Any], None]
+HOST = "host://?capacity=1MiB"
+
+has_tier = pytest.mark.skipif(
+    "transfer_bytes" not in {each.name for each in fields(interface.JobResult)},
+    reason="this vLLM has no interface for KVXferTier",
+)
 
 
 class HFConfig:
@@ -154,56 +159,6 @@ STATES = MambaConfig()
 STATES.enable_stochastic_rounding = True  # which a constructor refuses without a GPU
 
 
-def test_settings_of_kernels_and_caches_change_nothing(vllm_config: Any) -> None:
-    (Path(vllm_config.model_config.model) / "config.json").write_text("{}")
-    before = identify_model(vllm_config), handover_namespace(vllm_config, "r")
-    vllm_config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=1)
-    vllm_config.mamba_config = MambaConfig()
-    assert (identify_model(vllm_config), handover_namespace(vllm_config, "r")) == before
-    vllm_config.attention_config = AttentionConfig(flash_attn_version=2)
-    assert handover_namespace(vllm_config, "r") == before[1]
-
-
-def test_scales_that_each_engine_computes_are_refused(vllm_config: Any) -> None:
-    vllm_config.cache_config.calculate_kv_scales = True
-    for refused in (
-        lambda: identify_model(vllm_config),
-        lambda: handover_namespace(vllm_config, "r"),
-    ):
-        with pytest.raises(InvalidArgumentError, match="calculate_kv_scales is True"):
-            refused()
-
-
-@pytest.mark.skipif(
-    "transfer_bytes" not in {each.name for each in fields(interface.JobResult)},
-    reason="this vLLM has no interface for KVXferTier",
-)
-@pytest.mark.parametrize("told", [lambda config: config, lambda _: None], ids=["said", "unsaid"])
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (changes_to("cache_config.calculate_kv_scales", True), "calculate_kv_scales is True"),
-        (changes_to("lora_config", object()), "enable_lora is True"),
-        (count_images, "mm_processor_cache_gb is 0"),
-    ],
-)
-def test_a_tier_of_an_engine_whose_keys_do_not_tell_all_does_not_start(
-    vllm_config: Any,
-    change: Change,
-    named: str,
-    told: Callable[[Any], Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Neither where vLLM says its configuration nor where a caller has it."""
-    spec = KVXferOffloadingSpec(make_config(backend=["host://?capacity=1MiB"]))
-    tier = {"backend": "host://?capacity=1MiB", "revision": "commit"}
-    view = np.zeros((4, 4096), np.int8).data
-    change(vllm_config)
-    monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: told(vllm_config))
-    with pytest.raises(InvalidArgumentError, match=named):
-        KVXferTier(spec, view, "KVXferTier", **tier)
-
-
 def test_code_and_quantization_beside_the_weights_are_a_part_of_their_revision(
     vllm_config: Any,
 ) -> None:
@@ -212,16 +167,6 @@ def test_code_and_quantization_beside_the_weights_are_a_part_of_their_revision(
         Path(vllm_config.model_config.model, name).write_text("")
         revisions.add(identify_model(vllm_config).revision)
     assert len(revisions) == 4
-
-
-def test_guesses_without_a_draft_model_change_nothing(vllm_config: Any) -> None:
-    model = vllm_config.model_config
-    (Path(model.model) / "config.json").write_text("{}")
-    before = identify_model(vllm_config), handover_namespace(vllm_config, "r")
-    vllm_config.speculative_config = SimpleNamespace(
-        method="ngram", draft_model_config=model, target_model_config=model
-    )
-    assert (identify_model(vllm_config), handover_namespace(vllm_config, "r")) == before
 
 
 def test_a_revision_says_that_its_configuration_was_overridden(vllm_config: Any) -> None:
@@ -236,17 +181,6 @@ def test_a_revision_says_that_its_configuration_was_overridden(vllm_config: Any)
     assert len(revisions) == 4
     model.hf_overrides = {}
     assert identify_model(vllm_config).revision == plain
-
-
-def test_context_length_matters_with_long_rope_only(vllm_config: Any) -> None:
-    identities = set()
-    for max_model_len in (1024, 4096):
-        vllm_config.model_config.max_model_len = max_model_len
-        identities.add(identify_model(vllm_config).config_hash)
-        changed = copy.deepcopy(vllm_config)
-        long_rope(max_model_len)(changed)
-        identities.add(identify_model(changed).config_hash)
-    assert len(identities) == 3
 
 
 class Kernel(enum.Enum):
@@ -267,15 +201,6 @@ def write_config(vllm_config: Any, **more: Any) -> Path:
     made = {"architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "torch_dtype": "float32"}
     file.write_text(json.dumps(made | {"transformers_version": "5.0"} | more))
     return file
-
-
-def test_another_release_says_the_same_of_a_checkpoint_in_other_words(vllm_config: Any) -> None:
-    write_config(vllm_config)
-    vllm_config.attention_config = Attention()
-    before = identify_model(vllm_config)
-    vllm_config.model_config.hf_config.fields |= {"added_later": 1, "rope_parameters": {"a": 2}}
-    vllm_config.attention_config = LaterAttention()
-    assert identify_model(vllm_config) == before
 
 
 IN_BOTH = [
@@ -348,14 +273,19 @@ def test_a_configuration_from_another_place_counts_and_names_no_weights(
         identify_model(vllm_config)
 
 
-def test_the_first_name_of_long_rope_counts_too(vllm_config: Any) -> None:
-    write_config(vllm_config, rope_scaling={"type": "su"})
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+@pytest.mark.parametrize("has_file", [True, False])
+def test_context_length_matters_with_long_rope(
+    vllm_config: Any, kind: str, *, has_file: bool
+) -> None:
+    if has_file:
+        write_config(vllm_config, rope_scaling={"type": kind})
     vllm_config.model_config.hf_config.fields["rope_scaling"] = {"type": "longrope"}
     found = set()
     for max_model_len in (1024, 4096):
         vllm_config.model_config.max_model_len = max_model_len
-        found.add(identify_model(vllm_config).config_hash)
-        found.add(handover_namespace(vllm_config, "r").config_hash)
+        found |= {identify_model(vllm_config).config_hash}
+        found |= {handover_namespace(vllm_config, "r").config_hash}
     assert len(found) == 4
 
 
@@ -367,11 +297,62 @@ def test_namespaces_of_a_hand_over_are_those_of_earlier_releases(vllm_config: An
     assert handover_namespace(vllm_config, "r").fingerprint == "27cdf60f6aaa41dbb186e09e9920cfc0"
 
 
-def test_where_a_model_lies_and_what_read_it_does_not_matter(vllm_config: Any) -> None:
-    before = identify_model(vllm_config)
-    fields = vllm_config.model_config.hf_config.fields
+def size_caches(config: Any) -> None:
+    config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=1)
+    config.mamba_config = MambaConfig()
+
+
+def guess_without_a_draft_model(config: Any) -> None:
+    model = config.model_config
+    config.speculative_config = SimpleNamespace(
+        method="ngram", draft_model_config=model, target_model_config=model
+    )
+
+
+def lie_elsewhere(config: Any) -> None:
+    fields = config.model_config.hf_config.fields
     fields |= {"_name_or_path": "elsewhere", "transformers_version": "6.0"}
-    assert identify_model(vllm_config) == before
+
+
+def count_no_images(config: Any) -> None:
+    count_images(config)
+    config.model_config.multimodal_config.language_model_only = True
+
+
+def be_read_by_another_release(config: Any) -> None:
+    """Whose words for what a checkpoint says are others."""
+    config.model_config.hf_config.fields |= {"added_later": 1, "rope_parameters": {"a": 2}}
+    config.attention_config = LaterAttention()
+
+
+@pytest.mark.parametrize(
+    ("change", "has_file", "in_both"),
+    [
+        (size_caches, True, True),
+        (guess_without_a_draft_model, True, True),
+        (lie_elsewhere, False, False),
+        (changes_to("cache_config.enable_prefix_caching", False), False, False),
+        (count_no_images, False, False),
+        (changes_to("model_config.max_model_len", 1024), False, False),
+        (be_read_by_another_release, True, False),
+    ],
+)
+def test_what_changes_no_bytes_changes_no_identity(
+    vllm_config: Any, change: Change, *, has_file: bool, in_both: bool
+) -> None:
+    vllm_config.attention_config = Attention()
+    if has_file:
+        write_config(vllm_config)
+    before = identify_model(vllm_config), handover_namespace(vllm_config, "r")
+    change(vllm_config)
+    assert identify_model(vllm_config) == before[0]
+    assert not in_both or handover_namespace(vllm_config, "r") == before[1]
+
+
+def test_kernels_of_attention_do_not_count_in_a_hand_over(vllm_config: Any) -> None:
+    before = handover_namespace(vllm_config, "r")
+    vllm_config.attention_config = AttentionConfig(flash_attn_version=2)
+    assert handover_namespace(vllm_config, "r") == before
 
 
 def test_weights_that_were_written_anew_are_other_weights(vllm_config: Any) -> None:
@@ -391,43 +372,65 @@ def test_a_commit_says_which_weights_these_are(vllm_config: Any) -> None:
     assert identify_model(vllm_config).revision == "c0ffee"
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (changes_to("model_config.model", "example/model"), "revision"),
-        (changes_to("lora_config", object()), "LoRA"),
-        (count_images, "mm_processor_cache_gb is 0"),
-    ],
-)
-def test_what_cannot_be_told_apart_is_refused(vllm_config: Any, change: Change, named: str) -> None:
+SCALES = changes_to("cache_config.calculate_kv_scales", True), "calculate_kv_scales is True"
+LORA = changes_to("lora_config", object()), "enable_lora is True"
+IMAGES_BY_COUNT = count_images, "mm_processor_cache_gb is 0"
+UNKNOWN_WEIGHTS = changes_to("model_config.model", "example/model"), "revision"
+
+
+def open_tier() -> None:
+    spec = KVXferOffloadingSpec(make_config(backend=[HOST]))
+    tier = {"backend": HOST, "revision": "commit"}
+    KVXferTier(spec, np.zeros((4, 4096), np.int8).data, "KVXferTier", **tier)
+
+
+def open_worker() -> Any:
+    """With host memory alone: an adapter that is loaded anew has the same keys."""
+    return start_worker(make_config(backend=[HOST]))
+
+
+def start_worker(config: Any) -> Any:
+    memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
+    return KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
+
+
+@pytest.mark.parametrize("refused", [SCALES, LORA, IMAGES_BY_COUNT, UNKNOWN_WEIGHTS])
+def test_what_cannot_be_told_apart_is_refused(
+    vllm_config: Any, refused: tuple[Change, str]
+) -> None:
+    change, named = refused
     change(vllm_config)
     with pytest.raises(InvalidArgumentError, match=named):
         identify_model(vllm_config)
+    if refused is SCALES:
+        with pytest.raises(InvalidArgumentError, match=named):
+            handover_namespace(vllm_config, "r")
 
 
-def test_images_that_are_only_counted_do_no_harm_where_there_are_none(vllm_config: Any) -> None:
-    before = identify_model(vllm_config)
-    vllm_config.cache_config.enable_prefix_caching = False
-    assert identify_model(vllm_config) == before
-    count_images(vllm_config)
-    vllm_config.model_config.multimodal_config.language_model_only = True
-    assert identify_model(vllm_config) == before
-
-
-def test_an_engine_with_adapters_does_not_start(
-    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("told", [lambda config: config, lambda _: None], ids=["said", "unsaid"])
+@pytest.mark.parametrize(
+    ("begin", "refused"),
+    [
+        *(
+            pytest.param(open_tier, each, marks=has_tier)
+            for each in (SCALES, LORA, IMAGES_BY_COUNT)
+        ),
+        (open_worker, LORA),
+    ],
+)
+def test_an_engine_whose_keys_do_not_tell_all_does_not_start(
+    vllm_config: Any,
+    begin: Callable[[], object],
+    refused: tuple[Change, str],
+    told: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With host memory alone neither: an adapter that is loaded anew has the same keys."""
-    memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
-    vllm_config.lora_config = object()
-    config = make_config(backend=["host://?capacity=1MiB"])
-    with pytest.raises(InvalidArgumentError, match="enable_lora is True"):
-        KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
-    del vllm_config  # as where vLLM says it
-    told: Any = SimpleNamespace(lora_config=object())
-    monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: told)
-    with pytest.raises(InvalidArgumentError, match="enable_lora is True"):
-        KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
+    """Neither where vLLM says its configuration nor where a caller has it."""
+    change, named = refused
+    change(vllm_config)
+    monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: told(vllm_config))
+    with pytest.raises(InvalidArgumentError, match=named):
+        begin()
 
 
 def test_rows_of_other_shapes_or_parallel_sizes_are_in_other_namespaces() -> None:
@@ -464,81 +467,51 @@ def test_the_scheduler_receives_what_every_worker_published() -> None:
         receive_identities("test-identity", 2)
 
 
-@pytest.mark.parametrize("num_lower", [1, 2])
-def test_an_engine_with_tiers_below_is_built_from_urls(
-    vllm_config: Any, monkeypatch: pytest.MonkeyPatch, num_lower: int
-) -> None:
+@pytest.fixture
+def told(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM say its configuration."""
     monkeypatch.setattr(offloading_spec, "get_current_vllm_config_or_none", lambda: vllm_config)
-    config = make_config(backend=["host://?capacity=1MiB"] * (1 + num_lower))
-    memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
-    worker = KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
+
+
+@contextlib.contextmanager
+def engine_with(backend: list[str], *, replica: int = 0) -> Iterator[None]:
+    """Start the worker and the manager of an engine."""
+    config = make_config(replica=replica, backend=backend)
+    worker = start_worker(config)
     manager = KVXferOffloadingSpec(config).get_manager()
     assert isinstance(manager, KVXferOffloadingManager)
+    yield
     manager.shutdown()
     worker.shutdown()
 
 
-def test_replicas_of_an_engine_with_a_peer_below_listen_one_after_the_other(
-    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(offloading_spec, "get_current_vllm_config_or_none", lambda: vllm_config)
+@pytest.mark.usefixtures("told")
+def test_replicas_of_an_engine_with_a_peer_below_listen_one_after_the_other() -> None:
     port = free_ports(2)
     below = f"nixl://?listen=127.0.0.1:{port}&capacity=1MiB&transport=socket"
-    with contextlib.ExitStack() as stack:
+    with engine_with([HOST, below]), engine_with([HOST, below], replica=1):
         for replica in range(2):
-            config = make_config(replica=replica, backend=["host://?capacity=1MiB", below])
-            memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
-            worker = KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
-            stack.callback(worker.shutdown)
-            stack.callback(KVXferOffloadingSpec(config).get_manager().shutdown)
             socket.create_connection(("127.0.0.1", port + replica), 10).close()
 
 
-@pytest.mark.parametrize(
-    ("backend", "value"),
-    [
-        ("host://?capacity=1MiB", True),
-        (["host://?capacity=1MiB", "nixl://127.0.0.1:7000"], True),
-        (["host://?capacity=1MiB", "s3://bucket"], True),
-        (["host://?capacity=1MiB", "file:///x?capacity=1GiB"], "yes"),
-        (["host://?capacity=1MiB", "file:///x?capacity=1GiB"], 1),
-    ],
-)
-def test_a_wish_to_purge_that_cannot_be_met_is_named(backend: object, value: object) -> None:
-    with pytest.raises(InvalidArgumentError, match="purge_on_reset"):
-        KVXferOffloadingSpec(make_config(backend=backend, purge_on_reset=value))
-
-
-def test_tiers_below_show_every_metric_by_their_own_names(
-    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("told")
+def test_tiers_below_show_every_metric_by_their_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM's own metrics have what it declares, and name tiers below host memory `lower`."""
     port = free_ports(1)
     monkeypatch.setenv("KVXFER_METRICS", f"127.0.0.1:{port}")
-    monkeypatch.setattr(offloading_spec, "get_current_vllm_config_or_none", lambda: vllm_config)
-    config = make_config(backend=["host://?capacity=1MiB"] * 3)
-    memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
-    worker = KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
-    manager = KVXferOffloadingSpec(config).get_manager()
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with (
+        engine_with([HOST] * 3),
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer,
+    ):
         text = answer.read().decode()
     for tier in ("host", "host_2"):
         assert f'kvxfer_capacity_bytes{{tier="{tier}"}}' in text
         assert f'kvxfer_suspended{{tier="{tier}"}} 0.0' in text
-    manager.shutdown()
-    worker.shutdown()
 
 
 def test_a_vllm_that_does_not_say_what_its_model_is_gets_no_files() -> None:
-    config = make_config(backend=["host://?capacity=1MiB"] * 2)
-    memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
+    config = make_config(backend=[HOST] * 2)
     with pytest.raises(InvalidArgumentError, match="its model's configuration"):
-        KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
+        start_worker(config)
     with pytest.raises(InvalidArgumentError, match="workers that published"):
         KVXferOffloadingSpec(config).get_manager()
-
-
-@pytest.mark.parametrize("backend", [[], ["file:///x?capacity=1GiB"], ["host://?capacity=1GiB", 3]])
-def test_wrong_tiers_are_named(backend: object) -> None:
-    with pytest.raises(InvalidArgumentError, match="backend"):
-        KVXferOffloadingSpec(make_config(backend=backend))

@@ -38,8 +38,9 @@ def test_requests_are_recorded_when_they_are_scheduled_for_the_first_time(path: 
     recorder = Requests(Reports(), trace=TraceRecorder(str(path)))
     arrive(recorder, "a", 1, 2)
     arrive(recorder, "aborted", 9)
+    arrive(recorder, "without a whole chunk")
     context = arrive(recorder, "b", 1, 3, 4)
-    recorder.schedule(["b"])
+    recorder.schedule(["b", "without a whole chunk"])
     recorder.finish("aborted")
     recorder.schedule(["a", "aborted", "unknown"])
     context.set_offload_key_position(make_block_key(b"5", 0), 128)  # of the answer
@@ -50,15 +51,6 @@ def test_requests_are_recorded_when_they_are_scheduled_for_the_first_time(path: 
     assert lengths == [(64, 2), (96, 3)]
     assert trace.num_unique == 4
     assert trace.tokens_per_block == 32
-
-
-def test_a_request_without_a_whole_chunk_is_left_out(path: Path) -> None:
-    recorder = Requests(Reports(), trace=TraceRecorder(str(path)))
-    arrive(recorder, "short")
-    arrive(recorder, "long", 1)
-    recorder.schedule(["short", "long"])
-    recorder.close()
-    assert read_trace(path).num_requests == 1
 
 
 class OtherContext:

@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from transformers import LlamaConfig
-from vllm import _custom_ops
 
 from kvxfer.backends.host import PoolShape
 from kvxfer.errors import NamespaceMismatchError
@@ -41,10 +40,6 @@ from kvxfer.testing import BlockMemory
 from tests.integrations.test_vllm import make_config
 from tests.integrations.vllm_tensors import STATES, pretend_gpu
 
-has_kernel = pytest.mark.skipif(
-    not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"),
-    reason="this vLLM has no CPU attention that runs with the torch that is installed",
-)
 HEADS, TOKENS, DIM = 4, 16, 8
 PAGE_BYTES = 2 * TOKENS * DIM * 4  # of one head
 
@@ -167,7 +162,7 @@ def test_rows_that_mean_something_unknown_stay_as_they_are(
 
 
 def test_heads_are_divided_even_where_the_order_inside_of_them_is_unknown() -> None:
-    def packed(heads: int) -> WorkerPages:
+    def in_an_unknown_order(heads: int) -> WorkerPages:
         (group,) = worker_pages(heads).groups
         boxes = tuple(as_bytes(box, "packed for amx") for box in group.boxes)
         told = GroupPages(payload_size_bytes=group.payload_size_bytes, boxes=boxes)
@@ -175,7 +170,7 @@ def test_heads_are_divided_even_where_the_order_inside_of_them_is_unknown() -> N
 
     pages = []
     for world_size in (1, 4):
-        workers = [packed(HEADS // world_size)] * world_size
+        workers = [in_an_unknown_order(HEADS // world_size)] * world_size
         shape = row_shape(world_size)
         (mapping,) = map_rows(workers, row_config(world_size), shape, "here")
         assert "packed for amx" in mapping.page.tensors[0].encoding
@@ -183,78 +178,46 @@ def test_heads_are_divided_even_where_the_order_inside_of_them_is_unknown() -> N
     assert pages[0] == pages[1]
 
 
-def packed_row(
-    isa: str, dtype: torch.dtype, world_size: int, *, tokens: int = 32, dim: int = 64
-) -> tuple[np.ndarray[Any, Any], PageMapping]:
-    """A row as vLLM's kernel writes it for an instruction set, and what it is."""
-    key, value = torch.arange(2 * tokens * HEADS * dim).reshape(2, tokens, HEADS, dim).to(dtype)
-    heads = HEADS // world_size
-    plane = tokens * dim * dtype.itemsize
-    shape = PoolShape(num_slots=1, num_parts=world_size, part_size_bytes=heads * 2 * plane)
-    row = np.zeros(shape.slot_size_bytes, np.uint8)
-    for rank, part in enumerate(np.split(row, world_size)):
-        cache = torch.from_numpy(part).view(dtype).reshape(1, heads, 2 * tokens, dim)
-        mine = slice(rank * heads, (rank + 1) * heads)
-        halves = cache.chunk(2, dim=2)
-        slots = torch.arange(tokens)
-        _custom_ops.cpu_attn_reshape_and_cache(
-            key[:, mine].contiguous(), value[:, mine].contiguous(), *halves, slots, isa
-        )
-    boxes = [
-        PageBox(
-            layer_name="layers.0",
-            part=part,
-            dtype=dtype,
-            digits=(
-                Digit("head", heads, 2 * plane),
-                Digit("token", tokens, dim * dtype.itemsize),
-                Digit("dim", dim, dtype.itemsize),
-            ),
-            offset_bytes=offset,
-        )
-        for part, offset in (("k", 0), ("v", plane))
-    ]
-    said, axes = unpack(boxes, isa)
-    pages = GroupPages(
-        payload_size_bytes=heads * 2 * plane, boxes=tuple(said), axes=dict(axes), packing=isa
+def packed(isa: str, *, tokens: int = 32, dim: int = 64) -> PageMapping:
+    """Map rows of one worker whose keys and values are packed for an instruction set."""
+    plane, size = tokens * dim * 2, HEADS * tokens * dim * 4
+    digits = (
+        Digit("head", HEADS, 2 * plane),
+        Digit("token", tokens, 2 * dim),
+        Digit("dim", dim, 2),
     )
-    workers = [WorkerPages(groups=(pages,), num_kv_heads=HEADS)] * world_size
-    config = row_config(world_size)
+    said, axes = unpack(
+        [
+            PageBox(
+                layer_name="layers.0",
+                part=part,
+                dtype=torch.bfloat16,
+                digits=digits,
+                offset_bytes=offset,
+            )
+            for part, offset in (("k", 0), ("v", plane))
+        ],
+        isa,
+    )
+    pages = GroupPages(payload_size_bytes=size, boxes=tuple(said), axes=dict(axes), packing=isa)
+    config = row_config(1)
     config.groups[0].tokens_per_block = tokens
+    shape = PoolShape(num_slots=1, num_parts=1, part_size_bytes=size)
+    workers = [WorkerPages(groups=(pages,), num_kv_heads=HEADS)]
     (mapping,) = map_rows(workers, config, shape, "here")
-    return row, mapping
+    return mapping
 
 
-def require_isa(isa: str) -> None:
-    if isa == "amx" and "avx512_bf16" not in cpu_kernels().split():
-        pytest.skip(f"amx not run: no avx512_bf16, whose build packs for it, on {cpu_kernels()}")
-
-
-ISAS = [("vec", torch.float32), ("vec16", torch.float16), ("amx", torch.bfloat16)]
-
-
-@has_kernel
-@pytest.mark.parametrize(("isa", "dtype"), ISAS, ids=str)
-def test_what_a_kernel_packed_is_one_page_for_any_number_of_workers(
-    isa: str, dtype: torch.dtype
-) -> None:
-    require_isa(isa)
-    (alone, one), (both, two) = (packed_row(isa, dtype, world_size) for world_size in (1, 2))
-    assert one.page == two.page
-    assert page_of(alone, one) == page_of(both, two)
-    names = {(tensor.dtype, "packed for amx" in tensor.encoding) for tensor in one.page.tensors}
-    assert names == ({(torch.uint8, True)} if isa == "amx" else {(dtype, False)})
-
-
-@has_kernel
+@pytest.mark.skipif(
+    not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"),
+    reason="this vLLM has no CPU attention that runs with the torch that is installed",
+)
 def test_engines_of_two_instruction_sets_have_one_page_or_different_names() -> None:
-    require_isa("amx")
-    rows = {isa: packed_row(isa, torch.bfloat16, 1) for isa, _ in ISAS}
-    pages = {isa: page_of(row, mapping) for isa, (row, mapping) in rows.items()}
-    assert pages["vec"] == pages["vec16"] != pages["amx"]
+    if "avx512_bf16" not in cpu_kernels().split():
+        pytest.skip(f"amx not run: no avx512_bf16, whose build packs for it, on {cpu_kernels()}")
     names = {
-        isa: portable_namespace(Namespace(model="m"), [mapping])
-        for isa, (_, mapping) in rows.items()
+        isa: portable_namespace(Namespace(model="m"), [packed(isa)])
+        for isa in ("vec", "vec16", "amx")
     }
     assert names["vec"] == names["vec16"]
     with pytest.raises(NamespaceMismatchError, match="packed for amx"):

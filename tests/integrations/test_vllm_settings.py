@@ -111,12 +111,9 @@ def test_a_file_that_has_no_settings_is_named(tmp_path: Path, text: str) -> None
     environ = write(tmp_path, text)
     with pytest.raises(InvalidArgumentError, match=r"^KVXFER_CONFIG is '.*settings'; expected a"):
         find_settings({}, environ)
-
-
-@pytest.mark.parametrize("path", ["/nowhere/settings.yaml", "/"])
-def test_a_file_that_cannot_be_read_is_named(path: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"^KVXFER_CONFIG is '{path}'; .*: (No|Is) "):
-        find_settings({}, {"KVXFER_CONFIG": path})
+    (tmp_path / "settings").unlink()
+    with pytest.raises(InvalidArgumentError, match=r"^KVXFER_CONFIG is '.*settings'; .*: No such"):
+        find_settings({}, environ)
 
 
 def test_one_line_of_vllms_log_says_where_settings_are_from(
@@ -163,12 +160,6 @@ def test_the_plug_in_fails_in_no_vllm() -> None:
     assert done.stderr.count("need kv_connector_module_path") == 3
 
 
-def test_the_project_names_the_plug_in() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    named = f'[project.entry-points."{plugin.GROUP}"]\n{plugin.NAME} = "{plugin.__name__}:register"'
-    assert named in text
-
-
 @pytest.mark.parametrize("chosen", [None, "kvxfer", "other,kvxfer"])
 def test_vllm_loads_the_plug_in(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     plugins = pytest.importorskip("vllm.plugins", reason="needs vLLM")
@@ -211,21 +202,8 @@ def test_vllm_knows_the_connectors_by_name(monkeypatch: pytest.MonkeyPatch) -> N
     plugin.register()  # vLLM may load plug-ins several times
     for name in plugin.CONNECTORS:
         assert known(name) is known(name, plugin.MODULE) is getattr(ours, name)
-
-
-def test_a_multi_connector_finds_the_class_of_each_of_ours_by_its_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Statistics that come from another process are made again by that class."""
-    factory = pytest.importorskip(
-        "vllm.distributed.kv_transfer.kv_connector.factory", reason="needs vLLM"
-    ).KVConnectorFactory
-    from kvxfer.integrations.vllm import KVXferConnector, KVXferOffload
-
-    monkeypatch.setattr(factory, "_registry", {})
-    plugin.register()
-    for connector in (KVXferConnector, KVXferOffload):
-        assert issubclass(connector, factory.get_connector_class_by_name(connector.__name__))
+        # Statistics that come from another process are made again by that class.
+        assert issubclass(known(name), KVConnectorFactory.get_connector_class_by_name(name))
 
 
 def commands() -> list[list[str]]:

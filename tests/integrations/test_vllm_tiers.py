@@ -13,6 +13,7 @@ from kvxfer.storage.observer import Operation as ToldOperation
 from kvxfer.telemetry.metrics import HISTOGRAMS
 from kvxfer.testing import Operation
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
+from kvxfer.transfer.load_or_compute import LoadOrCompute
 from kvxfer.units import ByteSize
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
@@ -21,11 +22,14 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvxfer.integrations.vllm.offloading import lower_tier, metrics
+from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
+from tests.clock import Clock
 from tests.integrations.two_tiers import (
     HIT,
     LIMIT_S,
     MISS,
     NUM_SLOTS,
+    RETRY,
     KeepingBackend,
     Start,
     broken,
@@ -62,6 +66,23 @@ def test_a_chunk_that_is_corrupt_in_host_memory_is_promoted_from_below(start: St
     scheduler.pool.slots[scheduler.index.slot_of(key)][1, 7] ^= 1
     assert scheduler.resolve([key]) == [HIT]
     assert scheduler.bytes_of(key) == payloads_of(key)
+    assert scheduler.counts()[metrics.CORRUPT] == 1
+
+
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "let go"])
+def test_the_end_of_a_prompt_that_was_a_hit_is_evicted_before_its_head(
+    start: Start, *, is_loaded: bool
+) -> None:
+    scheduler, wanted, context = start(KeepingBackend()), keys_of(NUM_SLOTS), ReqContext("request")
+    scheduler.store(wanted)
+    scheduler.settle()
+    assert scheduler.lookup(wanted) == [HIT] * NUM_SLOTS
+    if is_loaded:
+        scheduler.manager.prepare_load(wanted, context)
+        scheduler.manager.complete_load(wanted[::-1], context)  # vLLM's are a set
+    scheduler.manager.on_request_finished(context)
+    scheduler.store(keys_of(1, first=10))
+    assert [key in scheduler.index for key in wanted] == [True] * (NUM_SLOTS - 1) + [False]
 
 
 def test_a_chunk_that_is_corrupt_below_is_a_miss_for_as_long_as_its_request_waits(
@@ -211,3 +232,44 @@ def test_an_engine_that_asks_for_no_statistics_keeps_a_bounded_number_of_times()
     assert series["deadline_misses", ("file", "load")] == metrics.MAX_DURATIONS + 1
     kept = series["batch_seconds", ("load",)] + series["queue_wait_seconds", ("load",)]
     assert len(kept) == metrics.MAX_DURATIONS
+
+
+def test_a_slow_load_is_not_begun_and_the_prompt_is_computed(start: Start) -> None:
+    loads = LoadOrCompute(1.0, prefill_tokens_per_s=10_000)  # two chunks: 20 ms
+    prefill = PrefillSpeed(loads, 0, 100)
+    scheduler = start(broken(Operation.LOAD, delay=1.0, delay_s=0.2), prefill=prefill)
+    wanted = keys_of(2)
+    scheduler.store(wanted)
+    scheduler.forget()
+    assert scheduler.resolve(wanted, "first") == [HIT, HIT]  # nothing was known: loaded
+    scheduler.step("first")
+    scheduler.forget()
+    assert loads.bytes_per_s is not None
+    assert scheduler.lookup(wanted, "second") == [RETRY, RETRY]
+    scheduler.step()
+    assert scheduler.lookup(wanted, "second") == [MISS]
+    counts = scheduler.counts()
+    assert counts[metrics.NOT_LOADED] == 2
+    assert counts[metrics.LOWER_LOADED] == 2
+    scheduler.step("second")
+    assert scheduler.store(wanted) == wanted  # computed, and stored as ever
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_the_speed_of_computing_is_that_of_the_steps(
+    clock: Clock, *, is_asynchronous: bool
+) -> None:
+    loads = LoadOrCompute(1.0)
+    speed = PrefillSpeed(loads, 0, 100)
+    for _ in range(5):  # each step computes 300 tokens in half a second
+        speed.begin_step()
+        speed.compute([*keys_of(3), *keys_of(3, group=1)])
+        if is_asynchronous:
+            speed.begin_step()  # planned before the first one has ended
+            speed.compute(keys_of(3, first=3))
+            clock.now += 0.5
+            speed.end_step()
+        clock.now += 0.5
+        speed.end_step()
+        clock.now += 100.0  # no request
+    assert loads.prefill_tokens_per_s == pytest.approx(600)
