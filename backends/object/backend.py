@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
@@ -80,7 +79,7 @@ class ObjectBackend(Backend):
         self._presence = Presence(
             found_ttl_s=config.found_ttl_s, missing_ttl_s=config.missing_ttl_s
         )
-        num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        num_threads = min(MAX_THREADS, runtime.num_cores())
         self._threads = Threads("kvxfer-object", num_threads)
         self._stores = KeyLocks()
         self._deletes = KeyLocks()

@@ -1,7 +1,6 @@
 """CPU copy engine: copies within host memory, on every core, without compiled code of our own."""
 
 import ctypes
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +79,7 @@ class CPUCopyEngine(CopyEngine):
     def __init__(
         self, *, num_threads: int | None = None, methods: CPUMethods | None = None
     ) -> None:
-        self.num_threads = num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self.num_threads = num_threads or min(MAX_THREADS, runtime.num_cores())
         self._num_shares = self.num_threads * SHARES_PER_THREAD if self.num_threads > 1 else 1
         self._methods = methods or MEASURED
         self._pool = DaemonThreads("kvxfer-copy", self.num_threads)

@@ -180,7 +180,7 @@ def check_locked_memory(needed_bytes: int = 0, *, root: Path = ROOT, ports: Path
 
 def check_cpus(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Result:
     """Check that the quota of the control groups has the time of as many CPUs as threads use."""
-    num_cpus = len(os.sched_getaffinity(0))
+    num_cpus = runtime.num_cores()
     quotas = [quota for quota in map(_read_quota, _quota_files(root)) if quota is not None]
     if not quotas:
         return ok(f"{num_cpus} CPUs, no quota")

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -353,5 +352,5 @@ def _choose_way(
 def _open_copy_engine(*, on_device: bool) -> CopyEngine:
     if on_device:
         return DeviceCopyEngine()
-    num_cores = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    num_cores = min(MAX_THREADS, runtime.num_cores())
     return CPUCopyEngine(num_threads=max(1, num_cores // NUM_THREADS))

@@ -5,6 +5,7 @@ All of kvxfer asks for them here, so that `kvxfer.testing.simulation` can put ot
 
 import asyncio
 import contextlib
+import os
 import secrets
 import socket
 import ssl
@@ -78,6 +79,10 @@ class Runtime(ABC):
     @abstractmethod
     def random(self) -> Random:
         """Get the source of random numbers, which differ in each process."""
+
+    @abstractmethod
+    def num_cores(self) -> int:
+        """Count the cores that this process may run on."""
 
     @abstractmethod
     def start_thread(
@@ -166,6 +171,10 @@ class OrdinaryRuntime(Runtime):
         """See `Runtime.random`."""
         return self._random
 
+    def num_cores(self) -> int:
+        """See `Runtime.num_cores`."""
+        return len(os.sched_getaffinity(0))
+
     def start_thread(
         self, target: Callable[..., object], *, name: str, args: tuple[Any, ...] = ()
     ) -> threading.Thread:
@@ -249,6 +258,11 @@ def unique_id() -> uuid.UUID:
 def random() -> Random:
     """See `Runtime.random`."""
     return _current.random()
+
+
+def num_cores() -> int:
+    """See `Runtime.num_cores`."""
+    return _current.num_cores()
 
 
 def start_thread(

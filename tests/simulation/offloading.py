@@ -228,7 +228,11 @@ class _Run:
         for number, quiet_s in enumerate(QUIET_S):
             self._go_on(until=self._simulation.now + quiet_s)
             self._request(f"last {number}", family=number % 3, length=BLOCK, tail=0, max_tokens=2)
-        self._go_on(until=self._simulation.now + MOST_S, is_last=True)
+        for number in range(self._num_slots):  # each step verifies at least one copied chunk
+            self._go_on(until=self._simulation.now + MOST_S, is_last=True)
+            if not self._tiers.manager._copied:
+                break
+            self._request(f"step {number}", family=0, length=BLOCK, tail=0, max_tokens=2)
         self._look_at_the_end()
         self._restart()
         for family in range(3):

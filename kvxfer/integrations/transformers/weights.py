@@ -2,13 +2,13 @@
 
 import json
 import logging
-import os
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
+from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.transformers.module_state import read_state
 from kvxfer.runtime import DaemonThreads
@@ -44,7 +44,7 @@ class Weights:
 
     def __init__(self, model: Any) -> None:
         self._model = getattr(model, "_orig_mod", model)  # compiled, it computes the same
-        self._threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._threads = min(MAX_THREADS, runtime.num_cores())
         self._obstacle = ""
         self.digest = self._hash(_read)
         self._mark = self._hash(_sum_up)

@@ -22,6 +22,7 @@ from kvxfer.testing.simulation.primitives import (
 from kvxfer.testing.simulation.scheduler import Scheduler, SimulatedThread
 
 FIRST_WALL_TIME_S = 1_700_000_000.0
+NUM_CORES = 2
 
 FutureT = TypeVar("FutureT", bound=Future[Any])
 
@@ -66,6 +67,10 @@ class SimulatedRuntime(Runtime):
     def random(self) -> Random:
         """See `Runtime.random`."""
         return self._random
+
+    def num_cores(self) -> int:
+        """See `Runtime.num_cores`; a seed does the same on every machine."""
+        return NUM_CORES
 
     def start_thread(
         self, target: Callable[..., object], *, name: str, args: tuple[Any, ...] = ()
