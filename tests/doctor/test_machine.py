@@ -1,13 +1,15 @@
-"""Checks of a machine: each planted fault is named, and nothing else is."""
+"""Checks of a machine: each planted fault is named, and what is sound is not."""
 
 import importlib.metadata
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvxfer.doctor import Finding, Result, Severity
+from kvxfer.doctor import Check, PlannedCheck, Result, Severity, error, ok, run_checks, warning
 from kvxfer.doctor.machine import (
     check_cpus,
     check_cuda,
@@ -20,78 +22,41 @@ from kvxfer.doctor.machine import (
     check_vllm,
 )
 from tests.backends.file_store import mounted
+from tests.doctor.findings import ERROR, OK, WARNING, expect, make_root
 
 GIB = 1 << 30
 NUM_CPUS = len(os.sched_getaffinity(0))
-UNIFIED = "30 24 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate"
-LEGACY = "31 24 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct"
-
-
-def make_root(root: Path, files: dict[str, str]) -> Path:
-    """Make the files of a machine."""
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-def is_complete(finding: Finding | Result) -> bool:
-    """Whether a finding that is bad says what it costs and what mends it, and another one not."""
-    explained = bool(finding.why and finding.mend)
-    return bool(finding.found) and explained == (finding.severity is not Severity.OK)
-
-
 UNSET: dict[str, str] = {}
 TEXT = {"PYTHONHASHSEED": "random"}
 EMPTY = {"PYTHONHASHSEED": ""}
-SET = "export PYTHONHASHSEED=0  # in all engines"
-UNSET_IT = "unset PYTHONHASHSEED  # in all engines"
+SET = {"PYTHONHASHSEED": "42"}
+UNSET_IT = "^unset PYTHONHASHSEED  # in all engines"
+SET_IT = "(?m)^export PYTHONHASHSEED=0  # in all engines$"
 
 
 @pytest.mark.parametrize(
-    ("environ", "version", "hash_name", "expected", "mend"),
+    ("environ", "version", "hash_name", "severity", "words"),
     [
-        (UNSET, "0.26.0", "sha256", "is not set", SET),
-        (UNSET, "0.28.0", "sha256_cbor", "is not set", SET),
-        (UNSET, "0.28.0", "xxhash", "is not set", SET),
-        (UNSET, "0.29.0", "xxhash", "with xxhash, every process of vLLM 0.29.0", SET),
-        (UNSET, "0.33.0", "xxhash_cbor", "has a random seed", SET),
-        (EMPTY, "0.28.0", "sha256", "is ''", SET),
-        (TEXT, "0.28.0", "sha256", "is 'random'", SET),
-        (TEXT, "0.32.0", "xxhash", "is 'random'", SET),
-        (TEXT, "0.32.0", "sha256", "is 'random'", UNSET_IT),
-        (EMPTY, "0.32.0", "sha256", "is ''", UNSET_IT),
+        (UNSET, "0.26.0", "sha256", ERROR, ["is not set", SET_IT]),
+        (UNSET, "0.28.0", "xxhash", ERROR, ["is not set", SET_IT]),
+        (UNSET, "0.29.0", "xxhash", ERROR, ["with xxhash, every process of vLLM 0.29.0", SET_IT]),
+        (UNSET, "0.33.0", "xxhash_cbor", ERROR, ["has a random seed", SET_IT]),
+        (EMPTY, "0.28.0", "sha256", ERROR, ["is ''", SET_IT]),
+        (TEXT, "0.32.0", "xxhash", ERROR, ["is 'random'", SET_IT]),
+        (TEXT, "0.32.0", "sha256", ERROR, ["is 'random'", f"(?m){UNSET_IT}"]),
+        (UNSET, "0.29.0", "sha256", OK, ["has to be in no engine: with sha256, vLLM 0.29.0"]),
+        (UNSET, "0.33.1", "sha256_cbor", OK, ["one seed for all"]),
+        (UNSET, "(not installed)", "sha256", OK, ["vLLM is not installed here"]),
+        (SET, "0.28.0", "sha256", OK, ["=42, which has to be the same in all"]),
+        (SET, "0.32.0", "xxhash", OK, ["=42, which has to be the same in all"]),
+        (SET, "0.32.0", "sha256", OK, ["is not set, vLLM 0.32.0 has other keys"]),
     ],
 )
-def test_a_seed_that_is_not_the_same_everywhere_is_named(
-    environ: dict[str, str], version: str, hash_name: str, expected: str, mend: str
+def test_a_seed_is_sound_where_it_can_be_the_same_everywhere(
+    environ: dict[str, str], version: str, hash_name: str, severity: Severity, words: list[str]
 ) -> None:
     finding = check_hash_seed(environ, find_version=lambda: version, hash_name=hash_name)
-    assert finding.severity is Severity.ERROR
-    assert is_complete(finding)
-    assert expected in finding.found
-    assert finding.mend == mend
-
-
-@pytest.mark.parametrize(
-    ("environ", "version", "hash_name", "expected"),
-    [
-        (UNSET, "0.29.0", "sha256", "has to be in no engine: with sha256, vLLM 0.29.0"),
-        (UNSET, "0.33.1", "sha256_cbor", "one seed for all"),
-        (UNSET, "(not installed)", "sha256", "vLLM is not installed here"),
-        ({"PYTHONHASHSEED": "42"}, "0.28.0", "sha256", "=42, which has to be the same in all"),
-        ({"PYTHONHASHSEED": "42"}, "0.32.0", "xxhash", "=42, which has to be the same in all"),
-        ({"PYTHONHASHSEED": "0"}, "0.32.0", "sha256", "is not set, vLLM 0.32.0 has other keys"),
-    ],
-)
-def test_a_seed_that_can_be_the_same_everywhere_is_sound(
-    environ: dict[str, str], version: str, hash_name: str, expected: str
-) -> None:
-    finding = check_hash_seed(environ, find_version=lambda: version, hash_name=hash_name)
-    assert finding.severity is Severity.OK
-    assert is_complete(finding)
-    assert expected in finding.found
+    expect(finding, severity, *words)
 
 
 @pytest.mark.parametrize("hash_name", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
@@ -116,163 +81,140 @@ def test_the_installed_vllm_has_the_seeds_that_the_check_says(
     assert is_random == ("random seed" in finding.found)
 
 
-def limits(files: str, locked: str) -> dict[str, str]:
+def limited(locked: str, capabilities: str = "0") -> dict[str, str]:
+    """Files of a process with a limit of locked memory, on a machine with a card."""
     return {
         "proc/self/limits": "Limit                     Soft Limit           Hard Limit\n"
-        f"Max locked memory         {locked}              {locked}              bytes\n"
-        f"Max open files            {files}                 524288               files\n",
-        "proc/self/status": "Name:\tpython\nCapEff:\t0000000000000000\n",
+        f"Max locked memory         {locked}              {locked}              bytes\n",
+        "proc/self/status": f"Name:\tpython\nCapEff:\t{capabilities:0>16}\n",
+        "card/mlx5_0/ports/1/state": "4: ACTIVE\n",
     }
 
 
-def test_locked_memory_counts_where_a_network_card_reads_it(tmp_path: Path) -> None:
-    ports = tmp_path / "infiniband"
-    tiny = make_root(tmp_path / "tiny", limits("1024", "65536"))
-    assert check_locked_memory(GIB, root=tiny, ports=ports).severity is Severity.OK
-    make_root(ports, {"mlx5_0/ports/1/state": "4: ACTIVE\n"})
-    finding = check_locked_memory(GIB, root=tiny, ports=ports)
-    assert finding.severity is Severity.WARNING
-    assert "64.0 KiB" in finding.found
-    assert is_complete(finding)
-    assert check_locked_memory(65536, root=tiny, ports=ports).severity is Severity.OK
-    endless = make_root(tmp_path / "endless", limits("1024", "unlimited"))
-    assert check_locked_memory(GIB, root=endless, ports=ports).severity is Severity.OK
-    make_root(tiny, {"proc/self/status": "CapEff:\t0000000000004000\n"})
-    assert check_locked_memory(GIB, root=tiny, ports=ports).severity is Severity.OK
+def grouped(version: str, **files: str) -> dict[str, str]:
+    """Files of a process in the group `a` of a version of control groups."""
+    folder, kind, options = {
+        "1": ("sys/fs/cgroup/cpu", "cgroup", "rw,cpu,cpuacct"),
+        "2": ("sys/fs/cgroup", "cgroup2", "rw,nsdelegate"),
+    }[version]
+    return {
+        "proc/meminfo": f"MemAvailable: {8 * GIB // 1024} kB\n",
+        "proc/self/cgroup": "0::/a\n5:cpu,cpuacct:/a\n",
+        "proc/self/mountinfo": f"30 24 0:26 / /{folder} rw - {kind} {kind} {options}\n",
+        **{f"{folder}/{name.replace('__', '/')}": text for name, text in files.items()},
+    }
+
+
+def quota(num_cpus: float) -> str:
+    return f"{int(num_cpus * 100000)}"
+
+
+def locks(num_bytes: int, ports: str = "card") -> Callable[[Path], Result]:
+    return lambda root: check_locked_memory(num_bytes, root=root, ports=root / ports)
+
+
+def needs(num_bytes: int) -> Callable[[Path], Result]:
+    return lambda root: check_memory(num_bytes, root=root)
+
+
+def runs(num_threads: int) -> Callable[[Path], Result]:
+    return lambda root: check_cpus(root, {"OMP_NUM_THREADS": str(num_threads)})
+
+
+SHORT = quota(NUM_CPUS - 0.5)
+IN_2 = {"a__cpu.max": f"{SHORT} 100000\n"}
+ABOVE = {"a__cpu.max": "max 100000\n", "cpu.max": f"{SHORT} 100000\n"}
+IN_1 = {"a__cpu.cfs_quota_us": f"{SHORT}\n", "a__cpu.cfs_period_us": "100000\n"}
+ENOUGH = {"a__cpu.max": f"{quota(NUM_CPUS)} 100000\n"}
+FULL = {"a__memory.max": f"{2 * GIB}\n", "a__memory.current": f"{GIB}\n"}
+NO_ROOM = FULL | {"a__memory.current": f"{2 * GIB - 4096}\n"}
+BY_GROUP = "1.0 GiB available by /sys/fs/cgroup/a/memory.max"
 
 
 @pytest.mark.parametrize(
-    ("version", "files"),
+    ("check", "files", "severity", "words"),
     [
-        (UNIFIED, {"sys/fs/cgroup/a/cpu.max": "{quota} 100000\n"}),
-        (
-            UNIFIED,
-            {
-                "sys/fs/cgroup/a/cpu.max": "max 100000\n",
-                "sys/fs/cgroup/cpu.max": "{quota} 100000\n",
-            },
-        ),
-        (
-            LEGACY,
-            {
-                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "{quota}\n",
-                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
-            },
-        ),
+        (locks(GIB, "none"), limited("65536"), OK, []),
+        (locks(GIB), limited("65536"), WARNING, ["64.0 KiB"]),
+        (locks(65536), limited("65536"), OK, []),
+        (locks(GIB), limited("unlimited"), OK, []),
+        (locks(GIB), limited("65536", capabilities="4000"), OK, []),
+        (check_cpus, grouped("2", **IN_2), WARNING, [f"quota of {NUM_CPUS - 0.5:g}"]),
+        (check_cpus, grouped("2", **ABOVE), WARNING, [f"quota of {NUM_CPUS - 0.5:g}"]),
+        (check_cpus, grouped("1", **IN_1), WARNING, [f"quota of {NUM_CPUS - 0.5:g}"]),
+        (runs(NUM_CPUS), grouped("2", **ENOUGH), OK, []),
+        (runs(NUM_CPUS + 1), grouped("2", **ENOUGH), WARNING, []),
+        (needs(0), grouped("2", **FULL), OK, [BY_GROUP]),
+        (needs(GIB), grouped("2", **FULL), OK, [BY_GROUP]),
+        (needs(GIB + 1), grouped("2", **FULL), ERROR, [BY_GROUP, "(?m)^capacity=1024MiB"]),
+        (needs(0), grouped("2", **NO_ROOM), ERROR, []),  # staging memory does not fit
     ],
-    ids=["version 2", "a group above", "version 1"],
 )
-def test_a_quota_below_the_threads_is_named(
-    tmp_path: Path, version: str, files: dict[str, str]
+def test_a_limit_that_is_too_low_is_named(
+    tmp_path: Path,
+    check: Callable[[Path], Result],
+    files: dict[str, str],
+    severity: Severity,
+    words: list[str],
 ) -> None:
-    def find(num_cpus: float, **environ: str) -> Result:
-        quota = str(int(num_cpus * 100000))
-        root = make_root(tmp_path, {
-            "proc/self/cgroup": "0::/a\n5:cpu,cpuacct:/a\n",
-            "proc/self/mountinfo": version + "\n",
-            **{name: text.format(quota=quota) for name, text in files.items()},
-        })  # fmt: skip
-        return check_cpus(root, environ)
-
-    short = find(NUM_CPUS - 0.5)
-    assert short.severity is Severity.WARNING
-    assert f"quota of {NUM_CPUS - 0.5:g}" in short.found
-    assert is_complete(short)
-    assert find(NUM_CPUS).severity is Severity.OK
-    assert find(NUM_CPUS, OMP_NUM_THREADS=str(NUM_CPUS + 1)).severity is Severity.WARNING
-
-
-def test_memory_beyond_a_limit_is_named_with_the_file_of_the_limit(tmp_path: Path) -> None:
-    root = make_root(tmp_path, {
-        "proc/meminfo": f"MemAvailable: {8 * GIB // 1024} kB\n",
-        "proc/self/cgroup": "0::/a\n",
-        "proc/self/mountinfo": UNIFIED + "\n",
-        "sys/fs/cgroup/a/memory.max": f"{2 * GIB}\n",
-        "sys/fs/cgroup/a/memory.current": f"{GIB}\n",
-    })  # fmt: skip
-    for needed, severity in ((0, Severity.OK), (GIB, Severity.OK), (GIB + 1, Severity.ERROR)):
-        finding = check_memory(needed, root=root)
-        assert finding.severity is severity
-        assert "1.0 GiB available by /sys/fs/cgroup/a/memory.max" in finding.found
-        assert is_complete(finding)
-    assert finding.mend.startswith("capacity=1024MiB")
-    make_root(root, {"sys/fs/cgroup/a/memory.current": f"{2 * GIB - 4096}\n"})
-    assert check_memory(root=root).severity is Severity.ERROR  # staging memory does not fit
+    expect(check(make_root(tmp_path, files)), severity, *words)
 
 
 def test_shared_memory_of_a_container_or_less_than_asked_for_is_named(tmp_path: Path) -> None:
     with mounted("-t", "tmpfs", "-o", "size=64m", "tmpfs") as folder:
-        finding = check_shared_memory(folder=folder)
-        assert finding.severity is Severity.WARNING
-        assert "the default of a container" in finding.found
-        assert "--shm-size" in finding.mend
+        words = "the default of a container", "--shm-size"
+        expect(check_shared_memory(folder=folder), WARNING, *words)
     with mounted("-t", "tmpfs", "-o", "size=128m", "tmpfs") as folder:
-        assert check_shared_memory(folder=folder).severity is Severity.OK
-        assert check_shared_memory(128 << 20, folder=folder).severity is Severity.OK
-        finding = check_shared_memory(GIB, folder=folder)
-        assert finding.severity is Severity.WARNING
-        assert "1.0 GiB needed" in finding.found
-        assert "--shm-size=16g" in finding.mend
-        assert "--shm-size=65g" in check_shared_memory(64 * GIB, folder=folder).mend
-    assert check_shared_memory(folder=tmp_path / "gone").severity is Severity.ERROR
-
-
-class Installed:
-    """Installed packages, some of which are missing or of another version."""
-
-    def __init__(self, **versions: str | None) -> None:
-        self.versions = versions
-
-    def __call__(self, name: str) -> str:
-        if name not in self.versions:
-            return importlib.metadata.version(name)
-        version = self.versions[name]
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version
+        expect(check_shared_memory(folder=folder), OK)
+        expect(check_shared_memory(128 << 20, folder=folder), OK)
+        words = "1.0 GiB needed", "--shm-size=16g"
+        expect(check_shared_memory(GIB, folder=folder), WARNING, *words)
+        expect(check_shared_memory(64 * GIB, folder=folder), WARNING, "--shm-size=65g")
+    expect(check_shared_memory(folder=tmp_path / "gone"), ERROR)
 
 
 @pytest.mark.parametrize(
     ("name", "version", "severity"),
     [
-        ("xxhash", None, Severity.ERROR),
-        ("xxhash", "3.8.0", Severity.ERROR),
-        ("xxhash", "4.0.9", Severity.ERROR),
-        ("xxhash", "4.1.0", Severity.OK),
-        ("xxhash", "10.0", Severity.OK),
-        ("nixl", None, Severity.WARNING),
-        ("nixl", "1.4.2", Severity.ERROR),
-        ("nixl", "2.0.0", Severity.ERROR),
-        ("nixl", "1.10.0rc1", Severity.OK),
+        ("xxhash", None, ERROR),
+        ("xxhash", "4.0.9", ERROR),
+        ("xxhash", "4.1.0", OK),
+        ("xxhash", "10.0", OK),
+        ("nixl", None, WARNING),
+        ("nixl", "1.4.2", ERROR),
+        ("nixl", "2.0.0", ERROR),
+        ("nixl", "1.10.0rc1", OK),
     ],
 )
 def test_a_package_that_is_missing_or_of_another_release_is_named_alone(
     name: str, version: str | None, severity: Severity
 ) -> None:
-    findings = list(check_packages(Installed(**{name: version})))
-    (finding,) = [each for each in findings if each.subject == name]
-    assert finding.severity is severity
-    assert is_complete(finding)
-    if severity is not Severity.OK:
-        assert finding.mend.startswith(f"pip install '{name}>=")
-    assert all(each.severity is Severity.OK for each in findings if each.subject != name)
+    def find_version(package: str) -> str:
+        if package != name:
+            return importlib.metadata.version(package)
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return version
+
+    for finding in check_packages(find_version):
+        is_it = finding.subject == name
+        mend = [f"(?m)^pip install '{name}>="] if is_it and severity is not OK else []
+        expect(finding, severity if is_it else OK, *mend)
 
 
 @pytest.mark.parametrize(
     ("version", "severity"),
     [
-        ("(not installed)", Severity.OK),
-        ("0.25.1", Severity.ERROR),
-        ("0.26.0", Severity.OK),
-        ("0.33.2+cpu", Severity.OK),
-        ("0.34.0", Severity.ERROR),
-        ("1.0.0", Severity.ERROR),
+        ("(not installed)", OK),
+        ("0.25.1", ERROR),
+        ("0.26.0", OK),
+        ("0.33.2+cpu", OK),
+        ("0.34.0", ERROR),
+        ("1.0.0", ERROR),
     ],
 )
 def test_another_release_of_vllm_is_named(version: str, severity: Severity) -> None:
-    finding = check_vllm(lambda: version)
-    assert finding.severity is severity
-    assert is_complete(finding)
+    expect(check_vllm(lambda: version), severity)
 
 
 class Driver:
@@ -286,23 +228,15 @@ class Driver:
 
 
 def test_a_gpu_whose_driver_cannot_be_used_is_named(tmp_path: Path) -> None:
-    assert check_cuda(tmp_path).severity is Severity.OK
+    expect(check_cuda(tmp_path), OK)
     (tmp_path / "nvidia0").touch()
     versions = tmp_path / "version"
     versions.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar\n")
-    for has_batch, severity in ((True, Severity.OK), (False, Severity.WARNING)):
+    for has_batch, severity in ((True, OK), (False, WARNING)):
         finding = check_cuda(tmp_path, Driver(has_batch=has_batch), versions)
-        assert "release 550.54.15" in finding.found
-        assert finding.severity is severity
-        assert is_complete(finding)
-
-
-@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="needs a machine without a GPU")
-def test_without_a_driver_the_error_of_cuda_is_shown(tmp_path: Path) -> None:
-    (tmp_path / "nvidia0").touch()
-    finding = check_cuda(tmp_path)
-    assert finding.severity is Severity.ERROR
-    assert "cuda:0" in finding.found
+        expect(finding, severity, "release 550.54.15")
+    if not Path("/dev/nvidia0").exists():
+        expect(check_cuda(tmp_path), ERROR, "cuda:0")
 
 
 @pytest.mark.parametrize(
@@ -311,21 +245,43 @@ def test_without_a_driver_the_error_of_cuda_is_shown(tmp_path: Path) -> None:
 def test_a_choice_of_plug_ins_without_ours_is_named(chosen: str, mend: str) -> None:
     environ = {"VLLM_PLUGINS": chosen}
     finding = check_plugin(environ, find_version=lambda: "0.32.0")
-    assert finding.severity is Severity.ERROR
-    assert is_complete(finding)
-    assert finding.found == f"VLLM_PLUGINS is {chosen!r}, without 'kvxfer'"
-    assert finding.mend == f"export VLLM_PLUGINS={mend}"
-    assert check_plugin(environ, find_version=lambda: "(not installed)").severity is Severity.OK
+    found = f"^VLLM_PLUGINS is {chosen!r}, without 'kvxfer'\n"
+    expect(finding, ERROR, found, f"(?m)^export VLLM_PLUGINS={mend}$")
+    expect(check_plugin(environ, find_version=lambda: "(not installed)"), OK)
 
 
 def test_an_installed_kvxfer_without_the_plug_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def check() -> Result:
         return check_plugin({}, find_version=lambda: "0.32.0")
 
-    assert check().found == "vLLM knows KVXferOffload and KVXferConnector"
-    monkeypatch.setattr(
-        importlib.metadata, "entry_points", lambda group: importlib.metadata.EntryPoints()
-    )
-    assert check().severity is Severity.ERROR
-    assert is_complete(check())
-    assert check().found == "the installed kvxfer has no entry point in vllm.general_plugins"
+    expect(check(), OK, "^vLLM knows KVXferOffload and KVXferConnector")
+    nothing = importlib.metadata.EntryPoints()
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: nothing)
+    expect(check(), ERROR, "the installed kvxfer has no entry point in vllm.general_plugins")
+
+
+def test_what_hangs_or_fails_is_a_finding_and_the_worst_is_first() -> None:
+    may_end = threading.Event()
+
+    def hang() -> Result:
+        may_end.wait(60)
+        return ok("late")
+
+    def fail() -> Result:
+        raise RuntimeError("broken\x1b[2J")
+
+    several = [
+        ok("a"),
+        warning("b", why="w", mend="m"),
+        error("c", why="w", mend="m"),
+        error("d", why="w", mend="m"),
+    ]
+    runs: list[Any] = [lambda: iter(several), hang, fail]
+    findings = run_checks([PlannedCheck(Check.NIXL, "it", each) for each in runs], timeout_s=1.0)
+    may_end.set()
+    assert {(each.check, each.subject) for each in findings} == {(Check.NIXL, "it")}
+    *errors, second, last = findings
+    assert [each.found for each in errors[:2]] == ["c", "d"]
+    expect(errors[2], ERROR, "does not answer within 1 s")
+    expect(errors[3], ERROR, r"^cannot be examined: RuntimeError: broken\\x1b\[2J")
+    assert [second.found, last.found] == ["b", "a"]

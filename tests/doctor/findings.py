@@ -1,0 +1,44 @@
+"""Findings of the doctor, as tests expect them."""
+
+import re
+from pathlib import Path
+
+from kvxfer.doctor import Check, Finding, Result, Severity, examine
+
+OK, WARNING, ERROR = Severity.OK, Severity.WARNING, Severity.ERROR
+TIMEOUT_S = 20.0
+
+
+def expect(finding: Finding | Result, severity: Severity, *patterns: str) -> None:
+    """Check a finding: what is bad says what it costs and what mends it, and what is good does not.
+
+    Args:
+        finding: The finding.
+        severity: How bad it is.
+        patterns: Regular expressions that are in what was found or in what mends it.
+    """
+    assert finding.severity is severity, finding
+    explained = bool(finding.why and finding.mend)
+    assert finding.found
+    assert explained == (severity is not OK), finding
+    for pattern in patterns:
+        assert re.search(pattern, f"{finding.found}\n{finding.mend}"), finding
+
+
+def find(
+    url: str, check: Check, timeout_s: float = TIMEOUT_S, *, subject: str | None = None
+) -> Finding:
+    """Examine what a URL names; return the only finding of a check."""
+    findings = examine([url], timeout_s=timeout_s)
+    (finding,) = (each for each in findings if each.check is check)
+    assert finding.subject == subject or subject is None
+    return finding
+
+
+def make_root(root: Path, files: dict[str, str]) -> Path:
+    """Make the files of a machine."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
