@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.cuda.engine_caches import Compute, EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu, build
 
 
@@ -29,3 +30,16 @@ def gpu(simulated_gpu: SimulatedGpu) -> Iterator[SimulatedGpu]:
     simulated_gpu.reset()
     yield simulated_gpu
     simulated_gpu.reset()
+
+
+@pytest.fixture
+def compute(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compute]:
+    compute = Compute()
+    monkeypatch.setattr(torch.cuda, "current_stream", compute.current_stream)
+    yield compute
+    compute.close()
+
+
+@pytest.fixture
+def engine_caches(gpu: SimulatedGpu, compute: Compute) -> EngineCaches:
+    return EngineCaches(gpu)

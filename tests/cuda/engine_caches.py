@@ -1,11 +1,14 @@
 """KV caches of an engine on a GPU, for tests."""
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaStream
+from kvxfer.errors import DeviceLostError
 from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.spec import FullAttentionSpec
@@ -53,3 +56,26 @@ class EngineCaches:
         """Read the device's present bytes: `(layers, blocks, bytes of a page)`."""
         layers = [self._gpu.read(each.data_ptr(), each.nbytes) for each in self.tensors.values()]
         return np.frombuffer(b"".join(layers), np.uint8).reshape(len(layers), NUM_BLOCKS, -1)
+
+
+class Compute:
+    """Compute stream of an engine: a torch without CUDA has no streams."""
+
+    def __init__(self) -> None:
+        self.driver = CudaDriver(0)
+        self.cuda_stream: int = self.driver.open_stream()
+
+    def current_stream(self, device: torch.device) -> "Compute":
+        assert device == torch.device("cuda", 0)
+        return self
+
+    def copy(self, destination: int, source: int, num_bytes: int, *, times: int) -> None:
+        """Give the stream something to do that takes many steps."""
+        column = np.ones(times, np.uint64)
+        to, from_, lengths = (column * np.uint64(n) for n in (destination, source, num_bytes))
+        self.driver.copy_each(to, from_, lengths, CudaStream(self.cuda_stream))
+
+    def close(self) -> None:
+        with contextlib.suppress(DeviceLostError):
+            self.driver.close_stream(CudaStream(self.cuda_stream))
+            self.driver.close()

@@ -19,6 +19,7 @@
 
 #define MAX_RANGES 1024
 #define NUM_DEVICES 2
+#define LEAST_PRIORITY 3
 
 enum op_kind { COPY, RECORD, WAIT, STOP };
 
@@ -40,8 +41,7 @@ struct CUevent_st {
 
 struct CUstream_st {
     struct CUctx_st *context;
-    int priority;
-    unsigned long num_waits, process;
+    unsigned long process;
     pthread_t thread;
     struct op *first, **last;
     int captured;
@@ -68,7 +68,7 @@ static int num_ranges, num_busy; /* streams that copy at this moment */
 static __thread struct CUctx_st *stack[16];
 static __thread int depth;
 
-static int version = 13000, numa_node = -1, can_use_host_pointer = 1, paused, refuse_records, strange_result;
+static int version = 13000, numa_node = -1, paused, refuse_records, strange_result;
 static size_t bytes_that_may_be_registered = SIZE_MAX, registered_bytes;
 static unsigned delay_us;
 static unsigned long num_batches, num_single, num_2d, num_pageable, num_live_events, num_live_streams;
@@ -93,7 +93,6 @@ void sim_set(const char *name, long value) {
     pthread_mutex_lock(&lock);
     if (!strcmp(name, "version")) version = (int)value;
     else if (!strcmp(name, "numa_node")) numa_node = (int)value;
-    else if (!strcmp(name, "can_use_host_pointer")) can_use_host_pointer = (int)value;
     else if (!strcmp(name, "bytes_that_may_be_registered")) bytes_that_may_be_registered = (size_t)value;
     else if (!strcmp(name, "delay_us")) delay_us = (unsigned)value;
     else if (!strcmp(name, "refuse_records")) refuse_records = (int)value;
@@ -208,9 +207,9 @@ static void enqueue(struct CUstream_st *stream, struct op op) {
     pthread_cond_broadcast(&changed);
 }
 
-static struct CUstream_st *start_stream(struct CUctx_st *context, int priority) {
+static struct CUstream_st *start_stream(struct CUctx_st *context) {
     struct CUstream_st *stream = calloc(1, sizeof *stream);
-    stream->context = context, stream->priority = priority, stream->last = &stream->first;
+    stream->context = context, stream->last = &stream->first;
     pthread_create(&stream->thread, NULL, work, stream);
     return stream;
 }
@@ -252,16 +251,14 @@ CUresult cuDeviceGetAttribute(int *out, CUdevice_attribute attribute, CUdevice d
     (void)device;
     switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID: *out = numa_node; return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
-        *out = can_use_host_pointer;
-        return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: *out = 1; return CUDA_SUCCESS;
     default: return CUDA_ERROR_INVALID_VALUE;
     }
 }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device) {
     pthread_mutex_lock(&lock);
     struct CUctx_st *context = &contexts[device];
-    if (!context->default_stream) context->default_stream = start_stream(context, 0);
+    if (!context->default_stream) context->default_stream = start_stream(context);
     context->num_owners++;
     *out = context;
     pthread_mutex_unlock(&lock);
@@ -281,7 +278,7 @@ CUresult cuCtxPopCurrent_v2(CUcontext *out) {
 }
 CUresult cuCtxGetCurrent(CUcontext *out) { *out = current(); return CUDA_SUCCESS; }
 CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) {
-    *least = 0, *greatest = -5;
+    *least = LEAST_PRIORITY, *greatest = -5;
     return check();
 }
 
@@ -384,8 +381,9 @@ CUresult cuPointerGetAttribute(void *out, CUpointer_attribute attribute, CUdevic
 CUresult cuStreamCreateWithPriority(CUstream *out, unsigned flags, int priority) {
     CUresult result = check_opening();
     if (result) return result;
-    if (flags != CU_STREAM_NON_BLOCKING) return CUDA_ERROR_INVALID_VALUE;
-    *out = start_stream(current(), priority);
+    /* docs/gpu.md: streams of copies are of the lowest priority, and nothing else opens any */
+    if (flags != CU_STREAM_NON_BLOCKING || priority != LEAST_PRIORITY) return CUDA_ERROR_INVALID_VALUE;
+    *out = start_stream(current());
     pthread_mutex_lock(&lock);
     (*out)->process = process;
     num_live_streams++;
@@ -402,14 +400,12 @@ CUresult cuStreamDestroy_v2(CUstream stream) {
     pthread_detach(stream->thread);
     return result;
 }
-CUresult cuStreamGetPriority(CUstream stream, int *out) { *out = stream->priority; return CUDA_SUCCESS; }
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
     CUresult result = check();
     if (result || flags || !stream) return result ? result : CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&lock);
     if (event->captured) resolve(stream)->captured = 1; /* it joins the capture */
     enqueue(resolve(stream), (struct op){.kind = WAIT, .event = event, .turn = event->recorded});
-    resolve(stream)->num_waits++;
     pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }
@@ -589,7 +585,7 @@ static const struct { const char *name; void *function; } calls[] = {
     CALL("cuMemHostAlloc", cuMemHostAlloc), CALL("cuMemFreeHost", cuMemFreeHost),
     CALL("cuPointerGetAttribute", cuPointerGetAttribute),
     CALL("cuStreamCreateWithPriority", cuStreamCreateWithPriority),
-    CALL("cuStreamDestroy", cuStreamDestroy_v2), CALL("cuStreamGetPriority", cuStreamGetPriority),
+    CALL("cuStreamDestroy", cuStreamDestroy_v2),
     CALL("cuStreamWaitEvent", cuStreamWaitEvent), CALL("cuEventCreate", cuEventCreate),
     CALL("cuEventDestroy", cuEventDestroy_v2), CALL("cuEventRecord", cuEventRecord),
     CALL("cuEventQuery", cuEventQuery), CALL("cuEventElapsedTime", cuEventElapsedTime_v2),

@@ -14,7 +14,6 @@ NAME = "libcuda.so.1"
 DEFAULTS = {
     "version": 13000,
     "numa_node": -1,
-    "can_use_host_pointer": 1,
     "bytes_that_may_be_registered": 1 << 60,
     "delay_us": 0,
     "paused": 0,

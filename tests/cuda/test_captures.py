@@ -14,11 +14,11 @@ import kvxfer
 from kvxfer.copy_engine import devices
 from kvxfer.copy_engine.compute_stream import ComputeStream
 from kvxfer.copy_engine.cuda import CudaCopyEngine
-from kvxfer.copy_engine.cuda_driver import NUM_EVENTS, CudaDriver, CudaEvent
+from kvxfer.copy_engine.cuda_driver import NUM_EVENTS, CudaDriver
 from kvxfer.copy_engine.method_table import Way
 from kvxfer.errors import DeviceError
 from tests.cuda.copies import ALWAYS, copy, make_memory, scatter
-from tests.cuda.engine_caches import EngineCaches
+from tests.cuda.engine_caches import Compute, EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
 from tests.cuda.test_cuda import KernelOfTheDriver
 
@@ -53,13 +53,7 @@ class Capture:
 
 
 @pytest.fixture
-def capture(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Capture]:
-    """A torch without CUDA has no current stream; the engine computes in one without a name."""
-
-    class Stream:
-        cuda_stream = 0
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+def capture(compute: Compute) -> Iterator[Capture]:
     driver = CudaDriver(0)
     capture = Capture(driver)
     yield capture
@@ -131,19 +125,12 @@ def test_more_marks_and_batches_than_were_opened_break_no_capture(
 
 
 def test_a_job_that_would_become_a_part_of_the_graph_is_refused(
-    gpu: SimulatedGpu, capture: Capture, monkeypatch: pytest.MonkeyPatch
+    capture: Capture, compute: Compute
 ) -> None:
-    driver = CudaDriver(0)
-    source = ComputeStream(driver, DEVICE)
-
-    class Stream:
-        cuda_stream = capture.stream
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    source = ComputeStream(compute.driver, DEVICE)
+    compute.cuda_stream, ours = capture.stream, compute.cuda_stream
     with capture.going_on(), pytest.raises(DeviceError, match="a stream that is captured"):
         source.mark()
-    mark = source.mark()
-    driver.wait(capture.stream, CudaEvent(mark.event))
+    assert source.mark() is not None
+    compute.cuda_stream = ours
     source.close()
-    del mark
-    driver.close()

@@ -21,9 +21,8 @@ from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.testing import FakeNixlAgent
-from tests.cuda.engine_caches import EngineCaches
+from tests.cuda.engine_caches import Compute, EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
-from tests.cuda.test_staging import Compute, compute  # noqa: F401 - a fixture
 
 TOKENS = list(range(200))
 """A prompt of twelve blocks and a half."""
@@ -31,6 +30,7 @@ TOKENS = list(range(200))
 THEIRS, OURS = [*range(13)], [*range(30, 43)]
 LIMIT_S = 30.0
 BLIND = "without CUDA"
+STRAIGHT, THROUGH_HOST = "go straight", "pass through host memory"
 
 
 class BlindAgent(FakeNixlAgent):
@@ -122,42 +122,33 @@ def rdma(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_node, "has_active_port", lambda: True)
 
 
-@pytest.mark.parametrize("config", [{}, {"integrity": "fenced"}, {"transport": "nixl"}])
+@pytest.mark.parametrize(
+    ("agent", "config", "way", "why"),
+    [
+        (FakeNixlAgent, {}, STRAIGHT, ""),
+        (FakeNixlAgent, {"integrity": "fenced"}, STRAIGHT, ""),
+        (FakeNixlAgent, {"transport": "nixl"}, STRAIGHT, ""),
+        (BlindAgent, {}, THROUGH_HOST, BLIND),
+        (BlindAgent, {"transport": "nixl"}, THROUGH_HOST, BLIND),
+        (BlindAgent, {"integrity": "fenced"}, THROUGH_HOST, BLIND),
+        (BlindAgent, {"integrity": "full"}, THROUGH_HOST, "integrity=full"),
+        (BlindAgent, {"transport": "socket"}, THROUGH_HOST, "transport=socket"),
+        (BlindAgent, {"transport": "nixl", "integrity": "full"}, THROUGH_HOST, "integrity=full"),
+    ],
+)
 def test_blocks_go_straight_unless_told_otherwise_where_nixl_reaches_them(
     stack: ExitStack,
     gpu: SimulatedGpu,
     rdma: None,
-    compute: Compute,  # noqa: F811 - the stream that the engine computes on
+    compute: Compute,
+    agent: type[FakeNixlAgent],
     config: dict[str, Any],
-) -> None:
-    pair = start_pair(stack, gpu, FakeNixlAgent, **config)
-    for side in pair:
-        assert side.handover.way.startswith("blocks on cuda:0 go straight")
-    expect_handed_over(*pair)
-
-
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        ({}, BLIND),
-        ({"transport": "nixl"}, BLIND),
-        ({"integrity": "fenced"}, BLIND),
-        ({"integrity": "full"}, "integrity=full"),
-        ({"transport": "socket"}, "transport=socket"),
-        ({"transport": "nixl", "integrity": "full"}, "integrity=full"),
-    ],
-)
-def test_blocks_pass_through_host_memory_otherwise(
-    stack: ExitStack,
-    gpu: SimulatedGpu,
-    rdma: None,
-    compute: Compute,  # noqa: F811
-    config: dict[str, Any],
+    way: str,
     why: str,
 ) -> None:
-    pair = start_pair(stack, gpu, BlindAgent, **config)
+    pair = start_pair(stack, gpu, agent, **config)
     for side in pair:
-        assert side.handover.way.startswith("blocks on cuda:0 pass through host memory")
+        assert side.handover.way.startswith(f"blocks on cuda:0 {way}")
         assert why in side.handover.way
     expect_handed_over(*pair)
 
@@ -165,7 +156,7 @@ def test_blocks_pass_through_host_memory_otherwise(
 def test_a_nixl_that_is_demanded_for_a_gpu_and_cannot_is_refused_by_name(
     stack: ExitStack,
     gpu: SimulatedGpu,
-    compute: Compute,  # noqa: F811
+    compute: Compute,
 ) -> None:
     with pytest.raises(BackendUnavailableError, match=f"cuda:0.*{BLIND}"):
         start_pair(stack, gpu, BlindAgent, transport="nixl", integrity="fenced")
@@ -175,7 +166,7 @@ def test_a_nixl_that_is_demanded_for_a_gpu_and_cannot_is_refused_by_name(
 def test_without_a_card_for_rdma_only_settings_choose_the_straight_way(
     stack: ExitStack,
     gpu: SimulatedGpu,
-    compute: Compute,  # noqa: F811
+    compute: Compute,
     monkeypatch: pytest.MonkeyPatch,
     secret: str,
 ) -> None:
@@ -194,7 +185,7 @@ def test_without_a_card_for_rdma_only_settings_choose_the_straight_way(
 def test_what_the_engine_computes_meanwhile_is_over_before_blocks_are_written(
     stack: ExitStack,
     gpu: SimulatedGpu,
-    compute: Compute,  # noqa: F811
+    compute: Compute,
 ) -> None:
     """Kernels of a request whose blocks are used anew may run still."""
     prefill, decode = start_pair(stack, gpu, FakeNixlAgent)

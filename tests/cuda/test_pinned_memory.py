@@ -45,18 +45,6 @@ def test_a_refusal_leaves_nothing_pinned_and_is_told(
     assert "CUDA_ERROR_OUT_OF_MEMORY" in message
 
 
-def test_what_others_have_pinned_is_left_to_its_owner(
-    gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion, caplog: pytest.LogCaptureFixture
-) -> None:
-    driver.register(region.address, region.num_bytes)
-    pinned = PinnedMemory(driver, region)
-    assert pinned.is_pinned
-    assert not caplog.messages
-    pinned.close()
-    assert gpu.get("registered_bytes") == NUM_BYTES
-    driver.unregister(region.address)
-
-
 @pytest.mark.parametrize("num_pieces", [1, 2])
 def test_what_others_have_pinned_in_part_or_in_pieces_is_not_pinned(
     num_pieces: int,

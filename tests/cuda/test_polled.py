@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import kvxfer
 from kvxfer.backends.host import HostBackend, HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.storage.backend import Status
-from kvxfer.testing import BlockMemory
 from kvxfer.transfer import PolledEngine, Slices
 from kvxfer.transfer.job import FinishedJob, JobId
 from tests.cuda.engine_caches import EngineCaches
@@ -24,21 +22,6 @@ NAMESPACE = kvxfer.Namespace(model="model", revision="1", dtype="bfloat16")
 NUM_KEYS = 8
 SLOT_KEYS = [slot_key(kvxfer.make_block_key(bytes([i]), 0), i, 0) for i in range(NUM_KEYS)]
 STORED, LOADED = [range(NUM_KEYS)], [range(20, 20 + NUM_KEYS)]
-
-
-@pytest.fixture(autouse=True)
-def compute_stream(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch without CUDA has no current stream; the device has one without a name."""
-
-    class Stream:
-        cuda_stream = 0
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-
-
-@pytest.fixture
-def engine_caches(gpu: SimulatedGpu) -> EngineCaches:
-    return EngineCaches(gpu)
 
 
 @pytest.fixture
@@ -157,25 +140,6 @@ def test_a_store_takes_no_thread_and_ends_when_the_device_says_so(
     assert np.array_equal(engine_caches.blocks[:, 20:28], before[:, :NUM_KEYS])
 
 
-def test_another_store_of_a_block_waits_for_the_device_that_stores_it(
-    gpu: SimulatedGpu, engine_caches: EngineCaches
-) -> None:
-    engine, backend = connect_host(engine_caches, "fenced")
-    keys = [kvxfer.make_block_key(bytes([i]), 0) for i in range(NUM_KEYS)]
-    memory = BlockMemory([[engine_caches.blocks[:, 0].nbytes]], num_blocks=NUM_KEYS)
-    with engine, going_on(gpu):
-        gpu.set("paused", 1)
-        job_id = engine.submit_store(keys, STORED)
-        assert backend.is_storing(keys[0])
-        other = engine.submit_call(backend.store(keys[:1], memory.describe(0, [0])))
-        with pytest.raises(TimeoutError):
-            other.result(0.05)
-        gpu.set("paused", 0)
-        assert [outcome.done for outcome in other.result(10)] == [True], "nobody polls meanwhile"
-        assert not backend.is_storing(keys[0])
-        assert poll(engine, job_id).done
-
-
 @pytest.mark.parametrize("way", ["deadline", "cancel"])
 def test_a_load_that_is_given_up_leaves_memory_unsafe_until_the_device_is_done(
     gpu: SimulatedGpu, engine: PolledEngine[SlotMover], way: str
@@ -211,47 +175,6 @@ def test_a_store_waits_for_loads_of_its_blocks_that_were_begun(
     assert all(job.done for job in engine.get_finished())
 
 
-def test_stores_of_the_same_blocks_under_other_keys_do_not_wait_for_each_other(
-    gpu: SimulatedGpu, engine: PolledEngine[SlotMover]
-) -> None:
-    batches, others = gpu.get("num_batches"), SLOT_KEYS[::-1]
-    with going_on(gpu):
-        gpu.set("paused", 1)
-        half = NUM_KEYS // 2
-        jobs = [engine.submit_store(keys[:half], [range(half)]) for keys in (SLOT_KEYS, others)]
-        assert gpu.get("num_batches") == batches + 2, "one waits for the other"
-    assert all(job.done for job in engine.wait(jobs, timeout_s=10))
-
-
-def test_loads_that_were_begun_count_among_the_bytes_in_flight(
-    gpu: SimulatedGpu, engine_caches: EngineCaches
-) -> None:
-    """A store is moved beside loads only where the bound has room for it."""
-    layers, _, page_bytes = engine_caches.blocks.shape
-    block_bytes = layers * page_bytes
-    shape = PoolShape(num_slots=NUM_KEYS, num_parts=1, part_size_bytes=block_bytes)
-    pool = HostPool(shape, NAMESPACE, DeviceCopyEngine())
-    bound = 4 * block_bytes
-    mover = SlotMover(pool, part=0)
-    with (
-        PolledEngine(engine_caches.caches, mover, max_bytes_in_flight=bound) as engine,
-        going_on(gpu),
-    ):
-        assert engine.wait([engine.submit_store(SLOT_KEYS, STORED)], timeout_s=10)
-        gpu.set("paused", 1)
-        batches = gpu.get("num_batches")
-        jobs = [engine.submit_load(SLOT_KEYS[:3], [range(20, 23)])]
-        jobs += [engine.submit_store(SLOT_KEYS[n : n + 1], [[n]]) for n in (4, 5)]
-        gpu.wait_for_more("num_batches", batches + 1)
-        assert not engine.wait(jobs, timeout_s=0.05)
-        assert gpu.get("num_batches") == batches + 2
-        late = engine.submit_load(SLOT_KEYS[7:], [[40]])
-        assert gpu.get("num_batches") == batches + 2, "begun beside more bytes than are allowed"
-        gpu.set("paused", 0)
-        assert len(engine.wait([*jobs, late], timeout_s=10)) == 4
-        assert all(job.done for job in engine.get_finished())
-
-
 @pytest.mark.parametrize("ended", ["drained", "closed"])
 def test_draining_and_closing_wait_for_the_device(
     gpu: SimulatedGpu, engine: PolledEngine[SlotMover], ended: str
@@ -270,31 +193,3 @@ def test_draining_and_closing_wait_for_the_device(
     gpu.set("paused", 0)
     thread.join(10)
     assert not thread.is_alive()
-
-
-def test_a_slot_that_is_read_is_not_given_to_another_block(
-    gpu: SimulatedGpu, engine_caches: EngineCaches
-) -> None:
-    before = engine_caches.blocks
-    page_bytes = before.shape[0] * before.shape[2]
-    url = f"host://?capacity={NUM_KEYS * (page_bytes + 4096)}"
-    engine = kvxfer.connect(url, engine_caches.caches, namespace=NAMESPACE)
-    backend = engine.backend
-    assert isinstance(backend, HostBackend)
-    keys = [kvxfer.make_block_key(bytes([i]), 0) for i in range(2 * backend.num_slots)]
-    old, new = keys[: backend.num_slots], keys[backend.num_slots :]
-    blocks = [range(len(old))]
-    engine.wait([engine.submit_store(old, blocks)], timeout_s=10)
-    gpu.set("paused", 1)
-    load = engine.submit_load(old, [range(20, 20 + len(old))])
-    assert engine.backend is backend
-    plan = backend._index.begin_store(new)
-    assert (plan.keys, plan.refused) == ([], new), "a slot that is being read was evicted"
-    gpu.set("paused", 0)
-    assert engine.wait([load], timeout_s=10)
-    assert all(job.done for job in engine.get_finished())
-    store = engine.submit_store(new, blocks)
-    assert engine.wait([store], timeout_s=10)
-    assert engine.get_finished()[0].done, "a slot stays pinned"
-    assert np.array_equal(engine_caches.blocks[:, 20 : 20 + len(old)], before[:, : len(old)])
-    engine.close()

@@ -1,8 +1,7 @@
 """Staging under caches on a GPU: files and tiers return its blocks byte for byte."""
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from numpy.typing import NDArray
 
 import kvxfer
 from kvxfer.connect import complete_namespace, open_backend
-from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaStream
-from kvxfer.errors import DeviceLostError, DeviceUnavailableError, InvalidArgumentError
+from kvxfer.errors import DeviceUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey
@@ -22,7 +20,7 @@ from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.transfer.engine import TransferEngine
-from tests.cuda.engine_caches import NUM_BLOCKS, EngineCaches
+from tests.cuda.engine_caches import NUM_BLOCKS, Compute, EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
 
 NAMESPACE = kvxfer.Namespace(model="model", revision="1", dtype="bfloat16")
@@ -31,44 +29,8 @@ NUM_BUFFERS = 4
 
 
 @pytest.fixture
-def compute(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator["Compute"]:
-    compute = Compute()
-    monkeypatch.setattr(torch.cuda, "current_stream", compute.current_stream)
-    yield compute
-    compute.close()
-
-
-class Compute:
-    """Compute stream of an engine: a torch without CUDA has no streams."""
-
-    def __init__(self) -> None:
-        self.driver = CudaDriver(0)
-        self.cuda_stream: int = self.driver.open_stream()
-
-    def current_stream(self, device: torch.device) -> "Compute":
-        assert device == torch.device("cuda", 0)
-        return self
-
-    def copy(self, destination: int, source: int, num_bytes: int, *, times: int) -> None:
-        """Give the stream something to do that takes many steps."""
-        column = np.ones(times, np.uint64)
-        to, from_, lengths = (column * np.uint64(n) for n in (destination, source, num_bytes))
-        self.driver.copy_each(to, from_, lengths, CudaStream(self.cuda_stream))
-
-    def close(self) -> None:
-        with contextlib.suppress(DeviceLostError):
-            self.driver.close_stream(CudaStream(self.cuda_stream))
-            self.driver.close()
-
-
-@pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store?capacity=64MiB&min_free=1B"
-
-
-@pytest.fixture
-def engine_caches(gpu: SimulatedGpu, compute: Compute) -> EngineCaches:
-    return EngineCaches(gpu)
 
 
 class HeldBackend(DictBackend):
@@ -116,29 +78,6 @@ def moved(
     expected = before.copy()
     expected[:, list(targets)] = before[:, list(sources)]
     return expected
-
-
-@pytest.mark.parametrize("tiers", [False, True])
-@pytest.mark.parametrize("seed", range(2))
-async def test_random_batches_come_back_into_other_blocks(
-    gpu: SimulatedGpu, engine_caches: EngineCaches, url: str, seed: int, *, tiers: bool
-) -> None:
-    pageable = gpu.get("num_pageable")
-    ids = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
-    before = engine_caches.blocks
-    async with kvxfer.connect(
-        ["host://?capacity=4MiB", url] if tiers else url,
-        engine_caches.caches,
-        namespace=NAMESPACE,
-        staging_bytes=1 << 18,
-    ) as engine:
-        assert await engine.store(keys_of(30), [ids[:30]]) == [DONE] * 30
-        order = np.random.default_rng(seed).permutation(30).tolist()
-        keys = [keys_of(30)[index] for index in order]
-        assert await engine.load(keys, [ids[30:60]]) == [DONE] * 30
-    sources = [ids[index] for index in order]
-    assert np.array_equal(engine_caches.blocks, moved(before, sources, ids[30:60]))
-    assert gpu.get("num_pageable") == pageable
 
 
 async def test_buffers_are_pinned_and_bounded_and_nothing_is_left_of_them(
