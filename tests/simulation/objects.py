@@ -312,6 +312,21 @@ class _EngineRun(EngineRun):
             if not self._num_moving:
                 self._idle.set()
 
+    async def _delete(self, parts: tuple[Part, ...], **given: Any) -> None:
+        """Delete blocks, which the other process takes to be there as long as it remembers them.
+
+        What that one stores meanwhile is `DONE` in its own memory, and not written back.
+        """
+        history, began, keys = self._world.history, self._simulation.now, self._salted.keys(parts)
+        await super()._delete(parts, **given)
+        if self._process.is_alone:
+            return
+        for key in keys:
+            history.begin_removal(key)
+        await asyncio.sleep(self._process.config.found_ttl_s)
+        for key in keys:
+            history.end_removal(key, began, was_found=False)
+
     async def _damage(self, parts: tuple[Part, ...]) -> None:
         """Let objects rot; what is there may be lost, until somebody has found it corrupt."""
         for key in self._salted.keys(parts):
