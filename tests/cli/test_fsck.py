@@ -1,23 +1,23 @@
-"""`kvxfer fsck`: its findings, its repairs, its output and its exit status."""
+"""`kvxfer fsck` and `inspect`: what they find in block files, their repairs, and exit statuses."""
 
 import json
 import os
-import subprocess
-import sys
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvxfer.backends.file import Integrity
-from kvxfer.cli import main
 from tests.backends.file_store import fail_to
+from tests.cli.conftest import Run
 from tests.cli.stores import DATA_BYTES, FILE_BYTES, NUM_BLOCKS, Store, break_seal
 from tests.cli.stores import flip as flip_bit
 
-COMMAND = [sys.executable, "-c", "import sys; from kvxfer.cli import main; sys.exit(main())"]
-
-Damage = Callable[[Path], None]
+Damage = Callable[[Path], object]
+NUM_TENSORS = 160
+HEADER_BYTES = 3 * 4096
+"""Header that lists so many tensors."""
 
 
 def flip(offset: int) -> Damage:
@@ -28,145 +28,143 @@ def truncate(num_bytes: int) -> Damage:
     return lambda path: os.truncate(path, num_bytes)
 
 
-def make_link(path: Path) -> None:
-    target = path.rename(path.parents[2] / "elsewhere")
-    path.symlink_to(target)
+DAMAGES = {
+    "format": (flip(20), 0, "not a block file"),
+    "namespace": (flip(90), 0, ""),
+    "padding": (flip(4090), 0, "not a block file"),
+    "start": (break_seal, 0, "seal"),
+    "first byte": (flip(4096), 0, "checksum"),
+    "last byte": (flip(4096 + DATA_BYTES - 1), 0, "checksum"),
+    "empty": (truncate(0), 0, "too few"),
+    "header only": (truncate(4096), 0, "too few"),
+    "truncated": (truncate(8000), 0, "bytes: "),
+    "extended": (truncate(1 << 20), 0, "bytes: "),
+    "zeros": (lambda path: path.write_bytes(bytes(9000)), 0, "not a block file"),
+    "second page of the header": (flip(4096), NUM_TENSORS, ""),
+    "end of the header": (flip(HEADER_BYTES - 1), NUM_TENSORS, ""),
+}
 
 
-DAMAGES = [
-    pytest.param(flip(20), "not a block file", id="format"),
-    pytest.param(flip(90), "", id="namespace"),
-    pytest.param(flip(4090), "not a block file", id="padding"),
-    pytest.param(break_seal, "seal", id="start"),
-    pytest.param(flip(4096), "checksum", id="first byte"),
-    pytest.param(flip(4096 + DATA_BYTES - 1), "checksum", id="last byte"),
-    pytest.param(truncate(0), "too few", id="empty"),
-    pytest.param(truncate(4096), "too few", id="header only"),
-    pytest.param(truncate(8000), "bytes: ", id="truncated"),
-    pytest.param(truncate(1 << 20), "bytes: ", id="extended"),
-    pytest.param(lambda path: path.write_bytes(bytes(9000)), "not a block file", id="zeros"),
-]
-
-
-def test_a_store_that_is_whole_is_said_to_be(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store.fill()
-    store.fill(model="another", num_blocks=3)
-    assert main(["fsck", str(store.root)]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == f"{NUM_BLOCKS + 3} good, 0 bad\n"
-    assert not printed.err
-
-
-@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
+@pytest.mark.parametrize(("damage", "num_tensors", "reason"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_file_is_named_and_repaired(
-    store: Store, capsys: pytest.CaptureFixture[str], damage: Damage, reason: str
+    store: Store, run: Run, damage: Damage, num_tensors: int, reason: str
 ) -> None:
-    namespace = store.fill()
+    namespace = store.fill(num_tensors=num_tensors)
     relative = store.relative(namespace, store.keys[3])
-    damage(store.root / relative)
-    assert main(["fsck", str(store.root)]) == 1
-    first, summary = capsys.readouterr().out.splitlines()
+    path = store.root / relative
+    assert run("fsck", store.root) == (0, f"{NUM_BLOCKS} good, 0 bad\n", "")
+    assert run("inspect", path)[0] == 0
+    damage(path)
+    assert run("inspect", path)[0] == 1
+    status, printed, _ = run("fsck", store.root)
+    first, summary = printed.splitlines()
+    assert (status, summary) == (1, f"{NUM_BLOCKS - 1} good, 1 bad")
     assert first.startswith(f"bad: {relative}: ")
     assert reason in first
-    assert summary == f"{NUM_BLOCKS - 1} good, 1 bad"
+    report = json.loads(run("fsck", store.root, "--json")[1])
+    assert (report["good"], report["bad"][0]["path"]) == (NUM_BLOCKS - 1, str(relative))
     assert not store.quarantined()
-    assert main(["fsck", str(store.root), "--repair"]) == 1
-    assert "1 put in quarantine" in capsys.readouterr().out
+    status, printed, _ = run("fsck", store.root, "--repair")
+    assert (status, "1 put in quarantine" in printed) == (1, True)
     assert store.quarantined() == {relative.name}
-    assert main(["fsck", str(store.root)]) == 0
-    printed = capsys.readouterr().out
-    assert printed == f"{NUM_BLOCKS - 1} good, 0 bad, 1 in quarantine before\n"
+    whole = f"{NUM_BLOCKS - 1} good, 0 bad, 1 in quarantine before\n"
+    assert run("fsck", store.root)[:2] == (0, whole)
 
 
-def test_a_file_of_another_namespace_is_found(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_in_the_place_of_another_one_is_found(store: Store, run: Run) -> None:
     ours, theirs = store.fill(), store.fill(model="another", num_blocks=1)
-    key = store.keys[0]
-    store.path(ours, key).write_bytes(store.path(theirs, key).read_bytes())
-    assert main(["fsck", str(store.root)]) == 1
-    said = f"namespace: the file says {theirs.fingerprint}, expected {ours.fingerprint}"
-    assert said in capsys.readouterr().out
+    path = store.path(ours, store.keys[0])
+    path.write_bytes(store.path(theirs, store.keys[0]).read_bytes())
+    other = store.path(ours, store.keys[1])
+    other.rename(other.parents[1] / "07" / other.name)
+    status, printed, _ = run("fsck", store.root, "--repair")
+    assert status == 1
+    assert f"namespace: the file says {theirs.fingerprint}, expected {ours.fingerprint}" in printed
+    assert f"07/{other.name}: lookups do not find it in the folder '07'" in printed
+    assert store.quarantined() == {path.name, other.name}
+    assert run("fsck", store.root)[0] == 0
 
 
-def test_a_file_where_no_lookup_finds_it_is_put_in_quarantine(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    namespace = store.fill()
-    path = store.path(namespace, store.keys[0])
-    path.rename(path.parent.parent / "01" / path.name)
-    assert main(["fsck", str(store.root), "--repair"]) == 1
-    assert f"01/{path.name}: lookups do not find it in the folder '01'" in capsys.readouterr().out
-    assert store.quarantined() == {path.name}
-    assert main(["fsck", str(store.root)]) == 0
-
-
-def test_foreign_files_and_links_are_left_alone(
-    store: Store, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_foreign_files_and_links_are_left_alone(store: Store, run: Run, tmp_path: Path) -> None:
     namespace = store.fill()
     folder = store.root / namespace.fingerprint
     foreign = [
         store.root / "notes.txt",
         store.root / ("0" * 32),
         folder / "weights.safetensors",
-        folder / "01" / "weights.safetensors",
         folder / "01" / f"01{'AB' * 20}.safetensors",
         folder / "01" / f"{'01' * 121}.safetensors",
         folder / "01" / "0102.safetensors",
     ]
     for path in foreign:
         path.write_text("not a block")
-    make_link(store.path(namespace, store.keys[2]))
+    block = store.path(namespace, store.keys[2])
+    block.symlink_to(block.rename(store.root / "elsewhere"))
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / f"{'ff' * 20}.safetensors").write_text("bad")
     (folder / "ff").symlink_to(tmp_path / "outside")
     os.mkfifo(folder / "01" / f"{'01' * 20}.safetensors")
-    assert main(["fsck", str(store.root), "--repair"]) == 0
-    assert capsys.readouterr().out == f"{NUM_BLOCKS - 1} good, 0 bad\n"
+    assert run("fsck", store.root, "--repair")[:2] == (0, f"{NUM_BLOCKS - 1} good, 0 bad\n")
     assert all(path.read_text() == "not a block" for path in foreign)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, flip(30), truncate(0), truncate(90)])
 def test_a_damaged_description_does_not_keep_blocks_from_being_verified(
-    store: Store, capsys: pytest.CaptureFixture[str], damage: Damage
+    store: Store, run: Run, damage: Damage
 ) -> None:
     namespace = store.fill()
     damage(store.root / namespace.fingerprint / "namespace.json")
-    assert main(["fsck", str(store.root)]) == 0
-    note, summary = capsys.readouterr().out.splitlines()
+    status, printed, _ = run("fsck", store.root)
+    note, summary = printed.splitlines()
+    assert (status, summary) == (0, f"{NUM_BLOCKS} good, 0 bad")
     assert note.startswith(f"note: {namespace.fingerprint}: namespace.json")
-    assert summary == f"{NUM_BLOCKS} good, 0 bad"
     flip(5000)(store.path(namespace, store.keys[0]))
-    assert main(["fsck", str(store.root)]) == 1
+    assert run("fsck", store.root)[0] == 1
+
+
+@pytest.mark.parametrize("integrity", Integrity)
+def test_a_store_of_each_integrity_is_verified(
+    store: Store, run: Run, secret_file: Path, integrity: Integrity
+) -> None:
+    secret = ["--secret-file", secret_file] if integrity.needs_secret else []
+    namespace = store.fill(integrity=integrity, secret_file=secret_file if secret else None)
+    counted = "without a checksum" if integrity is Integrity.OFF else "good"
+    status, printed, _ = run("fsck", store.root, *secret)
+    assert (status, f"{NUM_BLOCKS} {counted}" in printed) == (0, True)
+    shown = run("inspect", store.path(namespace, store.keys[0]), *secret)[1]
+    assert f"integrity     {integrity.value}\n" in shown
 
 
 def test_sealed_files_are_verified_with_their_key_only(
-    store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
+    store: Store, secret_file: Path, run: Run
 ) -> None:
-    sealed = {"integrity": Integrity.SEALED, "secret_file": secret_file}
-    namespace = store.fill(**sealed, tenant="ours")  # type: ignore[arg-type]
-    command = ["fsck", str(store.root), "--repair"]
-    with_key = [*command, "--secret-file", str(secret_file), "--tenant", "ours"]
-    unverified = f"0 good, 0 bad, {NUM_BLOCKS} not verified: sealed\n"
-    for without_key in (command, with_key[:-2]):
-        assert main(without_key) == 0
-        assert capsys.readouterr().out == unverified
-    assert main(with_key) == 0
-    assert capsys.readouterr().out == f"{NUM_BLOCKS} good, 0 bad\n"
-    flip(5000)(store.path(namespace, store.keys[0]))
+    namespace = store.fill(integrity=Integrity.SEALED, secret_file=secret_file, tenant="ours")
+    secret, tenant = ["--secret-file", secret_file], ["--tenant", "ours"]
+    command = ["fsck", store.root, "--repair"]
+    path = store.path(namespace, store.keys[0])
+    for given in ([], secret):
+        assert run(*command, *given)[:2] == (
+            0,
+            f"0 good, 0 bad, {NUM_BLOCKS} not verified: sealed\n",
+        )
+        status, shown, _ = run("inspect", path, *given)
+        assert (status, f"tensor        sealed: U8 [{DATA_BYTES}]\n" in shown) == (0, True)
+        assert f"key           {store.keys[0].hex()} (group 0)\n" in shown
+        assert "not verified: sealed" in shown
+    assert run(*command, *secret, *tenant)[:2] == (0, f"{NUM_BLOCKS} good, 0 bad\n")
+    assert run("inspect", path, *secret, *tenant)[0] == 0
+    flip(5000)(path)
     flip(90)(store.path(namespace, store.keys[1]))
-    assert main(command) == 1
+    assert "the data does not match its tag" in run("inspect", path, *secret, *tenant)[1]
+    assert run(*command)[0] == 1
     assert store.quarantined() == {store.path(namespace, store.keys[1]).name}, "it shows to all"
-    assert main(with_key) == 1
-    assert "does not match its tag" in capsys.readouterr().out
+    status, printed, _ = run(*command, *secret, *tenant)
+    assert (status, "does not match its tag" in printed) == (1, True)
     assert len(store.quarantined()) == 2
 
 
 def test_with_a_secret_a_block_beside_sealed_ones_that_anybody_could_have_made_is_bad(
-    store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
+    store: Store, secret_file: Path, run: Run
 ) -> None:
     secret_file.write_bytes(bytes(64))
     namespace = store.fill(num_blocks=2, integrity=Integrity.SEALED, secret_file=secret_file)
@@ -174,40 +172,37 @@ def test_with_a_secret_a_block_beside_sealed_ones_that_anybody_could_have_made_i
     plain.fill(num_blocks=2)
     path = store.path(namespace, store.keys[0])
     path.write_bytes(plain.path(namespace, store.keys[0]).read_bytes())
-    command = ["fsck", str(store.root), "--secret-file", str(secret_file)]
-    assert main(command) == 1
-    first, summary = capsys.readouterr().out.splitlines()
+    command = ["fsck", store.root, "--secret-file", secret_file]
+    status, printed, _ = run(*command)
+    first, summary = printed.splitlines()
+    assert (status, summary) == (1, "1 good, 1 bad")
     assert "integrity is 'fast'; expected 'sealed'" in first
-    assert summary == "1 good, 1 bad"
     for record in (store.root / namespace.fingerprint).glob("integrity.*"):
         record.unlink()  # as in the copy of a bucket
-    assert main(command) == 1
-    assert capsys.readouterr().out.endswith("1 good, 1 bad\n")
+    status, printed, _ = run(*command)
+    assert (status, printed.endswith("1 good, 1 bad\n")) == (1, True)
 
 
 def test_what_is_not_sealed_by_the_secret_is_never_put_away(
-    store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
+    store: Store, secret_file: Path, run: Run
 ) -> None:
     store.fill()
-    command = ["fsck", str(store.root), "--repair", "--secret-file"]
-    assert main([*command, str(secret_file)]) == 1
-    assert capsys.readouterr().out.endswith(f"0 good, {NUM_BLOCKS} bad\n")
+    command = ["fsck", store.root, "--repair", "--secret-file"]
+    status, printed, _ = run(*command, secret_file)
+    assert (status, printed.endswith(f"0 good, {NUM_BLOCKS} bad\n")) == (1, True)
     namespace = store.fill(model="another", integrity=Integrity.KEYED, secret_file=secret_file)
     wrong = secret_file.with_name("wrong")
     wrong.write_bytes(bytes(32))
     before = store.blocks()
-    assert main([*command, str(wrong)]) == 2
-    printed = capsys.readouterr()
-    assert not printed.out
-    assert printed.err.startswith("kvxfer fsck: secret_file is 'another secret'; expected")
-    assert namespace.fingerprint in printed.err
+    status, printed, said = run(*command, wrong)
+    assert (status, printed) == (2, "")
+    assert said.startswith("kvxfer fsck: secret_file is 'another secret'; expected")
+    assert namespace.fingerprint in said
     assert store.blocks() == before
     assert not store.quarantined()
 
 
-def test_repair_removes_temporary_files_of_the_dead_and_counts_anew(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_repair_removes_temporary_files_of_the_dead_and_counts_anew(store: Store, run: Run) -> None:
     namespace = store.fill()
     path = store.path(namespace, store.keys[0])
     abandoned = path.with_name(f"{'01' * 8}-0.safetensors.tmp")
@@ -215,69 +210,26 @@ def test_repair_removes_temporary_files_of_the_dead_and_counts_anew(
     for key in store.keys[:2]:
         store.path(namespace, key).unlink()  # behind the back of the ledger
     assert store.counted_bytes == NUM_BLOCKS * FILE_BYTES
-    assert main(["fsck", str(store.root)]) == 0
+    assert run("fsck", store.root)[0] == 0
     assert abandoned.exists()
-    assert main(["fsck", str(store.root), "--repair"]) == 0
-    assert "1 temporary files removed" in capsys.readouterr().out
+    status, printed, _ = run("fsck", store.root, "--repair")
+    assert (status, "1 temporary files removed" in printed) == (0, True)
     assert not abandoned.exists()
     assert store.counted_bytes == (NUM_BLOCKS - 2) * FILE_BYTES
 
 
-def test_json_is_one_object(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    namespace = store.fill()
-    relative = store.relative(namespace, store.keys[0])
-    flip(5000)(store.root / relative)
-    assert main(["fsck", str(store.root), "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert report["good"] == NUM_BLOCKS - 1
-    assert [problem["path"] for problem in report["bad"]] == [str(relative)]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [["ls"], ["fsck"], ["fsck", "--repair"], ["gc", "--capacity", "20KiB"], ["gc", "--dry-run"]],
-    ids=" ".join,
-)
-def test_a_damaged_inode_ends_no_command(
-    store: Store,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    command: list[str],
+def test_a_file_that_cannot_be_read_is_named_and_stays(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.fill()
     name = f"{store.keys[3].hex()}.safetensors"
     for call in ("stat", "unlink"):
         fail_to(monkeypatch, call, name, OSError(5, "Input/output error", name))
-    assert main([command[0], str(store.root), *command[1:]]) == (command[0] == "fsck")
-    printed = capsys.readouterr()
-    if command[0] == "fsck":
-        assert f"bad: {name}: cannot be opened: Input/output error" in printed.out
-        assert f"{NUM_BLOCKS - 1} good, 1 bad" in printed.out
-
-
-def test_a_folder_that_holds_no_store_is_misuse_and_stays_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["fsck", str(tmp_path), "--repair"]) == 2
-    printed = capsys.readouterr()
-    assert not printed.out
-    assert printed.err.startswith(
-        f"kvxfer fsck: path is '{tmp_path}'; expected the root of a store"
-    )
-    assert not (tmp_path / "usage.ledger").exists()
-
-
-def test_control_sequences_in_a_file_do_not_reach_the_terminal(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    namespace = store.fill(num_blocks=1)
-    path = store.path(namespace, store.keys[0])
-    said = namespace.fingerprint.encode()
-    evil = rb"\u001b[2J".ljust(len(said), b"0")
-    path.write_bytes(path.read_bytes().replace(said, evil, 1))
-    main(["fsck", str(store.root)])
-    main(["inspect", str(path)])
-    assert "\x1b" not in capsys.readouterr().out
+    status, printed, _ = run("fsck", store.root, "--repair")
+    assert status == 1
+    assert f"bad: {name}: cannot be opened: Input/output error" in printed
+    assert f"{NUM_BLOCKS - 1} good, 1 bad" in printed
+    assert run("ls", store.root)[0] == run("gc", store.root, "--capacity", "20KiB")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -291,24 +243,83 @@ def test_control_sequences_in_a_file_do_not_reach_the_terminal(
     ],
 )
 def test_misuse_is_said_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    tmp_path: Path, run: Run, arguments: list[str], said: str
 ) -> None:
     (tmp_path / "file").write_text("short")
     (tmp_path / "usage.ledger").touch()
-    assert main(["fsck", *(argument.format(tmp_path) for argument in arguments)]) == 2
-    printed = capsys.readouterr()
-    assert not printed.out
-    assert printed.err.startswith(f"kvxfer fsck: {said.format(tmp_path)}")
-    assert printed.err.count("\n") == 1
+    status, printed, error = run("fsck", *(each.format(tmp_path) for each in arguments))
+    assert (status, printed, error.count("\n")) == (2, "", 1)
+    assert error.startswith(f"kvxfer fsck: {said.format(tmp_path)}")
 
 
-@pytest.mark.processes
-def test_a_reader_who_has_seen_enough_causes_no_traceback(store: Store) -> None:
-    store.fill()
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [*COMMAND, "ls", str(store.root)]
-    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writer)
-    assert result.returncode == 1
-    assert not result.stderr
+@pytest.mark.parametrize("num_tensors", [0, NUM_TENSORS])
+def test_a_good_block_is_shown_with_its_namespace(store: Store, run: Run, num_tensors: int) -> None:
+    namespace = store.fill(num_tensors=num_tensors)
+    status, printed, _ = run("inspect", store.path(namespace, store.keys[3]))
+    lines = [(line[:14].strip(), line[14:]) for line in printed.splitlines()]
+    tensors = [text for name, text in lines if name == "tensor"]
+    listed = ["layers.0.k: U8 [31]", "layers.0.v: U8 [32]", "layers.1.k: U8 [32]"]
+    assert tensors[:3] == (listed if num_tensors else [f"blocks: U8 [1, {DATA_BYTES}]"])
+    assert (status, len(tensors)) == (0, num_tensors or 1)
+    said = dict(line for line in lines if line[0] != "tensor")
+    assert said.pop("checksum").endswith(" holds")
+    header = HEADER_BYTES if num_tensors else 4096
+    size = "17384 (17.0 KiB)" if num_tensors else "9192 (9.0 KiB)"
+    assert said == {
+        "namespace": namespace.fingerprint,
+        "key": f"{store.keys[3].hex()} (group 0)",
+        "in the chunk": f"bytes 0 to {DATA_BYTES}",
+        "data offset": str(header),
+        "file size": size,
+        "integrity": "fast",
+        "seal": "holds",
+        "model": "example/model",
+        "groups": "1",
+        "chunk": "1 blocks",
+    }
+
+
+@pytest.mark.parametrize(
+    ("damage", "seal", "checksum"),
+    [(break_seal, "does not hold: ", " holds"), (flip(4096), "holds", "does not hold: ")],
+)
+def test_a_changed_block_says_what_does_not_hold(
+    store: Store, run: Run, damage: Damage, seal: str, checksum: str
+) -> None:
+    namespace = store.fill(num_blocks=1)
+    path = store.path(namespace, store.keys[0])
+    damage(path)
+    status, printed, _ = run("inspect", path)
+    assert (status, f"\nseal          {seal}" in printed) == (1, True)
+    (line,) = (line for line in printed.splitlines() if line.startswith("checksum"))
+    assert checksum in line
+
+
+def make_safetensors(path: Path, header_bytes: int) -> None:
+    tensor = {"dtype": "U8", "shape": [5000], "data_offsets": [0, 5000]}
+    header = json.dumps({"weights": tensor}).encode().ljust(header_bytes)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(5000))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Path.touch,
+        lambda path: path.write_text("text"),
+        lambda path: path.write_bytes(bytes(10000)),
+        lambda path: path.write_bytes(b"\xff" * 10000),
+        lambda path: make_safetensors(path, 100),
+        lambda path: make_safetensors(path, 4088),
+        lambda path: make_safetensors(path, 1 << 20),
+        Path.mkdir,
+        os.mkfifo,
+    ],
+)
+def test_what_is_no_block_file_is_said_to_be_none(
+    tmp_path: Path, run: Run, make: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "file"
+    make(path)
+    status, printed, said = run("inspect", path)
+    assert (status, printed, said.count("\n")) == (1, "", 1)
+    assert said.startswith(f"kvxfer inspect: {path}: not a block file: ")
