@@ -188,11 +188,6 @@ def counted_bytes(root: Path) -> int:
         return int.from_bytes(ledger.read(16)[8:], "little")
 
 
-def fail_to_open(monkeypatch: pytest.MonkeyPatch, pattern: str, error: OSError) -> None:
-    """Let files and folders fail to be opened whose names match; as root no mode refuses them."""
-    fail_to(monkeypatch, "open", pattern, error)
-
-
 def fail_to(monkeypatch: pytest.MonkeyPatch, call: str, pattern: str, error: OSError) -> None:
     """Let a call of the disk fail for files and folders whose names match."""
     really = getattr(runtime.disk(), call)

@@ -3,12 +3,9 @@
 import errno
 import mmap
 import os
-import shutil
 import stat
-import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,8 +29,6 @@ from tests.backends.file_store import has_uring
 PAGE = 4096
 IOV_MAX = 1024
 
-OpenFile = Callable[..., int]
-
 
 @pytest.fixture(params=["posix", "uring"])
 def engine(request: pytest.FixtureRequest) -> Iterator[FileIO]:
@@ -52,22 +47,6 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     else:
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as path:
             yield Path(path)
-
-
-@pytest.fixture
-def open_file(folder: Path) -> Iterator[OpenFile]:
-    """Function that opens a new file with some content; all are closed at the end."""
-    fds: list[int] = []
-
-    def open_new(content: bytes = b"", flags: int = os.O_RDWR) -> int:
-        path = folder / f"file{len(fds)}"
-        path.write_bytes(content)
-        fds.append(os.open(path, flags))
-        return fds[-1]
-
-    yield open_new
-    for fd in fds:
-        os.close(fd)
 
 
 class Memory:
@@ -90,216 +69,97 @@ class Memory:
         return b"".join(self.bytes[start : start + length].tobytes() for start, length in pieces)
 
 
-def scattered(num_pieces: int, seed: int = 0) -> tuple[list[tuple[int, int]], int]:
-    """Draw pieces of odd lengths at odd places, in no order, and the memory that they need."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, 700, num_pieces)
-    starts = np.cumsum(lengths + rng.integers(0, 50, num_pieces)) - lengths
-    order = rng.permutation(num_pieces)
-    pieces = list(zip(starts[order].tolist(), lengths[order].tolist(), strict=True))
-    return pieces, int(starts[-1] + lengths[-1])
-
-
-def content(fd: int) -> bytes:
-    return os.pread(fd, os.fstat(fd).st_size, 0)
-
-
 def errors(results: Sequence[Result]) -> list[int | None]:
     return [result.errno if isinstance(result, OSError) else None for result in results]
 
 
-@pytest.mark.parametrize("num_pieces", [1, 7, IOV_MAX + 1, 3 * IOV_MAX])
-def test_scattered_pieces_are_written_in_order(
-    engine: FileIO, open_file: OpenFile, num_pieces: int
-) -> None:
-    pieces, num_bytes = scattered(num_pieces)
-    memory, fd = Memory(num_bytes).fill(), open_file()
-    expected = memory.gather(*pieces)
-    assert engine.write([fd], [memory.vector(*pieces)]) == [len(expected)]
-    assert content(fd) == expected
-
-
-@pytest.mark.parametrize("num_pieces", [1, 7, IOV_MAX + 1, 3 * IOV_MAX])
-def test_scattered_pieces_are_read_in_order_and_nothing_between_them_is_touched(
-    engine: FileIO, open_file: OpenFile, num_pieces: int
-) -> None:
-    pieces, num_bytes = scattered(num_pieces)
-    source, memory = Memory(num_bytes).fill(), Memory(num_bytes)
-    fd = open_file(source.gather(*pieces))
-    assert engine.read([fd], [memory.vector(*pieces)]) == [sum(length for _, length in pieces)]
-    expected = np.zeros(num_bytes, np.uint8)
-    for start, length in pieces:
-        expected[start : start + length] = source.bytes[start : start + length]
-    assert (memory.bytes == expected).all()
-
-
-@pytest.mark.parametrize("size", [0, 1, 9, 100, PAGE])
-def test_a_short_file_is_read_to_its_end_and_says_how_much_that_was(
-    engine: FileIO, open_file: OpenFile, size: int
-) -> None:
-    source, memory = Memory(PAGE).fill(), Memory(4 * PAGE)
-    fds = [open_file(source.bytes[:size].tobytes()), open_file(b"whole")]
-    pieces = [(0, 10), (10, PAGE), (10 + PAGE, 20)]
-    results = engine.read(fds, [memory.vector(*pieces), memory.vector((3 * PAGE, 5))])
-    assert results == [size, 5]
-    assert (memory.bytes[:size] == source.bytes[:size]).all()
-    assert not memory.bytes[size : 3 * PAGE].any()
-    assert memory.gather((3 * PAGE, 5)) == b"whole"
-
-
-def test_named_files_are_opened_read_and_closed(engine: FileIO, folder: Path) -> None:
-    num_files, before = 2 * engine.files_per_call + 3, num_fds()
-    memory, folder_fd = Memory(PAGE * num_files), os.open(folder, os.O_RDONLY)
-    for index in range(num_files):
-        if index != 1:
-            (folder / str(index)).write_bytes(b"%d" % index * 10)
-    try:
-        files = [NamedFile(folder_fd, b"%d" % index) for index in range(num_files)]
-        vectors = [memory.vector((PAGE * index, PAGE)) for index in range(num_files)]
-        results = engine.read_named(files, vectors, os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(folder_fd)
-    sizes: list[Result] = [len(str(index)) * 10 for index in range(num_files)]
-    assert errors(results)[:3] == [None, errno.ENOENT, None]
-    assert [*results[:1], *results[2:]] == [*sizes[:1], *sizes[2:]]
-    assert memory.gather((2 * PAGE, 10)) == b"2" * 10
-    assert not memory.bytes[PAGE : 2 * PAGE].any()
-    assert num_fds() == before
-
-
 @pytest.fixture
 def folder_fd(folder: Path) -> Iterator[int]:
-    fd = os.open(folder, os.O_RDONLY)
+    before, fd = num_fds(), os.open(folder, os.O_RDONLY)
     yield fd
+    assert num_fds() == before + 1, "an engine has closed all files"
     os.close(fd)
-
-
-def new_files(folder_fd: int, num_files: int) -> list[NewFile]:
-    return [NewFile(folder_fd, b"%d.tmp" % index, b"%d" % index) for index in range(num_files)]
-
-
-@pytest.mark.parametrize("durable", [False, True])
-@pytest.mark.parametrize("padding", [0, 7])
-def test_new_files_get_their_names_when_they_are_whole_and_all_are_closed(
-    engine: FileIO, folder: Path, folder_fd: int, *, durable: bool, padding: int
-) -> None:
-    num_files, size = 2 * engine.files_per_call + 3, 1000
-    memory, before = Memory(PAGE * num_files).fill(), num_fds()
-    (folder / "0").symlink_to("1")  # no file: replaced
-    vectors = [memory.vector((PAGE * index, size)) for index in range(num_files)]
-    results = engine.write_named(
-        new_files(folder_fd, num_files),
-        vectors,
-        [size - padding] * num_files,
-        0,
-        durable=durable,
-    )
-    assert results == [size - padding] * num_files
-    assert sorted(path.name for path in folder.iterdir()) == sorted(map(str, range(num_files)))
-    for index in range(num_files):
-        path = folder / str(index)
-        assert path.read_bytes() == memory.gather((PAGE * index, size - padding))
-        assert path.lstat().st_mode == stat.S_IFREG | 0o600
-    assert num_fds() == before
-
-
-def test_a_file_that_is_there_already_is_left_alone(
-    engine: FileIO, folder: Path, folder_fd: int
-) -> None:
-    memory = Memory(PAGE).fill()
-    (folder / "1").write_bytes(b"old")
-    for _ in range(2):
-        vectors = [memory.vector((0, 10))] * 3
-        files = new_files(folder_fd, 3)
-        results = engine.write_named(files, vectors, [10] * 3, 0, durable=False)
-        assert errors(results)[1] == errno.EEXIST
-        assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2"]
-        assert (folder / "1").read_bytes() == b"old"
-        assert (folder / "2").read_bytes() == memory.gather((0, 10))
-        for name in "02":
-            (folder / name).unlink()
-
-
-@pytest.mark.parametrize("num_calls", [1, 5])
-def test_a_new_file_that_cannot_be_written_fails_alone_and_leaves_nothing(
-    engine: FileIO, folder: Path, folder_fd: int, num_calls: int
-) -> None:
-    memory, before = Memory(PAGE).fill(), num_fds()
-    nowhere = np.array([[1 << 40, 10]], np.uint64)
-    for _ in range(num_calls):  # whatever a failure leaves in the engine is in nobody's way
-        for path in folder.iterdir():
-            path.unlink()
-        files = new_files(folder_fd, 4)
-        files[2] = files[2]._replace(name=b"no folder/2")
-        vectors = [memory.vector((0, 10)), nowhere, *[memory.vector((20, 10))] * 2]
-        results = engine.write_named(files, vectors, [10] * 4, 0, durable=False)
-        assert errors(results) == [None, errno.EFAULT, errno.ENOENT, None]
-        assert sorted(path.name for path in folder.iterdir()) == ["0", "3"]
-        assert (folder / "3").read_bytes() == memory.gather((20, 10))
-    assert num_fds() == before
-
-
-def test_a_new_file_that_fits_on_the_disk_in_part_is_not_named(
-    engine: FileIO, small_tmpfs: Path
-) -> None:
-    memory, folder_fd = Memory(2 << 20).fill(), os.open(small_tmpfs, os.O_RDONLY)
-    free_bytes = shutil.disk_usage(small_tmpfs).free
-    try:
-        vectors = [memory.vector((0, 64 << 10)), memory.vector((0, 2 << 20))]
-        sizes = [64 << 10, 2 << 20]
-        results = engine.write_named(new_files(folder_fd, 2), vectors, sizes, 0, durable=False)
-    finally:
-        os.close(folder_fd)
-    assert results[0] == 64 << 10
-    assert errors(results)[1] in {errno.ENOSPC, errno.EIO}
-    assert [path.name for path in small_tmpfs.iterdir()] == ["0"]
-    deadline = time.monotonic() + 10  # the kernel lets go of a slot's file soon after it says so
-    while shutil.disk_usage(small_tmpfs).free != free_bytes - (64 << 10):
-        assert time.monotonic() < deadline, "it is open still"
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("size", [0, 100, PAGE, 3 * PAGE, 3 * PAGE + 1, 4 * PAGE - 1])
-def test_o_direct_reads_padded_tails_of_files_of_any_size(
-    engine: FileIO, tmp_path: Path, size: int
-) -> None:
-    source, memory = Memory(4 * PAGE).fill(), Memory(6 * PAGE)
-    path = tmp_path / "file"
-    path.write_bytes(source.bytes[:size].tobytes())
-    fd = open_or_skip(path, os.O_RDONLY | os.O_DIRECT)
-    pieces = [(5 * PAGE, PAGE), (0, 2 * PAGE), (3 * PAGE, PAGE)]
-    try:
-        results = engine.read([fd], [memory.vector(*pieces)])
-    finally:
-        os.close(fd)
-    assert results == [size]
-    assert memory.gather(*pieces)[:size] == source.gather((0, size))
-    assert not memory.bytes[4 * PAGE : 5 * PAGE].any()
-
-
-def open_or_skip(path: Path, flags: int) -> int:
-    try:
-        return os.open(path, flags, 0o600)
-    except OSError as exc:
-        pytest.skip(f"the file system of {path} has no O_DIRECT: {exc}")
-
-
-@pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system with room for a mebibyte."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "kvxfer-test", str(tmp_path)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def num_fds() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("num_pieces", [1, 7, IOV_MAX + 1, 3 * IOV_MAX])
+def test_scattered_pieces_are_written_and_read_in_order_and_nothing_between_them_is_touched(
+    engine: FileIO, folder: Path, num_pieces: int
+) -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 700, num_pieces)
+    starts = np.cumsum(lengths + rng.integers(0, 50, num_pieces)) - lengths
+    order = rng.permutation(num_pieces)
+    pieces = list(zip(starts[order].tolist(), lengths[order].tolist(), strict=True))
+    num_bytes = int(starts[-1] + lengths[-1])
+    source, target = Memory(num_bytes).fill(), Memory(num_bytes)
+    fd = os.open(folder / "file", os.O_RDWR | os.O_CREAT)
+    assert engine.write([fd], [source.vector(*pieces)]) == [lengths.sum()]
+    assert (folder / "file").read_bytes() == source.gather(*pieces)
+    assert engine.read([fd], [target.vector(*pieces)]) == [lengths.sum()]
+    os.close(fd)
+    assert target.gather(*pieces) == source.gather(*pieces)
+    assert np.count_nonzero(target.bytes) == lengths.sum()
+
+
+@pytest.mark.parametrize("size", [0, 1, 9, 100, PAGE, 3 * PAGE + 1])
+@pytest.mark.parametrize("flags", [0, os.O_DIRECT])
+def test_of_many_files_each_is_read_to_its_end_or_missing(
+    engine: FileIO, folder: Path, folder_fd: int, flags: int, size: int
+) -> None:
+    num_files = 2 * engine.files_per_call + 3
+    source, memory = Memory(size or 1).fill(), Memory(4 * PAGE * num_files)
+    for index in range(num_files):
+        if index != 1:
+            (folder / str(index)).write_bytes(source.bytes[:size].tobytes())
+    try:
+        os.close(os.open(folder / "0", os.O_RDONLY | flags))
+    except OSError as exc:
+        pytest.skip(f"no O_DIRECT in {folder}: {exc}")
+    files = [NamedFile(folder_fd, b"%d" % index) for index in range(num_files)]
+    pieces = [
+        [(at + PAGE, 3 * PAGE), (at, PAGE)] for at in range(0, num_files * 4 * PAGE, 4 * PAGE)
+    ]
+    vectors = [memory.vector(*each) for each in pieces]
+    results = engine.read_named(files, vectors, os.O_RDONLY | os.O_CLOEXEC | flags)
+    assert errors(results)[:3] == [None, errno.ENOENT, None]
+    assert [*results[:1], *results[2:]] == [size] * (num_files - 1)
+    for index, each in enumerate(pieces):
+        expected = source.bytes[: size if index != 1 else 0].tobytes()
+        assert memory.gather(*each) == expected.ljust(4 * PAGE, b"\0")
+
+
+@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("padding", [0, 7])
+def test_whole_files_get_their_names_and_the_others_leave_nothing(
+    engine: FileIO, folder: Path, folder_fd: int, *, durable: bool, padding: int
+) -> None:
+    num_files, size = 2 * engine.files_per_call + 5, 1000
+    memory = Memory(PAGE * num_files).fill()
+    for _ in range(3):  # whatever a failure leaves in the engine is in nobody's way
+        for path in folder.iterdir():
+            path.unlink()
+        (folder / "0").symlink_to("1")  # no file: replaced
+        (folder / "2").write_bytes(b"old")
+        files = [NewFile(folder_fd, b"%d.tmp" % each, b"%d" % each) for each in range(num_files)]
+        files[3] = files[3]._replace(name=b"no folder/3")
+        vectors = [memory.vector((PAGE * index, size)) for index in range(num_files)]
+        vectors[4] = np.array([[1 << 40, size]], np.uint64)
+        sizes = [size - padding] * num_files
+        results = engine.write_named(files, vectors, sizes, 0, durable=durable)
+        assert errors(results[:5]) == [None, None, errno.EEXIST, errno.ENOENT, errno.EFAULT]
+        assert results[:2] + results[5:] == sizes[3:]
+        there = {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert there.pop("2") == b"old"
+        assert there == {
+            str(index): memory.gather((PAGE * index, size - padding))
+            for index in range(num_files)
+            if index not in (2, 3, 4)
+        }
+        assert (folder / "0").lstat().st_mode == stat.S_IFREG | 0o600
 
 
 @pytest.mark.skipif(not has_uring(), reason="needs io_uring")
