@@ -85,12 +85,14 @@ MAMBA = MambaSpec(
 )
 
 
-def states(spec: MambaSpec, raw: torch.Tensor) -> list[torch.Tensor]:
+def states(
+    spec: MambaSpec, raw: torch.Tensor, *, num_blocks: int = NUM_BLOCKS
+) -> list[torch.Tensor]:
     """View states over one raw allocation, one page after the other."""
     tensors, start = [], 0
     for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
         strides = (spec.page_size_bytes // dtype.itemsize, *torch.empty(shape).stride())
-        view = raw.view(dtype).as_strided((NUM_BLOCKS, *shape), strides, start // dtype.itemsize)
+        view = raw.view(dtype).as_strided((num_blocks, *shape), strides, start // dtype.itemsize)
         tensors.append(view)
         start += prod(shape) * dtype.itemsize
     return tensors

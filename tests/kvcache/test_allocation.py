@@ -51,14 +51,6 @@ def test_a_block_of_any_group_is_one_piece() -> None:
         assert blocks.lengths.tolist() == [end, end]
 
 
-def test_the_refs_say_whose_pages_they_are_and_how_they_read() -> None:
-    allocation = allocate_canonical(GEMMA, [NHD] * 3, tokens_per_kernel_block=[16, 8, 16])
-    (first,), (second,), _ = allocation.caches.group_data_refs
-    assert (first.layer_names, first.layout) == (("0", "1", "2"), NHD.memory)
-    assert second.layout == f"{NHD.memory}, 2 kernel blocks per block"
-    assert allocation.caches.group_specs == (FULL, SLIDING, SLIDING)
-
-
 def test_layers_of_one_group_may_have_their_own_specs() -> None:
     narrow = replace(FULL, num_kv_heads=4, head_dim=4)
     specs = UniformTypeKVCacheSpecs(tokens_per_block=16, layer_specs={"a": FULL, "b": narrow})

@@ -85,17 +85,6 @@ def test_another_group_that_wants_to_reorder_is_an_error_that_names_it() -> None
     assert reordered.positions.tolist() == batch.positions.tolist()
 
 
-def test_group_1_is_refused_too_when_group_0_made_another_order_of_its_own() -> None:
-    tables = make_tables(2, 3)
-    reversing = ReorderingBuilder(lambda batch: np.arange(batch.num_requests)[::-1])
-    builder = MultiGroupMetadataBuilder([reversing, ReorderingBuilder()], tables)
-    with pytest.raises(BatchOrderError) as caught:
-        builder.reorder(TokenBatch.of([[3], [2], [0, 1]]))
-    assert (caught.value.group, caught.value.builder) == (1, "ReorderingBuilder")
-    assert caught.value.order == (1, 2, 0)
-    assert first_blocks(tables) == [[1, 2, 3], [11, 12, 13]]
-
-
 @pytest.mark.parametrize("order", [[0], [0, 0], [1, 2], [0, 1, 2]])
 def test_what_is_no_order_of_the_batch_is_refused(order: list[int]) -> None:
     builder = MultiGroupMetadataBuilder(
@@ -115,15 +104,6 @@ def test_a_backend_for_one_group_is_refused_where_there_are_several() -> None:
     assert (caught.value.group, caught.value.num_groups) == (1, 3)
     with pytest.raises(InvalidArgumentError, match="one for each of 2 groups"):
         MultiGroupMetadataBuilder([PlainBuilder()], make_tables(2))
-
-
-def test_a_batch_of_more_requests_than_rows_is_refused_before_any_row_moves() -> None:
-    tables = make_tables(1, MAX_REQUESTS)
-    reversing = ReorderingBuilder(lambda batch: np.arange(batch.num_requests)[::-1])
-    builder = MultiGroupMetadataBuilder([reversing], tables)
-    with pytest.raises(InvalidArgumentError, match="batch is 7; expected at most 6 requests"):
-        builder.reorder(TokenBatch.of([[0]] * 7))
-    assert first_blocks(tables) == [[1, 2, 3, 4, 5, 6]]
 
 
 def test_decodes_are_those_of_few_tokens() -> None:

@@ -21,9 +21,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import (
     PageMapping,
     WorkerShard,
-    compile_mapping,
     map_caches,
-    payload_boxes,
     verify_mappings,
 )
 from kvxfer.kvcache.spec import (
@@ -123,13 +121,6 @@ def unknown(**fields: Any) -> CanonicalKVCaches:
     return CanonicalKVCaches((tensor,), refs, **fields)
 
 
-def compiled(caches: CanonicalKVCaches, page_of: CanonicalKVCaches, **fields: Any) -> PageMapping:
-    """Map the blocks of one worker to pages of another model."""
-    boxes = [replace(box, **fields) for box in payload_boxes(caches.group_data_refs[0])]
-    page = map_one(page_of).page
-    return compile_mapping(boxes, page, tokens_per_block=TOKENS, payload_sizes=[len(boxes) * 128])
-
-
 def several_heads(kept: int) -> CanonicalKVCaches:
     """Make two layers of which one has other heads than the first."""
     specs = {"layers.0": SPEC, "layers.1": replace(SPEC, num_kv_heads=kept)}
@@ -140,20 +131,6 @@ def several_heads(kept: int) -> CanonicalKVCaches:
 PAIR = ("layers.0", "layers.1")
 LONG = WorkerShard(num_kv_heads=1, tp_size=2, rank=1, dcp_size=2, interleave_tokens=16)
 UNMAPPED: list[tuple[Callable[[], object], str, str]] = [
-    (lambda: compiled(caches_of(), caches_of(spec=replace(SPEC, head_dim=5))), "dim", "5 of"),
-    (
-        lambda: compiled(caches_of(), caches_of(spec=replace(SPEC, dtype=torch.bfloat16))),
-        "dtype",
-        "bfloat16",
-    ),
-    (lambda: compiled(caches_of(), caches_of(names=PAIR)), "layer", "also"),
-    (lambda: compiled(caches_of(names=PAIR), caches_of()), "page", "all"),
-    (
-        lambda: compiled(caches_of(), caches_of(spec=replace(SPEC, tokens_per_block=12))),
-        "token",
-        "12 per page",
-    ),
-    (lambda: compiled(caches_of(), caches_of(), encoding="for AMX"), "encoding", "for AMX"),
     *(
         (
             lambda kept=kept: map_caches(
@@ -302,9 +279,8 @@ def test_shards_are_equal_shares_of_the_heads_and_latents_are_in_the_first() -> 
         for rank in range(2)
     ]
     assert held == [(0, 1), (2, 3)]
-    spec = MLASpec(tokens_per_block=TOKENS, head_dim=DIM, dtype=torch.float16)
     second = WorkerShard(num_kv_heads=1, rank=1, tp_size=2)
-    mapping = map_one(caches_of("block token dim", spec=spec), second, num_shards=2)
+    mapping = map_one(caches_of("block token dim", spec=MLA), second, num_shards=2)
     assert (mapping.shards, len(mapping.page.shards)) == ((0,), 1)
     assert (mapping.num_writers, mapping.writer_index) == (2, 1)
     spec = MLASpec(tokens_per_block=TOKENS, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.float16)
@@ -370,3 +346,66 @@ def test_blocks_are_checked_as_they_are_without_mappings() -> None:
         BlockDescriber(CACHES, mappings=[*mappings, *mappings])
     with pytest.raises(InvalidArgumentError, match="blocks_per_chunk"):
         BlockDescriber(CACHES, mappings=mappings, blocks_per_chunk=2)
+
+
+MLA = MLASpec(tokens_per_block=TOKENS, head_dim=DIM, dtype=torch.float16)
+PARALLEL = {
+    "heads": WorkerShard(num_kv_heads=4, tp_size=4),
+    "replicated": WorkerShard(num_kv_heads=2, tp_size=8),
+    "tokens": WorkerShard(num_kv_heads=1, tp_size=4, dcp_size=2, pcp_size=2, interleave_tokens=4),
+    "latents": WorkerShard(num_kv_heads=1, tp_size=4),
+}
+
+
+def workers(kind: str, *, spec: KVCacheSpec = ONE_HEAD, **options: Any) -> list[PageMapping]:
+    """Map the blocks of all workers of an engine, each with one head."""
+    caches = caches_of("block token dim", spec=MLA) if kind == "latents" else caches_of(spec=spec)
+    shard = PARALLEL[kind]
+    ranks = range(shard.num_workers)
+    return [map_one(caches, replace(shard, rank=rank), **options) for rank in ranks]
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_all_workers_together_are_the_page_and_a_missing_or_another_one_is_found(kind: str) -> None:
+    mappings = workers(kind)
+    verify_mappings(mappings)
+    for rank in range(len(mappings)):
+        with pytest.raises(PageMappingError, match="bytes of all workers") as caught:
+            verify_mappings(mappings[:rank] + mappings[rank + 1 :])
+        assert caught.value.axis == "head"
+        doubled = list(mappings)
+        doubled[rank] = mappings[rank - 1]
+        for wrong in (doubled, [*mappings, mappings[rank]]):
+            with pytest.raises(PageMappingError):
+                verify_mappings(wrong)
+    if kind in ("replicated", "latents"):
+        turns: list[dict[str, Any]] = [{"writer_index": 1}, {"num_writers": 1, "writer_index": 0}]
+        for fields in turns:
+            with pytest.raises(PageMappingError):
+                verify_mappings([replace(mappings[0], **fields), *mappings[1:]])
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+@pytest.mark.parametrize("field", ["page_offsets", "local_offsets", "lengths", "blocks"])
+@pytest.mark.parametrize("by", [-1, 1, 8, 10**6])
+def test_a_corrupted_fragment_is_found(kind: str, field: str, by: int) -> None:
+    mappings = workers(kind)
+    fragments = mappings[1].pages[0]
+    for index in {0, len(fragments.lengths) // 2, len(fragments.lengths) - 1}:
+        values = getattr(fragments, field).copy()
+        values[index] += by
+        broken = replace(fragments, **{field: values})
+        wrong = [mappings[0], replace(mappings[1], pages=(broken,)), *mappings[2:]]
+        with pytest.raises(PageMappingError):
+            verify_mappings(wrong)
+
+
+def test_workers_with_other_pages_or_blocks_are_found() -> None:
+    ours, theirs = workers("heads"), workers("heads", tokens_per_page=4)
+    for wrong in ([*ours[:3], theirs[3]], [*ours, theirs[3]]):
+        with pytest.raises(PageMappingError):
+            verify_mappings(wrong)
+    short = workers("heads", spec=replace(ONE_HEAD, tokens_per_block=4))
+    with pytest.raises(PageMappingError, match=r"\[1, 2\] pages per block") as caught:
+        verify_mappings([*theirs[:3], short[3]])
+    assert caught.value.axis == "token"

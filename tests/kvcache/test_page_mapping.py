@@ -15,7 +15,7 @@ from kvxfer.engine_side import LAYOUT_ZOO, EngineLayout
 from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.describer import BlockDescriber
-from kvxfer.kvcache.portable import WorkerShard, map_caches, verify_mappings
+from kvxfer.kvcache.portable import PageFragments, WorkerShard, map_caches, verify_mappings
 from kvxfer.kvcache.spec import FullAttentionSpec
 from tests.examples import examples
 from tests.kvcache.random_worlds import (
@@ -69,8 +69,22 @@ def check_pages(
         worker.check()
 
 
+def expanded(fragments: PageFragments) -> list[list[int]]:
+    """List the fragments of runs, one by one."""
+    return [
+        [
+            block,
+            run.local_offset + index * run.local_stride,
+            run.canonical_offset + index * run.canonical_stride,
+            run.fragment_size,
+        ]
+        for block, run in fragments.runs()
+        for index in range(run.num_fragments)
+    ]
+
+
 @pytest.mark.parametrize("entry", ZOO, ids=named)
-@examples(4)
+@examples(6)
 @given(data=st.data())
 def test_the_portable_pages_of_a_model_are_those_of_plain_indexing(
     entry: EngineLayout, data: st.DataObject, copies: CPUCopyEngine
@@ -89,6 +103,10 @@ def test_the_portable_pages_of_a_model_are_those_of_plain_indexing(
         names = [tensor.name for tensor in world.tensors(group)]
         for mapping in engine.of_group(group):
             assert [tensor.name for tensor in mapping.page.shards[0]] == names
+            for fragments in mapping.pages[:2]:
+                fields = fragments.blocks, fragments.local_offsets, fragments.page_offsets
+                rows = np.stack([*fields, fragments.lengths], axis=1).tolist()
+                assert expanded(fragments) == rows
     expected = [world.pages(group, tokens_per_page, num_shards) for group in groups]
     check_pages(engine, expected, copies)
 

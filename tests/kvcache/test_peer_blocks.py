@@ -38,7 +38,7 @@ from kvxfer.kvcache.portable import (
     describe_caches,
     match_caches,
 )
-from kvxfer.kvcache.spec import FullAttentionSpec, MambaSpec, MLASpec
+from kvxfer.kvcache.spec import FullAttentionSpec, MambaSpec
 from tests.examples import examples
 from tests.kvcache.page_worlds import World
 from tests.kvcache.random_worlds import engine_options, generators, worlds
@@ -180,14 +180,6 @@ def whole(**fields: Any) -> WorkerShard:
 
 
 @pytest.mark.parametrize(
-    ("layout", "mean"), [("block kv token head dim", 16 * 48), ("block kv head token dim", 16 * 12)]
-)
-def test_fragments_are_what_lies_together_on_both_sides(layout: str, mean: int) -> None:
-    """Tokens of a block of theirs that are half of one of ours, in elements of 4 bytes."""
-    assert matched(32, 16, layout=layout, their_layout=layout).fragment_bytes(0) == mean
-
-
-@pytest.mark.parametrize(
     ("mine", "theirs", "sources"),
     [
         ({"tp_size": 2, "rank": 1}, {"tp_size": 2}, (1,)),
@@ -271,17 +263,6 @@ def test_only_pages_that_are_wanted_and_there_are_written(
     }
     rows, places = blocks.describe_in_place(0, there, block_ids, **wanted)
     whole_blocks = [there[row] for row in rows]
-    assert whole_blocks == [
-        index
-        for index in there
-        if (index * their_tokens) // page >= first_page
-        and (stop_page is None or (index + 1) * their_tokens <= stop_page * page)
-        and all(
-            0 <= token // mine - first_block < len(block_ids)
-            and block_ids[token // mine - first_block]
-            for token in range(index * their_tokens, (index + 1) * their_tokens)
-        )
-    ]
     if whole_blocks:
         their_blocks = [their_ids[index] for index in whole_blocks]
         copies.copy(BlockDescriber(theirs).describe(0, their_blocks), places)
@@ -313,17 +294,6 @@ def ours_by_token(
         )
         found[:, :, int(box.layer_name[-1]), "kv".index(box.part)] = view
     return found
-
-
-def test_a_group_of_latents_is_read_from_one_worker() -> None:
-    spec = MLASpec(tokens_per_block=16, head_dim=8, dtype=torch.float16)
-    config = KVCacheConfig(4, (KVCacheGroup(spec, ("layers.0",)),))
-    caches = canonicalize({"layers.0": torch.zeros(4, 16, 8, dtype=torch.float16)}, config)
-    shards = [WorkerShard(num_kv_heads=1, tp_size=size) for size in (4, 2)]
-    for rank in range(4):
-        mine = describe_caches(caches, replace(shards[0], rank=rank))
-        (blocks,) = match_caches(caches, mine, [describe_caches(caches, shards[1])])
-        assert (blocks.sources, blocks.is_direct) == ((rank % 2,), True)
 
 
 DESCRIBED = describe_caches(numbered()[0], whole())

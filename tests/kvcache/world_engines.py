@@ -16,9 +16,15 @@ from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
+from tests.kvcache.engine_views import states
 from tests.kvcache.page_worlds import FIRST_LAYER, StateWorld, Values, World
-from tests.kvcache.zoo_engines import INTEGERS, AttentionEngine, ZooGroup, with_kernel_blocks
-from tests.kvcache.zoo_states import StateEngine
+from tests.kvcache.zoo_engines import (
+    INTEGERS,
+    AttentionEngine,
+    ZooGroup,
+    plan_groups,
+    with_kernel_blocks,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +207,7 @@ class AttentionWorker(Worker):
         mine = [t for t in range(world.num_tokens) if self._keeps(t)]
         pool = np.zeros(
             (
-                self._engine.num_positions,
+                self._engine.sizes["layer"],
                 self._engine.config.num_blocks,
                 sum(width for _, width in world.parts),
                 self._num_heads,
@@ -243,18 +249,26 @@ class StateWorker(Worker):
         padded = 0 if "state" in entry.allocations else padding_bytes
         spec = world.spec(shard.tp_size, padding_bytes=padded)
         group = ZooGroup(spec, tuple(range(len(world.values))))
-        engine = StateEngine(entry, [group], num_blocks=num_blocks)
         names = [f"layers.{FIRST_LAYER + layer}.mixer" for layer in range(len(world.values))]
-        config, renamed = rename_layers(engine.config, [names])
-        kv_caches = {renamed[name]: each for name, each in engine.kv_caches.items()}
-        self.caches = canonicalize(kv_caches, config)
-        self._tensors = [state for name in names for state in kv_caches[name]]
+        config, _ = rename_layers(plan_groups([group], num_blocks), [names])
+        if "state" in entry.allocations:  # one for all layers
+            slots = [
+                torch.zeros((len(names), num_blocks, *shape), dtype=dtype)
+                for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+            ]
+            layers = [[slot[layer] for slot in slots] for layer in range(len(names))]
+        else:
+            num_bytes = num_blocks * spec.page_size_bytes
+            pages = [torch.zeros(num_bytes, dtype=torch.int8) for _ in names]
+            layers = [states(spec, page, num_blocks=num_blocks) for page in pages]
+        self.caches = canonicalize(dict(zip(names, layers, strict=True)), config)
+        self._tensors = [tensor for layer in layers for tensor in layer]
 
     def contents(self) -> list[Values]:
         """Compute each tensor's values with every block in its place, by plain indexing."""
         contents = []
-        for states in self._world.values:
-            for values, head in zip(states, self._world.head_axes, strict=True):
+        for layer in self._world.values:
+            for values, head in zip(layer, self._world.head_axes, strict=True):
                 mine = np.array_split(values, self.shard.tp_size, head + 1)[self.shard.rank]
                 num_blocks = self.caches.tensors[0].tensor.shape[0]
                 content = np.zeros((num_blocks, *mine.shape[1:]), mine.dtype)

@@ -1,6 +1,5 @@
 """Engines of the layout zoo: the tensors that they would register."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -34,72 +33,30 @@ class ZooGroup:
     spec: KVCacheSpec
     positions: tuple[int, ...]
 
-    @property
-    def used_positions(self) -> tuple[int, ...]:
-        """List each position once, in the order of the layers."""
-        return tuple(dict.fromkeys(self.positions))
+
+def plan_groups(groups: Sequence[ZooGroup], num_blocks: int) -> KVCacheConfig:
+    """Plan the groups of an engine; layers at one position share a tensor."""
+    planned = []
+    shared: list[list[str]] = [[] for _ in range(1 + max(p for g in groups for p in g.positions))]
+    for index, group in enumerate(groups):
+        names = tuple(f"{index}.{layer}" for layer in range(len(group.positions)))
+        planned.append(KVCacheGroup(group.spec, names))
+        for name, position in zip(names, group.positions, strict=True):
+            shared[position].append(name)
+    return KVCacheConfig(num_blocks, tuple(planned), tuple(map(tuple, shared)))
 
 
-class ZooEngine(ABC):
-    """Engine with zeros in its cache, whose elements are numbered.
-
-    Attributes:
-        entry: Layout of its cache.
-        groups: Its groups.
-        num_positions: Positions of a block.
-        config: Its cache config.
-        kv_caches: Tensors that it registers: those of each layer, or one of all layers.
-        layouts: Layouts that it declares for them.
-        num_elements: Elements in all of its cache.
-    """
-
-    kv_caches: Mapping[str, Any]
-    layouts: Mapping[str, str]
-    num_elements: int
-
-    def __init__(self, entry: EngineLayout, groups: Sequence[ZooGroup], num_blocks: int) -> None:
-        self.entry = entry
-        self.groups = tuple(groups)
-        self.num_positions = 1 + max(p for group in groups for p in group.positions)
-        planned = []
-        shared: list[list[str]] = [[] for _ in range(self.num_positions)]
-        for index, group in enumerate(groups):
-            names = tuple(f"{index}.{layer}" for layer in range(len(group.positions)))
-            planned.append(KVCacheGroup(group.spec, names))
-            for name, position in zip(names, group.positions, strict=True):
-                shared[position].append(name)
-        self.config = KVCacheConfig(num_blocks, tuple(planned), tuple(map(tuple, shared)))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.entry.order}, {self.config})"
-
-    @property
-    def positions(self) -> dict[str, int]:
-        """List the position of each layer."""
-        return {n: i for i, names in enumerate(self.config.shared_tensors) for n in names}
-
-    @abstractmethod
-    def set_bits(self, element: int) -> None:
-        """Set every bit of one element, through the registered tensor that has it."""
-
-    @abstractmethod
-    def block_of(self, element: int) -> int:
-        """Find the block that an element is in."""
-
-    @abstractmethod
-    def bytes_of(self, element: int, group: int) -> range:
-        """Find the bytes of an element in the group's block; none where the group has no part.
-
-        Computed from the order of axes alone, from the outermost inwards.
-        """
-
-
-class AttentionEngine(ZooEngine):
-    """Engine that keeps keys and values, or latents.
+class AttentionEngine:
+    """Engine that keeps keys and values, or latents, with zeros in its cache.
 
     Groups differ in nothing that the layout shows.
 
     Attributes:
+        entry: Layout of its cache.
+        groups: Its groups.
+        config: Its cache config.
+        kv_caches: Tensors that it registers: those of each layer, or one of all layers.
+        layouts: Layouts that it declares for them.
         dtype: Type of an element.
         sizes: Size of every axis of the layout.
         strides: Stride of every axis of an allocation, elements.
@@ -114,24 +71,32 @@ class AttentionEngine(ZooEngine):
         num_blocks: int = 5,
         kernel_blocks_per_block: int = 2,
     ) -> None:
-        super().__init__(entry, groups or [_default_group(entry)], num_blocks)
+        self.entry, self.groups = entry, tuple(groups) or (_default_group(entry),)
+        self.config = plan_groups(self.groups, num_blocks)
         spec = self.groups[0].spec
         (form,) = spec.cache_tensors
         self.dtype, self._page_size_bytes = form.dtype, spec.page_size_bytes
         self.sizes = {"kv": 1, "kernel": 1, **form.axis_sizes}
-        self.sizes |= {"block": num_blocks, "layer": self.num_positions}
+        self.sizes |= {"block": num_blocks, "layer": len(self.config.shared_tensors)}
         if "kv*dim" in self.sizes:  # of another width each: one after the other, as one key
             self.sizes["dim"] = self.sizes.pop("kv*dim")
         if "kernel" in entry.order:
             self.sizes["kernel"] = kernel_blocks_per_block
             self.sizes["token"] //= kernel_blocks_per_block
-        self.num_elements = prod(self.sizes[axis] for axis in entry.order)
         self.memory, self.shape = factors(entry.memory), factors(entry.shape)
         self.steps = [axis for axis in self.memory if axis not in self.shape]
         self.strides, num_elements = self._strides()
         self.tensors = self._make_tensors(num_elements)
         self.kv_caches = self._registered()
         self.layouts = dict.fromkeys(self.kv_caches, entry.layout)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.entry.order}, {self.config})"
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """List the position of each layer."""
+        return {n: i for i, names in enumerate(self.config.shared_tensors) for n in names}
 
     def _strides(self) -> tuple[dict[str, int], int]:
         """Compute the strides of an allocation's axes, and all its elements, padding included."""
@@ -200,54 +165,6 @@ class AttentionEngine(ZooEngine):
         for index, tensor in self.tensors.items():
             at = dict(zip(outside, index, strict=True))
             tensor.copy_(torch.from_numpy(numbers(self.sizes, self.shape, at)).view(tensor.shape))
-
-    def fill(self) -> None:
-        """Write random values, through the registered tensors."""
-        generator = torch.Generator().manual_seed(len(self.tensors))
-        for tensor in self.tensors.values():
-            tensor.view(INTEGERS[tensor.element_size()]).random_(generator=generator)
-
-    def set_bits(self, element: int) -> None:
-        """Set every bit of one element, through the registered tensor that has it."""
-        at = self._at(element)
-        outside = (*self.entry.allocations.split(), *self.steps)
-        tensor = self.tensors[tuple(at[axis] for axis in outside)]
-        index = tuple(
-            int(np.ravel_multi_index([at[f] for f in axes], [self.sizes[f] for f in axes]))
-            for axes in map(factors, self.entry.shape.split())
-        )
-        tensor.view(INTEGERS[tensor.element_size()])[index].bitwise_not_()
-
-    def block_of(self, element: int) -> int:
-        """Find the block that an element is in."""
-        return self._at(element)["block"]
-
-    def bytes_of(self, element: int, group: int) -> range:
-        """Find the bytes of an element in the group's block."""
-        at, order, used = self._at(element), self.entry.order, self.groups[group].used_positions
-        outside, inside = order[: order.index("block")], order[order.index("block") + 1 :]
-        if "layer" in self.shape:  # no layer has a place before it is known where they all are
-            used = tuple(sorted(used))
-        sizes = self.sizes | {"layer": len(used) if "layer" in outside else max(used) + 1}
-        if "layer" in outside:
-            if at["layer"] not in used:
-                return range(0)
-            at["layer"] = used.index(at["layer"])
-        piece = 0
-        for axis in outside:
-            piece = piece * sizes[axis] + at[axis]
-        piece_elements = 1 + sum((sizes[axis] - 1) * self.strides[axis] for axis in inside)
-        place = sum(at[axis] * self.strides[axis] for axis in inside)
-        if place >= piece_elements:  # behind the last layer of the group
-            return range(0)
-        start = (piece * piece_elements + place) * self.dtype.itemsize
-        return range(start, start + self.dtype.itemsize)
-
-    def _at(self, element: int) -> dict[str, int]:
-        """Compute the index of an element along each axis."""
-        order = self.entry.order
-        places = np.unravel_index(element, [self.sizes[axis] for axis in order])
-        return {axis: int(place) for axis, place in zip(order, places, strict=True)}
 
 
 def with_kernel_blocks(entry: EngineLayout) -> EngineLayout:
