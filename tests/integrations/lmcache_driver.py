@@ -25,9 +25,6 @@ from kvxfer.storage.observer import Observer
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend
 
 LIMIT_S = 15.0
-DTYPE = torch.bfloat16
-
-
 def plugin(params: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Spec of the adapter, as on LMCache's command line."""
     return {

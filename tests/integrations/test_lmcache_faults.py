@@ -8,8 +8,6 @@ import pytest
 
 pytest.importorskip("lmcache.v1.distributed.l2_adapters", reason="needs LMCache")
 
-from lmcache.v1.distributed.api import ObjectKey
-from lmcache.v1.distributed.internal_api import L2AdapterListener
 
 from kvxfer.connect import open_backend
 from kvxfer.integrations.lmcache import KVXferL2Adapter
@@ -140,42 +138,6 @@ def test_what_leaves_host_memory_stays_in_a_tier_that_tells_nothing(
     assert len(partly_away.backend._blocks) == 15
 
 
-class Listener(L2AdapterListener):  # type: ignore[misc] # LMCache is not typed
-    """Listener of LMCache, all of whose methods do the same."""
-
-    def __init__(self, do: Callable[[], object]) -> None:
-        self._do = do
-
-    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
-        self._do()
-
-    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
-        self._do()
-
-    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
-        self._do()
-
-
-def test_a_listener_that_raises_costs_no_answer(
-    adapter: FaultyAdapter, memory: Memory, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
-        raise KeyError("a listener's own")
-
-    adapter.register_listener(Listener(fail))
-    driver = Driver(adapter)
-    objects = [memory.fill(SIZE, 1), memory.fill(SIZE, 2)]
-    assert driver.store(KEYS, objects).is_successful()
-    assert driver.lookup(KEYS) == [True, True]
-    room = [memory.allocate(SIZE), memory.allocate(SIZE)]
-    assert driver.load(KEYS, room) == [True, True]
-    assert bytes_of(room) == bytes_of(objects)
-    adapter.submit_unlock(KEYS)
-    adapter.delete(KEYS)
-    assert adapter.get_usage().total_bytes_used == 0
-    assert caplog.text.count("a listener of LMCache failed") == 3
-
-
 @pytest.mark.parametrize(
     ("kind", "operation"),
     [
@@ -223,40 +185,6 @@ def test_a_late_load_does_not_write_to_memory_that_was_answered_for(
     again = [memory.allocate(SIZE), memory.allocate(SIZE)]
     assert driver.load(KEYS, again) == [True, True]  # the buffers are there again
     assert bytes_of(objects) == [bytes([7]) * SIZE] * 2
-
-
-def test_a_late_store_does_not_read_memory_that_was_answered_for(
-    adapter: FaultyAdapter, memory: Memory
-) -> None:
-    driver = Driver(adapter)
-    objects = [memory.fill(SIZE, 1), memory.fill(SIZE, 2)]
-    expected = bytes_of(objects)
-    adapter.faulty.rates = FaultRates(stuck=1.0, operations=frozenset({Operation.STORE}))
-    assert not driver.store(KEYS, objects).is_successful()
-    memory.buffer.fill_(7)
-    adapter.faulty.rates = FaultRates()
-    adapter.faulty.release()
-    until(lambda: adapter.report_status()["is_healthy"])
-    assert driver.lookup(KEYS) == [False, False]  # the first piece comes last, and never came
-    objects[0].raw_data.copy_(Memory().fill(SIZE, 1).raw_data)
-    assert driver.store(KEYS[:1], objects[:1]).is_successful()
-    memory_again = [memory.allocate(SIZE)]
-    assert driver.load(KEYS[:1], memory_again) == [True]
-    assert bytes_of(memory_again) == expected[:1]
-
-
-def test_flipped_bits_failures_and_errors_are_misses(
-    adapter: FaultyAdapter, memory: Memory
-) -> None:
-    driver = Driver(adapter)
-    driver.store(KEYS, [memory.fill(SIZE, 1), memory.fill(SIZE, 2)])
-    for rates in (FaultRates(failure=1.0), FaultRates(error=1.0)):
-        adapter.faulty.rates = rates
-        assert driver.load(KEYS, [memory.allocate(1000)] * 2) == [False, False]
-        assert not driver.store([make_key(3)], [memory.fill(100, 3)]).is_successful()
-    adapter.faulty.rates = FaultRates(error=1.0, operations=frozenset(Operation))
-    assert driver.lookup(KEYS) == [False, False]
-    adapter.delete(KEYS)  # logged, not raised
 
 
 def test_closing_answers_and_ends_in_time(memory: Memory) -> None:

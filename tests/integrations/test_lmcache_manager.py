@@ -123,19 +123,6 @@ def test_what_lmcache_stored_it_finds_after_a_restart(tmp_path: Path) -> None:
         assert engine.manager.report_status()["is_healthy"]
 
 
-def test_a_damaged_file_ends_the_prefix_there(tmp_path: Path) -> None:
-    with managed(spec_of(tmp_path)) as engine:
-        engine.put(KEYS)
-        until(lambda: used(engine) == 6 * OBJECT_BYTES)
-        (file,) = tmp_path.rglob(f"{KEYS[3].chunk_hash.hex()}*00000000.safetensors")
-        content = bytearray(file.read_bytes())
-        content[-100] ^= 1
-        file.write_bytes(content)
-        engine.forget()
-        assert engine.get(KEYS) == 3
-        until(lambda: used(engine) == 5 * OBJECT_BYTES)
-
-
 def test_quotas_evict_what_is_over_them(tmp_path: Path) -> None:
     eviction = {"eviction_policy": "IsolatedLRU", "trigger_watermark": 1.0, "eviction_ratio": 0.5}
     keys = {salt: [make_key(number, cache_salt=salt) for number in range(6)] for salt in ("a", "b")}
@@ -163,18 +150,3 @@ def test_a_capacity_lets_lmcache_evict(tmp_path: Path) -> None:
         until(lambda: 0 < used(engine) < 4 * OBJECT_BYTES)
 
 
-@pytest.mark.parametrize("operation", [Operation.LOOKUP, Operation.LOAD])
-def test_a_store_that_hangs_does_not_hang_lmcache(operation: Operation) -> None:
-    spec = plugin({"backend": "host://?capacity=1MiB", "timeout_s": 0.5, "pause_s": 0.1, **PIECE})
-    spec |= {"module_path": "tests.integrations.lmcache_driver", "class_name": "FaultyAdapter"}
-    with managed(spec) as engine:
-        (adapter,) = engine.manager._l2_adapters.values()
-        engine.put(KEYS)
-        until(lambda: used(engine) == 6 * OBJECT_BYTES)
-        engine.forget()
-        adapter.faulty.rates = FaultRates(stuck=1.0, operations=frozenset({operation}))
-        assert engine.get(KEYS) == 0
-        assert not engine.manager.report_status()["is_healthy"]
-        adapter.faulty.rates = FaultRates()
-        adapter.faulty.release()
-        until(lambda: engine.get(KEYS) == 6)

@@ -17,10 +17,8 @@ from kvxfer.storage.keys import Namespace  # noqa: E402
 from kvxfer.storage.observer import Operation  # noqa: E402
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend  # noqa: E402
 from tests.integrations.tiny_transformers import (  # noqa: E402
-    FAMILIES,
     fill,
     generate,
-    make_model,
     num_loaded,
     open_cache,
     prompt_of,
@@ -49,7 +47,7 @@ def empty(page: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip_a_bit, truncate, empty, Path.unlink])
-@pytest.mark.parametrize("bad_page", range(4))
+@pytest.mark.parametrize("bad_page", [0, 2])
 def test_a_bad_page_is_a_shorter_prefix(
     damage: Callable[[Path], object], bad_page: int, tmp_path: Path
 ) -> None:
@@ -72,27 +70,6 @@ def test_a_bad_page_is_a_shorter_prefix(
         assert generate(model, prompt, **with_cache(cache.load(prompt))) == alone
         assert fill(cache, model, prompt) > 0
         assert num_loaded(cache, prompt) == 64
-
-
-def test_a_configuration_that_is_changed_while_the_cache_is_open_misses(tmp_path: Path) -> None:
-    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(70)
-    with open_cache(model, tmp_path) as cache:
-        fill(cache, model, prompt)
-        kept, model.config.rms_norm_eps = model.config.rms_norm_eps, 0.5
-        assert num_loaded(cache, prompt) == 0
-        assert fill(cache, model, prompt) > 0
-        assert num_loaded(cache, prompt) == 64
-        model.config.rms_norm_eps = kept
-        assert num_loaded(cache, prompt) == 64
-
-
-def test_another_revision_misses(tmp_path: Path) -> None:
-    model, prompt = shared_model(), prompt_of(40)
-    with open_cache(model, tmp_path, revision="one") as cache:
-        fill(cache, model, prompt)
-    for revision, hit in (("one", 32), ("two", 0), ("", 0)):
-        with open_cache(model, tmp_path, revision=revision) as cache:
-            assert num_loaded(cache, prompt) == hit
 
 
 class Faulty:
@@ -119,15 +96,14 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Faulty:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["hang", "stuck", "late", "error", "failure"])
-@pytest.mark.parametrize("operations", [{Operation.LOAD}, {Operation.LOOKUP}, EVERY])
 def test_a_backend_that_fails_costs_the_hit_and_no_more_than_the_deadline(
-    fault: str, operations: frozenset[Operation], faulty: Faulty
+    fault: str, faulty: Faulty
 ) -> None:
     model, prompt = shared_model(), prompt_of(70)
     with open_cache(model, "faulty://", timeout_s=5) as cache:
         fill(cache, model, prompt)
         assert faulty.opened is not None
-        faulty.opened.rates = FaultRates(**{fault: 1.0}, operations=frozenset(operations))
+        faulty.opened.rates = FaultRates(**{fault: 1.0}, operations=EVERY)
         began = time.monotonic()
         past = cache.load(prompt, timeout_s=0.2)
         output = model.generate(prompt, **with_cache(past), max_new_tokens=20, do_sample=False)
@@ -142,26 +118,6 @@ def test_a_backend_that_fails_costs_the_hit_and_no_more_than_the_deadline(
         assert num_loaded(cache, prompt) == 64
 
 
-@pytest.mark.slow
-def test_late_transfers_touch_no_page_that_is_given_out(faulty: Faulty) -> None:
-    model, prompt = shared_model(), prompt_of(70)
-    with open_cache(model, "faulty://", pool_bytes=1) as cache:  # two pages
-        fill(cache, model, prompt)
-        assert faulty.opened is not None
-        faulty.opened.rates = FaultRates(late=1.0)
-        assert num_loaded(cache, prompt, timeout_s=0.1) == 0
-        faulty.opened.rates = FaultRates()
-        assert num_loaded(cache, prompt) == 0, "both slots may still be written to"
-        assert fill(cache, model, prompt_of(70, seed=1)) == 0
-        faulty.opened.release()
-        deadline = time.monotonic() + 10
-        while not num_loaded(cache, prompt) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        past = cache.load(prompt)
-        assert past.get_seq_length() == 64
-        assert generate(model, prompt, **with_cache(past)) == generate(model, prompt)
-
-
 def test_no_time_is_no_hit(tmp_path: Path) -> None:
     model, prompt = shared_model(), prompt_of(70)
     with open_cache(model, tmp_path) as cache:
@@ -170,9 +126,6 @@ def test_no_time_is_no_hit(tmp_path: Path) -> None:
         assert cache.store(output, past, timeout_s=0) == 0
         assert cache.store(output, past) == 64
         assert num_loaded(cache, prompt, timeout_s=0) == 0
-        cache._lock.acquire()
-        assert num_loaded(cache, prompt, timeout_s=0.1) == 0, "another thread has its turn"
-        cache._lock.release()
         assert num_loaded(cache, prompt, timeout_s=None) == 64
 
 
@@ -195,8 +148,7 @@ def refuse(_):
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 def load():
-    if sys.argv[2] == "without new threads":  # as Python 3.12 and later
-        threading.Thread.start = refuse
+    threading.Thread.start = refuse  # as Python 3.12 and later
     print(num_loaded(cache, prompt))
     cache.close()
 
@@ -205,8 +157,7 @@ atexit.register(load)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["", "without new threads"])
-def test_a_prefix_is_loaded_when_the_interpreter_ends(tmp_path: Path, how: str) -> None:
-    command = [sys.executable, "-c", AT_THE_END, str(tmp_path), how]
+def test_a_prefix_is_loaded_when_the_interpreter_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", AT_THE_END, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "96\n"), done.stderr

@@ -116,6 +116,7 @@ def test_generate_takes_a_tensor_of_one_sequence(ids: Any, tmp_path: Path) -> No
         ("use_cache", False),
         ("past_key_values", transformers.DynamicCache()),
         ("cache", transformers.DynamicCache()),
+        ("assistant_model", torch.nn.Linear(2, 2)),
         ("inputs_embeds", torch.zeros(1, 2, 64)),
         ("pixel_values", torch.zeros(1, 3, 8, 8)),
         ("images", [torch.zeros(3, 8, 8)]),
@@ -147,21 +148,16 @@ def test_arguments_of_generate(name: str, value: Any, tmp_path: Path) -> None:
                 cache.generate(prompt, generation_config=config)
 
 
-def test_tokens_that_stand_for_an_image(tmp_path: Path) -> None:
-    model = make_model(*FAMILIES["llama"])
-    model.config.image_token_id = 7
-    cache = open_cache(model, tmp_path)
-    with cache, pytest.raises(InvalidArgumentError, match="image_token_id 7 at 2"):
-        cache.load(torch.tensor([[3, 4, 7, 5]]))
-
-
-def test_tokens_of_inputs_that_a_part_of_the_configuration_names(tmp_path: Path) -> None:
+def test_tokens_that_stand_for_an_image_or_a_sound(tmp_path: Path) -> None:
     """As those of Phi-4-multimodal, in its configurations of images and of sounds."""
     model = make_model(*FAMILIES["llama"])
+    model.config.image_token_id = 6
     model.config.vision_config = {"image_token_id": 7, "bos_token_id": 3}
     model.config.parts = [{"sound": {"speech_token_ids": [8, 9]}}]
     model.config.codec_eos_token_id = 5  # of another vocabulary
     with open_cache(model, tmp_path) as cache:
+        with pytest.raises(InvalidArgumentError, match=r"\bimage_token_id 6 at 1"):
+            cache.load(torch.tensor([[3, 6, 5]]))
         with pytest.raises(InvalidArgumentError, match=r"vision_config\.image_token_id 7 at 2"):
             cache.load(torch.tensor([[3, 4, 7, 5]]))
         with pytest.raises(InvalidArgumentError, match=r"sound\.speech_token_ids 9 at 1"):
@@ -216,6 +212,14 @@ def test_caches_that_do_not_have_every_token_of_one_sequence(tmp_path: Path) -> 
             cache.store(prompt, beams)
         with pytest.raises(InvalidArgumentError, match="output is '2 sequences'"):
             cache.store(prompt.repeat(2, 1), beams)
+        for other, found in (
+            ({"num_hidden_layers": 4}, "4 layers"),
+            ({"head_dim": 32}, "head_dim="),
+        ):
+            past = transformers.DynamicCache()
+            make_model("LlamaConfig", other)(prompt, **with_cache(past))
+            with pytest.raises(InvalidArgumentError, match=found):
+                cache.store(prompt, past)
         static = transformers.StaticCache(config=model.config, max_cache_len=64)
         with pytest.raises(InvalidArgumentError, match="past is 'StaticCache'"):
             cache.store(prompt, static)
@@ -231,18 +235,6 @@ def test_tokens_that_are_not_those_of_the_cache(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgumentError, match="output is '39 tokens'"):
             cache.store(prompt[:, :39], past)
         assert cache.store(prompt, past) == 32
-
-
-def test_a_cache_of_another_model(tmp_path: Path) -> None:
-    other, prompt = shared_model("qwen3"), prompt_of(40)
-    deeper = make_model("LlamaConfig", {"num_hidden_layers": 4})
-    wider = make_model("LlamaConfig", {"head_dim": 32})
-    with open_cache(other, tmp_path) as cache:
-        for model, found in ((deeper, "4 layers"), (wider, "head_dim=32")):
-            past = transformers.DynamicCache()
-            model(prompt, **with_cache(past))
-            with pytest.raises(InvalidArgumentError, match=found):
-                cache.store(prompt, past)
 
 
 @pytest.mark.parametrize(
@@ -342,10 +334,3 @@ def test_settings_that_compute_the_whole_prompt_behind_a_prefix(
             cache.generate(prompt, generation_config=transformers.GenerationConfig(max_length=50))
         with refused:
             cache.load(prompt)
-
-
-def test_an_assistant_model(tmp_path: Path) -> None:
-    model = shared_model()
-    refused = pytest.raises(InvalidArgumentError, match=r"^assistant_model is ")
-    with open_cache(model, tmp_path) as cache, refused:
-        cache.generate(prompt_of(40), assistant_model=model)
