@@ -1,9 +1,12 @@
 """`kvxfer serve` as a process: its blocks, the peers that it refuses, and its end."""
 
 import asyncio
+import logging
+import os
+import re
+import shutil
 import signal
 import socket
-import sys
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
@@ -11,42 +14,36 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.backends.file import FileBackend, FileConfig
+from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import Connection, LocalNode, NixlBackend, NixlConfig, Transport
-from kvxfer.backends.nixl.agents import (
-    NixlAgent,
-)
+from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.wire.messages import Pin, Pinned
-from kvxfer.cli import main
-from kvxfer.connect import open_backend
+from kvxfer.backends.pool import PoolBackend, PoolConfig
 from kvxfer.endpoint import free_ports
 from kvxfer.errors import PeerClosedError
+from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory
+from kvxfer.testing.payloads import make_payload
+from kvxfer.tiering import TieredBackend
+from kvxfer.tiering.preloading import preload
+from kvxfer.units import ByteSize
+from tests.backends.test_host import capacity_for
 from tests.cli import peers
+from tests.cli.conftest import Run
 from tests.cli.peers import ServeProcess, serving
+from tests.cli.stores import DATA_BYTES, Store, flip
+from tests.telemetry.event_subscriber import EventSubscriber
 
-pytestmark = pytest.mark.processes
-
-SECRET = bytes(range(32))
-REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def secret_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("secret") / "secret"
-    path.write_bytes(SECRET)
-    path.chmod(0o600)
-    return path
-
-
-@pytest.fixture(scope="module")
-def peer(secret_file: Path) -> Iterator[ServeProcess]:
-    with serving("--capacity", "1MiB", "--secret-file", str(secret_file)) as peer:
-        yield peer
+ANY_PORT = f"{peers.HOST}:0"
+SMALL = ("--capacity", "1MiB")
+NUM_WARM, CORRUPT = 5, 6
+processes = pytest.mark.processes
 
 
 @pytest.fixture
 def patient_peer() -> Iterator[ServeProcess]:
-    with serving("--capacity", "1MiB", "--drain-timeout", "1h") as peer:
+    with serving(*SMALL, "--drain-timeout", "1h") as peer:
         yield peer
 
 
@@ -54,112 +51,85 @@ def config_of(peer: ServeProcess, secret_file: Path | str = "") -> NixlConfig:
     return NixlConfig(address=str(peer.endpoint), secret_file=str(secret_file))
 
 
-async def connect(peer: ServeProcess) -> Connection:
+async def store(config: NixlConfig) -> None:
+    async with peers.connected(config) as backend:
+        assert all(outcome.done for outcome in await peers.store(backend))
+
+
+async def load(config: NixlConfig) -> list[bytes | None]:
+    async with peers.connected(config) as backend:
+        return await peers.load(backend)
+
+
+async def pin(peer: ServeProcess) -> tuple[Connection, Pinned]:
+    """Act as a peer that keeps a block pinned."""
     config = NixlConfig(address=str(peer.endpoint), transport="socket")
     node = LocalNode(config, peers.namespace(), make_agent=NixlAgent)
-    return await Connection.open(node, peer.endpoint)
+    connection = await Connection.open(node, peer.endpoint)
+    wanted = partial(Pin, keys=peers.KEYS[:1], starts=[0], sizes=[peers.BLOCK_BYTES])
+    return connection, await connection.request(wanted, Pinned)
 
 
-async def pin(connection: Connection) -> Pinned:
-    return await connection.request(
-        partial(Pin, keys=peers.KEYS[:1], starts=[0], sizes=[peers.BLOCK_BYTES]),
-        Pinned,
-    )
-
-
-async def test_what_one_process_stores_another_one_loads(
-    peer: ServeProcess, secret_file: Path
-) -> None:
-    async with peers.connected(config_of(peer, secret_file)) as backend:
-        assert all(outcome.done for outcome in await peers.store(backend))
-    settled = peers.namespace().fingerprint
-    line = peer.wait_for("settled").string
-    assert f"settled namespace {settled} of 'example/model': 126 slots of 5.0 KiB" in line
-    peer.wait_for(r"serving 127\.0\.0\.1:\d+ by \w+")
-    load = [sys.executable, "-m", "tests.cli.load_from_peer", str(peer.endpoint), str(secret_file)]
-    other = await asyncio.create_subprocess_exec(*load, cwd=REPOSITORY)
-    assert await other.wait() == 0
-
-
-async def test_a_peer_of_another_model_is_refused_with_both_names(
-    peer: ServeProcess, secret_file: Path
-) -> None:
-    async with peers.connected(config_of(peer, secret_file)):
-        pass  # now the namespace is settled, whichever test comes first
-    other = peers.namespace("example/other")
-    async with NixlBackend(config_of(peer, secret_file), other) as backend:
+async def is_refused(peer: ServeProcess, config: NixlConfig, namespace: Namespace) -> str:
+    """Ask as a stranger, who finds nothing; return what the peer says of it."""
+    async with NixlBackend(config, namespace) as backend:
         assert await backend.lookup(peers.KEYS[:1]) == [False]
-    said = await asyncio.to_thread(peer.wait_for, "WARNING refused")
-    assert "differ in model: ours is 'example/model', theirs is 'example/other'" in said.string
+    return (await asyncio.to_thread(peer.wait_for, "WARNING refused")).string
 
 
-def test_it_says_where_it_listens_and_what_protects_it(secret_file: Path) -> None:
+@processes
+def test_what_one_engine_stores_another_one_loads_and_a_stranger_is_refused(
+    secret_file: Path,
+) -> None:
+    secret_file.chmod(0o600)
+    with serving(*SMALL, "--secret-file", str(secret_file)) as peer:
+        assert peer.said[-1].endswith(", secret on, TLS off)\n")
+        assert peer.readiness() == 200
+        asyncio.run(store(config_of(peer, secret_file)))
+        line = peer.wait_for("settled").string
+        settled = peers.namespace().fingerprint
+        assert f"settled namespace {settled} of 'example/model': 126 slots of 5.0 KiB" in line
+        peer.wait_for(r"serving 127\.0\.0\.1:\d+ by \w+")
+        assert asyncio.run(load(config_of(peer, secret_file))) == peers.PAYLOADS
+        told = "secret differs: ours is 'a secret', theirs is 'another one, or none'"
+        assert told in asyncio.run(is_refused(peer, config_of(peer), peers.namespace()))
+
+
+@processes
+def test_it_says_where_it_listens_and_its_pages_may_have_one_address() -> None:
     port = free_ports()
     times = ["--lease", "3s", "--timeout", "1min", "--log-level", "debug"]
-    for options, protected in (
-        ([], "secret off, TLS off"),
-        (["--secret-file", str(secret_file)], "secret on, TLS off"),
-    ):
-        with serving("--capacity", "1MiB", "--data-port", str(port), *times, *options) as peer:
-            expected = f"INFO listening at {peer.endpoint} (port {port} for data, {protected})\n"
-            assert peer.said[-1].endswith(expected)
-            assert peer.end() == 0
+    options = ["--data-port", str(port), "--metrics", ANY_PORT]
+    with serving(*SMALL, *options, *times) as peer:
+        told = f"INFO listening at {peer.endpoint} (port {port} for data, secret off, TLS off)\n"
+        assert peer.said[-1].endswith(told)
+        url = peer.ready_url.replace("/ready", "/metrics")
+        assert any(f"metrics at {url}" in line for line in peer.said)
+        with urllib.request.urlopen(url, timeout=peers.LIMIT_S) as answer:  # noqa: S310
+            assert 'kvxfer_peers_connected{tier="nixl"} 0.0' in answer.read().decode()
+        assert peer.readiness() == 200
+        assert peer.end() == 0
 
 
 @pytest.mark.parametrize(("option", "host"), [("--data-port", ""), ("--metrics", f"{peers.HOST}:")])
-def test_a_port_that_is_taken_is_named(
-    option: str, host: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_that_is_taken_is_named(option: str, host: str, run: Run) -> None:
     with socket.create_server((peers.HOST, 0)) as taken:
         port = str(taken.getsockname()[1])
-        usual = ["serve", "--listen", f"{peers.HOST}:0", "--capacity", "1MiB"]
-        assert main([*usual, option, host + port]) == 2
-    assert f"cannot listen at {peers.HOST}:{port}: " in capsys.readouterr().err
+        status, _, said = run("serve", "--listen", ANY_PORT, *SMALL, option, host + port)
+    assert (status, f"cannot listen at {peers.HOST}:{port}: " in said) == (2, True)
 
 
-async def test_with_a_namespace_memory_is_reserved_first_and_no_stranger_settles_another(
-    tmp_path: Path,
-) -> None:
-    blocks = BlockMemory(peers.PAGES, num_blocks=1).describe(0, [0])
-    async with open_backend(
-        f"file://{tmp_path}?capacity=1MiB&min_free=1MiB", peers.namespace()
-    ) as files:
-        assert (await files.store(peers.KEYS[:1], blocks))[0].done
-    described = tmp_path / peers.namespace().fingerprint / "namespace.json"
-    with serving("--capacity", "1MiB", "--namespace", str(described)) as peer:
-        assert any("settled namespace" in line for line in peer.said), "not before it listened"
-        async with NixlBackend(config_of(peer), peers.namespace("example/other")) as backend:
-            assert await backend.lookup(peers.KEYS[:1]) == [False]
-        said = await asyncio.to_thread(peer.wait_for, "WARNING refused")
-        assert "differ in model: ours is 'example/model', theirs is 'example/other'" in said.string
-        async with peers.connected(config_of(peer)) as backend:
-            assert all(outcome.done for outcome in await peers.store(backend))
-            assert await peers.load(backend) == peers.PAYLOADS
-
-
-async def test_a_peer_without_the_secret_is_refused(peer: ServeProcess) -> None:
-    async with NixlBackend(config_of(peer), peers.namespace()) as backend:
-        assert await backend.lookup(peers.KEYS[:1]) == [False]
-    said = await asyncio.to_thread(peer.wait_for, "WARNING refused")
-    assert "secret differs: ours is 'a secret', theirs is 'another one, or none'" in said.string
-
-
-def test_a_peer_that_listens_is_ready(peer: ServeProcess) -> None:
-    assert peer.readiness() == 200
-
-
+@processes
 async def test_a_peer_that_is_asked_to_end_waits_for_its_leases_and_takes_no_others(
     patient_peer: ServeProcess,
 ) -> None:
-    async with peers.connected(config_of(patient_peer)) as backend:
-        await peers.store(backend)
-    connection = await connect(patient_peer)
-    pinned = await pin(connection)
+    await store(config_of(patient_peer))
+    connection, pinned = await pin(patient_peer)
     patient_peer.process.terminate()
     await asyncio.to_thread(patient_peer.wait_for, "draining: no new peers")
     assert await asyncio.to_thread(patient_peer.readiness) == 503
     with pytest.raises(PeerClosedError, match="cannot connect"):
-        await connect(patient_peer)
+        await pin(patient_peer)
     assert patient_peer.process.poll() is None
     connection.release(pinned.request_id)
     assert await asyncio.to_thread(patient_peer.wait) == 0
@@ -167,26 +137,22 @@ async def test_a_peer_that_is_asked_to_end_waits_for_its_leases_and_takes_no_oth
     await connection.aclose()
 
 
+@processes
 @pytest.mark.parametrize("transport", ["nixl", "socket"])
 def test_sighup_ends_a_peer_as_sigterm_does(transport: Transport) -> None:
-    async def store(config: NixlConfig) -> None:
-        async with peers.connected(config) as backend:
-            assert all(outcome.done for outcome in await peers.store(backend))
-
-    with serving("--capacity", "1MiB", "--transport", transport) as peer:
-        config = NixlConfig(address=str(peer.endpoint), transport=transport)
-        asyncio.run(store(config))  # after it NIXL has had its way with signals
+    with serving(*SMALL, "--transport", transport) as peer:
+        # After it, NIXL has had its way with signals.
+        asyncio.run(store(NixlConfig(address=str(peer.endpoint), transport=transport)))
         peer.process.send_signal(signal.SIGHUP)
         assert peer.wait() == 0
         assert "draining: no new peers" in "".join(peer.said)
         assert "DEBUG" not in "".join(peer.said)
 
 
+@processes
 async def test_a_second_signal_ends_a_peer_at_once(patient_peer: ServeProcess) -> None:
-    async with peers.connected(config_of(patient_peer)) as backend:
-        await peers.store(backend)
-    connection = await connect(patient_peer)
-    await pin(connection)
+    await store(config_of(patient_peer))
+    connection, _ = await pin(patient_peer)
     patient_peer.process.send_signal(signal.SIGINT)
     await asyncio.to_thread(patient_peer.wait_for, "draining: no new peers")
     patient_peer.process.send_signal(signal.SIGINT)
@@ -194,21 +160,108 @@ async def test_a_second_signal_ends_a_peer_at_once(patient_peer: ServeProcess) -
     await connection.aclose()
 
 
-def test_with_a_tier_blocks_outlive_the_peer(tmp_path: Path) -> None:
-    async def store(config: NixlConfig) -> list[bytes | None]:
-        async with peers.connected(config) as backend:
-            assert all(outcome.done for outcome in await peers.store(backend))
-            return await peers.load(backend)
+@processes
+def test_with_a_tier_blocks_outlive_the_peer_and_events_tell_of_both(
+    tmp_path: Path, run: Run
+) -> None:
+    keys, port = set(peers.KEYS), f"tcp://{ANY_PORT}"
+    tier = ["--tier", f"file://{tmp_path}?capacity=1MiB&min_free=1"]
+    events = ["--events", port, "--events-replay", port, "--events-hashes", "bytes"]
+    with serving(*SMALL, *tier, *events) as peer:
+        addresses = re.search(r"events at (\S+), again at (\S+)", "".join(peer.said))
+        assert addresses is not None
+        with EventSubscriber.opened(addresses[1], addresses[2]) as subscriber:
+            asyncio.run(store(config_of(peer)))
+            subscriber.read_until(lambda: subscriber.kept == {"host": keys, "file": keys})
+        assert peer.end() == 0
+    listed = [line.split()[1] for line in run("ls", tmp_path, "--keys")[1].splitlines()]
+    assert sorted(listed) == sorted(key.hex() for key in keys)
+    with serving(*SMALL, *tier) as peer:
+        assert asyncio.run(load(config_of(peer))) == peers.PAYLOADS
 
-    async def load(config: NixlConfig) -> list[bytes | None]:
-        async with peers.connected(config) as backend:
-            return await peers.load(backend)
 
-    tier = f"file://{tmp_path}/store?capacity=64MiB&min_free=1MiB"
-    for work in (store, load):
-        with serving("--capacity", "1MiB", "--tier", tier) as peer:
-            assert asyncio.run(work(config_of(peer))) == peers.PAYLOADS
-            assert peer.end() == 0
+# Memory that is reserved and filled before anybody asks.
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def namespace(files: Store) -> Namespace:
+    """Namespace of a store of eight blocks, used one after the other, one of which is corrupt."""
+    namespace = files.fill()
+    corrupt = files.path(namespace, files.keys[CORRUPT])
+    flip(corrupt, corrupt.stat().st_size - 1)
+    for number, key in enumerate(files.keys):
+        os.utime(files.path(namespace, key), (1e9 + number, 1e9 + number))
+    return namespace
+
+
+def expected(files: Store) -> list[bytes | None]:
+    """Payloads of the intact blocks among those used last."""
+    first = len(files.keys) - NUM_WARM
+    return [
+        make_payload(key, DATA_BYTES) if number >= first and number != CORRUPT else None
+        for number, key in enumerate(files.keys)
+    ]
+
+
+async def test_the_blocks_used_last_are_preloaded_and_evicted_last(
+    files: Store, namespace: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    config = FileConfig(path=str(files.root), capacity=ByteSize(1 << 26), min_free=ByteSize(1))
+    host = HostBackend(HostConfig(capacity=capacity_for(namespace, NUM_WARM - 1)), namespace)
+    async with TieredBackend([host, FileBackend(config, namespace)], namespace) as tiers:
+        assert await preload(tiers, NUM_WARM, timeout_s=30.0) == NUM_WARM - 1
+        there = await host.lookup(files.keys)
+        assert there == [payload is not None for payload in expected(files)]
+        assert "preloaded 4 of the 5 blocks used last" in caplog.text
+        assert files.keys[CORRUPT].hex() in caplog.text, "the corrupt one is named"
+        other = make_block_key(b"another block", 0)
+        blocks = BlockMemory(peers.PAGES, num_blocks=1).describe(0, [0])
+        assert [outcome.done for outcome in await host.store([other], blocks)] == [True]
+        kept = [number for number, each in enumerate(there) if each]
+        assert await host.lookup(files.keys) == [each in kept[1:] for each in range(8)]
+        assert await preload(tiers, 1, timeout_s=0.0) == 0
+        assert "cut off after 0 s" in caplog.text
+
+
+@processes
+@pytest.mark.parametrize("kind", ["pool", "peer"])
+def test_what_is_served_has_the_blocks_in_memory_when_it_is_ready(
+    files: Store, namespace: Namespace, tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "pool.sock"
+
+    async def load_from_pool() -> list[bytes | None]:
+        async with PoolBackend(PoolConfig(path=str(path)), namespace) as engine:
+            return await peers.load(engine)
+
+    described = files.root / namespace.fingerprint / "namespace.json"
+    tier = f"file://{files.root}?capacity=64MiB&min_free=1MiB"
+    warm = ["--tier", tier, "--namespace", str(described), "--warm", str(NUM_WARM)]
+    with serving(*SMALL, *warm, pool=path if kind == "pool" else None) as served:
+        assert "preloaded 4 of the 5 blocks used last" in "".join(served.said), "before it is ready"
+        assert served.readiness() == 200
+        shutil.rmtree(files.root)
+        if kind == "pool":
+            assert asyncio.run(load_from_pool()) == expected(files)
+        else:
+            assert "settled namespace" in "".join(served.said), "before it listened"
+            other = peers.namespace("example/other")
+            told = "differ in model: ours is 'example/model', theirs is 'example/other'"
+            assert told in asyncio.run(is_refused(served, config_of(served), other))
+            assert asyncio.run(load(config_of(served))) == expected(files)
+        assert served.end() == 0
+    assert not path.exists()
+
+
+PEER = ["--listen", "127.0.0.1:0"]
+POOL = ["--pool", "/nonexistent/pool.sock"]
+ETCD = ["--discover", "etcd://a:1/b"]
 
 
 @pytest.mark.parametrize(
@@ -216,59 +269,62 @@ def test_with_a_tier_blocks_outlive_the_peer(tmp_path: Path) -> None:
     [
         (["--listen", "127.0.0.1"], "listen is '127.0.0.1'; expected a host and a port"),
         (["--listen", "10.0.0.1:7000"], "expected a loopback address; any other needs"),
-        (["--capacity", "lots"], "capacity is 'lots'"),
-        (["--tier", "tape://"], "backend is 'tape'; expected one of: az, file, gs, host"),
+        ([*PEER, "--capacity", "lots"], "capacity is 'lots'"),
+        ([*PEER, "--capacity", "4TiB"], ": needs 4398650490880 bytes, "),
+        ([*PEER, "--tier", "tape://"], "backend is 'tape'; expected one of: az, file, gs, host"),
         (
             ["--listen", "127.0.0.1:7000", "--tier", "nixl://127.0.0.1:7000"],
             "tier is 'nixl://127.0.0.1:7000'; expected another process than this one",
         ),
         (
-            ["--discover", "etcd://a:1/b", "--tier", "nixl://?discover=etcd://a:1/b"],
+            [*PEER, *ETCD, "--tier", "nixl://?discover=etcd://a:1/b"],
             "tier is 'nixl://?discover=etcd://a:1/b'; expected another process than this one",
         ),
-        (["--tls-ca", "ca.pem"], "expected all three, or none"),
-        (["--ready", "here"], "ready is 'here'"),
-        (["--metrics", "here"], "metrics is 'here'"),
-        (["--events", "here"], "endpoint is 'here'"),
-        (["--events-replay", "tcp://127.0.0.1:0"], "expected --events beside it"),
-        (["--drain-timeout", "long"], "drain-timeout is 'long'"),
-        (["--secret-file", "/nonexistent/secret"], "/nonexistent/secret"),
-        (["--namespace", "/nonexistent/file"], "'/nonexistent/file'; expected a namespace.json"),
-        (["--namespace", __file__], "expected a namespace.json of a file store: Expected `object`"),
-        (["--data-port", "65536"], "data_port is 65536; expected a whole number from 0 to 65535"),
-        (["--max-connections", "0"], "max_connections is 0; expected a positive integer"),
-        (["--timeout", "0s"], "timeout_s is 0.0"),
-        (["--discover", "consul://a:1/b"], "discover is 'consul://a:1/b'; expected a URL such as"),
-        (["--discover", "etcd://u:pw@a:1/b"], "discover is 'etcd://...@a:1/b'; expected a URL"),
-        (["--advertise", "a:1"], "advertise is 'a:1'; expected none without discover=etcd://..."),
-        (["--etcd-ca", "ca.pem"], "etcd_ca is 'ca.pem'; expected none without discover"),
+        ([*PEER, "--tls-ca", "ca.pem"], "expected all three, or none"),
+        ([*PEER, "--ready", "here"], "ready is 'here'"),
+        ([*PEER, "--metrics", "here"], "metrics is 'here'"),
+        ([*PEER, "--events", "here"], "endpoint is 'here'"),
+        ([*PEER, "--events-replay", "tcp://127.0.0.1:0"], "expected --events beside it"),
+        ([*PEER, "--drain-timeout", "long"], "drain-timeout is 'long'"),
+        ([*PEER, "--secret-file", "/nonexistent/secret"], "/nonexistent/secret"),
+        ([*PEER, "--namespace", "/nonexistent/file"], "'; expected a namespace.json"),
+        ([*PEER, "--namespace", __file__], "a namespace.json of a file store: Expected `object`"),
+        ([*PEER, "--data-port", "65536"], "data_port is 65536; expected a whole number from 0 to"),
+        ([*PEER, "--max-connections", "0"], "max_connections is 0; expected a positive integer"),
+        ([*PEER, "--timeout", "0s"], "timeout_s is 0.0"),
+        ([*PEER, "--discover", "consul://a:1/b"], "discover is 'consul://a:1/b'; expected a URL"),
+        ([*PEER, "--discover", "etcd://u:pw@a:1/b"], "discover is 'etcd://...@a:1/b'; expected a"),
+        ([*PEER, "--advertise", "a:1"], "advertise is 'a:1'; expected none without discover=etcd"),
+        ([*PEER, "--etcd-ca", "ca.pem"], "etcd_ca is 'ca.pem'; expected none without discover"),
+        ([*PEER, *ETCD, "--etcd-ca", "/nonexistent/ca"], "'/nonexistent/ca'; expected a readable"),
         (
-            ["--discover", "etcd://a:1/b", "--etcd-ca", "/nonexistent/ca"],
-            "etcd_ca is '/nonexistent/ca'; expected a readable file",
-        ),
-        (
-            ["--discover", "etcd://a:1/b", "--listen", "0.0.0.0:7000"],
+            [*ETCD, "--listen", "0.0.0.0:7000"],
             "expected an address that others reach, here or as advertise=HOST:PORT",
         ),
+        (POOL, "cannot listen at /nonexistent/pool.sock: "),
+        (
+            [*POOL, "--warm", "3"],
+            "warm is 3; expected a number of blocks, with --namespace and",
+        ),
+        ([*POOL, "--warm", "-1"], "warm is -1"),
+        ([*POOL, "--warm-timeout", "soon"], "warm-timeout is 'soon'"),
+        ([*POOL, "--secret-file", "s"], "secret-file is 's'; expected none with --pool"),
+        ([*POOL, "--lease", "3s"], "lease is '3s'; expected none with --pool"),
+        ([*POOL, "--transport", "socket"], "transport is 'socket'; expected none with --pool"),
+        ([*POOL, "--timeout", "1s"], "timeout is '1s'; expected none with --pool"),
+        (
+            [*POOL, "--tier", "pool:///nonexistent/../nonexistent/pool.sock"],
+            "pool.sock'; expected another process than this one",
+        ),
+        ([*POOL, "--tier", "file:///kv?capacity=1MiB&priority_share=2"], "priority_share is 2.0"),
+        ([*POOL, "--tier", "file:///kv?capacity=1MiB&read_threads=0"], "read_threads is 0"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line_before_it_listens(
-    options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+    options: list[str], complaint: str, run: Run
 ) -> None:
-    usual = ["serve", "--listen", "127.0.0.1:0", "--capacity", "1MiB"]
-    assert main([*usual, *options]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert complaint in said
-
-
-def test_metrics_and_readiness_may_have_one_address() -> None:
-    at = f"{peers.HOST}:0"
-    with serving("--capacity", "1MiB", "--metrics", at) as peer:
-        url = peer.ready_url.replace("/ready", "/metrics")
-        assert any(f"metrics at {url}" in line for line in peer.said)
-        with urllib.request.urlopen(url, timeout=peers.LIMIT_S) as answer:  # noqa: S310
-            text = answer.read().decode()
-        assert peer.readiness() == 200
-        assert peer.end() == 0
-    assert 'kvxfer_peers_connected{tier="nixl"} 0.0' in text
+    status, _, said = run("serve", *SMALL, *options)
+    logging.getLogger("kvxfer").setLevel(logging.NOTSET)
+    assert status == 2
+    assert said.splitlines()[-1].count(complaint) == 1
+    assert said.count("\n") == 1 or options == POOL
