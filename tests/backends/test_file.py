@@ -107,11 +107,10 @@ class TestFileBackendOfTensors(FileBackendTests):
 
 class FileStateMachine(BackendStateMachine):
     persistent = True
-    place: ClassVar[str | None] = None
     fields: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="kvxfer-test-", dir=self.place))
+        self.root = Path(tempfile.mkdtemp(prefix="kvxfer-test-"))
         super().__init__()
 
     def teardown(self) -> None:
@@ -126,27 +125,14 @@ class FileStateMachine(BackendStateMachine):
 
 class BoundedFileStateMachine(FileStateMachine):
     bounded = True
+    fields: ClassVar[dict[str, Any]] = {"eviction": "arc", "direct": "off"}
 
     async def make_backend(self, namespace: Namespace) -> Backend:
         return open_store(self.root, namespace, capacity=capacity_of(namespace, 3), **self.fields)
 
 
-class BoundedARCFileStateMachine(BoundedFileStateMachine):
-    fields: ClassVar[dict[str, Any]] = {"eviction": "arc", "direct": "off"}
-
-
-class PosixFileStateMachine(FileStateMachine):
-    fields: ClassVar[dict[str, Any]] = {"engine": "posix", "direct": "off"}
-
-
-# Every example opens backends, with their threads, in a folder of its own.
-_SETTINGS = examples(6, steps=20)
-
 TestFileStateMachine = FileStateMachine.TestCase
-TestFileStateMachine.settings = _SETTINGS
-TestPosixFileStateMachine = PosixFileStateMachine.TestCase
-TestPosixFileStateMachine.settings = _SETTINGS
 TestBoundedFileStateMachine = BoundedFileStateMachine.TestCase
-TestBoundedFileStateMachine.settings = _SETTINGS
-TestBoundedARCFileStateMachine = BoundedARCFileStateMachine.TestCase
-TestBoundedARCFileStateMachine.settings = _SETTINGS
+# Every example opens backends, with their threads, in a folder of its own.
+TestFileStateMachine.settings = examples(6, steps=20)
+TestBoundedFileStateMachine.settings = examples(6, steps=20)

@@ -105,33 +105,6 @@ def test_scattered_pieces_are_written_and_read_in_order_and_nothing_between_them
     assert np.count_nonzero(target.bytes) == lengths.sum()
 
 
-@pytest.mark.parametrize("size", [0, 1, 9, 100, PAGE, 3 * PAGE + 1])
-@pytest.mark.parametrize("flags", [0, os.O_DIRECT])
-def test_of_many_files_each_is_read_to_its_end_or_missing(
-    engine: FileIO, folder: Path, folder_fd: int, flags: int, size: int
-) -> None:
-    num_files = 2 * engine.files_per_call + 3
-    source, memory = Memory(size or 1).fill(), Memory(4 * PAGE * num_files)
-    for index in range(num_files):
-        if index != 1:
-            (folder / str(index)).write_bytes(source.bytes[:size].tobytes())
-    try:
-        os.close(os.open(folder / "0", os.O_RDONLY | flags))
-    except OSError as exc:
-        pytest.skip(f"no O_DIRECT in {folder}: {exc}")
-    files = [NamedFile(folder_fd, b"%d" % index) for index in range(num_files)]
-    pieces = [
-        [(at + PAGE, 3 * PAGE), (at, PAGE)] for at in range(0, num_files * 4 * PAGE, 4 * PAGE)
-    ]
-    vectors = [memory.vector(*each) for each in pieces]
-    results = engine.read_named(files, vectors, os.O_RDONLY | os.O_CLOEXEC | flags)
-    assert errors(results)[:3] == [None, errno.ENOENT, None]
-    assert [*results[:1], *results[2:]] == [size] * (num_files - 1)
-    for index, each in enumerate(pieces):
-        expected = source.bytes[: size if index != 1 else 0].tobytes()
-        assert memory.gather(*each) == expected.ljust(4 * PAGE, b"\0")
-
-
 @pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize("padding", [0, 7])
 def test_whole_files_get_their_names_and_the_others_leave_nothing(
@@ -169,34 +142,18 @@ def test_where_no_more_rings_can_be_had_plain_calls_take_over(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, "no more descriptors")
 
-    engine = UringFileIO()
-    monkeypatch.setattr(mmap, "mmap", refuse)
-    memory = np.frombuffer(bytearray(b"blocks in files "), np.uint8)
-    vector = np.array([[memory.ctypes.data, len(memory)]], np.uint64)
-    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    folder_fd = os.open(tmp_path, os.O_RDONLY)
-    with ThreadPoolExecutor(1) as other_thread:
-        assert other_thread.submit(engine.write, [fd], [vector]).result() == [16]
-        stored = memory.tobytes()
-        memory[:] = 0
-        named = NamedFile(folder_fd, b"file")
-        read = other_thread.submit(engine.read_named, [named], [vector], os.O_RDONLY)
-        assert read.result() == [16]
-        new = NewFile(folder_fd, b"new.tmp", b"new")
-        made = other_thread.submit(engine.write_named, [new], [vector], [16], 0, durable=False)
-        assert made.result() == [16]
-    assert (tmp_path / "new").read_bytes() == stored
-    assert memory.tobytes() == stored
-    for each in (fd, folder_fd):
-        os.close(each)
-    engine.close()
-
-
-def test_where_io_uring_is_forbidden_plain_calls_are_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
+    engine, memory = UringFileIO(), Memory(PAGE).fill()
+    stored, vector = memory.gather((0, 16)), memory.vector((0, 16))
     monkeypatch.setattr(mmap, "mmap", refuse)
     assert type(open_engine("auto")) is PosixFileIO
+    folder_fd = os.open(tmp_path, os.O_RDONLY)
+    new, named = NewFile(folder_fd, b"new.tmp", b"new"), NamedFile(folder_fd, b"new")
+    with ThreadPoolExecutor(1) as other_thread:
+        made = other_thread.submit(engine.write_named, [new], [vector], [16], 0, durable=False)
+        assert made.result() == [16]
+        memory.bytes[:] = 0
+        read = other_thread.submit(engine.read_named, [named], [vector], os.O_RDONLY)
+        assert read.result() == [16]
+    assert (tmp_path / "new").read_bytes() == memory.gather((0, 16)) == stored
+    os.close(folder_fd)
+    engine.close()

@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from kvxfer.backends.file import BlockHeader, Digester, FileBackend, Integrity
-from kvxfer.backends.file.io import PosixFileIO
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.extras import MissingExtraError
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import (
-    describe_buffer,
     make_payload,
     read_payloads,
     write_payloads,
@@ -37,7 +35,6 @@ from tests.backends.file_store import (
     open_store,
     path_of,
     quarantine_of,
-    record_addresses,
     sealed,
     secret_of,
     store,
@@ -293,58 +290,34 @@ async def test_no_file_has_anything_of_a_block(
             assert set(statuses(await store(backend, keys, source))) == {DONE}
             assert await asyncio.to_thread(words_in_common, root, read_payloads(source)) == 0
             assert await load_verified(backend, keys, target) == [DONE] * 4
-
-
-async def test_the_kernel_is_never_given_the_memory_of_the_engine(root: Path) -> None:
-    size = 256 << 10
-    memory = np.zeros(9 * size, np.uint8)
-    at = -memory.ctypes.data % size
-    blocks = describe_buffer(memory[at : at + 8 * size], [size] * 8, np.zeros(8, np.int64))
-    namespace, keys = BlockMemory([[size]], num_blocks=1).namespace(), hashed_keys(8)
-    for fields in ({}, sealed(root, "ours")):
-        engine = PosixFileIO()
-        addresses = record_addresses(engine)
-        place = root if fields else root.with_name("plain")
-        async with open_store(place, namespace, file_io=engine, **fields) as backend:
-            assert set(statuses(await store(backend, keys, blocks))) == {DONE}
-            assert set(await load_verified(backend, keys, blocks)) == {DONE}
-        touched = addresses.intersection(blocks.addresses.tolist())
-        assert bool(touched) != bool(fields)
-
-
-async def test_other_readers_see_opaque_bytes_and_no_names(root: Path) -> None:
-    namespace = listed(NAMESPACE, 160)
-    async with open_store(root, namespace, **sealed(root, "ours")) as backend:
-        await fill(backend, KEYS[:1])
-    path = path_of(root, namespace, KEYS[0])
-    assert b"layers." not in path.read_bytes()
-    with safe_open(path, "numpy") as file:
-        assert list(file.keys()) == ["sealed"]
-        assert file.get_tensor("sealed").shape == (DATA_BYTES,)
-        assert file.get_tensor("sealed").tobytes() != make_payload(KEYS[0], DATA_BYTES)
+        [path, *_] = files(root)
+        assert b"layers." not in path.read_bytes()
+        with safe_open(path, "numpy") as file:
+            assert list(file.keys()) == ["sealed"]
+            assert file.get_tensor("sealed").shape == (memory.chunk_size_bytes(0),)
 
 
 @pytest.mark.parametrize(
-    ("fields", "argument"),
+    ("fields", "argument", "length"),
     [
-        ({"integrity": Integrity.SEALED}, "secret_file"),
-        ({"integrity": Integrity.SEALED, "secret_file": "gone"}, "secret_file"),
-        ({"integrity": Integrity.FAST, "tenant": "somebody"}, "tenant"),
+        ({"integrity": Integrity.SEALED}, "secret_file", 32),
+        ({"integrity": Integrity.SEALED, "secret_file": "gone"}, "secret_file", 32),
+        ({"integrity": Integrity.FAST, "tenant": "somebody"}, "tenant", 32),
+        *(({"integrity": Integrity.SEALED}, "secret_file", length) for length in (0, 31, 33, 65)),
     ],
 )
-def test_what_is_missing_is_named(root: Path, fields: dict[str, Any], argument: str) -> None:
+def test_what_is_missing_is_named(
+    root: Path, fields: dict[str, Any], argument: str, length: int
+) -> None:
+    if length != 32:
+        secret = secret_of(root, "secret")
+        secret.write_bytes(b"x" * length)
+        fields = fields | {"secret_file": str(secret)}
     with pytest.raises(InvalidArgumentError) as raised:
         open_store(root, NAMESPACE, **fields)
     assert raised.value.argument == argument
+    assert length == 32 or f"'{length} bytes'" in str(raised.value)
     assert not root.exists()
-
-
-@pytest.mark.parametrize("length", [0, 16, 31, 33, 65])
-def test_a_secret_of_another_length_is_refused(root: Path, length: int) -> None:
-    secret = secret_of(root, "secret")
-    secret.write_bytes(b"x" * length)
-    with pytest.raises(InvalidArgumentError, match=f"secret_file is '{length} bytes'"):
-        open_store(root, NAMESPACE, integrity=Integrity.SEALED, secret_file=str(secret))
 
 
 def test_the_package_that_is_missing_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

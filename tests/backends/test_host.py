@@ -1,7 +1,9 @@
 """The host backend keeps every promise of `Backend`, bounded or not, with either policy."""
 
 import logging
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,18 +16,23 @@ from kvxfer.backends.host import (
     MemoryIntegrity,
     PoolShape,
 )
+from kvxfer.backends.host.available_memory import AvailableMemory
 from kvxfer.errors import CapacityError, InvalidArgumentError
-from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.backend import Backend
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
-from kvxfer.storage.lending import BlockParts
 from kvxfer.storage.observer import Event, Observer, Removal, Removed, Reports
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
-from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
+from kvxfer.testing.conformance.suite import make_keys, store_generated
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
 from tests.backends.host_blocks import flip
 from tests.examples import examples
+
+KEYS = make_keys(3)
+CAPACITY = ByteSize(1 << 20)
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HAS_HUGE_PAGES = HUGE_PAGES.exists() and "[never]" not in HUGE_PAGES.read_text()
 
 
 def capacity_for(namespace: Namespace, num_blocks: int) -> ByteSize:
@@ -111,35 +118,6 @@ def test_memory_that_others_write_is_verified(integrity: Any) -> None:
     assert HostConfig(capacity=ByteSize(1 << 20)).integrity is MemoryIntegrity.FENCED
 
 
-async def test_a_corrupt_block_is_logged_and_its_key_can_be_stored_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    memory = BlockMemory([[4096]], num_blocks=8)
-    config = HostConfig(capacity=ByteSize.parse("1MiB"), integrity=MemoryIntegrity.FULL)
-    async with HostBackend(config, memory.namespace()) as backend:
-        key, payload = await store_one(memory, backend)
-        flip(backend, key, at=17)
-        with caplog.at_level(logging.WARNING):
-            (outcome,) = await backend.load([key], memory.describe(0, [5]))
-        assert outcome.status is Status.CORRUPT
-        assert key.hex() in caplog.text
-        write_payloads(memory.describe(0, [3]), [payload])
-        assert (await store_one(memory, backend))[0] == key
-        blocks = memory.describe(0, [5])
-        assert [outcome.done for outcome in await backend.load([key], blocks)] == [True]
-        assert read_payloads(blocks) == [payload]
-
-
-async def test_a_block_larger_than_its_namespace_says_is_refused_and_nothing_is_stored() -> None:
-    memory = BlockMemory([[512]], num_blocks=8)
-    larger = BlockMemory([[1024]], num_blocks=8)
-    async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), memory.namespace()) as backend:
-        key = make_block_key(b"block", 0)
-        with pytest.raises(InvalidArgumentError, match="1024"):
-            await backend.store([key], larger.describe(0, [1]))
-        assert await backend.lookup([key]) == [False]
-
-
 @pytest.mark.parametrize("start", [-512, -1, 2**63 - 1, -(2**63)])
 async def test_a_block_that_begins_outside_its_chunk_is_refused_and_nothing_is_touched(
     start: int,
@@ -157,33 +135,65 @@ async def test_a_block_that_begins_outside_its_chunk_is_refused_and_nothing_is_t
         assert read_payloads(blocks) == [payload]
 
 
-async def test_a_key_of_an_unknown_group_is_refused() -> None:
-    memory = BlockMemory([[512]], num_blocks=8)
-    async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), memory.namespace()) as backend:
+async def test_a_key_of_another_group_and_a_block_of_another_size_are_refused() -> None:
+    memory, larger = BlockMemory([[512]], num_blocks=8), BlockMemory([[1024]], num_blocks=8)
+    async with HostBackend(HostConfig(capacity=CAPACITY), memory.namespace()) as backend:
         with pytest.raises(InvalidArgumentError, match="group"):
             await backend.store([make_block_key(b"block", 1)], memory.describe(0, [1]))
+        with pytest.raises(InvalidArgumentError, match="1024"):
+            await backend.store(KEYS[:1], larger.describe(0, [1]))
+        assert await backend.lookup(KEYS[:1]) == [False]
 
 
-def test_a_namespace_without_groups_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"namespace\.groups"):
-        HostBackend(HostConfig(capacity=ByteSize(1 << 20)), Namespace(model="model"))
+@pytest.mark.parametrize(
+    ("capacity", "namespace", "words"),
+    [
+        (CAPACITY, Namespace(model="model"), r"namespace\.groups"),
+        (ByteSize(8192), BlockMemory([[8192]], num_blocks=8).namespace(), "16416 bytes or more"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    capacity: ByteSize, namespace: Namespace, words: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        HostBackend(HostConfig(capacity=capacity), namespace)
 
 
-def test_a_capacity_below_one_block_is_refused_with_what_is_needed() -> None:
-    memory = BlockMemory([[8192]], num_blocks=8)
-    with pytest.raises(InvalidArgumentError, match="16416 bytes or more"):
-        HostBackend(HostConfig(capacity=ByteSize(8192)), memory.namespace())
-
-
-def test_a_capacity_beyond_the_machines_memory_is_refused_with_both_sizes() -> None:
-    memory = BlockMemory([[8192]], num_blocks=8)
+def test_no_more_memory_is_taken_than_the_system_says_there_is(
+    memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(CapacityError) as info:
         HostBackend(HostConfig(capacity=ByteSize.parse("100TiB")), memory.namespace())
-    assert info.value.needed_bytes > info.value.available_bytes
+    assert info.value.needed_bytes > info.value.available_bytes > 0
+    little = AvailableMemory(CAPACITY // 2, "/sys/fs/cgroup/memory.max")
+    monkeypatch.setattr(AvailableMemory, "read", lambda: little)
+    with pytest.raises(CapacityError, match=rf"{little.limit}.* {CAPACITY // 2} are available"):
+        open_host(memory)
 
 
-KEYS = make_keys(3)
-CAPACITY = ByteSize(1 << 20)
+def mapping_at(address: int) -> dict[str, str]:
+    """Read the kernel's data of a mapping. Source: proc_pid_smaps(5)."""
+    fields = dict[str, str]()
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside:
+            name, _, value = line.partition(":")
+            fields[name] = value.strip().removesuffix(" kB")
+    return fields
+
+
+async def test_its_memory_is_there_at_once_in_huge_pages_and_not_that_of_a_forked_process(
+    memory: BlockMemory,
+) -> None:
+    capacity = ByteSize(8 << 20)
+    async with HostBackend(HostConfig(capacity=capacity), memory.namespace()) as backend:
+        found = mapping_at(backend.pool.region.address)
+        assert int(found["Rss"]) >= capacity * 9 // 10 >> 10
+        assert "dc" in found["VmFlags"].split()
+        if HAS_HUGE_PAGES:
+            assert int(found["AnonHugePages"]) > 0
 
 
 @pytest.fixture
@@ -223,14 +233,3 @@ async def test_a_block_that_changed_since_it_was_seen_is_dropped_counted_and_log
         ]
         assert f"{KEYS[1].hex()} has changed in memory" in caplog.text
         assert backend._gauges()[Gauge.SCRUBBED_BYTES] == 6 * 4096
-
-
-async def test_a_store_does_not_wait_on_the_thread_for_one_of_the_same_key() -> None:
-    memory = BlockMemory([[4096]], num_blocks=2)
-    async with open_host(memory) as backend:
-        blocks = memory.describe(0, [0])
-        async with backend.make_room(BlockParts(KEYS[:1], [0], [4096])):
-            assert backend.begin_store(KEYS[:1], blocks) is None
-        begun = backend.begin_store(KEYS[:1], blocks)
-        assert begun is not None
-        assert statuses(begun.wait()) == [Status.DONE]

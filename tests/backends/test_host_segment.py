@@ -1,8 +1,6 @@
 """Shared memory is seen by every process, owned by one, and left behind by none."""
 
 import contextlib
-import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -29,25 +27,19 @@ from kvxfer.backends.host import segment
 segment.SHARED_MEMORY = pathlib.Path(sys.argv[3])
 segment = segment.SharedSegment(sys.argv[1], b"header", int(sys.argv[2]))
 segment.memory[5000] += 1
-print("mapped", segment.memory[5000], flush=True)
+print("ready", flush=True)
 sys.stdin.readline()
 segment.close()
 """
 
 
-@pytest.fixture(autouse=True)
-def _folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of our own: other processes remove what killed ones left in the common one."""
+@pytest.fixture
+def name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Name of a segment, in a folder of our own: others clean up the common one."""
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         monkeypatch.setattr(segment_module, "SHARED_MEMORY", Path(folder))
-        yield
-
-
-@pytest.fixture
-def name(_folder: None) -> Iterator[str]:
-    name = f"test-{secrets.token_hex(8)}"
-    yield name
-    assert not path_of(name).exists()
+        yield "test"
+        assert not path_of("test").exists()
 
 
 def path_of(name: str) -> Path:
@@ -55,17 +47,17 @@ def path_of(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def child_with(name: str) -> Iterator["subprocess.Popen[str]"]:
+def child_with(name: str, code: str = CHILD) -> Iterator["subprocess.Popen[str]"]:
     """Another process that maps the segment until it is told to end."""
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD, name, str(SIZE), str(segment_module.SHARED_MEMORY)],
+        [sys.executable, "-c", code, name, str(SIZE), str(segment_module.SHARED_MEMORY)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as child:
         try:
             assert child.stdout is not None
-            assert child.stdout.readline().startswith("mapped")
+            assert child.stdout.readline() == "ready\n"
             yield child
         finally:
             child.kill()
@@ -82,24 +74,22 @@ def test_two_processes_see_the_same_bytes_and_the_last_one_removes_them(name: st
         assert child.returncode == 0
 
 
-def test_what_a_killed_process_left_is_replaced_by_zeroed_memory(name: str) -> None:
+def test_what_a_killed_process_left_is_replaced_by_zeroed_memory_or_removed_by_the_next_one(
+    name: str,
+) -> None:
     with child_with(name):
         pass
     assert path_of(name).exists()
     segment = SharedSegment(name, b"another header", 2 * SIZE)
     assert len(segment.memory) == 2 * SIZE
     assert segment.memory[5000] == 0
-    segment.close()
-
-
-def test_what_a_killed_process_left_is_removed_when_another_segment_is_created(name: str) -> None:
-    with child_with(name):
+    assert path_of(name).stat().st_mode & 0o777 == 0o600
+    with child_with("killed"):
         pass
-    used = SharedSegment(f"{name}-used", b"header", SIZE)
-    SharedSegment(f"{name}-other", b"header", SIZE).close()
-    assert not path_of(name).exists()
-    assert path_of(used.name).exists()
-    used.close()
+    SharedSegment("other", b"header", SIZE).close()
+    assert not path_of("killed").exists()
+    assert path_of(name).exists(), "it is used"
+    segment.close()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +111,7 @@ import pathlib, sys, time
 from kvxfer.backends.host import segment
 segment.SHARED_MEMORY = pathlib.Path(sys.argv[3])
 def reserve(fd, num_bytes):
-    print("creating", flush=True)
+    print("ready", flush=True)
     time.sleep(60)
 segment._reserve = reserve
 segment.SharedSegment(sys.argv[1], b"header", int(sys.argv[2]))
@@ -132,18 +122,11 @@ def test_a_process_that_stops_while_it_creates_is_waited_for_until_a_deadline_or
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment_module, "CREATION_TIMEOUT_S", 0.2)
-    with subprocess.Popen(
-        [sys.executable, "-c", CREATING, name, str(SIZE), str(segment_module.SHARED_MEMORY)],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as child:
-        try:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "creating\n"
-            with pytest.raises(BackendUnavailableError, match=f"{path_of(name)}: another process"):
-                SharedSegment(name, b"header", SIZE)
-        finally:
-            child.kill()
+    with (
+        child_with(name, CREATING),
+        pytest.raises(BackendUnavailableError, match=f"{path_of(name)}: another process"),
+    ):
+        SharedSegment(name, b"header", SIZE)
     SharedSegment(name, b"header", SIZE).close()
 
 
@@ -158,10 +141,3 @@ def test_memory_that_is_not_there_is_refused_and_nothing_is_left(name: str) -> N
         SharedSegment(name, b"header", 1 << 50)
     assert info.value.needed_bytes == 1 << 50
     assert 0 < info.value.available_bytes < 1 << 50
-
-
-def test_the_memory_belongs_to_its_user_alone(name: str) -> None:
-    segment = SharedSegment(name, b"header", SIZE)
-    assert path_of(name).stat().st_mode & 0o777 == 0o600
-    assert path_of(name).stat().st_uid == os.getuid()
-    segment.close()
