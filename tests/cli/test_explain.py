@@ -1,26 +1,35 @@
 """`kvxfer explain`: requests and keys in lines that fit, JSON, and errors in one line."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvxfer.cli import main
+from kvxfer.storage.backend import NO_ROOM_REASON, PARTIAL, PAUSED, Outcome, Status
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.storage.observer import (
     Added,
+    Ended,
+    Event,
     Late,
     LookedUp,
+    Moved,
+    NotLoaded,
     NotWrittenBack,
     Operation,
     Removal,
     Removed,
     Requested,
+    Skipped,
 )
-from kvxfer.telemetry.journal import Journal, JournalObserver
+from kvxfer.telemetry.journal import Journal
 from kvxfer.testing.conformance.suite import make_keys
+from tests.cli.conftest import Run
 
 KEYS = make_keys(48)
+Note = Callable[..., None]
 
 
 @pytest.fixture
@@ -28,43 +37,39 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "journal"
 
 
-def write(folder: Path, note: object) -> None:
-    """Write a journal: `note` gets its observer."""
-    journal = Journal(str(folder))
-    observer = journal.observer(Namespace(model="model"))
-    observer.watch("host", dict)
-    observer.watch("file", dict)
-    assert callable(note)
-    note(observer)
-    journal.close()
+@pytest.fixture
+def note(folder: Path) -> Note:
+    """Write a journal of events."""
+
+    def note(*events: Event) -> None:
+        journal = Journal(str(folder))
+        observer = journal.observer(Namespace(model="model"))
+        observer.watch("host", dict)
+        observer.watch("file", dict)
+        for event in events:
+            observer.note(event)
+        journal.close()
+
+    return note
 
 
-def note_request(observer: JournalObserver) -> None:
-    observer.note(Added("host", KEYS))
-    observer.note(Removed("host", KEYS[32:44], Removal.EVICTED))
-    observer.note(NotWrittenBack("file", KEYS[32:44]))
-    tiers: list[str | None] = [*[None] * 4, *["host"] * 28, *[""] * 13, *[None] * 3]
-    observer.note(Late("file", Operation.LOOKUP, KEYS[32:45]))
-    observer.note(Requested("cmpl-17", KEYS, tiers))
-    for number in range(18, 22):
-        observer.note(Requested(f"cmpl-{number}", KEYS[:2], ["host", "host"]))
-
-
-def run(
-    capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str, status: int = 0
-) -> list[str]:
-    capsys.readouterr()
-    assert main(["explain", "--journal", str(folder), *arguments]) == status
-    printed = capsys.readouterr()
-    return (printed.err if status else printed.out).splitlines()
+REQUESTS: list[Event] = [
+    Added("host", KEYS),
+    Removed("host", KEYS[32:44], Removal.EVICTED),
+    NotWrittenBack("file", KEYS[32:44]),
+    Late("file", Operation.LOOKUP, KEYS[32:45]),
+    Requested("cmpl-17", KEYS, [*[None] * 4, *["host"] * 28, *[""] * 13, *[None] * 3]),
+    *(Requested(f"cmpl-{number}", KEYS[:2], ["host", "host"]) for number in range(18, 22)),
+]
 
 
 def test_a_request_is_a_summary_and_a_line_for_each_run_of_equal_answers(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, note: Note, run: Run
 ) -> None:
-    write(folder, note_request)
-    lines = run(capsys, folder, "cmpl-17")
-    assert max(map(len, lines)) <= 80
+    note(*REQUESTS)
+    status, printed, _ = run("explain", "--journal", folder, "cmpl-17")
+    lines = printed.splitlines()
+    assert (status, max(map(len, lines)) <= 80) == (0, True)
     text = " ".join(line.strip() for line in lines)
     assert lines[0].startswith("request cmpl-17, scheduled ")
     assert "48 blocks, 28 found (host 28), 13 missed (back-pressure 12, deadline 1)" in text
@@ -73,13 +78,8 @@ def test_a_request_is_a_summary_and_a_line_for_each_run_of_equal_answers(
     assert "evicted from host by capacity at " in text
     assert "not in file: back-pressure (not written back) at " in text
     assert "file missed the deadline of a lookup at " in text
-
-
-def test_json_has_the_keys_and_a_part_of_a_name_is_enough(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(folder, note_request)
-    (report,) = json.loads("\n".join(run(capsys, folder, "17", "--json")))
+    # JSON has the keys; a part of the name is enough.
+    (report,) = json.loads(run("explain", "--journal", folder, "17", "--json")[1])
     assert report["request"] == "cmpl-17"
     assert [key for each in report["runs"] for key in each["keys"]] == [k.hex() for k in KEYS]
     assert [each["answer"] for each in report["runs"]] == [
@@ -87,38 +87,87 @@ def test_json_has_the_keys_and_a_part_of_a_name_is_enough(
     ]
 
 
-def test_groups_are_counted_each_from_its_first_block(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+KEY = KEYS[:1]
+HERE = Added("file", KEY)
+LOAD, STORE, LOOKUP = Operation.LOAD, Operation.STORE, Operation.LOOKUP
+
+
+def moved(operation: Operation, status: Status, reason: str = "") -> Moved:
+    """Note that the block was moved, or not."""
+    return Moved("file", operation, KEY, [Outcome(status, reason=reason)], {}, 0.1)
+
+
+def gone(reason: Removal) -> Removed:
+    return Removed("file", KEY, reason)
+
+
+FULL = moved(STORE, Status.FAILED, f"{NO_ROOM_REASON} at all")
+IN_QUEUE = Ended(STORE, KEY, [Outcome(Status.TIMED_OUT)], 0, 0.1, 0.1)
+ANSWERS: list[tuple[list[Event], str, str]] = [
+    ([], "never stored", "never stored"),
+    ([HERE], "unknown", "stored in file, and not found there: no cause was noted"),
+    ([HERE, gone(Removal.EVICTED)], "evicted", "evicted from file by capacity at "),
+    ([HERE, gone(Removal.EXPIRED)], "evicted", "evicted from file after its time to live at "),
+    ([HERE, gone(Removal.LOW_PRIORITY)], "evicted", "evicted from file by its low priority at "),
+    ([HERE, gone(Removal.CORRUPT)], "corrupt", "corrupt in file at "),
+    ([HERE, gone(Removal.DELETED)], "removed", "deleted from file at "),
+    ([HERE, gone(Removal.CLEARED)], "removed", "gone from file: all were cleared at "),
+    ([HERE, gone(Removal.VANISHED)], "removed", "removed from file by another process at "),
+    # A lookup that began before still finds what was evicted.
+    ([HERE, gone(Removal.EVICTED), LookedUp(KEY, ["file"], 0.1)], "evicted", "by capacity at "),
+    ([HERE, moved(LOAD, Status.MISSING)], "removed", "gone from file when it was to be loaded"),
+    ([HERE, moved(LOAD, Status.CORRUPT)], "corrupt", "corrupt in file at "),
+    ([HERE, moved(LOAD, Status.MISSING, PARTIAL.reason)], "partial", "bytes are missing"),
+    ([HERE, moved(LOAD, Status.TIMED_OUT)], "deadline", "file missed the deadline of a load"),
+    ([HERE, moved(LOAD, Status.FAILED, "x")], "failed", "from file: the load failed: x"),
+    ([moved(STORE, Status.FAILED, "x")], "failed", "not in file: the store failed: x"),
+    ([moved(STORE, Status.TIMED_OUT)], "deadline", "file missed the deadline of a store"),
+    ([moved(STORE, Status.FAILED, PAUSED.reason)], "paused tier", f"not in file: {PAUSED.reason}"),
+    ([FULL], "back-pressure", "not in file: back-pressure (no room at all)"),
+    ([IN_QUEUE], "back-pressure", "(no room among the bytes in flight in time)"),
+    ([NotWrittenBack("file", KEY)], "back-pressure", "back-pressure (not written back)"),
+    ([HERE, Late("file", LOOKUP, KEY)], "deadline", "file missed the deadline of a lookup"),
+    ([HERE, Skipped("file", LOOKUP, KEY)], "paused tier", "suspended after a missed deadline"),
+    ([HERE, NotLoaded("file", KEY)], "slower than computing", "longer than computing it"),
+]
+
+
+@pytest.mark.parametrize(("events", "answer", "text"), ANSWERS)
+def test_a_key_that_was_missed_has_an_answer(
+    folder: Path, note: Note, run: Run, events: list[Event], answer: str, text: str
 ) -> None:
+    note(*events, LookedUp(KEY, [""], 0.1))
+    status, printed, _ = run("explain", "--journal", folder, KEYS[0].hex(), "--json")
+    assert status == 0
+    (report,) = json.loads(printed)
+    assert report["missed"] == {answer: 1}
+    assert text in report["runs"][0]["text"]
+
+
+def test_groups_are_counted_each_from_its_first_block(folder: Path, note: Note, run: Run) -> None:
     keys = [make_block_key(b"%d" % number, number % 2) for number in range(6)]
-    write(folder, lambda each: each.note(Requested("a", keys, ["host"] * 6)))
-    lines = run(capsys, folder, "a")
+    note(Requested("a", keys, ["host"] * 6))
+    lines = run("explain", "--journal", folder, "a")[1].splitlines()
     assert [line.split("  ")[0] for line in lines[1:]] == [
         *("group 0 blocks 0-2", "group 1 blocks 0-2")
     ]
 
 
 def test_what_the_journal_lost_and_when_it_begins_are_said(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, note: Note, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvxfer.telemetry.journal.MAX_WAITING_KEYS", 3)
     monkeypatch.setattr("kvxfer.telemetry.journal.WRITE_S", 60.0)
-
-    def note(observer: JournalObserver) -> None:
-        for _ in range(3):
-            observer.note(LookedUp(KEYS[:1], [""], 0.1))
-
-    write(folder, note)
-    notes = [line for line in run(capsys, folder, KEYS[0].hex()) if line.startswith("note")]
+    note(*[LookedUp(KEY, [""], 0.1)] * 3)
+    lines = run("explain", "--journal", folder, KEYS[0].hex())[1].splitlines()
+    notes = [line for line in lines if line.startswith("note")]
     assert "the journal begins at" in notes[0]
     assert "the journal lost 3 events at" in notes[1]
 
 
-def test_names_cannot_give_orders_to_the_terminal(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(folder, lambda each: each.note(Requested("\x1b[2Ja", KEYS[:1], [""], "\x1b[2Jb")))
-    text = "\n".join(run(capsys, folder, "a"))
+def test_names_cannot_give_orders_to_the_terminal(folder: Path, note: Note, run: Run) -> None:
+    note(Requested("\x1b[2Ja", KEY, [""], "\x1b[2Jb"))
+    text = run("explain", "--journal", folder, "a")[1]
     assert "\x1b" not in text
     assert "refused: \\x1b[2Jb" in text
 
@@ -131,38 +180,22 @@ def test_names_cannot_give_orders_to_the_terminal(
         ([KEYS[0].hex(), "xyz"], "arguments[1] is 'xyz'; expected a key"),
         (["00"], "argument is '00'; expected a key"),
         (["file:///nowhere"], "argument is 'file:///nowhere'; expected a key"),
+        (["a", "--journal", "/proc/self"], "journal is '/proc/self'; expected a folder"),
+        (["a", "--journal", "/nowhere"], "journal is '/nowhere'; expected a folder"),
     ],
 )
 def test_bad_input_is_one_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    folder: Path, note: Note, run: Run, arguments: list[str], said: str
 ) -> None:
-    write(folder, note_request)
-    (line,) = run(capsys, folder, *arguments, status=2)
-    assert line.startswith("kvxfer explain: ")
-    assert said in line
+    note(*REQUESTS)
+    status, printed, error = run("explain", "--journal", folder, *arguments)
+    assert (status, printed, error.count("\n")) == (2, "", 1)
+    assert error.startswith(f"kvxfer explain: {said}")
 
 
-def test_a_folder_without_a_journal_or_no_folder_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_without_a_journal_it_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVXFER_JOURNAL", raising=False)
-    for folder in (tmp_path, tmp_path / "none", Path()):
-        (line,) = run(capsys, folder, "a", status=2)
-        assert line.startswith(f"kvxfer explain: journal is '{folder}'; expected a folder")
     assert main(["explain", "a"]) == 2
     assert "expected the folder of the journal, or KVXFER_JOURNAL=" in capsys.readouterr().err
-
-
-def test_a_block_that_was_evicted_while_it_was_read_is_evicted_later(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def note(observer: JournalObserver) -> None:
-        observer.note(Added("file", KEYS[:1]))
-        observer.note(Removed("file", KEYS[:1], Removal.EVICTED))
-        observer.note(LookedUp(KEYS[:1], ["file"], 0.1))  # begun before
-        observer.note(LookedUp(KEYS[:1], [""], 0.1))
-
-    write(folder, note)
-    said = " ".join(run(capsys, folder, KEYS[0].hex()))
-    assert "evicted from file by capacity" in said
-    assert "no cause" not in said

@@ -1,6 +1,5 @@
-"""Every reason of a miss, from real backends: what the command says is what was done."""
+"""Reasons of misses, from real backends: what the command says is what was done."""
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,9 @@ from kvxfer.storage.observer import Reports
 from kvxfer.telemetry.journal import journal_observers
 from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend, Operation
 from kvxfer.testing.conformance.suite import make_keys
-from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.tiering.tiered_backend import observe
-from kvxfer.transfer.engine import TransferEngine
-from kvxfer.transfer.load_or_compute import LoadOrCompute
-from tests.backends.file_store import open_store
 from tests.cli.stores import flip
 from tests.explain.conftest import Ask
-from tests.tiering.opened_tiers import open_dict, open_host, settle
 
 KEYS = make_keys(12)
 ROOM_FOR_4 = 8192 + 4 * (4096 + 32)
@@ -71,31 +65,6 @@ async def test_what_was_found_names_its_tier_and_what_was_never_stored_says_so(
     assert [run["tier"] for run in report["runs"]] == ["host", "file", ""]
     assert (report["found"], report["missed"]) == ({"host": 1, "file": 3}, {"never stored": 2})
     assert "the journal begins" in report["notes"][0]
-
-
-async def test_a_load_that_takes_longer_than_computing_is_not_begun(
-    memory: BlockMemory, tmp_path: Path, ask: Ask
-) -> None:
-    async with open_backend(tiers(tmp_path / "kv")[1], memory.namespace()) as backend:
-        await store(backend, memory, KEYS[:2])
-        observers = journal_observers(memory.namespace())
-        loads = LoadOrCompute(1.0, prefill_tokens_per_s=1e6, observers=observers, tier="file")
-        assert loads.pays(KEYS[:1], 4096, 16), "nothing is known yet"
-        loads.loaded(4096, 5.0)
-        assert not loads.pays(KEYS[:2], 8192, 32)
-    report = ask(KEYS[:2])
-    assert answers(report) == [(0, 1, "slower than computing")]
-    assert "whose load would take longer than computing it" in report["runs"][0]["text"]
-
-
-async def test_evicted_from_memory_by_capacity(memory: BlockMemory, ask: Ask) -> None:
-    async with open_backend(f"host://?capacity={ROOM_FOR_4}", memory.namespace()) as backend:
-        await store(backend, memory, KEYS[:2])
-        await store(backend, memory, KEYS[2:6])
-        assert await backend.lookup(KEYS[:3]) == [False, False, True]
-    report = ask(KEYS[:3])
-    assert answers(report) == [(0, 1, "evicted"), (2, 2, "found")]
-    assert "evicted from host by capacity at " in report["runs"][0]["text"]
 
 
 @pytest.mark.parametrize("medium", ["host", "file"])
@@ -176,72 +145,6 @@ async def test_corrupt_in_files_after_a_restart(
     assert "corrupt in file at" in report["runs"][1]["text"]
 
 
-async def test_a_missed_deadline_and_then_a_suspended_tier(memory: BlockMemory, ask: Ask) -> None:
-    namespace = memory.namespace()
-    lower = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
-    timeouts = TierTimeouts(lookup_s=0.01)
-    inner = TieredBackend([open_host(namespace, 4), lower], namespace, timeouts=timeouts)
-    async with watch(inner, memory) as backend:
-        lower.rates = FaultRates(hang=1.0, operations=LOOKUP)
-        assert await backend.lookup(KEYS[:2]) == [False] * 2
-        late = ask(KEYS[:2])
-        assert await backend.lookup(KEYS[:2]) == [False] * 2
-        lower.release()
-    assert answers(late) == [(0, 1, "deadline")]
-    assert "faulty missed the deadline of a lookup at" in late["runs"][0]["text"]
-    paused = ask(KEYS[:2])
-    assert answers(paused) == [(0, 1, "paused tier")]
-    assert "suspended after a missed deadline" in paused["runs"][0]["text"]
-
-
-@pytest.mark.parametrize(("max_blocks", "index"), [(2, 0), (100, 4)])
-async def test_back_pressure_of_a_tier_that_is_too_slow(
-    memory: BlockMemory, ask: Ask, max_blocks: int, index: int
-) -> None:
-    """The queue is full, or host memory evicts a block before its turn."""
-    namespace = memory.namespace()
-    lower = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
-    inner = TieredBackend([open_host(namespace, 4), lower], namespace)
-    async with watch(inner, memory) as backend:
-        inner._writers[0].queue.max_blocks = max_blocks
-        lower.rates = FaultRates(hang=1.0, operations=frozenset({Operation.STORE}))
-        await store(backend, memory, KEYS[:4])
-        await lower.until_waiting()  # while they are read to be copied, they cannot be evicted
-        await store(backend, memory, KEYS[4:8])
-        await store(backend, memory, KEYS[8:12])
-        key = KEYS[index : index + 1]
-        assert await backend.lookup(key) == [False]
-        lower.rates = FaultRates()
-        lower.release()
-        await settle(inner)
-        assert answers(ask(key)) == [(0, 0, "back-pressure")]
-        assert await backend.lookup(key) == [False]
-    report = ask(key)
-    assert answers(report) == [(0, 0, "back-pressure")]
-    text = report["runs"][0]["text"]
-    assert "evicted from host by capacity at" in text
-    assert "not in faulty: back-pressure (" in text
-
-
-async def test_back_pressure_of_the_bytes_in_flight(memory: BlockMemory, ask: Ask) -> None:
-    namespace = memory.namespace()
-    faulty = FaultyBackend(DictBackend(None, namespace), seed=0, rates=FaultRates(hang=1.0))
-    observers = journal_observers(namespace)
-    backend = observe(faulty, Reports(observers))
-    engine = TransferEngine(memory.caches, backend, max_bytes_in_flight=4096, observers=observers)
-    async with engine:
-        first = asyncio.ensure_future(engine.store(KEYS[:1], [[0]]))
-        await faulty.until_waiting()
-        (outcome,) = await engine.store(KEYS[1:2], [[1]], timeout_s=0.01)
-        faulty.release()
-        await first
-        assert await engine.lookup(KEYS[:2]) == [True, False]
-    assert outcome.status is Status.TIMED_OUT
-    report = ask(KEYS[:2])
-    assert answers(report) == [(0, 0, "found"), (1, 1, "back-pressure")]
-    assert "bytes in flight" in report["runs"][1]["text"]
-
-
 async def test_back_pressure_of_memory_that_is_all_in_use(memory: BlockMemory, ask: Ask) -> None:
     async with open_backend(f"host://?capacity={ROOM_FOR_4}", memory.namespace()) as backend:
         statuses = await store(backend, memory, KEYS[:6])
@@ -250,20 +153,6 @@ async def test_back_pressure_of_memory_that_is_all_in_use(memory: BlockMemory, a
     report = ask(KEYS[:6])
     assert answers(report) == [(0, 3, "found"), (4, 5, "back-pressure")]
     assert "no room" in report["runs"][1]["text"]
-
-
-@pytest.mark.usefixtures("clock")
-async def test_a_paused_tier_whose_breaker_is_open(
-    memory: BlockMemory, tmp_path: Path, ask: Ask
-) -> None:
-    inner = open_store(tmp_path / "kv", memory.namespace())
-    async with watch(inner, memory) as backend:
-        inner._breaker.trip("a test")
-        assert await store(backend, memory, KEYS[:2]) == [Status.FAILED] * 2
-        assert await backend.lookup(KEYS[:2]) == [False] * 2
-    report = ask(KEYS[:2])
-    assert answers(report) == [(0, 1, "paused tier")]
-    assert "writing is paused after repeated errors" in report["runs"][0]["text"]
 
 
 async def test_deleted_and_failed(memory: BlockMemory, ask: Ask) -> None:
