@@ -2,11 +2,8 @@
 
 import itertools
 import logging
-import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -195,41 +192,6 @@ def test_a_launch_that_the_driver_refuses_is_an_error_of_the_device(
     with pytest.raises(DeviceError, match="illegal memory access") as caught:
         kernel.launch(make_table(aligned_copy([16])), NO_STREAM)
     assert caught.value.device_index == 3
-
-
-def compile_for_cuda(folder: Path, monkeypatch: pytest.MonkeyPatch, num_warps: int) -> str:
-    """The kernel's code for a Hopper GPU, in NVIDIA's assembly language."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from kvxfer.copy_engine import fragment_kernel
-
-    if "nvidia" not in triton.backends.backends:
-        pytest.skip("this build of triton cannot compile for CUDA devices")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
-    signature = {"table": "i64", "num_fragments": "i32", "num_threads": "constexpr"}
-    constants = {"num_threads": 32 * num_warps}
-    source = ASTSource(fragment_kernel.compile_kernel(), signature, constants)
-    options = {"num_warps": num_warps, **fragment_kernel.LAUNCH_OPTIONS}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return str(compiled.asm["ptx"])
-
-
-@pytest.mark.parametrize("num_warps", [1, 4])
-def test_threads_access_16_bytes_where_they_can_and_wait_for_eight_accesses_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_warps: int
-) -> None:
-    # Interpreting replaces parts of Triton while it lasts; it must not be seen here.
-    check(aligned_copy([100]))
-    ptx = compile_for_cuda(tmp_path, monkeypatch, num_warps)
-    accesses = re.findall(r"\b(?:ld|st)\.global\S*", ptx)
-    kinds = ("b8", "b16", "b32", "b64", "v2.b64")
-    loads, stores = ([f"{name}.global.{kind}" for kind in kinds] for name in ("ld", "st"))
-    # Three more: those of the table.
-    assert Counter(accesses) == Counter(8 * [*loads, *stores] + 3 * ["ld.global.b64"])
-    order = [access for access in accesses if "v2" in access]
-    assert order == 8 * ["ld.global.v2.b64"] + 8 * ["st.global.v2.b64"]
 
 
 @pytest.mark.gpu

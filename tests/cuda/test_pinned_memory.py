@@ -64,17 +64,6 @@ def test_what_others_have_pinned_in_part_or_in_pieces_is_not_pinned(
         driver.unregister(address)
 
 
-def test_memory_of_two_engines_is_unpinned_by_the_last_one(
-    gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion
-) -> None:
-    first, second = PinnedMemory(driver, region), PinnedMemory(driver, region)
-    first.close()
-    assert second.is_pinned
-    assert gpu.get("registered_bytes") == NUM_BYTES
-    second.close()
-    assert gpu.get("registered_bytes") == 0
-
-
 def test_memory_stays_where_it_is_as_long_as_it_is_registered(driver: CudaDriver) -> None:
     """Other memory at its address would count as pinned, and the device would use the old pages."""
     memory = np.frombuffer(mmap.mmap(-1, NUM_BYTES), np.uint8)

@@ -92,6 +92,11 @@ class World:
         """Compute the number in a layer's name: groups take turns."""
         return FIRST_LAYER + layer * len(self.positions) + group
 
+    def layer_names(self, group: int, prefix: str) -> tuple[str, ...]:
+        """Name the layers of a group as an engine does."""
+        count = len(self.positions[group])
+        return tuple(f"{prefix}.{self.layer_number(group, n)}.attn" for n in range(count))
+
     def tensors(self, group: int) -> list[PageTensor]:
         """List the tensors of a group's portable pages, in their order there."""
         found = []

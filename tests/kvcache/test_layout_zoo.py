@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.engine_side import EngineLayout
+from kvxfer.engine_side import LAYOUT_ZOO, EngineLayout
 from kvxfer.errors import InvalidArgumentError, LayoutError, UnknownLayoutError
 from kvxfer.kvcache.canonical import CanonicalKVCaches, attest, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
@@ -24,7 +24,6 @@ from tests.examples import examples
 from tests.kvcache.zoo_engines import (
     ZOO,
     AttentionEngine,
-    ZooGroup,
     numbers,
     with_kernel_blocks,
 )
@@ -78,7 +77,7 @@ def test_strides_alone_say_which_layout_it_is(entry: EngineLayout) -> None:
 def test_pages_whose_keys_and_values_are_apart_are_not_padded(entry: EngineLayout) -> None:
     (group,) = AttentionEngine(entry).groups
     padded = replace(group.spec, page_size_padded=2 * group.spec.page_size_bytes)
-    engine = AttentionEngine(entry, [ZooGroup(padded, group.positions)])
+    engine = AttentionEngine(entry, [replace(group, spec=padded)])
     with pytest.raises(LayoutError, match=f"pages of {padded.page_size_bytes} bytes"):
         canonicalize(engine.kv_caches, engine.config, layouts=engine.layouts)
 
@@ -88,6 +87,15 @@ def test_kernel_blocks_with_other_layers_between_their_heads_are_refused() -> No
     engine = AttentionEngine(with_kernel_blocks(entry))
     with pytest.raises(UnknownLayoutError, match=r"got shape \(10, 7, 4, 12\)"):
         canonicalize(engine.kv_caches, engine.config, layouts=engine.layouts)
+
+
+@pytest.mark.parametrize("name", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_the_names_mean_what_they_mean_in_vllm(name: str) -> None:
+    order = pytest.importorskip("vllm.v1.kv_cache_layout").KVCacheLayout[name].stride_order
+    logical = ("layer", "block", "head", "token", "kv*dim")
+    (entry,) = (entry for entry in LAYOUT_ZOO if entry.name == name)
+    assert entry.shape == " ".join(logical[1:])
+    assert entry.memory == " ".join(logical[dim] for dim in order)
 
 
 @pytest.mark.parametrize("entry", ZOO, ids=named)

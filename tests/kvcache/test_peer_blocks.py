@@ -232,8 +232,9 @@ def test_only_pages_that_are_wanted_and_there_are_written(
     data: st.DataObject, copies: CPUCopyEngine
 ) -> None:
     mine, their_tokens = data.draw(st.permutations([16, 32, 48]))[:2]
-    ours, memory = numbered(mine, layout=data.draw(st.sampled_from(LAYOUTS)))
-    theirs, _ = numbered(their_tokens)
+    layout = data.draw(st.sampled_from(LAYOUTS))
+    ours, memory = numbered(mine, layout=layout)
+    theirs, their_memory = numbered(their_tokens)
     (blocks,) = match_caches(
         ours, describe_caches(ours, whole()), [describe_caches(theirs, whole())]
     )
@@ -246,8 +247,7 @@ def test_only_pages_that_are_wanted_and_there_are_written(
     block_ids = [0 if index in nulls else each for index, each in enumerate(block_ids)]
     first_page = data.draw(st.integers(0, 30))
     stop_page = data.draw(st.none() | st.integers(0, 30))
-    expected = ours_by_token(ours, describe_caches(ours, whole()), mine)
-    reference = ours_by_token(theirs, describe_caches(theirs, whole()), their_tokens)
+    expected, reference = by_token(memory, layout), by_token(their_memory, NHD)
     for index, block_id in enumerate(block_ids):
         for token in range(mine):
             place = (first_block + index) * mine + token
@@ -270,30 +270,14 @@ def test_only_pages_that_are_wanted_and_there_are_written(
     _, addresses = staged = stage(theirs, 0, [their_ids[index] for index in there], copies)
     copies.copy(*blocks.describe(0, there, addresses, block_ids, **wanted))
     del staged
-    found = ours_by_token(ours, describe_caches(ours, whole()), mine)
-    np.testing.assert_array_equal(found, expected)
-    assert memory.numel() == found.size
+    np.testing.assert_array_equal(by_token(memory, layout), expected)
 
 
-def ours_by_token(
-    caches: CanonicalKVCaches, description: CacheDescription, tokens: int
-) -> NDArray[np.int32]:
-    """Copy all memory out as `(block, token, layer, part, head, dim)`, by the boxes alone."""
-    (group,) = description.groups
-    found = np.zeros((9, tokens, 2, 2, 4, 3), np.int32)
-    starts = np.cumsum([0, *(ref.page_size_bytes for ref in caches.group_data_refs[0])])
-    for box in group.boxes:
-        ref = int(np.searchsorted(starts, box.offset_bytes, side="right")) - 1
-        tensor = caches.tensors[caches.group_data_refs[0][ref].tensor_idx].tensor.numpy()
-        strides = {digit.axis: digit.stride_bytes for digit in box.digits}
-        offset = box.offset_bytes - int(starts[ref])
-        view = np.lib.stride_tricks.as_strided(
-            tensor[:, offset : offset + 4].view(np.int32),
-            (9, tokens, 4, 3),
-            (tensor.strides[0], strides["token"], strides["head"], strides["dim"]),
-        )
-        found[:, :, int(box.layer_name[-1]), "kv".index(box.part)] = view
-    return found
+def by_token(layers: torch.Tensor, layout: str) -> NDArray[np.int32]:
+    """Copy all memory out as `(block, token, layer, part, head, dim)`."""
+    axes = ["layer", *layout.split()]
+    order = [axes.index(axis) for axis in ("block", "token", "layer", "kv", "head", "dim")]
+    return layers.permute(order).numpy().copy()
 
 
 DESCRIBED = describe_caches(numbered()[0], whole())

@@ -12,7 +12,6 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.engine_side import EngineLayout
 from kvxfer.kvcache.allocation import allocate_canonical
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
-from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
@@ -137,24 +136,17 @@ class AttentionWorker(Worker):
         entry = with_kernel_blocks(options.entry) if cut else options.entry
         self._engine = AttentionEngine(
             entry,
-            [ZooGroup(spec, positions) for positions in world.positions],
+            [
+                ZooGroup(spec, positions, world.layer_names(group, options.prefix))
+                for group, positions in enumerate(world.positions)
+            ],
             num_blocks=num_blocks,
             kernel_blocks_per_block=options.kernel_blocks_per_block,
         )
-        config, names = rename_layers(
-            self._engine.config,
-            [
-                [
-                    f"{options.prefix}.{world.layer_number(group, layer)}.attn"
-                    for layer in range(len(positions))
-                ]
-                for group, positions in enumerate(world.positions)
-            ],
-        )
+        config = self._engine.config
         if not options.allocate:
-            kv_caches = {names.get(n, n): each for n, each in self._engine.kv_caches.items()}
-            layouts = {names.get(n, n): each for n, each in self._engine.layouts.items()}
-            self.caches = canonicalize(kv_caches, config, layouts=layouts)
+            layouts = self._engine.layouts
+            self.caches = canonicalize(self._engine.kv_caches, config, layouts=layouts)
             self._tensors = list(self._engine.tensors.values())
             return
         layout = options.entry.attention_layout
@@ -165,11 +157,7 @@ class AttentionWorker(Worker):
             tokens_per_kernel_block=[self._engine.sizes["token"]] * len(config.groups),
         )
         self.caches = allocation.caches
-        one_per_position = {self._engine.positions[old]: new for old, new in names.items()}
-        self._tensors = [
-            allocation.kv_caches[one_per_position[position]]
-            for position in sorted(one_per_position)
-        ]
+        self._tensors = [allocation.kv_caches[names[0]] for names in config.shared_tensors]
 
     def contents(self) -> list[Values]:
         """Compute each tensor's values with every block in its place, by plain indexing."""
@@ -178,8 +166,8 @@ class AttentionWorker(Worker):
             return [self._content(pool, index) for index in self._engine.tensors]
         for index, tensor in self._engine.tensors.items():
             as_integers(tensor).copy_(torch.from_numpy(self._content(pool, index)))
-        names = {position: name for name, position in self._engine.positions.items()}
-        views = [self._engine.layer_view(names[position]) for position in sorted(names)]
+        config = self._engine.config
+        views = [self._engine.layer_view(names[0]) for names in config.shared_tensors]
         return [as_integers(view).numpy() for view in views]
 
     def _content(self, pool: Values, index: tuple[int, ...]) -> Values:
@@ -248,9 +236,8 @@ class StateWorker(Worker):
         self.shard, self._world, self._block_ids = shard, world, block_ids
         padded = 0 if "state" in entry.allocations else padding_bytes
         spec = world.spec(shard.tp_size, padding_bytes=padded)
-        group = ZooGroup(spec, tuple(range(len(world.values))))
-        names = [f"layers.{FIRST_LAYER + layer}.mixer" for layer in range(len(world.values))]
-        config, _ = rename_layers(plan_groups([group], num_blocks), [names])
+        names = tuple(f"layers.{FIRST_LAYER + layer}.mixer" for layer in range(len(world.values)))
+        config = plan_groups([ZooGroup(spec, tuple(range(len(names))), names)], num_blocks)
         if "state" in entry.allocations:  # one for all layers
             slots = [
                 torch.zeros((len(names), num_blocks, *shape), dtype=dtype)
@@ -301,23 +288,6 @@ def start_engine(rng: np.random.Generator, world: World, options: EngineOptions)
         for rank in range(options.shard.num_workers)
     ]
     return WorldEngine(block_ids, workers)
-
-
-def rename_layers(
-    config: KVCacheConfig, names: Sequence[Sequence[str]]
-) -> tuple[KVCacheConfig, dict[str, str]]:
-    """Rename the layers of each group in a plan; return the new names by old ones, too."""
-    renamed = {
-        old: new
-        for group, each in zip(config.groups, names, strict=True)
-        for old, new in zip(group.layer_names, each, strict=True)
-    }
-    groups = [
-        KVCacheGroup(group.spec, tuple(each))
-        for group, each in zip(config.groups, names, strict=True)
-    ]
-    shared = tuple(tuple(renamed[name] for name in each) for each in config.shared_tensors)
-    return KVCacheConfig(config.num_blocks, tuple(groups), shared), renamed
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:

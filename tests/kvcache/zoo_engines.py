@@ -28,21 +28,21 @@ class ZooGroup:
         spec: Spec of each of its layers.
         positions: Position in a block of each layer's page. Layers at one position share memory, in
             one group as well as across groups.
+        names: Name of each of its layers.
     """
 
     spec: KVCacheSpec
     positions: tuple[int, ...]
+    names: tuple[str, ...]
 
 
 def plan_groups(groups: Sequence[ZooGroup], num_blocks: int) -> KVCacheConfig:
     """Plan the groups of an engine; layers at one position share a tensor."""
-    planned = []
     shared: list[list[str]] = [[] for _ in range(1 + max(p for g in groups for p in g.positions))]
-    for index, group in enumerate(groups):
-        names = tuple(f"{index}.{layer}" for layer in range(len(group.positions)))
-        planned.append(KVCacheGroup(group.spec, names))
-        for name, position in zip(names, group.positions, strict=True):
+    for group in groups:
+        for name, position in zip(group.names, group.positions, strict=True):
             shared[position].append(name)
+    planned = [KVCacheGroup(group.spec, group.names) for group in groups]
     return KVCacheConfig(num_blocks, tuple(planned), tuple(map(tuple, shared)))
 
 
@@ -185,7 +185,7 @@ def _default_group(entry: EngineLayout) -> ZooGroup:
     spec: AttentionSpec = MLASpec(**common)
     if entry.content == "keys and values":
         spec = FullAttentionSpec(**common, num_kv_heads=7)
-    return ZooGroup(spec, (0, 1, 2))
+    return ZooGroup(spec, (0, 1, 2), ("a", "b", "c"))
 
 
 def factors(axes: str) -> list[str]:
