@@ -25,13 +25,14 @@ from tests.simulation.tiers import (
 FIRST_PORT = 9000
 ETCD_SHARE = 0.4
 """Share of the seeds in which engines find holders by etcd."""
-DELAYS_S = (0.0, 0.001, 0.1)
-"""Virtual seconds of a read: a store that waits for several others still ends within a second."""
+DELAYS_S = (0.0, 0.001, 0.3)
 LONG_DELAYS_S = (2.0, 8.0)
 LAGS = ("partition", "cut", "starve", "stop_engine", "stop_holder", "lost_reads")
 """Faults after which a holder may learn late that nobody waits for an answer, or a read go on."""
 GOES_ON_S = 0.5
 """Virtual time beyond that of one run for which a read may go on that was given up."""
+QUEUE_S = 2.0
+"""Virtual time that a store may take that waits for others, each of which is read for 0.3 s."""
 LOST_S = 120.0
 """Virtual time after which a lost read has ended: a drain waits as long as memory may change."""
 
@@ -91,7 +92,12 @@ class PeersScenario(FleetScenario):
             **self._both(simulation),
         )
         backend = NixlBackend(config, namespace, make_agent=lambda: self._make_agent(simulation))
-        return Opened(backend=backend, is_roomy=_is_roomy(simulation), may_delete_late=True)
+        return Opened(
+            backend=backend,
+            is_roomy=_is_roomy(simulation),
+            may_delete_late=True,
+            may_time_out=config.timeout_s < QUEUE_S,
+        )
 
     def open_holder(
         self, simulation: Simulation, namespace: Namespace, number: int
