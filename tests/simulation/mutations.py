@@ -755,6 +755,14 @@ MUTATIONS = (
         8,
     ),
     Mutation(
+        "a close does not wait for what is written back",
+        "kvxfer/tiering/tiered_backend.py",
+        "            await asyncio.wait([self._settling], timeout=self._close_s)\n",
+        "            pass\n",
+        "tiers",
+        160,
+    ),
+    Mutation(
         "pins of a peer that has gone stay",
         "backends/nixl/session.py",
         "        while self._pins:\n            _, pin",

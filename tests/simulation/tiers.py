@@ -165,6 +165,7 @@ def leftovers_of_engine(engine: TransferEngine, *, may_lose: bool = False) -> li
         "bytes in flight": mover._admission.bytes_in_flight,
         "waiting pieces": mover._admission.num_waiting,
         "begun jobs": len(mover._begun),
+        "calls of the loop": len(engine._loop._given),
         "late calls": engine._calls.num_late,
     }
     return [f"{count} {what}" for what, count in counts.items() if count]

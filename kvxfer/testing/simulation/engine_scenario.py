@@ -141,12 +141,14 @@ class EngineScenario(Scenario):
         """See `Scenario.plan`."""
         if self.has_storms:
             kind = random.random()
-            if kind < 0.25:
-                return self._plan_storm(random)
-            if kind < 0.32:
-                return self._plan_lost_source(random)
-            if kind < 0.47:
-                return self._plan_given_up(random)
+            for until, plan in (
+                (0.25, self._plan_storm),
+                (0.32, self._plan_lost_source),
+                (0.47, self._plan_given_up),
+                (0.52, self._plan_close),
+            ):
+                if kind < until:
+                    return plan(random)
         steps, length_s = [], random.choice((2.0, 5.0, 15.0))
         num_keys, bursts = random.choice((1, 3, NUM_KEYS)), random.choice((0, 3, 12))
         burst_s = random.choice(BURSTS_S)
@@ -221,6 +223,16 @@ class EngineScenario(Scenario):
             what = random.choice(("store", "load", "load", "lookup", "lookup"))
             steps.append(Step(random.random() * GIVEN_UP_S, what, given))
         return sorted(steps, key=lambda step: step.at_s)
+
+    def _plan_close(self, random: Random) -> list[Step]:
+        """Plan stores, and a close while they are written back to the tiers below."""
+        given: dict[str, Any] = {"timeout_s": None, "cancel_s": None}
+        stores = [
+            Step(0.1 * random.random(), "store", given | {"parts": draw_parts(random)})
+            for _ in range(LOST_STORES)
+        ]
+        close = Step(0.1 + 0.05 * random.random(), "close", {"cancel_s": None})
+        return [*sorted(stores, key=lambda step: step.at_s), close]
 
     def _draw_faults(self, random: Random, length_s: float) -> list[Step]:
         num_faults, is_mild = random.choice((0, 0, 1, 3, 8)), random.random() < 0.3
@@ -694,7 +706,9 @@ class EngineRun:
             await asyncio.wait([attempt], timeout=cancel_s)
             attempt.cancel()
             await asyncio.wait([attempt], timeout=MOST_S)
-        began = self._simulation.now
+        began, kept = self._simulation.now, dict[Part, bool]()
+        if cancel_s is None and not self._faulted:
+            self._watch_last_tier(kept)
         task = asyncio.create_task(self._engine.aclose())
         await asyncio.wait([task], timeout=MOST_S)
         took_s = self._simulation.now - began
@@ -702,6 +716,20 @@ class EngineRun:
             self._simulation.fail("late", f"aclose took {took_s:.3f} s: {self._stacks()}")
         elif error := task.exception():
             self._simulation.fail("undocumented error", f"aclose: {error!r}")
+        for part, is_kept in kept.items():
+            if not is_kept and self._must_be_there(part, began, num_blocks=0):
+                self._simulation.fail("close left the last tier without", part)
+
+    def _watch_last_tier(self, kept: dict[Part, bool]) -> None:
+        """Note which chunks the last of several tiers has when it is closed."""
+
+        async def look() -> None:
+            parts = self._world.every_part()
+            there = await self._inner(-1).lookup(self._world.keys(parts))
+            kept.update(zip(parts, there, strict=True))
+
+        if last := self.opened.faulty.get(len(self.opened.tiers) - 1):
+            last.on_close = look
 
     async def require_nothing_left(self) -> None:
         """Look at what is left a while after the close: no task, thread or touched memory."""

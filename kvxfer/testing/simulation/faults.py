@@ -66,9 +66,11 @@ class FaultyTier(WrappingBackend):
 
     Attributes:
         has_refused_drain: Whether a `drain` raised: memory may be lost to an engine that closes.
+        on_close: Awaited before the backend is closed.
     """
 
     has_refused_drain = False
+    on_close: Callable[[], Awaitable[object]] | None = None
 
     def __init__(self, inner: Backend, simulation: Simulation, name: str) -> None:
         super().__init__(inner)
@@ -123,6 +125,8 @@ class FaultyTier(WrappingBackend):
         """See `Backend.aclose`."""
         await _latency(self._random_of("aclose", []))
         await self._wait_for_late()
+        if self.on_close is not None:
+            await self.on_close()
         await self.inner.aclose()
 
     async def _wait_for_late(self) -> None:
