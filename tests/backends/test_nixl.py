@@ -70,7 +70,7 @@ class TestNixl(NixlBackendTests):
 
 class FencedBackendTests(NixlBackendTests):
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
-        pytest.skip("no generation tells of a bit that flips; what it tells: test_nixl_fenced.py")
+        pytest.skip("no generation tells of a bit that flips; what it tells: test_nixl_blocks.py")
 
 
 class TestSocketFenced(FencedBackendTests):

@@ -1,0 +1,346 @@
+"""Blocks at a peer: where they are read, how they are verified, and what is not believed."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvxfer.backends.host import HostBackend
+from kvxfer.backends.nixl import NixlBackend, NixlConfig, client
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
+from kvxfer.backends.nixl.places import MAX_FRAGMENTS, Places, read_proofs
+from kvxfer.backends.nixl.session import ClientSession
+from kvxfer.backends.nixl.wire.messages import Extents, Fencing, Found, Lookup, Publish, Pulled
+from kvxfer.backends.nixl.wire.regions import Regions
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.kvcache.canonical import memory_regions
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.lending import BlockParts, Fences, LentBlocks
+from kvxfer.testing import BlockMemory, FakeNixlAgent
+from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from tests.backends.agent_contract import words
+from tests.backends.host_blocks import flip
+from tests.backends.nixl_pair import KEYS, MEMORY, Pair, open_pair
+
+GRADES = ["full", "fenced"]
+DONE, CORRUPT, FAILED = Status.DONE, Status.CORRUPT, Status.FAILED
+BLOCK_BYTES = sum(MEMORY[0])
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def pins(monkeypatch: pytest.MonkeyPatch) -> list[list[BlockKey]]:
+    """Keys of everything that holders lent."""
+    asked: list[list[BlockKey]] = []
+    original = HostBackend.lend
+
+    def lend(
+        self: HostBackend, wanted: BlockParts, *, fenced: bool = False
+    ) -> AbstractAsyncContextManager[LentBlocks]:
+        asked.append(list(wanted.keys))
+        return original(self, wanted, fenced=fenced)
+
+    monkeypatch.setattr(HostBackend, "lend", lend)
+    return asked
+
+
+async def load(
+    pair: Pair, keys: Sequence[BlockKey], backend: NixlBackend | None = None
+) -> tuple[list[Status], list[bytes]]:
+    target = pair.memory.describe(0, range(8, 8 + len(keys)))
+    write_payloads(target, [b"\x5a" * BLOCK_BYTES] * len(keys))
+    outcomes = await (backend or pair.client).load(list(keys), target)
+    return statuses(outcomes), read_payloads(target)
+
+
+async def open_other(pair: Pair, integrity: str) -> NixlBackend:
+    """Open another peer of the same holder, with a grade of its own."""
+    assert pair.holder.server is not None
+    address = str(pair.holder.server.endpoint)
+    config = NixlConfig(address=address, integrity=integrity)  # type: ignore[arg-type]
+    other = NixlBackend(config, pair.memory.namespace(), make_agent=FakeNixlAgent)
+    other.attach(memory_regions(pair.memory.caches))
+    return other
+
+
+@pytest.mark.parametrize("grade", GRADES)
+async def test_what_lookups_found_is_read_without_asking_again(
+    pins: list[list[BlockKey]], grade: str
+) -> None:
+    async with open_pair(integrity=grade) as pair:
+        assert await pair.client.lookup([*KEYS[2:], *make_keys(1, first=90)]) == [True, True, False]
+        assert await pair.client.lookup(KEYS[:2]) == [True] * 2
+        assert await load(pair, KEYS) == ([DONE] * 4, pair.payloads)
+        assert not pins
+        assert await load(pair, KEYS) == ([DONE] * 4, pair.payloads)
+        assert pins == [KEYS]  # a place is good for one load
+
+
+@pytest.mark.parametrize("grade", GRADES)
+async def test_a_block_whose_place_was_taken_is_not_called_missing_as_its_memory_was_written(
+    pins: list[list[BlockKey]], grade: str
+) -> None:
+    async with open_pair(integrity=grade) as pair:
+        await pair.client.lookup(KEYS)
+        await pair.holder.delete([KEYS[2]])
+        await store_generated(pair.client, make_keys(1, first=50), pair.memory.describe(0, [12]))
+        seen, read = await load(pair, KEYS)
+        assert seen == [DONE, DONE, FAILED, DONE]
+        assert [read[index] for index in (0, 1, 3)] == [pair.payloads[i] for i in (0, 1, 3)]
+        assert pins == [[KEYS[2]]]
+
+
+async def test_a_block_that_was_deleted_is_missing_although_its_bytes_are_still_there() -> None:
+    async with open_pair() as pair:
+        await pair.client.lookup(KEYS)
+        assert await pair.client.delete(KEYS[:1]) == [True]
+        assert await load(pair, KEYS[:1]) == ([Status.MISSING], [b"\x5a" * BLOCK_BYTES])
+
+
+@pytest.mark.parametrize(("grade", "found"), [("full", CORRUPT), ("fenced", DONE)])
+async def test_only_a_checksum_catches_a_bit_that_flipped_in_memory(
+    grade: str, found: Status
+) -> None:
+    async with open_pair(integrity=grade) as pair:
+        flip(pair.host, KEYS[0])
+        seen, _ = await load(pair, KEYS)
+        assert seen == [found, DONE, DONE, DONE]
+
+
+@pytest.mark.parametrize("reader", GRADES)
+@pytest.mark.parametrize("writer", GRADES)
+async def test_peers_of_either_grade_load_what_those_of_the_other_one_stored(
+    writer: str, reader: str
+) -> None:
+    async with open_pair(integrity=writer) as pair, await open_other(pair, reader) as other:
+        for looks_up in (False, True, True):
+            if looks_up:
+                assert await other.lookup(KEYS) == [True] * 4
+            assert await load(pair, KEYS, other) == ([DONE] * 4, pair.payloads)
+        if (writer, reader) == ("fenced", "full"):  # hashed for the first reader who verifies
+            flip(pair.host, KEYS[0])
+            assert (await load(pair, KEYS[:2], other))[0] == [CORRUPT, DONE]
+            assert await other.lookup(KEYS) == [False, True, True, True]
+
+
+async def test_bytes_that_change_while_they_are_stored_are_not_stored() -> None:
+    async with open_pair() as pair:
+        agent = pair.holder_agents[-1]
+        agent.hold()
+        source = pair.memory.describe(0, [8, 9])
+        keys = make_keys(2, first=50)
+        payloads = [make_payload(key, BLOCK_BYTES) for key in keys]
+        write_payloads(source, payloads)
+        storing = asyncio.create_task(pair.client.store(keys, source))
+        await agent.until_held()  # hashed meanwhile
+        write_payloads(source.select(0, 1), [payloads[1]])
+        agent.release()
+        assert statuses(await storing) == [FAILED, DONE]
+        assert await pair.client.lookup(keys) == [False, True]
+
+
+async def test_a_batch_of_several_pieces_is_moved_whole_and_a_piece_that_fails_costs_its_blocks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client, "PIECE_BYTES", BLOCK_BYTES)
+    read = client.Client._read
+
+    async def fail_once(self: client.Client, *args: Any) -> Any:
+        if args[1] == KEYS[:1]:
+            raise MemoryError
+        return await read(self, *args)
+
+    async with open_pair() as pair:
+        assert await load(pair, KEYS) == ([DONE] * 4, pair.payloads)
+        monkeypatch.setattr(client.Client, "_read", fail_once)
+        seen, payloads = await load(pair, KEYS)
+        assert (seen, payloads[1:]) == ([FAILED, DONE, DONE, DONE], pair.payloads[1:])
+    assert "MemoryError" in caplog.text
+
+
+async def test_a_store_is_published_with_a_checksum_for_each_block_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = ClientSession._publish
+
+    async def publish(self: ClientSession, request: Publish) -> Pulled:
+        return await original(self, msgspec.structs.replace(request, checksums=[7]))
+
+    async with open_pair() as pair:
+        monkeypatch.setattr(ClientSession, "_publish", publish)
+        keys = make_keys(2, first=50)
+        outcomes = await pair.client.store(keys, pair.memory.describe(0, [8, 9]))
+        assert statuses(outcomes) == [FAILED] * 2
+        assert "checksums is 1; expected 2" in outcomes[0].reason
+        assert await pair.client.lookup(keys) == [False] * 2
+
+
+async def test_a_holder_that_answers_with_generations_unasked_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = ClientSession._lookup
+
+    async def lookup(self: ClientSession, request: Lookup) -> Found:
+        return await original(self, msgspec.structs.replace(request, fenced=True))
+
+    async with open_pair() as pair:
+        monkeypatch.setattr(ClientSession, "_lookup", lookup)
+        assert await pair.client.lookup(KEYS) == [True] * 4
+        assert (await load(pair, KEYS))[0] == [FAILED] * 4
+
+
+ADDRESS, SIZE = 1 << 20, 8
+REGIONS = Regions([(ADDRESS, 64)])
+
+
+def extents(*offsets: int, length: int = SIZE) -> Extents:
+    return Extents(
+        regions=np.zeros(len(offsets), np.uint32).tobytes(),
+        offsets=np.array(offsets, np.uint64).tobytes(),
+        lengths=np.full(len(offsets), length, np.uint64).tobytes(),
+        block_offsets=np.arange(len(offsets) + 1).tobytes(),
+    )
+
+
+def found(*offsets: int | None, **fields: Any) -> Found:
+    """Make the answer to a lookup: blocks at some offset, or None for one that is not there."""
+    present = [offset for offset in offsets if offset is not None]
+    answer = Found(
+        request_id=1,
+        there=[offset is not None for offset in offsets],
+        starts=[0] * len(present),
+        checksums=list(range(len(present))),
+        extents=extents(*present),
+    )
+    return msgspec.structs.replace(answer, **fields)
+
+
+def wanted(num_blocks: int, size: int = SIZE, start: int = 0) -> Descriptors:
+    blocks = BlockMemory([[SIZE]], num_blocks=num_blocks).describe(0, range(num_blocks))
+    return Descriptors(
+        addresses=blocks.addresses,
+        lengths=np.full(num_blocks, size, np.uint64),
+        block_offsets=blocks.block_offsets,
+        payload_starts=np.full(num_blocks, start, np.int64),
+        device=blocks.device,
+        owners=blocks.owners,
+    )
+
+
+def test_places_are_those_of_the_keys_that_were_there() -> None:
+    places = Places(REGIONS)
+    places.note(KEYS[:3], found(SIZE, None, 5 * SIZE))
+    assert places.take([KEYS[1]], wanted(1)) is None
+    taken = places.take([KEYS[2], KEYS[0]], wanted(2))
+    assert taken is not None
+    blocks, checksums = taken
+    assert blocks.addresses.tolist() == [ADDRESS + 5 * SIZE, ADDRESS + SIZE]
+    assert blocks.lengths.tolist() == [SIZE] * 2
+    assert checksums == [1, 0]
+    assert len(places) == 0
+
+
+@pytest.mark.parametrize(("size", "start"), [(SIZE - 1, 0), (SIZE - 1, 1), (SIZE, 1)])
+def test_a_part_of_what_was_stored_has_no_checksum_and_so_no_place(size: int, start: int) -> None:
+    places = Places(REGIONS)
+    places.note(KEYS[:1], found(0))
+    assert places.take(KEYS[:1], wanted(1, size, start)) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        (found(8 * SIZE), "region"),
+        (found(0, starts=[]), r"\(1, 0\)"),
+        (found(0, checksums=[1, 2]), "checksums is 2"),
+        (found(0, there=[False]), "0 blocks"),
+        (found(*[0] * (MAX_FRAGMENTS + 1)), "fragments is 65537"),
+    ],
+)
+def test_an_answer_that_cannot_be_is_refused_and_changes_nothing(answer: Found, shown: str) -> None:
+    places = Places(REGIONS)
+    with pytest.raises(InvalidArgumentError, match=shown):
+        places.note(KEYS[:1], answer)
+    assert len(places) == 0
+
+
+def generations(*values: int) -> bytes:
+    return np.array(values, np.uint64).tobytes()
+
+
+def test_generations_are_read_with_their_places() -> None:
+    fences = Fencing(extents=extents(8, 32), generations=generations(2**64 - 1, 7))
+    proofs = read_proofs(REGIONS, found(0, 8, fences=fences), 2)
+    assert isinstance(proofs, Fences)
+    assert proofs.addresses.tolist() == [ADDRESS + 8, ADDRESS + 32]
+    assert proofs.generations.tolist() == [2**64 - 1, 7]
+
+
+@pytest.mark.parametrize(
+    ("places", "words_of_generations", "shown"),
+    [
+        (extents(8), generations(1, 2), "extents of generations"),
+        (extents(8, 16), generations(1), "bytes of generations is 8"),
+        (extents(8, 16), b"\1" * 15, "bytes of generations is 15"),
+        (extents(8, 16, length=16), generations(1, 2), "extents of generations"),
+        (extents(8, 64), generations(1, 2), "region"),
+    ],
+)
+def test_generations_that_cannot_be_are_refused(
+    places: Extents, words_of_generations: bytes, shown: str
+) -> None:
+    fences = Fencing(extents=places, generations=words_of_generations)
+    with pytest.raises(InvalidArgumentError, match=shown):
+        read_proofs(REGIONS, found(0, 8, fences=fences), 2)
+
+
+def gpu_region() -> MemoryRegion:
+    """Say of some host memory that it is a GPU's."""
+    memory = np.zeros(BLOCK_BYTES, np.uint8)
+    return MemoryRegion(memory.ctypes.data, memory.nbytes, memory, GPU)
+
+
+@pytest.mark.parametrize("transport", ["auto", "socket"])
+async def test_memory_of_a_gpu_needs_nixl_for_every_peer_and_that_of_the_host_goes_on(
+    transport: str,
+) -> None:
+    async with open_pair(attached=False, transport=transport) as pair:
+        other = pair.open_client()
+        regions = memory_regions(pair.memory.caches)
+        with pytest.raises(InvalidArgumentError, match=f"cuda:0.*={transport}.*transport=nixl"):
+            other.attach([*regions, gpu_region()])
+        other.attach(regions)
+        assert await load(pair, KEYS[:2], other) == ([DONE] * 2, pair.payloads[:2])
+        await other.aclose()
+
+
+@pytest.mark.processes
+async def test_a_gpu_that_nixl_cannot_use_is_named_when_the_backend_starts() -> None:
+    await asyncio.to_thread(import_nixl, otherwise="skip this test")
+    config = NixlConfig(address="127.0.0.1:1", transport="nixl")
+    async with NixlBackend(config, BlockMemory(MEMORY, num_blocks=1).namespace()) as backend:
+        backend.attach([gpu_region()])
+        with pytest.raises(BackendUnavailableError, match="device cuda:0 cannot be used: NIXL"):
+            await backend.start()
+
+
+async def test_blocks_of_a_gpu_are_refused_by_name_unless_the_backend_reaches_it() -> None:
+    blocks = Descriptors.of_pieces(words(gpu_region().address), [BLOCK_BYTES], device=GPU)
+    async with open_pair() as pair:
+        for kinds, refused in (
+            ({"cpu"}, "device of blocks is 'cuda:0'"),
+            ({"cpu", "cuda"}, "memory of cuda:0 that was attached"),
+        ):
+            pair.client._exchange.memory_kinds = frozenset(kinds)
+            for move in (pair.client.load, pair.client.store):
+                with pytest.raises(InvalidArgumentError, match=refused):
+                    await move(KEYS[:1], blocks)
