@@ -1,11 +1,12 @@
-"""Two ends of a connection over real sockets, and a man in the middle that alters bytes."""
+"""Two ends of a connection over real sockets, and certificates for them."""
 
 import asyncio
 import contextlib
 import datetime as dt
+import inspect
 import ipaddress
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -19,7 +20,7 @@ from cryptography.x509.oid import NameOID
 
 from kvxfer import KVXferError, Namespace, make_block_key
 from kvxfer.backends.nixl import LocalNode, NixlConfig
-from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, SEAL_BYTES, FrameChannel
+from kvxfer.backends.nixl.wire.frames import FrameChannel
 from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client, greet_as_server
 from kvxfer.backends.nixl.wire.messages import (
     OLDEST_VERSION,
@@ -37,16 +38,8 @@ LOOKUP = Lookup(request_id=7, keys=[make_block_key(b"hash", 0)])
 FOUND = Found(request_id=7, there=[True])
 LOOKUP_DECODER = msgspec.msgpack.Decoder(Lookup)
 FOUND_DECODER = msgspec.msgpack.Decoder(Found)
-NUM_OPEN_FRAMES = 2  # of each direction: Hello and Proof; the others are sealed
 
 Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Edit: TypeAlias = Callable[[str, int, bytes], bytes]
-"""Function of a direction (`asked` or `served`), the number of a frame in it and the frame; returns
-the bytes that are passed on instead."""
-
-
-class Cut(bytes):
-    """Bytes that are passed on before both directions end."""
 
 
 def hello(name: bytes, namespace: Namespace | None = NAMESPACE) -> Hello:
@@ -117,19 +110,12 @@ class Ends:
 async def connected(
     *,
     tls: tuple[ssl.SSLContext | None, ssl.SSLContext | None] = (None, None),
-    edit: Edit | None = None,
     frame_timeout_s: float = 0.5,
 ) -> AsyncIterator[Ends]:
-    """Open both ends of a connection; `edit` may change every frame between them.
-
-    No task is left when they are closed.
-    """
+    """Open both ends of a connection; no task is left when they are closed."""
     tasks_before = asyncio.all_tasks()
-    async with listening(tls=tls[1]) as listener, contextlib.AsyncExitStack() as stack:
-        port = listener.port
-        if edit is not None:
-            port = await stack.enter_async_context(relay(port, edit))
-        asking = Stream(*await asyncio.open_connection(HOST, port, ssl=tls[0]))
+    async with listening(tls=tls[1]) as listener:
+        asking = Stream(*await asyncio.open_connection(HOST, listener.port, ssl=tls[0]))
         serving = Stream(*await listener.accepted())
         client, server = (
             FrameChannel(*each, frame_timeout_s=frame_timeout_s) for each in (asking, serving)
@@ -139,37 +125,6 @@ async def connected(
         finally:
             await asyncio.gather(client.aclose(), server.aclose())
     assert asyncio.all_tasks() <= tasks_before
-
-
-@contextlib.asynccontextmanager
-async def relay(port: int, edit: Edit) -> AsyncIterator[int]:
-    """Run a proxy in front of a server that edits passing frames."""
-
-    async def pass_on(
-        direction: str, reader: asyncio.StreamReader, to: asyncio.StreamWriter
-    ) -> None:
-        with contextlib.suppress(OSError, EOFError):
-            for number in range(1 << 30):
-                seal_bytes = SEAL_BYTES if number >= NUM_OPEN_FRAMES else 0
-                header = await reader.readexactly(HEADER_BYTES)
-                body = await reader.readexactly(int.from_bytes(header, "big") + seal_bytes)
-                edited = edit(direction, number, header + body)
-                to.write(edited)
-                await to.drain()
-                if isinstance(edited, Cut):
-                    break
-        to.close()
-
-    async with listening() as listener, asyncio.TaskGroup() as tasks:
-
-        async def connect() -> None:
-            asking_reader, asking_writer = await listener.accepted()
-            serving_reader, serving_writer = await asyncio.open_connection(HOST, port)
-            tasks.create_task(pass_on("asked", asking_reader, serving_writer))
-            tasks.create_task(pass_on("served", serving_reader, asking_writer))
-
-        tasks.create_task(connect())
-        yield listener.port
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +183,18 @@ class Authority:
 
     def __post_init__(self) -> None:
         self.folder.mkdir()
-        key = ec.generate_private_key(ec.SECP256R1())
-        certificate = _certificate("authority", key.public_key(), "authority", key, is_ca=True)
-        _write(self.folder / "ca.pem", certificate)
-        self._sign_peer(key)
+        own, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+        private = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        for name, content in (
+            ("ca", _certificate("authority", own.public_key(), own)),
+            ("cert", _certificate("peer", key.public_key(), own)),
+            ("key", private),
+        ):
+            (self.folder / f"{name}.pem").write_bytes(content)
 
     def config(self, *, ca: "Authority | None" = None) -> NixlConfig:
         """Configure a peer with a certificate of this authority, which trusts those of `ca`."""
@@ -242,69 +205,35 @@ class Authority:
             tls_ca=str((ca or self).folder / "ca.pem"),
         )
 
-    def _sign_peer(self, authority_key: ec.EllipticCurvePrivateKey) -> None:
-        key = ec.generate_private_key(ec.SECP256R1())
-        certificate = _certificate(
-            "peer", key.public_key(), "authority", authority_key, is_ca=False
-        )
-        _write(self.folder / "cert.pem", certificate)
-        text = key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-        (self.folder / "key.pem").write_bytes(text)
-
 
 def _certificate(
-    subject: str,
-    public_key: ec.EllipticCurvePublicKey,
-    issuer: str,
-    issuer_key: ec.EllipticCurvePrivateKey,
-    *,
-    is_ca: bool,
-) -> x509.Certificate:
-    now = dt.datetime.now(dt.UTC)
-    address = x509.IPAddress(ipaddress.ip_address(HOST))
-    constraints = x509.BasicConstraints(ca=is_ca, path_length=None)
-    usage = x509.KeyUsage(
-        digital_signature=True,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=is_ca,
-        crl_sign=is_ca,
-        encipher_only=False,
-        decipher_only=False,
-    )
-    return (
-        x509.CertificateBuilder()
-        .subject_name(_name(subject))
-        .issuer_name(_name(issuer))
-        .public_key(public_key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(days=1))
-        .not_valid_after(now + dt.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(constraints, critical=True)
+    subject: str, public_key: ec.EllipticCurvePublicKey, issuer_key: ec.EllipticCurvePrivateKey
+) -> bytes:
+    """Sign a certificate of a peer, or that of the authority itself, in PEM."""
+    now, is_ca = dt.datetime.now(dt.UTC), public_key == issuer_key.public_key()
+    uses = dict.fromkeys(inspect.signature(x509.KeyUsage).parameters, False)
+    uses |= {"digital_signature": True, "key_cert_sign": is_ca, "crl_sign": is_ca}
+    issuer = issuer_key.public_key()
+    extensions: list[tuple[x509.ExtensionType, bool]] = [
+        (x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(HOST))]), False),
+        (x509.BasicConstraints(ca=is_ca, path_length=None), True),
         # OpenSSL is strict about these from Python 3.13 on.
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
-            critical=False,
-        )
-        .add_extension(usage, critical=True)
-        .sign(issuer_key, hashes.SHA256())
+        (x509.SubjectKeyIdentifier.from_public_key(public_key), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), False),
+        (x509.KeyUsage(**uses), True),
+    ]
+    builder = x509.CertificateBuilder(
+        *(_name("authority"), _name(subject), public_key, x509.random_serial_number()),
+        *(now - dt.timedelta(days=1), now + dt.timedelta(days=1)),
     )
+    for extension, critical in extensions:
+        builder = builder.add_extension(extension, critical=critical)
+    signed = builder.sign(issuer_key, hashes.SHA256())
+    return signed.public_bytes(serialization.Encoding.PEM)
 
 
 def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-
-
-def _write(path: Path, certificate: x509.Certificate) -> None:
-    path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
 
 def speak_version(version: int, monkeypatch: pytest.MonkeyPatch) -> list[LocalNode]:

@@ -33,50 +33,37 @@ Bytes = NDArray[np.uint8]
 
 @dataclass
 class Ends:
-    """Both ends of a sealed connection, with their sockets, and the memory of either."""
+    """Both ends of a sealed connection, with their sockets, and the memory that is served."""
 
     sockets: dict[Role, socket.socket]
     executor: ThreadPoolExecutor
-    connections: dict[Role, DataConnection] = field(init=False)
-    memories: dict[Role, Bytes] = field(init=False)
+    memory: Bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        rng = np.random.default_rng(7)
-        self.connections = {role: DataConnection(s, role.name) for role, s in self.sockets.items()}
-        self.memories = {role: rng.integers(0, 256, MEMORY_BYTES, np.uint8) for role in Role}
-        for role, connection in self.connections.items():
+        self.memory = np.random.default_rng(7).integers(0, 256, MEMORY_BYTES, np.uint8)
+        connections = {role: DataConnection(s, role.name) for role, s in self.sockets.items()}
+        for role, connection in connections.items():
             connection.secure(keys(role))
             connection.begin(LIMIT_S)
+        self.client, self.server = connections[Role.ASKING], connections[Role.SERVING]
+        self.client_socket, self.server_socket = (
+            self.sockets[Role.ASKING],
+            self.sockets[Role.SERVING],
+        )
 
-    @property
-    def client(self) -> DataConnection:
-        return self.connections[Role.ASKING]
+    def serve(self) -> "Future[None]":
+        """Serve the memory, on a thread."""
+        regions = Regions([(address(self.memory), MEMORY_BYTES)])
+        return self.executor.submit(self.server.serve, lambda: regions)
 
-    @property
-    def server(self) -> DataConnection:
-        return self.connections[Role.SERVING]
-
-    @property
-    def client_socket(self) -> socket.socket:
-        return self.sockets[Role.ASKING]
-
-    @property
-    def server_socket(self) -> socket.socket:
-        return self.sockets[Role.SERVING]
-
-    def serve(self, role: Role = Role.SERVING) -> "Future[None]":
-        """Serve the memory of one side, on a thread."""
-        regions = Regions([(address(self.memories[role]), MEMORY_BYTES)])
-        return self.executor.submit(self.connections[role].serve, lambda: regions)
-
-    def read(self, offsets: list[int], lengths: list[int], role: Role = Role.ASKING) -> Bytes:
-        """Read the other side's memory to the same offsets of fresh memory; return that."""
+    def require_served(self) -> None:
+        """Check that a read takes the bytes that it asks for, and no other ones."""
         into = np.zeros(MEMORY_BYTES, np.uint8)
-        local, remote = address(into), address(self.memories[role.other])
-        places = words(offsets)
-        start = np.uint64(local), np.uint64(remote)
-        self.connections[role].read(places + start[0], places + start[1], words(lengths))
-        return into
+        places = words([address(into) + 3]), words([address(self.memory) + 3])
+        self.client.read(*places, words([5]))
+        assert np.array_equal(into[3:8], self.memory[3:8])
+        assert not into[:3].any()
+        assert not into[8:].any()
 
 
 def address(memory: Bytes) -> int:
@@ -124,8 +111,8 @@ def both_ends(tls: Authority | None) -> Iterator[Ends]:
             serving = wrapped.result()
         both = Ends({Role.ASKING: asking, Role.SERVING: serving}, executor)
         yield both
-        for end in both.connections.values():
-            end.close()
+        both.client.close()
+        both.server.close()
 
 
 @pytest.fixture(scope="module")
@@ -160,14 +147,14 @@ def test_a_read_of_other_bytes_is_refused_and_the_next_one_is_not(
     ends: Ends, offset: int | None, length: int, others: int
 ) -> None:
     ends.serve()
-    start = address(ends.memories[Role.SERVING])
+    start = address(ends.memory)
     wrong = 2**64 - 1 if offset is None else start + offset
     into = np.zeros(MEMORY_BYTES, np.uint8)
     local = words([address(into)] * (others + 1))
     with pytest.raises(TransferFailedError, match="expected"):
         ends.client.read(local, words([start] * others + [wrong]), words([1] * others + [length]))
     assert not into.any()
-    assert np.array_equal(ends.read([3], [5])[3:8], ends.memories[Role.SERVING][3:8])
+    ends.require_served()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +169,7 @@ def test_arrays_that_do_not_fit_are_refused_and_the_next_read_is_not(
     with pytest.raises(TransferFailedError, match="8 for each fragment"):
         ends.client.read(words([address(into)]), remote, sizes)  # type: ignore[arg-type]
     assert not into.any()
-    assert np.array_equal(ends.read([3], [5])[3:8], ends.memories[Role.SERVING][3:8])
+    ends.require_served()
 
 
 def test_a_socket_keeps_its_number_while_a_thread_uses_it(ends: Ends) -> None:
@@ -192,10 +179,10 @@ def test_a_socket_keeps_its_number_while_a_thread_uses_it(ends: Ends) -> None:
     def regions() -> Regions:
         in_call.set()
         go_on.wait(LIMIT_S)
-        return Regions([(address(ends.memories[Role.SERVING]), MEMORY_BYTES)])
+        return Regions([(address(ends.memory), MEMORY_BYTES)])
 
     serving = ends.executor.submit(ends.server.serve, regions)
-    ends.client_socket.sendall(frames(Role.ASKING, a_read(ends.memories[Role.SERVING], 9)))
+    ends.client_socket.sendall(frames(Role.ASKING, a_read(ends.memory, 9)))
     in_call.wait(LIMIT_S)
     number = ends.server_socket.fileno()
     ends.server.close()
@@ -211,7 +198,7 @@ def test_a_read_that_is_closed_at_any_step_takes_the_right_bytes_or_none(
     ends: Ends, step: int
 ) -> None:
     """With TLS, encrypted ones lie in the kernel's buffer, and can be received all the same."""
-    there = ends.memories[Role.SERVING][:1000]
+    there = ends.memory[:1000]
     for said in (frames(Role.SERVING, Reading()), there.tobytes()):
         ends.server_socket.sendall(said)
     steps = itertools.count()

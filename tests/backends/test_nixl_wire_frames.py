@@ -1,12 +1,16 @@
-"""Frames: each received one is the next that was sent, or an error."""
+"""Frames and channels of them: each received one is the next that was sent, or an error."""
+
+import asyncio
+import socket
+import struct
 
 import msgspec
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer import make_block_key
+from kvxfer.backends.nixl.wire import frames
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -14,6 +18,7 @@ from kvxfer.backends.nixl.wire.frames import (
     SEAL_BYTES,
     FrameCodec,
     FrameKeys,
+    RateLimit,
 )
 from kvxfer.backends.nixl.wire.handshake import Role, Session
 from kvxfer.backends.nixl.wire.messages import (
@@ -27,13 +32,17 @@ from kvxfer.backends.nixl.wire.messages import (
     Reading,
     Request,
 )
-from kvxfer.errors import InvalidArgumentError, ProtocolError
-from kvxfer.kvcache.memory_region import HOST
+from kvxfer.errors import InvalidArgumentError, PeerClosedError, PeerTimeoutError, ProtocolError
+from tests.backends.nixl_wire import connected
+from tests.clock import Clock
 
 REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 HANDSHAKE: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)
 ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 READING = msgspec.msgpack.Decoder(Reading)
+PING: msgspec.msgpack.Decoder[Ping] = msgspec.msgpack.Decoder(Ping)
+PROOF: msgspec.msgpack.Decoder[Proof] = msgspec.msgpack.Decoder(Proof)
+LARGE = Proof(mac=bytes(MAX_UNPROVEN_FRAME_BYTES - 100))
 NASTY = "\x1b[2J\r\nERROR a line of its own\u202e" * 1000
 
 MESSAGES = st.one_of(
@@ -88,13 +97,13 @@ def test_a_sealed_frame_is_accepted_only_in_its_place(
     messages: list[Request], data: st.DataObject
 ) -> None:
     asking, serving = codecs()
-    frames = [asking.encode(message) for message in messages]
-    place = data.draw(st.integers(0, len(frames) - 1))
-    other = data.draw(st.integers(0, len(frames) - 1).filter(lambda index: index != place))
-    for frame in frames[:place]:
+    sealed = [asking.encode(message) for message in messages]
+    place = data.draw(st.integers(0, len(sealed) - 1))
+    other = data.draw(st.integers(0, len(sealed) - 1).filter(lambda index: index != place))
+    for frame in sealed[:place]:
         read(serving, frame)
     with pytest.raises(ProtocolError, match=f"frame {place} was changed"):
-        read(serving, frames[other])
+        read(serving, sealed[other])
 
 
 def test_a_frame_of_another_connection_or_direction_is_an_error() -> None:
@@ -129,12 +138,6 @@ def test_a_frame_may_have_so_many_bytes_and_no_more(serial: int | None, limit: i
     for size in (0, limit + 1, 2**32 - 1):
         with pytest.raises(ProtocolError, match=f"announced a frame of {size} bytes"):
             serving.body_size(size.to_bytes(HEADER_BYTES, "big"))
-
-
-def test_a_message_that_is_not_legal_now_is_an_error() -> None:
-    payload = memoryview(msgspec.msgpack.encode(Proof(mac=b"")))
-    with pytest.raises(ProtocolError, match="peer p: sent a message that is not legal now"):
-        FrameCodec("p").decode(payload, REQUEST)
 
 
 def test_keys_are_not_shown() -> None:
@@ -186,16 +189,85 @@ def texts_of(message: object) -> list[str]:
     return [message] if isinstance(message, str) else []
 
 
-PING: msgspec.msgpack.Decoder[Ping] = msgspec.msgpack.Decoder(Ping)
+async def test_messages_of_any_size_arrive_in_order() -> None:
+    async with connected(frame_timeout_s=10) as ends:
+        ends.client.secure(session(Role.ASKING).frame_keys())
+        ends.server.secure(session(Role.SERVING).frame_keys())
+        sizes = [0, 1, 1 << 16, 1 << 20, 3 << 20, 7]
+
+        async def send() -> None:
+            for size in sizes:
+                await ends.client.send(Proof(mac=bytes(size)))
+
+        sending = asyncio.create_task(send())
+        assert [len((await ends.server.receive(PROOF)).mac) for _ in sizes] == sizes
+        await sending
 
 
-GPU, OTHER_GPU = (torch.device("cuda", index) for index in (0, 1))
+async def test_a_peer_that_reads_nothing_is_given_up() -> None:
+    async with connected(frame_timeout_s=0.2) as ends:
+
+        async def send_more_than_buffers_hold() -> None:
+            for _ in range(200):
+                await ends.client.send(LARGE)
+
+        with pytest.raises(PeerTimeoutError, match=r"taking a frame .* than 0\.2 s") as one:
+            await send_more_than_buffers_hold()
+        with pytest.raises(PeerTimeoutError) as two:
+            await ends.client.send(Ping(request_id=1))
+        assert one.value is two.value
 
 
-BYTES = 100
+@pytest.mark.parametrize(
+    "limit",
+    [RateLimit(frames_per_second=20), RateLimit(bytes_per_second=20 * 1000)],
+    ids=["frames", "bytes"],
+)
+def test_a_second_worth_may_come_at_once_and_silence_saves_no_more(
+    limit: RateLimit, clock: Clock
+) -> None:
+    pace = frames._Pace(limit)
+    for _ in range(2):
+        for _ in range(20):
+            assert pace.ahead_s() <= 1e-9
+            pace.count(1000)
+        for _ in range(5):
+            pace.count(1000)
+        assert pace.ahead_s() == pytest.approx(5 / 20)
+        clock.now += 3600
 
 
-DEVICES = [OTHER_GPU, HOST, GPU]
+@pytest.mark.parametrize("how", ["closes", "resets"])
+async def test_a_peer_that_ends_the_connection_is_gone_for_all_calls(how: str) -> None:
+    async with connected() as ends:
+        receiving = asyncio.create_task(ends.server.receive(PING))
+        await asyncio.sleep(0)
+        if how == "resets":
+            plain = ends.asking.writer.get_extra_info("socket")
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await ends.client.aclose()
+        with pytest.raises(PeerClosedError) as first:
+            await receiving
+        for call in (ends.server.receive(PING), ends.server.send(Ping(request_id=1))):
+            with pytest.raises(PeerClosedError) as again:
+                await call
+            assert again.value is first.value
 
 
-STARTS = [3 * BYTES, BYTES, 5 * BYTES]
+@pytest.mark.parametrize("length", [1, HEADER_BYTES, HEADER_BYTES + 1])
+async def test_a_peer_that_ends_the_connection_within_a_frame_breaks_the_protocol(
+    length: int,
+) -> None:
+    async with connected() as ends:
+        ends.asking.writer.write(FrameCodec("a peer").encode(Ping(request_id=1))[:length])
+        await ends.client.aclose()
+        with pytest.raises(ProtocolError, match="in the middle of a frame"):
+            await ends.server.receive(PING)
+
+
+async def test_a_message_that_is_too_large_leaves_the_connection_as_it_is() -> None:
+    async with connected() as ends:
+        with pytest.raises(InvalidArgumentError, match="size of a message Proof"):
+            await ends.client.send(Proof(mac=bytes(MAX_UNPROVEN_FRAME_BYTES)))
+        await ends.client.send(Ping(request_id=1))
+        assert await ends.server.receive(PING) == Ping(request_id=1)

@@ -6,11 +6,12 @@ import shutil
 import ssl
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
+import msgspec
 import pytest
 from cryptography.hazmat.primitives import serialization
 
@@ -56,26 +57,25 @@ async def test_a_client_does_not_talk_to_a_server_of_another_authority(
             )
 
 
-@pytest.mark.parametrize("certificate", ["of another authority", "none"])
-async def test_a_server_does_not_talk_to_a_client_without_a_certificate(
-    certificate: str, authority: Authority, stranger: Authority
+@pytest.mark.parametrize("client", ["another authority", "no certificate", "no TLS", "older TLS"])
+async def test_a_server_does_not_talk_to_a_client_that_it_cannot_trust(
+    client: str, authority: Authority, stranger: Authority
 ) -> None:
-    tls = client_context(stranger.config(ca=authority))
-    if certificate == "none":
+    tls = None if client == "no TLS" else client_context(authority.config())
+    if client == "another authority":
+        tls = client_context(stranger.config(ca=authority))
+    elif client == "no certificate":
         tls = ssl.create_default_context(cafile=authority.config().tls_ca)
-    async with listening(tls=server_context(authority.config())) as listener:
-        streams = await asyncio.open_connection(HOST, listener.port, ssl=tls)
-        client = FrameChannel(*streams)  # it learns of the refusal when it reads
-        with pytest.raises(PeerError):
-            await greet_as_client(client, hello(b"client"), secret=None, reach=Offer(b""))
-        assert not listener.writers
+    elif tls is not None:
+        tls.minimum_version = tls.maximum_version = ssl.TLSVersion.TLSv1_2
 
+    async def greet(port: int) -> None:  # it learns of a refusal when it connects or reads
+        channel = FrameChannel(*await asyncio.open_connection(HOST, port, ssl=tls))
+        await greet_as_client(channel, hello(b"client"), secret=None, reach=Offer(b""))
 
-async def test_a_plain_client_gets_no_further_than_a_tls_server(authority: Authority) -> None:
     async with listening(tls=server_context(authority.config())) as listener:
-        client = FrameChannel(*await asyncio.open_connection(HOST, listener.port))
-        with pytest.raises(PeerError):
-            await greet_as_client(client, hello(b"client"), secret=None, reach=Offer(b""))
+        with pytest.raises(OSError if client == "older TLS" else PeerError):
+            await greet(listener.port)
         assert not listener.writers
 
 
@@ -94,10 +94,9 @@ def test_a_private_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(
         f"client_context(NixlConfig(address='127.0.0.1:1', tls_cert={config.tls_cert!r},"
         f" tls_key={str(locked)!r}, tls_ca={config.tls_ca!r}))"
     )
-    command = [sys.executable, "-c", program]
     # Whoever asks waits for a line of the standard input, which never comes.
     with subprocess.Popen(
-        command, stdin=PIPE, stderr=PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", program], stdin=PIPE, stderr=PIPE, text=True, start_new_session=True
     ) as it:
         assert it.stderr
         try:
@@ -105,17 +104,6 @@ def test_a_private_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(
         finally:
             it.kill()
         assert "expected a certificate and its private key, not encrypted" in it.stderr.read()
-
-
-async def test_an_older_tls_is_refused(authority: Authority) -> None:
-    old = client_context(authority.config())
-    assert old is not None
-    old.minimum_version = ssl.TLSVersion.TLSv1_2
-    old.maximum_version = ssl.TLSVersion.TLSv1_2
-    async with listening(tls=server_context(authority.config())) as listener:
-        with pytest.raises(OSError):  # ssl.SSLError is one
-            await asyncio.open_connection(HOST, listener.port, ssl=old)
-        assert not listener.writers
 
 
 async def test_encryption_alone_is_not_authentication(authority: Authority) -> None:
@@ -138,9 +126,7 @@ def test_a_file_that_is_not_what_it_must_be_is_named(
     path = tmp_path / "file.pem"
     if content is not None:
         path.write_bytes(content)
-    good = authority.config()
-    files = {field: getattr(good, field) for field in ("tls_cert", "tls_key", "tls_ca")}
-    config = NixlConfig(address="127.0.0.1:1", **{**files, name: str(path)})
+    config = msgspec.structs.replace(authority.config(), **{name: str(path)})
     for make_context in (client_context, server_context):
         with pytest.raises(InvalidArgumentError, match=name) as caught:
             make_context(config)
@@ -150,36 +136,28 @@ def test_a_file_that_is_not_what_it_must_be_is_named(
 def test_a_certificate_and_the_key_of_another_one_are_refused(
     authority: Authority, stranger: Authority
 ) -> None:
-    ours, theirs = authority.config(), stranger.config()
-    config = NixlConfig(
-        address="127.0.0.1:1", tls_cert=ours.tls_cert, tls_key=theirs.tls_key, tls_ca=ours.tls_ca
-    )
+    config = msgspec.structs.replace(authority.config(), tls_key=stranger.config().tls_key)
     with pytest.raises(InvalidArgumentError, match="KEY_VALUES_MISMATCH"):
         server_context(config)
 
 
-class Renewed:
-    """Files of TLS in one place, which are replaced as those of a secret in Kubernetes are."""
+def files_of(authority: Authority) -> dict[str, Any]:
+    return {name: getattr(authority.config(), name) for name in FILES}
 
-    def __init__(self, folder: Path, authority: Authority) -> None:
-        self._folder = folder
-        self.replace(authority)
 
-    @property
-    def files(self) -> dict[str, Any]:
-        return {name: str(self._folder / name) for name in FILES}
+def replace(files: dict[str, Any], authority: Authority) -> None:
+    """Replace files of TLS, as those of a secret in Kubernetes are."""
+    for name, source in files_of(authority).items():
+        shutil.copy(source, f"{files[name]}~")
+        Path(f"{files[name]}~").replace(files[name])
 
-    def replace(self, authority: Authority) -> None:
-        for name, path in self.files.items():
-            shutil.copy(getattr(authority.config(), name), f"{path}~")
-            Path(f"{path}~").replace(path)
 
-    def spoil(self, name: str, data: bytes | None) -> None:
-        """Put other bytes in place of a file, or remove it."""
-        path = Path(self.files[name])
-        path.unlink()
-        if data is not None:
-            path.write_bytes(data)
+@pytest.fixture
+def renewed(tmp_path: Path, authority: Authority) -> dict[str, Any]:
+    """Files of TLS in one place, where others replace them."""
+    files = {name: str(tmp_path / name) for name in FILES}
+    replace(files, authority)
+    return files
 
 
 @contextlib.asynccontextmanager
@@ -205,32 +183,33 @@ async def moves(engine: NixlBackend) -> list[Status]:
 
 
 async def test_certificates_that_were_replaced_are_shown_and_wanted_from_the_next_connection_on(
-    authority: Authority, stranger: Authority, tmp_path: Path
+    renewed: dict[str, Any], stranger: Authority
 ) -> None:
-    ours, theirs = Renewed(tmp_path, authority), stranger.config()
-    new = {name: getattr(theirs, name) for name in FILES}
     async with contextlib.AsyncExitStack() as stack:
-        address = await stack.enter_async_context(holding(ours.files))
-        old = await stack.enter_async_context(engine(address, ours.files))
-        later = await stack.enter_async_context(engine(address, new))
+        address = await stack.enter_async_context(holding(renewed))
+        old = await stack.enter_async_context(engine(address, renewed))
+        later = await stack.enter_async_context(engine(address, files_of(stranger)))
         assert await moves(old) == [Status.DONE] * 2
         assert await moves(later) != [Status.DONE] * 2
-        ours.replace(stranger)
-        elsewhere = await stack.enter_async_context(engine(address, new))
+        replace(renewed, stranger)
+        elsewhere = await stack.enter_async_context(engine(address, files_of(stranger)))
         assert await moves(elsewhere) == [Status.DONE] * 2, "the holder read them again"
         [client] = old._exchange.clients.values()
         client.disconnect()
         assert await moves(old) == [Status.DONE] * 2, "and so did the engine"
 
 
-@pytest.mark.parametrize("what", ["bad", "away"])
+@pytest.mark.parametrize(
+    "spoil", [lambda path: path.write_bytes(b"not a certificate"), Path.unlink], ids=["bad", "away"]
+)
 async def test_while_new_files_cannot_be_used_those_of_before_count(
-    what: str, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    spoil: Callable[[Path], object],
+    renewed: dict[str, Any],
+    authority: Authority,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ours = Renewed(tmp_path, authority)
-    good = {name: getattr(authority.config(), name) for name in FILES}
-    async with holding(ours.files) as address, engine(address, good) as backend:
-        ours.spoil("tls_cert", b"not a certificate" if what == "bad" else None)
+    async with holding(renewed) as address, engine(address, files_of(authority)) as backend:
+        spoil(Path(renewed["tls_cert"]))
         assert await moves(backend) == [Status.DONE] * 2
     assert caplog.text.count("cannot be used") == 1
-    assert ours.files["tls_cert"] in caplog.text
+    assert renewed["tls_cert"] in caplog.text
