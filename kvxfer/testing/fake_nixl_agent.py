@@ -110,13 +110,6 @@ class FakeNixlAgent(TransferAgent):
         if not await asyncio.wrap_future(begin_aside("kvxfer-testing", waiting)):
             raise TimeoutError("no transfer is held")
 
-    def make_unreachable(self, peer: str) -> None:
-        """Make a peer unreachable: reads with it, also in flight, end with `PeerLostError`."""
-        self._agents.pop(peer, None)
-        for flight in list(self._flights):
-            if flight.peer == peer:
-                self._land(flight)
-
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """See `TransferAgent.register`."""
         self._require_open()
