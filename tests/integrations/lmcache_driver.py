@@ -25,6 +25,8 @@ from kvxfer.storage.observer import Observer
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend
 
 LIMIT_S = 15.0
+
+
 def plugin(params: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Spec of the adapter, as on LMCache's command line."""
     return {
