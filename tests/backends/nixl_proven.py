@@ -23,6 +23,7 @@ from kvxfer.backends.nixl.wire.messages import (
     Message,
     Reach,
     Ready,
+    Region,
 )
 from kvxfer.errors import PeerError
 from kvxfer.storage.backend import Status
@@ -38,6 +39,7 @@ LIMIT_S = 10.0
 MEMORY = BlockMemory([[4096]], num_blocks=16)
 NAMESPACE = MEMORY.namespace()
 CAPACITY = ByteSize(1 << 20)
+REGION = Region(1 << 20, 1 << 16)
 ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 READY: msgspec.msgpack.Decoder[Ready] = msgspec.msgpack.Decoder(Ready)
 

@@ -1,6 +1,5 @@
-"""NixlAgent and memory of a GPU: on a machine with one, and with host memory that goes for it."""
+"""NixlAgent and memory of a GPU: on a machine with one, and what NIXL is told of it elsewhere."""
 
-import mmap
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -15,28 +14,21 @@ from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.errors import PeerLostError
 from kvxfer.kvcache.memory_region import MemoryRegion
 from tests.backends.agent_contract import Pool, read_runs, words
-from tests.backends.agent_process import WITH_GPU, Nursery
-from tests.backends.device_agent_contract import DeviceAgentContract, DevicePeer, LocalDevicePeer
+from tests.backends.agent_process import PeerProcess
+from tests.backends.device_agent_contract import DeviceAgentContract, DevicePeer
 from tests.cuda.gpu import Gpu
 
 Row = tuple[int, int, int, str]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
 
 
 @pytest.mark.gpu
 @pytest.mark.processes
 class TestNixlAgentOfGpu(DeviceAgentContract):
     @pytest.fixture(autouse=True)
-    def _process(self, nursery: Nursery) -> Iterator[None]:
-        self.process = nursery.start(WITH_GPU)
+    def _process(self) -> Iterator[None]:
+        self.process = PeerProcess(has_gpu=True)
         yield
-        self.process.kill()
+        self.process.end()
 
     @pytest.fixture
     def gpu(self) -> Iterator[Gpu]:
@@ -64,27 +56,6 @@ class TestNixlAgentOfGpu(DeviceAgentContract):
             pytest.skip(f"no RDMA port here, and without one: {exc}")
 
 
-class GpuOfHostMemory(Gpu):
-    """Stand-in for a GPU, with host memory that NIXL moves as such."""
-
-    def __init__(self) -> None:
-        self._memories: list[NDArray[np.uint8]] = []
-
-    def allocate(self, num_bytes: int, *, device_index: int = 0) -> int:
-        assert device_index == 0
-        self._memories.append(np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8))
-        return self._memories[-1].ctypes.data
-
-    def write(self, address: int, data: bytes) -> None:
-        self._at(address)[: len(data)] = np.frombuffer(data, np.uint8)
-
-    def read(self, address: int, num_bytes: int) -> bytes:
-        return self._at(address)[:num_bytes].tobytes()
-
-    def _at(self, address: int) -> NDArray[np.uint8]:
-        return next(each for each in self._memories if each.ctypes.data == address)
-
-
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[int]]]:
     """Kinds of memory and devices that NIXL was told; it takes all of it as host memory."""
@@ -104,22 +75,6 @@ def named(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[int]]]:
 
     monkeypatch.setattr(nixl, "nixl_agent", Agent)
     return told
-
-
-@pytest.mark.processes
-@pytest.mark.usefixtures("named")
-class TestNixlAgentOfHostMemoryForGpu(DeviceAgentContract):
-    @pytest.fixture
-    def gpu(self) -> Gpu:
-        return GpuOfHostMemory()
-
-    def make_agent(self) -> TransferAgent:
-        return NixlAgent()
-
-    async def peers(self, gpu: Gpu) -> AsyncIterator[DevicePeer]:
-        agent = NixlAgent()
-        yield LocalDevicePeer(agent, gpu)
-        await agent.aclose()
 
 
 @pytest.mark.processes

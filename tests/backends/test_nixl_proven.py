@@ -35,6 +35,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.leases import MAX_TICKET_CHARACTERS
 from kvxfer.testing.conformance.suite import make_keys
 from tests.backends.nixl_proven import (
+    REGION,
     asking,
     endpoint_of,
     holding,
@@ -46,7 +47,6 @@ from tests.backends.nixl_proven import (
 )
 from tests.backends.recording_desk import RecordingDesk
 
-REGION = Region(1 << 20, 1 << 16)
 REGIONS = {
     "none": [],
     "negative address": [(-4096, 8192)],

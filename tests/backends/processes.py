@@ -1,0 +1,66 @@
+"""Processes that obey the orders of a test, forked from one that has imported everything."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+# Forked from a process that has imported everything and started no thread: that takes no time.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["tests.backends.nixl_holder_process", "tests.backends.agent_process"]
+)
+
+
+class ObedientProcess:
+    """Process that answers orders; its `pid` is valid for signals until `end` or `close`.
+
+    Args:
+        serve: Executes orders until the other end of the pipe is closed; begins with an answer.
+        arguments: More arguments of it.
+
+    Attributes:
+        said: First answer.
+    """
+
+    def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
+        self._orders, theirs = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(target=serve, args=(theirs, *arguments))
+        self._process.start()
+        theirs.close()
+        self.pid: int = self._process.pid  # type: ignore[assignment]
+        self.said: Any = self._orders.recv()
+
+    def tell(self, order: Any) -> Any:
+        """Give an order and wait for the answer."""
+        self._orders.send(order)
+        return self._orders.recv()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """Kill the process, also when it is stopped or has ended; may be called again."""
+        with contextlib.suppress(ValueError):  # it is closed
+            self._process.kill()
+            self.close()
+
+    def close(self) -> int | None:
+        """Let the process end by itself, if it has not ended; return its exit status."""
+        self._orders.close()
+        self._process.join(20)
+        status = self._process.exitcode
+        self._process.close()
+        return status
+
+
+def answer(orders: Connection, greeting: Any, obey: Callable[[Any], Any]) -> None:
+    """Answer orders until the other end of the pipe is closed."""
+    orders.send(greeting)
+    with contextlib.suppress(EOFError):
+        while True:
+            orders.send(obey(orders.recv()))
