@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 # Forked from a process that has imported everything and started no thread: that takes no time.
@@ -40,8 +41,11 @@ class ObedientProcess:
         return self._orders.recv()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal."""
+        """Send a signal; wait until it has stopped each thread, if it is `SIGSTOP`."""
         os.kill(self.pid, number)
+        tasks = Path(f"/proc/{self.pid}/task")
+        while number is signal.SIGSTOP and any(map(_is_running, tasks.glob("*/stat"))):
+            pass
 
     def end(self) -> None:
         """Kill the process, also when it is stopped or has ended; may be called again."""
@@ -56,6 +60,10 @@ class ObedientProcess:
         status = self._process.exitcode
         self._process.close()
         return status
+
+
+def _is_running(stat: Path) -> bool:
+    return not stat.read_text().rpartition(")")[2].startswith(" T")
 
 
 def answer(orders: Connection, greeting: Any, obey: Callable[[Any], Any]) -> None:
