@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import msgspec
-import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from kvxfer import KVXferError, Namespace, make_block_key
-from kvxfer.backends.nixl import LocalNode, NixlConfig
+from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.nixl.wire.frames import FrameChannel
 from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client, greet_as_server
 from kvxfer.backends.nixl.wire.messages import (
@@ -234,16 +233,3 @@ def _certificate(
 
 def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-
-
-def speak_version(version: int, monkeypatch: pytest.MonkeyPatch) -> list[LocalNode]:
-    """Make a list of nodes that say to their peers that they speak an earlier version."""
-    old: list[LocalNode] = []
-    honest = LocalNode.__dict__["hello"].fget
-
-    def say(node: LocalNode) -> Hello:
-        said: Hello = honest(node)
-        return msgspec.structs.replace(said, version=version) if node in old else said
-
-    monkeypatch.setattr(LocalNode, "hello", property(say))
-    return old

@@ -1,7 +1,6 @@
 """Desk for tickets that records what peers ask of it."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
+from collections.abc import AsyncIterator, Collection, Hashable, Sequence
 from contextlib import asynccontextmanager
 from typing import Self
 
@@ -17,8 +16,7 @@ class RecordingDesk(CacheLender):
         tickets: Blocks of each ticket; one that is released is taken out.
         held: Tickets that each present holder has asked for.
         dropped: Holders that are gone, each as often as it was dropped.
-        let_go: Numbers that holders let go.
-        numbers: Numbers of the holds so far.
+        num_holds: Tickets that were asked for so far.
     """
 
     def __init__(
@@ -28,14 +26,7 @@ class RecordingDesk(CacheLender):
         self.tickets = dict(tickets or {})
         self.held: dict[Hashable, list[str]] = {}
         self.dropped: list[Hashable] = []
-        self.let_go: list[int] = []
-        self.numbers: list[int] = []
-        self._changed = asyncio.Event()
-
-    @property
-    def num_holds(self) -> int:
-        """Tickets that were asked for so far."""
-        return len(self.numbers)
+        self.num_holds = 0
 
     def of(self, inner: LendingBackend) -> Self:
         """Lend the blocks of a backend."""
@@ -64,32 +55,18 @@ class RecordingDesk(CacheLender):
     def hold(
         self, ticket: str, keys: Sequence[BlockKey], holder: Hashable, number: int = 0
     ) -> Held:
-        self._change()
-        self.numbers.append(number)
+        self.num_holds += 1
         self.held.setdefault(holder, []).append(ticket)
         offered = {key for blocks in self.tickets.values() for key in blocks}
         is_known = ticket in self.tickets
         return Held(is_known, is_known, [key in offered for key in keys])
 
     def release(self, tickets: Sequence[str]) -> None:
-        self._change()
         for ticket in tickets:
             self.tickets.pop(ticket, None)
 
     def drop(self, holder: Hashable, numbers: Collection[int] | None = None) -> None:
-        self._change()
         if numbers is not None:
-            self.let_go += numbers
             return
         self.held.pop(holder, None)
         self.dropped.append(holder)
-
-    async def until(self, is_so: Callable[["RecordingDesk"], bool], timeout_s: float) -> None:
-        """Wait until something is true of the desk."""
-        async with asyncio.timeout(timeout_s):
-            while not is_so(self):
-                await self._changed.wait()
-                self._changed.clear()
-
-    def _change(self) -> None:
-        self._changed.set()

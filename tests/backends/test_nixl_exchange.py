@@ -1,15 +1,15 @@
 """Exchange: readers of blocks that say themselves which peer has them, and hold tickets there."""
 
 import contextlib
+import socket
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
-from kvxfer.backends.nixl import Endpoint, Exchange, LocalNode, NixlBackend, NixlConfig
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.backends.nixl import Endpoint, Exchange, NixlBackend, NixlConfig, local_node
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.wire.messages import (
     MAX_DESCRIPTION_BYTES,
@@ -23,27 +23,30 @@ from kvxfer.backends.nixl.wire.messages import (
     Reach,
     Release,
 )
-from kvxfer.errors import InvalidArgumentError, KVXferError
-from kvxfer.storage.backend import Status
+from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
 from kvxfer.storage.keys import Namespace
-from kvxfer.testing import BlockMemory, FakeNixlAgent
-from kvxfer.testing.conformance.suite import (
-    make_keys,
-    statuses,
-    store_generated,
-)
-from kvxfer.testing.payloads import read_payloads
-from kvxfer.units import ByteSize
+from kvxfer.testing.conformance.suite import make_keys
 from tests.backends.nixl_proven import (
+    CAPACITY,
+    MEMORY,
+    NAMESPACE,
+    Holder,
+    asking,
     endpoint_of,
+    holding,
     lending,
     proven,
+    require_served,
 )
-from tests.backends.nixl_wire import speak_version
 from tests.backends.recording_desk import RecordingDesk
 
 GROUPLESS = Namespace(model="example/model", dtype="float32")
 KEYS = make_keys(4)
+ABOUT_TICKETS = [
+    Describe(request_id=1),
+    Hold(request_id=1, ticket="t", keys=KEYS),
+    Release(request_id=1, tickets=["t"]),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,168 +55,105 @@ def _imported() -> None:
     import_nixl(otherwise="skip these tests")
 
 
-@dataclass
-class Lent:
-    """Exchange that serves blocks of host memory, and its desk."""
-
-    exchange: Exchange
-    desk: RecordingDesk
-    memory: BlockMemory
-    payloads: list[bytes]
-
-    @property
-    def endpoint(self) -> Endpoint:
-        assert self.exchange.server is not None
-        return self.exchange.server.endpoint
-
-
 @contextlib.asynccontextmanager
-async def lent(**fields: Any) -> AsyncIterator[Lent]:
-    """Serve `KEYS` under the ticket "ours", from an exchange whose namespace has no groups."""
-    memory, desk = BlockMemory([[4096, 512]], num_blocks=16), RecordingDesk({"ours": KEYS})
-    config = NixlConfig(listen="127.0.0.1:0", **fields)
-    kept = HostConfig(capacity=ByteSize(1 << 20), integrity=MemoryIntegrity.FULL)
-    async with HostBackend(kept, memory.namespace()) as own:
-        payloads = await store_generated(own, KEYS, memory.describe(0, range(4)))
-        exchange = Exchange(
-            config, GROUPLESS, own=desk.of(own), largest_block_bytes=4608, make_agent=FakeNixlAgent
-        )
-        async with exchange:
-            yield Lent(exchange, desk, memory, payloads)
-
-
-def reader(max_clients: int | None = None, *, only_asks: bool = False, **fields: Any) -> Exchange:
-    """Make an exchange that only reads."""
-    config = NixlConfig(**fields)
-    return Exchange(
-        config,
-        GROUPLESS,
-        largest_block_bytes=4608,
-        make_agent=FakeNixlAgent,
-        max_clients=max_clients,
-        only_asks=only_asks,
-    )
+async def reading(
+    tmp_path: Path, namespace: Namespace = NAMESPACE, **options: Any
+) -> AsyncIterator[Exchange]:
+    """Open an exchange that only reads."""
+    config = NixlConfig(transport="socket", secret_file=str(tmp_path / "secret"), timeout_s=2.0)
+    async with Exchange(config, namespace, largest_block_bytes=4096, **options) as exchange:
+        yield exchange
 
 
 @pytest.mark.parametrize(
     "ticket", ["", "t" * 129, "a\n", "\x1b[2J", "\ud800", 7, None, b"t"], ids=repr
 )
-async def test_a_ticket_that_cannot_be_one_is_refused_by_name_and_not_sent(ticket: Any) -> None:
-    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
-        client = exchange.peer(holder.endpoint)
+async def test_a_ticket_that_cannot_be_one_is_refused_by_name_and_not_sent(
+    ticket: Any, tmp_path: Path
+) -> None:
+    desk = RecordingDesk({"ours": KEYS})
+    async with (
+        lending(tmp_path, desk, transport="socket") as holder,
+        reading(tmp_path) as exchange,
+    ):
+        client = exchange.peer(endpoint_of(holder))
         for call in (client.hold(ticket, KEYS), client.release(["ours", ticket])):
             with pytest.raises(InvalidArgumentError) as caught:
                 await call
             assert (caught.value.argument, caught.value.value) == ("ticket", ticket)
         assert client.carrier == "not connected"
-        assert holder.desk.num_holds == 0
-        assert "ours" in holder.desk.tickets
-
-
-async def test_a_key_twice_is_refused_and_the_desk_not_asked() -> None:
-    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
-        client = exchange.peer(holder.endpoint)
-        with pytest.raises(KVXferError, match=r"2 keys.*each key once"):
-            await client.hold("ours", KEYS[:1] * 2)
-        assert holder.desk.num_holds == 0
-        assert (await client.hold("ours", KEYS)).is_known
+        assert desk.num_holds == 0
+        assert "ours" in desk.tickets
 
 
 async def test_a_holder_without_a_desk_says_so(tmp_path: Path) -> None:
     async with lending(tmp_path, None, transport="socket") as holder:
-        config = NixlConfig(transport="socket", secret_file=str(tmp_path / "secret"))
-        async with Exchange(config, GROUPLESS, largest_block_bytes=1) as other:
+        async with reading(tmp_path, GROUPLESS) as other:
             with pytest.raises(KVXferError, match="namespaces differ"):
                 await other.peer(endpoint_of(holder)).describe()
         async with proven(endpoint_of(holder), Reach()) as peer:
             assert peer is not None
-            for request in (
-                Describe(request_id=1),
-                Hold(request_id=1, ticket="t", keys=[]),
-                Release(request_id=1, tickets=["t"]),
-            ):
+            for request in ABOUT_TICKETS:
                 answer = await peer.ask(request)
                 assert isinstance(answer, Failed)
                 assert f"request is '{type(request).__name__}'; expected none" in answer.reason
 
 
+LISTEN = "127.0.0.1:0"
+TOO_LONG = RecordingDesk(description=bytes(MAX_DESCRIPTION_BYTES + 1))
+
+
 @pytest.mark.parametrize(
-    ("fields", "argument"),
+    ("listen", "options", "argument"),
     [
-        ({"own": RecordingDesk()}, "listen"),
-        ({"listen": "127.0.0.1:0"}, "listen"),
-        ({"max_clients": 0}, "max_clients"),
-        ({"largest_block_bytes": -1}, "largest_block_bytes"),
-        (
-            {
-                "listen": "127.0.0.1:0",
-                "own": RecordingDesk(description=bytes(MAX_DESCRIPTION_BYTES + 1)),
-            },
-            "bytes of own.description",
-        ),
+        ("", {"own": RecordingDesk()}, "listen"),
+        (LISTEN, {}, "listen"),
+        ("", {"max_clients": 0}, "max_clients"),
+        ("", {"largest_block_bytes": -1}, "largest_block_bytes"),
+        (LISTEN, {"own": TOO_LONG}, "bytes of own.description"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_exchange_that_cannot_work_is_refused_by_name(
-    fields: dict[str, Any], argument: str
+    listen: str, options: dict[str, Any], argument: str
 ) -> None:
-    options = {"largest_block_bytes": 1} | fields
-    config = NixlConfig(listen=options.pop("listen", ""))
     with pytest.raises(InvalidArgumentError) as caught:
-        Exchange(config, GROUPLESS, **options)
+        Exchange(NixlConfig(listen=listen), GROUPLESS, **{"largest_block_bytes": 1} | options)
     assert caught.value.argument == argument
 
 
-LISTEN = "127.0.0.1:0"
-
-
 @pytest.mark.parametrize(
-    ("config", "has_own"),
+    ("config", "has_own", "named"),
     [
-        (NixlConfig(listen=LISTEN), False),
-        (NixlConfig(listen=LISTEN, capacity=ByteSize(1 << 20)), True),
-        (NixlConfig(address="127.0.0.1:1"), True),
+        ({"listen": LISTEN}, False, "capacity"),
+        ({"listen": LISTEN, "capacity": CAPACITY}, True, "capacity"),
+        ({"address": "127.0.0.1:1"}, True, "capacity"),
+        ({}, False, "address is ''; expected peers, or listen"),
     ],
 )
-async def test_what_is_served_is_a_pool_or_ones_own_and_only_where_one_listens(
-    config: NixlConfig, *, has_own: bool
+async def test_a_backend_knows_peers_or_serves_a_pool_or_its_own_where_it_listens(
+    config: dict[str, Any], named: str, *, has_own: bool
 ) -> None:
-    namespace = BlockMemory([[4096]], num_blocks=1).namespace()
-    async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace) as own:
-        with pytest.raises(InvalidArgumentError, match="capacity"):
-            NixlBackend(config, namespace, own=own if has_own else None)
-
-
-def test_a_backend_that_knows_no_peers_and_holds_nothing_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="address is ''; expected peers, or listen"):
-        NixlBackend(NixlConfig(), BlockMemory([[4096]], num_blocks=1).namespace())
-
-
-@pytest.fixture
-def of_version_4(monkeypatch: pytest.MonkeyPatch) -> list[LocalNode]:
-    """List of the nodes that say to their peers that they speak version 4."""
-    return speak_version(4, monkeypatch)
+    async with HostBackend(HostConfig(capacity=CAPACITY), NAMESPACE) as own:
+        with pytest.raises(InvalidArgumentError, match=named):
+            NixlBackend(NixlConfig(**config), NAMESPACE, own=own if has_own else None)
 
 
 @pytest.mark.parametrize("way", ["nixl", "socket"])
-async def test_a_backend_of_version_4_stores_and_loads(
-    way: Literal["nixl", "socket"], of_version_4: list[LocalNode]
+async def test_a_backend_of_version_4_stores_and_loads_and_asks_for_no_tickets(
+    way: Literal["nixl", "socket"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = BlockMemory([[4096, 512]], num_blocks=16)
-    config = NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(1 << 20), transport=way)
-    for old_is_holder in (True, False):
-        async with NixlBackend(config, memory.namespace(), make_agent=FakeNixlAgent) as holder:
-            await holder.start()
-            asking = NixlConfig(address=str(endpoint_of(holder)), transport=way)
-            async with NixlBackend(asking, memory.namespace(), make_agent=FakeNixlAgent) as client:
-                of_version_4[:] = [(holder if old_is_holder else client)._exchange._node]
-                payloads = await store_generated(client, KEYS, memory.describe(0, range(4)))
-                target = memory.describe(0, range(8, 12))
-                for _ in range(2):  # pinned, and where they were found
-                    assert statuses(await client.load(KEYS, target)) == [Status.DONE] * 4
-                    assert read_payloads(target) == payloads
-                    assert await client.lookup(KEYS) == [True] * 4
-                assert await client.delete(KEYS) == [True] * 4
+    async with holding(tmp_path, transport=way) as holder:
+        monkeypatch.setattr(local_node, "PROTOCOL_VERSION", 4)  # both sides say so from now on
+        async with asking(tmp_path, holder, transport=way) as client:
+            keys = await require_served(client)
+            for _ in range(2):  # pinned, and where they were found
+                assert await client.lookup(keys) == [True] * 4
+                await require_served(client)
+            [peer] = client._exchange.clients.values()
+            for call in (peer.describe(), peer.hold("t", []), peer.release(["t"])):
+                with pytest.raises(KVXferError, match=r"version 4 .* is spoken; this needs 5"):
+                    await call
+            assert await client.delete(keys) == [True] * 4
 
 
 async def test_a_session_of_version_4_refuses_requests_about_tickets(tmp_path: Path) -> None:
@@ -221,11 +161,7 @@ async def test_a_session_of_version_4_refuses_requests_about_tickets(tmp_path: P
     async with lending(tmp_path, desk, transport="socket") as holder:
         async with proven(endpoint_of(holder), Reach(), version=4) as peer:
             assert peer is not None
-            for request in (
-                Describe(request_id=1),
-                Hold(request_id=1, ticket="t", keys=KEYS),
-                Release(request_id=1, tickets=["t"]),
-            ):
+            for request in ABOUT_TICKETS:
                 answer = await peer.ask(request)
                 assert isinstance(answer, Failed)
                 assert "version is 4; expected at least 5" in answer.reason
@@ -235,34 +171,49 @@ async def test_a_session_of_version_4_refuses_requests_about_tickets(tmp_path: P
         assert "t" in desk.tickets
 
 
-@pytest.mark.parametrize("old_side", ["holder", "reader"])
-async def test_tickets_are_not_asked_for_where_version_4_is_spoken(
-    old_side: str, of_version_4: list[LocalNode]
+async def test_who_only_asks_is_answered_whatever_the_transport_and_gets_no_block(
+    tmp_path: Path,
 ) -> None:
-    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
-        nodes = {"holder": holder.exchange._node, "reader": exchange._node}
-        of_version_4.append(nodes[old_side])
-        client = exchange.peer(holder.endpoint)
-        assert await client.lookup(KEYS) == [True] * 4
-        text = "version 4 of the protocol is spoken; this needs 5"
-        for call in (client.describe(), client.hold("t", []), client.release(["t"])):
-            with pytest.raises(KVXferError, match=text):
-                await call
-        assert holder.desk.num_holds == 0
-
-
-async def test_who_only_asks_is_answered_whatever_the_transport_and_gets_no_block() -> None:
+    desk = RecordingDesk({"ours": KEYS})
     async with (
-        lent(transport="nixl", integrity="fenced") as holder,
-        reader(transport="socket", only_asks=True, timeout_s=2.0) as asking,
+        lending(tmp_path, desk, transport="nixl", integrity="fenced") as holder,
+        reading(tmp_path, only_asks=True) as asking,
     ):
-        client = asking.peer(holder.endpoint)
-        assert await client.describe() == holder.desk.description
+        client = asking.peer(endpoint_of(holder))
+        assert await client.describe() == desk.description
         assert (await client.hold("ours", KEYS)).there == [True] * 4
-        outcomes = await client.load(KEYS, holder.memory.describe(0, range(8, 12)))
+        outcomes = await client.load(KEYS, MEMORY.describe(0, range(4)))
         assert not any(outcome.done for outcome in outcomes)
         await client.release(["ours"])
-        assert not holder.desk.tickets
-        async with reader(transport="socket") as moving:
+        assert not desk.tickets
+        async with reading(tmp_path) as moving:
             with pytest.raises(KVXferError):
-                await moving.peer(holder.endpoint).hold("ours", KEYS)
+                await moving.peer(endpoint_of(holder)).hold("ours", KEYS)
+
+
+async def test_beyond_the_limit_the_client_that_was_idle_longest_is_closed(tmp_path: Path) -> None:
+    nowhere = [Endpoint("127.0.0.1", port) for port in (1, 2, 3)]
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    async with reading(tmp_path, max_clients=2) as exchange:
+        first, second = exchange.peer(nowhere[0]), exchange.peer(nowhere[1])
+        assert exchange.peer(nowhere[0]) is first
+        third = exchange.peer(nowhere[2])
+        assert list(exchange.clients.values()) == [first, third]
+        with pytest.raises(ClosedError):
+            await second.describe()
+
+
+@pytest.mark.parametrize("side", ["holder", "client"])
+async def test_a_cut_of_idle_data_connections_fails_no_store_and_no_load(
+    tmp_path: Path, side: str
+) -> None:
+    quick: dict[str, Any] = {"transport": "socket", "timeout_s": 3.0}
+    async with holding(tmp_path, **quick) as holder, asking(tmp_path, holder, **quick) as client:
+        cut: Holder = holder if side == "holder" else client
+        agent = cut._exchange._node.sockets  # type: ignore[union-attr]
+        for first_key in range(0, 8 * 4, 4):  # more than a holder takes connections of one peer
+            await require_served(client, first_key)
+            for line in list(agent._serving):
+                with contextlib.suppress(OSError):  # the other side may have cut it by now
+                    socket.socket.shutdown(line.connection._socket, socket.SHUT_RDWR)
+        await require_served(client, 100)

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvxfer.backends.nixl import Transport
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.wire.messages import (
@@ -48,15 +49,29 @@ from tests.backends.nixl_proven import (
 from tests.backends.recording_desk import RecordingDesk
 
 REGIONS = {
-    "none": [],
-    "negative address": [(-4096, 8192)],
-    "negative size": [(4096, -1)],
+    "no regions": [],
+    "nearly all addresses": [(1, 2**64 - 2)],
+    "a negative address": [(-4096, 8192)],
+    "a negative size": [(4096, -1)],
     "no bytes": [(4096, 0)],
     "beyond the last address": [(2**64 - 4096, 8192)],
-    "nearly all addresses": [(1, 2**64 - 2)],
-    "overlapping": [(4096, 8192), (8192, 8192)],
-    "too many": [(page * 8192, 4096) for page in range(MAX_REGIONS + 1)],
+    "overlapping regions": [(4096, 8192), (8192, 8192)],
+    "too many regions": [(page * 8192, 4096) for page in range(MAX_REGIONS + 1)],
 }
+FORGED: dict[str, bytes | dict[str, object]] = {
+    "random bytes": random.Random(4).randbytes(500),
+    "half of an agent's": msgspec.msgpack.encode(["name", []]),
+    "random bytes of NIXL": {"opaque": random.Random(5).randbytes(500)},
+    "nothing of NIXL": {"opaque": b""},
+    "another name": {"name": "somebody"},
+    "a name of no text": {"name": "\0\x1b[2J"},
+    "a region below zero": {"regions": [(-4096, 8192)]},
+    "a negative beacon": {"beacon_address": -5},
+    "the last address as beacon": {"beacon_address": 2**64 - 1},
+    "no beacon": {"beacon": b""},
+    "a long beacon": {"beacon": bytes(1 << 16)},
+}
+"""Metadata of NIXL, and what of an agent's is changed."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,21 +80,33 @@ def _imported() -> None:
     import_nixl(otherwise="skip these tests")
 
 
-@pytest.mark.parametrize("name", REGIONS)
-async def test_absurd_regions_cost_only_who_sends_them(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("what", [*REGIONS, *FORGED])
+async def test_absurd_memory_costs_only_who_offers_it(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    reach = Reach(regions=[Region(*each) for each in REGIONS.get(what, [])])
+    transport: Transport = "socket" if what in REGIONS else "auto"
+    agent = NixlAgent()
+    if forged := FORGED.get(what):
+        if isinstance(forged, dict):
+            known = AgentMetadata.decode(agent.metadata)
+            forged = msgspec.msgpack.encode(msgspec.structs.replace(known, **forged))
+        reach = Reach(metadata=forged, regions=[REGION])
     async with (
-        holding(tmp_path, transport="socket") as holder,
-        asking(tmp_path, holder, transport="socket") as client,
+        holding(tmp_path, transport=transport) as holder,
+        asking(tmp_path, holder, transport=transport) as client,
     ):
         await require_served(client)
-        async with proven(
-            endpoint_of(holder), Reach(regions=[Region(*each) for each in REGIONS[name]])
-        ) as peer:
-            assert (peer is None) == (name not in {"none", "nearly all addresses"})
+        async with proven(endpoint_of(holder), reach) as peer:
+            assert holder.server is not None
+            if what in FORGED:
+                carriers = [session.carrier for session in holder.server.sessions]
+                assert carriers == ["cma"] if peer is None else ["cma", "socket"]
+            else:
+                assert (peer is None) == (what in [*REGIONS][2:])
             await require_served(client, first_key=10)
         await until_alone(holder, num_peers=1)
+    await agent.aclose()
     require_quiet_log(caplog)
 
 
@@ -205,62 +232,6 @@ async def test_a_lie_is_answered_by_a_short_error_or_ends_the_connection(
             await require_served(client, first_key=10)
         await until_alone(holder, num_peers=1)
         assert await client.lookup([*keys, KEY]) == [True] * 4 + [False]
-    require_quiet_log(caplog)
-
-
-def forge(kind: str, honest: bytes, rng: random.Random) -> bytes:
-    """Make metadata of a NIXL agent that is none."""
-    known = AgentMetadata.decode(honest)
-    if kind == "random bytes":
-        return rng.randbytes(500)
-    if kind == "truncated":
-        return honest[: len(honest) // 2]
-    changes: dict[str, dict[str, object]] = {
-        "random bytes of NIXL": {"opaque": rng.randbytes(500)},
-        "truncated bytes of NIXL": {"opaque": known.opaque[:-7]},
-        "nothing of NIXL": {"opaque": b""},
-        "another name": {"name": "somebody"},
-        "a name of no text": {"name": "\0\x1b[2J"},
-        "a negative region": {"regions": [(-4096, 8192)]},
-        "a negative beacon": {"beacon_address": -5},
-        "the last address as beacon": {"beacon_address": 2**64 - 1},
-        "no beacon": {"beacon": b""},
-        "a long beacon": {"beacon": bytes(1 << 16)},
-    }
-    return msgspec.msgpack.encode(msgspec.structs.replace(known, **changes[kind]))
-
-
-FORGED = [
-    "random bytes",
-    "truncated",
-    "random bytes of NIXL",
-    "truncated bytes of NIXL",
-    "nothing of NIXL",
-    "another name",
-    "a name of no text",
-    "a negative region",
-    "a negative beacon",
-    "the last address as beacon",
-    "no beacon",
-    "a long beacon",
-]
-
-
-@pytest.mark.parametrize("kind", FORGED)
-async def test_forged_metadata_of_nixl_cost_only_who_sends_them(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    agent = NixlAgent()
-    reach = Reach(metadata=forge(kind, agent.metadata, random.Random(4)), regions=[REGION])
-    async with holding(tmp_path) as holder, asking(tmp_path, holder) as client:
-        await require_served(client)
-        async with proven(endpoint_of(holder), reach) as peer:
-            assert holder.server is not None
-            carriers = [session.carrier for session in holder.server.sessions]
-            assert carriers == ["cma"] if peer is None else ["cma", "socket"]
-            await require_served(client, first_key=10)
-        await until_alone(holder, num_peers=1)
-    await agent.aclose()
     require_quiet_log(caplog)
 
 
