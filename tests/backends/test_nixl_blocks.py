@@ -134,7 +134,7 @@ async def test_peers_of_either_grade_load_what_those_of_the_other_one_stored(
 
 async def test_bytes_that_change_while_they_are_stored_are_not_stored() -> None:
     async with open_pair() as pair:
-        agent = pair.holder_agents[-1]
+        agent = pair.holder_agent
         agent.hold()
         source = pair.memory.describe(0, [8, 9])
         keys = make_keys(2, first=50)

@@ -1,11 +1,8 @@
 """Discovery without a server: its configuration, what is announced, and the roster of holders."""
 
-import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Coroutine
-from typing import Any
 
 import msgspec
 import pytest
@@ -18,9 +15,8 @@ from kvxfer.backends.nixl import (
     NixlBackend,
     NixlConfig,
     StaticPeers,
-    discovery,
 )
-from kvxfer.backends.nixl.discovery import MAX_PEERS, Roster, decode_announcement, run_there
+from kvxfer.backends.nixl.discovery import MAX_PEERS, Roster, decode_announcement
 from kvxfer.connect import parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import MissingExtraError
@@ -43,26 +39,6 @@ def announced(*ports: int, namespace: str = OURS) -> dict[bytes, bytes]:
 
 def ports_of(roster: Roster) -> list[int]:
     return sorted(endpoint.port for endpoint in roster.endpoints)
-
-
-async def test_a_loop_that_gets_to_nothing_leaves_no_coroutine_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[str] = []
-
-    async def work() -> str:
-        return made[0]
-
-    def make() -> Coroutine[Any, Any, str]:
-        made.append("work")
-        return work()
-
-    stopped = asyncio.new_event_loop()
-    monkeypatch.setattr(discovery, "own_loop", lambda: stopped)
-    assert await run_there(make, 0.0) is None
-    await asyncio.to_thread(stopped.run_until_complete, asyncio.sleep(0))
-    stopped.close()
-    assert not made, "who asked had gone by then"
 
 
 @pytest.fixture
@@ -191,20 +167,6 @@ def test_any_bytes_are_an_announcement_or_an_argument_error(name: bytes, data: b
             endpoint, announcement = decode_announcement(each, data)
             assert endpoint.port
             assert announcement.capacity >= 0
-
-
-def test_holders_that_a_later_list_lacks_have_time_to_come_again(roster: Roster) -> None:
-    roster.replace(announced(1, 2, 3), 0.0)
-    roster.replace(announced(1), 100.0)
-    assert ports_of(roster) == [1, 2, 3]
-    roster.change({name_of(1): None}, 101.0)  # so may news be that are late
-    roster.change(announced(2), 102.0)
-    roster.settle(109.0)
-    assert ports_of(roster) == [1, 2, 3]
-    roster.settle(110.0)
-    assert ports_of(roster) == [2]
-    roster.change({name_of(2): None}, 111.0)  # from then on news count at once
-    assert ports_of(roster) == []
 
 
 def test_holders_of_another_namespace_and_protocol_are_left_out(

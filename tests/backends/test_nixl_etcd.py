@@ -24,6 +24,9 @@ from kvxfer.backends.nixl.discovery import (
 )
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.gauge import Gauge
+from kvxfer.storage.observer import Reports
+from kvxfer.telemetry.metrics import Metrics
+from kvxfer.units import ByteSize
 from tests import needs
 from tests.backends.etcd_server import (
     HOST,
@@ -206,16 +209,26 @@ async def test_a_served_peer_is_found_settles_and_leaves_when_it_is_asked_to_end
         return {str(each) for each in backend._discovery._follower.roster.endpoints}  # type: ignore[union-attr]
 
     config = NixlConfig(discover=server.url, transport="socket")
+    ours = msgspec.structs.replace(config, listen=f"{HOST}:0", capacity=ByteSize(1 << 20))
     async with NixlBackend(config, namespace()) as backend:
         await backend.start()
         await until(lambda: known(backend) == {str(served.endpoint)})
         assert all(outcome.done for outcome in await store(backend))
         assert await load(backend) == PAYLOADS
-        ours = namespace().fingerprint.encode()
-        await until(lambda: ours in server.entries()[str(served.endpoint)])
+        settled = namespace().fingerprint.encode()
+        await until(lambda: settled in server.entries()[str(served.endpoint)])
         async with NixlBackend(config, namespace("another/model")) as other:
             await other.start()
             assert known(other) == set()
+        async with NixlBackend(ours, namespace()) as sharing:  # holds blocks, too
+            await sharing.start()
+            await until(lambda: len(known(backend)) == len(known(sharing)) == 2)
+            metrics = Metrics()
+            sharing.observe(Reports([metrics], "nixl"))
+            assert b'kvxfer_peers_known{tier="nixl"} 2.0' in metrics.text()
+            assert b'kvxfer_discovery_failing{tier="nixl"} 0.0' in metrics.text()
+            assert all(outcome.done for outcome in await store(sharing))
+            assert await load(backend) == PAYLOADS
         assert await asyncio.to_thread(served.end) == 0
         await until(lambda: not known(backend))
         assert await backend.lookup(KEYS) == [False] * len(KEYS)
