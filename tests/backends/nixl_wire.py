@@ -35,8 +35,7 @@ SECRET = bytes(range(32))
 NAMESPACE = Namespace(model="example/model", parallel={"tp_size": 2})
 LOOKUP = Lookup(request_id=7, keys=[make_block_key(b"hash", 0)])
 FOUND = Found(request_id=7, there=[True])
-LOOKUP_DECODER = msgspec.msgpack.Decoder(Lookup)
-FOUND_DECODER = msgspec.msgpack.Decoder(Found)
+DECODERS = msgspec.msgpack.Decoder(Found), msgspec.msgpack.Decoder(Lookup)
 
 Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -141,36 +140,23 @@ async def converse(
     secrets: tuple[bytes | None, bytes | None] = (SECRET, SECRET),
     hellos: tuple[Hello, Hello] = (hello(b"client"), hello(b"server")),
     offers: tuple[Offer, Offer] | None = None,
-    timeout_s: float = 0.5,
 ) -> tuple[Ending, Ending]:
     """Shake hands and exchange a request and its answer; return the result of either end."""
     offered = offers or (Offer(b"client's"), Offer(b"server's"))
 
-    async def ask() -> Ending:
+    async def talk(side: int, channel: FrameChannel) -> Ending:
+        greet = (greet_as_client, greet_as_server)[side]
         try:
-            greeting = await greet_as_client(
-                ends.client, hellos[0], secret=secrets[0], reach=offered[0], timeout_s=timeout_s
+            greeting = await greet(
+                channel, hellos[side], secret=secrets[side], reach=offered[side], timeout_s=0.5
             )
-            await ends.client.send(LOOKUP)
-            found = await ends.client.receive(FOUND_DECODER)
-            return Ending(greeting, found)
+            await channel.send((LOOKUP, FOUND)[side])
+            return Ending(greeting, await channel.receive(DECODERS[side]))
         except KVXferError as error:
-            await ends.client.aclose()
+            await channel.aclose()
             return Ending(error=error)
 
-    async def serve() -> Ending:
-        try:
-            greeting = await greet_as_server(
-                ends.server, hellos[1], secret=secrets[1], reach=offered[1], timeout_s=timeout_s
-            )
-            lookup = await ends.server.receive(LOOKUP_DECODER)
-            await ends.server.send(FOUND)
-            return Ending(greeting, lookup)
-        except KVXferError as error:
-            await ends.server.aclose()
-            return Ending(error=error)
-
-    asked, served = await asyncio.gather(ask(), serve())
+    asked, served = await asyncio.gather(talk(0, ends.client), talk(1, ends.server))
     return asked, served
 
 

@@ -137,34 +137,6 @@ async def test_a_corrupt_copy_is_made_up_for_by_another(
         assert read_payloads(target) == payloads
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_this_process_may_be_one_of_its_own_peers(
-    processes: list[HolderProcess], memory: BlockMemory, way: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    namespace = memory.namespace()
-    port = 20_000 + os.getpid() % 10_000
-    theirs = await asyncio.to_thread(processes[0].open, namespace)
-    config = NixlConfig(
-        address=f"127.0.0.1:{port},{theirs.endpoint}",
-        listen=f"127.0.0.1:{port}",
-        capacity=ByteSize(4 << 20),
-        **WAYS[way],
-    )
-    async with NixlBackend(config, namespace) as backend:
-        payloads = await store_generated(backend, KEYS, memory.describe(0, range(24)))
-        kept = await stored_at(theirs)
-        assert 4 <= len(kept) <= 20
-        target = memory.describe(0, range(24, 48))
-        assert statuses(await backend.load(KEYS, target)) == [Status.DONE] * 24
-        assert read_payloads(target) == payloads
-        assert "own memory" in repr(backend)
-        async with open_client(namespace, f"127.0.0.1:{port}", theirs, **WAYS[way]) as other:
-            assert await other.lookup(KEYS) == [True] * 24
-            assert statuses(await other.load(KEYS, target)) == [Status.DONE] * 24
-            assert read_payloads(target) == payloads
-    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
-
-
 async def test_who_does_not_know_the_secret_is_not_let_in(
     processes: list[HolderProcess], memory: BlockMemory, tmp_path: Path
 ) -> None:
@@ -200,7 +172,9 @@ async def test_with_tls_blocks_come_and_go_as_without(
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_two_peers_serve_each_other(memory: BlockMemory, way: str) -> None:
+async def test_two_peers_serve_each_other_and_what_is_their_own(
+    memory: BlockMemory, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
     namespace, port = memory.namespace(), 20_000 + os.getpid() % 10_000
     address = f"127.0.0.1:{port},127.0.0.1:{port + 1}"
     configs = [
@@ -209,12 +183,14 @@ async def test_two_peers_serve_each_other(memory: BlockMemory, way: str) -> None
     ]
     async with NixlBackend(configs[0], namespace) as one, NixlBackend(configs[1], namespace) as two:
         await asyncio.gather(one.start(), two.start())
-        for ours, theirs, first in ((one, two, 0), (two, one, 100), (one, two, 200)):
+        for ours, theirs, first in ((one, two, 0), (two, one, 100), (one, one, 200)):
             keys = make_keys(12, first=first)
             payloads = await store_generated(ours, keys, memory.describe(0, range(12)))
             target = memory.describe(0, range(24, 36))
             assert statuses(await theirs.load(keys, target)) == [Status.DONE] * 12
             assert read_payloads(target) == payloads
+        assert "own memory" in repr(one)
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
 async def test_a_peer_that_reconnects_costs_no_descriptor_on_either_side(

@@ -23,7 +23,6 @@ from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.wire.messages import Pin, Pinned
 from kvxfer.errors import (
-    BackendUnavailableError,
     HandshakeError,
     InvalidArgumentError,
     PeerClosedError,
@@ -100,21 +99,6 @@ async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture
             await peer.drain(LIMIT_S)
             assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
         assert not peer.is_ready
-
-
-async def test_a_port_that_is_taken_is_said_so_and_listened_at_when_it_is_free() -> None:
-    async with (
-        standing() as peer,
-        contextlib.aclosing(make_peer(str(peer.endpoint))) as another,
-    ):
-        with pytest.raises(BackendUnavailableError, match=f"cannot listen at {peer.endpoint}"):
-            await another.start()
-        assert not another.is_ready
-        await peer.aclose()
-        await another.start()
-        async with engine(another) as backend:
-            (outcome,) = await backend.store(KEYS, MEMORY.describe(0, [0]))
-            assert outcome.done, outcome
 
 
 def test_a_peer_without_an_address_is_refused() -> None:
