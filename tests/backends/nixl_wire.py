@@ -9,7 +9,7 @@ import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from cryptography import x509
@@ -35,7 +35,10 @@ SECRET = bytes(range(32))
 NAMESPACE = Namespace(model="example/model", parallel={"tp_size": 2})
 LOOKUP = Lookup(request_id=7, keys=[make_block_key(b"hash", 0)])
 FOUND = Found(request_id=7, there=[True])
-DECODERS = msgspec.msgpack.Decoder(Found), msgspec.msgpack.Decoder(Lookup)
+DECODERS: list[msgspec.msgpack.Decoder[Any]] = [
+    msgspec.msgpack.Decoder(Found),
+    msgspec.msgpack.Decoder(Lookup),
+]
 
 Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -12,18 +12,17 @@ import torch
 
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, client
-from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.places import MAX_FRAGMENTS, Places, read_proofs
 from kvxfer.backends.nixl.session import ClientSession
 from kvxfer.backends.nixl.wire.messages import Extents, Fencing, Found, Lookup, Publish, Pulled
 from kvxfer.backends.nixl.wire.regions import Regions
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.lending import BlockParts, Fences, LentBlocks
+from kvxfer.storage.lending import BlockParts, LentBlocks
 from kvxfer.testing import BlockMemory, FakeNixlAgent
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
@@ -236,19 +235,6 @@ def wanted(num_blocks: int, size: int = SIZE, start: int = 0) -> Descriptors:
     )
 
 
-def test_places_are_those_of_the_keys_that_were_there() -> None:
-    places = Places(REGIONS)
-    places.note(KEYS[:3], found(SIZE, None, 5 * SIZE))
-    assert places.take([KEYS[1]], wanted(1)) is None
-    taken = places.take([KEYS[2], KEYS[0]], wanted(2))
-    assert taken is not None
-    blocks, checksums = taken
-    assert blocks.addresses.tolist() == [ADDRESS + 5 * SIZE, ADDRESS + SIZE]
-    assert blocks.lengths.tolist() == [SIZE] * 2
-    assert checksums == [1, 0]
-    assert len(places) == 0
-
-
 @pytest.mark.parametrize(("size", "start"), [(SIZE - 1, 0), (SIZE - 1, 1), (SIZE, 1)])
 def test_a_part_of_what_was_stored_has_no_checksum_and_so_no_place(size: int, start: int) -> None:
     places = Places(REGIONS)
@@ -275,14 +261,6 @@ def test_an_answer_that_cannot_be_is_refused_and_changes_nothing(answer: Found, 
 
 def generations(*values: int) -> bytes:
     return np.array(values, np.uint64).tobytes()
-
-
-def test_generations_are_read_with_their_places() -> None:
-    fences = Fencing(extents=extents(8, 32), generations=generations(2**64 - 1, 7))
-    proofs = read_proofs(REGIONS, found(0, 8, fences=fences), 2)
-    assert isinstance(proofs, Fences)
-    assert proofs.addresses.tolist() == [ADDRESS + 8, ADDRESS + 32]
-    assert proofs.generations.tolist() == [2**64 - 1, 7]
 
 
 @pytest.mark.parametrize(
@@ -321,16 +299,6 @@ async def test_memory_of_a_gpu_needs_nixl_for_every_peer_and_that_of_the_host_go
         other.attach(regions)
         assert await load(pair, KEYS[:2], other) == ([DONE] * 2, pair.payloads[:2])
         await other.aclose()
-
-
-@pytest.mark.processes
-async def test_a_gpu_that_nixl_cannot_use_is_named_when_the_backend_starts() -> None:
-    await asyncio.to_thread(import_nixl, otherwise="skip this test")
-    config = NixlConfig(address="127.0.0.1:1", transport="nixl")
-    async with NixlBackend(config, BlockMemory(MEMORY, num_blocks=1).namespace()) as backend:
-        backend.attach([gpu_region()])
-        with pytest.raises(BackendUnavailableError, match="device cuda:0 cannot be used: NIXL"):
-            await backend.start()
 
 
 async def test_blocks_of_a_gpu_are_refused_by_name_unless_the_backend_reaches_it() -> None:

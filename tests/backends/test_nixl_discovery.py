@@ -182,6 +182,23 @@ def test_holders_of_another_namespace_and_protocol_are_left_out(
     assert ports_of(roster) == []
 
 
+def test_strange_entries_are_skipped_and_warned_about_once(
+    roster: Roster, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = Announcement(namespace=OURS).encode()
+    names = ("not an address", "127.0.0.1:07001", "127.0.0.1:0", "10.0.0.1:7000", "\x1b[2J:1")
+    strange = {name.encode(): good for name in names}
+    strange |= {name_of(2): b"\xff" * 5000, name_of(3): b'{"capacity": -1}'}
+    roster.replace(strange | announced(1), 0.0)
+    assert ports_of(roster) == [1]
+    roster.change({name_of(3): b"[" * 4000} | announced(2), 1.0)
+    assert ports_of(roster) == [1, 2]
+    warned = [each.getMessage() for each in caplog.records if "skipped" in each.msg]
+    assert len(warned) == 7, warned
+    assert all(each.isprintable() and len(each) < 1000 for each in warned)
+    assert any("10.0.0.1:7000" in each and "secret_file or TLS" in each for each in warned)
+
+
 def test_a_port_for_data_that_a_worker_would_listen_at_is_named() -> None:
     config = NixlConfig(listen="127.0.0.1:7000", capacity=MIB, data_port=7002)
     assert config.at_rank(1).data_port == 7003

@@ -136,26 +136,6 @@ async def test_what_is_announced_says_who_it_is_and_nothing_secret(server: EtcdS
     assert abs(said["started"] - time.time()) < LIMIT_S
 
 
-async def test_strange_entries_are_skipped_and_warned_about_once(
-    server: EtcdServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    good = Announcement(namespace=OURS).encode()
-    for name in ("not an address", "127.0.0.1:07001", "127.0.0.1:0", "10.0.0.1:7000", "\x1b[2J:1"):
-        server.put(name, good)
-    server.put(str(B), b"\xff" * 5000)
-    server.put(str(C), b'{"capacity": -1}')
-    async with following(server) as engine:
-        server.put(str(A), good)
-        await until(lambda: knows(engine, A))
-        server.put(str(C), b"[" * 4000)
-        server.put(str(B), good)
-        await until(lambda: knows(engine, A, B))
-    warned = [each.getMessage() for each in caplog.records if "skipped" in each.msg]
-    assert len(warned) == 7, warned
-    assert all(each.isprintable() and len(each) < 1000 for each in warned)
-    assert any("10.0.0.1:7000" in each and "secret_file or TLS" in each for each in warned)
-
-
 async def test_while_etcd_is_dead_those_known_are_the_peers_and_come_back_with_it(
     own_server: EtcdServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,18 +1,15 @@
-"""Stand-alone peer within the process of the test: how it ends, and how it answers a probe."""
+"""Stand-alone peer within the process of the test: what it serves, settles for, and drains."""
 
-import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import (
     Connection,
-    Endpoint,
     LocalNode,
     NixlBackend,
     NixlConfig,
@@ -22,24 +19,19 @@ from kvxfer.backends.nixl import (
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.wire.messages import Pin, Pinned
-from kvxfer.errors import (
-    HandshakeError,
-    InvalidArgumentError,
-    PeerClosedError,
-    PeerTimeoutError,
-    ProtocolError,
-)
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import Namespace
-from kvxfer.testing import BlockMemory
-from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.testing import BlockMemory, DictBackend
+from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
+from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
 
-HOST = "127.0.0.1"
 LIMIT_S = 10.0
 CAPACITY = ByteSize(1 << 20)
-MEMORY = BlockMemory([[4096]], num_blocks=1)
+MEMORY = BlockMemory([[4096]], num_blocks=8)
 NAMESPACE = MEMORY.namespace()
-KEYS = make_keys(1)
+KEYS = make_keys(4)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,26 +40,17 @@ def _imported() -> None:
     import_nixl(otherwise="skip these tests")
 
 
-def make_peer(
-    listen: str = f"{HOST}:0", namespace: Namespace | None = None, *, secret_file: str = ""
-) -> StandalonePeer:
-    config = NixlConfig(
-        listen=listen, capacity=CAPACITY, transport="socket", secret_file=secret_file
-    )
-
-    def open_host(wanted: Namespace) -> HostBackend:
-        return HostBackend(HostConfig(capacity=CAPACITY), wanted)
-
-    return StandalonePeer(config, open_host, namespace=namespace)
+def open_host(namespace: Namespace) -> HostBackend:
+    return HostBackend(HostConfig(capacity=CAPACITY), namespace)
 
 
 @contextlib.asynccontextmanager
 async def standing(
-    namespace: Namespace | None = None, *, secret_file: str = ""
+    open_store: Callable[[Namespace], Backend] = open_host,
 ) -> AsyncIterator[StandalonePeer]:
     """Run a stand-alone peer."""
-    peer = make_peer(namespace=namespace, secret_file=secret_file)
-    async with contextlib.aclosing(peer):
+    config = NixlConfig(listen="127.0.0.1:0", capacity=CAPACITY, transport="socket")
+    async with contextlib.aclosing(StandalonePeer(config, open_store)) as peer:
         await peer.start()
         yield peer
 
@@ -84,14 +67,14 @@ async def pinned(peer: StandalonePeer) -> AsyncIterator[None]:
     node = LocalNode(config, NAMESPACE, make_agent=NixlAgent)
     connection = await Connection.open(node, peer.endpoint)
     async with contextlib.aclosing(node), contextlib.aclosing(connection):
-        await connection.request(partial(Pin, keys=KEYS, starts=[0], sizes=[4096]), Pinned)
+        await connection.request(partial(Pin, keys=KEYS[:1], starts=[0], sizes=[4096]), Pinned)
         yield
 
 
 async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture) -> None:
     async with standing() as peer:
         async with engine(peer) as backend:
-            await backend.store(KEYS, MEMORY.describe(0, [0]))
+            await backend.store(KEYS, MEMORY.describe(0, range(4)))
             async with pinned(peer):
                 await peer.drain(0.1)
             assert "still in use after 0.1 s" in caplog.text
@@ -103,80 +86,29 @@ async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture
 
 def test_a_peer_without_an_address_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="listen"):
-        make_peer(listen="")
+        StandalonePeer(NixlConfig(address="127.0.0.1:1"), open_host)
 
 
-@pytest.fixture
-def secrets(tmp_path: Path) -> list[str]:
-    paths = [tmp_path / name for name in ("right", "wrong")]
-    for path in paths:
-        path.write_text(f"the {path.name} secret of all peers")
-        path.chmod(0o600)
-    return [str(path) for path in paths]
+async def test_a_store_that_lends_no_memory_is_served_through_memory_of_the_peer() -> None:
+    async with (
+        standing(lambda namespace: DictBackend(None, namespace)) as peer,
+        engine(peer) as backend,
+    ):
+        payloads = await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
+        target = MEMORY.describe(0, range(4, 8))
+        assert statuses(await backend.load(KEYS, target)) == [Status.DONE] * 4
+        assert read_payloads(target) == payloads
+        assert await backend.delete(KEYS[:1]) == [True]
+        assert await backend.lookup(KEYS) == [False, True, True, True]
 
 
-def asking(secret_file: str = "", timeout_s: float = 5.0) -> NixlConfig:
-    return NixlConfig(transport="socket", secret_file=secret_file, handshake_timeout_s=timeout_s)
-
-
-async def test_a_holder_tells_its_namespace_and_answers_round_trips(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with standing(NAMESPACE) as peer:
-        probe = await probe_peer(asking(), peer.endpoint)
-    assert probe.namespace == NAMESPACE
-    assert probe.is_here
-    assert probe.carrier == "socket"
-    assert probe.round_trip_s is not None
-    assert 0 < probe.round_trip_s < 5
-    assert probe.description is None
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
-async def test_a_holder_without_a_namespace_is_left_without_one() -> None:
+async def test_a_holder_that_is_only_asked_for_its_namespace_is_left_without_one() -> None:
     other = MEMORY.namespace(model="example/other")
+    config = NixlConfig(transport="socket")
     async with standing() as peer:
         for _ in range(2):
-            probe = await probe_peer(asking(), peer.endpoint)
+            probe = await probe_peer(config, peer.endpoint)
             assert (probe.namespace, probe.carrier) == (None, None)
         async with engine(peer, other) as backend:
-            assert await backend.lookup(KEYS) == [False]
-            assert (await probe_peer(asking(), peer.endpoint)).namespace == other
-
-
-@pytest.mark.parametrize("settled", [NAMESPACE, None], ids=["settled", "not settled"])
-async def test_another_secret_is_refused_whether_a_namespace_is_settled_or_not(
-    settled: Namespace | None, secrets: list[str]
-) -> None:
-    right, wrong = secrets
-    async with standing(settled, secret_file=right) as peer:
-        assert (await probe_peer(asking(right), peer.endpoint)).namespace == settled
-        for secret in (wrong, ""):
-            with pytest.raises(HandshakeError) as caught:
-                await probe_peer(asking(secret), peer.endpoint)
-            assert caught.value.field == "secret"
-        assert (await probe_peer(asking(right), peer.endpoint)).namespace == settled
-
-
-async def test_who_is_no_holder_is_named_within_the_deadline() -> None:
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1)
-        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        writer.close()
-
-    held: list[asyncio.StreamWriter] = []
-
-    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        held.append(writer)
-
-    for answer, error in ((hang_up, ProtocolError), (say_nothing, PeerTimeoutError)):
-        server = await asyncio.start_server(answer, HOST, 0)
-        endpoint = Endpoint(HOST, server.sockets[0].getsockname()[1])
-        with pytest.raises(error):
-            await probe_peer(asking(timeout_s=0.5), endpoint)
-        server.close()
-        for writer in held:
-            writer.close()
-        await server.wait_closed()
-    with pytest.raises(PeerClosedError, match="cannot connect"):
-        await probe_peer(asking(), endpoint)
+            assert await backend.lookup(KEYS[:1]) == [False]
+            assert (await probe_peer(config, peer.endpoint)).namespace == other

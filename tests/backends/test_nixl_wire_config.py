@@ -100,14 +100,6 @@ def test_loopback_is_what_is_on_this_machine_for_sure(host: str, *, loopback: bo
     assert Endpoint(host, 7000).is_loopback is loopback
 
 
-def test_peers_and_the_place_to_listen_are_read() -> None:
-    config = NixlConfig(address="a:1,[::1]:2", listen="127.0.0.1:0", capacity=GIB, replicas=2)
-    assert config.peers == (Endpoint("a", 1), Endpoint("::1", 2))
-    assert config.listen_endpoint == Endpoint("127.0.0.1", 0)
-    assert NixlConfig(listen="[::1]:0", capacity=GIB).peers == ()
-    assert NixlConfig(address="a:1").listen_endpoint is None
-
-
 @pytest.mark.parametrize(
     ("parameters", "argument"),
     [
