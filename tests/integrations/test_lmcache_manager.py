@@ -146,5 +146,3 @@ def test_a_capacity_lets_lmcache_evict(tmp_path: Path) -> None:
     with managed(spec) as engine:
         engine.put(KEYS)
         until(lambda: 0 < used(engine) < 4 * OBJECT_BYTES)
-
-
