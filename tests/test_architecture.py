@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_275,
     "kvxfer/storage": 5_153,
     "kvxfer/telemetry": 1_717,
-    "kvxfer/testing": 7_429,
+    "kvxfer/testing": 7_442,
     "kvxfer/tiering": 1_582,
     "kvxfer/transfer": 2_125,
 }

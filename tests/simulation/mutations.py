@@ -755,6 +755,14 @@ MUTATIONS = (
         8,
     ),
     Mutation(
+        "a transfer does not wait for room among the bytes in flight",
+        "kvxfer/transfer/mover.py",
+        "            await turn\n",
+        "            pass\n",
+        "tiers",
+        60,
+    ),
+    Mutation(
         "a close does not wait for what is written back",
         "kvxfer/tiering/tiered_backend.py",
         "            await asyncio.wait([self._settling], timeout=self._close_s)\n",

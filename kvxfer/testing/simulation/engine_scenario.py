@@ -4,14 +4,16 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise, product
 from math import inf
 from random import Random
 from typing import Any, ClassVar, TypeVar
 
 from kvxfer.errors import BackendUnavailableError, ClosedError, KVXferError
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Purgeable, Status
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing.simulation.faults import CALLS as FAULTY_CALLS
 from kvxfer.testing.simulation.faults import FaultyTier, TierFault
 from kvxfer.testing.simulation.oracle import History
@@ -291,15 +293,19 @@ class EngineRun:
         self._world = world
         self.opened = opened
         random = simulation.random("engine")
+        self._max_bytes, self._bytes_in_flight = random.choice((1024, 4096, 1 << 20)), 0
+        for name in ("store", "load"):
+            call = getattr(self.opened.backend, name)
+            setattr(self.opened.backend, name, partial(self._count_bytes, call))
         self._engine = TransferEngine(
             self._world.memory.caches,
             self.opened.backend,
             blocks_per_chunk=self._world.memory.blocks_per_chunk,
-            max_bytes_in_flight=random.choice((1024, 4096, 1 << 20)),
+            max_bytes_in_flight=self._max_bytes,
             timeout_s=ENGINE_TIMEOUT_S,
             close_timeout_s=CLOSE_TIMEOUT_S,
         )
-        self.is_closing = self.was_stopped = False
+        self.is_closing = self.was_stopped = self._gives_up = False
         self._finished: dict[JobId, FinishedJob] = {}
         self._faulted: dict[int, None] = {}  # tiers that have a fault at some time
 
@@ -333,6 +339,7 @@ class EngineRun:
         if self.is_closing:
             return
         given = dict(step.arguments)
+        self._gives_up |= given.get("timeout_s") is not None or given.get("cancel_s") is not None
         self._simulation.note(f"-> {step.what} {_say(given)}")
         try:
             self._simulation.num_calls += step.what in CALLS
@@ -351,6 +358,19 @@ class EngineRun:
                 return
             self._simulation.fail("undocumented error", f"{step.what}: {exc!r}")
         self._simulation.note(f"<- {step.what} {_say(given)}")
+
+    async def _count_bytes(
+        self, call: Callable[..., Awaitable[T]], keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> T:
+        """Make a call, and check the bound on bytes in flight; what is given up is not in it."""
+        num_bytes = int(blocks.block_sizes.sum())
+        others, self._bytes_in_flight = self._bytes_in_flight, self._bytes_in_flight + num_bytes
+        if others and others + num_bytes > self._max_bytes and not self._gives_up:
+            self._simulation.fail("bytes in flight", f"{others} and {num_bytes} more")
+        try:
+            return await call(keys, blocks)
+        finally:
+            self._bytes_in_flight -= num_bytes
 
     async def _close(self, **given: float | None) -> None:
         await self.close(**given)
