@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.copy_engine.row_copies import Pieces
 from kvxfer.kvcache.descriptors import Descriptors
 
 Bytes = NDArray[np.uint8]
@@ -41,11 +40,6 @@ class Copy:
         return describe_side(self.source, self.lengths), describe_side(
             self.destination, self.lengths
         )
-
-    def pieces(self) -> tuple[Pieces, Pieces]:
-        """Arrays of both sides, to plan rows."""
-        lengths = np.array(self.lengths, np.uint64)
-        return Pieces(self.source.addresses, lengths), Pieces(self.destination.addresses, lengths)
 
     def expected(self) -> tuple[Bytes, Bytes]:
         """Compute both buffers by a loop over the fragments."""

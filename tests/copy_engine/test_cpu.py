@@ -15,15 +15,7 @@ from numpy.typing import NDArray
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.cpu_methods import ROUNDS, TRIAL_BYTES, CPUMethods, Pattern
-from kvxfer.copy_engine.row_copies import (
-    CHUNK_BYTES,
-    MOST_LOCKED_ROWS,
-    Bounce,
-    Gather,
-    RowCopy,
-    Scatter,
-    plan_rows,
-)
+from kvxfer.copy_engine.row_copies import CHUNK_BYTES
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
@@ -40,14 +32,20 @@ MAX_FRAGMENTS = 200
 
 
 def lay_out(
-    lengths: Sequence[int], *, seed: int, shuffled: bool = False, gap: int = 0, offset: int = 0
+    lengths: Sequence[int],
+    *,
+    seed: int,
+    shuffled: bool = False,
+    backwards: bool = False,
+    gap: int = 0,
+    offset: int = 0,
 ) -> Side:
     """Random bytes with room for the fragments, `gap` bytes around each of them."""
     generator = np.random.default_rng(seed)
     order = generator.permutation(len(lengths)) if shuffled else np.arange(len(lengths))
     starts = [0] * len(lengths)
     position = offset + gap
-    for index in order.tolist():
+    for index in order[::-1].tolist() if backwards else order.tolist():
         starts[index] = position
         position += lengths[index] + gap
     return Side(generator.integers(0, 256, position + offset, np.uint8), starts)
@@ -74,6 +72,7 @@ def sides(draw: st.DrawFn, lengths: Sequence[int]) -> Side:
         lengths,
         seed=draw(st.integers(0, 1000)),
         shuffled=draw(st.booleans()),
+        backwards=draw(st.booleans()),
         gap=draw(st.sampled_from([0, 0, 1, 64, 4096])),
         offset=draw(st.sampled_from([0, 1, 64])),
     )
@@ -178,36 +177,6 @@ def places(scattered: ScatteredBlocks) -> list[int]:
         for address, length in zip(blocks.addresses.tolist(), blocks.lengths.tolist(), strict=True)
         for offset in range(length)
     ]
-
-
-PLANNED: list[tuple[int, bool, bool, type[RowCopy]]] = [
-    (8 * KIB, True, True, Bounce),
-    (8 * KIB, True, False, Gather),
-    (8 * KIB, False, True, Scatter),
-    (32 * KIB, True, True, Bounce),
-    (32 * KIB, True, False, Gather),
-    (64 * KIB, True, True, Bounce),
-    (1001, True, True, Bounce),
-    (1001, True, False, Gather),
-]
-
-
-@pytest.mark.parametrize(("num_bytes", "source_shuffled", "shuffled", "planned"), PLANNED)
-def test_rows_are_planned_by_what_is_in_one_piece_and_free_the_interpreter_lock(
-    num_bytes: int,
-    source_shuffled: bool,  # noqa: FBT001  (a column of the table)
-    shuffled: bool,  # noqa: FBT001  (the same)
-    planned: type[RowCopy],
-) -> None:
-    lengths = [num_bytes] * (8 * MIB // num_bytes)
-    source = lay_out(lengths, seed=1, shuffled=source_shuffled, gap=64 * source_shuffled)
-    destination = lay_out(lengths, seed=2, shuffled=shuffled, gap=64 * shuffled)
-    rows = plan_rows(*Copy(source, destination, lengths).pieces())
-    assert rows is not None
-    assert type(rows) is planned
-    assert rows.num_rows * rows.row_bytes == sum(lengths)
-    if num_bytes > 4 * KIB and not (planned is Gather and rows.share_rows == 1):
-        assert min(rows.chunk_rows, rows.share_rows) > MOST_LOCKED_ROWS
 
 
 @pytest.mark.parametrize("num_bytes", [16 * KIB, 64 * KIB])

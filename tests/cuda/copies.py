@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvxfer.copy_engine.compute_stream import ComputeStream
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.cuda_driver import LEGACY_STREAM, CudaDriver, CudaStream
+from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable, Way
 from kvxfer.copy_engine.triton import FragmentKernel
 from kvxfer.errors import InvalidArgumentError
@@ -119,12 +120,7 @@ def expect(
     return expected
 
 
-def copy(
-    engine: CudaCopyEngine,
-    memory: Memory,
-    way: Way,
-    fragments: Columns,
-) -> None:
+def copy(engine: CopyEngine, memory: Memory, way: Way, fragments: Columns) -> None:
     """Copy fragments and compare the whole destination, bytes between them included."""
     from_, to, lengths = fragments
     sides = ("device", "host") if way is Way.TO_HOST else ("host", "device")

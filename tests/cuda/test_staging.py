@@ -11,12 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 import kvxfer
-from kvxfer.connect import complete_namespace, open_backend
 from kvxfer.errors import DeviceUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import DONE, Status
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.portable_backend import PortableBackend
-from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.transfer.engine import TransferEngine
 from tests.cuda.engine_caches import NUM_BLOCKS, Compute, EngineCaches
@@ -145,22 +142,12 @@ async def test_a_load_does_not_write_over_what_the_device_still_reads(
     assert np.array_equal(engine_caches.blocks, moved(before, [1], [0]))
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-async def test_portable_pages_pass_through_staging(
-    engine_caches: EngineCaches, url: str, *, by_hand: bool
-) -> None:
-    before = engine_caches.blocks
-    caches = engine_caches.caches
+async def test_portable_pages_pass_through_staging(engine_caches: EngineCaches, url: str) -> None:
+    before, caches = engine_caches.blocks, engine_caches.caches
     mappings = kvxfer.map_caches(caches, kvxfer.WorkerShard(num_kv_heads=4))
-    if by_hand:  # then whole pages are staged, each in one piece
-        namespace = portable_namespace(complete_namespace(NAMESPACE, caches, 1), mappings)
-        backend = PortableBackend(open_backend(url, namespace), mappings)
-        engine = TransferEngine(caches, backend, mappings=mappings, staging_bytes=1 << 18)
-    else:
-        engine = kvxfer.connect(
-            url, caches, namespace=NAMESPACE, mappings=mappings, staging_bytes=1 << 18
-        )
-    async with engine:
+    async with kvxfer.connect(
+        url, caches, namespace=NAMESPACE, mappings=mappings, staging_bytes=1 << 18
+    ) as engine:
         assert await engine.store(keys_of(8), [range(8)]) == [DONE] * 8
         assert await engine.load(keys_of(8), [range(20, 28)]) == [DONE] * 8
     assert np.array_equal(engine_caches.blocks, moved(before, range(8), range(20, 28)))

@@ -1,7 +1,7 @@
 """Worlds: keys, values and states that a model keeps of some tokens, and their portable pages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,19 +13,6 @@ from tests.kvcache.zoo_engines import INTEGERS
 
 Values = NDArray[Any]
 FIRST_LAYER = 9  # so that layers 9 and 10 are not in the order of their letters
-
-
-@dataclass(frozen=True, slots=True)
-class PageTensor:
-    """Reference of one tensor of portable pages.
-
-    Attributes:
-        name: Name of the tensor.
-        values: Integers, `(head, token, dim)`, or `(token, dim)` of latents; all tokens.
-    """
-
-    name: str
-    values: Values
 
 
 class World:
@@ -97,15 +84,18 @@ class World:
         count = len(self.positions[group])
         return tuple(f"{prefix}.{self.layer_number(group, n)}.attn" for n in range(count))
 
-    def tensors(self, group: int) -> list[PageTensor]:
-        """List the tensors of a group's portable pages, in their order there."""
-        found = []
+    def tensors(self, group: int) -> dict[str, Values]:
+        """Make the tensors of a group's portable pages, by their names, in their order there.
+
+        They are integers, `(head, token, dim)`, or `(token, dim)` of latents, of all tokens.
+        """
+        found = {}
         for layer, values in enumerate(self.values[group]):
             start = 0
             for part, width in self.parts:
                 tensor = values[start : start + width].transpose(1, 2, 0)
                 name = f"layers.{self.layer_number(group, layer)}.{part}"
-                found.append(PageTensor(name, tensor[0] if self.latents else tensor))
+                found[name] = tensor[0] if self.latents else tensor
                 start += width
         return found
 
@@ -115,13 +105,13 @@ class World:
         for start in range(0, self.num_tokens, tokens_per_page):
             tokens, page = slice(start, start + tokens_per_page), b""
             for shard in range(num_shards):
-                for tensor in self.tensors(group):
+                for values in self.tensors(group).values():
                     if not self.latents:
                         share = self.num_heads // num_shards
                         heads = slice(shard * share, (shard + 1) * share)
-                        page += tensor.values[heads, tokens].tobytes()
+                        page += values[heads, tokens].tobytes()
                     elif shard == 0:
-                        page += tensor.values[tokens].tobytes()
+                        page += values[tokens].tobytes()
             pages.append(np.frombuffer(page, np.uint8))
         return np.stack(pages)
 

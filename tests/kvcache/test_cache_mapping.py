@@ -21,7 +21,9 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import (
     PageMapping,
     WorkerShard,
+    compile_mapping,
     map_caches,
+    payload_boxes,
     verify_mappings,
 )
 from kvxfer.kvcache.spec import (
@@ -121,6 +123,13 @@ def unknown(**fields: Any) -> CanonicalKVCaches:
     return CanonicalKVCaches((tensor,), refs, **fields)
 
 
+def compiled(page_of: CanonicalKVCaches, **fields: Any) -> PageMapping:
+    """Map the blocks of one worker to pages of another model, as row stores do."""
+    boxes = [replace(box, **fields) for box in payload_boxes(caches_of().group_data_refs[0])]
+    page = map_one(page_of).page
+    return compile_mapping(boxes, page, tokens_per_block=TOKENS, payload_sizes=[256])
+
+
 def several_heads(kept: int) -> CanonicalKVCaches:
     """Make two layers of which one has other heads than the first."""
     specs = {"layers.0": SPEC, "layers.1": replace(SPEC, num_kv_heads=kept)}
@@ -131,6 +140,11 @@ def several_heads(kept: int) -> CanonicalKVCaches:
 PAIR = ("layers.0", "layers.1")
 LONG = WorkerShard(num_kv_heads=1, tp_size=2, rank=1, dcp_size=2, interleave_tokens=16)
 UNMAPPED: list[tuple[Callable[[], object], str, str]] = [
+    (lambda: compiled(caches_of(spec=replace(SPEC, head_dim=5))), "dim", "5 of"),
+    (lambda: compiled(caches_of(spec=replace(SPEC, dtype=torch.bfloat16))), "dtype", "bfloat16"),
+    (lambda: compiled(caches_of(names=PAIR)), "layer", "also"),
+    (lambda: compiled(caches_of(), layer_name="layers.7"), "layer", "layers.7"),
+    (lambda: compiled(caches_of(), encoding="for AMX"), "encoding", "for AMX"),
     *(
         (
             lambda kept=kept: map_caches(

@@ -266,11 +266,7 @@ ROWS = CanonicalKVCaches(
     [
         *(
             (lambda ids=ids: describe(ROWS, 0, ids), InvalidArgumentError, r"block_ids\[0\]")
-            for ids in ([], np.array([], np.int64), 3, None, [[0, 1], [2, 3]], [[0, 1], [2]])
-        ),
-        *(
-            (lambda ids=ids: describe(ROWS, 0, ids), InvalidArgumentError, r"block_ids\[0\]")
-            for ids in ([0.0, 1.0], [True, False], ["0", "1"], [None], [2**70])
+            for ids in ([], np.array([], np.int64), 3, [[0, 1], [2, 3]], [[0, 1], [2]], [True])
         ),
         *(
             (lambda each=each: describe(ROWS, 0, [3, each]), BlockIdError, f"{each}.*block id < 8")

@@ -17,6 +17,7 @@ from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.describer import describe
 from kvxfer.kvcache.spec import (
     AttentionSpec,
+    FullAttentionSpec,
     MLASpec,
     UniformTypeKVCacheSpecs,
 )
@@ -96,6 +97,29 @@ def test_the_names_mean_what_they_mean_in_vllm(name: str) -> None:
     (entry,) = (entry for entry in LAYOUT_ZOO if entry.name == name)
     assert entry.shape == " ".join(logical[1:])
     assert entry.memory == " ".join(logical[dim] for dim in order)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("DynamicLayer", {}),
+        ("StaticLayer", {"max_cache_len": 48}),
+        ("DynamicSlidingWindowLayer", {"sliding_window": 33}),
+    ],
+)
+def test_layers_of_transformers_have_the_layout_of_the_zoo(
+    kind: str, options: dict[str, int]
+) -> None:
+    layer = getattr(pytest.importorskip("transformers.cache_utils"), kind)(**options)
+    layer.update(*torch.zeros(2, 2, 7, 40, 6))
+    parts = layer.keys[1], layer.values[1]
+    spec = FullAttentionSpec(tokens_per_block=8, num_kv_heads=7, head_dim=6, dtype=torch.float32)
+    config = KVCacheConfig(parts[0].shape[1] // 8, (KVCacheGroup(spec, ("a",)),))
+    caches = canonicalize({"a": parts}, config)
+    (entry,) = (entry for entry in LAYOUT_ZOO if entry.name == kind)
+    assert caches.group_data_refs[0][0].layout.startswith(entry.layout)
+    sizes = {"layer": 1, "kv": 2, "head": 7}
+    assert len(describe(caches, 0, [1])) == entry.runs_per_block(sizes)
 
 
 @pytest.mark.parametrize("entry", ZOO, ids=named)

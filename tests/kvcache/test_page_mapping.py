@@ -100,7 +100,7 @@ def test_the_portable_pages_of_a_model_are_those_of_plain_indexing(
     )
     groups = range(len(world.positions))
     for group in groups:
-        names = [tensor.name for tensor in world.tensors(group)]
+        names = list(world.tensors(group))
         for mapping in engine.of_group(group):
             assert [tensor.name for tensor in mapping.page.shards[0]] == names
             for fragments in mapping.pages[:2]:

@@ -207,22 +207,9 @@ def test_sources_are_the_workers_that_hold_our_heads_one_of_each_copy(
     assert blocks.is_direct == same_heads
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs", "tokens"),
-    [(32, 32, 32), (32, 64, 32), (64, 32, 32), (48, 32, 16), (128, 16, 16)],
-)
-def test_pages_are_the_largest_equal_parts_of_both_blocks(
-    mine: int, theirs: int, tokens: int
-) -> None:
-    blocks = matched(mine, theirs)
-    assert (blocks.tokens_per_page, blocks.is_direct) == (tokens, mine == theirs)
-
-
-def matched(mine: int, theirs: int, *, layout: str = NHD, their_layout: str = NHD) -> PeerBlocks:
-    ours, others = numbered(mine, layout=layout)[0], numbered(theirs, layout=their_layout)[0]
-    (blocks,) = match_caches(
-        ours, describe_caches(ours, whole()), [describe_caches(others, whole())]
-    )
+def matched(ours: CanonicalKVCaches, theirs: CanonicalKVCaches) -> PeerBlocks:
+    described = [describe_caches(theirs, whole())]
+    (blocks,) = match_caches(ours, describe_caches(ours, whole()), described)
     return blocks
 
 
@@ -235,9 +222,7 @@ def test_only_pages_that_are_wanted_and_there_are_written(
     layout = data.draw(st.sampled_from(LAYOUTS))
     ours, memory = numbered(mine, layout=layout)
     theirs, their_memory = numbered(their_tokens)
-    (blocks,) = match_caches(
-        ours, describe_caches(ours, whole()), [describe_caches(theirs, whole())]
-    )
+    blocks = matched(ours, theirs)
     page = blocks.tokens_per_page
     their_ids = data.draw(st.permutations(range(9)))
     there = data.draw(st.lists(st.integers(0, 8), unique=True))
@@ -436,7 +421,7 @@ def test_arguments_are_checked(wrong: dict[str, Any], error: type[Exception]) ->
         "addresses": [4096],
         "block_ids": [1, 0, 0],
     }
-    blocks = matched(32, 64)
+    blocks = matched(numbered(32)[0], numbered(64)[0])
     source, _ = blocks.describe(**good)
     assert source.num_blocks == 1
     with pytest.raises(error, match=next(iter(wrong))):
