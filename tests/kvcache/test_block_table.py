@@ -10,12 +10,11 @@ from numpy.typing import ArrayLike
 
 from kvxfer.engine_side import PAD_SLOT, BlockTable, MultiGroupBlockTable
 from kvxfer.errors import BlockIdError, InvalidArgumentError
-from kvxfer.kvcache.spec import FullAttentionSpec, MambaSpec
+from kvxfer.kvcache.spec import FullAttentionSpec
 from tests.kvcache.engine_views import config_of
 
 FULL = FullAttentionSpec(tokens_per_block=16, num_kv_heads=1, head_dim=2, dtype=torch.float16)
 SMALL = FullAttentionSpec(tokens_per_block=4, num_kv_heads=1, head_dim=2, dtype=torch.float16)
-STATE = MambaSpec(tokens_per_block=16, shapes=((2,),), dtypes=(torch.float16,))
 
 
 def make_table(tokens_per_block: int = 16, **options: Any) -> BlockTable:
