@@ -1,4 +1,4 @@
-"""Host pool under caches on a GPU: copies straight to its slots and back, without staging."""
+"""Backends that reach memory of a GPU: blocks go straight to slots, or to peers, and back."""
 
 import asyncio
 from pathlib import Path
@@ -7,6 +7,11 @@ import numpy as np
 import pytest
 
 import kvxfer
+from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.connect import complete_namespace
+from kvxfer.testing import FakeNixlAgent
+from kvxfer.transfer.engine import TransferEngine
+from kvxfer.units import ByteSize
 from tests.backends.pool_servers import running_pool
 from tests.cuda.engine_caches import EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
@@ -51,3 +56,28 @@ async def test_a_device_that_is_lost_in_the_middle_leaves_memory_unsafe(
         gpu.set("paused", 0)
         await engine.drain()
         assert await engine.lookup(KEYS) == [False] * 20
+
+
+@pytest.mark.parametrize("is_looked_up", [False, True])
+async def test_fenced_blocks_go_straight_from_and_to_a_gpu(
+    engine_caches: EngineCaches, *, is_looked_up: bool
+) -> None:
+    caches = engine_caches
+    namespace = complete_namespace(NAMESPACE, caches.caches, 1)
+    config = NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(8 << 20))
+    async with NixlBackend(config, namespace, make_agent=FakeNixlAgent) as holder:
+        await holder.start()
+        assert holder.server is not None
+        address = str(holder.server.endpoint)
+        config = NixlConfig(address=address, transport="nixl", integrity="fenced")
+        client = NixlBackend(config, namespace, make_agent=FakeNixlAgent)
+        async with TransferEngine(caches.caches, client) as engine:
+            assert engine.backend is client, "blocks pass through staging buffers"
+            expected = caches.blocks.copy()
+            stored = await engine.store(KEYS, [range(20)])
+            if is_looked_up:
+                assert await engine.lookup(KEYS) == [True] * 20
+            loaded = await engine.load(KEYS, [range(30, 50)])
+            assert all(outcome.done for outcome in stored + loaded)
+    expected[:, 30:50] = expected[:, :20]
+    assert np.array_equal(caches.blocks, expected)
