@@ -18,9 +18,6 @@ HOOKS = "KVXFER_E2E_AUDIT_HOOKS"
 SPEC = {"spec_name": "AuditedSpec", "spec_module_path": "tests.e2e.audited_spec"}
 """The spec of an engine under audit, in its connector's configuration."""
 
-DIE = "die"
-"""File in the directory of the audit, see `Hook.DIE_WHILE_LENDING`."""
-
 
 class Log:
     """Log of one process in the directory of the audit: a JSON line per event.
@@ -53,9 +50,6 @@ class Hook(enum.Enum):
 
     FLIP_LOADED_BIT = "flip-loaded-bit"
     """Flip the top bit of an exponent in a device page after each load, before the audit."""
-    DIE_WHILE_LENDING = "die-while-lending"
-    """Once there is a file `DIE`, kill the process when a peer was sent chunks and not told so
-    yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +62,6 @@ class Audit:
         unknown: Pages that were loaded and never stored.
         ranks: Ranks that loaded pages.
         groups: Groups of which pages were loaded.
-        descriptors_per_block: For each group, the descriptors of one block; of any rank.
     """
 
     num_loaded: int = 0
@@ -76,7 +69,6 @@ class Audit:
     unknown: Sequence[str] = ()
     ranks: frozenset[int] = frozenset()
     groups: frozenset[int] = frozenset()
-    descriptors_per_block: Sequence[int] = ()
 
     @property
     def clean(self) -> bool:
@@ -84,17 +76,14 @@ class Audit:
         return self.num_loaded > 0 and not self.different and not self.unknown
 
 
-def environment(
-    directory: Path, hooks: Collection[Hook] = (), python_path: Sequence[Path] = ()
-) -> dict[str, str]:
+def environment(directory: Path, hooks: Collection[Hook] = ()) -> dict[str, str]:
     """Environment variables of an engine under audit.
 
     Args:
         directory: Where the audit writes.
         hooks: Faults to inject.
-        python_path: Where the engine finds modules first, such as another release of vLLM.
     """
-    path = [str(REPOSITORY), *map(str, python_path), os.environ.get("PYTHONPATH", "")]
+    path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         DIRECTORY: str(directory),
@@ -125,7 +114,4 @@ def read(directory: Path) -> Audit:
         unknown=[page for line in loads for page in line["unknown"]],
         ranks=frozenset(line["rank"] for line in loads if line["pages"]),
         groups=frozenset(group for line in loads for group in line["groups"]),
-        descriptors_per_block=next(
-            (line["descriptors"] for line in lines if line["event"] == "registered"), ()
-        ),
     )

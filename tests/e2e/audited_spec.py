@@ -10,9 +10,7 @@ whichever processes the engine has.
 
 import json
 import os
-import signal
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +22,9 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
 )
 
-from kvxfer.backends.nixl import BlockStore, NixlBackend
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
-from kvxfer.integrations.vllm.common.hooks import convert_caches
 from kvxfer.integrations.vllm.offloading.interface import group_ids
-from kvxfer.kvcache.describer import describe
-from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.lending import BlockParts, Lender, LentBlocks, ReservedBlocks
-from tests.e2e.audit import DIE, DIRECTORY, HOOKS, Forwarding, Hook, Log
+from tests.e2e.audit import DIRECTORY, HOOKS, Forwarding, Hook, Log
 
 EXPONENT_BIT = 0x40
 """Of the last byte of a little-endian float, of 16 bits or 32."""
@@ -91,7 +84,6 @@ class _AuditedWorker(Forwarding):
         self._rank = spec.config.parallel.rank
         self._storing_rank = 0 if spec.replicated_layout else self._rank
         self._log = Log(f"rank{self._rank}")
-        self._log.write("registered", descriptors=_descriptors_per_block(caches))
         self._stored = dict(_digests_of(self._rank))
         self._loads: dict[int, _Load] = {}
 
@@ -200,53 +192,11 @@ class _BitFlippingWorker(Forwarding):
         return results
 
 
-class _DyingLender(Lender):
-    """Lender that kills its process when blocks were lent, before their borrower can know it."""
-
-    def __init__(self, inner: Lender) -> None:
-        self.regions = inner.regions
-        self._inner = inner
-        self._sign = Path(os.environ[DIRECTORY], DIE)
-
-    @asynccontextmanager
-    async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
-        async with self._inner.lend(wanted, fenced=fenced) as loan:
-            if self._sign.exists():
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield loan
-
-    def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
-        return None if self._sign.exists() else self._inner.peek(keys, fenced=fenced)
-
-    def make_room(self, offered: BlockParts) -> AbstractAsyncContextManager[ReservedBlocks]:
-        return self._inner.make_room(offered)
-
-
-def _open_dying_holder(*args: Any, **kwargs: Any) -> NixlBackend:
-    """Open a backend whose holder has a `_DyingLender`; its tier is `nixl`, as of any other."""
-    holder = NixlBackend(*args, **kwargs)
-    assert holder.server is not None
-    open_store = holder.server._open_store
-
-    async def open_dying(namespace: Namespace) -> BlockStore:
-        store = await open_store(namespace)
-        return replace(store, lender=_DyingLender(store.lender))
-
-    holder.server._open_store = open_dying
-    return holder
-
-
 class AuditedSpec(KVXferOffloadingSpec):
     """`KVXferOffloadingSpec` under audit."""
 
     _audited_manager: _AuditedManager | None = None
     _audited_worker: _AuditedWorker | None = None
-
-    def __init__(self, config: Any, **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
-        if Hook.DIE_WHILE_LENDING in _hooks():
-            dying: Any = _open_dying_holder
-            self._lower = [(dying, holder) for _, holder in self._lower]
 
     def get_manager(self) -> Any:
         """Wrap the manager, so that the audit learns the keys of each job."""
@@ -262,14 +212,6 @@ class AuditedSpec(KVXferOffloadingSpec):
                 worker = _BitFlippingWorker(worker, kv_caches)
             self._audited_worker = _AuditedWorker(worker, kv_caches, self)
         return self._audited_worker
-
-
-def _descriptors_per_block(caches: Any) -> list[int]:
-    canonical = convert_caches(caches)
-    return [
-        len(describe(canonical, group, [1]).lengths)
-        for group in range(len(canonical.group_data_refs))
-    ]
 
 
 def _digests_of(rank: int) -> Iterator[tuple[tuple[Key, int], str]]:

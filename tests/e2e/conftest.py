@@ -12,11 +12,15 @@ Start = Callable[..., AuditedEngine]
 
 @pytest.fixture
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Start an audited engine that lives until the end of the test."""
+    """Start an audited engine that lives until the end of the test, unless it is closed before.
+
+    Engines of one test share their audit: what one stored, another may load.
+    """
     engines: list[AuditedEngine] = []
+    directory = tmp_path_factory.mktemp("audit")
 
     def start(model: str, **settings: Any) -> AuditedEngine:
-        engines.append(AuditedEngine(model, tmp_path_factory.mktemp("audit"), **settings))
+        engines.append(AuditedEngine(model, directory, **settings))
         return engines[-1]
 
     yield start

@@ -1,10 +1,7 @@
 """Engines under audit, and the questions that every scenario asks them."""
 
-import contextlib
-import mmap
-import os
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +18,11 @@ from tests.e2e.engine_process import (
 )
 
 REPOSITORY = audit.REPOSITORY
-MIB = 1 << 20
 DTYPES = {"qwen3-next": "bfloat16"}  # every other one computes exactly enough in float32
 if torch.cuda.is_available():
     DTYPES["mla"] = "bfloat16"  # MLA's kernels for GPUs know no float32
 CHOOSES_BLOCKS = {"qwen3-next", "mla"}
 """Models whose blocks nobody counts: vLLM fits them to their states, or to their kernel."""
-
-on_cpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="changes vLLM's attention for CPUs, which a GPU does not run"
-)
 
 
 class AuditedEngine(EngineProcess):
@@ -46,7 +38,6 @@ class AuditedEngine(EngineProcess):
         hooks: Faults to inject.
         blocks_per_chunk: Blocks stored under one key.
         connector: Further settings of the connector.
-        python_path: Where else the engine finds modules.
         environment: Environment variables on top of what the audit needs.
         settings: Fields of `EngineConfig`; by default blocks have `TOKENS_PER_BLOCK`.
     """
@@ -63,7 +54,6 @@ class AuditedEngine(EngineProcess):
         hooks: Collection[audit.Hook] = (),
         blocks_per_chunk: int = 1,
         connector: Mapping[str, Any] | None = None,
-        python_path: Sequence[Path] = (),
         environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> None:
@@ -87,7 +77,7 @@ class AuditedEngine(EngineProcess):
             },
             environment={
                 **(environment or {}),
-                **audit.environment(directory, hooks, python_path),
+                **audit.environment(directory, hooks),
             },
             **settings,
         )
@@ -106,34 +96,12 @@ class AuditedEngine(EngineProcess):
         self.settle()
         assert self.reset(), "blocks are still in use"
 
-    def shared_memory(self) -> list[Path]:
-        """Files of kvxfer that the engine's processes have mapped."""
-        found: set[Path] = set()
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if os.getpgid(int(process.name)) == self.process_id:
-                    for line in (process / "maps").read_text().splitlines():
-                        if "/dev/shm/kvxfer-" in line and "(deleted)" not in line:  # noqa: S108
-                            found.add(Path(line.split(maxsplit=5)[5]))
-            except (ProcessLookupError, FileNotFoundError):
-                continue
-        return sorted(found)
-
 
 def require_gpus(number: int) -> None:
     """Skip a test whose workers need a GPU each, where there are fewer."""
     there = torch.cuda.device_count()
     if 0 < there < number:
         pytest.skip(f"{number} workers need a GPU each, and there is {there}")
-
-
-@contextlib.contextmanager
-def run_engine(model: str, directory: Path, **settings: Any) -> Iterator[AuditedEngine]:
-    """Run an engine with a new audit in `directory`, and see that nothing in it failed."""
-    directory.mkdir()
-    with AuditedEngine(model, directory, **settings) as engine:
-        yield engine
-    assert "Traceback" not in engine.log(), engine.log()
 
 
 def require_same(
@@ -152,6 +120,19 @@ def require_same_bits(hits: Sequence[Generation], device_hits: Sequence[Generati
     assert not any(differences), differences
 
 
+def llama(**settings: Any) -> EngineConfig:
+    """Configure an engine of the tiny Llama, without an audit."""
+    settings.setdefault("block_size", TOKENS_PER_BLOCK)
+    return EngineConfig(
+        model=str(models.make("llama", REPOSITORY / models.DEFAULT_DIRECTORY)),
+        dtype="float32",
+        max_model_len=2048,
+        kv_cache_memory_bytes=32 << 20,
+        gpu_memory_utilization=share_of_gpu(),
+        **settings,
+    )
+
+
 def random_prompts(
     number: int, *, shared_tokens: int, own_tokens: int, seed: int = 0
 ) -> list[list[int]]:
@@ -163,10 +144,3 @@ def random_prompts(
 
     shared = tokens(shared_tokens)
     return [shared + tokens(own_tokens) for _ in range(number)]
-
-
-def corrupt(path: Path, *, start_bytes: int) -> None:
-    """Flip a bit in each 4 KiB of a file from `start_bytes` on."""
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        for offset in range(start_bytes, len(memory), mmap.PAGESIZE):
-            memory[offset] ^= 1

@@ -10,15 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from kvxfer.endpoint import free_ports
-from tests.e2e import models
-from tests.e2e.engine_process import (
-    TOKENS_PER_BLOCK,
-    EngineConfig,
-    EngineDiedError,
-    EngineProcess,
-    share_of_gpu,
-)
-from tests.e2e.harness import REPOSITORY, random_prompts
+from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineProcess
+from tests.e2e.harness import llama, random_prompts
 from tests.e2e.prefill_decode.deployment import ASK
 
 LIMIT_S = 900
@@ -55,33 +48,20 @@ def train(folder: Path, seed: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def configure(**connector: Any) -> EngineConfig:
-    """Configure an engine with adapters."""
-    return EngineConfig(
-        model=str(models.make("llama", REPOSITORY / models.DEFAULT_DIRECTORY)),
-        dtype="float32",
-        max_lora_rank=RANK,
-        max_model_len=2048,
-        kv_cache_memory_bytes=32 << 20,
-        block_size=TOKENS_PER_BLOCK,
-        gpu_memory_utilization=share_of_gpu(),
-        environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        **connector,
-    )
-
-
 @pytest.fixture
 def pair() -> Iterator[tuple[EngineProcess, EngineProcess]]:
     """Start an engine that lends and one that reads."""
     configs = [
-        configure(
+        llama(
+            max_lora_rank=RANK,
             multiprocessing=True,  # P lends between its steps, too
+            environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
             transfer={
                 "kv_connector": "KVXferConnector",
                 "kv_connector_module_path": "kvxfer.integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {
-                    "listen": f"127.0.0.1:{free_ports(1)}",
+                    "listen": f"127.0.0.1:{free_ports()}",
                     "lease_s": 120,
                     "ask_timeout_s": 30,
                     "timeout_s": 60,
@@ -124,13 +104,3 @@ def test_pages_of_an_adapter_are_handed_over_until_it_is_trained_anew(
     new, _ = go_on(2)
     assert new != old
     assert go_on(2, params=params) == (new, NUM_PAGES)
-
-
-def test_an_engine_with_adapters_and_tiers_says_why_it_does_not_start() -> None:
-    connector = {
-        "spec_name": "KVXferOffloadingSpec",
-        "spec_module_path": "kvxfer.integrations.vllm",
-        "backend": ["host://?capacity=64MiB"],
-    }
-    with pytest.raises(EngineDiedError, match=r"InvalidArgumentError: .*enable_lora is True"):
-        EngineProcess(configure(connector=connector))

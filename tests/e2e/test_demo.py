@@ -20,9 +20,7 @@ def _small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "FILES", tmp_path / "files")
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.sample)])
 def test_it_ends_with_what_to_try_next(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--dtype", dtype]) == 0
     shown = capsys.readouterr().out
@@ -30,23 +28,27 @@ def test_it_ends_with_what_to_try_next(dtype: str, capsys: pytest.CaptureFixture
     assert "What to try next" in shown
 
 
+# At which token a page shows depends on the prompt, which is the text of this repository.
 @pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
+    ("plant", "said", "unsaid"),
+    [
+        (
+            "page",
+            r"kvxfer's memory: (the log-probability of )?output token \d.* kvxfer's files: ",
+            "What to try next",
+        ),
+        pytest.param(
+            "file",
+            f"and {NUM_BLOCKS * TOKENS_PER_BLOCK} in the engine's own hit",
+            "kvxfer's memory: ",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
 )
-def test_it_fails_where_a_byte_of_a_page_was_altered(
-    dtype: str, capsys: pytest.CaptureFixture[str]
+def test_it_fails_where_a_byte_was_altered(
+    plant: str, said: str, unsaid: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo.main(["--dtype", dtype, "--plant", "page"]) == 1
+    assert demo.main(["--plant", plant]) == 1
     shown = " ".join(capsys.readouterr().out.split())
-    # At which token it shows depends on the prompt, which is the text of this repository.
-    assert re.search(r"kvxfer's memory: (the log-probability of )?output token \d", shown)
-    assert "kvxfer's files: " in shown
-    assert "What to try next" not in shown
-
-
-@pytest.mark.exhaustive
-def test_it_fails_where_a_byte_of_a_file_was_altered(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--plant", "file"]) == 1
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"and {NUM_BLOCKS * TOKENS_PER_BLOCK} in the engine's own hit" in shown
-    assert "kvxfer's memory: " not in shown
+    assert re.search(said, shown)
+    assert unsaid not in shown

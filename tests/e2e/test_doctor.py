@@ -1,25 +1,19 @@
 """`kvxfer doctor A B` with real engines: what it says of a configuration is what the engine has."""
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvxfer.doctor import Finding, Severity, compare
-from tests.e2e import models
-from tests.e2e.engine_process import EngineConfig, EngineProcess, share_of_gpu
-from tests.e2e.harness import REPOSITORY, random_prompts
+from kvxfer.endpoint import free_ports
+from tests.e2e.engine_process import EngineProcess
+from tests.e2e.harness import llama, random_prompts
 
 pytestmark = pytest.mark.e2e
 
 TIMEOUT_S = 30.0
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def find(*arguments: str) -> list[Finding]:
@@ -33,7 +27,7 @@ def write(path: Path, arguments: dict[str, Any]) -> str:
 
 @pytest.mark.exhaustive
 def test_a_configuration_has_the_namespaces_of_the_engine_that_it_starts(tmp_path: Path) -> None:
-    address, store = free_address(), tmp_path / "store"
+    address, store = f"127.0.0.1:{free_ports()}", tmp_path / "store"
     backend = ["host://?capacity=64MiB", f"file://{store}?capacity=64MiB&min_free=1MiB"]
     transfer = {
         "kv_connector": "KVXferConnector",
@@ -41,14 +35,7 @@ def test_a_configuration_has_the_namespaces_of_the_engine_that_it_starts(tmp_pat
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"listen": address, "backend": backend},
     }
-    config = EngineConfig(
-        model=str(models.make("llama", REPOSITORY / models.DEFAULT_DIRECTORY)),
-        dtype="float32",
-        transfer=transfer,
-        max_model_len=2048,
-        kv_cache_memory_bytes=32 << 20,
-        gpu_memory_utilization=share_of_gpu(),
-    )
+    config = llama(transfer=transfer, block_size=None)
     arguments = {
         "model": config.model,
         "dtype": config.dtype,

@@ -145,23 +145,3 @@ def test_a_server_finds_what_one_that_was_killed_had_stored(tmp_path: Path) -> N
     with running(tmp_path / "kv", tmp_path / "second.log") as server:
         assert checksums(server.bench()) == stored
         assert set(server.loaded_from_l2()) == {CHUNKS}
-
-
-def test_the_benchmark_of_adapters_runs_and_finds_every_byte(tmp_path: Path) -> None:
-    arguments = [
-        *("bench", "l2", "--l2-adapter", spec_of(tmp_path), "--num-keys", "8", "--rounds", "2"),
-        *("--data-size-kb", "300", "--no-skip-verify", "--lookup-max-hit-rate", "1.0"),
-    ]
-    ended = subprocess.run(
-        [*COMMAND, *arguments],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert not ended.returncode, ended.stdout + ended.stderr
-    results = re.findall(r"Total (keys|success): +(\d+)", ended.stdout)
-    assert len(results) == 6  # store, lookup, load
-    assert {number for _, number in results} == {"16"}
-    assert "Actual hit rate:" in ended.stdout

@@ -1,7 +1,6 @@
 """Keys and values of a real model: transformers and vLLM continue each other's prompts."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,16 @@ from examples.engine.__main__ import open_engine
 from kvxfer.engine_side import VLLMKeys
 from kvxfer.errors import InvalidArgumentError
 from tests.e2e import models, text
+from tests.e2e.conftest import Start
 from tests.e2e.engine_process import ENVIRONMENT, TOKENS_PER_BLOCK
-from tests.e2e.harness import REPOSITORY, AuditedEngine, run_engine
+from tests.e2e.harness import REPOSITORY
 
 pytestmark = pytest.mark.e2e
 
 TOKENS = 3 * TOKENS_PER_BLOCK
 """Tokens of whole blocks that vLLM keeps of a prompt."""
 MAX_TOKENS = 12
+SIZES: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20, "max_model_len": 1024}
 KV_TOLERANCE = 1e-3
 """Tolerance: both engines compute in float32 and sum in another order; measured were 1e-4."""
 KEYS = VLLMKeys(seed=ENVIRONMENT["PYTHONHASHSEED"])
@@ -49,16 +50,6 @@ def continue_prompt(generate: Any, prompt: Sequence[int], **settings: Any) -> li
     return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
-def run_vllm(tmp_path: Path, files: Path, name: str) -> AbstractContextManager[AuditedEngine]:
-    return run_engine(
-        "smollm2",
-        tmp_path / name,
-        files=files,
-        kv_cache_memory_bytes=128 << 20,
-        max_model_len=1024,
-    )
-
-
 def copy_namespace(source: Path, target: Path) -> None:
     """Make an empty store that vLLM has opened."""
     (described,) = source.glob("*/namespace.json")
@@ -71,12 +62,12 @@ def pages(files: Path) -> dict[str, Path]:
 
 
 def test_transformers_and_vllm_continue_each_others_prompts(
-    tmp_path: Path, record_property: Any
+    start: Start, tmp_path: Path, record_property: Any
 ) -> None:
     folder = models.make("smollm2", REPOSITORY / models.DEFAULT_DIRECTORY)
     (prompt,) = text.prompts(folder / "tokenizer.json", 1, shared_tokens=TOKENS + 10)
     of_vllm, of_transformers = tmp_path / "vllm", tmp_path / "transformers"
-    with run_vllm(tmp_path, of_vllm, "first") as engine:
+    with start("smollm2", files=of_vllm, **SIZES) as engine:
         (computed,) = engine.computed([prompt], max_tokens=MAX_TOKENS)
         engine.settle()
     copy_namespace(of_vllm, of_transformers)
@@ -110,7 +101,7 @@ def test_transformers_and_vllm_continue_each_others_prompts(
     assert [request.num_reused for request in both] == [TOKENS, 0]
     assert both[0].tokens[len(prompt) :] == alone
 
-    with run_vllm(tmp_path, of_transformers, "second") as engine:
+    with start("smollm2", files=of_transformers, **SIZES) as engine:
         continued = engine.generate([prompt, backwards], max_tokens=MAX_TOKENS)
     assert [each.cached_tokens for each in continued] == [TOKENS, TOKENS]
     assert continued[0].token_ids == computed.token_ids

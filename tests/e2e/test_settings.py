@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import models
-from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineConfig, EngineProcess, share_of_gpu
-from tests.e2e.harness import REPOSITORY, random_prompts, require_gpus
+from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineProcess
+from tests.e2e.harness import llama, random_prompts, require_gpus
 
 pytestmark = pytest.mark.e2e
 
@@ -27,16 +26,10 @@ def test_the_environment_alone_configures_an_engine(num_workers: int, tmp_path: 
     """Every process loads the plug-in: that of the caller, the engine's core and its workers."""
     store, file = tmp_path / "store", tmp_path / "settings.yaml"
     file.write_text(json.dumps({"max_load_ratio": 1000.0, "backend": "host://?capacity=1KiB"}))
-    config = EngineConfig(
-        model=str(models.make("llama", REPOSITORY / models.DEFAULT_DIRECTORY)),
-        dtype="float32",
+    config = llama(
         transfer={"kv_connector": "KVXferOffload", "kv_role": "kv_both"},
         multiprocessing=num_workers > 1,
         tensor_parallel_size=num_workers,
-        max_model_len=2048,
-        kv_cache_memory_bytes=32 << 20,
-        block_size=TOKENS_PER_BLOCK,
-        gpu_memory_utilization=share_of_gpu(),
         environment={
             "KVXFER_BACKEND": f"host://?capacity=64MiB file://{store}?capacity=64MiB&min_free=1MiB",
             "KVXFER_CONFIG": str(file),

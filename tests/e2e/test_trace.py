@@ -1,6 +1,5 @@
 """The trace of a real engine, replayed, has the hits that it had, and its journal explains each."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,13 @@ from kvxfer.replay import bytes_per_token, count_ceiling, plan_tiers, read_trace
 from kvxfer.storage.observer import Requested
 from kvxfer.telemetry.journal_file import Noted, list_files
 from tests.e2e import models
+from tests.e2e.conftest import Start
 from tests.e2e.engine_process import TOKENS_PER_BLOCK
 from tests.e2e.harness import REPOSITORY, AuditedEngine, random_prompts
 
 pytestmark = pytest.mark.e2e
 
 CAPACITY = "3200KiB"
-
-Start = Callable[..., AuditedEngine]
 
 
 def run_alone(engine: AuditedEngine, prompt: list[int]) -> int:
