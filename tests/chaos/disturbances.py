@@ -18,7 +18,6 @@ from tests.chaos.processes import ChaosProcess
 MAX_STOP_S = 5.0
 MAX_FULL_S = 4.0
 DISK_BYTES = 32 << 20
-NUM_INODES = 256
 FILLER = "filler"
 
 WEIGHTS = {
@@ -27,8 +26,7 @@ WEIGHTS = {
     "kill-holder": 3,
     "end-holder": 1,
     "stop-holder": 5,
-    "fill-disk": 2,
-    "fill-inodes": 2,
+    "fill-disk": 4,
     "flip-block": 20,
     "truncate": 6,
     "flip-ledger": 8,
@@ -133,17 +131,6 @@ class Disturber:
                 file.write(bytes(1 << 16))
         return self.rng.uniform(0.5, MAX_FULL_S), lambda: filler.unlink(missing_ok=True)
 
-    def _fill_inodes(self) -> Undo | bool:
-        if self.scene.disk is None or (self.scene.disk / (FILLER + "s")).exists():
-            return False
-        folder = self.scene.disk / (FILLER + "s")
-        folder.mkdir()
-        with contextlib.suppress(OSError):
-            for number in range(NUM_INODES):
-                (folder / str(number)).touch()
-        undo_s = self.rng.uniform(0.5, MAX_FULL_S)
-        return undo_s, lambda: shutil.rmtree(folder, ignore_errors=True)
-
     def _truncate(self) -> bool:
         if (path := self._choose("*/??/*.safetensors*")) is None:
             return False
@@ -205,12 +192,12 @@ def _running(processes: list[ChaosProcess]) -> list[ChaosProcess]:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path | None]:
-    """Mount a small file system with few inodes; None, with a message, where that is forbidden."""
+    """Mount a small file system; None, with a message, where that is forbidden."""
     image, mount = folder / "disk.img", folder / "disk"
     mount.mkdir()
     with image.open("wb") as file:
         file.truncate(DISK_BYTES)
-    make = ["mkfs.ext4", "-q", "-N", str(NUM_INODES), str(image)]
+    make = ["mkfs.ext4", "-q", str(image)]
     try:
         subprocess.run(make, check=True, capture_output=True, text=True)
         command = ["mount", "-o", "loop", str(image), str(mount)]

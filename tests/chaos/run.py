@@ -27,12 +27,11 @@ from typing import Any
 
 from kvxfer.endpoint import free_ports
 from tests.chaos import worker
-from tests.chaos.checked_memory import PARTS
-from tests.chaos.contents import SHAPES
 from tests.chaos.disturbances import WEIGHTS, Disturber, Scene, small_disk
 from tests.chaos.faults import Kind
+from tests.chaos.memory import SHAPES
 from tests.chaos.processes import ChaosProcess, Fault, run_command
-from tests.chaos.session import CANCEL, HANG_S, SHORT_TIMEOUT
+from tests.chaos.worker import CANCEL, HANG_S, REOPEN
 
 STEP_S = 0.05
 TOLD_EVERY_S = 10.0
@@ -41,7 +40,7 @@ END_S = 180.0
 """Seconds that the end of a run may take: processes end by themselves, and all blocks are read
 again."""
 
-IN_WORKERS = (CANCEL, SHORT_TIMEOUT, PARTS, "reopen")
+IN_WORKERS = (CANCEL, REOPEN)
 HOLDERS = ((0, False), (0, True), (1, True), (2, False))
 """Shape of the blocks of each holder, and whether it keeps them in files, too."""
 
@@ -159,17 +158,14 @@ class Conductor:
         """Read all logs, and restart processes that have ended."""
         for process in [*self._scene.workers, *self._scene.holders, *self._side]:
             self.faults += process.read_log(self.counts)
-        for index, process in enumerate(self._scene.workers):
-            if process.ended:
-                self.faults += process.judge_end(self.counts)
-                self._scene.workers[index] = self._start_worker()
-        for index, process in enumerate(self._scene.holders):
-            if process.ended:
-                self.faults += process.judge_end(self.counts)
-                self._scene.holders[index] = self._start_holder(index)
-        self._look_after_commands()
-
-    def _look_after_commands(self) -> None:
+        for processes, start in (
+            (self._scene.workers, lambda _: self._start_worker()),
+            (self._scene.holders, self._start_holder),
+        ):
+            for index, process in enumerate(processes):
+                if process.ended:
+                    self.faults += process.judge_end(self.counts)
+                    processes[index] = start(index)
         for process in self._side:
             if process.ended:
                 self.faults += process.judge_end(self.counts)
@@ -181,7 +177,8 @@ class Conductor:
     def _end(self) -> None:
         """Let workers and holders end by themselves, and read all blocks in between."""
         self._end_limit = time.monotonic() + END_S
-        self._undo_all()
+        while self._undone:
+            heapq.heappop(self._undone)[2]()
         self._look_after()
         self._let_end(self._scene.workers)
         plan = self._plan()
@@ -194,10 +191,6 @@ class Conductor:
             self._start_command("fsck", str(root))
         self._let_end(self._side, ask=False)
         self._let_end(self._scene.holders)
-
-    def _undo_all(self) -> None:
-        while self._undone:
-            heapq.heappop(self._undone)[2]()
 
     def _let_end(self, processes: list[ChaosProcess], *, ask: bool = True) -> None:
         for process in processes:
