@@ -325,15 +325,24 @@ def _open_backend(
     namespace: Namespace,
     observers: Sequence[Observer],
 ) -> Backend:
-    parsed = [parse_backend(choice) for choice in backend_choices(backend)]
+    opened = open_tiers([parse_backend(choice) for choice in backend_choices(backend)], namespace)
+    try:
+        reports = Reports(observers, chunk_sizes=namespace.chunk_sizes)
+        return observe(opened, reports) if observers else opened
+    except BaseException:
+        _close([opened])
+        raise
+
+
+def open_tiers(
+    parsed: Sequence[tuple[BackendType, msgspec.Struct]], namespace: Namespace
+) -> Backend:
+    """Open backends, several as tiers; if one cannot be opened, the others are closed again."""
     opened: list[Backend] = []
     try:
         for backend_type, config in parsed:
             opened.append(backend_type(config, namespace))
-        if len(opened) > 1:
-            opened = [TieredBackend(opened, namespace)]
-        reports = Reports(observers, chunk_sizes=namespace.chunk_sizes)
-        return observe(opened[0], reports) if observers else opened[0]
+        return TieredBackend(opened, namespace) if len(opened) > 1 else opened[0]
     except BaseException:
         _close(opened)
         raise

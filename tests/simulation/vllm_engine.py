@@ -4,7 +4,6 @@ The model is missing: a step writes the number of each token's prefix where the 
 the token belong, and looks whether all that it would have read has the numbers of its prompt.
 """
 
-import atexit
 import copy
 import json
 import shutil
@@ -13,6 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import count
+from multiprocessing.util import Finalize
 from os import getpid
 from pathlib import Path
 from types import SimpleNamespace
@@ -469,7 +469,7 @@ def _plan(specs: Sequence[Any], num_blocks: int) -> KVCacheConfig:
 def _base_config() -> Any:
     """Make vLLM's configuration, which takes a second, once in a process."""
     folder = Path(tempfile.mkdtemp(prefix="kvxfer-simulation-model-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    Finalize(None, shutil.rmtree, [folder], exitpriority=0)  # also in a process of a campaign
     (folder / "config.json").write_text(json.dumps(MODEL))
     (folder / "model.safetensors").write_bytes(b"weights")
     init_none_hash(sha256)

@@ -6,6 +6,7 @@ from typing import Any
 import xxhash
 
 from kvxfer.backends.host import HostPool, PoolShape, SlotMover, keys_in_slots
+from kvxfer.connect import open_tiers
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.hooks import convert_caches
 from kvxfer.integrations.vllm.common.model_identity import (
@@ -47,7 +48,6 @@ from kvxfer.telemetry.environment import environment_observers
 from kvxfer.telemetry.journal import journal_observers
 from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.telemetry.trace_recorder import TraceRecorder
-from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.transfer import PolledEngine
 
 MAX_BYTES_IN_FLIGHT = 1 << 30
@@ -166,12 +166,10 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
         pages = [worker.pages for worker in workers]
         mappings = map_rows(pages, self.config, pool.shape, f"rows {rows.fingerprint}")
         namespace = portable_namespace(rows, mappings)
-        backends = [backend_type(config, namespace) for backend_type, config in self._lower]
-        backend = backends[0] if len(backends) == 1 else TieredBackend(backends, namespace)
         return LowerTier(
             pool.slots.reshape(pool.shape.num_slots, -1),
             len(namespace.groups),
-            backend,
+            open_tiers(self._lower, namespace),
             mappings=mappings,
             chunk_sizes=namespace.chunk_sizes,
             purge_on_reset=self._purges,
