@@ -110,11 +110,12 @@ def connect(
     require_instances("observers", observers, Observer)
     complete = complete_namespace(namespace, caches, blocks_per_chunk)
     require_revision("namespace.revision", namespace.revision, backend)
+    parsed = [parse_backend(choice) for choice in backend_choices(backend)]
     if len(mappings):
         complete = portable_namespace(complete, mappings, caches.group_specs)
     with ExitStack() as undo:
         observers = [*observers, *environment_observers(complete)]
-        opened = _open_backend(backend, complete, observers)
+        opened = open_tiers(parsed, complete, observers)
         undo.callback(_close, [opened])
         if len(mappings):
             # Staging is below the portable backend, so that each shard has a place of its own in a
@@ -213,7 +214,8 @@ def open_backend(
             "%s: the namespace of %r has no revision: other weights of that name share its blocks"
         )
         logger.warning(text, lasting, namespace.model)
-    return _open_backend(backend, namespace, [*observers, *environment_observers(namespace)])
+    parsed = [parse_backend(choice) for choice in backend_choices(backend)]
+    return open_tiers(parsed, namespace, [*observers, *environment_observers(namespace)])
 
 
 def parse_backend(backend: BackendChoice, replica: int = 0) -> tuple[BackendType, msgspec.Struct]:
@@ -320,29 +322,20 @@ def complete_namespace(
     return complete
 
 
-def _open_backend(
-    backend: BackendChoice | Sequence[BackendChoice],
-    namespace: Namespace,
-    observers: Sequence[Observer],
-) -> Backend:
-    opened = open_tiers([parse_backend(choice) for choice in backend_choices(backend)], namespace)
-    try:
-        reports = Reports(observers, chunk_sizes=namespace.chunk_sizes)
-        return observe(opened, reports) if observers else opened
-    except BaseException:
-        _close([opened])
-        raise
-
-
 def open_tiers(
-    parsed: Sequence[tuple[BackendType, msgspec.Struct]], namespace: Namespace
+    parsed: Sequence[tuple[BackendType, msgspec.Struct]],
+    namespace: Namespace,
+    observers: Sequence[Observer] = (),
 ) -> Backend:
     """Open backends, several as tiers; if one cannot be opened, the others are closed again."""
     opened: list[Backend] = []
     try:
         for backend_type, config in parsed:
             opened.append(backend_type(config, namespace))
-        return TieredBackend(opened, namespace) if len(opened) > 1 else opened[0]
+        if len(opened) > 1:
+            opened = [TieredBackend(opened, namespace)]
+        reports = Reports(observers, chunk_sizes=namespace.chunk_sizes)
+        return observe(opened[0], reports) if observers else opened[0]
     except BaseException:
         _close(opened)
         raise
