@@ -2,14 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvxfer.backends.host import HostBackend
-from kvxfer.cli import main
-from kvxfer.storage.backend import DONE, MISSING
+from kvxfer.storage.backend import DONE, MISSING, Outcome
 from tests.backends.object_servers import BUCKET, CREDENTIALS, seaweedfs
+from tests.cli.conftest import Run
 
 QUICK = ("--size", "8MiB", "--seconds", "0.01s")
 SPEED = r"+[0-9.]+ [KMG]iB/s"
@@ -29,30 +28,25 @@ def rows(printed: str) -> dict[str, list[str]]:
     return media
 
 
-def test_each_place_is_compared_with_its_raw_medium(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_place_is_compared_with_its_raw_medium(tmp_path: Path, run: Run) -> None:
     urls = "host://?capacity=256MiB", f"file://{tmp_path}/kv?capacity=256MiB&min_free=1MiB"
-    assert main(["bench", *urls, *QUICK]) == 0
-    assert rows(capsys.readouterr().out) == {
-        urls[0]: ["copy in memory"] * 2,
-        urls[1]: ["plain files"] * 2,
-    }
+    status, printed, _ = run("bench", *urls, *QUICK)
+    assert status == 0
+    assert rows(printed) == {urls[0]: ["copy in memory"] * 2, urls[1]: ["plain files"] * 2}
     assert not [*tmp_path.rglob("*.safetensors"), *tmp_path.rglob("kvxfer-bench-*")]
 
 
 @pytest.mark.processes
 def test_object_storage_is_compared_with_a_plain_client(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     with seaweedfs() as server:
         url = f"s3://{BUCKET}/bench?endpoint={server.endpoint}"
-        assert main(["bench", url, *QUICK]) == 0
-        assert rows(capsys.readouterr().out) == {url: ["plain client"] * 2}
-        assert main(["ls", url, "--keys"]) == 0
-        assert not capsys.readouterr().out
+        status, printed, _ = run("bench", url, *QUICK)
+        assert (status, rows(printed)) == (0, {url: ["plain client"] * 2})
+        assert run("ls", url, "--keys")[:2] == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -65,32 +59,22 @@ def test_object_storage_is_compared_with_a_plain_client(
     ],
 )
 def test_a_place_that_does_not_keep_blocks_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    move: str,
-    outcome: Any,
-    words: str,
+    monkeypatch: pytest.MonkeyPatch, run: Run, move: str, outcome: Outcome, words: str
 ) -> None:
-    async def nothing(_self: object, keys: list[bytes], _blocks: object) -> list[Any]:
+    async def nothing(_self: object, keys: list[bytes], _blocks: object) -> list[Outcome]:
         return [outcome] * len(keys)
 
     monkeypatch.setattr(HostBackend, move, nothing)
-    assert main(["bench", "host://?capacity=256MiB", *QUICK]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"kvxfer bench: {words}")
+    status, _, said = run("bench", "host://?capacity=256MiB", *QUICK)
+    assert (status, said.count("\n")) == (2, 1)
+    assert said.startswith(f"kvxfer bench: {words}")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_what_cannot_be_measured_is_one_line(run: Run) -> None:
+    for arguments, words in (
         (["nowhere://"], "nowhere"),
         (["host://", "--size", "much"], "size is 'much'"),
         (["host://", "--seconds", "long"], "seconds is 'long'"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
+    ):
+        status, _, said = run("bench", *arguments)
+        assert (status, said.count("\n"), words in said) == (2, 1, True)

@@ -81,9 +81,7 @@ def test_what_cannot_be_parsed_is_one_line_and_status_2(
     [
         (["sevre"], "serve"),
         (["Doctor"], "doctor"),
-        (["bench", "host://", "--secconds", "1s"], "--seconds"),
         (["serve", "--listen", "x:1", "--capacity", "1GiB", "--transport", "socks"], "socket"),
-        (["serve", "--listen", "x:1", "--capacity", "1GiB", "--teir", "host://"], "--tier"),
         (["gc", "--capasity=1GiB", "/nowhere"], "--capacity"),
     ],
 )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvxfer.cli import main
+from tests.cli.conftest import Run
 
 URLS = ["host://?capacity=1MiB", "file:///var/cache/kv?capacity=1GiB"]
 
@@ -15,36 +15,33 @@ def _without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_urls_become_the_configuration_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["vllm-args", *URLS]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out) == {
+def test_urls_become_the_configuration_in_one_line(run: Run) -> None:
+    status, printed, said = run("vllm-args", *URLS)
+    assert (status, printed.count("\n"), said) == (0, 1, "")
+    assert json.loads(printed) == {
         "kv_connector": "KVXferOffload",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"backend": URLS},
     }
-    assert (said.out.count("\n"), said.err) == (1, "")
 
 
 def test_without_urls_it_is_that_of_the_environment(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVXFER_BACKEND", " ".join(URLS))
-    assert main(["vllm-args"]) == 0
-    assert json.loads(capsys.readouterr().out)["kv_connector_extra_config"] == {"backend": URLS}
-    assert main(["vllm-args", URLS[0]]) == 0
-    found = json.loads(capsys.readouterr().out)["kv_connector_extra_config"]
-    assert found == {"backend": [URLS[0]]}
+    for given, expected in (([], URLS), (URLS[:1], URLS[:1])):
+        extra = json.loads(run("vllm-args", *given)[1])["kv_connector_extra_config"]
+        assert extra == {"backend": expected}
 
 
 def test_where_vllm_leaves_the_plug_in_out_the_module_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    assert main(["vllm-args", *URLS]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["kv_connector_module_path"] == "kvxfer.integrations.vllm"
-    assert said.err.startswith("kvxfer vllm-args: vLLM does not load the plug-in (VLLM_PLUGINS is")
+    status, printed, said = run("vllm-args", *URLS)
+    assert status == 0
+    assert json.loads(printed)["kv_connector_module_path"] == "kvxfer.integrations.vllm"
+    assert said.startswith("kvxfer vllm-args: vLLM does not load the plug-in (VLLM_PLUGINS is")
 
 
 @pytest.mark.parametrize(
@@ -57,11 +54,8 @@ def test_where_vllm_leaves_the_plug_in_out_the_module_is_named(
         ([URLS[0], "nothing://"], "expected one of: "),
     ],
 )
-def test_what_no_engine_would_take_is_one_line(
-    urls: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["vllm-args", *urls]) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert said.err.startswith("kvxfer vllm-args: backend is ")
-    assert expected in said.err
+def test_what_no_engine_would_take_is_one_line(run: Run, urls: list[str], expected: str) -> None:
+    status, printed, said = run("vllm-args", *urls)
+    assert (status, printed, said.count("\n")) == (2, "", 1)
+    assert said.startswith("kvxfer vllm-args: backend is ")
+    assert expected in said

@@ -1,14 +1,10 @@
 """The set-up: which torch is taken, and what is said of a machine that cannot have it."""
 
-import functools
-import http.server
 import os
 import socket
 import subprocess
 import sys
-import threading
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +12,6 @@ import pytest
 from tests.environment import install
 
 TAG = "cp{}{}".format(*sys.version_info)
-TORCH = f"torch-2.13.0+cpu-{TAG}-none-any.whl"
 CUDA = [["torch==2.13.0"], ["-r", str(install.CUDA_LIBRARIES)]]
 
 pytestmark = pytest.mark.processes
@@ -41,41 +36,24 @@ def _machine_without_gpu_and_indexes(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.fixture
-def wheels(tmp_path: Path) -> Path:
-    """Make a folder of the form of PyTorch's index, with a wheel for this Python."""
-    folder = tmp_path / "whl" / "torch"
-    folder.mkdir(parents=True)
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a folder in which pip finds a wheel for this Python."""
     info = "torch-2.13.0+cpu.dist-info"
-    with zipfile.ZipFile(folder / TORCH, "w") as wheel:
-        wheel.writestr("torch.py", "")
-        wheel.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+cpu\n"
-        )
-        wheel.writestr(
-            f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {TAG}-none-any\n"
-        )
+    with zipfile.ZipFile(tmp_path / f"torch-2.13.0+cpu-{TAG}-none-any.whl", "w") as wheel:
+        named = "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+cpu\n"
+        wheel.writestr(f"{info}/METADATA", named)
+        wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nTag: {TAG}-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
-    name = TORCH.replace("+", "%2B")
-    (folder / "index.html").write_text(f'<!DOCTYPE html><a href="{name}">{TORCH}</a>')
-    return folder
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
 
 
-@pytest.fixture
-def index(wheels: Path) -> Iterator[str]:
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=wheels.parent)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_torch_comes_from_where_pip_is_told_to_look(
-    venv: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("wheels")
+def test_torch_comes_from_where_pip_is_told_to_look_unless_there_is_a_gpu(
+    venv: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     assert install.find_torch(venv) == [["torch==2.13.0+cpu"]]
+    monkeypatch.setattr(install, "has_gpu", lambda: True)
+    assert install.find_torch(venv) == CUDA
 
 
 @pytest.mark.parametrize("index_hangs", [False, True])
@@ -95,14 +73,6 @@ def test_else_it_is_the_build_for_cuda_with_its_libraries_and_its_size_is_said(
     assert install.CUDA_DOWNLOAD in line
 
 
-def test_a_machine_with_a_gpu_gets_the_build_for_cuda_whatever_there_is(
-    venv: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    monkeypatch.setattr(install, "has_gpu", lambda: True)
-    assert install.find_torch(venv) == CUDA
-
-
 def test_libraries_of_cuda_are_installed_once() -> None:
     shared = {name for name, _ in install.parse_pins(install.CUDA_LIBRARIES.read_text())} & {
         pin.partition("==")[0] for pin in install.read_pins("all")
@@ -113,20 +83,12 @@ def test_libraries_of_cuda_are_installed_once() -> None:
     assert not shared & {pin.partition("==")[0] for share in shares for pin in share}
 
 
-@pytest.mark.parametrize("version", [(3, 10, 12), (3, 14, 0)])
-def test_a_python_for_which_there_are_no_wheels_is_refused_by_name(
-    version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "version_info", version)
-    with pytest.raises(install.CannotInstallError) as caught:
-        install.require_python()
-    assert "is Python {}.{}.{}".format(*version) in str(caught.value)
-    assert "make PYTHON=" in str(caught.value)
-
-
-def test_libnuma_that_may_not_be_installed_is_named_with_the_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_machine_lacks_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ((3, 10, 12), (3, 14, 0)):
+        monkeypatch.setattr(sys, "version_info", version)
+        told = r"is Python {}\.{}\.{}.*make PYTHON=".format(*version)
+        with pytest.raises(install.CannotInstallError, match=told):
+            install.require_python()
     monkeypatch.setattr(install, "has_library", lambda _: False)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(install.CannotInstallError, match="sudo apt-get install libnuma1"):
