@@ -13,7 +13,7 @@ from kvxfer.storage.eviction.retention import retain_in
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Reports
 from kvxfer.telemetry.journal import journal_observers
-from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend, Operation
+from kvxfer.testing import BlockMemory, Operation
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.tiering.tiered_backend import observe
 from tests.cli.stores import flip
@@ -143,29 +143,3 @@ async def test_corrupt_in_files_after_a_restart(
     report = ask(KEYS[:2])
     assert answers(report) == [(0, 0, "found"), (1, 1, "corrupt")]
     assert "corrupt in file at" in report["runs"][1]["text"]
-
-
-async def test_back_pressure_of_memory_that_is_all_in_use(memory: BlockMemory, ask: Ask) -> None:
-    async with open_backend(f"host://?capacity={ROOM_FOR_4}", memory.namespace()) as backend:
-        statuses = await store(backend, memory, KEYS[:6])
-        assert statuses == [Status.DONE] * 4 + [Status.FAILED] * 2
-        await backend.lookup(KEYS[:6])
-    report = ask(KEYS[:6])
-    assert answers(report) == [(0, 3, "found"), (4, 5, "back-pressure")]
-    assert "no room" in report["runs"][1]["text"]
-
-
-async def test_deleted_and_failed(memory: BlockMemory, ask: Ask) -> None:
-    faulty = FaultyBackend(
-        DictBackend(None, memory.namespace()), seed=0, rates=FaultRates(failure=1.0)
-    )
-    async with (
-        open_backend("host://?capacity=1MiB", memory.namespace()) as host,
-        watch(faulty, memory) as failing,
-    ):
-        await store(host, memory, KEYS[:1])
-        await host.delete(KEYS[:1])
-        await host.lookup(KEYS[:1])
-        await store(failing, memory, KEYS[1:2])
-        await failing.lookup(KEYS[1:2])
-    assert answers(ask(KEYS[:2])) == [(0, 0, "removed"), (1, 1, "failed")]
