@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -26,8 +26,6 @@ from kvxfer.kvcache import (
     AllocationCondition,
     AttentionLayout,
     CopyRun,
-    KVCacheSpec,
-    KVLayout,
     UniformTypeKVCacheSpecs,
 )
 from kvxfer.kvcache.portable import PageMapping
@@ -57,7 +55,8 @@ TENSOR = StoredTensor(name="k", dtype="F32", shape=(2, 4))
 IDENTITY = kvxfer.GroupIdentity(page_sizes_bytes=(SPEC.page_size_bytes,))
 NAMESPACE = kvxfer.Namespace(model="m", groups=(IDENTITY,))
 BOXES = list(CACHES.group_data_refs[0][0].boxes)
-TABLE: dict[str, Any] = {
+WISH = kvxfer.Retention(priority=1)
+OF_A_TABLE: dict[str, Any] = {
     "max_num_requests": 3,
     "max_tokens_per_request": 16,
     "max_num_batched_tokens": 8,
@@ -78,14 +77,14 @@ def mapping() -> PageMapping:
 
 
 def table() -> BlockTable:
-    made = BlockTable(TOKENS, num_blocks=NUM_BLOCKS, **TABLE)
+    made = BlockTable(TOKENS, num_blocks=NUM_BLOCKS, **OF_A_TABLE)
     for row in range(2):
         made.add_row([1 + row], row)
     return made
 
 
 def tables() -> MultiGroupBlockTable:
-    made = MultiGroupBlockTable(CONFIG, **TABLE)
+    made = MultiGroupBlockTable(CONFIG, **OF_A_TABLE)
     for row in range(2):
         made.add_row([[1 + row]], row)
     return made
@@ -172,9 +171,6 @@ def ticket() -> str:
     return asyncio.run(lender.offer([1, 2, 3], [[4]]))
 
 
-TICKET = ticket()
-
-
 async def call() -> bool:
     return True
 
@@ -186,221 +182,189 @@ class Valid(NamedTuple):
     of: Callable[[], Any] | None = None
 
 
-MOVES = {"keys": KEYS, "block_ids": [[1]], "first_block_indices": [0], "timeout_s": 5}
-WISH = kvxfer.Retention(priority=1)
-ROW = {"row_index": 1}
-OF_EVERY_TABLE: dict[str, dict[str, Any]] = {
-    "clear_row": ROW,
-    "commit": {"num_requests": 2},
-    "compute_slot_mapping": {"query_start_loc": [0, 2, 3], "positions": [0, 1, 3]},
-    "move_row": {"source": 0, "target": 1},
-    "swap_row": {"first": 0, "second": 1},
-}
+COPY = dict.fromkeys(inspect.signature(CopyRun).parameters, 1)
 
-VALID_SPECS = {
-    "AttentionSpec": Valid(ATTENTION),
-    "FullAttentionSpec": Valid(ATTENTION),
-    "FullAttentionSpec.merge_alike": Valid({"specs": [SPEC]}, lambda: SPEC),
-    "CrossAttentionSpec": Valid(ATTENTION),
-    "MLASpec": Valid(ATTENTION),
-    "SlidingWindowSpec": Valid(ATTENTION | {"sliding_window": 8}),
-    "SlidingWindowMLASpec": Valid(ATTENTION | {"sliding_window": 8}),
-    "ChunkedLocalAttentionSpec": Valid(ATTENTION | {"attention_chunk_tokens": 8}),
-    "MambaSpec": Valid(
-        {"tokens_per_block": TOKENS, "shapes": ((2, 3),), "dtypes": (torch.float32,)}
-    ),
-    "UniformTypeKVCacheSpecs": Valid({"tokens_per_block": TOKENS, "layer_specs": {"a": SPEC}}),
-    "UniformTypeKVCacheSpecs.for_layer": Valid({"layer_name": "a"}, lambda: UNIFORM),
-    "KVCacheSpec.for_layer": Valid({"layer_name": "a"}, lambda: SPEC),
-    "KVCacheSpec.merge": Valid({"specs": [SPEC]}, lambda: KVCacheSpec),
-    "KVCacheSpec.merge_alike": Valid({"specs": [LATENT]}, lambda: LATENT),
-    "KVCacheConfig": Valid({"num_blocks": NUM_BLOCKS, "groups": (GROUP,)}),
-    "KVCacheConfig.uniform": Valid(
-        {"num_blocks": NUM_BLOCKS, "layer_names": ["a"], **ATTENTION, "null_block_id": 0},
-        lambda: kvxfer.KVCacheConfig,
-    ),
-    "KVCacheGroup": Valid({"spec": SPEC, "layer_names": ("a",)}),
+ARGUMENTS: dict[str, Any] = {
+    **COPY,
+    **OF_A_TABLE,
+    "addresses": np.array([8], np.uint64),
+    "ask": dict,
+    "attention_chunk_tokens": 8,
+    "axes": ("block", "token"),
+    "backend": backend(),
+    "backends": [LAYOUT],
+    "bad_blocks": [[]],
+    "batch": BATCH,
+    "batches": [blocks(), blocks()],
+    "block_ids": [[1]],
+    "block_offsets": np.array([0, 1]),
+    "block_size_bytes": 8,
+    "block_tables": tables(),
+    "blocks": blocks(),
+    "blocks_per_page": 1,
+    "boxes": BOXES,
+    "buffer": torch.zeros(1),
+    "builders": [Builder()],
+    "caches": CACHES,
+    "call": call,
+    "condition": AllocationCondition.ATTENTION,
+    "config": CONFIG,
+    "content_hash": b"a",
+    "device": torch.device("cpu"),
+    "direction": Direction.LOAD,
+    "dtype": torch.float32,
+    "dtypes": (torch.float32,),
+    "engine": "e",
+    "event": Added("host", KEYS),
+    "expected": 2,
+    "first": 0,
+    "found": 1,
+    "group": 0,
+    "group_data_refs": CACHES.group_data_refs,
+    "groups": (GROUP,),
+    "head_dim": 8,
+    "interface": Purgeable,
+    "job_id": 5,
+    "job_ids": [5],
+    "key": KEYS[0],
+    "keys": KEYS,
+    "kv_caches": KV_CACHES,
+    "layer_name": "a",
+    "layer_names": ("a",),
+    "layer_specs": {"a": SPEC},
+    "layout": "block token",
+    "lengths": np.array([8], np.uint64),
+    "mappings": [mapping()],
+    "max_bytes": 100,
+    "max_load_ratio": 1.5,
+    "memory": [],
+    "model": "m",
+    "name": "n",
+    "namespace": kvxfer.Namespace(model="m", revision="1"),
+    "num_blocks": NUM_BLOCKS,
+    "num_bytes": 8,
+    "num_kv_heads": 3,
+    "num_requests": 2,
+    "num_tokens": 3,
+    "number": 3,
+    "order": np.array([1, 0]),
+    "outcomes": [],
+    "page": mapping().page,
+    "page_size_bytes": 8,
+    "page_sizes_bytes": (32,),
+    "pages": (),
+    "parts": BlockParts(KEYS, [0], [8]),
+    "payload_starts": np.array([0]),
+    "positions": [0, 1, 3],
+    "query_start_loc": [0, 2, 3],
+    "releases": "all",
+    "reports": Reports(),
+    "retention": WISH,
+    "row_index": 1,
+    "second": 1,
+    "seconds": 0.5,
+    "shape": "block",
+    "shapes": ((2, 3),),
+    "shard": SHARD,
+    "sizes": [8],
+    "sliding_window": 8,
+    "source": 0,
+    "spec": SPEC,
+    "specs": [SPEC],
+    "start": 0,
+    "status": kvxfer.Status.DONE,
+    "stop": 1,
+    "target": 1,
+    "tensor": torch.zeros(2, 8, dtype=torch.int8),
+    "tensor_idx": 0,
+    "tensors": CACHES.tensors,
+    "theirs": NAMESPACE,
+    "ticket": ticket(),
+    "tier": "host",
+    "tiers": [backend()],
+    "tokens": [1, 2, 3],
+    "tokens_per_block": TOKENS,
+    "tokens_per_chunk": 2,
 }
+"""Valid values of arguments, which have one name wherever they mean the same."""
 
-VALID_LAYOUTS = {
-    "AttentionLayout": Valid({"shape": LAYOUT.shape, "memory": LAYOUT.memory}),
-    "AttentionLayout.cache_shape": Valid({"spec": SPEC, "num_blocks": 3}, lambda: LAYOUT),
-    "EngineLayout": Valid(
-        {"engine": "e", "releases": "all", "name": "n", "shape": "block", "memory": "block"}
-    ),
-    "EngineLayout.runs_per_block": Valid(
-        {"sizes": dict.fromkeys(("layer", "kv", "token", "head", "dim", "kernel"), 2)},
-        lambda: next(layout for layout in LAYOUT_ZOO if layout.order[0] != "block"),
-    ),
-    "KVLayout": Valid({"axes": ("block", "token")}),
-    "KVLayout.parse": Valid({"layout": "block token"}, lambda: KVLayout),
-}
-
-VALID_TABLES = {
-    "AttentionMetadataBuilder.reorder": Valid({"batch": BATCH}, Builder),
-    "BlockTable": Valid({"tokens_per_block": TOKENS, "num_blocks": NUM_BLOCKS, **TABLE}),
-    "BlockTable.add_row": Valid({"block_ids": [3], **ROW}, table),
-    "BlockTable.append_row": Valid({"block_ids": [3], **ROW}, table),
-    "BlockTable.num_blocks_of": Valid(ROW, table),
-    "BlockTable.row": Valid(ROW, table),
-    "BlockTable.truncate_row": Valid({**ROW, "num_blocks": 0}, table),
-    "MultiGroupBlockTable": Valid({"config": CONFIG, **TABLE}),
-    "MultiGroupBlockTable.add_row": Valid({"block_ids": [[3]], **ROW}, tables),
-    "MultiGroupBlockTable.append_row": Valid({"block_ids": [[3]], **ROW}, tables),
-    "MultiGroupMetadataBuilder": Valid({"builders": [Builder()], "block_tables": tables()}),
-    "MultiGroupMetadataBuilder.build": Valid({"batch": BATCH}, builders),
-    "MultiGroupMetadataBuilder.reorder": Valid({"batch": BATCH}, builders),
-    "TokenBatch": Valid({"query_start_loc": [0, 2], "positions": [0, 1]}),
-    "TokenBatch.of": Valid({"positions": [[0, 1]]}, lambda: TokenBatch),
-    "TokenBatch.reorder": Valid({"order": np.array([1, 0])}, lambda: BATCH),
-    "decodes_first": Valid({"batch": BATCH}),
-    **{f"BlockTable.{name}": Valid(each, table) for name, each in OF_EVERY_TABLE.items()},
-    **{
-        f"MultiGroupBlockTable.{name}": Valid(each, tables) for name, each in OF_EVERY_TABLE.items()
+MOVES = {"first_block_indices": [0], "timeout_s": 5}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "AttentionLayout": {"shape": LAYOUT.shape, "memory": LAYOUT.memory},
+    "BlockTable.add_row": {"block_ids": [3]},
+    "BlockTable.append_row": {"block_ids": [3]},
+    "BlockTable.truncate_row": {"num_blocks": 0},
+    "Descriptors.of_pieces": {"addresses": [64]},
+    "Descriptors.take": {"blocks": [0]},
+    "EngineLayout": {"memory": "block"},
+    "EngineLayout.runs_per_block": {
+        "sizes": dict.fromkeys(("layer", "kv", "token", "head", "dim", "kernel"), 2)
     },
+    "GroupIdentity": {"tensors": (TENSOR,)},
+    "KVCacheConfig.uniform": {"null_block_id": 0},
+    "KVCacheSpec.merge_alike": {"specs": [LATENT]},
+    "LoadOrCompute": {"prefill_tokens_per_s": 1000},
+    "LoadOrCompute.pays": {"queued_bytes": 8},
+    "MLASpec": {"num_kv_heads": 3},
+    "MultiGroupBlockTable.add_row": {"block_ids": [[3]]},
+    "MultiGroupBlockTable.append_row": {"block_ids": [[3]]},
+    "Namespace": {"groups": (IDENTITY,), "parallel": {"tp_size": 2}},
+    "PolledEngine.submit_load": MOVES,
+    "PolledEngine.submit_store": MOVES | {"retention": WISH},
+    "PolledEngine.wait": {"timeout_s": 1},
+    "PromptExchange": {"config": NixlConfig()},
+    "PromptExchange.fetch": {"block_ids": [[5]]},
+    "PromptKeys.block_keys": {"tokens_per_block": 2},
+    "Retention": {"priority": 2.5, "ttl_s": 60},
+    "SlidingWindowMLASpec": {"num_kv_heads": 3},
+    "Slices": {"load_bytes": 8, "store_bytes": 8, "share": 0.5},
+    "StoredTensor": {"dtype": "F32", "shape": (2, 4)},
+    "TierTimeouts": {"lookup_s": 1, "move_s": 1, "close_s": 1, "pause_s": 1},
+    "TieredBackend": {"namespace": NAMESPACE},
+    "TieredBackend.purge": {"prefix": b"salt"},
+    "TokenBatch": {"query_start_loc": [0, 2], "positions": [0, 1]},
+    "TokenBatch.of": {"positions": [[0, 1]]},
+    "TransferEngine.flush": {"timeout_s": 1},
+    "TransferEngine.load": MOVES,
+    "TransferEngine.store": MOVES | {"retention": WISH},
+    "TransferEngine.submit_lookup": {"timeout_s": 1},
+    "VLLMKeys": {"hash": "sha256", "seed": "0", "tokens_per_block": 2},
+    "connect": {"backend": "host://?capacity=64KiB"},
+    "describe": {"block_ids": [1, 2]},
+    "exchange": {"backend": "nixl://"},
+    "make_block_key": {"group": 0},
 }
+"""Values that a callable takes in place of those, or beside the required ones."""
 
-VALID_CACHES = {
-    "AllocationRefusal": Valid(
-        {"condition": AllocationCondition.ATTENTION, "found": 1, "expected": 2}
-    ),
-    "CanonicalAllocation": Valid(
-        {"buffer": torch.zeros(1), "kv_caches": KV_CACHES, "caches": CACHES}
-    ),
-    "CanonicalKVCacheRef": Valid({"tensor_idx": 0, "page_size_bytes": 8}),
-    "CanonicalKVCacheTensor": Valid(
-        {"tensor": torch.zeros(2, 8, dtype=torch.int8), "page_size_bytes": 8}
-    ),
-    "CanonicalKVCaches": Valid(
-        {"tensors": CACHES.tensors, "group_data_refs": CACHES.group_data_refs}
-    ),
-    "CopyRun": Valid(dict.fromkeys(inspect.signature(CopyRun).parameters, 1)),
-    "Descriptors": Valid(
-        {
-            "addresses": np.array([8], np.uint64),
-            "lengths": np.array([8], np.uint64),
-            "block_offsets": np.array([0, 1]),
-            "payload_starts": np.array([0]),
-            "device": torch.device("cpu"),
-        }
-    ),
-    "Descriptors.concatenate": Valid({"batches": [blocks(), blocks()]}, blocks),
-    "Descriptors.cut": Valid({"max_bytes": 100}, blocks),
-    "Descriptors.of_pieces": Valid({"addresses": [64], "sizes": [8]}),
-    "Descriptors.select": Valid({"start": 0, "stop": 1}, blocks),
-    "Descriptors.take": Valid({"blocks": [0]}, blocks),
-    "PageMapping": Valid(
-        {"page": mapping().page, "block_size_bytes": 8, "blocks_per_page": 1, "pages": ()}
-    ),
-    "PageMapping.writes": Valid({"number": 3}, mapping),
-    "WorkerShard": Valid({"num_kv_heads": 3}),
-    "WorkerShard.place": Valid({"boxes": BOXES}, lambda: SHARD),
-    "WorkerShard.total_heads": Valid({"boxes": BOXES}, lambda: SHARD),
-    "WorkerShard.writers": Valid({"boxes": BOXES}, lambda: SHARD),
-    "allocate_canonical": Valid({"config": CONFIG, "backends": [LAYOUT]}),
-    "attest": Valid({"kv_caches": KV_CACHES, "config": CONFIG, "caches": CACHES}),
-    "canonicalize": Valid({"kv_caches": KV_CACHES, "config": CONFIG}),
-    "describe": Valid({"caches": CACHES, "group": 0, "block_ids": [1, 2]}),
-    "map_caches": Valid({"caches": CACHES, "shard": SHARD}),
-    "verify_mappings": Valid({"mappings": [mapping()]}),
-    "why_not_canonical": Valid({"config": CONFIG, "backends": [LAYOUT]}),
+OWNERS: dict[str, Callable[[], Any]] = {
+    "AttentionLayout": lambda: LAYOUT,
+    "AttentionMetadataBuilder": Builder,
+    "BlockMover": backend,
+    "BlockTable": table,
+    "BytesBackend": Values,
+    "Descriptors": blocks,
+    "EngineLayout": lambda: next(each for each in LAYOUT_ZOO if each.order[0] != "block"),
+    "FullAttentionSpec": lambda: SPEC,
+    "KVCacheSpec": lambda: SPEC,
+    "KVCacheSpec.merge_alike": lambda: LATENT,
+    "LoadOrCompute": load_or_compute,
+    "MultiGroupBlockTable": tables,
+    "MultiGroupMetadataBuilder": builders,
+    "Namespace": lambda: NAMESPACE,
+    "Observer": load_or_compute,
+    "PageMapping": mapping,
+    "PolledEngine": engine,
+    "PromptExchange": prompts,
+    "PromptKeys": lambda: PromptKeys([1, 2, 3]),
+    "TieredBackend": tiers,
+    "TieredBackend.purge": purged_tiers,
+    "TokenBatch": lambda: BATCH,
+    "TransferEngine": engine,
+    "UniformTypeKVCacheSpecs": lambda: UNIFORM,
+    "VLLMKeys": VLLMKeys,
+    "WorkerShard": lambda: SHARD,
 }
-
-VALID_TRANSFERS = {
-    "BlockMover.attach": Valid({"memory": []}, backend),
-    "BlockMover.provide": Valid({"interface": Purgeable}, backend),
-    "BytesBackend.delete": Valid({"keys": KEYS}, Values),
-    "BytesBackend.load": Valid({"keys": KEYS, "blocks": blocks()}, Values),
-    "BytesBackend.lookup": Valid({"keys": KEYS}, Values),
-    "BytesBackend.name_of": Valid({"key": KEYS[0]}, Values),
-    "BytesBackend.store": Valid({"keys": KEYS, "blocks": blocks()}, Values),
-    "FinishedJob": Valid(
-        dict.fromkeys(inspect.signature(kvxfer.FinishedJob).parameters, 0)
-        | {"direction": Direction.LOAD, "outcomes": []}
-    ),
-    "GroupIdentity": Valid({"page_sizes_bytes": (32,), "tensors": (TENSOR,)}),
-    "Namespace": Valid({"model": "m", "groups": (IDENTITY,), "parallel": {"tp_size": 2}}),
-    "Namespace.chunk_size_bytes": Valid({"group": 0}, lambda: NAMESPACE),
-    "Namespace.differences": Valid({"theirs": NAMESPACE}, lambda: NAMESPACE),
-    "Namespace.require_same": Valid({"theirs": NAMESPACE}, lambda: NAMESPACE),
-    "Retention": Valid({"priority": 2.5, "ttl_s": 60}),
-    "Outcome": Valid({"status": kvxfer.Status.DONE}),
-    "StoredTensor": Valid({"name": "k", "dtype": "F32", "shape": (2, 4)}),
-    "TierTimeouts": Valid({"lookup_s": 1, "move_s": 1, "close_s": 1, "pause_s": 1}),
-    "TieredBackend": Valid({"tiers": [backend()], "namespace": NAMESPACE}),
-    "TieredBackend.attach": Valid({"memory": []}, tiers),
-    "TieredBackend.delete": Valid({"keys": KEYS}, tiers),
-    "TieredBackend.load": Valid({"keys": KEYS, "blocks": blocks()}, tiers),
-    "TieredBackend.lookup": Valid({"keys": KEYS}, tiers),
-    "TieredBackend.observe": Valid({"reports": Reports()}, tiers),
-    "TieredBackend.purge": Valid({"prefix": b"salt"}, purged_tiers),
-    "TieredBackend.retain": Valid({"keys": KEYS, "retention": WISH}, tiers),
-    "TieredBackend.retentions": Valid({"keys": KEYS}, tiers),
-    "TieredBackend.store": Valid({"keys": KEYS, "blocks": blocks()}, tiers),
-    "TieredBackend.write_back": Valid({"parts": BlockParts(KEYS, [0], [8])}, tiers),
-    "PolledEngine": Valid({"caches": CACHES, "backend": backend()}),
-    "Slices": Valid({"load_bytes": 8, "store_bytes": 8, "share": 0.5}),
-    "TransferEngine": Valid({"caches": CACHES, "backend": backend()}),
-    "LoadOrCompute": Valid({"max_load_ratio": 1.5, "prefill_tokens_per_s": 1000}),
-    "LoadOrCompute.computed": Valid({"num_tokens": 8, "seconds": 0.5}, load_or_compute),
-    "LoadOrCompute.loaded": Valid({"num_bytes": 8, "seconds": 0.5}, load_or_compute),
-    "LoadOrCompute.note": Valid({"event": Added("host", KEYS)}, load_or_compute),
-    "Observer.watch": Valid({"tier": "host", "ask": dict}, load_or_compute),
-    "LoadOrCompute.pays": Valid(
-        {"keys": KEYS, "num_bytes": 8, "num_tokens": 4, "queued_bytes": 8}, load_or_compute
-    ),
-    "PolledEngine.cancel": Valid({"job_id": 5}, engine),
-    "TransferEngine.flush": Valid({"timeout_s": 1}, engine),
-    "TransferEngine.load": Valid(MOVES, engine),
-    "TransferEngine.lookup": Valid({"keys": KEYS}, engine),
-    "TransferEngine.submit_lookup": Valid({"keys": KEYS, "timeout_s": 1}, engine),
-    "PolledEngine.may_touch": Valid({"job_id": 5}, engine),
-    "TransferEngine.store": Valid(MOVES | {"retention": WISH}, engine),
-    "PolledEngine.submit_call": Valid({"call": call}, engine),
-    "PolledEngine.submit_load": Valid(MOVES, engine),
-    "PolledEngine.submit_store": Valid(MOVES | {"retention": WISH}, engine),
-    "PolledEngine.wait": Valid({"job_ids": [5], "timeout_s": 1}, engine),
-    "connect": Valid(
-        {
-            "backend": "host://?capacity=64KiB",
-            "caches": CACHES,
-            "namespace": kvxfer.Namespace(model="m", revision="1"),
-        }
-    ),
-    "Fetched": Valid({"bad_blocks": [[]]}),
-    "PromptExchange": Valid(
-        {
-            "config": NixlConfig(),
-            "caches": CACHES,
-            "namespace": kvxfer.Namespace(model="m", revision="1"),
-        }
-    ),
-    "PromptExchange.ask": Valid({"ticket": TICKET, "tokens": [1, 2, 3]}, prompts),
-    "PromptExchange.fetch": Valid(
-        {"ticket": TICKET, "tokens": [1, 2, 3], "block_ids": [[5]]}, prompts
-    ),
-    "PromptExchange.give_up": Valid({"ticket": TICKET}, prompts),
-    "PromptExchange.offer": Valid({"tokens": [1, 2, 3], "block_ids": [[1]]}, prompts),
-    "PromptExchange.release": Valid({"ticket": TICKET}, prompts),
-    "PromptKeys": Valid({"tokens": [1, 2, 3]}),
-    "PromptKeys.block_keys": Valid(
-        {"group": 0, "tokens_per_block": 2, "num_tokens": 3}, lambda: PromptKeys([1, 2, 3])
-    ),
-    "PromptKeys.state_key": Valid({"group": 0, "num_tokens": 3}, lambda: PromptKeys([1, 2, 3])),
-    "exchange": Valid(
-        {
-            "backend": "nixl://",
-            "caches": CACHES,
-            "namespace": kvxfer.Namespace(model="m", revision="1"),
-        }
-    ),
-    "VLLMKeys": Valid({"hash": "sha256", "seed": "0", "tokens_per_block": 2}),
-    "VLLMKeys.chunk_keys": Valid({"tokens": [1, 2, 3], "tokens_per_chunk": 2}, VLLMKeys),
-    "group_of": Valid({"key": KEYS[0]}),
-    "make_block_key": Valid({"content_hash": b"a", "group": 0}),
-}
-
-VALID_CALLS = VALID_SPECS | VALID_LAYOUTS | VALID_TABLES | VALID_CACHES | VALID_TRANSFERS
+"""Objects whose methods are called, by class or method."""
 
 
 def public_callables() -> dict[str, Callable[..., Any]]:
@@ -440,3 +404,19 @@ def _methods(kind: type) -> dict[str, Callable[..., Any]]:
             if takes_some and not getattr(value, "__isabstractmethod__", False):
                 found[f"{owner.__name__}.{name}"] = value
     return found
+
+
+def _valid_calls() -> Iterator[tuple[str, Valid]]:
+    """Find the valid call of each callable whose required arguments have a value."""
+    for name, function in public_callables().items():
+        special = SPECIAL.get(name, {})
+        wanted = inspect.signature(function).parameters.values()
+        required = {each.name for each in wanted if each.default is each.empty} - {"self"}
+        if required <= {*special, *ARGUMENTS}:
+            arguments = {each: ARGUMENTS[each] for each in required - {*special}} | special
+            owner = OWNERS.get(name, OWNERS.get(name.partition(".")[0]))
+            is_bound = "." not in name or inspect.ismethod(function)
+            yield name, Valid(arguments, None if is_bound else owner)
+
+
+VALID_CALLS = dict(_valid_calls())
