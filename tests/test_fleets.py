@@ -52,12 +52,17 @@ def documents(path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(path.read_text()))
 
 
-OBJECTS = [
-    pytest.param(each, id=f"{path.stem}-{each['kind']}-{each['metadata']['name']}")
+OBJECTS = {
+    f"{path.stem}-{each['kind']}-{each['metadata']['name']}": each
     for path in FILES
     for each in documents(path)
-]
-PODS = [param for param in OBJECTS if dict(param.values[0])["kind"] in WORKLOADS]  # type: ignore[call-overload]
+}
+
+
+def each_of(*kinds: str) -> pytest.MarkDecorator:
+    """Try the objects of these kinds, each."""
+    found = {name: each for name, each in OBJECTS.items() if each["kind"] in kinds}
+    return pytest.mark.parametrize("manifest", found.values(), ids=found)
 
 
 def validate(manifest: dict[str, Any]) -> None:
@@ -75,7 +80,10 @@ def check_command(words: list[str]) -> None:
     """Check a command as the program itself does when it starts."""
     match words[:2]:
         case ["kvxfer", "serve"]:
-            check_serve(words[2:])
+            arguments = serve_options.make_parser().parse_args(words[2:])
+            Endpoint.parse("listen", arguments.listen)
+            for tier in arguments.tier:
+                parse_backend(tier)
         case ["python", "-m"]:
             assert words[2] == "examples.proxy"
             proxy._parser().parse_args(words[3:])
@@ -92,17 +100,8 @@ def check_command(words: list[str]) -> None:
         case ["helm", "install"]:
             check_values(words[4:])
             assert (ROOT / words[3] / "Chart.yaml").exists()
-        case ["kubectl", "create"] | ["openssl", _] | ["export", *_]:
-            pass
         case _:
-            raise AssertionError(words)
-
-
-def check_serve(words: list[str]) -> None:
-    arguments = serve_options.make_parser().parse_args(words)
-    Endpoint.parse("listen", arguments.listen)
-    for tier in arguments.tier:
-        parse_backend(tier)
+            assert words[:2] == ["kubectl", "create"] or words[0] in {"openssl", "export"}, words
 
 
 def check_values(options: list[str]) -> None:
@@ -128,12 +127,12 @@ def check_connector(config: dict[str, Any]) -> None:
         parse_backend(tier)
 
 
-@pytest.mark.parametrize("manifest", OBJECTS)
+@pytest.mark.parametrize("manifest", OBJECTS.values(), ids=OBJECTS)
 def test_a_manifest_is_valid(manifest: dict[str, Any]) -> None:
     validate(manifest)
 
 
-@pytest.mark.parametrize("manifest", PODS)
+@each_of(*WORKLOADS)
 def test_what_a_pod_starts_is_a_command_of_this_release(manifest: dict[str, Any]) -> None:
     spec = manifest["spec"]["template"]["spec"]
     assert manifest["spec"]["selector"]["matchLabels"].items() <= labels(manifest).items()
@@ -181,27 +180,19 @@ def test_what_is_listened_at_is_reachable_and_what_is_connected_to_is_there(path
         assert any(selected <= labels(pod).items() for pod in pods)
 
 
-@pytest.mark.parametrize(
-    "pod",
-    [each for each in PODS if dict(each.values[0])["kind"] == "StatefulSet"],  # type: ignore[call-overload]
-)
-def test_what_a_pod_listens_at_is_open_to_those_who_need_it_alone(pod: dict[str, Any]) -> None:
-    policies = [
-        dict(each.values[0])["spec"]  # type: ignore[call-overload]
-        for each in OBJECTS
-        if dict(each.values[0])["kind"] == "NetworkPolicy"  # type: ignore[call-overload]
-    ]
-    own = labels(pod).items()
+@each_of("StatefulSet")
+def test_what_a_pod_listens_at_is_open_to_those_who_need_it_alone(manifest: dict[str, Any]) -> None:
+    policies = [each["spec"] for each in OBJECTS.values() if each["kind"] == "NetworkPolicy"]
+    own = labels(manifest).items()
     rules = [
         rule
         for policy in policies
         if policy["podSelector"]["matchLabels"].items() <= own
         for rule in policy["ingress"]
     ]
-    [container] = pod["spec"]["template"]["spec"]["containers"]
+    [container] = manifest["spec"]["template"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    opened = {port["port"] for rule in rules for port in rule["ports"]}
-    assert opened == set(ports.values())
+    assert {port["port"] for rule in rules for port in rule["ports"]} == set(ports.values())
     to_all = {port["port"] for rule in rules if "from" not in rule for port in rule["ports"]}
     assert to_all <= {ports.get("pages")}, "only pages that tell no secret"
 

@@ -10,15 +10,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kvxfer.cli import main
 from kvxfer.doctor import Check
 from tests.backends.file_store import has_uring
+from tests.cli.conftest import Run
 from tests.cli.peers import COMMAND
 from tests.cli.stores import Store
-from tests.storage.test_keys import NAMESPACE
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 100
@@ -40,7 +39,7 @@ def set_open_files(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def run(
+def examine(
     *arguments: str, command: list[str] = COMMAND, num_files: int = 1024, **environ: str | None
 ) -> tuple[int, list[dict[str, str]]]:
     """Run the command in a process of its own; return its exit status and its findings."""
@@ -81,7 +80,7 @@ def test_a_good_machine_is_good_also_in_a_fresh_environment_and_in_a_container(
     if not is_good(tmp_path):
         pytest.skip("this machine has no disk, io_uring or shared memory of more than 64 MiB")
     store = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB"
-    status, findings = run("host://?capacity=1MiB", store, command=[*around, *COMMAND])
+    status, findings = examine("host://?capacity=1MiB", store, command=[*around, *COMMAND])
     assert (status, bad(findings)) == (0, {})
     own = {"bucket", "discovery", "mooncake", "peer", "peer-carrier", "pool", "sharing"}
     assert {each["check"] for each in findings} == {check.value for check in Check} - own
@@ -89,7 +88,7 @@ def test_a_good_machine_is_good_also_in_a_fresh_environment_and_in_a_container(
 
 def test_faults_are_named_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "nixl.py").write_text("raise ImportError('libibverbs.so.1: no such file')\n")
-    status, findings = run(
+    status, findings = examine(
         "host://?capacity=900TiB",
         num_files=256,
         PYTHONHASHSEED="random",
@@ -106,12 +105,12 @@ def test_faults_are_named_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.skipif(not has_uring(), reason="needs io_uring")
 def test_io_uring_that_is_forbidden_as_in_a_container_is_named(tmp_path: Path) -> None:
     store = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB"
-    status, findings = run(store, command=SECCOMP)
+    status, findings = examine(store, command=SECCOMP)
     assert (status, set(bad(findings))) == (1, {"io-uring"})
     assert bad(findings)["io-uring"]["severity"] == "warning"
-    status, findings = run(f"{store}&engine=uring", command=SECCOMP)
+    status, findings = examine(f"{store}&engine=uring", command=SECCOMP)
     assert bad(findings)["io-uring"]["severity"] == "error"
-    status, findings = run(f"{store}&engine=posix", command=SECCOMP)
+    status, findings = examine(f"{store}&engine=posix", command=SECCOMP)
     assert (status, bad(findings)) == (0, {})
 
 
@@ -136,20 +135,16 @@ def test_a_person_reads_the_worst_first_within_80_columns(
     assert re.fullmatch(r"error: \d+, warning: \d+, ok: \d+", total)
 
 
-def test_two_namespaces_are_compared_and_nothing_else_is(
-    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    namespace = store.fill(num_blocks=1)
-    same = tmp_path / "namespace.json"
-    same.write_bytes(msgspec.json.encode(namespace.fields()))
-    assert main(["doctor", f"file://{store.root}", str(same)]) == 0
-    assert "one namespace" in " ".join(capsys.readouterr().out.split())
-    other = tmp_path / "other.json"
-    other.write_bytes(msgspec.json.encode(NAMESPACE.fields()))
-    assert main(["doctor", "--json", str(other), str(same)]) == 1
-    findings = json.loads(capsys.readouterr().out)
-    assert {each["check"] for each in findings} == {"sharing"}
-    assert {"model", "groups[0].spec"} <= {each["subject"] for each in findings}
+def test_two_namespaces_are_compared_and_nothing_else_is(store: Store, run: Run) -> None:
+    same = f"{store.root}/{store.fill(num_blocks=1).fingerprint}/namespace.json"
+    status, printed, _ = run("doctor", f"file://{store.root}", same)
+    assert (status, "one namespace" in " ".join(printed.split())) == (0, True)
+    other = f"{store.root}/{store.fill(model='other').fingerprint}"
+    status, printed, _ = run("doctor", "--json", other, same)
+    assert status == 1
+    assert [(each["check"], each["subject"]) for each in json.loads(printed)] == [
+        ("sharing", "model")
+    ]
 
 
 @pytest.mark.parametrize(

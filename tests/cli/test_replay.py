@@ -187,6 +187,9 @@ def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["replay", str(path)]) == 2
     expected = f"kvxfer replay: {path}, line 1: hash_ids[0] is 'a'; expected a whole number\n"
     assert capsys.readouterr().err == expected
+    path.write_text('{"timestamp": 1, "input_length": 0, "output_length": 1, "hash_ids": []}\n')
+    assert main(["replay", str(path)]) == 2
+    assert "no request has a block in `hash_ids`" in capsys.readouterr().err
     path.write_bytes(b"\xff\xfe\x00")
     assert main(["replay", str(path)]) == 2
     assert capsys.readouterr().err.startswith(f"kvxfer replay: {path}, line 1: ")

@@ -2,7 +2,6 @@
 
 import pytest
 
-from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay import (
     WORKLOADS,
     Agentic,
@@ -47,11 +46,6 @@ def test_blocks_are_whole_and_end_where_texts_differ() -> None:
     heads = {tuple(blocks[:6]) for blocks in trace.requests()}
     assert len(heads) == 1  # 96 of the 100 tokens that all have
     assert len({blocks[6] for blocks in trace.requests() if len(blocks) > 6}) > 1
-
-
-def test_sizes_of_the_library_are_checked_as_those_of_texts() -> None:
-    with pytest.raises(InvalidArgumentError, match="popularity is 1000; expected 0 to 20"):
-        Rag(popularity=1000)
 
 
 @pytest.mark.parametrize(
