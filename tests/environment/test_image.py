@@ -5,13 +5,13 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvxfer.endpoint import free_ports
 from tests.environment import install
 
 ROOT = Path(__file__).parents[2]
@@ -106,15 +106,6 @@ def value(stage: str, name: str) -> str:
     return found
 
 
-def free_ports(count: int) -> list[int]:
-    """Find ports that nobody listens at; the bare root shares the network of this machine."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def blocks(page: str, language: str) -> list[str]:
     """Find the blocks of a page that are in a language."""
     found: list[str] = re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -138,7 +129,7 @@ def test_the_image_of_serve_holds_blocks_as_its_user_and_ends_at_a_signal() -> N
     words = [*json.loads(value("serve", "ENTRYPOINT")), *json.loads(value("serve", "CMD"))]
     exposed = value("serve", "EXPOSE").split()
     command = shlex.join(words)
-    for port, free in zip(exposed, free_ports(len(exposed)), strict=True):
+    for free, port in enumerate(exposed, free_ports(len(exposed))):
         command = command.replace(port, str(free))
     listens, ready = (
         re.findall(rf"{option} \S+?:(\d+)", command)[0] for option in ("--listen", "--ready")
@@ -165,7 +156,7 @@ def test_the_image_of_serve_holds_blocks_as_its_user_and_ends_at_a_signal() -> N
 @pytest.mark.e2e
 def test_the_image_of_an_engine_has_its_first_hit_by_the_commands_for_operators() -> None:
     """Installs vLLM where the image has it already, then walks the page about operation."""
-    (port,) = free_ports(1)
+    port = free_ports()
     start, send, send_again = blocks(OPERATE, "bash")[1:4]
     (entry,) = [" ".join(json.loads(value("engine", "ENTRYPOINT")))]
     assert start.startswith(f"{entry} MODEL ")
