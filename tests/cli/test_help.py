@@ -19,11 +19,12 @@ COMMANDS = sorted(_COMMANDS)
 SHOW_HELP = """
 import sys
 from kvxfer.cli import main
-try:
-    main(sys.argv[1:])
-except SystemExit as exc:
-    assert exc.code == 0
-assert "torch" not in sys.modules, "torch was imported"
+for command in sys.argv[1:]:
+    try:
+        main([*command.split(), "--help"])
+    except SystemExit as exc:
+        assert exc.code == 0
+    assert "torch" not in sys.modules, f"{command} imports torch"
 """
 
 USE_NAMES = """
@@ -54,11 +55,10 @@ def run(code: str, *arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
-def test_help_needs_no_torch_and_says_what_exit_statuses_mean(command: list[str]) -> None:
-    said = run(SHOW_HELP, *command, "--help")
-    assert "exit status:" in said
-    assert "2 when" in said
+def test_help_needs_no_torch_and_says_what_exit_statuses_mean() -> None:
+    said = run(SHOW_HELP, "", *COMMANDS).split("usage: ")[1:]
+    assert len(said) == 1 + len(COMMANDS)
+    assert all("exit status:" in each and "2 when" in each for each in said)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,13 @@ def test_a_path_with_a_nul_is_named(name: str, capsys: pytest.CaptureFixture[str
         ("replay", "fleets.md", "--budget"),
     ],
 )
-def test_every_option_is_in_the_table_of_a_page(command: str, page: str, example: str) -> None:
+def test_every_option_is_in_the_table_of_a_page(
+    command: str, page: str, example: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (Path(__file__).parents[2] / "docs" / page).read_text()
     explained = "\n".join(line for line in text.splitlines() if line.startswith("| `--"))
-    options = set(re.findall(r"--[a-z-]+", run(SHOW_HELP, command, "--help"))) - {"--help"}
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
     assert example in options
     assert not [option for option in sorted(options) if f"`{option}" not in explained]
