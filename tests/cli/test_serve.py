@@ -290,12 +290,9 @@ ETCD = ["--discover", "etcd://a:1/b"]
         ([*PEER, "--namespace", "/nonexistent/file"], "'; expected a namespace.json"),
         ([*PEER, "--namespace", __file__], "a namespace.json of a file store: Expected `object`"),
         ([*PEER, "--data-port", "65536"], "data_port is 65536; expected a whole number from 0 to"),
-        ([*PEER, "--max-connections", "0"], "max_connections is 0; expected a positive integer"),
-        ([*PEER, "--timeout", "0s"], "timeout_s is 0.0"),
         ([*PEER, "--discover", "consul://a:1/b"], "discover is 'consul://a:1/b'; expected a URL"),
         ([*PEER, "--discover", "etcd://u:pw@a:1/b"], "discover is 'etcd://...@a:1/b'; expected a"),
         ([*PEER, "--advertise", "a:1"], "advertise is 'a:1'; expected none without discover=etcd"),
-        ([*PEER, "--etcd-ca", "ca.pem"], "etcd_ca is 'ca.pem'; expected none without discover"),
         ([*PEER, *ETCD, "--etcd-ca", "/nonexistent/ca"], "'/nonexistent/ca'; expected a readable"),
         (
             [*ETCD, "--listen", "0.0.0.0:7000"],
@@ -310,14 +307,10 @@ ETCD = ["--discover", "etcd://a:1/b"]
         ([*POOL, "--warm-timeout", "soon"], "warm-timeout is 'soon'"),
         ([*POOL, "--secret-file", "s"], "secret-file is 's'; expected none with --pool"),
         ([*POOL, "--lease", "3s"], "lease is '3s'; expected none with --pool"),
-        ([*POOL, "--transport", "socket"], "transport is 'socket'; expected none with --pool"),
-        ([*POOL, "--timeout", "1s"], "timeout is '1s'; expected none with --pool"),
         (
             [*POOL, "--tier", "pool:///nonexistent/../nonexistent/pool.sock"],
             "pool.sock'; expected another process than this one",
         ),
-        ([*POOL, "--tier", "file:///kv?capacity=1MiB&priority_share=2"], "priority_share is 2.0"),
-        ([*POOL, "--tier", "file:///kv?capacity=1MiB&read_threads=0"], "read_threads is 0"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line_before_it_listens(
