@@ -7,7 +7,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.backends.mooncake_servers import Cluster
-    from tests.backends.object_servers import ObjectServer
+    from tests.backends.object_servers import ObjectServer, Place
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +53,11 @@ def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def place(seaweedfs_server: "ObjectServer", s3_credentials: None) -> "Place":
+    """Make a store of the test's own in the bucket of SeaweedFS."""
+    from tests.backends.object_servers import Place
+
+    return Place(seaweedfs_server)

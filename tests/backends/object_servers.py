@@ -1,6 +1,7 @@
 """Real servers of S3 for tests and benchmarks: SeaweedFS, and moto as a second opinion."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from obstore.store import ObjectStore, S3Store
 
 from kvxfer.backends.object import S3Backend, S3Config
 from kvxfer.endpoint import free_ports
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage.keys import BlockKey, Namespace
 
 KEY_ID, SECRET = "kvxfertestkey", "kvxfertestsecret"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
@@ -219,3 +220,58 @@ def open_bucket(server: ObjectServer, namespace: Namespace, **fields: Any) -> S3
     place = {"address": BUCKET, "endpoint": server.endpoint}
     config = msgspec.convert(place | defaults | fields, S3Config)
     return S3Backend(config, namespace)
+
+
+_numbers = itertools.count()
+
+
+class Place:
+    """Store of its own in the bucket of a server, as backends open it and as others see it."""
+
+    def __init__(self, server: ObjectServer) -> None:
+        self.server = server
+        self.prefix = f"places/{next(_numbers)}"
+        self.url = f"s3://{BUCKET}/{self.prefix}?endpoint={server.endpoint}&region={REGION}"
+        self.url += "".join(f"&{name}={value}" for name, value in PATIENT.items())
+        self.client = server.open_client()
+
+    def open(self, namespace: Namespace, **fields: Any) -> S3Backend:
+        """Open a backend over it."""
+        return open_bucket(self.server, namespace, path=f"/{self.prefix}", **fields)
+
+    def path(self, namespace: Namespace, key: BlockKey) -> str:
+        """Path of a page in it."""
+        digits = key.hex()
+        return f"{namespace.fingerprint}/{digits[:2]}/{digits}.safetensors"
+
+    def put(self, path: str, data: bytes) -> None:
+        """Put an object there, whatever it is."""
+        self.client.put(f"{self.prefix}/{path}", data)
+
+    def get(self, path: str) -> bytes:
+        """Get an object."""
+        return bytes(self.client.get(f"{self.prefix}/{path}").bytes())
+
+    def flip(self, path: str, offset: int) -> None:
+        """Change a bit of an object."""
+        data = bytearray(self.get(path))
+        data[offset] ^= 1
+        self.put(path, bytes(data))
+
+    def paths(self) -> list[str]:
+        """List all objects in it."""
+        listed = self.client.list(f"{self.prefix}/").collect()
+        return sorted(each["path"].removeprefix(f"{self.prefix}/") for each in listed)
+
+    def pages(self) -> dict[str, bytes]:
+        """Get all pages."""
+        return {path: self.get(path) for path in self.paths() if path.endswith(".safetensors")}
+
+    def copy_to(self, folder: Path) -> str:
+        """Copy all objects, and their times, to a folder."""
+        for path in self.paths():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(self.get(path))
+            stored = self.client.head(f"{self.prefix}/{path}")["last_modified"].timestamp()
+            os.utime(folder / path, (stored, stored))
+        return str(folder)

@@ -4,34 +4,19 @@ import asyncio
 import contextlib
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.pool import PoolBackend, PoolConfig, PoolServer
 from kvxfer.storage.backend import Backend
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
-from kvxfer.storage.observer import AskGauges, Event, Observer, Reports
 from kvxfer.units import ByteSize
 
 LIMIT_S = 30.0
 
 T = TypeVar("T")
-
-
-class _State(Observer):
-    """Observer that asks for the state of a server."""
-
-    ask: AskGauges
-
-    def note(self, event: Event) -> None:
-        raise AssertionError(event)
-
-    def watch(self, tier: str, ask: AskGauges) -> None:
-        assert tier == "pool"
-        self.ask = ask
 
 
 class RunningPool:
@@ -42,28 +27,19 @@ class RunningPool:
         hosts: Its pools of slots, once there are any.
     """
 
-    def __init__(
-        self, path: Path, capacity: ByteSize, tiers: Callable[[Backend, Namespace], Backend]
-    ) -> None:
+    def __init__(self, path: Path, capacity: ByteSize) -> None:
         self.path = path
         self.hosts: list[HostBackend] = []
         self._config = HostConfig(capacity=capacity, shared=True)
-        self._tiers = tiers
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.server = PoolServer(path, capacity, self._open)
-        self._state = _State()
-        self.server.observe(Reports([self._state], "pool"))
         try:
             self.run(self.server.start())
         except BaseException:
             self.stop()
             raise
-
-    def gauge(self, gauge: Gauge) -> float:
-        """Ask the server for its state."""
-        return self._state.ask()[gauge]
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the server's loop."""
@@ -80,7 +56,7 @@ class RunningPool:
     def _open(self, namespace: Namespace) -> Backend:
         host = HostBackend(self._config, namespace)
         self.hosts.append(host)
-        return self._tiers(host, namespace)
+        return host
 
 
 class OwnPoolBackend(PoolBackend):
@@ -89,7 +65,7 @@ class OwnPoolBackend(PoolBackend):
     def __init__(self, namespace: Namespace, capacity: ByteSize) -> None:
         self._folder = tempfile.TemporaryDirectory()
         path = Path(self._folder.name) / "pool.sock"
-        self.running = RunningPool(path, capacity, lambda host, _: host)
+        self.running = RunningPool(path, capacity)
         super().__init__(PoolConfig(path=str(path)), namespace)
 
     async def aclose(self) -> None:
@@ -99,14 +75,9 @@ class OwnPoolBackend(PoolBackend):
 
 
 @contextlib.contextmanager
-def running_pool(
-    path: Path,
-    *,
-    capacity: str = "1MiB",
-    tiers: Callable[[Backend, Namespace], Backend] = lambda host, _: host,
-) -> Iterator[RunningPool]:
+def running_pool(path: Path, *, capacity: str = "1MiB") -> Iterator[RunningPool]:
     """Serve a pool until the context ends."""
-    pool = RunningPool(path, ByteSize.parse(capacity), tiers)
+    pool = RunningPool(path, ByteSize.parse(capacity))
     try:
         yield pool
     finally:

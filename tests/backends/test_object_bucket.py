@@ -1,8 +1,5 @@
 """Buckets in memory: lists, servers that overwrite, clients that panic, and parameters."""
 
-import asyncio
-import contextlib
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,19 +8,15 @@ import pytest
 from obstore.exceptions import GenericError
 from obstore.store import MemoryStore, ObjectStore
 
-from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck, fsck, measure_usage
 from kvxfer.backends.object import (
     AZBackend,
     AZConfig,
-    BucketStore,
     GSBackend,
     GSConfig,
     ObjectBackend,
     ObjectConfig,
-    Presence,
     S3Backend,
     S3Config,
-    bucket,
 )
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
@@ -39,31 +32,17 @@ DONE = Status.DONE
 
 async def test_a_purge_has_a_prefix_and_says_what_it_cannot_remove() -> None:
     memory, keys = BlockMemory([[4096]], num_blocks=2), make_keys(2)
+    prefix = keys[0][:-5]
+    denied = raising(GenericError("status code: 403"))
     async with open_in_memory(memory.namespace()) as backend:
         assert statuses(await backend.store(keys, memory.describe(0, range(2)))) == [DONE] * 2
         with pytest.raises(InvalidArgumentError, match="prefix"):
             await backend.purge(b"")
-        prefix = keys[0][:-5]
-        assert all(key.startswith(prefix) for key in keys)
-
-        async def refuse(*_: Any) -> None:
-            raise GenericError("status code: 403")
-
-        delete = obstore.delete_async
-        plant(backend._bucket, "delete_async", refuse)
-        with pytest.raises(BackendUnavailableError, match="2 blocks cannot be removed"):
-            await backend.purge(prefix)
+        for call, said in (("delete_async", "2 blocks cannot be removed"), ("list", "LIST")):
+            plant(backend._bucket, call, denied)
+            with pytest.raises(BackendUnavailableError, match=said):
+                await backend.purge(prefix)
         assert await backend.lookup(keys) == [True] * 2
-        plant(backend._bucket, "delete_async", delete)
-        assert await backend.purge(prefix) == 2
-        assert await backend.lookup(keys) == [False] * 2
-
-        def fail(*_: Any, **__: Any) -> None:
-            raise GenericError("status code: 403")
-
-        plant(backend._bucket, "list", fail)
-        with pytest.raises(BackendUnavailableError, match="LIST"):
-            await backend.purge(prefix)
 
 
 CHUNK = 4
@@ -125,10 +104,9 @@ def raising(exc: BaseException) -> Callable[..., Any]:
     return call
 
 
-async def test_a_panic_is_the_failure_of_its_block() -> None:
+async def test_a_panic_is_the_failure_of_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_in_memory(PAGES.namespace()) as backend:
         await store_generated(backend, FOUR[:2], PAGES.describe(0, range(2)))
-        store = backend._bucket._store
         for call in CALLS:
             plant(backend._bucket, call, raising(PanicException("no reactor, secret=1")))
         loaded = await backend.load(FOUR[:2], PAGES.describe(0, range(2, 4)))
@@ -139,12 +117,10 @@ async def test_a_panic_is_the_failure_of_its_block() -> None:
             "PUT: PanicException",
         }
         assert await backend.lookup(FOUR[2:]) == [False] * 2
-        assert backend._listing is not None
-        await backend._listing
         assert await backend.delete(FOUR[:2]) == [False] * 2
-        backend._bucket._store = store
-        loaded = await backend.load(FOUR[:2], PAGES.describe(0, range(2, 4)))
-        assert statuses(loaded) == [Status.DONE] * 2
+    monkeypatch.setattr(MemoryConfig, "open_store", raising(PanicException()))
+    with pytest.raises(BackendUnavailableError, match="PanicException"):
+        open_in_memory(PAGES.namespace())
 
 
 SECRET = "hide-and-seek"
@@ -172,15 +148,6 @@ def test_credentials_that_cannot_be_are_named_and_not_shown(
     with pytest.raises(BackendUnavailableError, match=reason) as caught:
         backend(config(address="bucket"), PAGES.namespace())
     assert SECRET not in str(caught.value)
-
-
-def test_a_client_that_panics_is_a_backend_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryConfig, "open_store", raising(PanicException()))
-    with pytest.raises(BackendUnavailableError, match="PanicException"):
-        open_in_memory(PAGES.namespace())
-
-
-ONE, TWO, THREE = make_keys(3)
 
 
 @pytest.mark.parametrize(
@@ -224,78 +191,4 @@ def test_azure_without_an_account_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         AZConfig(address="container").open_store()
 
 
-def measure_walks(monkeypatch: pytest.MonkeyPatch, num_objects: int) -> tuple[int, int]:
-    """List and verify a bucket of so many objects; return peak bytes of memory, and requests."""
-    store = MemoryStore()
-    for number in range(num_objects):
-        name = f"{number % 256:02x}{number:078x}.safetensors"
-        store.put(f"prefix/{'a' * 32}/{name[:2]}/{name}", b"no block")
-    monkeypatch.setattr(S3Config, "open_store", lambda _: store)
-    config = S3Config(address="bucket", path="/prefix", max_requests=4)
-    with contextlib.closing(BucketStore(config)) as opened:
-        tracemalloc.start()
-        (usage,) = measure_usage(opened)
-        num_bad = sum(found.bad for found in StoreCheck(opened, BlockCheck()).verify())
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert usage.num_blocks == num_bad == num_objects
-        return peak, opened._requests.bucket.counts.requests
-
-
-def test_memory_does_not_grow_with_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "LIST_CHUNK", 100)
-    monkeypatch.setattr(fsck, "FILES_IN_LINE", 50)
-    measure_walks(monkeypatch, 10)  # what is made once
-    small, large = measure_walks(monkeypatch, 200), measure_walks(monkeypatch, 600)
-    assert large[0] < 1.3 * small[0]
-    pages = 3 * 4  # of `ls`, of `fsck` for the sizes, and again for the objects
-    assert large[1] - small[1] == 400 + pages
-
-
 ONE, TWO = make_keys(2)
-
-
-@pytest.fixture
-def presence() -> Presence:
-    return Presence(found_ttl_s=300.0, missing_ttl_s=5.0)
-
-
-def test_an_old_look_does_not_undo_a_change(presence: Presence) -> None:
-    since = presence.mark()
-    presence.change(ONE, there=False)
-    presence.note(ONE, there=True, since=since)
-    presence.note_list([ONE], since=since)
-    assert presence.has(ONE) is False
-    presence.note(ONE, there=True, since=presence.mark())
-    assert presence.has(ONE) is True
-
-
-def test_of_two_looks_the_one_that_began_later_counts(presence: Presence) -> None:
-    early, late = presence.mark(), presence.mark()
-    presence.note(ONE, there=True, since=late)
-    presence.note(ONE, there=False, since=early)
-    assert presence.has(ONE) is True
-    presence.note(TWO, there=False, since=early)
-    presence.note(TWO, there=True, since=late)
-    assert presence.has(TWO) is True
-
-
-async def test_a_cancelled_delete_removes_nothing_that_is_stored_after_it() -> None:
-    store, entered, opened = MemoryStore(), asyncio.Event(), asyncio.Event()
-
-    async def delete(*arguments: Any, **fields: Any) -> None:
-        entered.set()
-        await opened.wait()
-        await obstore.delete_async(*arguments, **fields)
-
-    async with open_backend(store, overwrites=False) as backend:
-        await store_generated(backend, KEYS, chunk())
-        plant(backend._bucket, "delete_async", delete)
-        deleting = asyncio.ensure_future(backend.delete(KEYS))
-        await entered.wait()
-        deleting.cancel()
-        await asyncio.wait([deleting])
-        storing = asyncio.ensure_future(store_generated(backend, KEYS, chunk()))
-        opened.set()
-        await storing
-        assert statuses(await backend.load(KEYS, chunk(8))) == [Status.DONE]

@@ -71,36 +71,6 @@ class CloudTests(BackendTests):
         page[5000] ^= 1
         store.put(name, bytes(page))
 
-    async def test_a_part_of_a_chunk_is_replaced_by_the_whole(self) -> None:
-        memory = make_memory(blocks_per_chunk=4)
-        keys, whole = make_keys(1), memory.describe(0, range(4))
-        async with self.open(memory.namespace()) as backend:
-            await store_generated(backend, keys, memory.describe(0, [0, 1]))
-            await store_generated(backend, keys, whole)
-            outcomes = await backend.load(keys, memory.describe(0, range(4, 8)))
-            assert statuses(outcomes) == [Status.DONE]
-
-    async def test_one_list_answers_lookups(self) -> None:
-        memory, keys = make_memory(), make_keys(8)
-        async with self.open(memory.namespace()) as backend:
-            await store_generated(backend, keys[:6], memory.describe(0, range(6)))
-        async with self.open(memory.namespace(), missing_ttl_s=60.0) as backend:
-            await backend.lookup(keys[:1])
-            assert backend._listing is not None
-            await backend._listing
-            requests = backend.counts.requests
-            assert await backend.lookup(keys) == [True] * 6 + [False] * 2
-            assert backend.counts.requests == requests
-
-    async def test_pages_of_another_integrity_are_not_taken_for_ours(self) -> None:
-        memory, keys = make_memory(), make_keys(4)
-        blocks = memory.describe(0, range(4))
-        async with self.open(memory.namespace(), integrity="off") as theirs:
-            await store_generated(theirs, keys, blocks)
-        async with self.open(memory.namespace()) as ours:
-            assert await ours.lookup(keys) == [False] * 4
-            assert statuses(await ours.store(keys, blocks)) == [Status.FAILED] * 4
-
     async def test_an_object_of_no_bytes_is_replaced(self) -> None:
         memory, keys = make_memory(), make_keys(1)
         async with self.open(memory.namespace()) as backend:

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,87 +9,28 @@ import pytest
 
 from kvxfer.backends.object import BucketStore, S3Config, bucket_store
 from kvxfer.cli import main
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.connect import parse_backend
+from kvxfer.storage.keys import Namespace
 from kvxfer.testing.conformance.suite import make_keys, make_memory, store_generated
-from tests.backends.object_servers import (
-    BUCKET,
-    READER,
-    REGION,
-    ObjectServer,
-    open_bucket,
-)
+from tests.backends.object_servers import BUCKET, READER, Place
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("s3_credentials")]
+pytestmark = pytest.mark.processes
 
 MEMORY = make_memory()
 KEYS = make_keys(8)
-PARAMETERS = f"region={REGION}&timeout_s=60"
-
-_numbers = itertools.count()
 
 
-class Place:
-    """Store of its own in the bucket of a server, with the blocks of a namespace."""
+def fill(place: Place, *, model: str = "example/model", num_blocks: int = 8) -> Namespace:
+    """Store the blocks of a namespace."""
+    namespace = MEMORY.namespace(model=model)
 
-    def __init__(self, server: ObjectServer) -> None:
-        self.server = server
-        self.prefix = f"commands/{next(_numbers)}"
-        self.url = f"s3://{BUCKET}/{self.prefix}?endpoint={server.endpoint}&{PARAMETERS}"
-        self.client = server.open_client()
+    async def store() -> None:
+        async with place.open(namespace) as backend:
+            blocks = MEMORY.describe(0, range(num_blocks))
+            await store_generated(backend, KEYS[:num_blocks], blocks)
 
-    def fill(self, *, model: str = "example/model", num_blocks: int = 8) -> Namespace:
-        namespace = MEMORY.namespace(model=model)
-        blocks = MEMORY.describe(0, range(num_blocks))
-
-        async def store() -> None:
-            async with open_bucket(self.server, namespace, path=f"/{self.prefix}") as backend:
-                await store_generated(backend, KEYS[:num_blocks], blocks)
-
-        asyncio.run(store())
-        return namespace
-
-    def path(self, namespace: Namespace, key: BlockKey) -> str:
-        digits = key.hex()
-        return f"{namespace.fingerprint}/{digits[:2]}/{digits}.safetensors"
-
-    def put(self, path: str, data: bytes) -> None:
-        self.client.put(f"{self.prefix}/{path}", data)
-
-    def get(self, path: str) -> bytes:
-        return bytes(self.client.get(f"{self.prefix}/{path}").bytes())
-
-    def paths(self) -> list[str]:
-        listed = self.client.list(f"{self.prefix}/").collect()
-        return sorted(each["path"].removeprefix(f"{self.prefix}/") for each in listed)
-
-    def flip(self, path: str, offset: int) -> None:
-        data = bytearray(self.get(path))
-        data[offset] ^= 1
-        self.put(path, bytes(data))
-
-    def copy_to(self, folder: Path) -> str:
-        """Copy all objects, and their times, to a folder."""
-        for path in self.paths():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(self.get(path))
-            stored = self.client.head(f"{self.prefix}/{path}")["last_modified"].timestamp()
-            os.utime(folder / path, (stored, stored))
-        return str(folder)
-
-    def open(self) -> contextlib.closing[BucketStore]:
-        config = S3Config(
-            address=BUCKET,
-            path=f"/{self.prefix}",
-            endpoint=self.server.endpoint,
-            region=REGION,
-            timeout_s=60.0,
-        )
-        return contextlib.closing(BucketStore(config))
-
-
-@pytest.fixture
-def place(seaweedfs_server: ObjectServer) -> Place:
-    return Place(seaweedfs_server)
+    asyncio.run(store())
+    return namespace
 
 
 @pytest.fixture
@@ -112,7 +51,7 @@ Say = Callable[..., tuple[int, list[str]]]
 
 def plant_damage(place: Place) -> Namespace:
     """Fill a place, and damage it in every way."""
-    namespace, other = place.fill(), place.fill(model="another", num_blocks=3)
+    namespace, other = fill(place), fill(place, model="another", num_blocks=3)
     paths = [place.path(namespace, key) for key in KEYS]
     place.flip(paths[0], -1)
     place.put(paths[1], place.get(paths[1])[:-100])
@@ -189,7 +128,7 @@ def test_large_objects_are_verified_in_pieces(
     place: Place, monkeypatch: pytest.MonkeyPatch, say: Say
 ) -> None:
     monkeypatch.setattr(bucket_store, "PIECE_BYTES", 4500)
-    namespace = place.fill(num_blocks=3)
+    namespace = fill(place, num_blocks=3)
     assert say("fsck", place.url) == (0, ["3 good, 0 bad"])
     place.flip(place.path(namespace, KEYS[1]), -1)
     status, lines = say("fsck", place.url)
@@ -198,11 +137,13 @@ def test_large_objects_are_verified_in_pieces(
 
 
 def test_what_is_replaced_while_it_is_verified_stays(place: Place) -> None:
-    namespace = place.fill(num_blocks=1)
+    namespace = fill(place, num_blocks=1)
     path = place.path(namespace, KEYS[0])
     good = place.get(path)
     place.flip(path, -1)
-    with place.open() as store:
+    _, config = parse_backend(place.url)
+    assert isinstance(config, S3Config)
+    with contextlib.closing(BucketStore(config)) as store:
         (block,) = store.blocks()
         with (
             store.namespace(namespace.fingerprint) as opened,
@@ -220,7 +161,7 @@ def test_who_may_only_read_verifies_and_removes_nothing(
     say: Say,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    namespace = place.fill()
+    namespace = fill(place)
     place.flip(place.path(namespace, KEYS[0]), -1)
     before = place.paths()
     for name, value in READER.items():
@@ -237,12 +178,11 @@ def test_who_may_only_read_verifies_and_removes_nothing(
     assert place.paths() == before
 
 
-@pytest.mark.parametrize("command", [["ls"], ["fsck"], ["fsck", "--repair"], ["gc"], ["inspect"]])
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (("s3://blocks/", "s3://nothing/"), "NoSuchBucket"),
-        (("/commands/", "/elsewhere/"), "expected"),
+        (("/places/", "/elsewhere/"), "expected"),
         (("s3://blocks/", "s3://someone:hunter2@blocks/"), "environment only"),
         (("region=", "secret_access_key=hunter2&region="), "environment only"),
         (("s3://", "ftp://"), "ftp"),
@@ -252,17 +192,16 @@ def test_who_may_only_read_verifies_and_removes_nothing(
 def test_what_cannot_be_asked_is_one_line(
     place: Place,
     capsys: pytest.CaptureFixture[str],
-    command: list[str],
     change: tuple[str, str],
     said: str,
 ) -> None:
     url = place.url.replace(*change)
-    if command == ["inspect"] and said in ("NoSuchBucket", "expected"):
-        said = "No such file"
-    assert main([*command, url]) == 2
-    printed = capsys.readouterr()
-    assert not printed.out
-    assert printed.err.startswith(f"kvxfer {command[0]}: ")
-    assert printed.err.count("\n") == 1
-    assert said in printed.err
-    assert "hunter2" not in printed.err
+    for command, *options in (["ls"], ["fsck"], ["fsck", "--repair"], ["gc"], ["inspect"]):
+        is_path = command == "inspect" and said in ("NoSuchBucket", "expected")
+        assert main([command, *options, url]) == 2
+        printed = capsys.readouterr()
+        assert not printed.out
+        assert printed.err.startswith(f"kvxfer {command}: ")
+        assert printed.err.count("\n") == 1
+        assert ("No such file" if is_path else said) in printed.err
+        assert "hunter2" not in printed.err

@@ -11,7 +11,6 @@ import pytest
 from kvxfer.backends.object import S3Backend
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
-from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import (
     assert_done_are,
     make_keys,
@@ -21,15 +20,13 @@ from kvxfer.testing.conformance.suite import (
 )
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from tests.backends.object_servers import ObjectServer, open_bucket, seaweedfs
+from tests.backends.outages import BACK_S, SLACK_S, require_back
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("s3_credentials")]
 
 MEMORY = make_large_memory()
 TIMEOUT_S = 3.0
 RETRY_AFTER_S = 0.5
-SLACK_S = 2.0
-"""Time that a busy machine may take in addition."""
-BACK_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -53,24 +50,6 @@ async def store_before(server: ObjectServer, keys: list[BlockKey]) -> list[bytes
     """Store blocks while all is well, however long that takes."""
     async with open_bucket(server, MEMORY.namespace(), path="/faults") as backend:
         return await store_generated(backend, keys, MEMORY.describe(0, range(8)))
-
-
-async def require_back(backend: S3Backend, memory: BlockMemory) -> None:
-    """Wait until blocks come and go again."""
-    keys = make_keys(4, first=int(time.monotonic_ns() % 10**7))
-    stop = time.monotonic() + BACK_S
-    blocks = memory.describe(0, range(4))
-    payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in keys]
-    write_payloads(blocks, payloads)
-    while not all(outcome.done for outcome in await backend.store(keys, blocks)):
-        assert time.monotonic() < stop
-        await asyncio.sleep(0.2)
-    target = memory.describe(0, range(4, 8))
-    while not all(outcome.done for outcome in await backend.load(keys, target)):
-        assert time.monotonic() < stop
-        await asyncio.sleep(0.2)
-    assert read_payloads(target) == payloads
-    assert await backend.lookup(keys) == [True] * 4
 
 
 async def timed_load(backend: S3Backend, first: int) -> tuple[list[Outcome], float]:

@@ -1,6 +1,5 @@
 """Sealed pages in a bucket: bound to their names, and nothing to who has another key."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,10 @@ import pytest
 from kvxfer.backends.object import S3Backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import BlockKey
-from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.file_store import open_store, sealed
-from tests.backends.object_servers import ObjectServer, open_bucket
+from tests.backends.object_servers import ObjectServer, Place
 
 pytestmark = pytest.mark.processes
 
@@ -22,40 +19,16 @@ MEMORY = make_memory()
 NAMESPACE = MEMORY.namespace()
 KEYS = make_keys(4)
 
-_numbers = itertools.count()
 
-
-class Bucket:
-    """Place of its own in the bucket of a server, for sealed pages."""
+class Bucket(Place):
+    """Place for sealed pages, by the names of their secrets; without one, for others."""
 
     def __init__(self, server: ObjectServer, folder: Path) -> None:
-        self.server = server
-        self.prefix = f"sealed/{next(_numbers)}"
-        self.client = server.open_client()
+        super().__init__(server)
         self.secrets = folder / "bucket"
 
-    def open(self, *names: str, memory: BlockMemory = MEMORY, **fields: Any) -> S3Backend:
-        own = sealed(self.secrets, *names, tenant=fields.pop("tenant", "")) if names else {}
-        place = f"/{self.prefix}"
-        return open_bucket(self.server, memory.namespace(), path=place, **(own | fields))
-
-    def name(self, key: BlockKey) -> str:
-        digits = key.hex()
-        return f"{self.prefix}/{NAMESPACE.fingerprint}/{digits[:2]}/{digits}.safetensors"
-
-    def get(self, key: BlockKey) -> bytes:
-        return bytes(self.client.get(self.name(key)).bytes())
-
-    def put(self, key: BlockKey, page: bytes) -> None:
-        self.client.put(self.name(key), page)
-
-    def objects(self) -> dict[str, bytes]:
-        names = [each["path"] for each in self.client.list(self.prefix).collect()]
-        return {name: bytes(self.client.get(name).bytes()) for name in names}
-
-    def pages(self) -> dict[str, bytes]:
-        found = self.objects()
-        return {name: found[name] for name in found if name.endswith(".safetensors")}
+    def open_sealed(self, *names: str, tenant: str = "", **fields: Any) -> S3Backend:
+        return self.open(NAMESPACE, **sealed(self.secrets, *names, tenant=tenant), **fields)
 
 
 @pytest.fixture
@@ -74,19 +47,15 @@ async def load(backend: S3Backend) -> list[Status]:
 
 
 async def test_no_object_has_anything_of_a_block(bucket: Bucket, tmp_path: Path) -> None:
-    async with bucket.open("ours") as backend:
+    async with bucket.open_sealed("ours") as backend:
         payloads = await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
         assert await load(backend) == [Status.DONE] * 4
         assert read_payloads(MEMORY.describe(0, range(8, 12))) == payloads
-    pages = bucket.objects()
-    assert len(pages) == 2 + len(KEYS)
+    assert len(bucket.paths()) == 2 + len(KEYS)
+    objects = b"".join(bucket.get(path) for path in bucket.paths())
     for payload in payloads:
-        pieces = [payload[at : at + 8] for at in range(0, len(payload) - 7, 8)]
-        assert not any(piece in page for page in pages.values() for piece in pieces)
-    for name, page in pages.items():  # a copy is a store in files, for who has the secret
-        path = tmp_path / "store" / name.removeprefix(f"{bucket.prefix}/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(page)
+        assert not any(payload[at : at + 8] in objects for at in range(0, len(payload) - 7, 8))
+    bucket.copy_to(tmp_path / "store")  # is a store in files, for who has the secret
     root = tmp_path / "store"
     async with open_store(root, NAMESPACE, **sealed(root, "ours")) as files:
         target = MEMORY.describe(0, range(8, 12))
@@ -98,13 +67,11 @@ async def test_no_object_has_anything_of_a_block(bucket: Bucket, tmp_path: Path)
 async def test_with_another_key_a_page_is_a_miss_and_stays(
     bucket: Bucket, name: str, tenant: str
 ) -> None:
-    async with bucket.open("ours") as owner:
+    async with bucket.open_sealed("ours") as owner:
         await store_generated(owner, KEYS[:2], MEMORY.describe(0, range(2)))
-        damaged = bytearray(bucket.get(KEYS[1]))
-        damaged[-1] ^= 1
-        bucket.put(KEYS[1], bytes(damaged))
+        bucket.flip(bucket.path(NAMESPACE, KEYS[1]), -1)
         before = bucket.pages()
-        async with bucket.open(name, tenant=tenant, missing_ttl_s=60.0) as backend:
+        async with bucket.open_sealed(name, tenant=tenant, missing_ttl_s=60.0) as backend:
             assert await load(backend) == [Status.MISSING] * 4
             assert await backend.lookup(KEYS) == [False] * 4
             for _ in range(6):  # the bucket is well: other stores go on
@@ -130,8 +97,8 @@ UNREADABLE = [
 def open_kind(bucket: Bucket, kind: str, **fields: Any) -> S3Backend:
     secrets = {"sealed": "ours", "sealed with another": "theirs"}
     if kind in secrets:
-        return bucket.open(secrets[kind], **fields)
-    return bucket.open(integrity=kind, **fields)
+        return bucket.open_sealed(secrets[kind], **fields)
+    return bucket.open(NAMESPACE, integrity=kind, **fields)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), UNREADABLE)
@@ -174,5 +141,5 @@ async def test_others_who_begin_later_are_noticed(bucket: Bucket, theirs: str, o
 
 def test_what_is_missing_is_named(bucket: Bucket) -> None:
     with pytest.raises(InvalidArgumentError) as raised:
-        bucket.open(integrity="sealed")
+        bucket.open(NAMESPACE, integrity="sealed")
     assert raised.value.argument == "secret_file"

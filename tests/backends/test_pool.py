@@ -6,24 +6,18 @@ import fcntl
 import os
 import socket
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.host.shared_memory import SharedMemory
-from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, backend, server
-from kvxfer.backends.pool.messages import Message, Pin, Pinned, Reserve, Reserved
+from kvxfer.backends.pool import PoolBackend, PoolConfig, backend, server
 from kvxfer.connect import open_backend, parse_backend
-from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.gauge import Gauge
-from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
-from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory, DictBackend, DictConfig
-from kvxfer.tiering import TieredBackend
-from kvxfer.units import ByteSize
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from tests.backends.host_blocks import flip
 from tests.backends.pool_servers import OwnPoolBackend, running_pool
 from tests.backends.test_host import capacity_for
@@ -89,21 +83,20 @@ async def test_engines_share_blocks_and_one_finds_the_corrupt_one_for_all(path: 
             assert there == [key != peers.KEYS[2] for key in peers.KEYS]
 
 
-def test_an_engine_of_another_model_is_refused_with_both_names(path: Path) -> None:
-    with running_pool(path), attached(path):
-        with pytest.raises(NamespaceMismatchError) as info:
-            attach(path, model="example/other")
-        wanted = "differ in model: ours is 'example/other', theirs is 'example/model'"
-        assert wanted in str(info.value)
-
-
-def test_an_engine_of_another_version_is_refused_with_both_versions(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("model", "version", "wanted"),
+    [
+        ("other", 1, "differ in model: ours is 'other', theirs is 'example/model'"),
+        ("example/model", 7, "protocol_version: ours is '7', theirs is '1'"),
+    ],
+)
+def test_an_engine_of_another_model_or_version_is_refused_with_both(
+    path: Path, monkeypatch: pytest.MonkeyPatch, model: str, version: int, wanted: str
 ) -> None:
-    monkeypatch.setattr(backend, "PROTOCOL_VERSION", 7)
-    wanted = "protocol_version: ours is '7', theirs is '1'"
-    with running_pool(path), pytest.raises(NamespaceMismatchError, match=wanted):
-        attach(path)
+    with running_pool(path), attached(path):
+        monkeypatch.setattr(backend, "PROTOCOL_VERSION", version)
+        with pytest.raises(NamespaceMismatchError, match=wanted):
+            attach(path, model=model)
 
 
 def test_a_process_of_another_user_is_refused_on_both_sides(
@@ -191,79 +184,3 @@ async def test_an_engine_may_have_tiers_below_the_pool_and_works_on_when_it_is_g
         assert await peers.load(engine) == peers.PAYLOADS
         await engine.delete(peers.KEYS)
         assert all(outcome.done for outcome in await peers.store(engine)), "in the files"
-
-
-async def test_blocks_go_to_the_tier_below_and_come_back_into_memory(
-    path: Path, tmp_path: Path
-) -> None:
-    files = FileConfig(
-        path=str(tmp_path / "store"), capacity=ByteSize(1 << 26), min_free=ByteSize(1)
-    )
-
-    def tiers(host: Backend, namespace: Namespace) -> Backend:
-        return TieredBackend([host, FileBackend(files, namespace)], namespace)
-
-    for work in (peers.store, peers.load):
-        with running_pool(path, tiers=tiers):
-            async with attach(path) as engine:
-                result = await work(engine)
-                if work is peers.load:
-                    assert result == peers.PAYLOADS
-                    assert all(await engine.lookup(peers.KEYS))
-
-
-def store_another(engine: PoolBackend) -> bool:
-    key = make_block_key(b"another block", 0)
-    return asyncio.run(engine.store([key], MEMORY.describe(0, [0])))[0].done
-
-
-def make_attachment(path: Path) -> Attachment:
-    return Attachment(str(path), peers.namespace(), timeout_s=5.0, open_copy_engine=CPUCopyEngine)
-
-
-def test_where_an_engine_writes_nobody_else_does_while_its_process_lives(path: Path) -> None:
-    num_blocks = len(peers.KEYS)
-    with running_pool(path, capacity="76KiB"), attached(path) as other:
-        engine = make_attachment(path)
-        sizes = [peers.BLOCK_BYTES] * num_blocks
-        reserve = Reserve(number=1, keys=peers.KEYS, starts=[0] * num_blocks, sizes=sizes)
-        assert len(engine.ask(reserve, Reserved).rows) == num_blocks
-        engine._socket.shutdown(socket.SHUT_RDWR)
-        assert not any(store_another(other) for _ in range(100)), "every slot is reserved"
-        engine.close()
-
-
-def test_what_an_engine_reads_stays_after_it_sent_nonsense_until_it_ends(path: Path) -> None:
-    with running_pool(path, capacity="76KiB") as pool, attached(path) as other:
-        assert all(each.done for each in asyncio.run(peers.store(other)))
-        engine = make_attachment(path)
-        pin = Pin(keys=peers.KEYS, within_s=1.0)
-        assert len(engine.ask(pin, Pinned).rows) == len(peers.KEYS)
-        assert pool.gauge(Gauge.PINS) == 1.0, "of eight blocks"
-        engine.tell(Nonsense())
-        with pytest.raises(BackendUnavailableError, match="ended the connection"):
-            engine.ask(pin, Pinned)
-        assert not store_another(other), "every block is pinned"
-        engine.close()
-        assert any(store_another(other) for _ in range(1000))
-        assert pool.gauge(Gauge.PINS) == 0.0
-
-
-class Nonsense(Message, frozen=True):
-    """Message that no holder knows."""
-
-
-async def test_a_tier_below_the_pool_that_hangs_costs_no_engine_its_pool(path: Path) -> None:
-    class Hanging(DictBackend):
-        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-            await asyncio.Event().wait()
-            return []
-
-    def tiers(host: Backend, namespace: Namespace) -> Backend:
-        return TieredBackend([host, Hanging(DictConfig(), namespace)], namespace)
-
-    with running_pool(path, tiers=tiers):
-        async with attach(path, timeout_s=1.0) as engine:
-            assert not any(await engine.lookup(peers.KEYS))
-            assert await peers.load(engine) == [None] * len(peers.KEYS)
-            assert engine.is_attached

@@ -5,18 +5,13 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 import pytest
 
 from kvxfer.backends.pool import PoolBackend, PoolConfig
-from kvxfer.storage.backend import Outcome
-from kvxfer.storage.keys import BlockKey
-from kvxfer.testing import BlockMemory
-from kvxfer.testing.payloads import write_payloads
-from tests.backends.pool_engine_process import OTHER_KEYS
 from tests.cli import peers
 from tests.cli.peers import ServeProcess, serving
 
@@ -31,20 +26,15 @@ NOTHING = [None] * len(peers.KEYS)
 class Engine:
     """Engine of this process that is attached to a pool, for tests that wait for processes."""
 
-    def __init__(self, path: Path, *, timeout_s: float = 30.0) -> None:
-        config = PoolConfig(path=str(path), timeout_s=timeout_s)
+    def __init__(self, path: Path) -> None:
+        config = PoolConfig(path=str(path), timeout_s=30.0)
         self.backend = PoolBackend(config, peers.namespace())
 
     def lookup(self) -> list[bool]:
         return asyncio.run(self.backend.lookup(peers.KEYS))
 
-    def store(self) -> list[Outcome]:
-        return asyncio.run(peers.store(self.backend))
-
-    def store_others(self, keys: Sequence[BlockKey]) -> list[Outcome]:
-        blocks = BlockMemory(peers.PAGES, num_blocks=len(keys)).describe(0, range(len(keys)))
-        write_payloads(blocks, [bytes(peers.BLOCK_BYTES)] * len(keys))
-        return asyncio.run(self.backend.store(keys, blocks))
+    def num_stored(self) -> int:
+        return sum(outcome.done for outcome in asyncio.run(peers.store(self.backend)))
 
     def load(self) -> list[bytes | None]:
         return asyncio.run(peers.load(self.backend))
@@ -59,28 +49,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         asyncio.run(self.backend.aclose())
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServeProcess, Path]]:
-    path = tmp_path_factory.mktemp("pool") / "pool.sock"
-    with serving("--capacity", EXACTLY_ENOUGH, pool=path) as pool:
-        yield pool, path
-
-
-@pytest.fixture
-def pool(served: tuple[ServeProcess, Path]) -> Iterator[ServeProcess]:
-    """A pool with room for the blocks of `peers` and no more, which is empty."""
-    pool, path = served
-    with Engine(path) as engine:
-        asyncio.run(engine.backend.delete([*peers.KEYS, *OTHER_KEYS]))
-    yield pool
-    assert pool.process.poll() is None
-
-
-@pytest.fixture
-def path(served: tuple[ServeProcess, Path]) -> Path:
-    return served[1]
 
 
 @contextlib.contextmanager
@@ -106,10 +74,6 @@ def kill(process: "subprocess.Popen[str]", pool: ServeProcess) -> None:
     pool.wait_for(rf"engine \d+ \(process {process.pid}\) ended")
 
 
-def num_done(outcomes: Sequence[Outcome]) -> int:
-    return sum(outcome.done for outcome in outcomes)
-
-
 def test_when_the_pool_is_killed_engines_miss_and_attach_to_the_next_one(tmp_path: Path) -> None:
     path = tmp_path / "pool.sock"
     with Engine(path) as engine:
@@ -117,17 +81,17 @@ def test_when_the_pool_is_killed_engines_miss_and_attach_to_the_next_one(tmp_pat
         before = set(SHARED_MEMORY.glob("kvxfer-pool*"))
         with serving("--capacity", "1MiB", pool=path) as first:
             engine.retry()
-            assert num_done(engine.store()) == len(peers.KEYS)
+            assert engine.num_stored() == len(peers.KEYS)
             first.process.kill()
             first.process.wait()
         assert set(SHARED_MEMORY.glob("kvxfer-pool*")) <= before, "nothing is left behind"
         assert not any(engine.lookup())
-        assert num_done(engine.store()) == 0
+        assert engine.num_stored() == 0
         assert engine.load() == NOTHING
         assert path.exists(), "as a killed process leaves it"
         with serving("--capacity", "1MiB", pool=path) as second:
             engine.retry()
-            assert num_done(engine.store()) == len(peers.KEYS)
+            assert engine.num_stored() == len(peers.KEYS)
             assert engine.load() == peers.PAYLOADS
             assert second.end() == 0
         assert not path.exists()
@@ -154,6 +118,6 @@ def test_no_byte_is_wrong_and_no_slot_is_lost_while_everything_is_killed(tmp_pat
         engines[0].communicate(timeout=peers.LIMIT_S)
         assert engines[0].returncode == 0
         with Engine(path) as last:
-            assert num_done(last.store()) == len(peers.KEYS), "every slot is free"
+            assert last.num_stored() == len(peers.KEYS), "every slot is free"
             assert last.load() == peers.PAYLOADS
         assert pool.end() == 0
