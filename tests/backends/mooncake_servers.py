@@ -2,12 +2,8 @@
 
 import contextlib
 import functools
-import os
-import signal
 import socket
-import subprocess
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +14,8 @@ import msgspec
 from kvxfer.backends.mooncake import MooncakeBackend, MooncakeConfig
 from kvxfer.endpoint import free_ports
 from kvxfer.storage.keys import Namespace
+from tests.backends.outages import Program
 
-START_LIMIT_S = 60.0
 PATIENT = {"timeout_s": 60.0, "lookup_timeout_s": 60.0}
 """Limits that a busy machine keeps, for tests of something else."""
 SEGMENT_BYTES = 256 << 20
@@ -27,40 +23,14 @@ CLIENT_TTL_S = 3
 """Time after which the master forgets a process that is gone."""
 
 
-class Process:
-    """Program of Mooncake's wheel; started at once."""
+def start(program: str, flags: dict[str, Any], folder: Path) -> Program:
+    """Start a program of Mooncake's wheel."""
+    import mooncake
 
-    def __init__(self, name: str, flags: dict[str, Any], log: Path) -> None:
-        import mooncake
-
-        self._command = [str(Path(mooncake.__path__[0]) / name)]
-        self._command += [f"-{name}={value}" for name, value in flags.items()]
-        self._log = log
-        self.start()
-
-    def start(self) -> None:
-        """Start it, with nothing in its memory."""
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
-
-    def freeze(self) -> None:
-        """Stop it as it is: connections stay open, and nobody answers."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def thaw(self) -> None:
-        """Let it go on."""
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """Kill it in the middle of whatever it does."""
-        self.process.kill()
-        self.process.wait()
-
-    def require_running(self, stop: float) -> None:
-        """Check that it has not ended, nor the time for what it is to do."""
-        ok = self.process.poll() is None and time.monotonic() < stop
-        assert ok, self._log.read_text()[-2000:]
+    (folder / program).mkdir()
+    command = [str(Path(mooncake.__path__[0]) / program)]
+    command += [f"-{name}={value}" for name, value in flags.items()]
+    return Program(command, folder / program)
 
 
 class Cluster:
@@ -70,7 +40,7 @@ class Cluster:
         self.port = free_ports(3)
         self._metrics_port = self.port + 1
         self.address = f"127.0.0.1:{self.port}"
-        self.master = Process(
+        self.master = start(
             "mooncake_master",
             {
                 "rpc_port": self.port,
@@ -80,10 +50,10 @@ class Cluster:
                 "metrics_port": self._metrics_port,
                 "client_ttl": CLIENT_TTL_S,
             },
-            folder / "master",
+            folder,
         )
         self.await_master()
-        self.holder = Process(
+        self.holder = start(
             "mooncake_client",
             {
                 "master_server_address": self.address,
@@ -92,31 +62,32 @@ class Cluster:
                 "port": self.port + 2,
                 "global_segment_size": f"{segment_bytes >> 20} MB",
             },
-            folder / "holder",
+            folder,
         )
         self.await_memory()
 
     def await_master(self) -> None:
         """Wait until the master listens."""
-        stop = time.monotonic() + START_LIMIT_S
-        while True:
+
+        def listens() -> bool:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
-                return
-            self.master.require_running(stop)
-            time.sleep(0.05)
+                return True
+            return False
+
+        self.master.wait_until(listens)
 
     def await_memory(self) -> None:
         """Wait until the master knows of memory."""
-        stop = time.monotonic() + START_LIMIT_S
         url = f"http://127.0.0.1:{self._metrics_port}/metrics"
-        while True:
+
+        def has_room() -> bool:
             with contextlib.suppress(OSError), urllib.request.urlopen(url) as answer:
                 lines = answer.read().decode().splitlines()
                 room = [line for line in lines if line.startswith("master_total_capacity_bytes ")]
-                if room and float(room[0].split()[-1]):
-                    return
-            self.holder.require_running(stop)
-            time.sleep(0.05)
+                return bool(room and float(room[0].split()[-1]))
+            return False
+
+        self.holder.wait_until(has_room)
 
     @functools.cached_property
     def client(self) -> Any:

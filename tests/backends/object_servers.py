@@ -5,12 +5,9 @@ import itertools
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -25,12 +22,12 @@ from obstore.store import ObjectStore, S3Store
 from kvxfer.backends.object import S3Backend, S3Config
 from kvxfer.endpoint import free_ports
 from kvxfer.storage.keys import BlockKey, Namespace
+from tests.backends.outages import Program
 
 KEY_ID, SECRET = "kvxfertestkey", "kvxfertestsecret"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
 READER = {"AWS_ACCESS_KEY_ID": "kvxferreader", "AWS_SECRET_ACCESS_KEY": "kvxferreadersecret"}
 BUCKET, REGION = "blocks", "us-east-1"
-START_LIMIT_S = 60.0
 
 T = TypeVar("T", bound="ObjectServer")
 
@@ -47,7 +44,7 @@ _SEAWEEDFS_PORTS = (
 )
 
 
-class ObjectServer:
+class ObjectServer(Program):
     """Server of S3 in a process of its own, with one bucket; started at once.
 
     Args:
@@ -58,48 +55,22 @@ class ObjectServer:
     Attributes:
         path: Path of its URL.
         endpoint: Its URL.
-        process: The process.
     """
 
     path: ClassVar[str] = ""
 
     def __init__(self, command: list[str], port: int, folder: Path) -> None:
         self.endpoint = f"http://127.0.0.1:{port}{self.path}"
-        self._command = command
-        self._folder = folder
-        self.start()
+        super().__init__(command, folder)
 
     def start(self) -> None:
         """Start the server, and wait until its bucket takes objects."""
-        log = self._folder / "log"
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                self._command,
-                stdout=output,
-                stderr=output,
-                cwd=self._folder,
-                start_new_session=True,
-            )
+        super().start()
         try:
-            self._await(log)
+            self.wait_until(self._make_bucket)
         except BaseException:
             self.kill()
             raise
-
-    def freeze(self) -> None:
-        """Stop it as it is: connections stay open, and nobody answers."""
-        os.killpg(self.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def thaw(self) -> None:
-        """Let it go on."""
-        os.killpg(self.process.pid, signal.SIGCONT)
-
-    def kill(self, sent: signal.Signals = signal.SIGKILL) -> None:
-        """End it by a signal, in the middle of whatever it does; may be called again."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, sent)
-        self.process.wait()
 
     def open_client(self) -> ObjectStore:
         """Open a plain client to the bucket."""
@@ -113,13 +84,6 @@ class ObjectServer:
             client_options={"allow_http": True},
             retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=10)},
         )
-
-    def _await(self, log: Path) -> None:
-        stop = time.monotonic() + START_LIMIT_S
-        while not self._make_bucket():
-            if self.process.poll() is not None or time.monotonic() > stop:
-                raise RuntimeError(f"no server of S3: {log.read_text()[-2000:]}")
-            time.sleep(0.1)
 
     def _make_bucket(self) -> bool:
         import obstore

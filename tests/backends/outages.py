@@ -1,8 +1,14 @@
-"""What holds of every backend whose servers hang, end and come back."""
+"""Programs that hang, end and come back, and what holds of every backend over them."""
 
 import asyncio
+import contextlib
 import itertools
+import os
+import signal
+import subprocess
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from kvxfer.storage.backend import Backend
 from kvxfer.testing import BlockMemory
@@ -12,6 +18,7 @@ from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 SLACK_S = 2.0
 """Time that a busy machine may take in addition to a limit."""
 BACK_S = 60.0
+START_LIMIT_S = 60.0
 
 _numbers = itertools.count(10**6, 4)
 
@@ -29,3 +36,43 @@ async def require_back(backend: Backend, memory: BlockMemory) -> None:
             await asyncio.sleep(0.2)
     assert read_payloads(target) == payloads
     assert await backend.lookup(keys) == [True] * 4
+
+
+class Program:
+    """Program in a process group of its own, in a folder that has its log; started at once."""
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
+        self._command = command
+        self._folder = folder
+        self._log = folder / "log"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, with nothing in its memory."""
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, cwd=self._folder, start_new_session=True
+            )
+
+    def freeze(self) -> None:
+        """Stop it as it is: connections stay open, and nobody answers."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+    def kill(self, sent: signal.Signals = signal.SIGKILL) -> None:
+        """End it by a signal, in the middle of whatever it does; may be called again."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, sent)
+        self.process.wait()
+
+    def wait_until(self, is_ready: Callable[[], bool]) -> None:
+        """Wait until it is ready, which does not take long while it runs."""
+        stop = time.monotonic() + START_LIMIT_S
+        while not is_ready():
+            ok = self.process.poll() is None and time.monotonic() < stop
+            assert ok, self._log.read_text()[-2000:]
+            time.sleep(0.05)

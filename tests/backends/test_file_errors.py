@@ -6,8 +6,7 @@ import errno
 import mmap
 import os
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,8 @@ from tests.backends.file_store import (
 )
 from tests.clock import Clock
 
-REPOSITORY = Path(__file__).parents[2]
 MIB = 1 << 20
+NOBODY = 65534
 NUM_TOLERATED = 5  # errors in a row, after which storing is paused
 DONE, FAILED, MISSING = Status.DONE, Status.FAILED, Status.MISSING
 
@@ -128,71 +127,41 @@ def break_file_system(folder: Path) -> None:
     trigger.write_text("test")
 
 
-AS_NOBODY = """
-import asyncio, os, sys
-from pathlib import Path
-from kvxfer.storage.backend import Status
-from tests.backends.file_store import hashed_keys, load_verified, one_page_memory, open_store
-from tests.backends.file_store import store
-from kvxfer.errors import BackendUnavailableError
-
-async def main(root):
-    memory, keys = one_page_memory(), hashed_keys(3)
-    os.chmod(root, 0o777)
-    os.setgid(65534)
-    os.setuid(65534)
-    path = root / "store"
-    async with open_store(path, memory.namespace()) as backend:
-        await store(backend, keys[:1], memory.describe(0, [0]))
-        folder = path / memory.namespace().fingerprint
-        (file,) = folder.rglob("*.safetensors")
-        file.chmod(0)
-        print([o.reason for o in await backend.load(keys[:1], memory.describe(0, [1]))])
-        file.chmod(0o600)
-        for inner in [*folder.iterdir(), folder]:
-            if inner.is_dir():
-                inner.chmod(0o500)
-        print([o.reason for o in await store(backend, keys[1:], memory.describe(0, [0, 1]))])
-        print(await load_verified(backend, keys, memory.describe(0, [1, 2, 3])))
-        try:
-            print("deleted", await backend.delete(keys[:1]))
-        except BackendUnavailableError as exc:
-            print(exc)
-        folder.chmod(0o700)
-    os.chmod(path, 0o500)
-    try:
-        open_store(path, memory.namespace(revision="another"))
-    except BackendUnavailableError as exc:
-        print(exc)
-
-asyncio.run(main(Path(sys.argv[1])))
-"""
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become nobody")
-@pytest.mark.processes
-def test_missing_permissions_are_outcomes() -> None:
+@pytest.fixture
+def folder_of_nobody() -> Iterator[Path]:
+    """A folder of a process that is nobody: root may do everything."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become nobody")
     with temporary_folder("ext4") as folder:  # not below pytest's, which only its owner may enter
-        done = run_python(AS_NOBODY, folder)
-    cannot_load, cannot_store, loaded, cannot_delete, cannot_open = done.splitlines()
-    assert cannot_load == "['PermissionError: Permission denied']"
-    assert cannot_store == str(["PermissionError: Permission denied"] * 2)
-    assert loaded.count("DONE") == 1
-    assert loaded.count("MISSING") == 2
-    assert "Permission denied" in cannot_delete
-    assert "Permission denied" in cannot_open
+        os.chown(folder, NOBODY, NOBODY)
+        os.seteuid(NOBODY)  # of all threads
+        try:
+            yield folder
+        finally:
+            os.seteuid(0)
 
 
-def run_python(code: str, *arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+async def test_missing_permissions_are_outcomes(folder_of_nobody: Path) -> None:
+    memory, keys, root = one_page_memory(), hashed_keys(3), folder_of_nobody / "store"
+    file = path_of(root, memory.namespace(), keys[0])
+    async with open_store(root, memory.namespace()) as backend:
+        await store(backend, keys[:1], memory.describe(0, [0]))
+        file.chmod(0)
+        (outcome,) = await backend.load(keys[:1], memory.describe(0, [1]))
+        assert outcome.reason == "PermissionError: Permission denied"
+        file.chmod(0o600)
+        for inner in [*file.parents[1].iterdir(), file.parents[1]]:
+            inner.chmod(0o500)
+        outcomes = await store(backend, keys[1:], memory.describe(0, [0, 1]))
+        assert [each.reason for each in outcomes] == ["PermissionError: Permission denied"] * 2
+        loaded = await load_verified(backend, keys, memory.describe(0, [1, 2, 3]))
+        assert loaded == [DONE, MISSING, MISSING]
+        with pytest.raises(BackendUnavailableError, match="Permission denied"):
+            await backend.delete(keys[:1])
+        file.parents[1].chmod(0o700)
+    root.chmod(0o500)
+    with pytest.raises(BackendUnavailableError, match="Permission denied"):
+        open_store(root, memory.namespace(revision="another"))
 
 
 ERRORS = [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EIO, errno.ESTALE]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -127,44 +126,3 @@ async def test_a_namespace_folder_that_is_a_link_is_not_followed(tmp_path: Path)
     with pytest.raises(BackendUnavailableError):
         open_store(root, memory.namespace())
     assert list(elsewhere.iterdir()) == []
-
-
-def pages(text: bytes) -> bytes:
-    return struct.pack("<Q", PAGE_BYTES - 8) + text.ljust(PAGE_BYTES - 8)
-
-
-def tensors(num: int) -> bytes:
-    one = {"dtype": "U8", "shape": [1, 1], "data_offsets": [0, 1]}
-    return json.dumps({f"t{index}": one for index in range(num)}).encode()
-
-
-HOSTILE = {
-    "length 0": struct.pack("<Q", 0) + b"{}",
-    "length 2**64 - 1": struct.pack("<Q", 2**64 - 1) + b"{}",
-    "length 2**63": struct.pack("<Q", 2**63) + b"{" * 5000,
-    "length 100 MB": struct.pack("<Q", 10**8) + b" " * 9000,
-    "huge JSON": struct.pack("<Q", 1 << 20) + b"{" + b" " * (1 << 20),
-    "thousands of tensors": struct.pack("<Q", len(tensors(5000))) + tensors(5000),
-    "many tensors in one page": pages(tensors(40)),
-    "nested arrays": pages(b"[" * 4000),
-    "nested objects": pages(b'{"a":' * 700),
-    "nested in place of a field": pages(b'{"__metadata__":' + b"[" * 4000),
-    "nested in a field": pages(b'{"__metadata__":{"format":' + b"[" * 3900),
-    "huge numbers": pages(b'{"blocks":{"dtype":"U8","shape":[1e999,' + b"9" * 3000 + b"]}}"),
-    "no JSON": pages(b"\xff" * 4000),
-    "nothing": b"",
-    "seven bytes": b"1234567",
-    "null": pages(b"null"),
-    "same key many times": pages(b"{" + b'"blocks":{},' * 300 + b'"blocks":{}}'),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-async def test_a_hostile_header_is_corrupt_and_harms_nobody(tmp_path: Path, name: str) -> None:
-    memory, keys = BlockMemory([[1 << 20]], num_blocks=4), hashed_keys(1)
-    path = path_of(tmp_path, memory.namespace(), keys[0])
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        path.parent.mkdir(mode=0o700)
-        path.write_bytes(HOSTILE[name].ljust(9000))
-        assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.CORRUPT]
-        assert await backend.lookup(keys) == [False]

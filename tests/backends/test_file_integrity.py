@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from tests.backends.file_store import (
+    PAGE_BYTES,
     flip_bit,
     hashed_keys,
     load_verified,
@@ -31,17 +33,11 @@ NAMESPACE = MEMORY.namespace()
 KEYS = hashed_keys(NUM_KEYS)
 
 
-def open_keyed(root: Path, name: str, memory: BlockMemory = MEMORY) -> FileBackend:
-    secret = str(secret_of(root, name))
-    return open_store(root, memory.namespace(), integrity=Integrity.KEYED, secret_file=secret)
-
-
-def open_kind(root: Path, kind: str) -> FileBackend:
-    if kind == "keyed":
-        return open_keyed(root, "ours")
+def open_kind(root: Path, kind: str, owner: str = "ours") -> FileBackend:
     if kind == "sealed":
-        return open_store(root, NAMESPACE, **sealed(root, "ours"))
-    return open_store(root, NAMESPACE, integrity=Integrity(kind))
+        return open_store(root, NAMESPACE, **sealed(root, owner))
+    fields = {"secret_file": str(secret_of(root, owner))} if kind == "keyed" else {}
+    return open_store(root, NAMESPACE, integrity=Integrity(kind), **fields)
 
 
 async def fill(backend: FileBackend, keys: Sequence[BlockKey] = KEYS) -> None:
@@ -128,20 +124,20 @@ async def test_another_secret_is_refused_and_every_block_stays(
     tmp_path: Path, *, is_recorded: bool
 ) -> None:
     root = tmp_path / "store"
-    async with open_keyed(root, "ours") as backend:
+    async with open_kind(root, "keyed") as backend:
         await fill(backend)
     if not is_recorded:
         forget_integrity(root)
     before = files(root)
     before_opening = num_open()
     with pytest.raises(InvalidArgumentError, match="secret_file") as raised:
-        open_keyed(root, "theirs")
+        open_kind(root, "keyed", "theirs")
     assert NAMESPACE.fingerprint in str(raised.value)
     assert num_open() == before_opening
     command = ["fsck", str(root), "--repair", "--secret-file", str(secret_of(root, "theirs"))]
     assert await asyncio.to_thread(main, command) == 2
     assert files(root) == before
-    async with open_keyed(root, "ours") as backend:
+    async with open_kind(root, "keyed") as backend:
         assert await load(backend) == [Status.DONE] * NUM_KEYS
     assert await asyncio.to_thread(main, [*command[:-1], str(secret_of(root, "ours"))]) == 0
 
@@ -149,41 +145,41 @@ async def test_another_secret_is_refused_and_every_block_stays(
 async def test_a_damaged_record_is_made_anew_by_who_has_the_secret(tmp_path: Path) -> None:
     root = tmp_path / "store"
     record = root / NAMESPACE.fingerprint / "integrity.keyed"
-    async with open_keyed(root, "ours") as backend:
+    async with open_kind(root, "keyed") as backend:
         await fill(backend)
     whole = record.read_bytes()
     for damage in (b"", b"noise", bytes([whole[0] ^ 1]) + whole[1:], whole[:-5]):
         record.write_bytes(damage)
         with pytest.raises(InvalidArgumentError, match="secret_file"):
-            open_keyed(root, "theirs")
-        async with open_keyed(root, "ours") as backend:
+            open_kind(root, "keyed", "theirs")
+        async with open_kind(root, "keyed") as backend:
             assert await load(backend) == [Status.DONE] * NUM_KEYS
         assert record.read_bytes() == whole
 
 
-async def test_one_corrupt_block_does_not_keep_the_owner_of_an_old_store_out(
-    tmp_path: Path,
+@pytest.mark.parametrize("kind", ["keyed", "fast"])
+async def test_a_header_that_fails_is_corrupt_and_keeps_no_owner_of_an_old_store_out(
+    tmp_path: Path, kind: str
 ) -> None:
     root = tmp_path / "store"
-    async with open_keyed(root, "ours") as backend:
-        await fill(backend)
+    async with open_kind(root, kind) as backend:
+        await fill(backend, KEYS[:2])
     forget_integrity(root)
-    path = path_of(root, NAMESPACE, KEYS[3])
+    path = path_of(root, NAMESPACE, KEYS[0])
     path.write_bytes(path.read_bytes().replace(b'"start":"0"', b'"start":"1"'))
-    async with open_keyed(root, "ours") as backend:
-        statuses = [Status.DONE] * NUM_KEYS
-        statuses[3] = Status.CORRUPT
-        assert await load(backend) == statuses
+    async with open_kind(root, "keyed") as backend:
+        other = Status.DONE if kind == "keyed" else Status.FAILED
+        assert await load(backend, KEYS[:2]) == [Status.CORRUPT, other]
 
 
 async def test_a_store_that_was_emptied_may_have_another_secret_and_engines_that_run_notice(
     tmp_path: Path,
 ) -> None:
     root = tmp_path / "store"
-    async with open_keyed(root, "ours") as ours:
+    async with open_kind(root, "keyed") as ours:
         await fill(ours)
         remove_folder(root)
-        async with open_keyed(root, "theirs") as theirs:
+        async with open_kind(root, "keyed", "theirs") as theirs:
             await fill(theirs, KEYS[:3])
             before = files(root)
             assert not any(await ours.lookup(KEYS))
@@ -196,33 +192,13 @@ async def test_a_store_that_was_emptied_may_have_another_secret_and_engines_that
 
 
 async def test_with_a_secret_a_bit_flip_that_was_sealed_again_is_found(tmp_path: Path) -> None:
-    memory, keys = BlockMemory([[512]], num_blocks=8), hashed_keys(1)
     root = tmp_path / "store"
-    path = path_of(root, memory.namespace(), keys[0])
-    async with open_keyed(root, "ours", memory) as backend:
-        await store(backend, keys, memory.describe(0, [0]))
-        flip_bit(path, 8 * 4100)
-        data = path.read_bytes()
-        forger = Digester(Integrity.KEYED, b"a guess".ljust(32))
-        old = BlockHeader.decode(data[:4096])
-        forged = BlockHeader(
-            namespace=old.namespace,
-            key=old.key,
-            start=old.start,
-            tensors=old.tensors,
-            integrity=old.integrity,
-            checksum=forger.checksum([memoryview(data[4096:])]),
-        )
-        path.write_bytes(forged.encode(forger) + data[4096:])
-        assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.CORRUPT]
-
-
-async def test_a_header_whose_seal_is_open_to_all_is_corrupt_when_it_fails(tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    async with open_kind(root, "fast") as backend:
-        await fill(backend, KEYS[:1])
     path = path_of(root, NAMESPACE, KEYS[0])
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b'"start":"0"', b'"start":"1"'))
     async with open_kind(root, "keyed") as backend:
+        await fill(backend, KEYS[:1])
+        flip_bit(path, 8 * 4100)
+        header, data = path.read_bytes()[:PAGE_BYTES], path.read_bytes()[PAGE_BYTES:]
+        forger = Digester(Integrity.KEYED, b"a guess".ljust(32))
+        forged = replace(BlockHeader.decode(header), checksum=forger.checksum([memoryview(data)]))
+        path.write_bytes(forged.encode(forger) + data)
         assert await load(backend, KEYS[:1]) == [Status.CORRUPT]

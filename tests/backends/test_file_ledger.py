@@ -45,15 +45,23 @@ def damages(whole: bytes) -> list[bytes]:
     ]
 
 
-async def test_no_damage_to_the_count_evicts_or_raises(tmp_path: Path) -> None:
-    memory, path = one_page_memory(), tmp_path / "usage.ledger"
+@pytest.mark.parametrize("name", ["usage.ledger", "*.claim"])
+async def test_no_damage_to_the_count_or_to_claims_evicts_or_raises(
+    tmp_path: Path, name: str
+) -> None:
+    memory = one_page_memory()
     key, *keys = hashed_keys(NUM_STORED + 1)
-    async with open_store(tmp_path, memory.namespace()) as backend:
+    async with (
+        open_store(tmp_path, memory.namespace()),
+        open_store(tmp_path, memory.namespace()) as backend,
+    ):
         await backend.wait_indexed()
+        paths = list(tmp_path.glob(name))  # noqa: ASYNC240 - few
         outcomes = await store(backend, keys, memory.describe(0, range(NUM_STORED)))
         assert all(outcome.done for outcome in outcomes)
-        for damage in damages(path.read_bytes()):
-            path.write_bytes(damage)  # in place: processes keep the same file open
+        for damage in damages(paths[0].read_bytes()):
+            for path in paths:
+                path.write_bytes(damage)  # in place: processes keep the same file open
             (outcome,) = await store(backend, [key], memory.describe(0, [40]))
             assert outcome.done, outcome
             assert await backend.lookup([key, *keys]) == [True] * (NUM_STORED + 1)

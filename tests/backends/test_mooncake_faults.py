@@ -152,62 +152,31 @@ async def test_a_process_killed_in_the_middle_gives_whole_blocks_or_none(
         assert Status.CORRUPT not in statuses(await backend.load(others, target))
 
 
-class StuckStore:
-    """Client of Mooncake whose first call does not return before `go`; counts what is closed."""
+async def test_closing_does_not_wait_for_a_call_that_does_not_return() -> None:
+    go, closed = threading.Event(), threading.Event()
 
-    def __init__(self) -> None:
-        self.go, self.entered = threading.Event(), threading.Event()
-        self.num_closed = 0
-        self.codes = [-800]
+    class Stuck:
+        """Client of Mooncake whose calls do not return before `go`."""
 
-    def register_buffer(self, address: int, num_bytes: int) -> int:
-        return 0
+        def register_buffer(self, address: int, num_bytes: int) -> int:
+            return 0
 
-    def call(self) -> list[int]:
-        self.entered.set()
-        self.go.wait()
-        return self.codes
+        def close(self) -> int:
+            closed.set()
+            return 0
 
-    def close(self) -> int:
-        self.num_closed += 1
-        return 0
-
-
-def open_client(stuck: StuckStore, **fields: Any) -> StoreClient:
     class Config(MooncakeConfig, frozen=True, kw_only=True):
         def open_store(self) -> Any:
-            return stuck
+            return Stuck()
 
     memory = np.zeros(4096, np.uint8)
     region = MemoryRegion(memory.ctypes.data, memory.nbytes, memory)
-    return StoreClient(Config(address="127.0.0.1:1", **fields), region)
-
-
-async def test_closing_does_not_wait_for_a_call_that_does_not_return() -> None:
-    stuck = StuckStore()
-    client = open_client(stuck)
+    client = StoreClient(Config(address="127.0.0.1:1"), region)
     with pytest.raises(CallFailedError, match="no answer in time"):
-        await client.ask("load", lambda store: store.call(), 0.05)
+        await client.ask("load", lambda _: [int(go.wait())], 0.05)
     with pytest.raises(CallFailedError, match="late"):
-        await client.ask("load", lambda store: store.call(), 60.0)
+        await client.ask("load", lambda _: [0], 60.0)
     assert await client.aclose(0.05) == 2, "the call, and what closes Mooncake after it"
-    assert stuck.num_closed == 0, "Mooncake must not be closed during a call"
-    stuck.go.set()
-    for _ in range(500):
-        if stuck.num_closed:
-            break
-        await asyncio.sleep(0.01)
-    assert stuck.num_closed == 1
-
-
-async def test_a_transfer_that_mooncake_gave_up_is_ended_by_closing_the_client(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvxfer.backends.mooncake.client.ABANDONED_AFTER_S", 0.0)
-    stuck = StuckStore()
-    stuck.go.set()
-    client = open_client(stuck)
-    assert await client.ask("load", lambda store: store.call(), 60.0) == [-800]
-    assert stuck.num_closed == 1
-    assert await client.ask("lookup", lambda store: [1], 60.0) == [1], "it connects anew"
-    assert await client.aclose(10.0) == 0
+    assert not closed.is_set(), "Mooncake must not be closed during a call"
+    go.set()
+    assert await asyncio.to_thread(closed.wait, BACK_S)

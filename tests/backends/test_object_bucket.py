@@ -20,7 +20,6 @@ from kvxfer.backends.object import (
 )
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
@@ -45,47 +44,27 @@ async def test_a_purge_has_a_prefix_and_says_what_it_cannot_remove() -> None:
         assert await backend.lookup(keys) == [True] * 2
 
 
-CHUNK = 4
-MEMORY = BlockMemory([[4096]], num_blocks=16, blocks_per_chunk=CHUNK)
-NAMESPACE = MEMORY.namespace()
-KEYS = make_keys(1)
-WARNING = "ignores If-None-Match"
-
-
-def open_backend(store: MemoryStore, *, overwrites: bool) -> ObjectBackend:
-    backend = open_in_memory(NAMESPACE, store)
-
-    async def put(use: ObjectStore, path: str, data: Any, **fields: Any) -> Any:
-        return await obstore.put_async(use, path, data, **(fields | {"mode": "overwrite"}))
-
-    if overwrites:
-        plant(backend._bucket, "put_async", put)
-    return backend
-
-
-def chunk(first: int = 0) -> Descriptors:
-    return MEMORY.describe(0, range(first, first + CHUNK))
-
-
-def part(first: int = 0) -> Descriptors:
-    """The first block of a chunk."""
-    return MEMORY.describe(0, [first])
-
-
 @pytest.mark.parametrize("overwrites", [False, True])
 async def test_a_part_of_a_chunk_does_not_take_the_place_of_the_whole(
     caplog: pytest.LogCaptureFixture, *, overwrites: bool
 ) -> None:
-    store = MemoryStore()
+    memory, keys = BlockMemory([[4096]], num_blocks=16, blocks_per_chunk=4), make_keys(1)
+    store, target = MemoryStore(), memory.describe(0, range(8, 12))
+
+    async def put(use: ObjectStore, path: str, data: Any, **fields: Any) -> Any:
+        return await obstore.put_async(use, path, data, **(fields | {"mode": "overwrite"}))
+
     async with (
-        open_backend(store, overwrites=overwrites) as first,
-        open_backend(store, overwrites=overwrites) as second,
+        open_in_memory(memory.namespace(), store) as first,
+        open_in_memory(memory.namespace(), store) as second,
     ):
-        payloads = await store_generated(first, KEYS, chunk())
-        assert statuses(await second.store(KEYS, part())) == [Status.DONE]
-        assert statuses(await second.load(KEYS, chunk(8))) == [Status.DONE]
-        assert read_payloads(chunk(8)) == payloads
-    assert (WARNING in caplog.text) is overwrites
+        for each in (first, second) if overwrites else ():
+            plant(each._bucket, "put_async", put)
+        payloads = await store_generated(first, keys, memory.describe(0, range(4)))
+        assert statuses(await second.store(keys, memory.describe(0, [0]))) == [Status.DONE]
+        assert statuses(await second.load(keys, target)) == [Status.DONE]
+        assert read_payloads(target) == payloads
+    assert ("ignores If-None-Match" in caplog.text) is overwrites
 
 
 PAGES = make_memory()

@@ -125,18 +125,13 @@ async def test_pages_of_others_are_not_promised_not_taken_for_ours_and_not_sent_
 
 @pytest.mark.parametrize(("theirs", "ours"), UNREADABLE)
 async def test_others_who_begin_later_are_noticed(bucket: Bucket, theirs: str, ours: str) -> None:
-    async with open_kind(bucket, ours) as backend:
-        await store_generated(backend, make_keys(1, first=9), MEMORY.describe(0, [0]))
-        await backend.lookup(KEYS)
-        assert backend._listing is not None
-        await backend._listing
-        async with open_kind(bucket, theirs) as other:
-            await store_generated(other, KEYS, MEMORY.describe(0, range(4)))
-        for _ in range(2):
-            outcomes = await backend.store(KEYS, MEMORY.describe(0, range(4)))
-            assert statuses(outcomes) == [Status.FAILED] * 4
-        assert await backend.lookup(KEYS) == [False] * 4
-        assert await backend.lookup(make_keys(1, first=9)) == [True]
+    (own,) = make_keys(1, first=9)
+    async with open_kind(bucket, ours) as backend, open_kind(bucket, theirs) as other:
+        await store_generated(backend, [own], MEMORY.describe(0, [0]))
+        await store_generated(other, KEYS, MEMORY.describe(0, range(4)))
+        outcomes = await backend.store(KEYS, MEMORY.describe(0, range(4)))
+        assert statuses(outcomes) == [Status.FAILED] * 4
+        assert await backend.lookup([*KEYS, own]) == [False] * 4 + [True]
 
 
 def test_what_is_missing_is_named(bucket: Bucket) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.host.shared_memory import SharedMemory
-from kvxfer.backends.pool import PoolBackend, PoolConfig, backend, server
+from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, backend, server
+from kvxfer.backends.pool.messages import Message, Pin, Pinned, Reserve, Reserved
 from kvxfer.connect import open_backend, parse_backend
+from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from tests.backends.host_blocks import flip
 from tests.backends.pool_servers import OwnPoolBackend, running_pool
@@ -184,3 +186,39 @@ async def test_an_engine_may_have_tiers_below_the_pool_and_works_on_when_it_is_g
         assert await peers.load(engine) == peers.PAYLOADS
         await engine.delete(peers.KEYS)
         assert all(outcome.done for outcome in await peers.store(engine)), "in the files"
+
+
+class Nonsense(Message, frozen=True):
+    """Message that no holder knows."""
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_what_an_engine_reads_or_writes_stays_its_own_after_its_connection_ended(
+    path: Path, *, is_read: bool
+) -> None:
+    """The rooms that it writes to do so while its process lives, which is this one."""
+    blocks = MEMORY.describe(0, [0])
+
+    def can_store() -> bool:
+        another = [make_block_key(b"another block", 0)]
+        return asyncio.run(other.store(another, blocks))[0].done
+
+    with running_pool(path, capacity="76KiB"), attached(path) as other:
+        namespace, keys = peers.namespace(), peers.KEYS
+        engine = Attachment(str(path), namespace, timeout_s=5.0, open_copy_engine=CPUCopyEngine)
+        if is_read:
+            assert all(each.done for each in asyncio.run(peers.store(other)))
+            pin = Pin(keys=keys, within_s=1.0)
+            assert len(engine.ask(pin, Pinned).rows) == len(keys)
+            engine.tell(Nonsense())
+            with pytest.raises(BackendUnavailableError, match="ended the connection"):
+                engine.ask(pin, Pinned)
+        else:
+            starts, sizes = [0] * len(keys), [peers.BLOCK_BYTES] * len(keys)
+            reserve = Reserve(number=1, keys=keys, starts=starts, sizes=sizes)
+            assert len(engine.ask(reserve, Reserved).rows) == len(keys)
+            engine._socket.shutdown(socket.SHUT_RDWR)
+        assert not any(can_store() for _ in range(100)), "every block is pinned or reserved"
+        engine.close()
+        if is_read:
+            assert any(can_store() for _ in range(1000))
