@@ -119,6 +119,12 @@ def capacity_of(namespace: Namespace, num_blocks: int) -> ByteSize:
     return ByteSize(num_blocks * max(sizes))
 
 
+def open_descriptors() -> list[str]:
+    """List the descriptors of this process, without those that are closed meanwhile."""
+    links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sorted(str(path.readlink()) for path in links)
+
+
 def on_disk(num_bytes: int) -> int:
     """Round the size of a file up to the whole pages that it takes on the disk."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

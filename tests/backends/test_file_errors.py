@@ -32,6 +32,7 @@ from tests.backends.file_store import (
     load_verified,
     mounted,
     one_page_memory,
+    open_descriptors,
     open_store,
     path_of,
     places,
@@ -286,12 +287,6 @@ async def test_one_name_that_cannot_be_written_stops_no_other_store(tmp_path: Pa
         for key in keys[2:]:
             outcomes = await store(backend, [keys[0], key], memory.describe(0, [0, 1]))
             assert [outcome.status for outcome in outcomes] == [FAILED, DONE]
-
-
-def open_descriptors() -> list[str]:
-    """List the descriptors of this process, without those that are closed meanwhile."""
-    links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return sorted(str(path.readlink()) for path in links)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ from tests.backends.file_store import (
     load_verified,
     open_store,
     path_of,
-    quarantine_of,
     sealed,
     secret_of,
     store,
@@ -50,7 +49,6 @@ NAMESPACE = MEMORY.namespace()
 KEYS = hashed_keys(NUM_KEYS)
 DONE, MISSING, FAILED, CORRUPT = Status.DONE, Status.MISSING, Status.FAILED, Status.CORRUPT
 FAST = Digester(Integrity.FAST)
-OTHER_KEY = "sealed with another key"
 
 
 @pytest.fixture
@@ -172,34 +170,6 @@ async def test_a_part_is_bound_to_its_place_in_the_chunk(root: Path) -> None:
         moved = dataclasses.replace(BlockHeader.decode(data[:PAGE_BYTES]), start=128)
         path.write_bytes(moved.encode(FAST) + data[PAGE_BYTES:])
         assert statuses(await backend.load(keys, tail)) == [CORRUPT]
-
-
-@pytest.mark.parametrize("other", [("theirs", ""), ("ours", "another"), ("new", "")])
-@pytest.mark.parametrize("is_recorded", [True, False])
-async def test_with_another_key_a_block_is_a_miss_and_stays(
-    root: Path, other: tuple[str, str], *, is_recorded: bool
-) -> None:
-    async with open_sealed(root, "ours") as owner:
-        await fill(owner, KEYS[:2])
-        if not is_recorded:
-            (root / NAMESPACE.fingerprint / "integrity.sealed").unlink()
-        flip_bit(path_of(root, NAMESPACE, KEYS[1]), 8 * (PAGE_BYTES + 1))
-        before = files(root)
-        name, tenant = other
-        async with open_sealed(root, name, tenant=tenant) as backend:
-            outcomes = await load(backend)
-            assert statuses(outcomes) == [MISSING] * 4
-            assert [OTHER_KEY in outcome.reason for outcome in outcomes] == [True] * 2 + [False] * 2
-            assert await backend.lookup(KEYS) == [False] * 4
-            outcomes = await store(backend, KEYS, MEMORY.describe(0, range(4)))
-            assert statuses(outcomes) == [FAILED] * 2 + [DONE] * 2
-            assert OTHER_KEY in outcomes[0].reason
-            assert await backend.lookup(KEYS) == [False, False, True, True]
-            assert backend.num_corrupt == 0
-        assert {path: data for path, data in files(root).items() if path in before} == before
-        assert await owner.lookup(KEYS) == [True, True, False, False]
-        assert statuses(await load(owner)) == [DONE, CORRUPT, MISSING, MISSING]
-        assert quarantine_of(root, NAMESPACE, KEYS[1]).exists()
 
 
 async def test_a_new_secret_stores_and_old_ones_are_read(root: Path) -> None:

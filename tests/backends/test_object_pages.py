@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from kvxfer.backends.file import FileBackend, FileConfig, load_namespace
+from kvxfer.backends.file import load_namespace
 from kvxfer.storage.backend import Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observer import Reports
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
-from kvxfer.units import ByteSize
+from tests.backends.file_store import open_store, sealed
 from tests.backends.object_servers import READER, Place
 from tests.recorder import Recorder
 
@@ -29,18 +29,27 @@ def become_reader(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-async def test_a_bucket_copied_to_a_folder_is_a_file_store(place: Place, tmp_path: Path) -> None:
-    async with place.open(NAMESPACE) as backend:
+@pytest.mark.parametrize("is_sealed", [False, True])
+async def test_a_bucket_copied_to_a_folder_is_a_file_store(
+    place: Place, tmp_path: Path, *, is_sealed: bool
+) -> None:
+    root = tmp_path / "store"
+    fields = sealed(root, "ours") if is_sealed else {}
+    async with place.open(NAMESPACE, **fields) as backend:
         payloads = await store_generated(backend, KEYS, MEMORY.describe(0, range(8)))
-    place.copy_to(tmp_path)
-    pages = list(place.pages())
-    found = load_namespace(str(tmp_path / NAMESPACE.fingerprint / "namespace.json"))
+    place.copy_to(root)
+    found = load_namespace(str(root / NAMESPACE.fingerprint / "namespace.json"))
     assert found == NAMESPACE
+    pages = place.pages()
     assert len(pages) == len(KEYS)
-    with safe_open(tmp_path / pages[0], "numpy") as page:
-        assert page.get_tensor("blocks").tobytes() in payloads
-    config = FileConfig(path=str(tmp_path), capacity=ByteSize(1 << 30), min_free=ByteSize(1))
-    async with FileBackend(config, NAMESPACE) as files:
+    with safe_open(root / next(iter(pages)), "numpy") as page:
+        name = "sealed" if is_sealed else "blocks"
+        assert (page.get_tensor(name).tobytes() in payloads) is not is_sealed
+    objects = b"".join(place.get(path) for path in place.paths())
+    for payload in payloads:
+        words = [payload[at : at + 8] for at in range(0, len(payload) - 7, 8)]
+        assert not is_sealed or not any(word in objects for word in words)
+    async with open_store(root, NAMESPACE, **fields) as files:
         target = MEMORY.describe(0, range(8, 16))
         assert statuses(await files.load(KEYS, target)) == [Status.DONE] * 8
         assert read_payloads(target) == payloads

@@ -1,0 +1,302 @@
+"""Blocks of another integrity or secret, in files and in buckets: not loaded, and kept."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvxfer.backends.file import BlockHeader, Digester, FileBackend, Integrity
+from kvxfer.backends.object import S3Backend
+from kvxfer.cli import main
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from tests.backends.file_store import (
+    PAGE_BYTES,
+    flip_bit,
+    open_descriptors,
+    open_store,
+    path_of,
+    quarantine_of,
+    remove_folder,
+    sealed,
+    secret_of,
+)
+from tests.backends.object_servers import Place
+
+MEMORY = BlockMemory([[512]], num_blocks=8)
+NAMESPACE = MEMORY.namespace()
+*KEYS, OWN = make_keys(5)
+DONE, MISSING, FAILED, CORRUPT = Status.DONE, Status.MISSING, Status.FAILED, Status.CORRUPT
+
+
+class Folder:
+    """Store in files."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def open(self, kind: str, *, owner: str = "ours", tenant: str = "") -> FileBackend:
+        """Open it by integrity; what has a secret has that of its owner."""
+        fields: dict[str, Any] = {"integrity": Integrity(kind)}
+        if kind == "keyed":
+            fields["secret_file"] = str(secret_of(self.root, owner))
+        elif kind == "sealed":
+            fields = sealed(self.root, owner, tenant=tenant)
+        return open_store(self.root, NAMESPACE, **fields)
+
+    def blocks(self) -> dict[str, bytes]:
+        """Read all block files."""
+        return {str(path): path.read_bytes() for path in self.root.rglob("*.safetensors")}
+
+    def flip(self, key: BlockKey) -> None:
+        """Damage a block."""
+        flip_bit(path_of(self.root, NAMESPACE, key), 8 * (PAGE_BYTES + 1))
+
+    def forget(self) -> None:
+        """Make it a store of an earlier version, which noted no integrity."""
+        for path in (self.root / NAMESPACE.fingerprint).glob("integrity.*"):
+            path.unlink()
+
+    def has_put_away(self, key: BlockKey) -> bool:
+        """Whether a corrupt block is kept aside."""
+        return quarantine_of(self.root, NAMESPACE, key).exists()
+
+
+class Bucket:
+    """Store in a bucket."""
+
+    def __init__(self, place: Place, secrets: Path) -> None:
+        self._place = place
+        self._secrets = secrets
+
+    def open(self, kind: str, *, owner: str = "ours", tenant: str = "") -> S3Backend:
+        """See `Folder.open`; of what is not there nothing is remembered."""
+        fields: dict[str, Any] = {"integrity": Integrity(kind)}
+        if kind == "sealed":
+            fields = sealed(self._secrets, owner, tenant=tenant)
+        return self._place.open(NAMESPACE, missing_ttl_s=0.0, **fields)
+
+    def blocks(self) -> dict[str, bytes]:
+        """Read all pages."""
+        return self._place.pages()
+
+    def flip(self, key: BlockKey) -> None:
+        """Damage a block."""
+        self._place.flip(self._place.path(NAMESPACE, key), -1)
+
+
+@pytest.fixture(params=["files", pytest.param("bucket", marks=pytest.mark.processes)])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Folder | Bucket:
+    if request.param == "files":
+        return Folder(tmp_path / "store")
+    return Bucket(request.getfixturevalue("place"), tmp_path / "store")
+
+
+async def fill(backend: Backend, keys: Sequence[BlockKey]) -> None:
+    await store_generated(backend, keys, MEMORY.describe(0, range(len(keys))))
+
+
+async def store_again(backend: Backend) -> list[Status]:
+    return statuses(await backend.store(KEYS, MEMORY.describe(0, range(4))))
+
+
+async def load(backend: Backend, keys: Sequence[BlockKey]) -> tuple[list[Status], list[str]]:
+    """Load blocks; memory of those that are not done must not be written."""
+    target = MEMORY.describe(0, range(4, 4 + len(keys)))
+    before = [bytes([number + 1]) * 512 for number in range(len(keys))]
+    write_payloads(target, before)
+    outcomes = await backend.load(keys, target)
+    found = zip(keys, outcomes, before, read_payloads(target), strict=True)
+    for key, outcome, untouched, payload in found:
+        assert payload == (make_payload(key, 512) if outcome.done else untouched)
+    return statuses(outcomes), [outcome.reason for outcome in outcomes]
+
+
+PAIRS = [
+    ("off", "fast"),
+    ("fast", "sealed"),
+    ("off", "sealed"),
+    ("sealed", "fast"),
+    ("sealed", "off"),
+    ("fast", "keyed"),
+    ("keyed", "fast"),
+    ("off", "keyed"),
+    ("sealed", "keyed"),
+]
+
+
+IN_FILES = [("files", *pair, is_recorded) for pair in PAIRS for is_recorded in (True, False)]
+IN_BUCKETS = [
+    pytest.param("bucket", *pair, True, marks=pytest.mark.processes)
+    for pair in PAIRS
+    if "keyed" not in pair
+]
+
+
+@pytest.mark.parametrize(
+    ("store", "theirs", "ours", "is_recorded"), [*IN_FILES, *IN_BUCKETS], indirect=["store"]
+)
+async def test_blocks_of_another_integrity_are_failed_and_stay(
+    store: Folder | Bucket, theirs: str, ours: str, *, is_recorded: bool
+) -> None:
+    is_folder = isinstance(store, Folder)
+    async with store.open(theirs) as backend:
+        await fill(backend, KEYS)
+    if isinstance(store, Folder) and not is_recorded:
+        store.forget()
+    before = store.blocks()
+    async with store.open(ours) as backend:
+        for _ in range(3):  # of a bucket before, during and after a list
+            assert not any(await backend.lookup(KEYS))
+            if isinstance(backend, S3Backend):
+                assert backend._listing is not None
+                await backend._listing
+        found, reasons = await load(backend, KEYS)
+        assert found == [FAILED] * 4
+        assert not is_folder or set(reasons) == {f"integrity is {theirs!r}; expected {ours!r}"}
+        sent = backend.counts.sent_bytes if isinstance(backend, S3Backend) else 0
+        for _ in range(6):  # the medium is well: other stores go on
+            assert await store_again(backend) == [FAILED] * 4
+        if isinstance(backend, S3Backend):
+            assert backend.counts.sent_bytes - sent < 512, "pages were sent"
+        await fill(backend, [OWN])
+        assert await load(backend, [OWN]) == ([DONE], [""])
+        assert await backend.lookup([OWN, *KEYS]) == [True] + [False] * 4
+        await backend.delete([OWN])
+    assert store.blocks() == before
+    async with store.open(theirs) as backend:
+        assert (await load(backend, KEYS))[0] == [DONE] * 4
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [*PAIRS[:5], ("sealed", "sealed")])
+async def test_others_who_begin_later_are_noticed(
+    store: Folder | Bucket, theirs: str, ours: str
+) -> None:
+    owner = "theirs" if theirs == ours else "ours"
+    async with store.open(ours) as backend, store.open(theirs, owner=owner) as other:
+        await fill(backend, [OWN])
+        await fill(other, KEYS)
+        assert await store_again(backend) == [FAILED] * 4
+        assert await backend.lookup([*KEYS, OWN]) == [False] * 4 + [True]
+        unread = MISSING if theirs == ours else FAILED
+        assert (await load(backend, [*KEYS[:3], OWN]))[0] == [unread] * 3 + [DONE]
+        assert (await load(other, KEYS))[0] == [DONE] * 4
+
+
+@pytest.mark.parametrize(("owner", "tenant"), [("theirs", ""), ("ours", "another"), ("new", "")])
+@pytest.mark.parametrize("is_recorded", [True, False])
+async def test_with_another_key_a_block_is_a_miss_and_stays(
+    store: Folder | Bucket, owner: str, tenant: str, *, is_recorded: bool
+) -> None:
+    async with store.open("sealed") as ours:
+        await fill(ours, KEYS[:2])
+        if isinstance(store, Folder) and not is_recorded:
+            store.forget()
+        store.flip(KEYS[1])
+        before = store.blocks()
+        async with store.open("sealed", owner=owner, tenant=tenant) as backend:
+            found, reasons = await load(backend, KEYS)
+            assert found == [MISSING] * 4
+            by_another = ["sealed with another key" in reason for reason in reasons]
+            assert by_another == [True] * 2 + [False] * 2
+            assert await backend.lookup(KEYS) == [False] * 4
+            assert await store_again(backend) == [FAILED] * 2 + [DONE] * 2
+            for _ in range(6):  # the medium is well: other stores go on
+                assert await store_again(backend) == [FAILED] * 2 + [DONE] * 2
+            assert await backend.lookup(KEYS) == [False, False, True, True]
+        after = store.blocks()
+        assert {path: after[path] for path in before} == before
+        if isinstance(store, Folder):
+            assert await ours.lookup(KEYS) == [True, True, False, False]
+        assert (await load(ours, KEYS))[0] == [DONE, CORRUPT, MISSING, MISSING]
+        assert not isinstance(store, Folder) or store.has_put_away(KEYS[1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "store")
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "none": lambda record: record,
+    "empty": lambda record: b"",
+    "noise": lambda record: b"noise",
+    "a bit": lambda record: bytes([record[0] ^ 1]) + record[1:],
+    "cut off": lambda record: record[:-5],
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "gone"])
+async def test_another_secret_is_refused_and_every_block_stays(folder: Folder, damage: str) -> None:
+    async with folder.open("keyed") as backend:
+        await fill(backend, KEYS)
+    record = folder.root / NAMESPACE.fingerprint / "integrity.keyed"
+    whole = record.read_bytes()
+    if damage == "gone":
+        record.unlink()
+    else:
+        record.write_bytes(DAMAGES[damage](whole))
+    before, opened = folder.blocks(), open_descriptors()
+    with pytest.raises(InvalidArgumentError, match="secret_file") as raised:
+        folder.open("keyed", owner="theirs")
+    assert NAMESPACE.fingerprint in str(raised.value)
+    assert open_descriptors() == opened
+    for owner, status in (("theirs", 2), ("ours", 0)):
+        secret = str(secret_of(folder.root, owner))
+        command = ["fsck", str(folder.root), "--repair", "--secret-file", secret]
+        assert await asyncio.to_thread(main, command) == status
+        assert folder.blocks() == before
+    async with folder.open("keyed") as backend:
+        assert (await load(backend, KEYS))[0] == [DONE] * 4
+    assert record.read_bytes() == whole
+
+
+@pytest.mark.parametrize("kind", ["keyed", "fast"])
+async def test_a_header_that_fails_is_corrupt_and_keeps_no_owner_of_an_old_store_out(
+    folder: Folder, kind: str
+) -> None:
+    async with folder.open(kind) as backend:
+        await fill(backend, KEYS)
+    folder.forget()
+    path = path_of(folder.root, NAMESPACE, KEYS[0])
+    path.write_bytes(path.read_bytes().replace(b'"start":"0"', b'"start":"1"'))
+    async with folder.open("keyed") as backend:
+        others = [DONE if kind == "keyed" else FAILED] * 3
+        assert (await load(backend, KEYS))[0] == [CORRUPT, *others]
+
+
+async def test_a_store_that_was_emptied_may_have_another_secret_and_engines_that_run_notice(
+    folder: Folder,
+) -> None:
+    async with folder.open("keyed") as ours:
+        await fill(ours, KEYS)
+        remove_folder(folder.root)
+        async with folder.open("keyed", owner="theirs") as theirs:
+            await fill(theirs, KEYS[:3])
+            before = folder.blocks()
+            assert not any(await ours.lookup(KEYS))
+            assert (await load(ours, KEYS[:3]))[0] == [FAILED] * 3
+            outcomes = await ours.store(KEYS, MEMORY.describe(0, range(4)))
+            assert statuses(outcomes) == [FAILED] * 4
+            assert all("secret_file" in outcome.reason for outcome in outcomes)
+            assert folder.blocks() == before
+            assert (await load(theirs, KEYS[:3]))[0] == [DONE] * 3
+
+
+async def test_with_a_secret_a_bit_flip_that_was_sealed_again_is_found(folder: Folder) -> None:
+    path = path_of(folder.root, NAMESPACE, KEYS[0])
+    async with folder.open("keyed") as backend:
+        await fill(backend, KEYS[:1])
+        folder.flip(KEYS[0])
+        header, data = path.read_bytes()[:PAGE_BYTES], path.read_bytes()[PAGE_BYTES:]
+        forger = Digester(Integrity.KEYED, b"a guess".ljust(32))
+        forged = replace(BlockHeader.decode(header), checksum=forger.checksum([memoryview(data)]))
+        path.write_bytes(forged.encode(forger) + data)
+        assert (await load(backend, KEYS[:1]))[0] == [CORRUPT]
