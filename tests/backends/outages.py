@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from kvxfer.storage.backend import Backend
+from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.testing.conformance.suite import assert_done_are, make_keys, statuses
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
 SLACK_S = 2.0
@@ -20,7 +21,7 @@ SLACK_S = 2.0
 BACK_S = 60.0
 START_LIMIT_S = 60.0
 
-_numbers = itertools.count(10**6, 4)
+_numbers = itertools.count(10**6, 8)
 
 
 async def require_back(backend: Backend, memory: BlockMemory) -> None:
@@ -36,6 +37,33 @@ async def require_back(backend: Backend, memory: BlockMemory) -> None:
             await asyncio.sleep(0.2)
     assert read_payloads(target) == payloads
     assert await backend.lookup(keys) == [True] * 4
+
+
+async def move_until_one_fails(
+    backend: Backend,
+    memory: BlockMemory,
+    keys: Sequence[BlockKey],
+    payloads: Sequence[bytes],
+    allowed: Collection[Status] = (Status.FAILED, Status.TIMED_OUT),
+) -> dict[BlockKey, bytes]:
+    """Load blocks and store others until a call fails; return those that were stored meanwhile."""
+    num_keys, stop = len(keys), time.monotonic() + BACK_S
+    source, target = memory.describe(0, range(8)), memory.describe(0, range(8, 8 + num_keys))
+    done: dict[BlockKey, bytes] = {}
+    while True:
+        others = make_keys(8, first=next(_numbers))
+        made = [make_payload(key, memory.chunk_size_bytes(0)) for key in others]
+        write_payloads(source, made)
+        stored, loaded = await asyncio.gather(
+            backend.store(others, source), backend.load(keys, target)
+        )
+        assert_done_are(loaded, target, payloads)
+        assert set(statuses([*stored, *loaded])) <= {Status.DONE, *allowed}, [*stored, *loaded]
+        pairs = zip(others, made, stored, strict=True)
+        done |= {key: payload for key, payload, outcome in pairs if outcome.done}
+        if not all(each.done for each in [*stored, *loaded]):
+            return done
+        assert time.monotonic() < stop
 
 
 class Program:

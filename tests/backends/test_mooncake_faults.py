@@ -23,7 +23,7 @@ from kvxfer.testing.conformance.suite import (
 )
 from tests import needs
 from tests.backends.mooncake_servers import Cluster, mooncake_cluster, open_mooncake
-from tests.backends.outages import BACK_S, SLACK_S, require_back
+from tests.backends.outages import BACK_S, SLACK_S, move_until_one_fails, require_back
 
 pytestmark = [needs.mooncake, pytest.mark.processes]
 
@@ -123,33 +123,24 @@ async def test_a_frozen_process_costs_one_timeout_and_then_nothing(
 async def test_a_process_killed_in_the_middle_gives_whole_blocks_or_none(
     cluster: Cluster, victim: str
 ) -> None:
-    keys, others = make_keys(8, first=400), make_keys(8, first=500)
-    source, target = MEMORY.describe(0, range(8)), MEMORY.describe(0, range(8, 16))
-    process = getattr(cluster, victim)
+    keys, process = make_keys(8, first=400), getattr(cluster, victim)
     async with open_impatient(cluster, timeout_s=5.0) as backend:
         payloads = await connected(backend, keys)
         killer = threading.Timer(0.05, process.kill)
         killer.start()
         try:
-            stop = time.monotonic() + BACK_S
-            failed = False
-            while not failed:
-                assert time.monotonic() < stop
-                stored, loaded = await asyncio.gather(
-                    backend.store(others, source), backend.load(keys, target)
-                )
-                assert_done_are(loaded, target, payloads)
-                allowed = {Status.DONE, Status.FAILED, Status.TIMED_OUT, Status.MISSING}
-                assert set(statuses([*stored, *loaded])) <= allowed, [*stored, *loaded]
-                failed = not all(each.done for each in [*stored, *loaded])
-                await backend.delete(others)
+            allowed = {Status.FAILED, Status.TIMED_OUT, Status.MISSING}
+            done = await move_until_one_fails(backend, MEMORY, keys, payloads, allowed)
         finally:
             killer.join()
             process.start()
             cluster.await_master()
             await asyncio.to_thread(cluster.await_memory)
         await require_back(backend, MEMORY)
-        assert Status.CORRUPT not in statuses(await backend.load(others, target))
+        one = MEMORY.describe(0, [8])
+        for key, payload in done.items():  # or what is left of them
+            assert_done_are(loaded := await backend.load([key], one), one, [payload])
+            assert Status.CORRUPT not in statuses(loaded)
 
 
 async def test_closing_does_not_wait_for_a_call_that_does_not_return() -> None:

@@ -1,0 +1,145 @@
+"""Processes that share a folder never harm each other, and one that is killed leaves no harm."""
+
+import asyncio
+import fcntl
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.file import FileBackend
+from kvxfer.backends.file.folders import Ledger
+from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing import BlockMemory
+from tests.backends.file_store import (
+    bytes_on_disk,
+    counted_bytes,
+    hashed_keys,
+    load_verified,
+    open_store,
+    sealed,
+    temporary_files,
+)
+from tests.backends.writer_process import crash_memory, hammer, shared_memory, start, write_on
+
+KEYS_PER_KILL = 200
+BLOCK_BYTES = 16 << 10
+NUM_KEYS = 120
+NUM_TURNS = 120
+SLOW = [pytest.mark.slow, pytest.mark.timeout(120)]
+REPOSITORY = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.processes
+
+
+def write_and_be_killed(
+    root: Path, first: int, moment: int, rng: random.Random, *secrets: str
+) -> None:
+    """Start a writer and kill it once `moment` block files, and some bytes, are there."""
+    before = len(list(root.rglob("*.safetensors")))
+    unfinished = rng.random() < 0.7
+    writer = start(write_on, root, first, *secrets)
+    while True:
+        found = list(root.rglob("*.safetensors*"))
+        temporary = [path for path in found if path.suffix == ".tmp"]
+        if len(found) - before >= moment and (temporary or not unfinished):
+            break
+        assert writer.exitcode is None
+    writer.kill()
+    writer.join()
+    writer.close()
+    for path in temporary_files(root):
+        # The kernel closes what io_uring had in hand a moment after the process is gone.
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+
+
+async def require_whole(backend: FileBackend, keys: list[BlockKey], memory: BlockMemory) -> int:
+    """Check that all found blocks are whole; return their number."""
+    found = [k for k, there in zip(keys, await backend.lookup(keys), strict=True) if there]
+    for at in range(0, len(found), 16):
+        batch = found[at : at + 16]
+        statuses = await load_verified(backend, batch, memory.describe(0, range(len(batch))))
+        assert set(statuses) == {Status.DONE}
+    return len(found)
+
+
+@pytest.mark.parametrize(
+    ("num_kills", "secrets"), [(8, []), (4, ["secret"]), pytest.param(50, [], marks=SLOW)]
+)
+async def test_a_writer_killed_at_any_moment_leaves_whole_blocks_only(
+    tmp_path: Path, num_kills: int, secrets: list[str]
+) -> None:
+    rng = random.Random(num_kills)
+    num_unfinished = num_whole = 0
+    for kill in range(num_kills):
+        root = tmp_path / f"store-{kill % 4}"  # those killed last have left something there
+        first, moment = KEYS_PER_KILL * kill, rng.randrange(12)
+        await asyncio.to_thread(write_and_be_killed, root, first, moment, rng, *secrets)
+        num_unfinished += len(temporary_files(root))
+        fields = sealed(root, *secrets) if secrets else {}
+        async with open_store(root, crash_memory().namespace(), **fields) as backend:
+            keys = hashed_keys(KEYS_PER_KILL, first=first)
+            num_whole += await require_whole(backend, keys, crash_memory())
+            await backend.wait_indexed()
+            assert temporary_files(root) == []
+            assert counted_bytes(root) == bytes_on_disk(root)
+            assert len(list(root.glob("*.claim"))) == 1, "only our own is left"
+    assert num_unfinished > num_kills // 10, "too few were killed while they wrote"
+    assert num_whole > num_kills
+
+
+async def test_two_processes_in_one_small_folder_never_err_and_keep_its_capacity(
+    tmp_path: Path,
+) -> None:
+    capacity, root = NUM_KEYS // 3 * BLOCK_BYTES, tmp_path / "store"
+    reports = [tmp_path / name for name in ("one", "other")]
+    started = [start(hammer, root, capacity, NUM_KEYS, NUM_TURNS, report) for report in reports]
+    for process in started:
+        await asyncio.to_thread(process.join)
+    for report in reports:
+        counts = json.loads(report.read_text())
+        # Stored by the other one, who was waited for, and evicted before it could be seen.
+        assert counts["failed"] <= counts["stored"] // 100, counts
+        assert min(counts["stored"], counts["loaded"], counts["missed"]) > 10, counts
+    memory = shared_memory()
+    async with open_store(root, memory.namespace(), capacity=capacity) as backend:
+        await backend.wait_indexed()
+        assert capacity - 8 * BLOCK_BYTES < bytes_on_disk(root) <= capacity
+        assert counted_bytes(root) == bytes_on_disk(root)
+        assert temporary_files(root) == []
+        assert await require_whole(backend, hashed_keys(NUM_KEYS), memory) > 20
+
+
+FORKED = """
+import os, signal, sys
+from pathlib import Path
+from kvxfer.backends.file.folders import Ledger
+
+ledger = Ledger(Path(sys.argv[1]))
+with ledger.claimed([b"file"]), ledger.locked():
+    if not (child := os.fork()):
+        os.close(1)
+        signal.pause()
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_forked_child_keeps_no_lock_of_an_engine_that_was_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKED, str(tmp_path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, check=False)
+    child = int(done.stdout)
+    try:
+        os.kill(child, 0)  # it lives
+        with closing(Ledger(tmp_path)) as ledger, ledger.claimed([b"file"]) as taken:
+            assert taken == set()
+    finally:
+        os.kill(child, signal.SIGKILL)
