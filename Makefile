@@ -66,7 +66,7 @@ needs: $(AZURITE)/.installed $(HELM)
 pins: $(INSTALLED) ; $(BIN)/pytest tests/environment/test_pins.py
 
 # az:// on Microsoft's emulator of Azure, which is a package of npm.
-azurite: $(AZURITE)/.installed ; $(BIN)/pytest tests/backends/test_object_clouds.py
+azurite: $(AZURITE)/.installed ; $(BIN)/pytest tests/backends/test_object.py -k Azurite
 
 # The chart of examples/chart, read by helm's own code, which is a package of PyPI.
 helm: $(HELM) ; $(BIN)/pytest tests/test_fleets.py

@@ -1,11 +1,8 @@
-"""Engine that stores to a host pool and loads from it until it is killed.
-
-python -m tests.backends.pool_engine_process SOCKET SEED
-"""
+"""Engine that stores to a host pool and loads from it until it is killed, or told to end."""
 
 import asyncio
 import random
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from kvxfer.backends.pool import PoolBackend, PoolConfig
@@ -16,24 +13,20 @@ from tests.cli import peers
 
 OTHER_KEYS = [make_block_key(b"other block %04d" % number, 0) for number in range(40)]
 MOST_AT_ONCE = 6
-TURNS_OF_A_LINE = 20
+TURNS_OF_A_WORD = 20
 PAUSE_S = 0.01
 
 
-def say(what: str) -> None:
-    """Write a line for the process that started this one."""
-    sys.stdout.write(f"{what}\n")
-    sys.stdout.flush()
-
-
-async def traffic(path: str, seed: int) -> None:
+def move_blocks(path: Path, seed: int, told: Connection) -> None:
     """Store and load at random; every byte that comes back is what was stored."""
-    rng = random.Random(seed)
+    asyncio.run(_move(path, random.Random(seed), told))
+
+
+async def _move(path: Path, rng: random.Random, told: Connection) -> None:
     memory = BlockMemory(peers.PAGES, num_blocks=MOST_AT_ONCE)
-    end = Path(path).with_name("end")
     turn = 0
-    async with PoolBackend(PoolConfig(path=path, timeout_s=1.0), peers.namespace()) as backend:
-        while not await asyncio.to_thread(end.exists):
+    async with PoolBackend(PoolConfig(path=str(path), timeout_s=1.0), peers.namespace()) as backend:
+        while not told.poll():
             keys = rng.sample(OTHER_KEYS, rng.randint(1, MOST_AT_ONCE))
             blocks = memory.describe(0, range(len(keys)))
             payloads = [make_payload(key, peers.BLOCK_BYTES) for key in keys]
@@ -52,9 +45,5 @@ async def traffic(path: str, seed: int) -> None:
                 await asyncio.sleep(PAUSE_S)  # without a pool there is nothing to do
                 continue
             turn += 1
-            if turn % TURNS_OF_A_LINE == 0:
-                say("done")
-
-
-if __name__ == "__main__":
-    asyncio.run(traffic(sys.argv[1], int(sys.argv[2])))
+            if turn % TURNS_OF_A_WORD == 0:
+                told.send("done")

