@@ -14,7 +14,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import MissingExtraError
 from kvxfer.storage.backend import Status
 from kvxfer.storage.gauge import Gauge
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.keys import Namespace
 from kvxfer.storage.observer import Reports
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import (
@@ -41,21 +41,6 @@ _numbers = itertools.count()
 def namespace() -> Namespace:
     """Make a namespace of this test's own."""
     return MEMORY.namespace(revision=f"pages {next(_numbers)}")
-
-
-def name(namespace: Namespace, key: BlockKey) -> str:
-    digits = key.hex()
-    return f"kvxfer/fast/{namespace.fingerprint}/{digits[:2]}/{digits}.safetensors"
-
-
-@pytest.mark.usefixtures("shared_client")
-async def test_an_object_is_a_page_that_others_can_read(
-    mooncake: Cluster, namespace: Namespace
-) -> None:
-    async with open_mooncake(mooncake, namespace) as backend:
-        payloads = await store_generated(backend, KEYS, MEMORY.describe(0, range(8)))
-    page = mooncake.client.get(name(namespace, KEYS[0]))
-    assert load_tensors(page)["blocks"].tobytes() == payloads[0]
 
 
 @pytest.mark.usefixtures("shared_client")
@@ -88,6 +73,10 @@ async def test_what_is_there_is_not_sent_again_and_all_is_counted(
         payloads = await store_generated(ours, KEYS, MEMORY.describe(0, range(8)))
         await store_generated(theirs, KEYS, MEMORY.describe(0, range(8)), version=1)
         assert theirs._gauges()[Gauge.SENT_BYTES] == 0
+        digits = KEYS[0].hex()
+        name = f"kvxfer/fast/{namespace.fingerprint}/{digits[:2]}/{digits}.safetensors"
+        page = load_tensors(mooncake.client.get(name))  # as others read it
+        assert page["blocks"].tobytes() == payloads[0]
         assert statuses(await ours.load(KEYS, MEMORY.describe(0, range(8)))) == [Status.DONE] * 8
         pages = sum(len(payload) + 4096 for payload in payloads)
         gauges = recorder.gauges("mooncake")
