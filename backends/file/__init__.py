@@ -2,12 +2,9 @@
 
 from kvxfer.backends.file.backend import FileBackend
 from kvxfer.backends.file.config import FileConfig
-from kvxfer.backends.file.file_index import FileIndex, file_ids
 from kvxfer.backends.file.folders import BlockTree, FoundBlock, refuse_partial_walk
 from kvxfer.backends.file.folders.ledger import read_count
 from kvxfer.backends.file.folders.namespace_file import load_namespace, read_namespaces
-from kvxfer.backends.file.space import Space
-from kvxfer.backends.file.store_batch import StoreBatch
 from kvxfer.pages.digest import Digester
 from kvxfer.pages.header import BlockFileError, BlockHeader
 from kvxfer.storage.integrity import Integrity
@@ -19,12 +16,8 @@ __all__ = [
     "Digester",
     "FileBackend",
     "FileConfig",
-    "FileIndex",
     "FoundBlock",
     "Integrity",
-    "Space",
-    "StoreBatch",
-    "file_ids",
     "load_namespace",
     "read_count",
     "read_namespaces",

@@ -4,7 +4,6 @@ from kvxfer.backends.object.backend import AZBackend, GSBackend, ObjectBackend, 
 from kvxfer.backends.object.bucket import Bucket, Counts
 from kvxfer.backends.object.bucket_store import BucketStore
 from kvxfer.backends.object.config import AZConfig, GSConfig, ObjectConfig, S3Config
-from kvxfer.backends.object.presence import Presence
 from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.pages.object_pages import PageMemory
 
@@ -19,7 +18,6 @@ __all__ = [
     "ObjectBackend",
     "ObjectConfig",
     "PageMemory",
-    "Presence",
     "RequestFailedError",
     "S3Backend",
     "S3Config",
