@@ -131,21 +131,6 @@ async def test_a_storage_that_hangs_is_left_and_its_late_removal_takes_no_newer_
     assert backend.num_closed == 1
 
 
-async def test_a_storage_is_closed_at_the_end_of_the_interpreter_too(
-    memory: BlockMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = FolderBackend(tmp_path, memory.namespace())
-    assert await backend.lookup(KEYS) == [False] * 3
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        await backend.aclose()
-    assert backend.num_closed == 1
-
-
 async def test_errors_of_the_storage_are_those_of_a_backend(
     memory: BlockMemory, tmp_path: Path
 ) -> None:

@@ -3,16 +3,13 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import xxhash
 from numpy.typing import ArrayLike
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import (
     BlockIdError,
-    ClosedError,
     DuplicateError,
     InvalidArgumentError,
     LengthMismatchError,
@@ -25,8 +22,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.lending import BlockParts
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses
-from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from tests.clock import Clock
+from kvxfer.testing.payloads import make_payload, write_payloads
 
 KEYS = make_keys(3)
 OTHER_KEYS = make_keys(2, group=1)
@@ -64,13 +60,6 @@ class LendingEngine:
         sizes = [self.memory.chunk_size_bytes(key[-1]) for key in keys]
         return BlockParts(keys, [0] * len(keys), sizes)
 
-    async def read(self, keys: list[BlockKey]) -> tuple[list[Status], list[bytes]]:
-        """Read what is lent, whose checksums must be right."""
-        async with self.lender.lend(self.whole(keys)) as loan:
-            payloads = [] if loan.blocks is None else read_payloads(loan.blocks)
-            assert loan.checksums == list(map(xxhash.xxh3_64_intdigest, payloads))
-            return statuses(loan.outcomes), payloads
-
     async def aclose(self) -> None:
         await self.lender.aclose()
         await self.threads.aclose()
@@ -82,28 +71,6 @@ async def engine() -> AsyncIterator[LendingEngine]:
     engine = LendingEngine()
     yield engine
     await engine.aclose()
-
-
-async def test_blocks_of_all_groups_are_lent_in_place_with_their_checksums(
-    engine: LendingEngine,
-) -> None:
-    engine.offer([*KEYS[:2], *OTHER_KEYS], [5, 3, 5, 60])
-    wanted = [OTHER_KEYS[1], KEYS[1], KEYS[2], OTHER_KEYS[0], KEYS[0]]
-    there = [key for key in wanted if key != KEYS[2]]
-    assert await engine.lender.lookup(wanted) == [key != KEYS[2] for key in wanted]
-    seen, payloads = await engine.read(wanted)
-    assert seen == [DONE, DONE, MISSING, DONE, DONE]
-    assert payloads == list(map(engine.payload, there))
-    sight = engine.lender.peek(wanted)
-    assert sight is not None
-    assert sight.blocks is not None
-    assert read_payloads(sight.blocks) == payloads
-    assert sight.blocks.payload_starts.tolist() == [0] * 4
-    for address, length in zip(sight.blocks.addresses, sight.blocks.lengths, strict=True):
-        assert any(
-            region.address <= address and address + length <= region.address + region.num_bytes
-            for region in engine.lender.regions
-        )
 
 
 @pytest.mark.parametrize(("start", "fewer"), [(1, 1), (0, 1), (0, -1)])
@@ -192,49 +159,3 @@ async def test_memory_that_no_processor_reads_is_lent_without_checksums_only() -
     assert lender.book.num_pinned == 0
     with pytest.raises(InvalidArgumentError, match="hash_early"):
         make_lender(caches, hash_early=True)
-
-
-async def test_a_lender_that_was_closed_lends_nothing_but_its_tickets_end(
-    engine: LendingEngine, clock: Clock
-) -> None:
-    engine.offer(KEYS, [0, 1, 2])
-    await engine.lender.aclose()
-    await engine.lender.aclose()
-    with pytest.raises(ClosedError):
-        engine.lender.offer("u", KEYS, [0, 1, 2], complete=True)
-    with pytest.raises(ClosedError):
-        await engine.lender.lookup(KEYS)
-    with pytest.raises(ClosedError):
-        await engine.read(KEYS)
-    with pytest.raises(ClosedError):
-        engine.lender.peek(KEYS)
-    clock.now += LEASE_S
-    assert engine.lender.take_ended() == ["t"]
-
-
-def generations(lender: CacheLender, keys: list[BlockKey]) -> list[int]:
-    sight = lender.peek(keys, fenced=True)
-    assert sight is not None
-    assert sight.fences is not None
-    return [int(each) for each in sight.fences.generations]
-
-
-async def test_generations_change_when_a_block_is_offered_and_when_nobody_offers_it_any_more(
-    engine: LendingEngine,
-) -> None:
-    engine.offer(KEYS, [0, 1, 2])
-    sight = engine.lender.peek(KEYS, fenced=True)
-    assert sight is not None
-    assert sight.fences is not None
-    found = sight.fences
-    engine.lender.offer("u", KEYS[:2], [0, 1], complete=True)
-    assert generations(engine.lender, KEYS) == found.generations.tolist(), "offered all the time"
-    engine.lender.release(["t"])
-    words = engine.lender.regions[-1]
-    present: Any = words.owner
-    rows = (found.addresses - np.uint64(words.address)) // np.uint64(8)
-    changed = (present[rows] != found.generations).tolist()
-    assert changed == [False, False, True]
-    revoked = int(present[rows[2]])
-    engine.lender.offer("v", KEYS[2:], [2], complete=True)
-    assert generations(engine.lender, KEYS[2:])[0] not in {revoked, int(found.generations[2])}

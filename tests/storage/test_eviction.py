@@ -106,16 +106,6 @@ def test_arc_evicts_what_the_paper_evicts(requests: list[BlockKey]) -> None:
     assert [cache.request(x) for x in requests] == [paper.request(x) for x in requests]
 
 
-@given(st.lists(st.integers(0, 9).map(key), max_size=100))
-def test_lru_evicts_the_key_used_the_longest_time_ago(requests: list[BlockKey]) -> None:
-    cache = Cache(LRU(NUM_SLOTS), NUM_SLOTS)
-    order: list[BlockKey] = []
-    for wanted in requests:
-        expected = order[0] if wanted not in order and len(order) == NUM_SLOTS else None
-        assert cache.request(wanted) == expected
-        order = [other for other in order if other not in (wanted, expected)] + [wanted]
-
-
 def test_arc_keeps_what_returns_through_a_scan_and_lru_does_not() -> None:
     hot = [key(number) for number in range(8)]
     survivors = {}
@@ -125,19 +115,6 @@ def test_arc_keeps_what_returns_through_a_scan_and_lru_does_not() -> None:
             cache.request(wanted)
         survivors[type(policy)] = cache.resident & set(hot)
     assert survivors == {LRU: set(), ARC: set(hot)}
-
-
-@pytest.mark.parametrize("policy_type", [LRU, ARC])
-@given(requests=st.lists(st.tuples(st.integers(0, 9).map(key), st.booleans()), max_size=100))
-def test_holding_a_key_for_a_moment_changes_nothing(
-    policy_type: Callable[[int], EvictionPolicy], requests: list[tuple[BlockKey, bool]]
-) -> None:
-    plain, held = Cache(policy_type(NUM_SLOTS), NUM_SLOTS), Cache(policy_type(NUM_SLOTS), NUM_SLOTS)
-    for wanted, hold in requests:
-        assert held.request(wanted) == plain.request(wanted)
-        if hold:
-            held.policy.hold(wanted)
-            held.policy.release(wanted)
 
 
 numbers = st.integers(0, 9).map(key)
@@ -169,16 +146,6 @@ def test_lru_passes_held_keys_by_and_keeps_their_places(steps: list[Step]) -> No
             order.append(wanted)
         assert len(cache.policy) == len(set(order) - held)
         assert all(cache.policy.is_held(each) == (each in held) for each in order)
-
-
-def test_a_key_used_again_while_it_is_stored_counts_as_one_that_returns() -> None:
-    policy = ARC(2)
-    policy.admit(key(0))
-    policy.touch(key(0))
-    policy.release(key(0))
-    policy.admit(key(1))
-    policy.release(key(1))
-    assert policy.replace(key(2)) == key(1)
 
 
 @given(st.lists(st.integers(0, 40).map(key), max_size=300))
@@ -382,23 +349,6 @@ def test_a_prompt_above_normal_loses_its_end_first(
     clock.now += HALF_LIFE_S + 1
     assert store(index, [10, 11]) == [key(1), key(0)]
     assert store(index, [12]) == [key(7)]
-
-
-@policies
-def test_a_flood_of_the_highest_priority_evicts_itself(
-    policy_type: Callable[[int], EvictionPolicy],
-    clock: Clock,
-) -> None:
-    index = BlockIndex(100, make_policy(policy_type, 100))
-    normal = list(range(46))  # and the next prompt finds room beside them
-    store(index, normal)
-    for number in range(1000, 3000, 4):
-        clock.now += 0.01
-        index.touch([key(each) for each in normal])  # used again and again, as a system prompt
-        store(index, list(range(number, number + 4)), Retention(priority=10))
-    assert all(key(each) in index for each in normal)
-    spared = [each for each in index.retentions(index.keys()) if each.priority > 0]
-    assert len(spared) <= 50
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvxfer.errors import BlockStateError, DuplicateError, InvalidArgumentError
+from kvxfer.errors import BlockStateError
 from kvxfer.storage.eviction.policies import ARC, LRU, EvictionPolicy
 from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
 from kvxfer.storage.eviction.retention import Retention
@@ -41,11 +41,6 @@ def store(index: BlockIndex, *keys: BlockKey) -> list[BlockKey]:
     return evicted
 
 
-def test_an_index_without_slots_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="num_slots is 0"):
-        BlockIndex(0, LRU(0))
-
-
 def test_the_tail_of_a_prefix_is_evicted_before_its_head(index: BlockIndex) -> None:
     plan = index.begin_store([A, B, C, D])
     index.finish_store(plan.keys, stored=True)
@@ -68,22 +63,6 @@ def test_a_pin_is_not_a_use(index: BlockIndex) -> None:
     index.pin([A, B])
     index.unpin([B, A])
     assert store(index, E, F) == [A, B]
-
-
-def test_touching_a_prefix_leaves_its_tail_as_the_first_to_go(index: BlockIndex) -> None:
-    store(index, A, B, C, D)
-    index.touch([A, B, C, D, F])
-    assert store(index, E) == [D]
-
-
-def test_a_key_twice_in_a_batch_is_refused_and_changes_nothing(index: BlockIndex) -> None:
-    with pytest.raises(DuplicateError):
-        index.begin_store([A, B, A])
-    assert len(index) == 0
-    index.begin_store([A])
-    with pytest.raises(DuplicateError):
-        index.finish_store([A, A], stored=False)
-    assert index.state(A) is BlockState.STORING
 
 
 class Block:
@@ -286,38 +265,3 @@ TestLRUMachine = LRUMachine.TestCase
 TestLRUMachine.settings = examples(40, steps=40)
 TestARCMachine = ARCMachine.TestCase
 TestARCMachine.settings = examples(40, steps=40)
-
-
-def test_a_quarantined_slot_is_free_only_when_its_last_reader_is_gone(index: BlockIndex) -> None:
-    store(index, A)
-    [corrupt_slot] = index.pin([A])
-    index.pin([A])
-    index.quarantine(A)
-    index.unpin([A])
-    plan = index.begin_store([A, B, C, D])
-    assert plan.refused == [D]
-    assert corrupt_slot not in plan.slots
-    index.unpin([A])
-    assert index.begin_store([D]).slots == [corrupt_slot]
-
-
-def test_a_new_block_of_a_quarantined_key_stays_until_both_are_let_go(index: BlockIndex) -> None:
-    store(index, A)
-    index.pin([A])
-    index.quarantine(A)
-    store(index, A)
-    index.pin([A])
-    index.unpin([A])  # the old reader or the new one: the key does not say
-    assert (index.state(A), index.num_free_slots) == (BlockState.LOADING, NUM_SLOTS - 2)
-    index.unpin([A])
-    assert (index.state(A), index.num_free_slots) == (BlockState.READY, NUM_SLOTS - 1)
-
-
-def test_two_corrupt_blocks_of_one_key_are_both_kept_for_their_readers(index: BlockIndex) -> None:
-    for _ in range(2):
-        store(index, A)
-        index.pin([A])
-        index.quarantine(A)
-    assert index.num_free_slots == NUM_SLOTS - 2
-    index.unpin([A, A])
-    assert index.num_free_slots == NUM_SLOTS

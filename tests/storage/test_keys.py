@@ -135,12 +135,6 @@ def test_an_unknown_field_is_refused() -> None:
         msgspec.json.decode(b'{"model": "llama", "tp_rank": 0}', type=Namespace)
 
 
-def test_a_chunk_is_as_large_as_its_blocks() -> None:
-    namespace = msgspec.structs.replace(NAMESPACE, blocks_per_chunk=3)
-    assert GROUP.block_size_bytes == 128
-    assert namespace.chunk_size_bytes(0) == 3 * 128
-
-
 def tensor(**changes: Any) -> StoredTensor:
     return StoredTensor(**({"name": "layers.0.k", "dtype": "BF16", "shape": (2, 4, 8)} | changes))
 

@@ -19,24 +19,19 @@ from kvxfer.storage.observer import (
     ENGINE,
     Added,
     Asked,
-    Cause,
     Ended,
-    Late,
     LookedUp,
     Moved,
     Operation,
     Removal,
     Removed,
     Reports,
-    Skipped,
 )
-from kvxfer.testing import BackendTests, BlockMemory, DictBackend, FaultRates, FaultyBackend
+from kvxfer.testing import BackendTests, BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys
-from kvxfer.tiering import TieredBackend, TierTimeouts
-from kvxfer.transfer.engine import TransferEngine
 from tests.backends.file_store import config
 from tests.recorder import Failing, Recorder, keys_of
-from tests.tiering.opened_tiers import open_dict, open_host, settle
+from tests.tiering.opened_tiers import open_host
 
 KEYS = make_keys(8)
 DONE, MISSING = Status.DONE, Status.MISSING
@@ -88,12 +83,6 @@ async def test_a_backend_that_knows_no_observers_is_counted(
     assert store.seconds > 0
     assert [(each.keys, each.found) for each in recorder.of(Asked)] == [(KEYS[1:3], [True, False])]
     assert [each.tiers for each in recorder.of(LookedUp)] == [["dict", ""]]
-
-
-@pytest.mark.asyncio
-async def test_without_observers_there_is_no_wrapper(memory: BlockMemory) -> None:
-    async with open_backend("host://?capacity=1MiB", memory.namespace()) as backend:
-        assert type(backend) is HostBackend
 
 
 @pytest.mark.asyncio
@@ -158,50 +147,6 @@ async def test_files_tell_what_was_evicted_removed_corrupted_and_found(
 
 
 @pytest.mark.asyncio
-async def test_a_hit_counts_for_the_tier_that_finally_gave_the_block(
-    memory: BlockMemory, recorder: Recorder
-) -> None:
-    namespace = memory.namespace()
-    lower = open_dict(namespace)
-    async with TieredBackend([open_host(namespace, 4), lower], namespace) as backend:
-        backend.observe(Reports([recorder]))
-        await backend.store(KEYS[:1], memory.describe(0, [0]))
-        await settle(backend)
-        await lower.store(KEYS[1:3], memory.describe(0, [1, 2]))
-        lower.corrupt(KEYS[2])  # the tier says that it has it, and cannot give it
-        recorder.events.clear()
-        assert await backend.lookup(KEYS[:4]) == [True, True, False, False]
-        await backend.load(KEYS[1:2], memory.describe(0, [8]))
-    (lookup,) = recorder.of(LookedUp)
-    assert lookup.tiers == ["host", "dict", "", ""]
-    promotions = [each for each in recorder.of(Moved) if each.cause is Cause.PROMOTION]
-    assert told(promotions) == [
-        ("dict", "load", "promotion", [DONE, Status.CORRUPT]),
-        ("host", "store", "promotion", [DONE]),
-    ]
-    requests = [each for each in recorder.of(Moved) if each.cause is Cause.REQUEST]
-    assert told(requests) == [("host", "load", "request", [DONE])]
-
-
-@pytest.mark.asyncio
-async def test_a_late_tier_is_told_and_so_are_the_calls_that_it_is_spared(
-    memory: BlockMemory, recorder: Recorder
-) -> None:
-    namespace = memory.namespace()
-    lower = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
-    timeouts = TierTimeouts(lookup_s=0.01)
-    async with TieredBackend([open_host(namespace, 4), lower], namespace, timeouts=timeouts) as b:
-        b.observe(Reports([recorder]))
-        lower.rates = FaultRates(hang=1.0, operations=frozenset({Operation.LOOKUP}))
-        await b.lookup(KEYS[:2])
-        assert recorder.gauges("faulty")[Gauge.SUSPENDED] == 1
-        await b.lookup(KEYS[:3])
-        lower.release()
-    assert recorder.of(Late) == [Late("faulty", Operation.LOOKUP, KEYS[:2])]
-    assert recorder.of(Skipped) == [Skipped("faulty", Operation.LOOKUP, KEYS[:3])]
-
-
-@pytest.mark.asyncio
 async def test_an_observer_that_fails_is_logged_once_and_told_nothing_more(
     memory: BlockMemory, recorder: Recorder, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -258,21 +203,6 @@ async def test_the_end_of_a_batch_is_told_once_awaited_or_polled(
         ("host", "load", "request", [DONE, MISSING]),
         ("host", "store", "request", [DONE]),
     ]
-
-
-@pytest.mark.asyncio
-async def test_a_missed_deadline_of_the_engine_is_told(
-    memory: BlockMemory, recorder: Recorder
-) -> None:
-    faulty = FaultyBackend(
-        DictBackend(None, memory.namespace()), seed=0, rates=FaultRates(hang=1.0)
-    )
-    async with TransferEngine(memory.caches, faulty, observers=[recorder]) as engine:
-        await engine.load(KEYS[:2], [[0, 1]], timeout_s=0.01)
-        faulty.release()
-    assert recorder.of(Late) == [Late(ENGINE, Operation.LOAD, KEYS[:2])]
-    (ended,) = recorder.of(Ended)
-    assert {outcome.status for outcome in ended.outcomes} == {Status.TIMED_OUT}
 
 
 @pytest.mark.asyncio
