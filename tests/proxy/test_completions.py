@@ -1,23 +1,18 @@
 """Completions through the proxy: both legs, streams, engines that fail, and bad requests."""
 
-import asyncio
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from prometheus_client import parser
 
-from examples.proxy import server
 from tests.proxy.fake_engines import (
     BODY,
     CHAT,
     COMPLETIONS,
-    LIMIT_S,
     PARAMS,
-    PIECES,
     routed,
 )
 
@@ -91,18 +86,6 @@ async def test_no_client_can_choose_the_params_of_a_transfer() -> None:
         assert (await it.post(stolen))[0] == 200
         assert it.prefill[0].asked[0].params == LENT
         assert "kv_transfer_params" not in it.decode[0].asked[0].body
-
-
-async def test_pieces_of_a_stream_arrive_as_the_engine_sends_them() -> None:
-    async with routed() as it:
-        it.decode[0].may_go_on.clear()
-        body = json.dumps({**BODY, "stream": True})
-        async with it.session.post(it.url + COMPLETIONS, data=body) as response:
-            assert response.status == 200
-            assert response.headers["Content-Type"] == "text/event-stream"
-            assert await response.content.readany() == PIECES[0]  # the engine waits
-            it.decode[0].may_go_on.set()
-            assert await response.read() == b"".join(PIECES[1:])
 
 
 async def test_an_error_of_the_decode_engine_about_the_request_is_passed_on() -> None:
@@ -208,23 +191,6 @@ async def test_other_questions_go_to_a_decode_engine_as_they_are() -> None:
         assert len(it.decode[0].asked) == 1
 
 
-async def test_a_busy_engine_gets_no_more_requests_while_another_is_idle() -> None:
-    async with routed(num_decode=2) as it:
-        busy, idle = it.decode
-        busy.hangs = idle.hangs = True
-        stuck = asyncio.create_task(it.post())
-        waits = {asyncio.create_task(each.is_asked.wait()) for each in it.decode}
-        _, left = await asyncio.wait(waits, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
-        (left.pop()).cancel()
-        if idle.asked:
-            busy, idle = idle, busy
-        idle.hangs = False
-        for _ in range(5):
-            assert await it.post() == (200, {"by": idle.url})
-        stuck.cancel()
-    assert len(busy.asked) == 1
-
-
 async def test_both_legs_begin_at_once_with_one_ticket_once_the_lender_is_known() -> None:
     async with routed(overlap=True) as it:
         assert (await it.post())[0] == 200
@@ -248,21 +214,6 @@ async def test_both_legs_begin_at_once_with_one_ticket_once_the_lender_is_known(
         "tp_size": 2,
         "transfer_mode": "overlap",
     }
-
-
-async def test_an_answer_that_is_complete_ends_its_request_whatever_the_prefill_engine_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(server, "LATE_PREFILL_S", 10 * LIMIT_S)
-    one = aiohttp.TCPConnector(limit=1)
-    async with routed(overlap=True) as it, aiohttp.ClientSession(connector=one) as client:
-        await it.post()
-        it.prefill[0].hangs = True
-        async with asyncio.timeout(LIMIT_S):
-            for _ in range(2):  # the second one on the connection of the first
-                async with client.post(it.url + COMPLETIONS, json=BODY) as response:
-                    assert await response.json() == {"by": it.decode[0].url}
-    assert it.prefill[0].is_left.is_set()
 
 
 async def test_one_leg_comes_after_the_other_where_an_engine_lends_at_several_places() -> None:

@@ -77,28 +77,6 @@ async def test_silent_connections_make_room_and_requests_under_way_go_on(
         assert await response.read() == b"".join(PIECES)
 
 
-async def test_newcomers_wait_while_every_connection_has_a_request_under_way(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(server, "_max_connections", lambda: 2)
-    async with routed() as it, contextlib.AsyncExitStack() as stack:
-        it.decode[0].may_go_on.clear()
-        body = json.dumps({**BODY, "stream": True})
-        responses = [
-            await stack.enter_async_context(it.session.post(it.url + COMPLETIONS, data=body))
-            for _ in range(2)
-        ]
-        asking = [asyncio.create_task(it.get("/health")) for _ in range(3)]
-        async with asyncio.timeout(LIMIT_S):
-            while "2 are open" not in caplog.text:  # noqa: ASYNC110 - of a log
-                await asyncio.sleep(0.01)
-        it.decode[0].may_go_on.set()
-        for response in responses:
-            assert await response.read() == b"".join(PIECES)
-        assert {status for status, _ in await asyncio.gather(*asking)} == {200}
-    assert caplog.text.count("are open") == 1
-
-
 @pytest.mark.parametrize("kept", [b"X-A: b", b"Connection: keep-alive"])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_end_of_an_answer_is_seen_by_a_client_of_http_1_0(

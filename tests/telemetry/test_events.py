@@ -2,7 +2,6 @@
 
 import logging
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,22 +15,10 @@ from kvxfer.storage.observer import Added, Removal, Removed
 from kvxfer.telemetry import event_replays
 from kvxfer.telemetry.events import BLOCKS_PER_BATCH, EventPublisher
 from kvxfer.testing.conformance.suite import make_keys
-from tests.telemetry.event_subscriber import LIMIT_S, EventSubscriber
+from tests.telemetry.event_subscriber import EventSubscriber
 
 ANY_PORT = "tcp://127.0.0.1:0"
 KEYS = make_keys(8)
-
-
-class SlowEncoder:
-    """Encoder that waits before each message until it is let go."""
-
-    def __init__(self) -> None:
-        self.began, self.goes_on = threading.Event(), threading.Event()
-
-    def encode(self, obj: object) -> bytes:
-        self.began.set()
-        self.goes_on.wait(LIMIT_S)
-        return msgspec.msgpack.encode(obj)
 
 
 @pytest.fixture
@@ -115,31 +102,6 @@ def test_a_replay_of_what_is_no_longer_kept_begins_later(caplog: pytest.LogCaptu
         subscriber._next = 0
         assert subscriber.catch_up() == [6, 7, 8]
     assert not [each for each in caplog.records if each.levelno > logging.WARNING]
-
-
-def test_what_comes_faster_than_it_is_sent_is_lost_and_missing_in_the_numbers(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    publisher = EventPublisher(ANY_PORT, replay=ANY_PORT, hashes="bytes", buffer_batches=3)
-    with (
-        publisher,
-        EventSubscriber.opened(publisher.endpoint, publisher.replay) as subscriber,
-        caplog.at_level(logging.WARNING, "kvxfer"),
-    ):
-        subscriber.read_until(lambda: subscriber.payloads)
-        slow = SlowEncoder()
-        publisher._encoder = slow  # type: ignore[assignment]
-        publisher.note(Added("host", KEYS[:1]))
-        slow.began.wait(LIMIT_S)
-        for key in KEYS[1:]:
-            publisher.note(Added("host", [key]))
-        slow.goes_on.set()
-        subscriber.read_until(lambda: subscriber._next == 1 + len(KEYS))
-        assert subscriber.kept["host"] - {KEYS[0]} == set(KEYS[-3:])
-        subscriber._next = 0
-        assert subscriber.catch_up() == [6, 7, 8]
-    (warning,) = [each.getMessage() for each in caplog.records]
-    assert warning == "4 batches of events were lost: they came faster than they are sent"
 
 
 @pytest.mark.parametrize("parts", [[b"", b"x", b"y"], [b"", b"much too long" * 100], [b""]])

@@ -1,12 +1,9 @@
 """Journal: bounded, whole up to the last write, and what it lacks is counted in it."""
 
-import errno
-import fcntl
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -140,28 +137,6 @@ def test_files_of_processes_that_ended_are_kept_up_to_a_bound(
     assert len(processes) == 4  # the living one, the last one, and two that ended before it
 
 
-def test_what_waits_is_bounded_by_its_keys_and_records_are_of_bounded_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_module, "WRITE_S", 60.0)
-    monkeypatch.setattr(journal_module, "MAX_WAITING_KEYS", 25_000)
-    journal = Journal(str(tmp_path))
-    observer, keys = journal.observer(), make_keys(30_000)
-    journal.flush()
-    observer.note(Added("file", keys))  # more than may wait, but alone
-    observer.note(Added("host", keys[:1]))
-    journal.flush()
-    observer.note(Added("host", keys[:20_000]))
-    observer.note(Added("host", keys[:10_000]))
-    observer.note(Added("host", keys[:4_000]))
-    journal.close()
-    found = records(tmp_path)
-    events = [each.event for each in found if isinstance(each, Noted)]
-    noted = [(each.tier, len(each.keys)) for each in events]
-    assert noted == [*[("file", 10_000)] * 3, *[("host", 10_000)] * 2, ("host", 4_000)]
-    assert [each.num_events for each in found if isinstance(each, Lost)] == [1, 1]
-
-
 def test_a_disk_that_is_full_for_a_while_costs_events_that_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -200,23 +175,3 @@ def test_a_folder_without_a_journal_is_named(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(InvalidArgumentError, match="journal is"):
             list_files(folder)
-
-
-def test_without_locks_who_gave_no_sign_for_a_day_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    monkeypatch.setattr(journal_module, "MAX_PROCESSES", 0)
-    processes = []
-    for _ in range(3):
-        journal = Journal(str(tmp_path))
-        journal.observer()
-        journal.close()
-        processes.append(journal._process)
-        if len(processes) == 1:
-            old = time.time() - 2 * journal_file.ALIVE_S
-            os.utime(list_files(tmp_path)[0].path, (old, old))
-    assert [each for each in processes if list(tmp_path.glob(f"{each}*"))] == processes[1:]

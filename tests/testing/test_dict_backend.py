@@ -117,17 +117,6 @@ async def test_the_suite_catches_a_backend_that_takes_a_block_for_the_one_before
         await Late().test_a_block_that_another_user_replaces_is_never_loaded_as_the_one_before()
 
 
-class KeptMachine(BackendStateMachine):
-    persistent = True
-
-    def __init__(self) -> None:
-        self.shelf: dict[str, Blocks] = {}
-        super().__init__()
-
-    async def make_backend(self, namespace: Namespace) -> Backend:
-        return KeptBackend(self.shelf, namespace)
-
-
 class DictMachine(BackendStateMachine):
     async def make_backend(self, namespace: Namespace) -> Backend:
         return DictBackend(None, namespace)
@@ -144,5 +133,3 @@ TestDictMachine = DictMachine.TestCase
 TestDictMachine.settings = examples(25, steps=25)
 TestBoundedDictMachine = BoundedDictMachine.TestCase
 TestBoundedDictMachine.settings = examples(25, steps=25)
-TestKeptMachine = KeptMachine.TestCase
-TestKeptMachine.settings = examples(25, steps=25)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.errors import BackendUnavailableError, ClosedError
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import (
@@ -126,15 +126,6 @@ async def test_an_error_is_raised_by_the_operation_it_is_meant_for(
     assert backend.injected == [InjectedFault(Fault.ERROR, operation, KEYS[0])]
 
 
-async def test_a_call_that_hangs_goes_on_when_it_is_released(memory: BlockMemory) -> None:
-    backend = faulty(memory, FaultRates(hang=1.0))
-    running = asyncio.ensure_future(store_and_load(backend, memory))
-    await backend.until_waiting()
-    backend.release()
-    assert await running == ([Status.DONE] * NUM_KEYS, PAYLOADS)
-    assert backend.waiting == 0
-
-
 @pytest.mark.parametrize("operation", [Operation.LOAD, Operation.LOOKUP])
 async def test_a_stuck_call_ends_only_when_released_and_is_cancelled_then(
     memory: BlockMemory, operation: Operation
@@ -160,16 +151,3 @@ async def test_a_stuck_call_ends_only_when_released_and_is_cancelled_then(
         await running
     moved = [bytes(BLOCK_SIZE_BYTES)] * NUM_KEYS if operation is Operation.LOOKUP else PAYLOADS
     assert read_payloads(target) == moved
-
-
-async def test_closing_releases_what_hangs_and_closes_the_inner_backend(
-    memory: BlockMemory,
-) -> None:
-    async with faulty(memory, FaultRates(hang=1.0)) as backend:
-        blocks = memory.describe(0, range(NUM_KEYS))
-        running = asyncio.ensure_future(backend.store(KEYS, blocks))
-        await backend.until_waiting()
-    with pytest.raises(ClosedError):
-        await running
-    with pytest.raises(ClosedError):
-        await backend.inner.lookup(KEYS)

@@ -10,15 +10,14 @@ from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.connect import open_backend
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
+from kvxfer.storage.backend import MISSING, Backend, Outcome
 from kvxfer.storage.eviction.policies import PolicyName
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import (
     BlockMemory,
     DictBackend,
 )
-from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated, yield_to_loop
-from kvxfer.testing.payloads import read_payloads
+from kvxfer.testing.conformance.suite import make_keys, store_generated
 from kvxfer.tiering import TieredBackend
 from tests.tiering.opened_tiers import (
     KEYS,
@@ -26,7 +25,6 @@ from tests.tiering.opened_tiers import (
     load_from,
     open_dict,
     open_host,
-    opened,
     settle,
 )
 
@@ -36,49 +34,16 @@ def memory() -> BlockMemory:
     return BlockMemory([[48, 16]], num_blocks=32)
 
 
-async def test_what_was_verified_is_found_even_if_the_first_tier_has_no_room(
-    memory: BlockMemory,
-) -> None:
-    namespace = memory.namespace()
-    lower = open_dict(namespace)
-    async with TieredBackend([open_dict(namespace, 0), lower], namespace) as backend:
-        payloads = await store_generated(lower, KEYS[:2], memory.describe(0, [0, 1]))
-        assert await backend.lookup(KEYS[:2]) == [True, True]
-        assert await load_from(backend, memory, KEYS[:2]) == payloads
-
-
 async def test_a_block_that_is_corrupt_in_the_first_tier_heals(memory: BlockMemory) -> None:
-    async with opened(memory) as tiers:
-        payloads = await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
-        await settle(tiers.backend)
-        tiers.first._pool.slots[tiers.first._index.slot_of(KEYS[3])][0, 0] ^= 1
-        assert await load_from(tiers.backend, memory, KEYS) == payloads
-        assert await tiers.backend.lookup(KEYS) == [True] * 8
-        assert await tiers.first.lookup(KEYS) == [True] * 8
-
-
-async def test_a_staging_bound_below_one_block_is_raised_to_what_is_needed() -> None:
-    memory = BlockMemory([[10_000]], num_blocks=8)
     namespace = memory.namespace()
-    tiers = [open_host(namespace, 4), open_dict(namespace)]
-    async with TieredBackend(tiers, namespace, staging_bytes=1) as backend:
-        payloads = await store_generated(backend, KEYS[:4], memory.describe(0, range(4)))
+    first = open_host(namespace, 16)
+    async with TieredBackend([first, open_dict(namespace)], namespace) as backend:
+        payloads = await store_generated(backend, KEYS, memory.describe(0, range(8)))
         await settle(backend)
-        blocks = memory.describe(0, range(4, 8))
-        assert statuses(await tiers[1].load(KEYS[:4], blocks)) == [Status.DONE] * 4
-        assert read_payloads(blocks) == payloads
-
-
-async def test_of_too_many_blocks_that_wait_the_oldest_are_not_carried(
-    memory: BlockMemory, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with opened(memory) as tiers:
-        [writer] = tiers.backend._writers
-        writer.queue.max_blocks = 3
-        await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
-        await settle(tiers.backend)
-        assert tiers.lower.stored == KEYS[5:]
-    assert "5 blocks are not written back" in caplog.text
+        first._pool.slots[first._index.slot_of(KEYS[3])][0, 0] ^= 1
+        assert await load_from(backend, memory, KEYS) == payloads
+        assert await backend.lookup(KEYS) == [True] * 8
+        assert await first.lookup(KEYS) == [True] * 8
 
 
 NUM_SLOTS = 8
@@ -156,30 +121,3 @@ async def test_purging_removes_every_block_from_every_tier(tmp_path: Path) -> No
         with pytest.raises(BackendUnavailableError, match="not everything was deleted"):
             await t.purge()
         assert await t.tiers[0].lookup(keys) == [False] * 8
-
-
-async def test_a_block_of_which_a_copy_stays_is_not_said_to_be_removed(memory: BlockMemory) -> None:
-    async with opened(memory) as tiers:
-        await store_generated(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
-        await settle(tiers.backend)
-        tiers.first.pin(KEYS[:1])
-        assert await tiers.backend.delete(KEYS[:2]) == [False, True]
-        tiers.first.unpin(KEYS[:1])
-        assert await tiers.backend.lookup(KEYS[:2]) == [True, False]
-        assert await tiers.backend.delete(KEYS[:1]) == [True]
-
-
-async def test_a_chunk_stored_anew_before_its_turn_is_carried_as_it_is_now() -> None:
-    memory = BlockMemory([[48, 16]], num_blocks=32, blocks_per_chunk=4)
-    async with opened(memory) as tiers:
-        await store_generated(tiers.backend, KEYS[:2], memory.describe(0, range(8)))
-        with tiers.backend._locks.hold(KEYS[:1]):  # its batch waits
-            await yield_to_loop(2)
-            await tiers.first.delete(KEYS[1:2])
-            tail = memory.describe(0, [8, 9], first_block_index=2)
-            payloads = await store_generated(tiers.backend, KEYS[1:2], tail)
-        await settle(tiers.backend)
-        assert tiers.lower.stored == KEYS[:2]
-        again = memory.describe(0, [10, 11], first_block_index=2)
-        assert statuses(await tiers.lower.load(KEYS[1:2], again)) == [Status.DONE]
-        assert read_payloads(again) == payloads

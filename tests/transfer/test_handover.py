@@ -27,7 +27,6 @@ from tests.transfer.handover_engines import HND, LIMIT_S, NHD, NULL, Engine, get
 TICKET = "0123456789abcdef"
 TOKENS = prompt(22)
 OURS, THEIRS = [3, 9, 4, 12, 7, 1], [11, 2, 8, 5, 6, 10]
-SHORT_LEASE: dict[str, Any] = {"lease_s": 0.2, "heartbeat_s": 0.1}
 
 
 @pytest.fixture
@@ -101,18 +100,6 @@ def wait_until_ended(engine: Engine, ticket: str) -> None:
 
 
 @pytest.mark.usefixtures("in_place_bytes")
-@pytest.mark.parametrize("their_size", [4, 8])
-def test_only_the_tokens_that_are_wanted_are_read(their_size: int, stack: ExitStack) -> None:
-    theirs, ours = open_engine(stack, their_size), open_engine(stack)
-    theirs.lend(TICKET, TOKENS, ids(theirs, THEIRS))
-    wanted = [[NULL, NULL, *OURS[2:6]]]
-    [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, wanted, first_token=8, num_tokens=16)
-    assert fetched.num_verified == 8 // their_size
-    assert ours.good(TOKENS, wanted)[0][0][2:4] == [True, True]
-    assert ours.is_untouched([OURS[2:4]])
-
-
-@pytest.mark.usefixtures("in_place_bytes")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_prompt_leaves_of_our_last_block_is_theirs_or_zero(
     shape: str, stack: ExitStack
@@ -152,46 +139,6 @@ def test_a_window_needs_only_the_end_of_a_prompt(stack: ExitStack) -> None:
     [good] = ours.good(TOKENS, wanted)
     assert good == [[True] * 6, [False] * 3 + [True] * 3]
     assert ours.is_untouched([OURS, [20, 21, 22]])
-
-
-def test_another_prompt_is_found_only_as_far_as_it_is_the_same(stack: ExitStack) -> None:
-    theirs, ours = open_engine(stack), open_engine(stack)
-    theirs.lend(TICKET, TOKENS, [THEIRS])
-    other = [*TOKENS[:9], 1 + TOKENS[9], *TOKENS[10:]]
-    assert ours.ask(theirs.endpoint, TICKET, other).num_tokens == 8
-    [fetched] = ours.fetch(theirs.endpoint, TICKET, other, [OURS])
-    assert fetched.bad_blocks == [OURS[2:]]
-    assert fetched.missing == {"missing": 4}
-    assert ours.good(other, [OURS])[0][0][:2] == [True, True]
-    assert ours.is_untouched([OURS[:2]])
-
-
-def test_pages_are_found_by_their_content_whatever_the_ticket_is(stack: ExitStack) -> None:
-    theirs, ours = open_engine(stack), open_engine(stack)
-    theirs.lend(TICKET, TOKENS, [THEIRS])
-    [fetched] = ours.fetch(theirs.endpoint, "another-ticket-00", TOKENS, [OURS])
-    assert not any(fetched.bad_blocks)
-    assert ours.all_good(TOKENS, [OURS])
-
-
-@pytest.mark.parametrize("end", ["expired", "revoked", "released", "never offered"])
-def test_what_is_not_lent_any_more_is_missing(end: str, stack: ExitStack) -> None:
-    theirs, ours = open_engine(stack, **SHORT_LEASE), open_engine(stack)
-    if end != "never offered":
-        theirs.lend(TICKET, TOKENS, [THEIRS])
-    if end == "revoked":
-        theirs.revoke(TICKET)
-    if end == "released":
-        ours.release(theirs.endpoint, TICKET)
-    if end != "never offered":
-        wait_until_ended(theirs, TICKET)
-    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
-    assert (found.num_tokens, found.is_complete) == (0, True)
-    [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, [OURS])
-    assert fetched.bad_blocks == [OURS]
-    assert fetched.missing == {"missing": 6}
-    assert ours.is_untouched([[]])
-    assert theirs.workers[0].num_expired == (end == "expired")
 
 
 @pytest.mark.usefixtures("in_place_bytes")
@@ -257,25 +204,6 @@ def test_an_engine_of_other_groups_is_refused_by_both_values(stack: ExitStack) -
         ours.ask(theirs.endpoint, TICKET, TOKENS)
 
 
-def test_an_engine_that_was_started_anew_with_other_blocks_is_refused(stack: ExitStack) -> None:
-    theirs, ours = open_engine(stack), open_engine(stack)
-    theirs.lend(TICKET, TOKENS, [THEIRS])
-    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
-    theirs.close()
-    again = open_engine(stack, 8, port=theirs.endpoint.port)
-    again.lend(TICKET, TOKENS, ids(again, THEIRS))
-    stop = time.monotonic() + 20
-    while True:
-        [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS])
-        error = loading.exception(LIMIT_S)
-        if isinstance(error, CacheMismatchError):
-            break
-        assert isinstance(error, KVXferError)  # not connected again yet
-        assert time.monotonic() < stop
-    assert (error.field, error.ours, error.theirs) == ("tokens_per_block", (4,), (8,))
-    assert ours.is_untouched([[]])
-
-
 def test_a_port_of_another_worker_gives_no_pages(stack: ExitStack) -> None:
     """Worker 1 has other heads of the same prompt."""
     theirs, ours = open_engine(stack, tp_size=2), open_engine(stack, tp_size=2)
@@ -288,26 +216,6 @@ def test_a_port_of_another_worker_gives_no_pages(stack: ExitStack) -> None:
         with pytest.raises(CacheMismatchError, match="rank"):
             get(loading)
     assert ours.is_untouched([[]])
-
-
-def test_two_engines_at_neighbouring_ports_are_not_taken_for_one(stack: ExitStack) -> None:
-    """What listens where worker 1 should be is worker 0 of another engine, with the same prompt."""
-    ours = open_engine(stack, tp_size=2)
-    first = open_engine(stack, tp_size=2)
-    first.lend(TICKET, TOKENS, [THEIRS])
-    first.workers[1].close()
-    second = open_engine(stack, tp_size=2, port=first.endpoint.port + 1)
-    second.lend(TICKET, TOKENS, [THEIRS])
-    assert ours.ask(first.endpoint, TICKET, TOKENS).num_tokens == 0
-
-
-def test_a_port_after_which_there_are_not_enough_for_all_workers_is_refused(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs, ours = open_engine(stack, tp_size=2), open_engine(stack)
-    monkeypatch.setattr("kvxfer.lending.reader.MAX_PORT", theirs.endpoint.port)
-    with pytest.raises(InvalidArgumentError, match=r"port is .*2 workers"):
-        ours.ask(theirs.endpoint, TICKET, TOKENS)
 
 
 @pytest.mark.parametrize("host", ["x" * 70, "not-a-host.invalid"])
@@ -330,12 +238,6 @@ def test_a_fetch_says_which_deadline_an_engine_missed_that_says_nothing(stack: E
         get(fetch)
 
 
-def test_release_never_raises(stack: ExitStack) -> None:
-    ours = open_engine(stack)
-    ours.release(Endpoint("x" * 70, 7100), TICKET)
-    ours.release(Endpoint("127.0.0.1", 1), TICKET)
-
-
 def test_blocks_that_we_do_not_have_are_refused_before_anything_is_read(stack: ExitStack) -> None:
     theirs, ours = open_engine(stack), open_engine(stack)
     theirs.lend(TICKET, TOKENS, [THEIRS])
@@ -344,6 +246,40 @@ def test_blocks_that_we_do_not_have_are_refused_before_anything_is_read(stack: E
     with pytest.raises(DuplicateError, match=r"block_ids\[0\] is 3"):
         ours.fetch(theirs.endpoint, TICKET, TOKENS, [[*OURS[:5], 3]])
     assert ours.is_untouched([[]])
+
+
+def test_an_engine_that_was_started_anew_with_other_blocks_is_refused(stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
+    theirs.close()
+    again = open_engine(stack, 8, port=theirs.endpoint.port)
+    again.lend(TICKET, TOKENS, ids(again, THEIRS))
+    stop = time.monotonic() + 20
+    while True:
+        [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS])
+        error = loading.exception(LIMIT_S)
+        if isinstance(error, CacheMismatchError):
+            break
+        assert isinstance(error, KVXferError)  # not connected again yet
+        assert time.monotonic() < stop
+    assert (error.field, error.ours, error.theirs) == ("tokens_per_block", (4,), (8,))
+    assert ours.is_untouched([[]])
+
+
+def test_a_port_after_which_there_are_not_enough_for_all_workers_is_refused(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = open_engine(stack, tp_size=2), open_engine(stack)
+    monkeypatch.setattr("kvxfer.lending.reader.MAX_PORT", theirs.endpoint.port)
+    with pytest.raises(InvalidArgumentError, match=r"port is .*2 workers"):
+        ours.ask(theirs.endpoint, TICKET, TOKENS)
+
+
+def test_release_never_raises(stack: ExitStack) -> None:
+    ours = open_engine(stack)
+    ours.release(Endpoint("x" * 70, 7100), TICKET)
+    ours.release(Endpoint("127.0.0.1", 1), TICKET)
 
 
 def test_a_gpu_is_not_promised_blocks_that_a_processor_would_have_to_copy(

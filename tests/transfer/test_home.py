@@ -1,27 +1,21 @@
 """Event loop of an engine: no call waits for an event loop that does not run."""
 
 import asyncio
-import inspect
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvxfer.errors import ClosedError, EventLoopError
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import DONE, Outcome
-from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.storage.backend import DONE
+from kvxfer.storage.keys import make_block_key
 from kvxfer.testing import (
     BlockMemory,
     DictBackend,
     DictConfig,
-    FaultRates,
-    FaultyBackend,
-    Operation,
 )
 from kvxfer.testing.payloads import make_payload, write_payloads
 from kvxfer.transfer.engine import TransferEngine
@@ -70,25 +64,6 @@ def test_an_engine_entered_on_a_loop_that_stopped_says_so(
     stopped.close()
 
 
-async def answer() -> bool:
-    await asyncio.sleep(0)
-    return True
-
-
-def test_a_call_that_was_submitted_in_the_last_moment_of_a_loop_is_closed(
-    memory: BlockMemory, stopped: asyncio.AbstractEventLoop
-) -> None:
-    engine, call = open_engine(memory), answer()
-
-    async def submit() -> None:
-        await engine.__aenter__()
-        engine.submit_call(call)
-
-    with asyncio.Runner(loop_factory=lambda: stopped) as runner:
-        runner.run(submit())  # which cancels what is left, also what has not begun
-    assert inspect.getcoroutinestate(call) == inspect.CORO_CLOSED
-
-
 # Blocking calls on the engine's own loop
 
 
@@ -119,68 +94,6 @@ def test_no_thread_is_left_and_later_calls_say_that_it_is_closed(memory: BlockMe
 
 
 # Deadlines of lookups, of flushing, and of closing
-
-
-async def test_a_lookup_that_is_not_answered_in_time_is_a_miss(
-    memory: BlockMemory, caplog: pytest.LogCaptureFixture
-) -> None:
-    rates = FaultRates(stuck=1.0, operations=frozenset({Operation.LOOKUP}))
-    faulty = FaultyBackend(DictBackend(DictConfig(), memory.namespace()), seed=0, rates=rates)
-    async with TransferEngine(memory.caches, faulty) as engine:
-        assert await engine.lookup(KEYS, timeout_s=0.02) == [False] * 4
-        assert "lookup of 4 blocks: no answer in 0.02 s" in caplog.text
-        faulty.release()
-        assert await engine.lookup(KEYS[:1]) == [False]
-
-
-class Unflushed(DictBackend):
-    """Backend whose `flush` ends only when the test says so."""
-
-    def __init__(self, memory: BlockMemory) -> None:
-        super().__init__(DictConfig(), memory.namespace())
-        self.flushed = asyncio.Event()
-
-    async def flush(self) -> None:
-        await self.flushed.wait()
-
-
-async def test_flushing_says_whether_all_is_kept_in_time(memory: BlockMemory) -> None:
-    backend = Unflushed(memory)
-    async with TransferEngine(memory.caches, backend) as engine:
-        assert not await engine.flush(timeout_s=0.02)
-        backend.flushed.set()
-        assert await engine.flush(timeout_s=LIMIT_S)
-
-
-class Stuck(DictBackend):
-    """Backend whose calls and close never end."""
-
-    def __init__(self, memory: BlockMemory) -> None:
-        super().__init__(DictConfig(), memory.namespace())
-        self.free = asyncio.Event()
-
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        while not self.free.is_set():
-            try:
-                await self.free.wait()
-            except asyncio.CancelledError:
-                continue
-        return await super().load(keys, blocks)
-
-    async def aclose(self) -> None:
-        await self.free.wait()
-
-
-async def test_closing_ends_in_time_and_says_what_it_left(
-    memory: BlockMemory, caplog: pytest.LogCaptureFixture
-) -> None:
-    backend = Stuck(memory)
-    async with TransferEngine(memory.caches, backend, close_timeout_s=0.05) as engine:
-        [outcome] = await engine.load(KEYS[:1], [[1]], timeout_s=0.01)
-        assert not outcome.memory_safe
-    assert "not closed after 0.05 s: 1 transfers are abandoned" in caplog.text
-    backend.free.set()
-    await engine._mover.drain()
 
 
 # Fork

@@ -9,9 +9,8 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
 from kvxfer.storage.observer import Ended, Event, NotLoaded, Observer, Operation
 from kvxfer.telemetry.metrics import Metrics
-from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend
 from kvxfer.testing.conformance.suite import make_keys
-from kvxfer.transfer import LoadOrCompute, TransferEngine
+from kvxfer.transfer import LoadOrCompute
 from kvxfer.transfer.load_or_compute import STALE_S
 from tests.clock import Clock
 
@@ -100,19 +99,3 @@ def test_observers_and_metrics_are_told_of_what_is_not_loaded(clock: Clock) -> N
 def test_a_ratio_that_is_none_is_refused(wrong: object) -> None:
     with pytest.raises(InvalidArgumentError, match="max_load_ratio"):
         LoadOrCompute(wrong)  # type: ignore[arg-type]
-
-
-async def test_loads_of_a_real_slow_store_are_measured_and_declined() -> None:
-    memory = BlockMemory([[4096]], num_blocks=8)
-    namespace = memory.namespace()
-    rates = FaultRates(delay=1.0, delay_s=0.05, operations=frozenset({Operation.LOAD}))
-    slow = FaultyBackend(DictBackend(None, namespace), seed=0, rates=rates)
-    loads = LoadOrCompute(1.0, prefill_tokens_per_s=1000)
-    async with TransferEngine(memory.caches, slow, observers=[loads]) as engine:
-        await engine.store(KEYS[:4], [[0, 1, 2, 3]])
-        assert loads.pays(KEYS[:4], 4 * 4096, 16)  # nothing is known yet
-        await engine.load(KEYS[:4], [[0, 1, 2, 3]])
-        assert loads.bytes_per_s is not None
-        assert loads.bytes_per_s <= 4 * 4096 / 0.05
-        assert not loads.pays(KEYS[:4], 4 * 4096, 16)  # 16 ms of computing, 50 ms of loading
-        assert loads.pays(KEYS[:4], 4 * 4096, 60_000)

@@ -1,16 +1,13 @@
 """Jobs in host memory are moved on the thread that submits them, without an event loop."""
 
 import asyncio
-import contextlib
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from kvxfer.backends.host import HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.copy_engine.engine import Copy
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Begun, Status
 from kvxfer.storage.keys import BlockKey
@@ -19,8 +16,6 @@ from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.transfer import PolledEngine, Slices
 from kvxfer.transfer.job import Direction, FinishedJob
-from kvxfer.transfer.mover import AT_ONCE_S
-from tests.clock import Clock
 
 KEYS = [slot_key(key, slot, 0) for slot, key in enumerate(make_keys(4))]
 IDS = [[0, 1, 2, 3]]
@@ -28,48 +23,29 @@ ELSEWHERE = [[8, 9, 10, 11]]
 
 
 class ToldBackend(SlotMover):
-    """Backend of slots that notes on which thread it moves what, and does as it is told."""
+    """Backend of slots that notes on which thread it moves what, and fails as it is told."""
 
     def __init__(self, pool: HostPool) -> None:
         super().__init__(pool, part=0)
         self.threads: list[threading.Thread] = []
         self.error: Exception | None = None
-        self.may_go_on = threading.Event()
-        self.may_go_on.set()
-        self.has_to_wait = self.is_moving = False
         self.num_stored: list[int] = []
 
     def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
         self.threads.append(threading.current_thread())
-        assert self.may_go_on.wait(10)
         if self.error:
             raise self.error
         return super().begin_load(keys, blocks)
 
-    def begin_store(  # type: ignore[override]  # as movers that have to wait do
-        self, keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> Begun | None:
-        if self.has_to_wait:
-            return None
+    def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
         self.threads.append(threading.current_thread())
         self.num_stored.append(len(keys))
-        begun = super().begin_store(keys, blocks)
-        return Begun(begun.wait(), _LateCopy(self)) if self.is_moving else begun
+        return super().begin_store(keys, blocks)
 
     @property
     def was_here(self) -> list[bool]:
         """Whether each call was made on this thread."""
         return [each is threading.current_thread() for each in self.threads]
-
-
-class _LateCopy(Copy):
-    """Copy that goes on as long as its backend says so."""
-
-    def __init__(self, backend: ToldBackend) -> None:
-        self._backend = backend
-
-    def has_ended(self) -> bool:
-        return not self._backend.is_moving
 
 
 @pytest.fixture
@@ -134,15 +110,6 @@ def test_an_error_is_the_outcome_of_each_block(
     assert "begin_load of 4 blocks failed" in caplog.text
 
 
-def test_blocks_of_caches_that_the_engine_freed_have_failed(
-    engine: PolledEngine[ToldBackend], backend: ToldBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine._memory, "describe_change", lambda: "it was freed")
-    job = submit(engine, IDS)
-    assert {each.reason for each in job.outcomes} == {"it was freed"}
-    assert not backend.threads
-
-
 async def test_an_event_loop_that_runs_on_the_thread_is_not_held_up(
     memory: BlockMemory, backend: ToldBackend
 ) -> None:
@@ -176,56 +143,3 @@ class TestLongJobs:
         assert all(backend.was_here)
         assert submit(engine, ELSEWHERE).done
         assert read_payloads(memory.describe(0, ELSEWHERE[0])) == payloads
-
-    def test_a_thread_that_looks_again_at_once_moves_more(
-        self, clock: Clock, memory: BlockMemory, backend: ToldBackend
-    ) -> None:
-        slices = Slices(store_bytes=4096, spare_bytes=8192, share=0)
-        with contextlib.closing(PolledEngine(memory.caches, backend, slices=slices)) as engine:
-            engine.submit_store(KEYS, IDS)
-            for pause_s in (2 * AT_ONCE_S, 0.0):
-                clock.now += pause_s
-                jobs = engine.get_finished()
-        assert jobs[0].done
-        assert backend.num_stored == [1, 1, 2]
-
-    def test_what_is_being_moved_stays_as_it_was_begun(
-        self, clock: Clock, memory: BlockMemory, backend: ToldBackend
-    ) -> None:
-        slices = Slices(store_bytes=4096, spare_bytes=1 << 20, share=0)
-        with contextlib.closing(PolledEngine(memory.caches, backend, slices=slices)) as engine:
-            backend.is_moving = True
-            engine.submit_store(KEYS, IDS)
-            assert engine.get_finished() == []
-            backend.is_moving = False
-            jobs = engine.get_finished()
-        assert jobs[0].done
-        assert backend.num_stored == [1, 3]
-
-    @pytest.mark.parametrize("way", ["cancel", "deadline", "close", "freed"])
-    def test_what_was_not_stored_says_why_and_is_safe(
-        self,
-        engine: PolledEngine[ToldBackend],
-        backend: ToldBackend,
-        monkeypatch: pytest.MonkeyPatch,
-        way: str,
-    ) -> None:
-        job_id = engine.submit_store(KEYS, IDS, timeout_s=0.05 if way == "deadline" else None)
-        status = Status.CANCELLED
-        if way == "cancel":
-            engine.cancel(job_id)
-        elif way == "close":
-            engine.close()
-        elif way == "freed":
-            monkeypatch.setattr(engine._memory, "describe_change", lambda: "it was freed")
-            status = Status.FAILED
-        else:
-            time.sleep(0.05)
-            status = Status.TIMED_OUT
-        [job] = engine.get_finished()
-        statuses = [each.status for each in job.outcomes]
-        assert statuses == [Status.DONE, status, status, status]
-        assert all(each.memory_safe for each in job.outcomes)
-        assert not engine.may_touch(job_id)
-        assert engine.get_finished() == []
-        assert backend.num_stored == [1]

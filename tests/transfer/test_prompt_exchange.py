@@ -82,22 +82,6 @@ async def test_a_prompt_is_offered_fetched_and_released(*, block_0_is_null: bool
     assert torch.equal(ours[[first, 2, 3, 4, 5, 6]], theirs[[3, 1, 4, 15, 9, 2]])
 
 
-async def test_a_lease_whose_release_is_lost_ends_by_itself_unless_its_blocks_are_kept() -> None:
-    lease: dict[str, Any] = {"query": "&lease_s=0.2&heartbeat_s=0.05"}
-    async with (
-        opened(caches()[0], **lease) as lender,
-        opened(caches()[0], lends=False, **lease) as reader,
-        opened(caches()[0], lends=False, **lease) as keeper,
-    ):
-        ticket, kept = [await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]]) for _ in range(2)]
-        assert await keeper.ask(kept, TOKENS) == len(TOKENS)
-        for each, fetching in ((ticket, reader), (kept, keeper)):
-            assert (await fetching.fetch(each, TOKENS, [[1, 2, 3, 4, 5, 6]])).num_verified == 6
-        await wait_until_ended(lender, ticket)
-        await keeper.release(kept)
-        await wait_until_ended(lender, kept)
-
-
 @pytest.mark.parametrize(
     "ticket",
     ["", "x", "a/b", "127.0.0.1:7100", "127.0.0.1:99999/x", "10.0.0.1:7100/x", "h:1/" * 99],

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 
 from kvxfer.errors import (
-    BackendUnavailableError,
     DeviceError,
     DeviceLostError,
     InvalidArgumentError,
@@ -37,22 +36,16 @@ class HeldBackend(DictBackend):
         given: Outcome to return for a key instead of the real one; its memory is overwritten.
         calls: Keys of each call, in order.
         addresses: Addresses of every described block.
-        quiet: Event that `drain` waits for.
-        waits: Whether a cancelled call ends only when its gate opens.
     """
 
     def __init__(self, memory: BlockMemory) -> None:
         super().__init__(DictConfig(), memory.namespace())
         self.gate = asyncio.Event()
         self.gate.set()
-        self.quiet = asyncio.Event()
-        self.quiet.set()
         self.given: dict[BlockKey, Outcome] = {}
-        self.error: Exception | None = None
         self.calls: list[list[BlockKey]] = []
         self.addresses: list[int] = []
         self.attached: list[MemoryRegion] = []
-        self.waits = True
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         self.attached += memory
@@ -69,13 +62,6 @@ class HeldBackend(DictBackend):
                 write_payloads(blocks.select(index, index + 1), [b"?" * BLOCK_BYTES])
         return self._say(keys, outcomes)
 
-    async def drain(self) -> None:
-        await self.quiet.wait()
-
-    async def aclose(self) -> None:
-        self.quiet.set()
-        await super().aclose()
-
     def _say(self, keys: Sequence[BlockKey], outcomes: list[Outcome]) -> list[Outcome]:
         return [self.given.get(key, one) for key, one in zip(keys, outcomes, strict=True)]
 
@@ -83,18 +69,7 @@ class HeldBackend(DictBackend):
         assert blocks.device.type == "cpu"
         self.calls.append(list(keys))
         self.addresses += blocks.addresses.tolist()
-        cancelled = False
-        while not self.gate.is_set():
-            try:
-                await self.gate.wait()
-            except asyncio.CancelledError:
-                if not self.waits:
-                    raise
-                cancelled = True
-        if cancelled:
-            raise asyncio.CancelledError
-        if self.error is not None and keys[0] == make_keys(1)[0]:
-            raise self.error
+        await self.gate.wait()
 
 
 class Staged:
@@ -107,11 +82,6 @@ class Staged:
         self.backend = StagedBackend(
             self.inner, self.copies, BLOCK_BYTES, staging_bytes=STAGING_BYTES
         )
-
-    @property
-    def num_waiting(self) -> int:
-        """Count the parts that wait for a buffer."""
-        return len(self.backend._staging._waiting)
 
     def blocks(self, num_blocks: int, *, first: int = 0) -> Descriptors:
         return on_device(self.memory.describe(0, range(first, first + num_blocks)))
@@ -128,7 +98,6 @@ class Staged:
     def release(self) -> None:
         self.copies.gate.set()
         self.inner.gate.set()
-        self.inner.quiet.set()
 
 
 @pytest.fixture
@@ -148,7 +117,7 @@ async def until(condition: Callable[[], object]) -> None:
 async def settled() -> None:
     """Let the loop turn often enough for every task that can go on."""
     for _ in range(50):
-        await asyncio.sleep(0.0002)
+        await asyncio.sleep(0)
 
 
 def statuses(outcomes: Sequence[Outcome]) -> list[Status]:
@@ -212,23 +181,6 @@ async def test_where_a_block_begins_in_its_chunk_is_passed_on() -> None:
         assert read_payloads(target) == [payloads[0][2 * 72 :], payloads[1][: 3 * 72]]
 
 
-async def test_a_copy_that_is_refused_fails_its_blocks_and_nothing_else(staged: Staged) -> None:
-    keys = make_keys(2)
-    await staged.fill(keys)
-    staged.copies.error = REFUSED
-    before = staged.memory.snapshot()
-    for move, name in ((staged.backend.store, "new"), (staged.backend.load, "there")):
-        wanted = keys if name == "there" else make_keys(2, first=50)
-        assert (
-            await move(wanted, staged.blocks(2))
-            == [Outcome(Status.FAILED, reason=str(REFUSED))] * 2
-        )
-    assert staged.memory.snapshot() == before
-    assert await staged.backend.lookup(make_keys(2, first=50)) == [False] * 2
-    staged.copies.error = None
-    await assert_all_buffers_work(staged)
-
-
 async def test_a_lost_device_fails_what_was_copied_and_all_that_comes_later_at_once(
     staged: Staged,
 ) -> None:
@@ -253,35 +205,6 @@ async def test_a_lost_device_fails_what_was_copied_and_all_that_comes_later_at_o
     assert await staged.backend.store(keys[:1], on_host) == [DONE]
     await staged.backend.aclose()
     assert staged.copies.closed
-
-
-async def test_a_device_lost_under_a_load_says_so_of_the_blocks_that_had_arrived(
-    staged: Staged,
-) -> None:
-    keys = make_keys(3)
-    await staged.fill(keys[:2])
-    staged.copies.error = LOST
-    outcomes = await staged.backend.load(keys, staged.blocks(3))
-    assert [outcome.status for outcome in outcomes[:2]] == [Status.FAILED] * 2
-    assert not outcomes[0].memory_safe
-    assert outcomes[2] in {MISSING, Outcome(Status.FAILED, reason=str(LOST))}
-
-
-async def cancelled(transfer: "asyncio.Task[list[Outcome]]") -> None:
-    transfer.cancel()
-    await settled()
-    transfer.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await transfer
-
-
-async def test_a_backend_that_raises_fails_the_blocks_of_one_part_only(staged: Staged) -> None:
-    keys = make_keys(3)
-    staged.inner.error = BackendUnavailableError("gone")
-    outcomes = await staged.backend.store(keys, staged.blocks(3))
-    assert statuses(outcomes) == [Status.FAILED, Status.DONE, Status.DONE]
-    assert "gone" in outcomes[0].reason
-    assert outcomes[0].memory_safe
 
 
 async def test_what_cannot_be_is_refused_before_anything_moves(staged: Staged) -> None:
@@ -321,28 +244,6 @@ async def test_memory_is_attached_where_it_is_used_and_buffers_are_pinned_once(
 
 
 @pytest.mark.parametrize("name", ["store", "load"])
-async def test_a_buffer_that_the_backend_may_still_touch_waits_until_it_is_drained(
-    staged: Staged, name: str
-) -> None:
-    keys = make_keys(1)
-    if name == "load":
-        await staged.fill(keys)
-    unsafe = Outcome(Status.TIMED_OUT, memory_safe=False, reason="a peer")
-    staged.inner.given = {keys[0]: unsafe}
-    staged.inner.quiet.clear()
-    move = staged.backend.store if name == "store" else staged.backend.load
-    outcomes = await move(keys, staged.blocks(1))
-    assert outcomes == [Outcome(Status.TIMED_OUT, reason="a peer")], "the device is left alone"
-    (retired,) = set(staged.inner.addresses)
-    staged.inner.addresses.clear()
-    later = make_keys(8, first=20)
-    assert await staged.backend.store(later, staged.blocks(8)) == [DONE] * 8
-    assert retired not in staged.inner.addresses
-    await assert_all_buffers_work(staged)  # it is drained here
-    assert retired in staged.inner.addresses
-
-
-@pytest.mark.parametrize("name", ["store", "load"])
 async def test_who_is_cancelled_while_the_device_copies_leaves_when_it_has_copied(
     staged: Staged, name: str
 ) -> None:
@@ -366,42 +267,18 @@ async def test_who_is_cancelled_while_the_device_copies_leaves_when_it_has_copie
     await assert_all_buffers_work(staged)
 
 
-@pytest.mark.parametrize("name", ["store", "load"])
-async def test_who_is_cancelled_while_the_backend_moves_leaves_when_it_has_moved(
-    staged: Staged, name: str
-) -> None:
+async def test_a_copy_that_is_refused_fails_its_blocks_and_nothing_else(staged: Staged) -> None:
     keys = make_keys(2)
-    if name == "load":
-        await staged.fill(keys)
-    staged.inner.gate.clear()
+    await staged.fill(keys)
+    staged.copies.error = REFUSED
     before = staged.memory.snapshot()
-    move = staged.backend.store if name == "store" else staged.backend.load
-    transfer = asyncio.create_task(move(keys, staged.blocks(2)))
-    await until(lambda: len(staged.inner.calls) == 2)
-    transfer.cancel()
-    await settled()
-    assert not transfer.done()
-    staged.inner.gate.set()
-    with pytest.raises(asyncio.CancelledError):
-        await transfer
+    for move, name in ((staged.backend.store, "new"), (staged.backend.load, "there")):
+        wanted = keys if name == "there" else make_keys(2, first=50)
+        assert (
+            await move(wanted, staged.blocks(2))
+            == [Outcome(Status.FAILED, reason=str(REFUSED))] * 2
+        )
     assert staged.memory.snapshot() == before
+    assert await staged.backend.lookup(make_keys(2, first=50)) == [False] * 2
+    staged.copies.error = None
     await assert_all_buffers_work(staged)
-
-
-async def test_a_buffer_that_a_cancelled_call_left_behind_waits_until_the_backend_is_drained(
-    staged: Staged,
-) -> None:
-    staged.inner.waits = False
-    staged.inner.gate.clear()
-    staged.inner.quiet.clear()
-    store = asyncio.create_task(staged.backend.store(make_keys(1), staged.blocks(1)))
-    await until(lambda: staged.inner.calls)
-    await cancelled(store)
-    (left,) = staged.inner.addresses
-    staged.inner.addresses.clear()
-    staged.inner.gate.set()
-    later = make_keys(8, first=20)
-    assert await staged.backend.store(later, staged.blocks(8)) == [DONE] * 8
-    assert left not in staged.inner.addresses
-    await assert_all_buffers_work(staged)
-    assert left in staged.inner.addresses
