@@ -5,14 +5,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
 from kvxfer.errors import BackendUnavailableError, ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.face import RowPool, RowStore
-from kvxfer.storage.backend import DONE, Backend, Outcome, WrappingBackend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
@@ -28,16 +26,15 @@ LOAD, STORE = Direction.LOAD, Direction.STORE
 class Pages:
     """Store over rows of its own, and pages of the caller's, a number in each byte of one."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self) -> None:
         rows = BlockMemory([[ROW_BYTES]], num_blocks=NUM_ROWS)
         self.rows = rows.caches.tensors[0].tensor
         inner = DictBackend(DictConfig(), rows.namespace())
         self.backend = FaultyBackend(inner, seed=0, rates=FaultRates())
-        wrap = settings.pop("wrap", lambda backend: backend)
-        engine = TransferEngine(rows.caches, wrap(self.backend))
+        engine = TransferEngine(rows.caches, self.backend)
         self.free = RowPool(range(NUM_ROWS))
         both = dict.fromkeys(Direction, self.free)
-        self.store = RowStore(engine, both, name="pages", **settings)
+        self.store = RowStore(engine, both, name="pages")
         self.pages = np.repeat(np.arange(1, 7, dtype=np.int8)[:, None], ROW_BYTES, axis=1)
 
     def move(
@@ -101,6 +98,7 @@ def test_a_key_may_be_looked_up_twice_in_a_call(pages: Pages) -> None:
     asked = [KEYS[0], KEYS[0], make_keys(7)[6]]
     assert pages.store.lookup(asked, math.inf) == [True, True, False]
     assert pages.store.lookup(asked, -math.inf) == [False] * 3, "no time is no hit"
+    assert pages.store.lookup([], math.inf) == pages.move(STORE, []) == pages.move(LOAD, []) == []
 
 
 def test_rows_of_a_late_load_are_used_again_when_it_touches_them_no_more(pages: Pages) -> None:
@@ -116,17 +114,6 @@ def test_rows_of_a_late_load_are_used_again_when_it_touches_them_no_more(pages: 
     assert pages.move(LOAD) == [True] * 6
 
 
-def test_rows_of_a_thread_that_was_interrupted_come_back(
-    pages: Pages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr("kvxfer.face.row_store.positions_done", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pages.move(STORE)
-    pages.wait_until_free()
-    assert pages.move(STORE) == [True] * 6
-
-
 def test_rows_of_a_copy_that_was_interrupted_come_back(pages: Pages) -> None:
     for direction in (STORE, LOAD):
         for _ in range(NUM_ROWS):
@@ -134,18 +121,6 @@ def test_rows_of_a_copy_that_was_interrupted_come_back(pages: Pages) -> None:
                 pages.move(direction, then=interrupt)
             pages.wait_until_free()
         assert pages.move(STORE) == [True] * 6
-
-
-def test_a_thread_that_was_interrupted_leaves_nothing_to_wait_for(
-    pages: Pages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert pages.move(STORE) == [True] * 6
-    pages.break_down(hang=1.0)
-    with monkeypatch.context() as patched:
-        patched.setattr("kvxfer.face.row_store.runtime.result", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pages.move(LOAD)
-    pages.wait_until_free()
 
 
 def test_a_key_that_comes_twice_is_refused_however_many_rows_there_are(pages: Pages) -> None:
@@ -171,40 +146,6 @@ def test_what_a_backend_raises_is_a_miss(
     assert pages.pages[:, 0].tolist() == [1, 2, 3, 4, 5, 6]
 
 
-def test_answers_that_are_too_few_are_misses(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def load(*_: object) -> list[Outcome]:
-        return [DONE]
-
-    async def lookup(_: object) -> list[bool]:
-        return [True]
-
-    assert pages.move(STORE) == [True] * 6
-    monkeypatch.setattr(pages.backend, "load", load)
-    monkeypatch.setattr(pages.backend, "lookup", lookup)
-    assert pages.store.lookup(KEYS, math.inf) == [False] * 6
-    assert pages.move(LOAD) == [False] * 6
-    assert pages.num_free() == NUM_ROWS
-
-
-def test_a_call_without_pages_asks_nobody(pages: Pages) -> None:
-    pages.store.close()
-    assert pages.store.lookup([], math.inf) == []
-    assert pages.move(STORE, []) == pages.move(LOAD, []) == []
-
-
-def test_a_backend_that_is_late_is_left_alone_for_a_while() -> None:
-    pages = Pages(pause_s=600.0)
-    assert pages.move(STORE) == [True] * 6
-    pages.break_down(late=1.0)
-    assert pages.move(LOAD, limit_s=0.1) == [False] * 6
-    pages.break_down()
-    pages.backend.release()
-    pages.wait_until_free()
-    assert pages.store.lookup(KEYS, math.inf) == [False] * 6
-    assert pages.move(LOAD) == pages.move(STORE) == [False] * 6
-    pages.store.close()
-
-
 def test_no_page_passes_a_purge(pages: Pages) -> None:
     assert pages.move(STORE) == [True] * 6
     loaded = pages.move(LOAD, then=lambda: pages.store.purge(math.inf))
@@ -213,36 +154,6 @@ def test_no_page_passes_a_purge(pages: Pages) -> None:
     pages.wait_until_free()
     assert pages.move(STORE) == [True] * 6
     assert pages.move(LOAD) == [True] * 6
-
-
-class FailingPurges(WrappingBackend):
-    """Backend whose purges fail, after another thread has tried to move pages meanwhile."""
-
-    def __init__(self, inner: Backend, meanwhile: Callable[[], object]) -> None:
-        super().__init__(inner)
-        self.meanwhile = meanwhile
-
-    async def purge(self, prefix: bytes = b"") -> None:
-        if not prefix:
-            await asyncio.to_thread(self.meanwhile)
-        raise BackendUnavailableError("purge")
-
-
-def test_nothing_is_stored_or_found_while_pages_are_being_purged() -> None:
-    moved: list[list[bool]] = []
-
-    pages: Pages
-
-    def meanwhile() -> None:
-        moved.append(pages.store.lookup(KEYS, math.inf))
-        moved.extend(pages.move(direction) for direction in (LOAD, STORE))
-
-    pages = Pages(wrap=lambda backend: FailingPurges(backend, meanwhile))
-    assert pages.move(STORE, KEYS[:3]) == [True] * 3
-    pages.store.purge(math.inf)
-    assert moved == [[False] * 6] * 3, "under names that others know"
-    assert pages.move(STORE) == [True] * 6
-    pages.store.close()
 
 
 def test_a_call_that_runs_while_the_store_is_closed_ends(pages: Pages) -> None:
@@ -254,6 +165,9 @@ def test_a_call_that_runs_while_the_store_is_closed_ends(pages: Pages) -> None:
     pages.store.close()
     thread.join(10)
     assert done == [[False] * 6]
+    with pytest.raises(ClosedError):
+        pages.store.lookup(KEYS, math.inf)
+    assert pages.move(STORE) == [False] * 6
 
 
 def test_a_forked_process_is_refused_before_it_takes_a_lock(
@@ -271,10 +185,3 @@ def test_a_forked_process_is_refused_before_it_takes_a_lock(
             with pytest.raises(ForkedError):
                 call()
     assert pages.num_free() == NUM_ROWS
-
-
-def test_a_store_that_is_closed_finds_and_takes_nothing(pages: Pages) -> None:
-    pages.store.close()
-    with pytest.raises(ClosedError):
-        pages.store.lookup(KEYS, math.inf)
-    assert pages.move(STORE) == [False] * 6

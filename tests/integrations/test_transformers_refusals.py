@@ -41,64 +41,67 @@ def test_models_whose_prefixes_cannot_be_kept(family: str, tmp_path: Path) -> No
     assert type(model).__name__ in str(caught.value)
 
 
-def test_a_model_without_generate(tmp_path: Path) -> None:
+def test_a_model_without_generate_or_weights_in_memory(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"model is 'Linear'; expected a model with gen"):
         open_cache(torch.nn.Linear(2, 2), tmp_path)
-
-
-def test_weights_that_are_not_in_memory(tmp_path: Path) -> None:
     model = make_model(*FAMILIES["llama"])
     model.model.layers[1].mlp.gate_proj.to("meta")
     with pytest.raises(InvalidArgumentError, match=r"layers\.1\.mlp\.gate_proj\.weight on meta"):
         open_cache(model, tmp_path)
 
 
-def test_several_sequences_and_padding(tmp_path: Path) -> None:
+PROMPT = torch.arange(10, 50)[None]
+MASK = torch.ones_like(PROMPT)
+PADDED = torch.cat((torch.ones((1, 3), dtype=torch.long), PROMPT), dim=1)
+OTHER_SHAPE = r"attention_mask is .* \(1, 40\)"
+
+
+@pytest.fixture(scope="module")
+def multimodal() -> Any:
+    """Make a model of texts, images and sounds, as Phi-4-multimodal has them."""
     model = make_model(*FAMILIES["llama"])
-    prompt = prompt_of(40)
-    with open_cache(model, tmp_path) as cache:
-        for call in (cache.load, cache.generate):
-            with pytest.raises(InvalidArgumentError, match=r"input_ids is '2 sequences'"):
-                call(prompt.repeat(2, 1))
-        mask = torch.ones_like(prompt)
-        mask[0, :3] = 0
-        for call in (cache.load, cache.generate):
-            with pytest.raises(InvalidArgumentError, match=r"attention_mask is 'zeros in it'"):
-                call(prompt, attention_mask=mask)
-        ones = prompt.new_ones(1, 1, 40, 40), {"full_attention": mask}, prompt.new_ones(1, 39)
-        for call in (cache.load, cache.generate):
-            for other in ones:  # every token sees every other one, or another shape
-                with pytest.raises(InvalidArgumentError, match=r"attention_mask is .* \(1, 40\)"):
-                    call(prompt, attention_mask=other)
-        model.generation_config.pad_token_id = 1
-        padded = torch.cat((torch.ones((1, 3), dtype=torch.long), prompt), dim=1)
-        for call in (cache.load, cache.generate):
-            with pytest.raises(InvalidArgumentError, match=r"padding \(token 1\) at 0"):
-                call(padded)
-        assert num_loaded(cache, padded, attention_mask=torch.ones_like(padded)) == 0
+    model.generation_config.pad_token_id = 1
+    model.config.image_token_id = 6
+    model.config.vision_config = {"image_token_id": 7, "bos_token_id": 3}
+    model.config.parts = [{"sound": {"speech_token_ids": [8, 9]}}]
+    model.config.codec_eos_token_id = 5  # of another vocabulary
+    return model
 
 
 @pytest.mark.parametrize(
-    "ids",
+    ("ids", "mask", "words"),
     [
-        None,
-        "text",
-        1.5,
-        torch.zeros(1, 3),
-        torch.zeros(1, 2, 3).long(),
-        [[1, 2], [3]],
-        ["text"],
-        [None],
-        [2**70],
-        [3, -1],  # as a model's placeholders of images may be
-        [3, VOCAB_SIZE],
+        (None, None, "^input_ids is "),
+        ("text", None, "^input_ids is "),
+        (1.5, None, "^input_ids is "),
+        (torch.zeros(1, 3), None, "^input_ids is "),
+        (torch.zeros(1, 2, 3).long(), None, "^input_ids is "),
+        ([[1, 2], [3]], None, "^input_ids is "),
+        (["text"], None, "^input_ids is "),
+        ([None], None, "^input_ids is "),
+        ([2**70], None, "^input_ids is "),
+        ([3, -1], None, "^input_ids is "),  # as a model's placeholders of images may be
+        ([3, VOCAB_SIZE], None, "^input_ids is "),
+        (PROMPT.repeat(2, 1), None, "input_ids is '2 sequences'"),
+        (PADDED, None, r"padding \(token 1\) at 0"),
+        (torch.tensor([[3, 6, 5]]), None, r"\bimage_token_id 6 at 1"),
+        (torch.tensor([[3, 4, 7, 5]]), None, r"vision_config\.image_token_id 7 at 2"),
+        (torch.tensor([[3, 9, 5]]), None, r"sound\.speech_token_ids 9 at 1"),
+        (PROMPT, MASK.cumsum(1) // 4, "attention_mask is 'zeros in it'"),
+        (PROMPT, PROMPT.new_ones(1, 1, 40, 40), OTHER_SHAPE),  # each token sees every other one
+        (PROMPT, {"full_attention": MASK}, OTHER_SHAPE),
+        (PROMPT, PROMPT.new_ones(1, 39), OTHER_SHAPE),
     ],
 )
-def test_no_token_ids(ids: Any, tmp_path: Path) -> None:
-    with open_cache(shared_model(), tmp_path) as cache:
+def test_what_is_no_text_of_one_sequence(
+    multimodal: Any, ids: Any, mask: Any, words: str, tmp_path: Path
+) -> None:
+    with open_cache(multimodal, tmp_path) as cache:
         for call in (cache.load, cache.generate):
-            with pytest.raises(InvalidArgumentError, match=r"^input_ids is "):
-                call(ids)
+            with pytest.raises(InvalidArgumentError, match=words):
+                call(ids, attention_mask=mask)
+        assert num_loaded(cache, PADDED, attention_mask=torch.ones_like(PADDED)) == 0
+        assert num_loaded(cache, torch.tensor([[3, 4, 5]])) == 0
 
 
 @pytest.mark.parametrize("ids", [[[3, 4]], torch.tensor([3, 4]), torch.zeros(1, 0).long()])
@@ -146,23 +149,6 @@ def test_arguments_of_generate(name: str, value: Any, tmp_path: Path) -> None:
             config = transformers.GenerationConfig(**{name: value}, do_sample=True)
             with pytest.raises(InvalidArgumentError, match=f"^{name} is 2"):
                 cache.generate(prompt, generation_config=config)
-
-
-def test_tokens_that_stand_for_an_image_or_a_sound(tmp_path: Path) -> None:
-    """As those of Phi-4-multimodal, in its configurations of images and of sounds."""
-    model = make_model(*FAMILIES["llama"])
-    model.config.image_token_id = 6
-    model.config.vision_config = {"image_token_id": 7, "bos_token_id": 3}
-    model.config.parts = [{"sound": {"speech_token_ids": [8, 9]}}]
-    model.config.codec_eos_token_id = 5  # of another vocabulary
-    with open_cache(model, tmp_path) as cache:
-        with pytest.raises(InvalidArgumentError, match=r"\bimage_token_id 6 at 1"):
-            cache.load(torch.tensor([[3, 6, 5]]))
-        with pytest.raises(InvalidArgumentError, match=r"vision_config\.image_token_id 7 at 2"):
-            cache.load(torch.tensor([[3, 4, 7, 5]]))
-        with pytest.raises(InvalidArgumentError, match=r"sound\.speech_token_ids 9 at 1"):
-            cache.load(torch.tensor([[3, 9, 5]]))
-        assert num_loaded(cache, torch.tensor([[3, 4, 5]])) == 0
 
 
 def test_what_generate_itself_takes_is_allowed(tmp_path: Path) -> None:

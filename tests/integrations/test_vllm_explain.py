@@ -12,9 +12,11 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvxfer.integrations.vllm.offloading.requests import Requests
+from kvxfer.replay import read_trace
 from kvxfer.storage.backend import MISSING
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.storage.observer import Moved, Operation, Reports
+from kvxfer.telemetry.trace_recorder import TraceRecorder
 from kvxfer.testing import Operation as Faulty
 from tests.explain.conftest import Ask, ask, journal
 from tests.integrations.pd_engine import Engine, engine_config, full
@@ -175,3 +177,37 @@ def test_a_refusal_is_said_with_its_reason(
     report = ask("refused")
     assert report["num_blocks"] == 3
     assert report["runs"][0]["text"] == "refused: no answer of P"
+
+
+def tell_arrival(recorder: Requests, req_id: str, *chunks: int) -> ReqContext:
+    """Let a request arrive, and then vLLM tell its chunks, of two groups of different sizes."""
+    context = ReqContext(req_id)
+    if not hasattr(context, "set_offload_key_position"):
+        pytest.skip("this vLLM does not tell the chunks of a request")
+    recorder.arrive(context)
+    for index, chunk in enumerate(chunks):
+        key = make_block_key(b"%d" % chunk, 0)
+        context.set_offload_key_position(key, 32 * (index + 1))
+    for index in range(2 * len(chunks)):
+        context.set_offload_key_position(make_block_key(b"%d" % index, 1), 16 * (index + 1))
+    return context
+
+
+def test_requests_are_recorded_when_they_are_scheduled_for_the_first_time(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    recorder = Requests(Reports(), trace=TraceRecorder(str(path)))
+    tell_arrival(recorder, "a", 1, 2)
+    tell_arrival(recorder, "aborted", 9)
+    tell_arrival(recorder, "without a whole chunk")
+    context = tell_arrival(recorder, "b", 1, 3, 4)
+    recorder.schedule(["b", "without a whole chunk"])
+    recorder.finish("aborted")
+    recorder.schedule(["a", "aborted", "unknown"])
+    context.set_offload_key_position(make_block_key(b"5", 0), 128)  # of the answer
+    recorder.schedule(["b"])
+    recorder.close()
+    trace = read_trace(path)
+    lengths = sorted(zip(trace.input_lengths.tolist(), map(len, trace.requests()), strict=True))
+    assert lengths == [(64, 2), (96, 3)]
+    assert trace.num_unique == 4
+    assert trace.tokens_per_block == 32

@@ -200,17 +200,6 @@ def test_a_model_with_sliding_windows_is_refused() -> None:
     engine.transfers.close()
 
 
-def test_what_has_not_ended_in_time_is_said_and_goes_on_later(model: Any) -> None:
-    (alone,) = (generate_unpaged(model, prompt) for prompt in PROMPTS[5:6])
-    engine = open_engine(model, "host://?capacity=8MiB")
-    with pytest.raises(TimeoutError, match=r"^not all requests have ended in 0 s$"):
-        engine.generate(PROMPTS[5:6], NUM_TOKENS, timeout_s=0)
-    (waiting,) = engine.waiting
-    engine.generate(PROMPTS[3:4], NUM_TOKENS)
-    assert waiting.tokens == alone
-    engine.transfers.close()
-
-
 @pytest.mark.parametrize(("prompt", "num_tokens"), [([], 4), ([1, 2], 0), ([1] * 1000, 9)])
 def test_a_request_that_can_never_end_is_refused(
     model: Any, prompt: list[int], num_tokens: int

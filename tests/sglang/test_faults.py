@@ -28,9 +28,6 @@ SOON_S = TIMEOUT_S + GRACE_S + 4.0
 HASTY = {"timeout_s": TIMEOUT_S}
 
 LOADS = frozenset({Operation.LOAD})
-STORES = frozenset({Operation.STORE})
-
-
 class FaultyPurgeable(FaultyBackend):
     """Backend that injects faults, and deletes all blocks without one."""
 
@@ -94,18 +91,13 @@ def test_exactly_the_pages_that_failed_are_false_and_stay_as_they_were(
     faulty: list[FaultyBackend], tmp_path: Path
 ) -> None:
     with filled(tmp_path) as (pool, storage):
-        seen = set()
-        for _ in range(20):
-            fill(pool, first=5)
-            before = pool.kv_buffer.clone()
-            faulty[-1].rates = FaultRates(failure=0.5, operations=LOADS)
-            injected = len(faulty[-1].injected)
-            done = storage.batch_get_v1(KEYS, rows_of(pool))
-            failed = {each.key[:32].hex() for each in faulty[-1].injected[injected:]}
-            assert [key not in failed for key in KEYS] == done
-            assert_pages(pool, before, done)
-            seen.add(tuple(done))
-        assert len(seen) > 3
+        before = pool.kv_buffer.clone()
+        faulty[-1].rates = FaultRates(failure=0.5, operations=LOADS)
+        done = storage.batch_get_v1(KEYS, rows_of(pool))
+        failed = {each.key[:32].hex() for each in faulty[-1].injected}
+        assert [key not in failed for key in KEYS] == done
+        assert 0 < sum(done) < len(KEYS)
+        assert_pages(pool, before, done)
 
 
 def test_a_damaged_file_is_false_for_its_page_alone_and_then_no_longer_there(
@@ -142,33 +134,17 @@ def test_a_backend_that_stops_is_false_in_time_and_then_left_alone(
         faulty[-1].release()
 
 
-@pytest.mark.parametrize("fault", ["stuck", "late"])
 def test_what_a_late_load_brings_does_not_reach_a_page_that_is_used_for_something_else(
-    fault: str, faulty: list[FaultyBackend], tmp_path: Path
+    faulty: list[FaultyBackend], tmp_path: Path
 ) -> None:
     with filled(tmp_path, **HASTY) as (pool, storage):
-        faulty[-1].rates = FaultRates(**{fault: 1.0}, operations=LOADS)
+        faulty[-1].rates = FaultRates(late=1.0, operations=LOADS)
         assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
         fill(pool, first=77)
         used = pool.kv_buffer.clone()
         faulty[-1].release()
         storage.close()  # waits for the late transfer
         assert torch.equal(pool.kv_buffer.view(torch.int16), used.view(torch.int16))
-
-
-def test_what_a_late_store_writes_is_the_page_as_it_was_given(
-    faulty: list[FaultyBackend], tmp_path: Path
-) -> None:
-    keys = keys_of(4, "late")
-    with filled(tmp_path, **HASTY) as (pool, storage):
-        fill(pool)
-        faulty[-1].rates = FaultRates(late=1.0, operations=STORES)
-        assert storage.batch_set_v1(keys, rows_of(pool)) == [False] * 4
-        fill(pool, first=77)  # SGLang uses the pages for another prompt
-        faulty[-1].release()
-    with opened(pool, extra_config(file_url(tmp_path))) as storage:
-        assert storage.batch_get_v1(keys, rows_of(pool)) == [True] * 4
-    assert all(map(torch.equal, [logical_page(pool, page) for page in PAGES], stored_bits()))
 
 
 def test_a_backend_that_raises_is_false_and_no_call_raises(

@@ -150,18 +150,6 @@ def test_a_release_that_does_not_say_when_all_pools_are_known_stores_them_all(
         assert storage.batch_exists(KEYS) == 4
 
 
-def test_a_pool_of_another_kind_keeps_a_hybrid_model_from_starting() -> None:
-    class LogicalHostPool:
-        """Pool that has no bytes."""
-
-    pools = {**make_pools(), PoolName.INDEXER: LogicalHostPool()}
-    with (
-        pytest.raises(LayoutError, match="'indexer' is a LogicalHostPool, and known are"),
-        opened(pools, extra_config("host://?capacity=64MiB")),
-    ):
-        pass
-
-
 def pools_of_sparse_attention(layout: str, *, first: int = 0) -> dict[str, Any]:
     """Make the pools of a model with latents and an indexer of sparse attention."""
     latents = latent_pool(layout, page=INDEX_PAGE)

@@ -6,22 +6,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 from kvxfer.connect import open_backend
 from kvxfer.endpoint import free_ports
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.face.row_store import GRACE_S
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.integrations.sglang import KVXferStorage, page_store
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
-from kvxfer.testing import FaultRates, FaultyBackend, Operation
 from tests.sglang.pools import attention_pool
-from tests.sglang.storages import KEYS, extra_config, file_url, opened, rows_of, storage_config
+from tests.sglang.storages import KEYS, extra_config, opened, rows_of, storage_config
 
 TIMEOUT_S = 0.4
 HOST = "host://?capacity=64MiB"
@@ -98,21 +94,6 @@ def test_a_backend_that_takes_its_time_to_open_is_a_miss_in_time_for_both_thread
         assert door.num_opened == 1
 
 
-def test_a_backend_that_cannot_be_opened_is_asked_once_and_no_call_raises(door: Door) -> None:
-    door.open()
-    door.errors = [BackendUnavailableError("it is not there")]
-    with not_opened_yet() as (pool, storage):
-        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [False] * 4
-        assert storage.batch_exists(KEYS) == 0
-        assert door.num_waiting == 1
-    door.errors = [BackendUnavailableError("it is not there")]
-    with (
-        pytest.raises(BackendUnavailableError, match="it is not there"),
-        opened(attention_pool("page_first"), extra_config(HOST)),
-    ):
-        pass
-
-
 def test_an_opening_that_failed_is_tried_again_after_the_pause_and_nobody_waits_for_it(
     door: Door,
 ) -> None:
@@ -123,15 +104,12 @@ def test_an_opening_that_failed_is_tried_again_after_the_pause_and_nobody_waits_
         until_stored(storage, pool)
         assert storage.batch_exists(KEYS) == 4
         assert door.num_waiting == 2
-
-
-def test_an_opening_that_cannot_succeed_is_not_tried_again(door: Door) -> None:
-    door.open()
-    door.errors = [InvalidArgumentError("capacity", 0, "more")]
-    with not_opened_yet(pause_s=0) as (pool, storage):
-        for _ in range(3):
-            assert storage.batch_set_v1(KEYS, rows_of(pool)) == [False] * 4
-        assert door.num_waiting == 1
+    door.errors = [BackendUnavailableError("it is not there")]
+    with (
+        pytest.raises(BackendUnavailableError, match="it is not there"),
+        opened(attention_pool("page_first"), extra_config(HOST)),
+    ):
+        pass
 
 
 def test_ranks_listen_one_after_the_other() -> None:
@@ -146,30 +124,3 @@ def test_ranks_listen_one_after_the_other() -> None:
             assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
         for rank in range(2):
             socket.create_connection(("127.0.0.1", port + rank), 10).close()
-
-
-def test_all_pools_of_a_call_share_one_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[FaultyBackend] = []
-
-    def open_slow(backend: Any, namespace: Namespace) -> Backend:
-        rates = FaultRates(delay=1.0, delay_s=1.4, operations=frozenset({Operation.LOAD}))
-        made.append(FaultyBackend(open_backend(backend, namespace), seed=1, rates=rates))
-        return made[-1]
-
-    monkeypatch.setattr(page_store, "open_backend", open_slow)
-    names = (PoolName.KV, PoolName.SWA, PoolName.DRAFT)
-    pools = {name: attention_pool("page_first") for name in names}
-    transfers = [
-        PoolTransfer(
-            name=name, keys=KEYS, host_indices=rows_of(pool), hit_policy=PoolHitPolicy.ALL_PAGES
-        )
-        for name, pool in pools.items()
-    ]
-    with opened(pools, extra_config(file_url(tmp_path), timeout_s=2.5)) as storage:
-        assert storage.batch_set_v2(transfers) == dict.fromkeys(names, [True] * 4)
-        began = time.monotonic()
-        loaded = storage.batch_get_v2(transfers)
-        assert time.monotonic() - began < 2.5 + GRACE_S + 1
-        assert loaded == {names[0]: [True] * 4, names[1]: [False] * 4, names[2]: [False] * 4}
