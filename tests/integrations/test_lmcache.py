@@ -59,22 +59,6 @@ def test_objects_of_every_size_come_back(driver: Driver, memory: Memory) -> None
     assert bytes_of(loaded) == expected
 
 
-def test_objects_smaller_than_a_piece_are_found_again_below_the_first_tier(
-    tmp_path: Path, memory: Memory
-) -> None:
-    tiers = ["host://?capacity=1MiB", f"file://{tmp_path}?capacity=64MiB"]
-    keys, stored = [make_key(1), make_key(2)], [memory.fill(size, size) for size in (70_000, 9)]
-    driver = Driver.open(plugin(PIECE | {"backend": tiers}), memory)
-    assert driver.store(keys, stored).is_successful()
-    driver.adapter.close()
-    driver = Driver.open(plugin(PIECE | {"backend": tiers}), memory)
-    loaded = [memory.allocate(size) for size in (70_000, 9)]
-    assert driver.lookup(keys) == [True, True]
-    assert driver.load(keys, loaded) == [True, True]
-    assert bytes_of(loaded) == bytes_of(stored)
-    driver.adapter.close()
-
-
 def test_pieces_of_an_object_of_another_type_are_not_taken_for_its_own(
     driver: Driver, memory: Memory, tmp_path: Path
 ) -> None:

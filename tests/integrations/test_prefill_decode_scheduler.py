@@ -68,25 +68,6 @@ def can_load(engine: Engine) -> None:
 # P.
 
 
-def test_blocks_of_a_finished_prompt_are_kept_until_they_are_sent(engine: Engine) -> None:
-    engine.add("p", PREFILL)
-    engine.step()
-    params = engine.ended["p"]
-    assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", 7100)
-    assert params["remote_num_tokens"] == 10 - is_several(engine)
-    free = engine.num_free
-    engine.step()
-    announced, (lease, keys, ids, is_complete) = engine.moving.offers
-    assert announced == (lease, [], [], False), "D may ask before the blocks are offered"
-    assert lease == params["remote_request_id"]
-    assert is_complete
-    assert len(keys) == len(ids) == (5 if is_several(engine) else 3)
-    assert engine.num_free == free < 31
-    engine.moving.ended.append(lease)
-    engine.step()
-    engine.require_over()
-
-
 @pytest.mark.parametrize("window", [1, 2, 6, 8])
 @pytest.mark.parametrize("tokens", range(9, 18))
 def test_the_window_of_the_last_token_is_lent(

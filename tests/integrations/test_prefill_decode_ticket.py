@@ -137,17 +137,6 @@ def test_a_transfer_mode_says_whether_p_may_be_computing() -> None:
 # Settings.
 
 
-def test_settings_are_those_of_the_exchange_and_ours() -> None:
-    settings = Settings.parse(
-        {"listen": "127.0.0.1:7100", "lease_s": 4, "ask_timeout_s": "1.5", "allow": ["10.0.0.0/8"]}
-    )
-    assert settings.exchange.listen == "127.0.0.1:7100"
-    assert settings.exchange.lease_s == 4.0
-    assert settings.ask_timeout_s == 1.5
-    assert settings.allow == ("10.0.0.0/8",)
-    assert settings.on_failure == "recompute"
-
-
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
@@ -176,15 +165,6 @@ def test_a_setting_of_no_use_is_named(extra: dict[str, Any], named: str) -> None
         Settings.parse(extra)
 
 
-def test_workers_listen_at_consecutive_ports() -> None:
-    settings = Settings.parse({"listen": "127.0.0.1:7100", "data_port": 7200})
-    assert settings.exchange.at_rank(0) == settings.exchange
-    assert settings.exchange.at_rank(2).listen == "127.0.0.1:7102"
-    assert settings.exchange.at_rank(2).data_port == 7202
-    assert Settings.parse({"listen": "127.0.0.1:0"}).exchange.at_rank(0).listen == "127.0.0.1:0"
-    assert Settings.parse({}).exchange.at_rank(3).listen_endpoint is None
-
-
 def test_replicas_listen_after_the_workers_of_those_before_them() -> None:
     settings = Settings.parse({"listen": "127.0.0.1:7100", "data_port": 7200, "timeout_s": 3})
     assert settings.of_replica(0, 2) == settings
@@ -197,28 +177,6 @@ def test_replicas_listen_after_the_workers_of_those_before_them() -> None:
     assert Settings.parse({"listen": "127.0.0.1:0"}).of_replica(3, 1).exchange.listen[-2:] == ":0"
     with pytest.raises(InvalidArgumentError, match="listen"):
         Settings.parse({"listen": "127.0.0.1:65530"}).of_replica(3, 2)
-
-
-@pytest.mark.parametrize(
-    ("extra", "named"),
-    [
-        ({"listen": "127.0.0.1:0"}, "listen"),
-        ({"listen": "127.0.0.1:65535"}, "listen"),
-        ({"listen": "127.0.0.1:7100", "data_port": 65535}, "data_port"),
-    ],
-)
-def test_workers_without_a_port_each_are_refused(extra: dict[str, Any], named: str) -> None:
-    settings = Settings.parse(extra)
-    settings.require_ports(1)
-    with pytest.raises(InvalidArgumentError, match=f"^{named} is"):
-        settings.require_ports(2)
-
-
-def test_a_scheduler_asks_and_lends_nothing() -> None:
-    extra = {"listen": "127.0.0.1:7100", "data_port": 7200, "capacity": "1GiB"}
-    asking = Settings.parse(extra).asking
-    assert asking.listen_endpoint is None
-    assert asking.transport == "socket"
 
 
 @pytest.mark.parametrize(

@@ -192,14 +192,21 @@ def test_a_child_of_a_multi_connector_wants_what_its_own_workers_say(
         )
 
 
-def test_a_parallel_engine_without_a_port_for_each_worker_is_refused(folder: Path) -> None:
-    config = engine_config(folder, listen="127.0.0.1:0")
-    config.parallel_config.tensor_parallel_size = 2
-    with pytest.raises(InvalidArgumentError, match="listen"):
-        KVXferConnector(config, KVConnectorRole.SCHEDULER, cache_config(full()))
-    config.parallel_config.tensor_parallel_size = 1
-    config.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(InvalidArgumentError, match="pipeline_parallel_size"):
+@pytest.mark.parametrize(
+    ("named", "parallel", "settings"),
+    [
+        ("listen", "tensor_parallel_size", {"listen": "127.0.0.1:0"}),
+        ("listen", "tensor_parallel_size", {"listen": "127.0.0.1:65535"}),
+        ("data_port", "tensor_parallel_size", {"listen": LISTEN, "data_port": 65535}),
+        ("pipeline_parallel_size", "pipeline_parallel_size", {"listen": LISTEN}),
+    ],
+)
+def test_a_parallel_engine_without_a_port_for_each_worker_or_with_stages_is_refused(
+    folder: Path, named: str, parallel: str, settings: dict[str, Any]
+) -> None:
+    config = engine_config(folder, **settings)
+    setattr(config.parallel_config, parallel, 2)
+    with pytest.raises(InvalidArgumentError, match=f"^{named} is"):
         KVXferConnector(config, KVConnectorRole.SCHEDULER, cache_config(full()))
 
 

@@ -28,7 +28,6 @@ from kvxfer.integrations.vllm.common.worker_pages import (
     unpack,
 )
 from kvxfer.integrations.vllm.offloading.identity import row_namespace
-from kvxfer.integrations.vllm.offloading.interface import group_ids
 from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
 from kvxfer.integrations.vllm.prefill_decode.worker_caches import describe_worker
 from kvxfer.kvcache import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
@@ -235,14 +234,6 @@ def test_rows_that_stay_as_they_are_say_what_they_are_packed_for() -> None:
         encodings.append(mapping.page.tensors[0].encoding)
         assert encodings[-1].endswith(f"packed for {isa}")
     assert encodings[0] != encodings[1]
-
-
-def test_groups_that_are_not_offloaded_have_a_place() -> None:
-    config = make_config()
-    told = [GroupPages(payload_size_bytes=128, reason="made up")] * len(config.groups)
-    shape = PoolShape(num_slots=1, num_parts=1, part_size_bytes=4096)
-    mappings = map_rows([WorkerPages(groups=tuple(told), num_kv_heads=2)], config, shape, "here")
-    assert len(mappings) == max(group_ids(config)) + 1
 
 
 def test_workers_that_keep_the_same_heads_share_a_part() -> None:

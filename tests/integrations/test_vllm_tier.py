@@ -188,18 +188,6 @@ def test_vllm_shows_what_the_tier_tells(tiers: Tiers) -> None:
     assert again is None or not [name for name in again.reduce() if "kvxfer_load" in name]
 
 
-def test_draining_waits_until_nothing_moves(tiers: Tiers, faulty: FaultyBackend) -> None:
-    faulty.rates = FaultRates(delay=1.0, delay_s=0.1)
-    context = ReqContext("storing")
-    tiers.manager.on_new_request(context)
-    output = tiers.manager.prepare_store(keys_of(2), context)
-    assert output is not None
-    tiers.manager.complete_store(output.keys_to_store, context)
-    tiers.tier.drain_jobs()
-    assert [result.success for result in tiers.tier.get_finished_jobs()] == [True]
-    tiers.manager._jobs.clear()
-
-
 def test_a_reset_of_vllm_keeps_what_is_below(tiers: Tiers) -> None:
     keys = keys_of(2)
     tiers.store(keys)

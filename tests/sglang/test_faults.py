@@ -28,6 +28,8 @@ SOON_S = TIMEOUT_S + GRACE_S + 4.0
 HASTY = {"timeout_s": TIMEOUT_S}
 
 LOADS = frozenset({Operation.LOAD})
+
+
 class FaultyPurgeable(FaultyBackend):
     """Backend that injects faults, and deletes all blocks without one."""
 

@@ -16,6 +16,7 @@ from tests.sglang.pools import NUM_PAGES, attention_pool, fill, latent_pool, log
 from tests.sglang.storages import KEYS, PAGES, extra_config, file_url, opened, rows_of
 
 Make = Callable[..., Any]
+HOST = "host://?capacity=64MiB"
 
 
 LATENT_LAYOUTS = ["layer_first", "page_first", "page_first_direct"]
@@ -75,6 +76,8 @@ def test_what_two_ranks_stored_one_rank_loads_and_the_reverse(layout: str, tmp_p
         with opened(half, extra, tp_rank=rank, tp_size=2, tp_lcm_size=2) as storage:
             assert storage.batch_set_v1(KEYS, rows_of(half)) == [True] * 4
         halves.append(half)
+        with opened(whole, extra, tp_lcm_size=2) as storage:  # both must have stored it
+            assert storage.batch_exists(KEYS) == 4 * rank
     with opened(whole, extra, tp_lcm_size=2) as storage:
         assert storage.batch_get_v1(KEYS, rows_of(whole)) == [True] * 4
         together = [torch.cat([logical_page(each, page) for each in halves], 3) for page in PAGES]
@@ -90,17 +93,6 @@ def test_what_two_ranks_stored_one_rank_loads_and_the_reverse(layout: str, tmp_p
         for page in PAGES:
             share = logical_page(whole, page)[:, :, :, 2 * rank : 2 * rank + 2]
             assert torch.equal(logical_page(half, page), share)
-
-
-def test_a_page_is_there_for_one_rank_only_when_both_have_stored_it(tmp_path: Path) -> None:
-    extra = extra_config(file_url(tmp_path))
-    half = attention_pool("page_first", heads=2)
-    with opened(half, extra, tp_rank=1, tp_size=2, tp_lcm_size=2) as storage:
-        assert storage.batch_set_v1(KEYS, rows_of(half)) == [True] * 4
-    whole = attention_pool("page_first", heads=4)
-    with opened(whole, extra, tp_lcm_size=2) as storage:
-        assert storage.batch_exists(KEYS) == 0
-        assert storage.batch_get_v1(KEYS, rows_of(whole)) == [False] * 4
 
 
 def test_latents_have_one_writer_and_every_rank_reads_them(tmp_path: Path) -> None:
@@ -136,47 +128,50 @@ def test_pages_of_another_identity_are_not_found(
         assert storage.batch_exists(KEYS) == 0
 
 
-def test_pages_of_another_shape_or_data_type_are_not_found(tmp_path: Path) -> None:
+def shift(pool: Any) -> Any:
+    pool.start_layer = 3  # a later stage of a pipeline
+    return pool
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: attention_pool("page_first", heads=2),
+        lambda: attention_pool("page_first", dtype=torch.float16),
+        lambda: shift(attention_pool("page_first")),
+    ],
+    ids=["heads", "data type", "stage"],
+)
+def test_pages_of_another_shape_or_data_type_are_not_found(make: Make, tmp_path: Path) -> None:
     pool = attention_pool("page_first")
     with opened(pool, extra_config(file_url(tmp_path))) as storage:
         assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
-    others = [
-        attention_pool("page_first", heads=2),
-        attention_pool("page_first", dtype=torch.float16),
-    ]
-    shifted = attention_pool("page_first")
-    shifted.start_layer = 3  # a later stage of a pipeline
-    for other in (*others, shifted):
-        with opened(other, extra_config(file_url(tmp_path))) as storage:
-            assert storage.batch_exists(KEYS) == 0
+    with opened(make(), extra_config(file_url(tmp_path))) as storage:
+        assert storage.batch_exists(KEYS) == 0
 
 
-def test_a_pool_of_another_kind_is_refused_by_name() -> None:
-    class MHATokenToKVPoolMXFP8Host(MHATokenToKVPoolHost):  # type: ignore[misc]
-        """Subclass that keeps scales elsewhere."""
+class MHATokenToKVPoolMXFP8Host(MHATokenToKVPoolHost):  # type: ignore[misc]
+    """Subclass that keeps scales elsewhere."""
 
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        (
+            "__class__",
+            MHATokenToKVPoolMXFP8Host,
+            "'kv' is a MHATokenToKVPoolMXFP8Host, and known are",
+        ),
+        ("page_num", NUM_PAGES + 1, "'kv', layout 'page_first', should have a buffer"),
+        ("layout", "page_first_kv_split", "'page_first_kv_split', and known are layer_first"),
+    ],
+)
+def test_a_pool_of_another_kind_shape_or_layout_is_refused_by_name(
+    name: str, value: Any, words: str
+) -> None:
     pool = attention_pool("page_first")
-    pool.__class__ = MHATokenToKVPoolMXFP8Host
-    with (
-        pytest.raises(LayoutError, match=r"'kv' is a MHATokenToKVPoolMXFP8Host, and known are"),
-        opened(pool, extra_config("host://?capacity=64MiB")),
-    ):
-        pass
-
-
-def test_a_pool_of_another_shape_or_layout_than_known_is_refused() -> None:
-    pool = attention_pool("page_first")
-    pool.page_num = NUM_PAGES + 1
-    with (
-        pytest.raises(LayoutError, match="'kv', layout 'page_first', should have a buffer"),
-        opened(pool, extra_config("host://?capacity=64MiB")),
-    ):
-        pass
-    pool.layout = "page_first_kv_split"
-    with (
-        pytest.raises(LayoutError, match="layout 'page_first_kv_split', and known are layer_first"),
-        opened(pool, extra_config("host://?capacity=64MiB")),
-    ):
+    setattr(pool, name, value)
+    with pytest.raises(LayoutError, match=words), opened(pool, extra_config(HOST)):
         pass
 
 
@@ -213,12 +208,11 @@ def test_a_setting_of_no_use_is_refused_by_name(
 
 def test_host_memory_alone_needs_no_revision_and_tiers_below_it_do(tmp_path: Path) -> None:
     pool = attention_pool("page_first")
-    host = "host://?capacity=64MiB"
-    with opened(pool, extra_config(host, revision="")) as storage:
+    with opened(pool, extra_config(HOST, revision="")) as storage:
         assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
         assert storage.batch_exists(KEYS) == 4
     with (
         pytest.raises(InvalidArgumentError, match="revision"),
-        opened(pool, extra_config([host, file_url(tmp_path)], revision="")),
+        opened(pool, extra_config([HOST, file_url(tmp_path)], revision="")),
     ):
         pass
