@@ -59,26 +59,6 @@ def test_objects_of_every_size_come_back(driver: Driver, memory: Memory) -> None
     assert bytes_of(loaded) == expected
 
 
-def test_pieces_of_an_object_of_another_type_are_not_taken_for_its_own(
-    driver: Driver, memory: Memory, tmp_path: Path
-) -> None:
-    """As when a piece was evicted, and a server of another type stores an object of that key."""
-    key, num_bytes = make_key(1), 200_000
-    driver.store([key], [memory.fill(num_bytes, 1, dtype=torch.float16)])
-    first = min(tmp_path.rglob("*.safetensors"), key=lambda path: path.name)
-    first.unlink()
-    other = Driver.open(plugin(params_of(tmp_path)), memory)
-    stored = memory.fill(num_bytes, 2, dtype=torch.bfloat16)
-    assert other.lookup([key]) == [False]
-    for expected in (False, True):  # what is not of the object is deleted, and stored anew
-        other.store([key], [stored])
-        loaded = memory.allocate(num_bytes, dtype=torch.bfloat16)
-        assert other.load([key], [loaded]) == [expected]
-        until(lambda: other.lookup([key]) == [expected])  # noqa: B023 - deleted after the answer
-    assert bytes_of([loaded]) == bytes_of([stored])
-    other.adapter.close()
-
-
 def test_every_field_of_a_key_counts(driver: Driver, memory: Memory) -> None:
     others = [
         make_key(2),

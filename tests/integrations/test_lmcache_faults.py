@@ -50,8 +50,9 @@ def memory() -> Memory:
 
 
 @pytest.fixture
-def adapter(memory: Memory) -> Iterator[FaultyAdapter]:
-    made = FaultyAdapter(PARAMS, l1_memory_desc=memory.desc)
+def adapter(memory: Memory, request: pytest.FixtureRequest) -> Iterator[FaultyAdapter]:
+    settings = PARAMS | getattr(request, "param", {})
+    made = FaultyAdapter(settings, l1_memory_desc=memory.desc)
     yield made
     made.faulty.rates = FaultRates()
     made.faulty.release()
@@ -147,6 +148,7 @@ def test_what_leaves_host_memory_stays_in_a_tier_that_tells_nothing(
         if (kind, operation) != ("late", "lookup")  # nothing is moved by a lookup
     ],
 )
+@pytest.mark.parametrize("adapter", [{"pause_s": 60.0}], indirect=True, ids=["long pause"])
 def test_a_store_that_stops_is_answered_for(
     kind: str, operation: str, adapter: FaultyAdapter, memory: Memory
 ) -> None:
@@ -156,17 +158,15 @@ def test_a_store_that_stops_is_answered_for(
         driver.store(KEYS, objects)
     rates: dict[str, Any] = {kind: 1.0, "operations": frozenset({Operation(operation)})}
     adapter.faulty.rates = FaultRates(**rates)
-    began = time.monotonic()
     if operation == "store":
         assert not driver.store(KEYS, objects).is_successful()
     else:
         ask = driver.lookup if operation == "lookup" else lambda keys: driver.load(keys, objects)
         assert ask(KEYS) == [False, False]
-    assert TIMEOUT_S * 0.9 < time.monotonic() - began < TIMEOUT_S + 3
     assert adapter.report_status()["is_healthy"] is False
-    began = time.monotonic()
-    assert driver.lookup(KEYS) == [False, False]  # not asked now
-    assert time.monotonic() - began < TIMEOUT_S
+    num_asked = len(adapter.faulty.injected)
+    assert driver.lookup(KEYS) == [False, False]
+    assert len(adapter.faulty.injected) == num_asked, "it is not asked now"
 
 
 @pytest.mark.parametrize("kind", ["stuck", "late"])

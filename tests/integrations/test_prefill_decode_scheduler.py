@@ -15,7 +15,6 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvxfer.errors import CacheMismatchError, PeerTimeoutError
-from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS
 from kvxfer.integrations.vllm.prefill_decode.metrics import PREFIX
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.lending.reader import Fetched
@@ -57,12 +56,6 @@ def one_group(folder: Path, monkeypatch: pytest.MonkeyPatch, **extra: Any) -> En
 
 def is_several(engine: Engine) -> bool:
     return len(engine.scheduler.kv_cache_config.kv_cache_groups) > 1
-
-
-@pytest.fixture
-def can_load(engine: Engine) -> None:
-    if is_several(engine) and not HAS_TRANSFER_RESULTS:
-        pytest.skip("no load of several groups fails in this vLLM")
 
 
 # P.
@@ -145,20 +138,6 @@ def load(engine: Engine, *, tokens: int = 10, **fields: Any) -> Any:
     assert engine.step() == {}
     [(wanted, _, end)] = engine.moving.fetches
     return wanted, end
-
-
-@pytest.mark.usefixtures("can_load")
-def test_a_loaded_prompt_computes_its_last_token(engine: Engine) -> None:
-    wanted, end = load(engine)
-    assert [any(ids) for ids in wanted.block_ids] == [True] * (1 + is_several(engine))
-    assert engine.step() == {}
-    end.set_result(Fetched([[]] * (1 + is_several(engine))))
-    engine.step()
-    assert engine.asking.released == {LEASE: 1}
-    assert engine.step() == {"d": 1}
-    engine.step()
-    engine.require_over()
-    assert engine.asking.released == {LEASE: 1}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,49 +114,43 @@ def kvxfer_cache(model: Any, files: Path) -> PrefixCache:
     return PrefixCache(model, files_url(files), engine_keys="vllm")
 
 
-def test_modules_that_are_not_those_of_the_files_are_refused(tmp_path: Path) -> None:
-    model, prompt = saved_model(tmp_path / "model"), prompt_of(70)
-    store_as_vllm(model, prompt, tmp_path / "files")
-    attention = model.model.layers[1].self_attn
-    attention.scaling *= 2
-    refused = pytest.raises(InvalidArgumentError, match=r"another model\.layers\.1\.self_attn")
-    with refused:
-        open_shared(model, tmp_path / "files")
-    attention.scaling /= 2
-    model.train()
-    with pytest.raises(InvalidArgumentError, match="with another training"):
-        open_shared(model, tmp_path / "files")
-    model.eval()
-    handle = model.model.norm.register_forward_hook(lambda *_: None)
-    with open_shared(model, tmp_path / "files") as cache:
-        assert num_loaded(cache, prompt) == 0
-        assert fill(cache, model, prompt_of(70, seed=1)) == 0
-        handle.remove()
-        assert num_loaded(cache, prompt) == 64
+def scale_attention(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= 2
 
 
-def test_weights_that_are_not_those_of_the_files_are_refused(tmp_path: Path) -> None:
-    model, prompt = saved_model(tmp_path / "model"), prompt_of(70)
-    store_as_vllm(model, prompt, tmp_path / "files")
-    with open_shared(model, tmp_path / "files") as cache, torch.no_grad():
-        weight = model.model.layers[2].mlp.down_proj.weight
-        trained, kept = weight.clone(), weight.clone()
-        trained[3, 4] += 1
-        weight.copy_(trained)
-        assert num_loaded(cache, prompt) == 0
-        assert fill(cache, model, prompt_of(70, seed=1)) == 0
-    with pytest.raises(
-        InvalidArgumentError, match=r"with another model\.layers\.2\.mlp\.down_proj"
-    ):
-        open_shared(model, tmp_path / "files")
-    with torch.no_grad():
-        weight.copy_(kept)
+def train_a_weight(model: Any) -> None:
+    model.model.layers[2].mlp.down_proj.weight.data[3, 4] += 1
+
+
+def add_a_layer(model: Any) -> None:
     model.model.layers[0].self_attn.extra = torch.nn.Linear(2, 2)
-    with pytest.raises(InvalidArgumentError, match=r"self_attn\.extra\.\w+, which is in no file"):
-        open_shared(model, tmp_path / "files")
-    del model.model.layers[0].self_attn.extra
+
+
+def change_the_configuration(model: Any) -> None:
     model.config.rms_norm_eps *= 2
-    with pytest.raises(InvalidArgumentError, match="a configuration with another rms_norm_eps"):
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (scale_attention, r"another model\.layers\.1\.self_attn"),
+        (lambda model: model.train(), "with another training"),
+        (train_a_weight, r"with another model\.layers\.2\.mlp\.down_proj"),
+        (add_a_layer, r"self_attn\.extra\.\w+, which is in no file"),
+        (change_the_configuration, "a configuration with another rms_norm_eps"),
+    ],
+)
+def test_a_model_that_is_not_that_of_the_files_finds_nothing_and_is_refused(
+    change: Callable[[Any], object], words: str, tmp_path: Path
+) -> None:
+    model, prompt = saved_model(tmp_path / "model"), prompt_of(70)
+    store_as_vllm(model, prompt, tmp_path / "files")
+    with open_shared(model, tmp_path / "files") as cache:
+        assert num_loaded(cache, prompt) == 64
+        change(model)
+        assert num_loaded(cache, prompt) == 0
+        assert fill(cache, model, prompt_of(70, seed=1)) == 0
+    with pytest.raises(InvalidArgumentError, match=words):
         open_shared(model, tmp_path / "files")
 
 

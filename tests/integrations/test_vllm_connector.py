@@ -122,23 +122,23 @@ def test_a_block_is_one_descriptor_where_blocks_are_outermost(
     assert register(caches, monkeypatch)[1] == num_descriptors
 
 
-def test_keys_and_values_of_the_cpu_backend_are_planes(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = allocate([FULL], backend(CPU), layout="LBHNC" if LAYOUTS_ARE_NAMED else "")
-    told, _ = register(caches, monkeypatch)
-    layouts = {ref.layout for ref in told.group_data_refs[0]}
-    assert layouts <= {"block head kv token dim", "kv block head token dim"}
-
-
-def test_one_latent_per_token_is_read_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = allocate([LATENT], backend(MLA), layout="LBHNC" if LAYOUTS_ARE_NAMED else "")
-    assert register(caches, monkeypatch)[1] == 2
-
-
-def test_states_lie_on_top_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = allocate([STATES, STATES], backend(CPU), layout="LBHNC" if LAYOUTS_ARE_NAMED else "")
-    told, _ = register(caches, monkeypatch)
-    data = STATES.shapes[0][0] * STATES.shapes[0][1] * 2 + 4 * 16 * 8 * 4
-    assert {ref.page_size_bytes for refs in told.group_data_refs for ref in refs} == {data}
+@pytest.mark.parametrize(
+    ("specs", "name", "num_descriptors"),
+    [([FULL], CPU, {2, 4}), ([LATENT], MLA, {2}), ([STATES, STATES], CPU, {2})],
+    ids=["keys and values", "latents", "states"],
+)
+def test_every_kind_of_cache_is_read_as_such(
+    specs: list[Any], name: str, num_descriptors: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = allocate(specs, backend(name), layout="LBHNC" if LAYOUTS_ARE_NAMED else "")
+    told, num = register(caches, monkeypatch)
+    assert num in num_descriptors
+    if specs[0] is FULL:  # planes, outside of a head or within
+        layouts = {ref.layout for ref in told.group_data_refs[0]}
+        assert layouts <= {"block head kv token dim", "kv block head token dim"}
+    if specs[0] is STATES:  # without the bytes behind them, up to those of attention
+        data = STATES.shapes[0][0] * STATES.shapes[0][1] * 2 + 4 * 16 * 8 * 4
+        assert {ref.page_size_bytes for refs in told.group_data_refs for ref in refs} == {data}
 
 
 @pytest.mark.skipif(

