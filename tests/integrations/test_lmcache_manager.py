@@ -24,8 +24,6 @@ from lmcache.v1.distributed.config import (
 )
 from lmcache.v1.distributed.storage_manager import StorageManager
 
-from kvxfer.storage.observer import Operation
-from kvxfer.testing import FaultRates
 from tests.integrations.lmcache_driver import make_configs, make_key, plugin, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -148,5 +146,3 @@ def test_a_capacity_lets_lmcache_evict(tmp_path: Path) -> None:
     with managed(spec) as engine:
         engine.put(KEYS)
         until(lambda: 0 < used(engine) < 4 * OBJECT_BYTES)
-
-

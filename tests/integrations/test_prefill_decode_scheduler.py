@@ -62,7 +62,7 @@ def is_several(engine: Engine) -> bool:
 
 
 @pytest.mark.parametrize("window", [1, 2, 6, 8])
-@pytest.mark.parametrize("tokens", range(9, 18))
+@pytest.mark.parametrize("tokens", range(9, 13))
 def test_the_window_of_the_last_token_is_lent(
     folder: Path, monkeypatch: pytest.MonkeyPatch, window: int, tokens: int
 ) -> None:

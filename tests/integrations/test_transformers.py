@@ -1,5 +1,6 @@
 """Prefix cache of transformers: prefixes are found, and greedy tokens are those without it."""
 
+import asyncio
 import random
 import subprocess
 import sys
@@ -126,15 +127,6 @@ def test_tiers_and_host_memory_and_a_mapping(tmp_path: Path) -> None:
         assert num_loaded(cache, prompt) == 64
 
 
-def test_a_prompt_larger_than_the_pool_passes_in_turns(tmp_path: Path) -> None:
-    model, prompt = shared_model(), prompt_of(150)
-    with open_cache(model, tmp_path, pool_bytes=1) as cache:  # two pages
-        assert fill(cache, model, prompt) == 160
-        past = cache.load(prompt)
-        assert past.get_seq_length() == 144
-        assert generate(model, prompt, **with_cache(past)) == generate(model, prompt)
-
-
 def test_pages_of_another_revision_size_or_data_type_are_others(tmp_path: Path) -> None:
     model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
     with open_cache(model, tmp_path, revision="one") as cache:
@@ -200,11 +192,15 @@ def test_threads_take_turns(tmp_path: Path) -> None:
     assert not faults
 
 
-async def test_a_thread_that_runs_an_event_loop_may_call_it(tmp_path: Path) -> None:
+def test_a_thread_that_runs_an_event_loop_may_call_it(tmp_path: Path) -> None:
     model, prompt = shared_model(), prompt_of(40)
-    with open_cache(model, ["host://?capacity=1MiB", files_url(tmp_path)]) as cache:
-        fill(cache, model, prompt)
-        assert num_loaded(cache, prompt) == 32
+
+    async def call() -> int:
+        with open_cache(model, ["host://?capacity=1MiB", files_url(tmp_path)]) as cache:
+            fill(cache, model, prompt)
+            return num_loaded(cache, prompt)
+
+    assert asyncio.run(call()) == 32
 
 
 def test_a_closed_cache_says_so(tmp_path: Path) -> None:

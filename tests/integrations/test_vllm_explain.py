@@ -55,24 +55,6 @@ def answers(report: dict[str, Any]) -> list[tuple[int, int, str, str]]:
     return [(run["first"], run["last"], run["answer"], run["tier"]) for run in report["runs"]]
 
 
-def test_blocks_come_from_each_tier_and_end_at_the_first_that_was_never_stored(
-    journal: Path, start: Start, ask: Ask
-) -> None:
-    backend, keys = KeepingBackend(), keys_of(6)
-    before = start(backend)
-    before.store(keys[:2])
-    before.settle()
-    before.manager.shutdown()
-    scheduler = start(backend)
-    request(scheduler, "first", keys[:2])
-    scheduler.store(keys[2:4])
-    scheduler.settle()
-    request(scheduler, "cmpl-1", keys)
-    assert answers(ask("first")) == [(0, 1, "found", "keeping")]
-    report = ask("cmpl-1")
-    assert answers(report) == [(0, 3, "found", "host"), (4, 5, "never stored", "")]
-
-
 CHUNKS, WINDOW = keys_of(6), keys_of(6, group=1)
 PART = keys_of(1, first=50)[0]
 """Key of a part of a chunk, which vLLM makes as it asks for it."""
