@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import pytest
@@ -44,7 +44,6 @@ ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 READY: msgspec.msgpack.Decoder[Ready] = msgspec.msgpack.Decoder(Ready)
 
 MakeAgent = Callable[[], TransferAgent]
-Holder: TypeAlias = NixlBackend | Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +99,9 @@ async def proven(
 
 @contextlib.asynccontextmanager
 async def holding(
-    tmp_path: Path, *, make_agent: MakeAgent = NixlAgent, **fields: Any
-) -> AsyncIterator[NixlBackend]:
-    """Open a holder with a secret."""
-    secret_file = write_secret(tmp_path)
-    config = NixlConfig(listen=f"{HOST}:0", capacity=CAPACITY, secret_file=secret_file, **fields)
-    async with NixlBackend(config, NAMESPACE, make_agent=make_agent) as holder:
-        await holder.start()
-        yield holder
-
-
-@contextlib.asynccontextmanager
-async def lending(
-    tmp_path: Path, desk: RecordingDesk | None, **fields: Any
+    tmp_path: Path, desk: RecordingDesk | None = None, **fields: Any
 ) -> AsyncIterator[Exchange]:
-    """Open a holder with a secret and a desk for tickets."""
+    """Open a holder with a secret, and a desk for tickets or none."""
     config = NixlConfig(listen=f"{HOST}:0", secret_file=write_secret(tmp_path), **fields)
     async with (
         HostBackend(HostConfig(capacity=CAPACITY), NAMESPACE) as blocks,
@@ -136,14 +123,14 @@ def write_secret(folder: Path) -> str:
     return str(path)
 
 
-def endpoint_of(holder: Holder) -> Endpoint:
+def endpoint_of(holder: Exchange | NixlBackend) -> Endpoint:
     assert holder.server is not None
     return holder.server.endpoint
 
 
 @contextlib.asynccontextmanager
 async def asking(
-    tmp_path: Path, holder: Holder, *, make_agent: MakeAgent = NixlAgent, **fields: Any
+    tmp_path: Path, holder: Exchange, *, make_agent: MakeAgent = NixlAgent, **fields: Any
 ) -> AsyncIterator[NixlBackend]:
     """Open an honest peer of a holder."""
     config = NixlConfig(
@@ -164,7 +151,7 @@ async def require_served(client: NixlBackend, first_key: int = 0) -> list[BlockK
     return keys
 
 
-async def until_alone(holder: Holder, num_peers: int = 0) -> None:
+async def until_alone(holder: Exchange, num_peers: int = 0) -> None:
     """Wait until the holder serves no more than so many peers."""
     assert holder.server is not None
     async with asyncio.timeout(LIMIT_S):

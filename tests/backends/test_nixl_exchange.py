@@ -30,11 +30,9 @@ from tests.backends.nixl_proven import (
     CAPACITY,
     MEMORY,
     NAMESPACE,
-    Holder,
     asking,
     endpoint_of,
     holding,
-    lending,
     proven,
     require_served,
 )
@@ -73,7 +71,7 @@ async def test_a_ticket_that_cannot_be_one_is_refused_by_name_and_not_sent(
 ) -> None:
     desk = RecordingDesk({"ours": KEYS})
     async with (
-        lending(tmp_path, desk, transport="socket") as holder,
+        holding(tmp_path, desk, transport="socket") as holder,
         reading(tmp_path) as exchange,
     ):
         client = exchange.peer(endpoint_of(holder))
@@ -87,7 +85,7 @@ async def test_a_ticket_that_cannot_be_one_is_refused_by_name_and_not_sent(
 
 
 async def test_a_holder_without_a_desk_says_so(tmp_path: Path) -> None:
-    async with lending(tmp_path, None, transport="socket") as holder:
+    async with holding(tmp_path, transport="socket") as holder:
         async with reading(tmp_path, GROUPLESS) as other:
             with pytest.raises(KVXferError, match="namespaces differ"):
                 await other.peer(endpoint_of(holder)).describe()
@@ -158,7 +156,7 @@ async def test_a_backend_of_version_4_stores_and_loads_and_asks_for_no_tickets(
 
 async def test_a_session_of_version_4_refuses_requests_about_tickets(tmp_path: Path) -> None:
     desk = RecordingDesk({"t": KEYS})
-    async with lending(tmp_path, desk, transport="socket") as holder:
+    async with holding(tmp_path, desk, transport="socket") as holder:
         async with proven(endpoint_of(holder), Reach(), version=4) as peer:
             assert peer is not None
             for request in ABOUT_TICKETS:
@@ -176,7 +174,7 @@ async def test_who_only_asks_is_answered_whatever_the_transport_and_gets_no_bloc
 ) -> None:
     desk = RecordingDesk({"ours": KEYS})
     async with (
-        lending(tmp_path, desk, transport="nixl", integrity="fenced") as holder,
+        holding(tmp_path, desk, transport="nixl", integrity="fenced") as holder,
         reading(tmp_path, only_asks=True) as asking,
     ):
         client = asking.peer(endpoint_of(holder))
@@ -209,8 +207,7 @@ async def test_a_cut_of_idle_data_connections_fails_no_store_and_no_load(
 ) -> None:
     quick: dict[str, Any] = {"transport": "socket", "timeout_s": 3.0}
     async with holding(tmp_path, **quick) as holder, asking(tmp_path, holder, **quick) as client:
-        cut: Holder = holder if side == "holder" else client
-        agent = cut._exchange._node.sockets  # type: ignore[union-attr]
+        agent = (holder if side == "holder" else client._exchange)._node.sockets
         for first_key in range(0, 8 * 4, 4):  # more than a holder takes connections of one peer
             await require_served(client, first_key)
             for line in list(agent._serving):

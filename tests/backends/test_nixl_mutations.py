@@ -29,7 +29,7 @@ from tests.backends.nixl_proven import (
     NAMESPACE,
     asking,
     endpoint_of,
-    lending,
+    holding,
     require_quiet_log,
     require_served,
     until_alone,
@@ -162,7 +162,7 @@ async def test_mutated_messages_cost_who_says_them_and_nobody_else(
     quick: dict[str, Any] = {"timeout_s": 0.2, "handshake_timeout_s": 0.2, "integrity": grade}
     secret = str(tmp_path / "secret")
     async with (
-        lending(tmp_path, desk, transport="socket") as holder,
+        holding(tmp_path, desk, transport="socket") as holder,
         asking(tmp_path, holder, transport="socket") as honest,
     ):
         await require_served(honest)

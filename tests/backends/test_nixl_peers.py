@@ -49,27 +49,6 @@ async def stored_at(holder: OpenHolder) -> set[BlockKey]:
     return await asyncio.to_thread(holder.stored)
 
 
-async def test_keys_are_spread_over_the_peers_and_found_by_all(
-    holders: list[OpenHolder], memory: BlockMemory
-) -> None:
-    namespace = memory.namespace()
-    async with (
-        open_client(namespace, *holders, **SOCKET) as ours,
-        open_client(namespace, *reversed(holders), **SOCKET) as theirs,
-    ):
-        payloads = await store_generated(ours, KEYS, memory.describe(0, range(24)))
-        kept = [await stored_at(holder) for holder in holders]
-        assert kept[0] | kept[1] == {*KEYS}
-        assert not kept[0] & kept[1]
-        assert all(len(keys) >= 4 for keys in kept)
-        assert await theirs.lookup(KEYS) == [True] * 24
-        target = memory.describe(0, range(24, 48))
-        assert statuses(await theirs.load(KEYS, target)) == [Status.DONE] * 24
-        assert read_payloads(target) == payloads
-        assert await theirs.delete(KEYS[:5]) == [True] * 5
-        assert await ours.lookup(KEYS) == [False] * 5 + [True] * 19
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_the_death_of_a_peer_costs_the_hits_that_only_it_had(
     processes: list[HolderProcess], memory: BlockMemory, replicas: int

@@ -40,7 +40,6 @@ from tests.backends.nixl_proven import (
     asking,
     endpoint_of,
     holding,
-    lending,
     proven,
     require_quiet_log,
     require_served,
@@ -143,15 +142,15 @@ def pin(**fields: object) -> Pin:
 LIES: dict[str, Message | dict[str, Any]] = {
     "outside of the region": pull(extents((1 << 16, 4096))),
     "across the end of the region": pull(extents(((1 << 16) - 1, 4096))),
-    "no such region": pull(extents((0, 4096), region=1)),
     "the last of all regions": pull(extents((0, 4096), region=2**32 - 1)),
     "an extent of no bytes": pull(extents((0, 0))),
     "an extent of all bytes": pull(extents((0, 2**64 - 1))),
     "an offset that wraps around": pull(extents((2**64 - 4096, 4096))),
     "no block offsets": pull(extents((0, 4096), block_offsets=b"")),
     "half a block offset": pull(extents((0, 4096), block_offsets=bytes(12))),
-    "block offsets without a block": pull(extents((0, 4096), block_offsets=words(0))),
     "block offsets of an empty block": pull(extents((0, 4096), block_offsets=words(0, 0, 1))),
+    "one key for two blocks": pull(extents((0, 4096), (4096, 4096))),
+    "block offsets without a block": pull(extents((0, 4096), block_offsets=words(0))),
     "block offsets beyond the extents": pull(extents((0, 4096), block_offsets=words(0, 2))),
     "block offsets below zero": pull(extents((0, 4096), block_offsets=words(0, -1, 1))),
     "block offsets that fall": pull(
@@ -169,7 +168,6 @@ LIES: dict[str, Message | dict[str, Any]] = {
     "negative start": pull(ONE, starts=[-4096]),
     "a start beyond all blocks": pull(ONE, starts=[2**63]),
     "two keys for one block": pull(ONE, keys=[KEY, *OTHERS], starts=[0] * 4),
-    "one key for two blocks": pull(extents((0, 4096), (4096, 4096))),
     "one key twice to store": pull(
         extents((0, 4096), (4096, 4096)), keys=[KEY] * 2, starts=[0] * 2
     ),
@@ -184,20 +182,15 @@ LIES: dict[str, Message | dict[str, Any]] = {
     "no sizes to pin": pin(sizes=[]),
     "no key to look up": Lookup(request_id=1, keys=[], places=True),
     "an empty key to look up": Lookup(request_id=1, keys=[BlockKey(b"")]),
-    "an empty key to locate": Lookup(request_id=1, keys=[BlockKey(b"")], places=True),
     "thousands of keys twice to look up": Lookup(request_id=1, keys=MANY * 2),
-    "thousands of keys twice to locate": Lookup(request_id=1, keys=MANY * 2, places=True),
     "a key of no group to locate": Lookup(request_id=1, keys=[BlockKey(b"\xff" * 20)], places=True),
     "no key to delete": Delete(request_id=1, keys=[]),
     "thousands of keys twice to delete": Delete(request_id=1, keys=MANY * 2),
     "an empty key to delete": Delete(request_id=1, keys=[BlockKey(b"")]),
     "one key twice to hold": Hold(request_id=1, ticket="t", keys=[KEY] * 2),
-    "thousands of keys twice to hold": Hold(request_id=1, ticket="t", keys=MANY * 2),
+    "a ticket of no text": {"type": "Hold", "request_id": 1, "ticket": "\0\x1b[2J", "keys": []},
     "an empty ticket": {"type": "Hold", "request_id": 1, "ticket": "", "keys": []},
     "a long ticket": {"type": "Hold", "request_id": 1, "ticket": LONG, "keys": []},
-    "a huge ticket": {"type": "Hold", "request_id": 1, "ticket": LONG * 10_000, "keys": []},
-    "a ticket of no text": {"type": "Hold", "request_id": 1, "ticket": "\0\x1b[2J", "keys": []},
-    "an empty ticket to release": {"type": "Release", "request_id": 1, "tickets": [""]},
     "a long ticket to release": {"type": "Release", "request_id": 1, "tickets": ["t", LONG]},
     "many tickets to release": Release(request_id=1, tickets=["t"] * (MAX_TICKETS + 1)),
     "release of what was not pinned": Lookup(request_id=1, keys=[KEY], let_go=[1, -1, 2**63]),
@@ -212,7 +205,7 @@ async def test_a_lie_is_answered_by_a_short_error_or_ends_the_connection(
 ) -> None:
     desk = RecordingDesk({"t": [KEY]})
     async with (
-        lending(tmp_path, desk, transport="socket", timeout_s=1.0) as holder,
+        holding(tmp_path, desk, transport="socket", timeout_s=1.0) as holder,
         asking(tmp_path, holder, transport="socket") as client,
     ):
         keys = await require_served(client)

@@ -9,7 +9,6 @@ from kvxfer.backends.nixl.agents import Fragments
 from kvxfer.backends.nixl.wire.messages import Extents, Reach, Region
 from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 
 GPU, OTHER_GPU = (torch.device("cuda", index) for index in (0, 1))
@@ -34,11 +33,6 @@ def extents(*indices: int) -> Extents:
     )
 
 
-def describe(device: torch.device, *addresses: int) -> Descriptors:
-    words = np.array(addresses, np.uint64)
-    return Descriptors.of_pieces(words, [5] * len(words), device=device)
-
-
 @pytest.mark.parametrize("index", range(3))
 def test_extents_of_one_device_become_descriptors_of_it_and_extents_again(
     regions: Regions, index: int
@@ -55,18 +49,6 @@ def test_extents_of_several_devices_in_one_request_are_refused(regions: Regions)
         regions.resolve(extents(2, 0))
 
 
-@pytest.mark.parametrize(("offset", "length"), [(BYTES, 1), (BYTES - 4, 5), (0, 0), (1, 2**64 - 1)])
-def test_extents_that_are_not_within_their_region_are_refused(offset: int, length: int) -> None:
-    wrong = Extents(
-        regions=np.zeros(1, "<u4").tobytes(),
-        offsets=np.array([offset], "<u8").tobytes(),
-        lengths=np.array([length], "<u8").tobytes(),
-        block_offsets=np.array([0, 1], "<i8").tobytes(),
-    )
-    with pytest.raises(InvalidArgumentError, match="a part of the 100 bytes"):
-        Regions([(BYTES, BYTES)]).resolve(wrong)
-
-
 def test_extents_whose_sum_wraps_are_refused() -> None:
     whole = Regions([(BYTES, (1 << 63) - BYTES)])
     half = 1 << 62
@@ -78,16 +60,6 @@ def test_extents_whose_sum_wraps_are_refused() -> None:
     )
     with pytest.raises(InvalidArgumentError, match="fewer bytes in all"):
         whole.resolve(wrapping)
-
-
-def test_blocks_are_registered_on_the_device_that_they_name_only(regions: Regions) -> None:
-    for start, device in zip(STARTS, DEVICES, strict=True):
-        for named in DEVICES:
-            assert regions.contains(describe(named, start, start + 9)) == (named == device)
-    assert not regions.contains(describe(GPU, STARTS[2], STARTS[0]))
-    on_host = Regions([(BYTES, BYTES)])
-    assert on_host.contains(describe(HOST, BYTES))
-    assert not on_host.contains(describe(GPU, BYTES))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import struct
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
+from kvxfer.backends.nixl import Endpoint, Exchange, NixlConfig
 from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.server import MAX_ADDRESSES, RefusalLog
 from kvxfer.backends.nixl.wire.data import DataConnection
@@ -53,7 +52,7 @@ def transport(request: pytest.FixtureRequest, authority: Authority) -> dict[str,
     return {"transport": "socket"} | {name: getattr(config, name) for name in names}
 
 
-def port(holder: NixlBackend, which: str) -> int:
+def port(holder: Exchange, which: str) -> int:
     assert holder.server is not None
     return holder.server.endpoint.port if which == "control" else holder.server.data_port
 
@@ -137,7 +136,7 @@ async def test_the_oldest_unproven_connection_makes_room_for_the_next_and_the_lo
     assert "did not prove itself" in caplog.text
 
 
-async def attach(holder: NixlBackend, peer: ProvenPeer, message: Attach) -> DataConnection:
+async def attach(holder: Exchange, peer: ProvenPeer, message: Attach) -> DataConnection:
     """Open a data connection by a message; close it and raise unless the holder takes it."""
     connection = await DataConnection.connect(Endpoint(HOST, port(holder, "data")), HOST, None)
     try:
@@ -193,32 +192,6 @@ async def test_a_data_connection_that_was_not_made_by_the_peer_is_refused(
         with pytest.raises(PeerClosedError):
             await attach(holder, peer, message)  # a second time
         assert await peer.ask(Ping(request_id=1)) == Pong(request_id=1)
-
-
-RESET = struct.pack("ii", 1, 0)
-CHECKS = [b"", RESET, b"GET / HTTP/1.1\r\nHost: kvxfer\r\n\r\n", b"\x16\x03\x01\x00\xc8\x01"]
-"""What health checks do: close, reset, ask by HTTP, close in the TLS handshake."""
-
-
-@pytest.mark.parametrize("which", PORTS)
-async def test_a_health_check_is_not_worth_a_warning(
-    transport: dict[str, Any], which: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG, logger="kvxfer")
-    async with holding(tmp_path, **transport) as holder:
-        assert holder.server is not None
-        for said in CHECKS[:3] if transport == {"transport": "socket"} else CHECKS[:2] + CHECKS[3:]:
-            async with strangers(port(holder, which)) as [check]:
-                if said == RESET:
-                    check.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-                else:
-                    check.send(said)
-        async with asking(tmp_path, holder, **transport) as client:
-            await require_served(client)
-        async with asyncio.timeout(LIMIT_S):
-            while holder.server.num_unproven:  # noqa: ASYNC110 - nothing says when it has noticed
-                await asyncio.sleep(0)
-    require_no_warning(caplog)
 
 
 NASTY = "\x1b[2J\x1b]0;title\x07\n2026-01-01 WARNING kvxfer all is well\r\x9b31m\u202e\u2028"
