@@ -269,34 +269,21 @@ class AgentContract(ABC):
                 await read(agent, names[0], *fragment)
             assert names[0] in repr(agent)
             await agent.remove_peer(names[0])
-            with pytest.raises(PeerLostError):
+            await agent.remove_peer(names[0])
+            with pytest.raises(PeerLostError) as caught:
                 await read(agent, names[0], *fragment)
-
-    async def test_an_agent_is_not_its_own_peer(self, agent: TransferAgent) -> None:
-        with pytest.raises(InvalidArgumentError, match="metadata"):
-            await agent.add_peer(agent.metadata)
-
-    @pytest.mark.parametrize("metadata", [b"", b"hello", bytes(100)])
-    async def test_what_is_not_metadata_is_refused(
-        self, agent: TransferAgent, metadata: bytes
-    ) -> None:
-        with pytest.raises(InvalidArgumentError, match="metadata"):
-            await agent.add_peer(metadata)
-
-    async def test_a_peer_that_is_unknown_or_removed_is_lost(
-        self, agent: TransferAgent, peer: Peer, pool: Pool
-    ) -> None:
-        arguments = words(pool.address), words(peer.address), words(1)
-        with pytest.raises(PeerLostError):
-            await read(agent, "nobody", *arguments)
-        name = await agent.add_peer(peer.metadata)
-        await agent.remove_peer(name)
-        await agent.remove_peer(name)
+            assert caught.value.peer == names[0]
+            assert names[0] not in repr(agent)
         await agent.remove_peer("nobody")
-        with pytest.raises(PeerLostError) as caught:
-            await read(agent, name, *arguments)
-        assert caught.value.peer == name
-        assert name not in repr(agent)
+        with pytest.raises(PeerLostError):
+            await read(agent, "nobody", *fragment)
+
+    async def test_what_is_not_metadata_of_another_agent_is_refused(
+        self, agent: TransferAgent
+    ) -> None:
+        for metadata in (b"", b"hello", bytes(100), agent.metadata):
+            with pytest.raises(InvalidArgumentError, match="metadata"):
+                await agent.add_peer(metadata)
 
     async def test_after_a_cancelled_transfer_its_memory_is_quiet(
         self, agent: TransferAgent, peer: Peer, pool: Pool

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvxfer.backends.nixl.agents import Fragments
 from kvxfer.backends.nixl.wire.messages import Extents, Reach, Region
 from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions
 from kvxfer.errors import InvalidArgumentError
@@ -81,22 +80,3 @@ def test_devices_travel_with_regions_and_host_memory_needs_none(regions: Regions
     for wrong in ([BYTES, BYTES, 0], [BYTES], [BYTES, BYTES, "cpu", 1]):
         with pytest.raises(InvalidArgumentError, match="metadata"):
             AgentMetadata.decode(msgspec.msgpack.encode(["name", [wrong], b"", 0, b""]))
-
-
-def test_fragments_are_grouped_by_the_devices_of_both_sides(regions: Regions) -> None:
-    local = np.array([STARTS[at] for at in (0, 1, 0, 2, 1)], np.uint64)
-    remote = np.array([STARTS[at] for at in (1, 1, 2, 0, 1)], np.uint64) + np.uint64(50)
-    fragments = Fragments(local, remote, np.arange(1, 6, dtype=np.uint64))
-    groups = {
-        (str(here), str(there)): group.lengths.tolist()
-        for here, there, group in fragments.group(regions, regions)
-    }
-    assert groups == {
-        ("cuda:1", "cpu"): [1],
-        ("cpu", "cpu"): [2, 5],
-        ("cuda:1", "cuda:0"): [3],
-        ("cuda:0", "cuda:1"): [4],
-    }
-    on_host = Regions([(0, 10 * BYTES)])
-    [(here, there, whole)] = fragments.group(on_host, on_host)
-    assert (here, there, whole is fragments) == (HOST, HOST, True)
