@@ -52,6 +52,11 @@ class Hook(enum.Enum):
     """Flip the top bit of an exponent in a device page after each load, before the audit."""
 
 
+def hooks() -> frozenset[Hook]:
+    """Faults to inject in this process."""
+    return frozenset(Hook(name) for name in os.environ.get(HOOKS, "").split(",") if name)
+
+
 @dataclass(frozen=True, slots=True)
 class Audit:
     """Report of an audit.

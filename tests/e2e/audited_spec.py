@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.offloading.interface import group_ids
-from tests.e2e.audit import DIRECTORY, HOOKS, Forwarding, Hook, Log
+from tests.e2e.audit import DIRECTORY, Forwarding, Hook, Log, hooks
 
 EXPONENT_BIT = 0x40
 """Of the last byte of a little-endian float, of 16 bits or 32."""
@@ -124,6 +124,8 @@ class _AuditedWorker(Forwarding):
         load = self._loads.pop(job_id, None)
         if load is None:
             return
+        if Hook.FLIP_LOADED_BIT in hooks():
+            self._flip(load.pages[0])
         pairs = list(zip(load.pages, load.expected, strict=True))
         self._log.write(
             "load",
@@ -153,43 +155,22 @@ class _AuditedWorker(Forwarding):
                 yield _Page(chunks[chunk], within, group, int(blocks.block_ids[start + index]))
             start += num_blocks
 
+    def _flip(self, page: _Page) -> None:
+        """Flip the highest bit of an exponent, as a broken copy would.
+
+        Attention to one value of thousands may round a small change away, and the page would be
+        wrong without any output that shows it.
+        """
+        ref = self._caches.group_data_refs[page.group][-1]
+        row = self._caches.tensors[ref.tensor_idx].tensor[page.block_id]
+        row[ref.page_size_bytes - 1] ^= EXPONENT_BIT
+
     def _digest(self, page: _Page) -> str:
         digest = xxhash.xxh3_128()
         for ref in self._caches.group_data_refs[page.group]:
             row = self._caches.tensors[ref.tensor_idx].tensor[page.block_id]
             digest.update(row[: ref.page_size_bytes].cpu().numpy())
         return digest.hexdigest()
-
-
-class _BitFlippingWorker(Forwarding):
-    """Worker that flips a bit of the first page of every load, as a broken copy would.
-
-    The bit is the highest of an exponent: attention to one value of thousands may round a small
-    change away, and the page would be wrong without any output that shows it.
-    """
-
-    def __init__(self, inner: Any, caches: Any) -> None:
-        super().__init__(inner)
-        self._caches = caches
-        self._victims: dict[int, tuple[int, int]] = {}
-
-    def submit_load(
-        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **kwargs: Any
-    ) -> bool:
-        group = next(index for index, size in enumerate(dst_spec.group_sizes) if size)
-        self._victims[job_id] = group, int(dst_spec.block_ids[0])
-        submitted: bool = self._inner.submit_load(job_id, src_spec, dst_spec, **kwargs)
-        return submitted
-
-    def get_finished(self) -> list[Any]:
-        results = list(self._inner.get_finished())
-        for result in results:
-            if victim := self._victims.pop(result.job_id, None):
-                group, block_id = victim
-                ref = self._caches.group_data_refs[group][-1]
-                row = self._caches.tensors[ref.tensor_idx].tensor[block_id]
-                row[ref.page_size_bytes - 1] ^= EXPONENT_BIT
-        return results
 
 
 class AuditedSpec(KVXferOffloadingSpec):
@@ -208,8 +189,6 @@ class AuditedSpec(KVXferOffloadingSpec):
         """Wrap the worker, so that the audit sees the device pages of each job."""
         if self._audited_worker is None:
             worker: Any = super().get_worker(kv_caches)
-            if Hook.FLIP_LOADED_BIT in _hooks():
-                worker = _BitFlippingWorker(worker, kv_caches)
             self._audited_worker = _AuditedWorker(worker, kv_caches, self)
         return self._audited_worker
 
@@ -220,7 +199,3 @@ def _digests_of(rank: int) -> Iterator[tuple[tuple[Key, int], str]]:
         for line in path.read_text().splitlines():
             for key, index, digest in json.loads(line).get("digests", ()):
                 yield (bytes.fromhex(key), index), digest
-
-
-def _hooks() -> frozenset[Hook]:
-    return frozenset(Hook(name) for name in os.environ.get(HOOKS, "").split(",") if name)

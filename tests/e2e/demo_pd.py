@@ -151,8 +151,9 @@ async def _run(
 ) -> list[Answered]:
     """Run the prompts through the proxy, with a prefill engine that comes and goes."""
     shape = EngineShape(model="smollm2", dtype=dtype, cache_mib=CACHE_MIB, is_audited=False)
+    altered = replace(shape, is_audited=True, alters_loads=True)
     prefill = Engine("P", "kvxfer", shape, LOGS)
-    decode = Engine("D", "kvxfer", replace(shape, alters_loads=plant == "page"), LOGS)
+    decode = Engine("D", "kvxfer", altered if plant == "page" else shape, LOGS)
     answers: list[Answered] = []
     try:
         await _start([prefill, decode], step("start a prefill and a decode engine", 2))

@@ -5,18 +5,14 @@ when they are offered, and of what it has in the blocks that were loaded, once t
 Both are read as the boxes of the caches say, without the mappings that move bytes, so that blocks
 of different sizes, layouts and workers are compared by what they mean. `read` compares them.
 
-Faults are planted by files with the name of a `Sign` in the directory of the audit.
+With `Hook.FLIP_LOADED_BIT` a page of each load is altered once it was verified, as by a broken
+copy.
 """
 
-import contextlib
-import enum
 import json
-import os
-import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,53 +20,22 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl import BlockStore, Endpoint
-from kvxfer.backends.nixl.client import Client
+from kvxfer.backends.nixl import Endpoint
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import CacheDescription, WorkerShard
 from kvxfer.lending.handover import Handover
 from kvxfer.lending.reader import Fetched, Reader, Wanted
-from kvxfer.storage.keys import BlockKey, Namespace, group_of
-from kvxfer.storage.lending import BlockParts, Lender, LentBlocks, ReservedBlocks
-from kvxfer.testing.payloads import read_payloads, write_payloads
-from tests.e2e.audit import DIRECTORY, Forwarding, Log
+from kvxfer.storage.keys import BlockKey, group_of
+from tests.e2e.audit import Forwarding, Hook, Log, hooks
 
-ALTERED_BYTE, SIGN_BIT = 3, 0x80
-"""Of the first elements of a block, little-endian floats of 16 or 32 bits; they stay finite."""
+SIGN_BIT = -0x80
+"""Of each second byte, of little-endian floats of 16 or 32 bits: what is altered stays finite."""
 BLOCK = "block"
 """Stands for the head where nothing is known of a block but its bytes."""
 
 Digests = dict[str, list[int]]
 """Digest of each token of a block, for each head of the model."""
-
-
-class Sign(enum.Enum):
-    """Fault that is there as long as there is a file of its name."""
-
-    ALTER_LENT = "alter-lent"
-    """A byte of a block is another one while it is lent, after its checksum was made."""
-    SWAP_LENT = "swap-lent"
-    """Two blocks have each other's bytes while they are lent, after their checksums were made."""
-    SKIP_VERIFICATION = "skip-verification"
-    """Readers take every block that arrives for a good one."""
-
-    @property
-    def is_there(self) -> bool:
-        """Whether this process is to have the fault."""
-        return Path(os.environ[DIRECTORY], self.value).exists()
-
-
-@contextlib.contextmanager
-def planted(directory: Path, *signs: Sign) -> Iterator[None]:
-    """Plant faults in all processes under audit."""
-    for sign in signs:
-        (directory / sign.value).touch()
-    try:
-        yield
-    finally:
-        for sign in signs:
-            (directory / sign.value).unlink()
 
 
 class TokenDigests:
@@ -165,26 +130,30 @@ class AuditedHandover(Forwarding):
         self._sizes = [group.tokens_per_block for group in description.groups]
         self._rank = description.shard.rank
         self._log = Log(f"handover{self._rank}")
+        self._caches = caches
         self._null_block = caches.null_block_id
         self.reader = _AuditedReader(inner.reader, self._audit)
-        _plant_in_server(inner)
-        _plant_in_reader()
 
     def offer(
         self, ticket: str, keys: Sequence[BlockKey], block_ids: Sequence[int], **how: Any
     ) -> None:
         """See `Handover.offer`."""
         groups = list(map(group_of, keys))
-        copies = [self._digests.copy(*pair) for pair in zip(groups, block_ids, strict=True)]
-        self._inner.offer(ticket, keys, block_ids, **how)  # now: digests would keep readers waiting
         blocks = [
-            (key.hex(), self._sizes[group], self._digests.digest(group, payload))
-            for key, group, payload in zip(keys, groups, copies, strict=True)
+            (
+                key.hex(),
+                self._sizes[group],
+                self._digests.digest(group, self._digests.copy(group, block)),
+            )
+            for key, group, block in zip(keys, groups, block_ids, strict=True)
         ]
-        self._log.write("offer", blocks=blocks, is_complete=how.get("is_complete", True))
+        self._log.write("offer", blocks=blocks)
+        self._inner.offer(ticket, keys, block_ids, **how)
 
     async def _audit(self, loading: Awaitable[Fetched], wanted: Wanted) -> Fetched:
         fetched = await loading
+        if Hook.FLIP_LOADED_BIT in hooks():
+            self._alter(next(filter(None, wanted.block_ids[0])))
         groups = [
             {
                 "keys": [key.hex() for key in wanted.keys[group]],
@@ -206,85 +175,11 @@ class AuditedHandover(Forwarding):
         self._log.write("load", rank=self._rank, tokens=tokens, groups=groups)
         return fetched
 
-
-class _FaultyLender(Lender):
-    """Lender whose blocks are not those of its checksums, for as long as there is a `Sign`."""
-
-    def __init__(self, inner: Lender) -> None:
-        self.regions = inner.regions
-        self._inner = inner
-        self._own: dict[int, list[bytes]] = {}  # bytes of blocks with a fault, by the first address
-        self._num_loans: Counter[int] = Counter()
-
-    @asynccontextmanager
-    async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
-        async with self._inner.lend(wanted, fenced=fenced) as loan:
-            if loan.blocks is None or not _has_fault():
-                yield loan
-                return
-            first = int(loan.blocks.addresses[0])
-            self._num_loans[first] += 1
-            if self._num_loans[first] == 1:
-                self._own[first] = read_payloads(loan.blocks)
-                write_payloads(loan.blocks, _alter(self._own[first]))
-            try:
-                yield loan
-            finally:
-                self._num_loans[first] -= 1
-                if not self._num_loans[first]:
-                    write_payloads(loan.blocks, self._own.pop(first))
-
-    def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
-        """See `Lender.peek`: places would be read without a loan."""
-        return None if _has_fault() else self._inner.peek(keys, fenced=fenced)
-
-    def make_room(self, offered: BlockParts) -> AbstractAsyncContextManager[ReservedBlocks]:
-        return self._inner.make_room(offered)
-
-
-def _has_fault() -> bool:
-    return Sign.ALTER_LENT.is_there or Sign.SWAP_LENT.is_there
-
-
-def _alter(payloads: Sequence[bytes]) -> list[bytes]:
-    """Alter the bytes of blocks as the signs say."""
-    faulty = list(payloads)
-    if Sign.SWAP_LENT.is_there and len(payloads) > 1 and len(payloads[0]) == len(payloads[1]):
-        faulty[:2] = payloads[1], payloads[0]
-    if Sign.ALTER_LENT.is_there:
-        altered = bytearray(faulty[0])
-        altered[ALTERED_BYTE] ^= SIGN_BIT
-        faulty[0] = bytes(altered)
-    return faulty
-
-
-def _plant_in_server(handover: Handover) -> None:
-    server = handover._exchange.server
-    if server is None:
-        return
-    open_store = server._open_store
-
-    async def open_faulty(namespace: Namespace) -> BlockStore:
-        store = await open_store(namespace)
-        return replace(store, lender=_FaultyLender(store.lender))
-
-    server._open_store = open_faulty
-
-
-def _plant_in_reader() -> None:
-    read: Any = Client._read_proven
-    if getattr(read, "is_planted", False):
-        return
-    log = Log("landed")
-
-    async def read_all(self: Client, connection: Any, theirs: Any, *args: Any) -> set[int]:
-        intact: set[int] = await read(self, connection, theirs, *args)
-        log.write("landed", blocks=theirs.num_blocks, at=time.time())
-        return set(range(theirs.num_blocks)) if Sign.SKIP_VERIFICATION.is_there else intact
-
-    planted_read: Any = read_all
-    planted_read.is_planted = True
-    Client._read_proven = planted_read  # type: ignore[method-assign]
+    def _alter(self, block_id: int) -> None:
+        """Alter the page of the last layer."""
+        ref = self._caches.group_data_refs[0][-1]
+        row = self._caches.tensors[ref.tensor_idx].tensor[block_id]
+        row[1 : ref.page_size_bytes : 2] ^= SIGN_BIT
 
 
 @dataclass(slots=True)
@@ -344,23 +239,6 @@ def read(directory: Path) -> HandoverAudit:
         ]
         audit.num_tokens += max(counts) if load["rank"] == 0 else 0
     return audit
-
-
-def num_landed(directory: Path, start: float, stop: float) -> int:
-    """Count the pages that landed between two moments, in seconds since 1970, in all engines."""
-    lines = _lines(directory, "landed")
-    return sum(line["blocks"] for line in lines if start <= line["at"] < stop)
-
-
-def num_offered(directory: Path) -> int:
-    """Count the prompts whose last page was offered and noted here, by every worker of P."""
-    return sum(line.get("is_complete", False) for line in _lines(directory, "handover"))
-
-
-def num_begun(directory: Path) -> int:
-    """Count the prompts that P began to compute and to lend: anew after each preemption."""
-    offers = [line for line in _lines(directory, "handover") if line["event"] == "offer"]
-    return sum(not (line["blocks"] or line["is_complete"]) for line in offers)
 
 
 def _lines(directory: Path, name: str) -> Iterator[Any]:

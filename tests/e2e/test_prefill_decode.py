@@ -23,7 +23,7 @@ MORE = partial(pytest.param, marks=[pytest.mark.exhaustive, pytest.mark.timeout(
     ("shape", "scenarios"),
     [
         pytest.param(
-            *("1p1d", ["basic", "late", "altered", "forged-some"]),
+            *("1p1d", ["basic", "late", "forged"]),
             id="1p1d-some",
             marks=[pytest.mark.sample, pytest.mark.timeout(SOME_LIMIT_S)],
         ),
@@ -32,7 +32,12 @@ MORE = partial(pytest.param, marks=[pytest.mark.exhaustive, pytest.mark.timeout(
             id="nixl-fenced-some",
             marks=pytest.mark.timeout(SOME_LIMIT_S),
         ),
-        *(MORE(shape, scenarios, id=shape) for shape, (_, scenarios) in SHAPES.items()),
+        pytest.param("altered", ["altered"], id="altered", marks=pytest.mark.timeout(SOME_LIMIT_S)),
+        *(
+            MORE(shape, scenarios, id=shape)
+            for shape, (_, scenarios) in SHAPES.items()
+            if shape != "altered"
+        ),
     ],
 )
 async def test_a_hand_over_gives_the_tokens_of_one_engine_whatever_happens(

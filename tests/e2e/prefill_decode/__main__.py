@@ -7,8 +7,6 @@ deployment) or `gemma3:late`; none are all of them. The exit status is 1 when on
 
 import argparse
 import asyncio
-import dataclasses
-import json
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,7 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=CONNECTORS,
         help="connector to run with; may be given again, kvxfer by default",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     parser.add_argument("--logs", type=Path, default=LOGS, help="folder of the engines' logs")
     options = parser.parse_args(arguments)
     try:
@@ -50,8 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     print("\n".join(table(results)))
-    if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(one) for one in results], indent=1))
     return int(not all(one.ok for one in results if one.connector == "kvxfer"))
 
 

@@ -28,7 +28,6 @@ MAX_TOKENS = 6
 TOLERANCE = 5e-5
 """Most that a log-probability differs in float32 from that of one engine alone."""
 LAST_TOKEN_ALONE = "tests.e2e.prefill_decode.last_token_alone.LastTokenAlone"
-AUDIT_LIMIT_S = 10.0
 FREE_LIMIT_S = LEASE_S + 3.0
 """One lease, and some time for a busy machine to count the blocks."""
 WARM_UP_LIMIT_S = 180.0
@@ -251,16 +250,8 @@ class Deployment:
         """Directory that all engines write their audits to."""
         return self.engines[0].audit_directory
 
-    async def audit(self) -> handover_audit.HandoverAudit:
-        """Compare what was loaded with what was offered, of the present scenario.
-
-        P notes what it offered a while after D may have it.
-        """
-
-        async def is_known() -> bool:
-            return not handover_audit.read(self.audit_directory).unknown
-
-        await wait_until(is_known, limit_s=AUDIT_LIMIT_S)
+    def audit(self) -> handover_audit.HandoverAudit:
+        """Compare what was loaded with what was offered, of the present scenario."""
         return handover_audit.read(self.audit_directory)
 
     def forget_audit(self) -> None:
@@ -272,7 +263,7 @@ class Deployment:
         """Fail unless as many tokens as vLLM counts have what was offered; with kvxfer."""
         if self.connector != "kvxfer":
             return ""
-        report = await self.audit()
+        report = self.audit()
         if report.problem:
             raise Failure(report.problem)
         if report.num_tokens < num_tokens:

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from tests.e2e import handover_audit
-from tests.e2e.prefill_decode.deployment import Deployment, Prompt, wait_until
-from tests.e2e.prefill_decode.engines import TIMEOUT_S, Answer, Engine, Failure
+from tests.e2e.prefill_decode.deployment import Deployment, Prompt
+from tests.e2e.prefill_decode.engines import TIMEOUT_S, Answer, Failure
 from tests.e2e.prefill_decode.scenarios import at_once, require_clean, require_works
 
 ANSWER_WITHIN_S = TIMEOUT_S + 10.0
@@ -16,64 +16,18 @@ ANSWER_WITHIN_S = TIMEOUT_S + 10.0
 NUM_LARGE = 2
 LARGE_TOKENS = 3500
 """Two of them just fit in P's cache."""
-NOTED_WITHIN_S = 3.0
-"""Time for the audit of an offer, well within a lease."""
 DELAYS_S = (0.0, 0.005, 0.02, 0.05, 0.1)
 """From sending the requests to what happens in their loads."""
 
 
 async def stop(deployment: Deployment) -> str:
-    """P stands still between the legs."""
-    prefill = deployment.prefills[0]
-    prompts, params = await _prefilled(deployment)
-    with _stopped(prefill):
-        answers = await _decode(deployment, prompts, params)
-    return await _judge(deployment, prompts, answers)
-
-
-async def stopmid(deployment: Deployment) -> str:
-    """P stands still at different moments of large loads."""
-    prefill = deployment.prefills[0]
-    slowest_s = 0.0
-    for delay_s in DELAYS_S:
-        prompts, params = await _prefilled(deployment, tokens=LARGE_TOKENS)
-        decoding = asyncio.create_task(_decode(deployment, prompts, params))
-        await asyncio.sleep(delay_s)
-        with _stopped(prefill):
-            answers = await decoding
-        await deployment.require_true(prompts, answers)
-        await require_clean(deployment)
-        slowest_s = max(slowest_s, _require_in_time(answers))
-    await require_works(deployment)
-    return f"slowest answer {slowest_s:.1f} s"
+    """P stands still between the legs, and at different moments of large loads."""
+    return await _end(deployment, _stopped)
 
 
 async def kill(deployment: Deployment) -> str:
-    """P dies between the legs, and comes back at the same address."""
-    prefill = deployment.prefills[0]
-    prompts, params = await _prefilled(deployment)
-    prefill.close()
-    answers = await _decode(deployment, prompts, params)
-    await deployment.start([prefill])
-    again = await deployment.decode(prompts[0], params[0])  # of an engine that is no more
-    return await _judge(deployment, [*prompts, prompts[0]], [*answers, again])
-
-
-async def killmid(deployment: Deployment) -> str:
-    """P dies at different moments of large loads."""
-    prefill = deployment.prefills[0]
-    notes = []
-    for delay_s in DELAYS_S:
-        prompts, params = await _prefilled(deployment, tokens=LARGE_TOKENS)
-        decoding = asyncio.create_task(_decode(deployment, prompts, params))
-        await asyncio.sleep(delay_s)
-        prefill.close()
-        answers = await decoding
-        await deployment.require_true(prompts, answers)
-        await require_clean(deployment, *deployment.decodes)
-        await deployment.start([prefill])
-        notes.append(await _judge(deployment, prompts, answers))
-    return "; ".join(notes)
+    """P dies then, and comes back at the same address."""
+    return await _end(deployment, _killed)
 
 
 async def killd(deployment: Deployment) -> str:
@@ -81,8 +35,7 @@ async def killd(deployment: Deployment) -> str:
     decode = deployment.decodes[0]
     slowest_s = 0.0
     for delay_s in DELAYS_S:
-        prompts, params = await _prefilled(deployment, tokens=LARGE_TOKENS)
-        decoding = asyncio.create_task(_decode(deployment, prompts, params))
+        decoding = asyncio.create_task(_decode(deployment, *await _prefilled(deployment)))
         await asyncio.sleep(delay_s)
         decode.close()
         with contextlib.suppress(Failure):
@@ -93,19 +46,52 @@ async def killd(deployment: Deployment) -> str:
     return f"P free after {slowest_s:.1f} s"
 
 
-async def _prefilled(
-    deployment: Deployment, *, tokens: int = 1000
-) -> tuple[list[Prompt], list[dict[str, Any]]]:
-    """Have the first P compute prompts for D; when it dies then, the audit knows its pages."""
-    num_before = handover_audit.num_offered(deployment.audit_directory)
-    prompts = [deployment.prompt(tokens) for _ in range(NUM_LARGE)]
+@contextlib.asynccontextmanager
+async def _stopped(deployment: Deployment) -> AsyncIterator[None]:
+    prefill = deployment.prefills[0]
+    prefill.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        prefill.signal(signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def _killed(deployment: Deployment) -> AsyncIterator[None]:
+    deployment.prefills[0].close()
+    yield
+    await require_clean(deployment, *deployment.decodes)
+    await deployment.start(deployment.prefills[:1])
+
+
+async def _end(
+    deployment: Deployment, ended: Callable[[Deployment], AbstractAsyncContextManager[None]]
+) -> str:
+    """End the first P before D asks, or so long after; D has to answer in time, and truly."""
+    slowest_s = 0.0
+    for delay_s in (None, *DELAYS_S):
+        prompts, params = await _prefilled(deployment)
+        decoding = _decode(deployment, prompts, params)
+        if delay_s is not None:
+            begun = asyncio.create_task(decoding)
+            await asyncio.sleep(delay_s)
+        async with ended(deployment):
+            answers = await (decoding if delay_s is None else begun)
+        again = await deployment.decode(prompts[0], params[0])  # perhaps of a P that is no more
+        await deployment.require_true([*prompts, prompts[0]], [*answers, again])
+        await require_clean(deployment)
+        slowest_s = max(slowest_s, *(answer.seconds for answer in answers))
+        if slowest_s > ANSWER_WITHIN_S:
+            raise Failure(f"an answer took {slowest_s:.1f} s")
+    await require_works(deployment)
+    return f"slowest answer {slowest_s:.1f} s"
+
+
+async def _prefilled(deployment: Deployment) -> tuple[list[Prompt], list[dict[str, Any]]]:
+    """Have the first P compute prompts for D."""
+    prompts = [deployment.prompt(LARGE_TOKENS) for _ in range(NUM_LARGE)]
     params = [await deployment.prefill(prompt) for prompt in prompts]
-
-    async def is_noted() -> bool:
-        number = handover_audit.num_offered(deployment.audit_directory) - num_before
-        return number >= len(prompts) or deployment.connector != "kvxfer"
-
-    if not await wait_until(is_noted, limit_s=NOTED_WITHIN_S):
+    if not all(params):
         raise Failure(f"{deployment.prefills[0].name} offers nothing")
     return prompts, params
 
@@ -118,31 +104,6 @@ async def _decode(
     return await at_once([deployment.decode(prompt, told) for prompt, told in pairs])
 
 
-def _require_in_time(answers: list[Answer]) -> float:
-    """Check that each answer came in time; return the seconds of the slowest."""
-    slowest_s = max(answer.seconds for answer in answers)
-    if slowest_s > ANSWER_WITHIN_S:
-        raise Failure(f"an answer took {slowest_s:.1f} s")
-    return slowest_s
-
-
-async def _judge(deployment: Deployment, prompts: list[Prompt], answers: list[Answer]) -> str:
-    await deployment.require_true(prompts, answers)
-    slowest_s = _require_in_time(answers)
-    note = await require_clean(deployment)
-    await require_works(deployment)
-    return f"slowest answer {slowest_s:.1f} s{note}"
-
-
-@contextlib.contextmanager
-def _stopped(engine: Engine) -> Any:
-    engine.signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        engine.signal(signal.SIGCONT)
-
-
 END_SCENARIOS: dict[str, Callable[[Deployment], Awaitable[str]]] = {
-    function.__name__: function for function in (stop, stopmid, killd, kill, killmid)
+    function.__name__: function for function in (stop, kill, killd)
 }

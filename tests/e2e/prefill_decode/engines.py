@@ -61,7 +61,7 @@ class EngineShape:
         host_tier: Capacity of a host tier of its own; empty for none. With kvxfer only.
         is_audited: What lands is compared with what was lent; with kvxfer.
         takes_text: Whether it has a tokenizer, for prompts that are text.
-        alters_loads: A page of each load is altered once it was verified; with kvxfer.
+        alters_loads: A page of each load is altered once it was verified; with an audit.
         release_folder: Folder of another release of vLLM, see `tests.compat`; empty for the
             installed one.
     """
@@ -99,13 +99,10 @@ def _nixl(port: int, shape: EngineShape) -> tuple[dict[str, Any], dict[str, str]
 
 _SOUND = ("kvxfer.integrations.vllm", "KVXferConnector")
 _AUDITED = ("tests.e2e.audited_connector", "AuditedConnector")
-_ALTERING = ("tests.e2e.prefill_decode.altering_connector", "AlteringConnector")
 
 
 def _kvxfer(port: int, shape: EngineShape) -> tuple[dict[str, Any], dict[str, str]]:
     module, name = _AUDITED if shape.is_audited else _SOUND
-    if shape.alters_loads:
-        module, name = _ALTERING
     chosen = {
         "integrity": shape.integrity,
         "transport": "socket" if shape.uses_tcp else shape.transport,
@@ -204,6 +201,7 @@ class Engine:
         transfer, environment = CONNECTORS[self.connector](self.port + 1, self.shape)
         model = models.make(self.shape.model, audit.REPOSITORY / models.DEFAULT_DIRECTORY)
         self.audit_directory.mkdir(parents=True, exist_ok=True)
+        hooks = [audit.Hook.FLIP_LOADED_BIT] if self.shape.alters_loads else []
         inherited = {
             name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"
         }
@@ -222,7 +220,7 @@ class Engine:
                 env=inherited
                 | COMMON_ENVIRONMENT
                 | environment
-                | audit.environment(self.audit_directory),
+                | audit.environment(self.audit_directory, hooks),
                 start_new_session=True,
             )
 
@@ -246,15 +244,27 @@ class Engine:
 
     async def is_healthy(self) -> bool:
         """Whether its server answers that the engine lives."""
-        limit = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        try:
+            status, _ = await self._ask("GET", f"{self.url}/health")
+        except Failure:
+            return False
+        return status == 200
+
+    async def _ask(
+        self, method: str, url: str, *, limit_s: float = TIMEOUT_S, **how: Any
+    ) -> tuple[int, str]:
+        """Ask it, or a router in its place; return the status and text of the answer."""
+        limit = aiohttp.ClientTimeout(total=limit_s)
         try:
             async with (
                 aiohttp.ClientSession(timeout=limit) as client,
-                client.get(f"{self.url}/health") as response,
+                client.request(method, url, **how) as response,
             ):
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
+                return response.status, await response.text()
+        except TimeoutError as exc:
+            raise Failure(f"no answer of {self.name} in {limit_s:.0f} s") from exc
+        except (aiohttp.ClientError, OSError) as exc:
+            raise Failure(f"{self.name} ended the connection ({type(exc).__name__})") from exc
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all of its processes."""
@@ -306,20 +316,13 @@ class Engine:
             **({} if cache_salt is None else {"cache_salt": cache_salt}),
         }
         start_s = time.perf_counter()
-        limit = aiohttp.ClientTimeout(total=limit_s)
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=limit) as client,
-                client.post(
-                    f"{url or self.url}/v1/completions", json=body, headers=headers
-                ) as response,
-            ):
-                text = await response.text()
-                status = response.status
-        except TimeoutError as exc:
-            raise Failure(f"no answer of {self.name} in {limit_s:.0f} s") from exc
-        except (aiohttp.ClientError, OSError) as exc:
-            raise Failure(f"{self.name} ended the connection ({type(exc).__name__})") from exc
+        status, text = await self._ask(
+            "POST",
+            f"{url or self.url}/v1/completions",
+            limit_s=limit_s,
+            json=body,
+            headers=headers,
+        )
         if status != 200:
             raise Failure(f"{self.name} answers HTTP {status}: {text[:200]}")
         return _answer(text, time.perf_counter() - start_s)
@@ -330,15 +333,7 @@ class Engine:
         Raises:
             Failure: It does not answer.
         """
-        limit = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=limit) as client,
-                client.get(f"{self.url}/metrics") as response,
-            ):
-                text = await response.text()
-        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-            raise Failure(f"{self.name} gives no metrics ({type(exc).__name__})") from exc
+        _, text = await self._ask("GET", f"{self.url}/metrics")
         values: defaultdict[str, float] = defaultdict(float)
         for sample in SAMPLE.finditer(text):
             values[sample["name"]] += float(sample["value"])

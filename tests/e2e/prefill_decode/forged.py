@@ -1,164 +1,83 @@
 """Parameters that no engine has given: what a client or a broken router may send.
 
-None of them may stop an engine, give wrong tokens, or take longer than an answer may.
+None of them may stop an engine, give wrong tokens, or take longer than an answer may. What each
+field may hold is tried without engines, in `tests/integrations/test_prefill_decode_ticket.py`.
 """
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from tests.e2e.prefill_decode.deployment import ASK, Deployment, Prompt
-from tests.e2e.prefill_decode.engines import HOST, TIMEOUT_S, Failure
+from tests.e2e.prefill_decode.engines import HOST, TIMEOUT_S, Engine, Failure
 from tests.e2e.prefill_decode.scenarios import require_clean, require_works
 
 PROMPT_TOKENS = 140
 LIMIT_S = TIMEOUT_S + 10.0
-MOST_DEATHS = 2
-MOST_NAMED = 6
-SAMPLE_EVERY = 13
-WRONG: Mapping[str, Any] = {
-    "None": None,
-    "True": True,
-    "False": False,
-    "0": 0,
-    "-1": -1,
-    "10**9": 10**9,
-    "2**64 - 1": 2**64 - 1,
-    "0.5": 0.5,
-    "''": "",
-    "long text": "x" * 100_000,
-    "text": "no such thing \x00\n\u2028",
-    "[]": [],
-    "[[0]]": [[0]],
-    "[[-1, 10**9]]": [[-1, 10**9]],
-    "[None]": [None],
-    "{}": {},
-    "{'a': 1}": {"a": 1},
-}
-"""What each field is replaced with, by name."""
-MISSING = object()
-
-
-@dataclass(frozen=True, slots=True)
-class Forgery:
-    """Parameters in place of those that P gave.
-
-    Attributes:
-        name: What is forged.
-        params: All that D, or P, is told.
-        for_prefill: They are for P.
-    """
-
-    name: str
-    params: dict[str, Any]
-    for_prefill: bool = False
-
-
-def replaced(params: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """Parameters with another value of one field, or without it."""
-    others = {key: old for key, old in params.items() if key != name}
-    return others if value is MISSING else others | {name: value}
-
-
-def wrong_values(params: Mapping[str, Any], *, for_prefill: bool) -> Iterator[Forgery]:
-    """Each field with each wrong value, or missing."""
-    leg = "P leg " if for_prefill else ""
-    for field in params:
-        for name, value in [("missing", MISSING), *WRONG.items()]:
-            yield Forgery(f"{leg}{field} {name}", replaced(params, field, value), for_prefill)
-
-
-def other_places(params: Mapping[str, Any], ports: Mapping[str, int]) -> Iterator[Forgery]:
-    """Hosts and ports at which there is no engine."""
-    for name, port in ports.items():
-        yield Forgery(f"port: {name}", replaced(params, "remote_port", port))
-    for host in ("192.0.2.1", "no.such.host.invalid", "", "::1", "0.0.0.0"):  # noqa: S104
-        yield Forgery(f"host: {host!r}", replaced(params, "remote_host", host))
-
-
-def other_requests(params: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Forgery]:
-    """All of another request's parameters, and each field of them; nothing but flags."""
-    yield Forgery("another request's", dict(other))
-    for field, value in other.items():
-        yield Forgery(f"another request's {field}", replaced(params, field, value))
-    for field in ("remote_request_id", "remote_engine_id"):
-        yield Forgery(f"unknown {field}", replaced(params, field, "0" * 32))
-    yield Forgery("do_remote_prefill alone", {"do_remote_prefill": True})
-    yield Forgery("both flags", {"do_remote_prefill": True, "do_remote_decode": True})
-    yield Forgery("unknown fields", {**params, "x" * 50: 1, "": None, "kv": {"a": [[]] * 100}})
-    deep: Any = []
-    for _ in range(200):
-        deep = [deep]
-    yield Forgery("deep lists", dict.fromkeys(params, deep) | {"do_remote_prefill": True})
+WRONG: Any = [[-1, 10**9], None, {"a": "no such thing \x00\n\u2028"}]
+HOSTS = ("192.0.2.1", "no.such.host.invalid", "", "::1", "0.0.0.0")  # noqa: S104
 
 
 async def forged(deployment: Deployment) -> str:
     """All of them, one after the other, each for a prompt that P offers."""
-    return await _forged(deployment, every=1)
-
-
-async def forged_some(deployment: Deployment) -> str:
-    """All but most of the wrong values."""
-    return await _forged(deployment, every=SAMPLE_EVERY)
-
-
-async def _forged(deployment: Deployment, *, every: int) -> str:
+    prefill, decode = deployment.prefills[0], deployment.decodes[0]
     other = await deployment.prefill(deployment.prompt(PROMPT_TOKENS))
     if not other:
-        raise Failure(f"{deployment.prefills[0].name} offers nothing")
+        raise Failure(f"{prefill.name} offers nothing")
     problems: dict[str, str] = {}
-    deaths = 0
     async with _strangers() as ports:
-        ports |= {"P's server": deployment.prefills[0].port, "D's": deployment.decodes[0].port + 1}
-        names = list(_forgeries(other, other, ports, every=every))
-        for number, name in enumerate(names, 1):
+        ports |= {"P's server": prefill.port, "D's": decode.port + 1}
+        names = [(decode, name) for name in _forgeries(other, other, ports)]
+        names += [(prefill, field) for field in ASK]
+        for engine, name in names:
             prompt = deployment.prompt(PROMPT_TOKENS)
             try:
-                params = await deployment.prefill(prompt)
-                forgery = _forgeries(params, other, ports, every=every)[name]
-                await _send(deployment, prompt, forgery)
+                told = ASK | {name: WRONG}
+                if engine is decode:
+                    params = await deployment.prefill(prompt)
+                    told = _forgeries(params, other, ports)[name]
+                await _send(deployment, engine, prompt, told)
             except Failure as exc:
-                problems[name] = str(exc)
-                dead = [one for one in deployment.engines if not await one.is_healthy()]
-                deaths += len(dead)
-                if dead:
-                    problems[name] += f"; {', '.join(one.name for one in dead)} died"
-                if deaths >= MOST_DEATHS:
-                    summary = _summary(problems, number)
-                    raise Failure(f"{summary}; no more were tried") from exc
-                if dead:
-                    await deployment.start(dead)
+                problems[f"{engine.name}: {name}"] = str(exc)
+                await deployment.start(
+                    [each for each in deployment.engines if not await each.is_healthy()]
+                )
     if problems:
-        raise Failure(_summary(problems, len(names)))
+        raise Failure(f"{len(problems)} of {len(names)}: {problems}")
     note = await require_clean(deployment)
     await require_works(deployment)
     return f"{len(names)} of them{note}"
 
 
-def _forgeries(
-    params: Mapping[str, Any], other: Mapping[str, Any], ports: Mapping[str, int], *, every: int
-) -> dict[str, Forgery]:
-    values = [*wrong_values(params, for_prefill=False), *wrong_values(ASK, for_prefill=True)]
-    chosen = [*other_requests(params, other), *other_places(params, ports), *values[::every]]
-    return {forgery.name: forgery for forgery in chosen}
-
-
-async def _send(deployment: Deployment, prompt: Prompt, forgery: Forgery) -> None:
+async def _send(
+    deployment: Deployment, engine: Engine, prompt: Prompt, told: dict[str, Any]
+) -> None:
     """Send one forgery, and see that the answer is true."""
-    engine = (deployment.prefills if forgery.for_prefill else deployment.decodes)[0]
-    answer = await deployment.decode(prompt, forgery.params, engine=engine, limit_s=LIMIT_S)
+    answer = await deployment.decode(prompt, told, engine=engine, limit_s=LIMIT_S)
     await deployment.require_true([prompt], [answer])
     if not await engine.is_healthy():
         raise Failure(f"{engine.name} dies after its answer")
 
 
-def _summary(problems: Mapping[str, str], number: int) -> str:
-    named = [f"{name}: {why}" for name, why in problems.items()][:MOST_NAMED]
-    more = f"; and {len(problems) - len(named)} more" if len(problems) > len(named) else ""
-    return f"{len(problems)} of {number}: {'; '.join(named)}{more}"
+def _forgeries(
+    params: Mapping[str, Any], other: Mapping[str, Any], ports: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """What D may be told in place of the parameters of its prompt, by name."""
+    told = dict(params)
+    return {
+        "another request's": dict(other),
+        **{f"another request's {field}": told | {field: other[field]} for field in other},
+        **{f"unknown {field}": told | {field: "0" * 32} for field in other if "_id" in field},
+        **{f"wrong {field}": told | {field: WRONG} for field in told},
+        **{f"no {field}": {key: told[key] for key in told if key != field} for field in told},
+        **{f"port: {name}": told | {"remote_port": port} for name, port in ports.items()},
+        **{f"host: {host!r}": told | {"remote_host": host} for host in HOSTS},
+        "do_remote_prefill alone": {"do_remote_prefill": True},
+        "both flags": {"do_remote_prefill": True, "do_remote_decode": True},
+        "unknown fields": told | {"x" * 50: 1, "": None, "kv": {"a": [[]] * 100}},
+    }
 
 
 @contextlib.asynccontextmanager
@@ -180,12 +99,9 @@ async def _strangers() -> AsyncIterator[dict[str, int]]:
         closed = int(free.getsockname()[1])
     silent = await asyncio.start_server(say_nothing, HOST, 0)
     babbling = await asyncio.start_server(babble, HOST, 0)
-    try:
+    async with silent, babbling:
         yield {
             "closed": closed,
             "silent": silent.sockets[0].getsockname()[1],
             "babbling": babbling.sockets[0].getsockname()[1],
         }
-    finally:
-        silent.close()
-        babbling.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -19,7 +20,6 @@ from tests.e2e.prefill_decode.scenarios import (
     at_once,
     require_clean,
     require_handed_over,
-    require_works,
 )
 
 TOY_PROXY = audit.REPOSITORY / "build" / "toy_proxy_server.py"
@@ -29,7 +29,7 @@ SIDECAR = audit.REPOSITORY / "build" / "llm-d-routing-sidecar"
 PROXY = [sys.executable, "-m", "examples.proxy"]
 ROUTER_LIMIT_S = 60.0
 
-Command = Callable[[Deployment, int], Sequence[str]]
+Command = Callable[[Deployment, int], list[str]]
 """Make the command of a router for engines, which is to listen at a port."""
 
 
@@ -72,43 +72,6 @@ def _vllm_router(deployment: Deployment, port: int) -> list[str]:
     return [*own, "--policy", "round_robin", *metrics, *legs]
 
 
-async def proxy(deployment: Deployment) -> str:
-    """Proxy of the examples; then P dies, and D goes on alone."""
-    with _running(deployment, _kvxfer, "proxy") as url:
-        note = await _through(deployment, url)
-        deployment.prefills[0].close()
-        prompts = [deployment.prompt(length) for length in (129, 700)]
-        answers = [await _complete(deployment, url, prompt) for prompt in prompts]
-        await deployment.require_true(prompts, answers)
-    await deployment.start(deployment.prefills[:1])
-    await require_works(deployment)
-    return note
-
-
-async def proxy_overlap(deployment: Deployment) -> str:
-    """Proxy of the examples with `--overlap`, which sends both legs at once."""
-    with _running(deployment, _overlapping, "proxy-overlap") as url:
-        return await _through(deployment, url)
-
-
-async def toy_proxy(deployment: Deployment) -> str:
-    """Toy proxy of vLLM, unchanged."""
-    with _running(deployment, _toy, "toy-proxy") as url:
-        return await _through(deployment, url)
-
-
-async def sidecar(deployment: Deployment) -> str:
-    """Sidecar of llm-d, beside the decode engine."""
-    with _running(deployment, _sidecar, "sidecar") as url:
-        return await _through(deployment, url)
-
-
-async def vllm_router(deployment: Deployment) -> str:
-    """Router of the vLLM project, of its wheel `vllm-router`."""
-    with _running(deployment, _vllm_router, "vllm-router") as url:
-        return await _through(deployment, url)
-
-
 def _overlapping(deployment: Deployment, port: int) -> list[str]:
     return _kvxfer(deployment, port, "--overlap")
 
@@ -121,16 +84,19 @@ async def _complete(deployment: Deployment, url: str, prompt: list[int]) -> Answ
     )
 
 
-async def _through(deployment: Deployment, url: str) -> str:
+async def _through(command: Command, deployment: Deployment) -> str:
     """Send prompts to a router, one by one and several at a time."""
-    await _reached(deployment, url)
-    before = await deployment.counts()
-    prompts = [deployment.prompt(length) for length in LENGTHS]
-    prompts += [deployment.prompt(deployment.chance.randrange(2, 1000)) for _ in range(NUM_MANY)]
-    some = len(LENGTHS)
-    answers = [await _complete(deployment, url, prompt) for prompt in prompts[:some]]
-    answers += await at_once([_complete(deployment, url, prompt) for prompt in prompts[some:]])
-    note = await require_handed_over(deployment, prompts, answers, before)
+    with _running(deployment, command) as url:
+        await _reached(deployment, url)
+        before = await deployment.counts()
+        prompts = [deployment.prompt(length) for length in LENGTHS]
+        prompts += [
+            deployment.prompt(deployment.chance.randrange(2, 1000)) for _ in range(NUM_MANY)
+        ]
+        some = len(LENGTHS)
+        answers = [await _complete(deployment, url, prompt) for prompt in prompts[:some]]
+        answers += await at_once([_complete(deployment, url, each) for each in prompts[some:]])
+        note = await require_handed_over(deployment, prompts, answers, before)
     return note + await require_clean(deployment)
 
 
@@ -150,10 +116,10 @@ async def _reached(deployment: Deployment, url: str) -> None:
 
 
 @contextlib.contextmanager
-def _running(deployment: Deployment, command: Command, name: str) -> Iterator[str]:
+def _running(deployment: Deployment, command: Command) -> Iterator[str]:
     """Run a router; its log is beside those of the engines."""
     port = free_ports()
-    log_path: Path = deployment.directory / f"{name}.log"
+    log_path = deployment.directory / f"router{command.__name__}.log"
     path = [str(audit.REPOSITORY), os.environ.get("PYTHONPATH", "")]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -173,9 +139,12 @@ def _running(deployment: Deployment, command: Command, name: str) -> Iterator[st
 
 
 ROUTER_SCENARIOS: dict[str, Callable[[Deployment], Awaitable[str]]] = {
-    "proxy": proxy,
-    "proxy-overlap": proxy_overlap,
-    "sidecar": sidecar,
-    "toy-proxy": toy_proxy,
-    "vllm-router": vllm_router,
+    name: functools.partial(_through, command)
+    for name, command in {
+        "proxy": _kvxfer,
+        "proxy-overlap": _overlapping,
+        "sidecar": _sidecar,
+        "toy-proxy": _toy,
+        "vllm-router": _vllm_router,
+    }.items()
 }

@@ -35,22 +35,10 @@ async def basic(deployment: Deployment) -> str:
     return await require_handed_over(deployment, prompts, answers, before)
 
 
-async def again(deployment: Deployment) -> str:
-    """The same prompt twice: the second time D has most of it."""
-    prompt = deployment.prompt(700)
-    prefill, decode = deployment.prefills[0], deployment.decodes[0]
-    before = await deployment.counts()
-    answers = [await deployment.hand_over(prompt, prefill=prefill, decode=decode) for _ in range(2)]
-    note = await require_handed_over(deployment, [prompt] * 2, answers, before)
-    if (await deployment.counts() - before).local == 0:
-        raise Failure(f"D forgot what it had loaded: {note}")
-    return note
-
-
 async def suffix(deployment: Deployment) -> str:
-    """Prompts that go on after one that D has: only the rest is loaded."""
+    """A prompt twice, and others that go on after it: only what D does not have is loaded."""
     head = deployment.prompt(512)
-    prompts = [head, [*head, *deployment.prompt(300)], [*head, *deployment.prompt(129)]]
+    prompts = [head, head, [*head, *deployment.prompt(300)], [*head, *deployment.prompt(129)]]
     prefill, decode = deployment.prefills[0], deployment.decodes[0]
     before = await deployment.counts()
     answers = [
@@ -103,19 +91,8 @@ async def abort(deployment: Deployment) -> str:
     return f"free after {seconds:.1f} s"
 
 
-async def orphan(deployment: Deployment) -> str:
-    """D never asks."""
-    prompts = [deployment.prompt(length) for length in (700, 2000)]
-    params = [await deployment.prefill(prompt) for prompt in prompts]
-    if not all(params):
-        raise Failure(f"{deployment.prefills[0].name} offers nothing")
-    seconds = await deployment.require_free(*deployment.engines)
-    await require_works(deployment)
-    return f"free after {seconds:.1f} s"
-
-
 async def late(deployment: Deployment) -> str:
-    """The lease is over and every block of P was reused before D asks."""
+    """D asks only when the lease is over, and every block of P was free and was reused."""
     prompts = [deployment.prompt(length) for length in (700, 2000)]
     prefill, decode = deployment.prefills[0], deployment.decodes[0]
     params = [await deployment.prefill(prompt, engine=prefill) for prompt in prompts]
@@ -180,6 +157,15 @@ async def tiers(deployment: Deployment) -> str:
     if shares != {TIERS_BYTES: NUM_HEAD_BLOCKS, P_BYTES: 0} or counts.loaded != len(head):
         raise Failure(f"with the ticket of another prompt {counts}, blocks {shares}")
     return f"{note}; without P {counts}{await require_clean(deployment)}"
+
+
+async def altered(deployment: Deployment) -> str:
+    """Pages that change in D after they were verified: an audit that could not fail is none."""
+    await deployment.hand_over(deployment.prompt(300))
+    if not deployment.audit().different:
+        raise Failure("the audit passes a page that was altered")
+    deployment.forget_audit()
+    return "found by the audit"
 
 
 async def _blocks_since(engine: Engine, before: Metrics, bytes_per_block: int) -> dict[str, float]:
