@@ -23,11 +23,23 @@ WITH_SCHEDULER = [
 """Tests with vLLM's own scheduler, whose configuration needs compiled code."""
 
 
-@pytest.fixture(params=RELEASES, ids=lambda release: release.number)
+@pytest.fixture
 def release(request: pytest.FixtureRequest) -> Release:
     installed: Release = request.param
     installed.install()
     return installed
+
+
+def of(*releases: Release) -> pytest.MarkDecorator:
+    """Mark a test of releases."""
+    return pytest.mark.parametrize("release", releases, ids=lambda each: each.number, indirect=True)
+
+
+all_releases = of(*RELEASES)
+with_spec = of(*(each for each in RELEASES if each.has_spec))
+without_spec = of(*(each for each in RELEASES if not each.has_spec))
+with_engine = of(*(each for each in RELEASES if each.has_engine))
+"""An engine runs with the torch that is installed."""
 
 
 def run(release: Release, *arguments: str) -> str:
@@ -40,21 +52,20 @@ def run_tests(release: Release, *arguments: str) -> int:
     return count_passed(release.environment, "--timeout=120", *arguments)
 
 
+@all_releases
 def test_a_process_finds_this_release_first(release: Release) -> None:
     printed = run(release, "-c", "import vllm; print('found', vllm.__version__)")
     assert f"found {release.number}" in printed
 
 
+@with_spec
 def test_the_contract_holds_with_the_interface_of_a_release(release: Release) -> None:
-    if not release.has_spec:
-        pytest.skip(f"vLLM {release.number} has another offloading interface")
     engines = [] if release.has_engine else [f"--ignore={each}" for each in WITH_SCHEDULER]
     assert run_tests(release, *engines, "tests/integrations") > 50
 
 
+@with_spec
 def test_connectors_are_known_by_name(release: Release) -> None:
-    if not release.has_spec:
-        pytest.skip(f"vLLM {release.number} has another offloading interface")
     printed = run(
         release,
         "-c",
@@ -67,43 +78,41 @@ def test_connectors_are_known_by_name(release: Release) -> None:
     assert "found KVXferOffload\nfound KVXferConnector\n" in printed
 
 
+@with_engine
 def test_an_engine_is_configured_by_the_environment_alone(release: Release) -> None:
-    if not release.has_engine:
-        pytest.skip(f"vLLM {release.number} wants another torch")
     assert run_tests(release, "-m", "e2e", "-k", "one-process", "tests/e2e/test_settings.py") == 1
 
 
+@without_spec
 @pytest.mark.parametrize("name", ["KVXferOffloadingSpec", "KVXferOffload", "KVXferTier"])
 def test_a_release_with_another_interface_is_refused_by_name(release: Release, name: str) -> None:
-    if release.has_spec:
-        pytest.skip(f"vLLM {release.number} has the interface that the spec speaks")
     with pytest.raises(AssertionError) as failed:
         run(release, "-c", f"from kvxfer.integrations.vllm import {name}")
     assert f"UnsupportedEngineError: vllm {release.number} is not supported" in str(failed.value)
     assert "supported: 0.26 to 0.33" in str(failed.value)
 
 
+@all_releases
 def test_every_hook_of_a_release_shows_the_bytes_that_vllm_moves(release: Release) -> None:
     assert run_tests(release, "tests/integrations/test_vllm_connector.py") >= 10
 
 
+@all_releases
 def test_an_engine_runs_where_its_torch_is_installed(release: Release) -> None:
     assert release.has_engine is release.wants_installed_torch()
 
 
+@with_engine
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_an_engine_offloaded_comes_back(release: Release, engine: str) -> None:
-    if not release.has_engine:
-        pytest.skip(f"vLLM {release.number} wants another torch")
     assert run_tests(release, "-m", "e2e", "-k", engine, "tests/e2e/test_models.py") == 1
 
 
+@with_engine
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_prompts_are_handed_over_between_engines_of_two_releases(
     release: Release, side: str, tmp_path: Path
 ) -> None:
-    if not release.has_engine:
-        pytest.skip(f"vLLM {release.number} wants another torch")
     other = [EngineShape(release_folder=str(release.folder))]
     shape = Shape(prefills=other) if side == "prefill" else Shape(decodes=other)
     async with Deployment("kvxfer", shape, tmp_path) as engines:

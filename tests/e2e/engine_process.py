@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self, TypeVar
 
@@ -28,6 +28,7 @@ LOG_TAIL_LINES = 40
 SHUTDOWN_TIMEOUT_S = 35
 LAST_WORDS_TIMEOUT_S = 5
 FRAME_LENGTH_BYTES = 8
+NONE: Mapping[int, Any] = {}
 GPU_SHARE = 0.2
 
 ENVIRONMENT = {
@@ -107,47 +108,6 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     first_token_s: float
     last_token_s: float
     params: dict[str, Any] = {}
-
-
-class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Run prompts of token ids to `max_tokens` greedy tokens each, all at once.
-
-    Attributes:
-        prompts: Token ids.
-        max_tokens: Output tokens of each prompt; the end token does not stop it.
-        read_cache: False computes every token, whatever is cached.
-        params: `kv_transfer_params` of the prompt with this index.
-        start_after_steps: Engine steps after which the prompt with this index is added; others are
-            added at once.
-        limits: Output tokens of the prompt with this index, in place of `max_tokens`.
-        adapter: Folder of a LoRA adapter, empty for none.
-        adapter_id: Id of the adapter: another one is loaded anew.
-    """
-
-    prompts: list[list[int]]
-    max_tokens: int
-    read_cache: bool = True
-    params: dict[int, dict[str, Any]] = {}
-    start_after_steps: dict[int, int] = {}
-    limits: dict[int, int] = {}
-    adapter: str = ""
-    adapter_id: int = 1
-
-
-class Reset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Forget the device's prefix cache."""
-
-
-class Metrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Ask for the engine's counters and gauges."""
-
-
-class Settle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Step the engine until the connector stores nothing more."""
-
-
-class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Ask for the time of each engine step of the last `Generate`."""
 
 
 class EngineDiedError(KVXferError, RuntimeError):
@@ -231,36 +191,56 @@ class EngineProcess:
         *,
         max_tokens: int,
         read_cache: bool = True,
-        params: dict[int, dict[str, Any]] | None = None,
-        start_after_steps: dict[int, int] | None = None,
-        limits: dict[int, int] | None = None,
+        params: Mapping[int, dict[str, Any]] = NONE,
+        start_after_steps: Mapping[int, int] = NONE,
+        limits: Mapping[int, int] = NONE,
         adapter: str = "",
         adapter_id: int = 1,
     ) -> list[Generation]:
-        """Run the prompts, see `Generate`; one result per prompt, in order."""
-        command = Generate(
-            prompts=[list(prompt) for prompt in prompts],
-            max_tokens=max_tokens,
-            read_cache=read_cache,
-            params=params or {},
-            start_after_steps=start_after_steps or {},
-            limits=limits or {},
-            adapter=adapter,
-            adapter_id=adapter_id,
-        )
-        return self._ask(command, list[Generation])
+        """Run prompts of token ids, all at once, and greedily; one result per prompt, in order.
+
+        Args:
+            prompts: Token ids.
+            max_tokens: Output tokens of each prompt; the end token does not stop it.
+            read_cache: False computes every token, whatever is cached.
+            params: `kv_transfer_params` of the prompt with this index.
+            start_after_steps: Engine steps after which the prompt with this index is added; others
+                are added at once.
+            limits: Output tokens of the prompt with this index, in place of `max_tokens`.
+            adapter: Folder of a LoRA adapter, empty for none.
+            adapter_id: Id of the adapter: another one is loaded anew.
+        """
+        how = {
+            "prompts": [list(prompt) for prompt in prompts],
+            "max_tokens": max_tokens,
+            "read_cache": read_cache,
+            "params": params,
+            "start_after_steps": start_after_steps,
+            "limits": limits,
+            "adapter": adapter,
+            "adapter_id": adapter_id,
+        }
+        return self._ask(["generate", how], list[Generation])
 
     def reset(self) -> bool:
         """Forget the device's prefix cache; False when blocks are in use."""
-        return self._ask(Reset(), bool)
+        return self._ask(["reset", {}], bool)
 
     def settle(self) -> None:
         """Step the engine until the connector stores nothing more."""
-        self._ask(Settle(), type(None))
+        self._ask(["settle", {}], type(None))
+
+    def change_weights(self, stop: str) -> None:
+        """Change every weight of an engine of one process, as a step of training does.
+
+        Args:
+            stop: How the engine stands still meanwhile, `pause` or `sleep`.
+        """
+        self._ask(["change_weights", {"stop": stop}], type(None))
 
     def step_times(self) -> list[float]:
         """Return the seconds of each engine step of the last `generate`."""
-        return self._ask(StepTimes(), list[float])
+        return self._ask(["step_times", {}], list[float])
 
     def metrics(self) -> dict[str, float]:
         """Ask vLLM for its metrics, summed over labels; of a histogram, its count.
@@ -268,7 +248,7 @@ class EngineProcess:
         Those with labels of their own are also there by them, as `name{label="value"}`, in
         alphabetical order.
         """
-        return self._ask(Metrics(), dict[str, float])
+        return self._ask(["metrics", {}], dict[str, float])
 
     def log(self) -> str:
         """Return everything that the engine printed; also after `close`."""

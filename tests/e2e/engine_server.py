@@ -3,20 +3,16 @@
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from tests.e2e.engine_process import (
+    NONE,
     SHUTDOWN_TIMEOUT_S,
     EngineConfig,
-    Generate,
     Generation,
-    Metrics,
-    Reset,
-    Settle,
-    StepTimes,
     frame,
     read_frame,
 )
@@ -25,11 +21,9 @@ SETTLE_ROUNDS = 50
 _OF_VLLM = {"engine", "model_name"}
 """Labels that vLLM gives every metric."""
 
-Command = Generate | Reset | Metrics | Settle | StepTimes
-
 
 class _Engine:
-    """A vLLM engine that answers commands."""
+    """A vLLM engine; what is public answers the method of `EngineProcess` with its name."""
 
     def __init__(self, config: EngineConfig) -> None:
         from vllm import LLM
@@ -64,54 +58,58 @@ class _Engine:
         self._num_requests = 0
         self._step_times: list[float] = []
 
-    def answer(self, command: Command) -> Any:
-        match command:
-            case Generate():
-                return self._generate(command)
-            case Reset():
-                return self._llm.reset_prefix_cache()
-            case Metrics():
-                return self._metrics()
-            case Settle():
-                return self._settle()
-            case StepTimes():
-                return self._step_times
+    def reset(self) -> bool:
+        return bool(self._llm.reset_prefix_cache())
+
+    def step_times(self) -> list[float]:
+        return self._step_times
 
     def shut_down(self) -> None:
         self._llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
 
-    def _generate(self, command: Generate) -> list[Generation]:
+    def generate(
+        self,
+        *,
+        prompts: list[list[int]],
+        max_tokens: int,
+        read_cache: bool = True,
+        params: Mapping[int, dict[str, Any]] = NONE,
+        start_after_steps: Mapping[int, int] = NONE,
+        limits: Mapping[int, int] = NONE,
+        adapter: str = "",
+        adapter_id: int = 1,
+    ) -> list[Generation]:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
         engine = self._llm.llm_engine
-        lora = command.adapter and LoRARequest("adapter", command.adapter_id, command.adapter)
+        lora = adapter and LoRARequest("adapter", adapter_id, adapter)
 
         def sampling(index: int) -> SamplingParams:
-            params = command.params.get(index)
+            told = params.get(index)
             return SamplingParams(
                 temperature=0,
-                max_tokens=command.limits.get(index, command.max_tokens),
+                max_tokens=limits.get(index, max_tokens),
                 ignore_eos=True,
                 logprobs=0,
                 detokenize=False,
-                skip_reading_prefix_cache=not command.read_cache,
-                extra_args=params and {"kv_transfer_params": params},
+                skip_reading_prefix_cache=not read_cache,
+                extra_args=told and {"kv_transfer_params": told},
             )
 
-        names = [str(self._num_requests + index) for index in range(len(command.prompts))]
+        names = [str(self._num_requests + index) for index in range(len(prompts))]
         self._num_requests += len(names)
         outputs: dict[str, Any] = {}
         start_s: dict[str, float] = {}
         token_s: dict[str, list[float]] = {name: [] for name in names}
-        waiting = {index: command.start_after_steps.get(index, 0) for index in range(len(names))}
+        waiting = {index: start_after_steps.get(index, 0) for index in range(len(names))}
         self._step_times = []
         while True:
             num_steps = len(self._step_times)
             for index in [at for at, after in waiting.items() if after <= num_steps]:
                 del waiting[index]
                 start_s[names[index]] = time.perf_counter()
-                prompt = {"prompt_token_ids": command.prompts[index]}
+                prompt = {"prompt_token_ids": prompts[index]}
                 engine.add_request(names[index], prompt, sampling(index), lora_request=lora or None)
             if not engine.has_unfinished_requests():
                 break
@@ -125,7 +123,7 @@ class _Engine:
             self._step_times.append(ended_s - began_s)
         return [_generation(outputs.get(name), token_s=token_s[name]) for name in names]
 
-    def _metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         values: dict[str, float] = {}
         for metric in self._llm.get_metrics():
             value = metric.value if hasattr(metric, "value") else getattr(metric, "count", 0)
@@ -135,17 +133,36 @@ class _Engine:
                 values[series] = values.get(series, 0) + value
         return values
 
-    def _settle(self) -> None:
+    def change_weights(self, *, stop: str) -> None:
+        if stop == "pause":
+            core: Any = self._llm.llm_engine.engine_core
+            core.engine_core.pause_scheduler()
+            self._llm.apply_model(_train)
+            core.engine_core.resume_scheduler()
+        else:
+            self._llm.sleep(level=1)
+            self._llm.apply_model(_train)
+            self._llm.wake_up()
+
+    def settle(self) -> None:
         stored: list[float] = []
         for _ in range(SETTLE_ROUNDS):
             # In each step a worker goes on with a store; vLLM counts it when it has ended.
-            self._generate(Generate(prompts=[[5, 6, 7]], max_tokens=12, read_cache=False))
-            metrics = self._metrics()
+            self.generate(prompts=[[5, 6, 7]], max_tokens=12, read_cache=False)
+            metrics = self.metrics()
             stored.append(metrics.get("vllm:kv_offload_store_bytes", 0))
             # A chunk that is being copied to a lower tier is pinned.
             is_quiet = not metrics.get("vllm:kvxfer_blocks_in_use", 0)
             if is_quiet and len(set(stored[-3:])) == 1 < len(stored) - 1:
                 return
+
+
+def _train(model: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.25)
 
 
 def _generation(output: Any, *, token_s: Sequence[float]) -> Generation:
@@ -167,8 +184,8 @@ def _serve(connection: socket.socket) -> None:
         engine = _Engine(msgspec.msgpack.decode(read_frame(stream) or b"", type=EngineConfig))
         connection.sendall(frame(None))
         while (message := read_frame(stream)) is not None:
-            command = msgspec.msgpack.decode(message, type=Command)
-            connection.sendall(frame(engine.answer(command)))
+            name, arguments = msgspec.msgpack.decode(message, type=tuple[str, dict[str, Any]])
+            connection.sendall(frame(getattr(engine, name)(**arguments)))
         engine.shut_down()
 
 

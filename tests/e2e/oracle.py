@@ -10,22 +10,13 @@ bit, and that one with what was computed, as closely as the data type allows.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
-from tests.e2e.engine_process import Generation
+from tests.e2e.engine_process import EngineProcess, Generation
 
 LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 EXACT_TOKENS = frozenset({"float32"})
 """Data types in which a hit gives the tokens that were computed, whatever its shapes."""
-
-
-class Engine(Protocol):
-    """What runs prompts: `tests.e2e.engine_process.EngineProcess`."""
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, read_cache: bool = True
-    ) -> list[Generation]:
-        """Run prompts at once; one result for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +33,11 @@ class Reference:
 
 
 def run_one_by_one(
-    engine: Engine, prompts: Sequence[Sequence[int]], *, max_tokens: int, read_cache: bool = True
+    engine: EngineProcess,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    read_cache: bool = True,
 ) -> list[Generation]:
     """Run each prompt alone, so that its shapes do not depend on the others."""
     return [
@@ -53,7 +48,7 @@ def run_one_by_one(
 
 
 def run_reference(
-    engine: Engine,
+    engine: EngineProcess,
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,

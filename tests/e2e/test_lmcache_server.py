@@ -1,17 +1,16 @@
 """A whole LMCache server over `KVXferL2Adapter`, with LMCache's own client and benchmark."""
 
+import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -43,13 +42,13 @@ def spec_of(folder: Path) -> str:
 
 
 class Server:
-    """LMCache's server, in a process of its own."""
+    """LMCache's server, in a process of its own; killed in the end."""
 
     def __init__(self, folder: Path, log: Path) -> None:
         self.log, self.port = log, free_ports(2)
-        self.http_port = self.port + 1
+        self.address = f"localhost:{self.port + 1}"
         arguments = [
-            *("server", "--port", str(self.port), "--http-port", str(self.http_port)),
+            *("server", "--port", str(self.port), "--http-port", str(self.port + 1)),
             *("--l1-size-gb", "0.25", "--no-l1-use-lazy", "--eviction-policy", "LRU"),
             *("--chunk-size", "64", "--supported-transfer-mode", "auto", "--disable-metrics"),
             *("--l2-adapter", spec_of(folder)),
@@ -59,31 +58,36 @@ class Server:
                 [*COMMAND, *arguments], env=ENVIRONMENT, stdout=output, stderr=output
             )
 
+    def __enter__(self) -> Self:
+        self.wait_until(lambda: self.ask("/healthcheck") is not None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
     def ask(self, path: str) -> Any:
         """Ask its HTTP interface."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=10) as page:
+        with urllib.request.urlopen(f"http://{self.address}{path}", timeout=10) as page:
             return json.load(page)
 
-    def wait(self) -> None:
-        """Wait until it answers."""
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait until it answers that something holds."""
         end = time.monotonic() + LIMIT_S
         while True:
-            try:
-                self.ask("/healthcheck")
-            except OSError:
-                assert self.process.poll() is None, self.log.read_text()[-5000:]
-                assert time.monotonic() < end
-                time.sleep(0.2)
-            else:
-                return
+            with contextlib.suppress(OSError):
+                if holds():
+                    return
+            assert self.process.poll() is None, self.log.read_text()[-5000:]
+            assert time.monotonic() < end
+            time.sleep(0.2)
 
-    def bench(self) -> str:
-        """Let LMCache's own client store requests and retrieve them; return what it prints."""
+    def bench(self) -> dict[str, str]:
+        """Let LMCache's own client store requests and retrieve them; return their checksums."""
         arguments = [
             *("bench", "server", "--mode", "cpu", "--kvcache-shape-spec", SHAPE),
             *("--num-blocks", "256", "--end", str(NUM_REQUESTS), "--interval", "0.05"),
-            *("--rpc-url", f"tcp://localhost:{self.port}"),
-            *("--url", f"http://localhost:{self.http_port}"),
+            *("--rpc-url", f"tcp://localhost:{self.port}", "--url", f"http://{self.address}"),
         ]
         ended = subprocess.run(
             [*COMMAND, *arguments],
@@ -93,7 +97,7 @@ class Server:
             timeout=LIMIT_S,
             check=False,
         )
-        return ended.stdout + ended.stderr
+        return dict(re.findall(r"\[seq (\d+)/warm\] CHECKSUM: (\w+)", ended.stdout + ended.stderr))
 
     def loaded_from_l2(self) -> list[int]:
         """List how many objects each prefetch took from the adapter."""
@@ -101,47 +105,18 @@ class Server:
         found = re.findall(r"Prefetch request completed.*?\(\d+ L1, (\d+) L2\)", log)
         return [int(each) for each in found]
 
-    @property
-    def num_objects(self) -> int:
-        """Objects that the adapter has."""
+    def has_stored(self) -> bool:
+        """Whether the adapter has all objects."""
         status = self.ask("/status")["storage_manager"]["l2_adapters"][0]
         assert status["is_healthy"]
-        return int(status["num_objects"])
-
-
-@contextmanager
-def running(folder: Path, log: Path) -> Iterator[Server]:
-    """A server that answers; killed in the end."""
-    server = Server(folder, log)
-    try:
-        server.wait()
-        yield server
-    finally:
-        server.process.kill()
-        server.process.wait()
-
-
-def checksums(printed: str) -> dict[str, str]:
-    """Checksums of what the client retrieved, by request."""
-    return dict(re.findall(r"\[seq (\d+)/warm\] CHECKSUM: (\w+)", printed))
-
-
-def fill(folder: Path, log: Path) -> dict[str, str]:
-    """Store requests and kill the server; return the checksums of what was stored."""
-    with running(folder, log) as server:
-        stored = checksums(server.bench())
-        end = time.monotonic() + LIMIT_S
-        while server.num_objects < NUM_REQUESTS * CHUNKS:
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        server.process.send_signal(signal.SIGKILL)
-        server.process.wait()
-    assert len(stored) == NUM_REQUESTS
-    return stored
+        return int(status["num_objects"]) >= NUM_REQUESTS * CHUNKS
 
 
 def test_a_server_finds_what_one_that_was_killed_had_stored(tmp_path: Path) -> None:
-    stored = fill(tmp_path / "kv", tmp_path / "first.log")
-    with running(tmp_path / "kv", tmp_path / "second.log") as server:
-        assert checksums(server.bench()) == stored
+    with Server(tmp_path / "kv", tmp_path / "first.log") as server:
+        stored = server.bench()
+        server.wait_until(server.has_stored)
+    assert len(stored) == NUM_REQUESTS
+    with Server(tmp_path / "kv", tmp_path / "second.log") as server:
+        assert server.bench() == stored
         assert set(server.loaded_from_l2()) == {CHUNKS}

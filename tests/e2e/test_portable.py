@@ -1,6 +1,7 @@
 """Portable pages: prompts stored by an engine of one shape are hits for an engine of another."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from tests.e2e.harness import (
 pytestmark = pytest.mark.e2e
 
 MAX_TOKENS = 8
-SHARED_BLOCKS = 5
+MORE = partial(pytest.param, marks=pytest.mark.exhaustive)
+KEYS = (TOKENS_PER_BLOCK, 64) if torch.cuda.is_available() else (64, TOKENS_PER_BLOCK)
+VALUES = (TOKENS_PER_BLOCK, 64)
 
 Run = Callable[..., AuditedEngine]
 
@@ -48,62 +51,47 @@ def block_files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "files").rglob("*.safetensors"))
 
 
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    with safe_open(file, framework="pt") as block:
+        return {name: tuple(block.get_slice(name).get_shape()) for name in block.keys()}  # noqa: SIM118
+
+
 @pytest.mark.parametrize(
-    ("first", "second"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.exhaustive)]
+    ("model", "first", "second", "shapes"),
+    [
+        ("llama", 2, 1, {"layers.0.k": (2, *KEYS), "layers.0.v": (2, *VALUES)}),
+        MORE("llama", 1, 2, {"layers.0.k": (2, *KEYS), "layers.0.v": (2, *VALUES)}),
+        MORE("gemma3", 2, 1, {}),
+        MORE("one-kv-head", 2, 1, {"layers.1.v": (1, *VALUES)}),
+        MORE("mla", 2, 1, {f"layers.{layer}.latent": None for layer in range(3)}),
+    ],
 )
-def test_another_tensor_parallel_size_hits_what_was_stored(
-    run: Run, tmp_path: Path, first: int, second: int
+def test_another_tensor_parallel_size_hits_what_was_stored_once(
+    run: Run, tmp_path: Path, model: str, first: int, second: int, shapes: dict[str, Any]
 ) -> None:
-    prompts = random_prompts(
-        2, shared_tokens=SHARED_BLOCKS * TOKENS_PER_BLOCK, own_tokens=TOKENS_PER_BLOCK // 2
-    )
-    with run(first) as engine:
+    """Groups of windows are mapped one by one; heads and latents of several workers kept once."""
+    chunk = 2 if model == "gemma3" else 1
+    whole = 6 * TOKENS_PER_BLOCK
+    prompts = random_prompts(2, shared_tokens=whole, own_tokens=TOKENS_PER_BLOCK // 2)
+    with run(first, model, blocks_per_chunk=chunk) as engine:
         computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
         engine.settle()
     stored = block_files(tmp_path)
-    assert len(stored) == SHARED_BLOCKS
-    with run(second) as engine:
+    assert len({file.name for file in stored}) == len(stored) > 0, "workers keep copies"
+    with run(second, model, blocks_per_chunk=chunk) as engine:
         returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
         metrics = engine.metrics()
         engine.settle()
-    require_same(returned, computed, dtype=engine.dtype)
-    assert all(one.cached_tokens == SHARED_BLOCKS * TOKENS_PER_BLOCK for one in returned)
-    assert metrics["vllm:external_prefix_cache_hits"] >= SHARED_BLOCKS * TOKENS_PER_BLOCK
+    if model != "mla":  # MLA on CPU is not even deterministic without a connector
+        require_same(returned, computed, dtype=engine.dtype)
+        assert {one.cached_tokens for one in returned} == {whole}
+    assert all(one.cached_tokens >= whole for one in returned)
+    assert metrics["vllm:external_prefix_cache_hits"] >= whole
     assert block_files(tmp_path) == stored, "there is more than one copy"
-    with safe_open(stored[0], framework="pt") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    keys = (TOKENS_PER_BLOCK, 64) if torch.cuda.is_available() else (64, TOKENS_PER_BLOCK)
-    assert shapes["layers.0.k"] == (2, *keys)
-    assert shapes["layers.0.v"] == (2, TOKENS_PER_BLOCK, 64)
-
-
-@pytest.mark.exhaustive
-def test_groups_of_several_windows_are_mapped_one_by_one(run: Run, tmp_path: Path) -> None:
-    prompts = random_prompts(2, shared_tokens=600, own_tokens=205)
-    with run(2, "gemma3", blocks_per_chunk=2) as engine:
-        computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
-        engine.settle()
-    with run(1, "gemma3", blocks_per_chunk=2) as engine:
-        returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
-    require_same(returned, computed, dtype=engine.dtype)
-    assert [one.cached_tokens for one in returned] == [6 * TOKENS_PER_BLOCK] * 2
-
-
-@pytest.mark.exhaustive
-def test_heads_that_several_workers_keep_are_stored_once(run: Run, tmp_path: Path) -> None:
-    prompts = random_prompts(
-        2, shared_tokens=4 * TOKENS_PER_BLOCK, own_tokens=TOKENS_PER_BLOCK // 2
-    )
-    with run(2, "one-kv-head") as engine:
-        computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
-        engine.offload()
-        again = engine.generate(prompts, max_tokens=MAX_TOKENS)
-    with safe_open(block_files(tmp_path)[0], framework="pt") as file:
-        assert tuple(file.get_slice("layers.1.v").get_shape()) == (1, TOKENS_PER_BLOCK, 64)
-    with run(1, "one-kv-head") as engine:
-        returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
-    require_same([*again, *returned], computed * 2, dtype=engine.dtype)
-    assert all(one.cached_tokens == 4 * TOKENS_PER_BLOCK for one in [*again, *returned])
+    found = shapes_in(stored[0])
+    assert {name: found[name] for name in shapes} == {
+        name: shape or next(iter(found.values())) for name, shape in shapes.items()
+    }
 
 
 def test_states_come_back_to_an_equal_engine(run: Run, tmp_path: Path) -> None:
@@ -119,30 +107,3 @@ def test_states_come_back_to_an_equal_engine(run: Run, tmp_path: Path) -> None:
     require_same(reference.device_hits, reference.computed, dtype=engine.dtype)
     require_same_bits(returned, reference.device_hits)
     assert all(one.cached_tokens > 0 for one in returned)
-
-
-@pytest.mark.exhaustive
-def test_latents_are_kept_once_and_hit_by_another_tensor_parallel_size(
-    run: Run, tmp_path: Path
-) -> None:
-    prompts = random_prompts(
-        2, shared_tokens=SHARED_BLOCKS * TOKENS_PER_BLOCK, own_tokens=TOKENS_PER_BLOCK // 2
-    )
-    with run(2, "mla") as engine:
-        engine.computed(prompts, max_tokens=MAX_TOKENS)
-        engine.settle()
-        engine.offload()
-        engine.generate(prompts, max_tokens=MAX_TOKENS)
-        audit = engine.audit()
-        assert audit.clean, audit
-        assert audit.ranks == {0, 1}
-    stored = block_files(tmp_path)
-    with safe_open(stored[0], framework="pt") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert set(shapes) == {f"layers.{layer}.latent" for layer in range(3)}
-    assert len(set(shapes.values())) == 1
-    with run(1, "mla") as engine:
-        returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
-        engine.settle()
-    assert all(one.cached_tokens >= SHARED_BLOCKS * TOKENS_PER_BLOCK for one in returned)
-    assert block_files(tmp_path) == stored
