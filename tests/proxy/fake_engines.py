@@ -15,8 +15,6 @@ from examples.proxy.server import Proxy
 
 HOST = "127.0.0.1"
 LIMIT_S = 10.0
-SOON_S = 1.0
-RETRY_S = 0.02
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 BODY: Mapping[str, Any] = {"model": "m", "prompt": "once upon a time", "max_tokens": 7}
@@ -56,11 +54,7 @@ class FakeEngine:
         health: Status of its answers to probes.
         params: Parameters in its answers to prefill legs.
         hangs: Whether it never answers.
-        breaks_off: Whether it cuts the connection after the first piece of a stream.
         may_go_on: Event that has to be set before it sends the second piece of a stream.
-        is_asked: Event that is set when a request arrives.
-        is_left: Event that is set when the other side has left before the end of an answer.
-        probed: Event that is set when a probe has been answered.
     """
 
     def __init__(self) -> None:
@@ -68,12 +62,8 @@ class FakeEngine:
         self.status = self.health = 200
         self.params: Any = PARAMS
         self.hangs = False
-        self.breaks_off = False
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
-        self.is_asked = asyncio.Event()
-        self.is_left = asyncio.Event()
-        self.probed = asyncio.Event()
         self.port = 0
 
     @property
@@ -95,24 +85,18 @@ class FakeEngine:
         await self._runner.cleanup()
 
     async def _answer_probe(self, _: web.Request) -> web.Response:
-        self.probed.set()
         return web.Response(status=self.health)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         content = await request.read()
         body = json.loads(content) if content else {}
         self.asked.append(Asked(request.method, request.path_qs, request.headers, body))
-        self.is_asked.set()
-        try:
-            if self.hangs:
-                await asyncio.Event().wait()
-            if self.status != 200:
-                return web.json_response({"error": {"message": "as told"}}, status=self.status)
-            if body.get("stream"):
-                return await self._stream(request)
-        except asyncio.CancelledError:
-            self.is_left.set()
-            raise
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.status != 200:
+            return web.json_response({"error": {"message": "as told"}}, status=self.status)
+        if body.get("stream"):
+            return await self._stream(request)
         is_prefill = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
         params = {"kv_transfer_params": self.params} if is_prefill else {}
         return web.json_response({"by": self.url, **params})
@@ -122,9 +106,6 @@ class FakeEngine:
         await response.prepare(request)
         await response.write(PIECES[0])
         await self.may_go_on.wait()
-        if self.breaks_off:
-            assert request.transport is not None
-            request.transport.abort()
         for piece in PIECES[1:]:
             await response.write(piece)
         return response
@@ -167,22 +148,6 @@ class Routed:
         _, text = await self.get("/metrics")
         lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
         return {name.removeprefix("kvxfer_proxy_"): float(value) for name, value in lines}
-
-    async def until(self, name: str, value: float) -> None:
-        """Wait until a metric has a value."""
-        async with asyncio.timeout(LIMIT_S):
-            while (await self.samples()).get(name) != value:  # noqa: ASYNC110 - of a server
-                await asyncio.sleep(RETRY_S)
-
-    async def until_closed(self) -> None:
-        """Wait until the proxy accepts no connection any more."""
-        endpoint = self.proxy.endpoint
-        async with asyncio.timeout(LIMIT_S):
-            with contextlib.suppress(ConnectionError):
-                while True:
-                    _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
-                    writer.close()
-                    await writer.wait_closed()
 
 
 @contextlib.asynccontextmanager

@@ -46,16 +46,6 @@ def test_one_probe_is_let_through_after_the_pause(clock: Clock) -> None:
     assert [breaker.allows() for _ in range(3)] == [True] * 3
 
 
-def test_an_abandoned_probe_is_made_again_at_once(clock: Clock) -> None:
-    start = clock.now
-    breaker = CircuitBreaker("test")
-    fail(breaker, MAX_ERRORS)
-    clock.now = start + PAUSE_S
-    assert breaker.allows()
-    breaker.abandon(breaker.probe)
-    assert [breaker.allows() for _ in range(2)] == [True, False]
-
-
 def test_a_call_that_is_abandoned_ends_no_probe_of_another(clock: Clock) -> None:
     breaker = CircuitBreaker("test")
     assert breaker.allows()
@@ -93,16 +83,3 @@ def test_it_says_once_that_it_stops_and_once_that_it_works(
     assert [record.getMessage() for record in caplog.records][1:] == [
         "storing to /nowhere: works again"
     ]
-
-
-def test_tripping_opens_it_whatever_was_counted(clock: Clock) -> None:
-    start = clock.now
-    breaker = CircuitBreaker("test")
-    breaker.trip("hangs")
-    assert not breaker.allows()
-    clock.now = start + PAUSE_S - 1
-    breaker.trip("hangs still")
-    clock.now = start + PAUSE_S
-    assert not breaker.allows(), "the pause begins with the last word of it"
-    clock.now = start + 2 * PAUSE_S - 1
-    assert breaker.allows()

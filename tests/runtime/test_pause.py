@@ -8,11 +8,6 @@ from hypothesis import strategies as st
 from kvxfer.runtime import Pause
 
 
-def test_a_pause_without_a_longest_one_does_not_grow() -> None:
-    pause = Pause(0.5)
-    assert [pause.next_s() for _ in range(3)] == [0.5] * 3
-
-
 def test_failures_without_end_are_counted() -> None:
     pause = Pause(0.1, inf)
     assert 0 < max(pause.next_s() for _ in range(5000)) < inf

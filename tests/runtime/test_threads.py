@@ -55,31 +55,6 @@ async def test_a_cancelled_call_ends_when_its_function_does_and_not_before() -> 
     await threads.aclose()
 
 
-async def test_no_more_functions_run_at_one_time_than_there_are_threads() -> None:
-    threads, gates = Threads("test", 2), [Gate() for _ in range(3)]
-    calls = [asyncio.ensure_future(threads.run(gate)) for gate in gates]
-    await gates[0].until_entered()
-    await gates[1].until_entered()
-    assert not gates[2].entered.is_set()
-    for gate in gates:
-        gate.opened.set()
-    assert await asyncio.gather(*calls) == ["through"] * 3
-    await threads.aclose()
-
-
-async def test_a_question_that_is_cancelled_leaves_its_function_behind() -> None:
-    threads, gate = Threads("test", 1), Gate()
-    call = asyncio.ensure_future(threads.ask(gate))
-    await gate.until_entered()
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert not gate.passed
-    gate.opened.set()
-    assert await threads.aclose() == 0
-    assert gate.passed
-
-
 async def test_closing_leaves_behind_what_does_not_end_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -123,42 +123,6 @@ numbers = st.integers(0, 9).map(key)
 Step = tuple[str, BlockKey]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["request", "request", "hold", "use"]), numbers)))
-def test_lru_passes_held_keys_by_and_keeps_their_places(steps: list[Step]) -> None:
-    cache = Cache(LRU(NUM_SLOTS), NUM_SLOTS)
-    order: list[BlockKey] = []
-    held: set[BlockKey] = set()
-    for step, wanted in steps:
-        free = [other for other in order if other not in held]
-        if step == "request" and wanted not in order:
-            is_full = len(order) == NUM_SLOTS
-            if is_full and not free:
-                continue
-            expected = free[0] if is_full else None
-            assert cache.request(wanted) == expected
-            order = [other for other in order if other != expected] + [wanted]
-        elif step == "hold" and wanted in order:
-            (cache.policy.release if wanted in held else cache.policy.hold)(wanted)
-            held ^= {wanted}
-        elif step != "hold" and wanted in order:
-            cache.policy.touch(wanted)
-            order.remove(wanted)
-            order.append(wanted)
-        assert len(cache.policy) == len(set(order) - held)
-        assert all(cache.policy.is_held(each) == (each in held) for each in order)
-
-
-@given(st.lists(st.integers(0, 40).map(key), max_size=300))
-def test_arc_remembers_a_bounded_number_of_ghosts(requests: list[BlockKey]) -> None:
-    policy = ARC(NUM_SLOTS)
-    cache = Cache(policy, NUM_SLOTS)
-    for wanted in requests:
-        cache.request(wanted)
-        num_recent_ghosts = len(policy._recent_ghosts)
-        assert len(policy._recent) + num_recent_ghosts <= NUM_SLOTS
-        assert len(policy) + num_recent_ghosts + len(policy._frequent_ghosts) <= 2 * NUM_SLOTS
-
-
 RETAINED_SLOTS = 6
 MAX_SPARED = 2  # no more than lapse at one eviction
 HALF_LIFE_S = 10.0

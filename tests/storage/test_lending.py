@@ -73,17 +73,6 @@ async def test_what_was_stored_is_lent_with_its_checksum(
             )
 
 
-async def test_a_part_is_lent_with_the_checksum_of_the_part(
-    lending: tuple[Lender, Backend], memory: BlockMemory
-) -> None:
-    lender, backend = lending
-    [payload] = await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
-    async with lender.lend(BlockParts(KEYS[:1], [512], [64])) as loan:
-        assert loan.blocks is not None
-        assert read_payloads(loan.blocks) == [payload[512:576]]
-        assert loan.checksums == [xxhash.xxh3_64_intdigest(payload[512:576])]
-
-
 async def test_of_what_there_is_room_for_only_what_arrived_is_stored(
     lending: tuple[Lender, Backend], memory: BlockMemory
 ) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -34,7 +33,6 @@ from kvxfer.storage.backend import Purgeable
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
-from kvxfer.testing.payloads import copy_blocks, read_payloads, write_payloads
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
 from tests.storage.portable_workers import (
@@ -271,28 +269,3 @@ async def test_latents_are_stored_once_whoever_holds_them(tmp_path: Path) -> Non
             assert 0 < stored < 4 if rank == 0 else stored == 4
     with safe_open(block_files(tmp_path)[0], framework="pt") as opened:
         assert opened.get_tensor("layers.7.latent").shape == (16, DIM)
-
-
-@pytest.mark.asyncio
-async def test_pages_that_lie_in_one_piece_are_cut_into_shards_like_scattered_ones() -> None:
-    (worker,) = make_engine("block kv head token dim", tp_size=1, tokens_per_block=16)
-    namespace = portable_namespace(NAMESPACE, worker.mappings)
-    describer = BlockDescriber(worker.caches, mappings=worker.mappings)
-    worker.fill(make_values())
-    scattered = describer.describe(0, range(worker.num_blocks))
-    together = copy_blocks(scattered)
-    assert len(together) == together.num_blocks < len(scattered)
-    inner = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
-    async with PortableBackend(inner, worker.mappings) as backend:
-        assert all(outcome.done for outcome in await backend.store(KEYS, together))
-        payloads = read_payloads(scattered)
-        write_payloads(scattered, [bytes(len(payload)) for payload in payloads])
-        assert all(outcome.done for outcome in await backend.load(KEYS, scattered))
-        assert read_payloads(scattered) == payloads
-        write_payloads(together, [bytes(len(payload)) for payload in payloads])
-        assert all(outcome.done for outcome in await backend.load(KEYS, together))
-        assert read_payloads(together) == payloads
-        wrong = together.select(0, 1)
-        cut_short = dataclasses.replace(wrong, lengths=wrong.lengths - np.uint64(1))
-        with pytest.raises(InvalidArgumentError, match="shards of"):
-            await backend.load(KEYS[:1], cut_short)

@@ -149,34 +149,6 @@ def test_nothing_needs_opentelemetry(tmp_path: Path) -> None:
     assert "no spans: OpenTelemetry is not installed" in asked.stderr
 
 
-@pytest.mark.parametrize(
-    ("variables", "number"),
-    [
-        ({}, 0),
-        ({"OTEL_TRACES_EXPORTER": "none"}, 0),
-        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4317"}, 0),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, 1),
-        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1"}, 1),
-        ({"OTEL_TRACES_EXPORTER": "console"}, 1),
-        ({"OTEL_TRACES_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"}, 0),
-    ],
-    ids=repr,
-)
-def test_spans_are_off_unless_they_are_asked_for(
-    variables: dict[str, str], number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spans = pytest.importorskip("kvxfer.telemetry.spans")
-    asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(spans, "provider_of_process", asked.append)
-    for name in (environment.EXPORTERS_VARIABLE, *environment.ENDPOINT_VARIABLES):
-        monkeypatch.delenv(name, raising=False)
-    for name, text in variables.items():
-        monkeypatch.setenv(name, text)
-    assert len(environment.span_observers()) == number
-    wanted = "console" if "OTEL_TRACES_EXPORTER" in variables else "otlp"
-    assert asked == [(wanted,)] * number
-
-
 def test_a_misspelt_variable_is_named_once_with_the_one_that_was_meant(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

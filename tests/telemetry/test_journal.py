@@ -120,23 +120,6 @@ def test_a_process_keeps_a_few_files_of_bounded_size(tmp_path: Path) -> None:
         assert first.engine == "engine"
 
 
-def test_files_of_processes_that_ended_are_kept_up_to_a_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_module, "MAX_PROCESSES", 2)
-    alive = Journal(str(tmp_path))
-    alive.observer()
-    alive.flush()
-    for _ in range(5):
-        journal = Journal(str(tmp_path))
-        journal.observer()
-        journal.close()
-    processes = {file.began.process for file in list_files(tmp_path)}
-    alive.close()
-    assert alive._process in processes
-    assert len(processes) == 4  # the living one, the last one, and two that ended before it
-
-
 def test_a_disk_that_is_full_for_a_while_costs_events_that_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,3 +158,20 @@ def test_a_folder_without_a_journal_is_named(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(InvalidArgumentError, match="journal is"):
             list_files(folder)
+
+
+def test_files_of_processes_that_ended_are_kept_up_to_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "MAX_PROCESSES", 2)
+    alive = Journal(str(tmp_path))
+    alive.observer()
+    alive.flush()
+    for _ in range(5):
+        journal = Journal(str(tmp_path))
+        journal.observer()
+        journal.close()
+    processes = {file.began.process for file in list_files(tmp_path)}
+    alive.close()
+    assert alive._process in processes
+    assert len(processes) == 4  # the living one, the last one, and two that ended before it

@@ -177,12 +177,6 @@ def test_an_offer_that_fails_ends_its_ticket(offer: Any, stack: ExitStack) -> No
     assert ours.ask(theirs.endpoint, TICKET, TOKENS).num_tokens == 0
 
 
-def test_what_is_no_ticket_is_refused_at_once(stack: ExitStack) -> None:
-    theirs = open_engine(stack)
-    with pytest.raises(InvalidArgumentError, match="ticket is ''"):
-        theirs.offer("", TOKENS, [THEIRS])
-
-
 def test_without_listen_a_ticket_ends_at_once(stack: ExitStack) -> None:
     ours = open_engine(stack, lends=False)
     assert ours.workers[0].port == 0
@@ -216,13 +210,6 @@ def test_a_port_of_another_worker_gives_no_pages(stack: ExitStack) -> None:
         with pytest.raises(CacheMismatchError, match="rank"):
             get(loading)
     assert ours.is_untouched([[]])
-
-
-@pytest.mark.parametrize("host", ["x" * 70, "not-a-host.invalid"])
-def test_a_host_that_cannot_be_found_is_a_peer_error(host: str, stack: ExitStack) -> None:
-    ours = open_engine(stack)
-    with pytest.raises((PeerError, TimeoutError)):
-        ours.ask(Endpoint(host, 7100), TICKET, TOKENS)
 
 
 def test_a_fetch_says_which_deadline_an_engine_missed_that_says_nothing(stack: ExitStack) -> None:

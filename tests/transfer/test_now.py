@@ -9,7 +9,7 @@ import pytest
 from kvxfer.backends.host import HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Begun, Status
+from kvxfer.storage.backend import Begun
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
@@ -23,18 +23,15 @@ ELSEWHERE = [[8, 9, 10, 11]]
 
 
 class ToldBackend(SlotMover):
-    """Backend of slots that notes on which thread it moves what, and fails as it is told."""
+    """Backend of slots that notes on which thread it moves what, and how much."""
 
     def __init__(self, pool: HostPool) -> None:
         super().__init__(pool, part=0)
         self.threads: list[threading.Thread] = []
-        self.error: Exception | None = None
         self.num_stored: list[int] = []
 
     def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
         self.threads.append(threading.current_thread())
-        if self.error:
-            raise self.error
         return super().begin_load(keys, blocks)
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
@@ -97,17 +94,6 @@ def test_a_job_has_ended_when_it_was_submitted(
     assert read_payloads(memory.describe(0, ELSEWHERE[0])) == payloads
     assert backend.was_here == [True, True]
     assert threading.active_count() == threads, "a thread was started"
-
-
-def test_an_error_is_the_outcome_of_each_block(
-    engine: PolledEngine[ToldBackend], backend: ToldBackend, caplog: pytest.LogCaptureFixture
-) -> None:
-    backend.error = OSError("no memory")
-    job = submit(engine, IDS)
-    assert {(each.status, each.reason) for each in job.outcomes} == {
-        (Status.FAILED, "begin_load: OSError('no memory')")
-    }
-    assert "begin_load of 4 blocks failed" in caplog.text
 
 
 async def test_an_event_loop_that_runs_on_the_thread_is_not_held_up(

@@ -63,16 +63,6 @@ def test_a_polled_store_passes_its_wish_on(tmp_path: Path) -> None:
             engine.close()
 
 
-def test_what_is_no_wish_is_refused_before_anything_is_stored() -> None:
-    engine = open_engine("host://?capacity=64KiB")
-    try:
-        with pytest.raises(InvalidArgumentError, match="retention"):
-            engine.submit_store(KEYS[:1], [[0]], retention={"priority": 1})  # type: ignore[arg-type]
-        assert engine.submit_call(engine.backend.lookup(KEYS[:1])).result() == [False]
-    finally:
-        engine.close()
-
-
 @pytest.mark.parametrize("medium", ["host", "file"])
 async def test_a_flood_of_the_highest_priority_neither_wedges_a_store_nor_empties_it(
     medium: str, tmp_path: Path
