@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvxfer.runtime import LoopThread, Threads, run_aside
+from kvxfer.runtime import LoopThread, Threads
 
 TIMEOUT_S = 10.0
 
@@ -91,29 +91,6 @@ print("exits", flush=True)
 """
     ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert ended.stdout == "exits\n"
-
-
-async def test_where_no_thread_can_be_started_calls_are_made_by_those_there_are_or_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started, unstarted = Threads("test", 2), Threads("test", 2)
-    gates = [Gate(), Gate()]
-    first = asyncio.ensure_future(started.run(gates[0]))
-    await gates[0].until_entered()
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        second = asyncio.ensure_future(started.run(gates[1]))
-        assert await unstarted.run(threading.current_thread) is threading.current_thread()
-        assert await run_aside("test", threading.current_thread) is threading.current_thread()
-        assert not gates[1].entered.is_set()
-    for gate in gates:
-        gate.opened.set()
-    assert [await first, await second] == ["through"] * 2
-    assert await started.aclose() == await unstarted.aclose() == 0
 
 
 def test_a_coroutine_runs_on_the_loop_and_its_caller_waits_no_longer_than_told() -> None:

@@ -117,12 +117,6 @@ def test_arc_keeps_what_returns_through_a_scan_and_lru_does_not() -> None:
     assert survivors == {LRU: set(), ARC: set(hot)}
 
 
-numbers = st.integers(0, 9).map(key)
-
-
-Step = tuple[str, BlockKey]
-
-
 RETAINED_SLOTS = 6
 MAX_SPARED = 2  # no more than lapse at one eviction
 HALF_LIFE_S = 10.0

@@ -1,6 +1,5 @@
 """Lenders: blocks are read and written in place."""
 
-import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
@@ -16,7 +15,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import BlockParts, Lender, StagedLender
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
-from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
 
 KEYS = make_keys(4)
@@ -71,42 +70,6 @@ async def test_what_was_stored_is_lent_with_its_checksum(
                 region.address <= address and address + length <= region.address + region.num_bytes
                 for region in lender.regions
             )
-
-
-async def test_of_what_there_is_room_for_only_what_arrived_is_stored(
-    lending: tuple[Lender, Backend], memory: BlockMemory
-) -> None:
-    lender, backend = lending
-    await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
-    payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in KEYS[1:]]
-    async with lender.make_room(whole(memory, KEYS[1:])) as room:
-        assert room.outcomes == [None] * 3
-        assert room.blocks is not None
-        write_payloads(room.blocks, payloads)
-        room.arrived[0] = xxhash.xxh3_64_intdigest(payloads[0])
-        room.arrived[2] = xxhash.xxh3_64_intdigest(payloads[2])
-    statuses = [outcome.status for outcome in room.outcomes if outcome]
-    assert statuses == [Status.DONE, Status.FAILED, Status.DONE]
-    assert await backend.lookup(KEYS) == [True, True, False, True]
-    target = memory.describe(0, [5, 6])
-    outcomes = await backend.load([KEYS[1], KEYS[3]], target)
-    assert all(outcome.done for outcome in outcomes)
-    assert read_payloads(target) == [payloads[0], payloads[2]]
-
-
-async def test_nothing_is_stored_when_the_context_ends_by_an_error(
-    lending: tuple[Lender, Backend], memory: BlockMemory
-) -> None:
-    lender, backend = lending
-    with contextlib.suppress(ZeroDivisionError):
-        async with lender.make_room(whole(memory, KEYS[:2])) as room:
-            room.arrived[0] = 1
-            raise ZeroDivisionError
-    assert await backend.lookup(KEYS[:2]) == [False, False]
-    payloads = await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
-    async with lender.lend(whole(memory, KEYS[:2])) as loan:
-        assert loan.blocks is not None
-        assert read_payloads(loan.blocks) == payloads
 
 
 @pytest.mark.parametrize(

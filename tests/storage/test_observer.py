@@ -18,7 +18,6 @@ from kvxfer.storage.observed_backend import observed
 from kvxfer.storage.observer import (
     ENGINE,
     Added,
-    Asked,
     Ended,
     LookedUp,
     Moved,
@@ -27,7 +26,7 @@ from kvxfer.storage.observer import (
     Removed,
     Reports,
 )
-from kvxfer.testing import BackendTests, BlockMemory, DictBackend
+from kvxfer.testing import BackendTests, BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from tests.backends.file_store import config
 from tests.recorder import Failing, Recorder, keys_of
@@ -65,24 +64,6 @@ class TestObservedHostBackend(BackendTests):
 
     async def make_bounded_backend(self, namespace: Namespace) -> Backend:
         return observed(open_host(namespace, 5), Reports([Recorder()]))
-
-
-@pytest.mark.asyncio
-async def test_a_backend_that_knows_no_observers_is_counted(
-    memory: BlockMemory, recorder: Recorder
-) -> None:
-    inner = DictBackend(None, memory.namespace())
-    async with observed(inner, Reports([recorder])) as backend:
-        await backend.store(KEYS[:2], memory.describe(0, [0, 1]))
-        assert await backend.lookup(KEYS[1:3]) == [True, False]
-        await backend.load(KEYS[1:3], memory.describe(0, [2, 3]))
-    store, load = recorder.of(Moved)
-    assert told([store]) == [("dict", "store", "request", [DONE] * 2)]
-    assert told([load]) == [("dict", "load", "request", [DONE, MISSING])]
-    assert (store.keys, store.num_bytes, load.num_bytes) == (KEYS[:2], 8192, 4096)
-    assert store.seconds > 0
-    assert [(each.keys, each.found) for each in recorder.of(Asked)] == [(KEYS[1:3], [True, False])]
-    assert [each.tiers for each in recorder.of(LookedUp)] == [["dict", ""]]
 
 
 @pytest.mark.asyncio
