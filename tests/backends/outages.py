@@ -18,8 +18,6 @@ from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import assert_done_are, make_keys, statuses
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
-SLACK_S = 2.0
-"""Time that a busy machine may take in addition to a limit."""
 BACK_S = 60.0
 START_LIMIT_S = 60.0
 

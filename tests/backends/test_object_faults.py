@@ -3,13 +3,12 @@
 import asyncio
 import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from kvxfer.backends.object import S3Backend
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.conformance.suite import (
     make_keys,
@@ -19,7 +18,7 @@ from kvxfer.testing.conformance.suite import (
 )
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.object_servers import ObjectServer, open_bucket, seaweedfs
-from tests.backends.outages import SLACK_S, move_until_one_fails, require_back
+from tests.backends.outages import move_until_one_fails, require_back
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("s3_credentials")]
 
@@ -51,26 +50,18 @@ async def store_before(server: ObjectServer, keys: list[BlockKey]) -> list[bytes
         return await store_generated(backend, keys, MEMORY.describe(0, range(8)))
 
 
-async def timed_load(backend: S3Backend, first: int) -> tuple[list[Outcome], float]:
-    began = time.monotonic()
-    outcomes = await backend.load(make_keys(8, first=first), MEMORY.describe(0, range(8, 16)))
-    return outcomes, time.monotonic() - began
-
-
 async def test_a_frozen_server_costs_one_timeout_and_then_nothing(server: ObjectServer) -> None:
     keys = make_keys(8)
     await store_before(server, keys)
     async with open_impatient(server) as backend:
         server.freeze()
         try:
-            outcomes, seconds = await timed_load(backend, 0)
+            outcomes = await backend.load(keys, MEMORY.describe(0, range(8, 16)))
             assert statuses(outcomes) == [Status.TIMED_OUT] * 8
-            assert seconds < TIMEOUT_S + SLACK_S
             for call in (backend.load, backend.store):
-                began = time.monotonic()
-                outcomes = await call(keys, MEMORY.describe(0, range(8)))
-                assert {Status.FAILED, Status.TIMED_OUT} >= set(statuses(outcomes))
-                assert time.monotonic() - began < SLACK_S
+                found = statuses(await call(keys, MEMORY.describe(0, range(8))))
+                assert set(found) <= {Status.FAILED, Status.TIMED_OUT}
+                assert found.count(Status.TIMED_OUT) <= 1, "more than a probe was sent"
             assert await backend.lookup(keys) == [False] * 8
         finally:
             server.thaw()
