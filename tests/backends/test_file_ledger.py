@@ -37,8 +37,11 @@ def damages(whole: bytes) -> list[bytes]:
     rng, num_bits = random.Random(1), 8 * len(whole)
     number = int.from_bytes(whole, "little")
     return [
-        *((number ^ 1 << bit).to_bytes(len(whole), "little") for bit in range(0, num_bits, 9)),
-        *(whole[:length] for length in range(0, len(whole), 5)),
+        *(
+            (number ^ 1 << bit).to_bytes(len(whole), "little")
+            for bit in range(0, num_bits, 1 + num_bits // 25)
+        ),
+        *(whole[:length] for length in range(0, len(whole), 1 + len(whole) // 6)),
         *(rng.randbytes(rng.randrange(1, 40 << 10)) for _ in range(5)),
         *OLD_FORMATS,
         whole.ljust(1 << 20, b"\0"),
