@@ -1,8 +1,10 @@
-"""Transfer engine: one outcome per block, whatever the backend does."""
+"""Transfer engine: one outcome per block, on whatever loop, thread or side of a fork."""
 
 import asyncio
 import subprocess
 import sys
+import textwrap
+import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from kvxfer.errors import (
     BlockIdError,
     ClosedError,
     DuplicateError,
+    EventLoopError,
     InvalidArgumentError,
     LengthMismatchError,
 )
@@ -136,13 +139,6 @@ async def test_a_closed_engine_says_so_and_can_be_closed_again(memory: BlockMemo
         engine.submit_load(keys_of(1), [[1]])
 
 
-def test_an_engine_outlives_the_event_loop_it_was_first_used_on(memory: BlockMemory) -> None:
-    engine = TransferEngine(memory.caches, make_backend(memory))
-    assert asyncio.run(engine.store(keys_of(1), [[1]])) == [DONE]
-    assert asyncio.run(engine.load(keys_of(1), [[2]])) == [DONE]
-    engine.close()
-
-
 def test_a_step_loop_submits_lookups_and_closes_the_engine_at_the_end_of_a_block(
     memory: BlockMemory,
 ) -> None:
@@ -244,3 +240,125 @@ async def test_an_engine_whose_backend_cannot_be_drained_ends_and_says_what_it_l
             await asyncio.sleep(0)
     assert "1 transfers are abandoned" in caplog.text
     assert engine.may_touch(job)
+
+
+def test_an_engine_entered_on_a_loop_that_stopped_says_so(
+    memory: BlockMemory,
+) -> None:
+    stopped, engine = asyncio.new_event_loop(), TransferEngine(memory.caches, make_backend(memory))
+    stopped.run_until_complete(engine.__aenter__())
+    for call in (
+        lambda: engine.submit_load(keys_of(1), [[1]]),
+        lambda: asyncio.run(engine.load(keys_of(1), [[1]])),
+        engine.close,
+    ):
+        with pytest.raises(EventLoopError, match="does not run"):
+            call()
+    stopped.run_until_complete(asyncio.sleep(0))
+    stopped.close()
+
+
+async def test_blocking_the_loop_that_one_waits_for_is_refused(memory: BlockMemory) -> None:
+    async with TransferEngine(memory.caches, make_backend(memory)) as engine:
+        job = engine.submit_store(keys_of(4), [range(4)])
+        with pytest.raises(EventLoopError, match=r"wait\(\) would block"):
+            engine.wait([job])
+        with pytest.raises(EventLoopError, match=r"close\(\) would block"):
+            engine.close()
+        while not engine.get_finished():  # noqa: ASYNC110 - turns of this loop are all it takes
+            await asyncio.sleep(0)
+        assert await engine.lookup(keys_of(4)) == [True] * 4, "it is as open as before"
+
+
+def test_no_thread_is_left_and_later_calls_say_that_it_is_closed(memory: BlockMemory) -> None:
+    before = set(threading.enumerate())
+    engine = TransferEngine(memory.caches, make_backend(memory))
+    assert asyncio.run(engine.store(keys_of(4), [range(4)])) == [DONE] * 4
+    assert asyncio.run(engine.load(keys_of(4), [range(8, 12)])) == [DONE] * 4, "it outlives a loop"
+    engine.close()
+    assert not {each.name for each in set(threading.enumerate()) - before}
+    with pytest.raises(ClosedError):
+        engine.submit_load(keys_of(1), [[1]])
+    with pytest.raises(ClosedError):
+        asyncio.run(engine.lookup(keys_of(1)))
+
+
+# Fork
+
+FORK = """
+    import asyncio, os, sys, faulthandler
+    import numpy as np, torch, kvxfer
+    faulthandler.dump_traceback_later(60, exit=True)
+    kv_caches = {"layer": torch.zeros(16, 2, 16, 4, 8)}
+    spec = kvxfer.FullAttentionSpec(
+        tokens_per_block=16, num_kv_heads=4, head_dim=8, dtype=torch.float32
+    )
+    config = kvxfer.KVCacheConfig(
+        num_blocks=16, groups=(kvxfer.KVCacheGroup(spec, ("layer",)),)
+    )
+    caches = kvxfer.canonicalize(kv_caches, config)
+    engine = kvxfer.connect(
+        "host://?capacity=1MiB", caches, namespace=kvxfer.Namespace(model="m")
+    )
+    key = kvxfer.make_block_key(b"k", 0)
+    if sys.argv[1] == "used":
+        job = engine.submit_store([key], [[1]])
+        assert engine.wait([job], timeout_s=10)
+    elif sys.argv[1] == "awaited":
+        asyncio.run(engine.store([key], [[1]]))
+    child = os.fork()
+    if not child:
+        backend = engine.backend
+        calls = [
+            lambda: engine.submit_load([key], [[1]]),
+            lambda: engine.wait([]),
+            lambda: engine.get_finished(),
+            lambda: engine.cancel(0),
+            lambda: engine.may_touch(0),
+            lambda: engine.close(),
+            lambda: asyncio.run(engine.load([key], [[1]])),
+            lambda: asyncio.run(engine.lookup([key])),
+            lambda: asyncio.run(engine.drain()),
+            lambda: asyncio.run(engine.flush()),
+            lambda: asyncio.run(engine.aclose()),
+            lambda: asyncio.run(backend.lookup([key])),
+            lambda: asyncio.run(backend.load([key], kvxfer.describe(caches, 0, [1]))),
+        ]
+        for number, call in enumerate(calls):
+            try:
+                call()
+            except kvxfer.errors.ForkedError as exc:
+                assert "fork" in str(exc), exc
+            else:
+                print("call", number, "did not raise", flush=True)
+                os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    engine.close()
+    sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.parametrize("use", ["unused", "used", "awaited"])
+@pytest.mark.processes
+def test_a_forked_process_is_told_that_it_cannot_use_the_engine_of_its_parent(use: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORK), use],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=Path.cwd(),
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_a_call_on_the_private_loop_cannot_wait_for_it(memory: BlockMemory) -> None:
+    engine = TransferEngine(memory.caches, make_backend(memory))
+
+    async def deadlock() -> None:
+        engine.close()
+
+    with pytest.raises(EventLoopError, match=r"close\(\) would block"):
+        engine.submit_call(deadlock()).result(10)
+    engine.close()
