@@ -168,7 +168,8 @@ class Scheduler:
             thread.turn.acquire()
             try:
                 if not self._is_ending:
-                    sys.settrace(self._trace if self._by_line else None)
+                    if self._by_line:  # else whoever measures coverage goes on
+                        sys.settrace(self._trace)
                     target()
             except SimulationEnded:
                 pass
