@@ -312,13 +312,15 @@ class _EngineRun(EngineRun):
             if not self._num_moving:
                 self._idle.set()
 
-    async def _delete(self, parts: tuple[Part, ...], **given: Any) -> None:
+    async def _delete(
+        self, parts: tuple[Part, ...], timeout_s: float | None, cancel_s: float | None
+    ) -> None:
         """Delete blocks, which the other process takes to be there as long as it remembers them.
 
         What that one stores meanwhile is `DONE` in its own memory, and not written back.
         """
         history, began, keys = self._world.history, self._simulation.now, self._salted.keys(parts)
-        await super()._delete(parts, **given)
+        await super()._delete(parts, timeout_s, cancel_s)
         if self._process.is_alone:
             return
         for key in keys:
