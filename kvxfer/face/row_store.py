@@ -221,7 +221,10 @@ class RowStore:
         try:
             if can_purge_all(self._purgeable):
                 purging = self._engine.submit_call(self._purge(self._purgeable))
-                runtime.result(purging, _limit_s(deadline))
+                try:
+                    runtime.result(purging, _limit_s(deadline))
+                finally:
+                    purging.cancel()  # it would delete what is stored after the call
                 return True
         except Exception as exc:  # noqa: BLE001 - the serving engine goes on
             logger.warning("%s: pages cannot be deleted: %r", self._name, exc)

@@ -19,6 +19,7 @@ from tests.simulation.peers import PeersScenario
 from tests.simulation.polled import PolledScenario
 from tests.simulation.pool import PoolScenario
 from tests.simulation.proxy import ProxyScenario
+from tests.simulation.rows import RowsScenario
 from tests.simulation.tiers import TiersScenario
 
 
@@ -61,6 +62,7 @@ class HandoverScenario(VLLMScenario):
 SCENARIOS: list[Scenario] = [
     TiersScenario(),
     PolledScenario(),
+    RowsScenario(),
     MemoryScenario(),
     PoolScenario(),
     PeersScenario(),
