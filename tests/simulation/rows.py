@@ -34,7 +34,7 @@ class RowsScenario(Scenario):
     """Threads that store, load, look up and purge pages by a `RowStore`, over tiers with faults."""
 
     name: ClassVar[str] = "rows"
-    share: ClassVar[float] = 0.5
+    share: ClassVar[float] = 1.0
     num_faulty: ClassVar[int] = 3
 
     def plan(self, random: Random) -> list[Step]:
