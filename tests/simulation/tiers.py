@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Added, Event, Observer, Removed, Reports
+from kvxfer.storage.staging_memory import StagingMemory
 from kvxfer.testing.dict_backend import DictBackend, DictConfig
 from kvxfer.testing.simulation import EngineScenario, FaultyTier, Opened, Simulation
 from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES
@@ -19,6 +20,8 @@ from kvxfer.units import ByteSize
 ROOM = NUM_KEYS * len(PAGE_SIZES_BYTES) + 4
 """Blocks for which a roomy tier has room, those that are being replaced included."""
 SLOT_BYTES = 8192
+CANARY = 0xA7
+"""Each byte of a staging buffer that nobody uses."""
 HASHING = (MemoryIntegrity.FULL, MemoryIntegrity.FULL, MemoryIntegrity.FENCED)
 """Kinds of host memory: threads move what is hashed, and are late; the loop moves the rest."""
 LISTS = (
@@ -56,6 +59,8 @@ class TiersScenario(EngineScenario):
         is_alone = len(tiers) == 1 and random.random() < 0.5
         pause_s = random.choice((0.0, 0.1, 1.0))
         backend = tiers[0] if is_alone else _join(tiers, namespace, random, pause_s)
+        if isinstance(backend, TieredBackend):
+            _watch_staging(simulation, backend._staging)
         return Opened(
             backend=backend,
             tiers=() if is_alone else tiers,
@@ -155,6 +160,25 @@ def _join(
     timeouts = TierTimeouts(lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=pause_s)
     staging_bytes = random.choice((8192, 16384, 65536))
     return TieredBackend(tiers, namespace, staging_bytes=staging_bytes, timeouts=timeouts)
+
+
+def _watch_staging(simulation: Simulation, staging: StagingMemory) -> None:
+    """Fill each buffer that is given back, and check that nothing has touched it until its use."""
+    take, give_back = staging._take, staging._give_back
+    free: dict[int, Any] = {}
+
+    async def take_watched(priority: int) -> Any:
+        buffer = await take(priority)
+        if free.pop(id(buffer), None) is not None and (buffer != CANARY).any():
+            simulation.fail("a free staging buffer was touched")
+        return buffer
+
+    def give_back_watched(buffer: Any, share: Any = None) -> None:
+        buffer[:] = CANARY
+        free[id(buffer)] = buffer
+        give_back(buffer, share)
+
+    vars(staging).update(_take=take_watched, _give_back=give_back_watched)
 
 
 def leftovers_of_engine(engine: TransferEngine, *, may_lose: bool = False) -> list[str]:
