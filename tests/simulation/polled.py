@@ -18,7 +18,7 @@ from tests.simulation.tiers import TiersScenario
 NUM_THREADS = 2
 CLOSE_TIMEOUT_S = 30.0
 ENGINE_TIMEOUT_S = 5.0
-POLL_S = 0.004
+POLL_S, CLOSED_POLL_S = 0.004, 0.1
 SLACK_S = 0.1
 MOST_S = 600.0
 SLICES = (256, 1 << 20)
@@ -247,7 +247,7 @@ class _Run:
                     job.ends_at = MOST_S * 10
             if self._is_closing and now > until - MOST_S / 2:
                 return
-            runtime.sleep(POLL_S)
+            runtime.sleep(CLOSED_POLL_S if self._is_closing else POLL_S)
 
     def _end(self, job_id: JobId, job: _Submitted, outcomes: Sequence[Outcome]) -> None:
         self._world.end(job.batch, outcomes)
