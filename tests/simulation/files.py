@@ -178,9 +178,13 @@ class _Store:
     @property
     def is_roomy(self) -> bool:
         """Whether no block is evicted, so that what was stored is there at the end."""
+        return not (self._is_limited or self._has_tiers)
+
+    @property
+    def _is_limited(self) -> bool:
+        """Whether files are evicted for want of room."""
         is_full = any(step.arguments.get("error") == errno.ENOSPC for step in self._steps)
-        is_limited = self.config.capacity < ROOM * FILE_BYTES or self._is_small_disk or is_full
-        return not (is_limited or self._has_tiers)
+        return self.config.capacity < ROOM * FILE_BYTES or self._is_small_disk or is_full
 
     def run(self) -> None:
         """Let the processes run, killed ones once more; then look at what they have left."""
@@ -261,7 +265,7 @@ class _Store:
             timeouts = TierTimeouts(lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=0.1)
             tiers: list[Backend] = [host, files]
             backend = TieredBackend(tiers, namespace, staging_bytes=16384, timeouts=timeouts)
-            return Opened(backend=backend, tiers=tiers)
+            return Opened(backend=backend, tiers=tiers, is_roomy=not self._is_limited)
         return None
 
     def _watch(self, files: FileBackend) -> None:
