@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/doctor": 1_614,
     "kvxfer/engine_side": 1_540,
     "kvxfer/explain": 918,
-    "kvxfer/face": 455,
+    "kvxfer/face": 456,
     "kvxfer/integrations": 10_991,
     "kvxfer/kvcache": 5_885,
     "kvxfer/lending": 1_565,

@@ -223,8 +223,9 @@ class RowStore:
                 purging = self._engine.submit_call(self._purge(self._purgeable))
                 try:
                     runtime.result(purging, _limit_s(deadline))
-                finally:
+                except TimeoutError:
                     purging.cancel()  # it would delete what is stored after the call
+                    raise
                 return True
         except Exception as exc:  # noqa: BLE001 - the serving engine goes on
             logger.warning("%s: pages cannot be deleted: %r", self._name, exc)

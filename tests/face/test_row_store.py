@@ -5,12 +5,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError, ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.face import RowPool, RowStore
+from kvxfer.runtime import OrdinaryRuntime
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
@@ -144,6 +147,42 @@ def test_what_a_backend_raises_is_a_miss(
     assert pages.move(LOAD) == pages.move(STORE) == [False] * 6
     assert pages.num_free() == NUM_ROWS
     assert pages.pages[:, 0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+class PurgedLate(DictBackend):
+    """Backend whose purge waits for its test."""
+
+    may_purge: threading.Event
+
+    async def purge(self, prefix: bytes = b"") -> None:
+        await asyncio.to_thread(self.may_purge.wait)
+        await self.delete([key for key in self._blocks if key.startswith(prefix)])
+
+
+class Interrupted(OrdinaryRuntime):
+    """Runtime in which an interrupt comes while a thread waits for a result."""
+
+    def wait_futures(self, *_: object) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_a_purge_whose_caller_was_interrupted_deletes_the_pages_all_the_same() -> None:
+    rows = BlockMemory([[ROW_BYTES]], num_blocks=NUM_ROWS)
+    backend = PurgedLate(DictConfig(), rows.namespace())
+    backend.may_purge = threading.Event()
+    both = dict.fromkeys(Direction, RowPool(range(NUM_ROWS)))
+    store = RowStore(TransferEngine(rows.caches, backend), both, name="pages")
+    try:
+        assert store.move(STORE, KEYS, lambda pages, rows: None, math.inf) == [True] * 6
+        with runtime.use(Interrupted()), pytest.raises(KeyboardInterrupt):
+            store.purge(math.inf)
+        backend.may_purge.set()
+        deadline = time.monotonic() + 10
+        while any(store.lookup(KEYS, math.inf)):
+            assert time.monotonic() < deadline
+    finally:
+        backend.may_purge.set()
+        store.close()
 
 
 def test_no_page_passes_a_purge(pages: Pages) -> None:
