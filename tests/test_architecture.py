@@ -66,7 +66,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_275,
     "kvxfer/storage": 5_153,
     "kvxfer/telemetry": 1_717,
-    "kvxfer/testing": 7_443,
+    "kvxfer/testing": 7_473,
     "kvxfer/tiering": 1_582,
     "kvxfer/transfer": 2_125,
 }

@@ -2,9 +2,9 @@
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise, product
 from math import inf
 from random import Random
@@ -12,7 +12,8 @@ from typing import Any, ClassVar, TypeVar
 
 from kvxfer.errors import BackendUnavailableError, ClosedError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Backend, Outcome, Purgeable, Status
+from kvxfer.storage.backend import Backend, Outcome, Purgeable, Status, WrappingBackend
+from kvxfer.storage.eviction.retention import Retaining
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing.simulation.faults import CALLS as FAULTY_CALLS
 from kvxfer.testing.simulation.faults import FaultyTier, TierFault
@@ -32,6 +33,7 @@ from kvxfer.transfer import FinishedJob, JobId, TransferEngine
 SLACK_S = 0.1
 """Virtual time that a call may take beyond its deadline, or beyond its cancellation."""
 ENGINE_TIMEOUT_S = 20.0
+MAX_BYTES = (1024, 4096, 1 << 20)
 CLOSE_TIMEOUT_S = 60.0
 MOST_S = 900.0
 """Virtual time after which a call without a deadline is said to hang."""
@@ -268,6 +270,49 @@ class EngineScenario(Scenario):
         await engine.require_nothing_left()
 
 
+class _Bounded(WrappingBackend):
+    """Backend of an engine, which checks the bound on bytes that the engine hands to it.
+
+    Args:
+        inner: The backend.
+        simulation: The run.
+        max_bytes: The bound.
+
+    Attributes:
+        max_bytes: As given.
+        is_checked: Whether the bound holds: not when calls are given up, which then are not in it.
+    """
+
+    passes_on = frozenset({Purgeable, Retaining})
+
+    def __init__(self, inner: Backend, simulation: Simulation, max_bytes: int) -> None:
+        super().__init__(inner)
+        self.max_bytes, self.is_checked = max_bytes, True
+        self._simulation = simulation
+        self._bytes_in_flight = 0
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`."""
+        with self._count(blocks):
+            return await self.inner.store(keys, blocks)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`."""
+        with self._count(blocks):
+            return await self.inner.load(keys, blocks)
+
+    @contextmanager
+    def _count(self, blocks: Descriptors) -> Iterator[None]:
+        num_bytes, others = int(blocks.block_sizes.sum()), self._bytes_in_flight
+        if others and others + num_bytes > self.max_bytes and self.is_checked:
+            self._simulation.fail("bytes in flight", f"{others} and {num_bytes} more")
+        self._bytes_in_flight += num_bytes
+        try:
+            yield
+        finally:
+            self._bytes_in_flight -= num_bytes
+
+
 class EngineRun:
     """Engine of a run, on an event loop: carries out steps, and looks at what they leave.
 
@@ -293,19 +338,16 @@ class EngineRun:
         self._world = world
         self.opened = opened
         random = simulation.random("engine")
-        self._max_bytes, self._bytes_in_flight = random.choice((1024, 4096, 1 << 20)), 0
-        for name in ("store", "load"):
-            call = getattr(self.opened.backend, name)
-            setattr(self.opened.backend, name, partial(self._count_bytes, call))
+        self._bounded = _Bounded(self.opened.backend, simulation, random.choice(MAX_BYTES))
         self._engine = TransferEngine(
             self._world.memory.caches,
-            self.opened.backend,
+            self._bounded,
             blocks_per_chunk=self._world.memory.blocks_per_chunk,
-            max_bytes_in_flight=self._max_bytes,
+            max_bytes_in_flight=self._bounded.max_bytes,
             timeout_s=ENGINE_TIMEOUT_S,
             close_timeout_s=CLOSE_TIMEOUT_S,
         )
-        self.is_closing = self.was_stopped = self._gives_up = False
+        self.is_closing = self.was_stopped = False
         self._finished: dict[JobId, FinishedJob] = {}
         self._faulted: dict[int, None] = {}  # tiers that have a fault at some time
 
@@ -339,7 +381,8 @@ class EngineRun:
         if self.is_closing:
             return
         given = dict(step.arguments)
-        self._gives_up |= given.get("timeout_s") is not None or given.get("cancel_s") is not None
+        if given.get("timeout_s") is not None or given.get("cancel_s") is not None:
+            self._bounded.is_checked = False
         self._simulation.note(f"-> {step.what} {_say(given)}")
         try:
             self._simulation.num_calls += step.what in CALLS
@@ -358,19 +401,6 @@ class EngineRun:
                 return
             self._simulation.fail("undocumented error", f"{step.what}: {exc!r}")
         self._simulation.note(f"<- {step.what} {_say(given)}")
-
-    async def _count_bytes(
-        self, call: Callable[..., Awaitable[T]], keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> T:
-        """Make a call, and check the bound on bytes in flight; what is given up is not in it."""
-        num_bytes = int(blocks.block_sizes.sum())
-        others, self._bytes_in_flight = self._bytes_in_flight, self._bytes_in_flight + num_bytes
-        if others and others + num_bytes > self._max_bytes and not self._gives_up:
-            self._simulation.fail("bytes in flight", f"{others} and {num_bytes} more")
-        try:
-            return await call(keys, blocks)
-        finally:
-            self._bytes_in_flight -= num_bytes
 
     async def _close(self, **given: float | None) -> None:
         await self.close(**given)
