@@ -1,6 +1,6 @@
 """Scenario of an engine that threads poll: its loop runs in a thread of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from random import Random
@@ -56,14 +56,7 @@ class PolledScenario(Scenario):
             if what in ("store", "load"):
                 arguments["cancel_s"] = random.choice((None, None, None, 0.0, 0.01))
             steps.append(Step(random.random() * length_s, what, arguments))
-        for _ in range(random.choice((0, 0, 1, 3))):
-            fault = {
-                "thread": 0,
-                "tier": random.randrange(self.num_faulty),
-                "fault": random.choice(list(TierFault)),
-                "for_s": random.choice((0.2, 1.0)),
-            }
-            steps.append(Step(random.random() * length_s, "fault", fault))
+        steps += draw_faults(random, length_s, self.num_faulty)
         if random.random() < 0.3:
             steps.append(Step(random.random() * length_s, "close", {"thread": 0}))
         return sorted(steps, key=lambda step: step.at_s)
@@ -78,16 +71,40 @@ class PolledScenario(Scenario):
         run.opened.excuse((s.arguments for s in steps if s.what == "fault"), run.history)
         if simulation.random("lines").random() < 0.5:
             simulation.runtime.scheduler.switch_by_line(BY_LINE)
-        shares = [[s for s in steps if s.arguments["thread"] == n] for n in range(NUM_THREADS)]
-        threads = [
-            runtime.start_thread(run.carry_out, name=f"client {number}", args=(share,))
-            for number, share in enumerate(shares)
-        ]
-        for thread in threads:
-            thread.join(MOST_S)
-            if thread.is_alive():
-                simulation.fail("never ended", simulation.runtime.scheduler.stacks())
+        carry_out_on_threads(simulation, steps, run.carry_out, NUM_THREADS)
         run.end()
+
+
+def draw_faults(random: Random, length_s: float, num_tiers: int) -> list[Step]:
+    """Draw faults of tiers, which the first thread begins."""
+    steps = []
+    for _ in range(random.choice((0, 0, 1, 3))):
+        fault = {
+            "thread": 0,
+            "tier": random.randrange(num_tiers),
+            "fault": random.choice(list(TierFault)),
+            "for_s": random.choice((0.2, 1.0)),
+        }
+        steps.append(Step(random.random() * length_s, "fault", fault))
+    return steps
+
+
+def carry_out_on_threads(
+    simulation: Simulation,
+    steps: Sequence[Step],
+    carry_out: Callable[[Sequence[Step]], None],
+    num_threads: int,
+) -> None:
+    """Carry out the steps of each thread on it, and wait for the threads."""
+    shares = [[s for s in steps if s.arguments["thread"] == n] for n in range(num_threads)]
+    threads = [
+        runtime.start_thread(carry_out, name=f"client {number}", args=(share,))
+        for number, share in enumerate(shares)
+    ]
+    for thread in threads:
+        thread.join(MOST_S)
+        if thread.is_alive():
+            simulation.fail("never ended", simulation.runtime.scheduler.stacks())
 
 
 class _Run:

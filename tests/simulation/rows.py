@@ -14,10 +14,11 @@ from kvxfer.face.row_store import GRACE_S
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
-from kvxfer.testing.simulation import Scenario, Simulation, Step, TierFault
+from kvxfer.testing.simulation import Scenario, Simulation, Step
 from kvxfer.testing.simulation.oracle import History
 from kvxfer.transfer import TransferEngine
 from kvxfer.transfer.job import Direction
+from tests.simulation.polled import carry_out_on_threads, draw_faults
 from tests.simulation.tiers import TiersScenario
 
 NUM_THREADS = 3
@@ -51,14 +52,7 @@ class RowsScenario(Scenario):
                 numbers = random.sample(range(num_keys), random.randint(1, num_keys))
                 arguments["numbers"] = tuple(numbers)
             steps.append(Step(random.random() * length_s, what, arguments))
-        for _ in range(random.choice((0, 0, 1, 3))):
-            fault = {
-                "thread": 0,
-                "tier": random.randrange(self.num_faulty),
-                "fault": random.choice(list(TierFault)),
-                "for_s": random.choice((0.2, 1.0)),
-            }
-            steps.append(Step(random.random() * length_s, "fault", fault))
+        steps += draw_faults(random, length_s, self.num_faulty)
         return sorted(steps, key=lambda step: step.at_s)
 
     def _plan_late_purges(self, random: Random) -> list[Step]:
@@ -78,15 +72,7 @@ class RowsScenario(Scenario):
         if simulation.random("lines").random() < 0.3:
             simulation.runtime.scheduler.switch_by_line(BY_LINE)
         run = _Run(simulation, has_faults=any(step.what == "fault" for step in steps))
-        shares = [[s for s in steps if s.arguments["thread"] == n] for n in range(NUM_THREADS)]
-        threads = [
-            runtime.start_thread(run.carry_out, name=f"caller {number}", args=(share,))
-            for number, share in enumerate(shares)
-        ]
-        for thread in threads:
-            thread.join(QUIET_S)
-            if thread.is_alive():
-                simulation.fail("never ended", simulation.runtime.scheduler.stacks())
+        carry_out_on_threads(simulation, steps, run.carry_out, NUM_THREADS)
         run.end()
 
 
