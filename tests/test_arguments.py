@@ -179,9 +179,18 @@ def test_a_timeout_is_any_real_number_and_as_long_as_can_be_waited() -> None:
     assert require_timeout("timeout_s", None) is None
     real: tuple[Any, ...] = (0, np.float32(2), np.int8(3), Fraction(1, 2))
     for timeout_s in real:
-        assert require_timeout("timeout_s", timeout_s) == timeout_s
+        checked = require_timeout("timeout_s", timeout_s)
+        assert type(checked) is float
+        assert checked == timeout_s
     for timeout_s in (float("inf"), 10**400):
         assert require_timeout("timeout_s", timeout_s) == threading.TIMEOUT_MAX
+
+
+@pytest.mark.parametrize("wrong", [-1, -0.5, float("nan"), "5", b"5", True, np.True_, 1j, [1]])
+def test_no_other_timeout_is_one(wrong: Any) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        require_timeout("timeout_s", wrong)
+    assert str(caught.value).startswith(f"timeout_s is {wrong!r};")
 
 
 def test_a_value_that_cannot_be_shown_is_named_by_its_type() -> None:

@@ -108,8 +108,8 @@ async def test_two_processes_in_one_small_folder_never_err_and_keep_its_capacity
         await asyncio.to_thread(process.join)
     for report in reports:
         counts = json.loads(report.read_text())
-        # Some may fail: stored by the other one, who takes longer than is waited for.
-        assert counts["failed"] < counts["stored"], counts
+        # Stored by the other one, who was waited for, and evicted before it could be seen.
+        assert counts["failed"] <= counts["stored"] // 100, counts
         assert min(counts["stored"], counts["loaded"], counts["missed"]) > 10, counts
     memory = shared_memory()
     async with open_store(root, memory.namespace(), capacity=capacity) as backend:
