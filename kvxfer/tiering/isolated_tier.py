@@ -114,11 +114,19 @@ class IsolatedTier:
 
     async def lookup(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Look up which of `keys` are present; none when the backend fails or is late."""
-        if not keys or not self._may_call(Operation.LOOKUP, keys):
+        return await self.ask(keys) or set()
+
+    async def ask(self, keys: Sequence[BlockKey]) -> set[BlockKey] | None:
+        """Look up which of `keys` are present; None when the backend fails or is late."""
+        if not keys:
             return set()
+        if not self._may_call(Operation.LOOKUP, keys):
+            return None
         what, began = f"lookup of {len(keys)} blocks", runtime.monotonic()
         call = self.backend.lookup(keys)
-        found = await self._ask(Operation.LOOKUP, what, keys, self._timeouts.lookup_s, call)
+        found = await self._await_answer(
+            Operation.LOOKUP, what, keys, self._timeouts.lookup_s, call
+        )
         is_answer, status = found is not None and len(found) == len(keys), Status.DONE
         if found is None or not is_answer:
             is_late = self._suspension.is_on(runtime.monotonic())
@@ -126,7 +134,8 @@ class IsolatedTier:
         if self.reports:
             seconds = runtime.monotonic() - began
             self.reports.tell(Asked(self.reports.tier, keys, found, seconds, status))
-        return {key for key, there in zip(keys, found, strict=True) if there}
+        there = {key for key, is_there in zip(keys, found, strict=True) if is_there}
+        return there if is_answer else None
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; every block is `FAILED` when the backend fails.
@@ -155,7 +164,7 @@ class IsolatedTier:
         if self._may_call(Operation.DELETE, keys):
             what, call = f"delete of {len(keys)} blocks", delete_from(self.backend, keys)
             timeout_s = self._timeouts.move_s
-            deleted = await self._ask(Operation.DELETE, what, keys, timeout_s, call)
+            deleted = await self._await_answer(Operation.DELETE, what, keys, timeout_s, call)
         return deleted or (set(), set(keys))
 
     async def purge(self, prefix: bytes) -> bool:
@@ -205,7 +214,7 @@ class IsolatedTier:
             self.reports.skipped(operation, keys)
         return is_available
 
-    async def _ask(
+    async def _await_answer(
         self,
         operation: Operation,
         what: str,
@@ -264,7 +273,7 @@ class IsolatedTier:
         call = self._move(operation, keys, blocks, cause)
         # A load writes to the caller's memory; what moves between tiers has buffers, to be drained.
         keeps_caller = operation is Operation.LOAD and cause is Cause.REQUEST
-        outcomes = await self._ask(
+        outcomes = await self._await_answer(
             operation, what, keys, timeout_s, call, keeps_caller=keeps_caller
         )
         reason = f"{self.name} took longer than {timeout_s:g} s"

@@ -32,18 +32,21 @@ class StoredBlock:
         start: Byte of its chunk at which the block begins.
         num_bytes: Its bytes, maybe only a part of the chunk.
         is_new: Whether it is known that the tiers below do not have it.
+        silent: Indices of the tiers that did not say whether they had the chunk before.
     """
 
     source: int
     start: int
     num_bytes: int
     is_new: bool = field(compare=False)
+    silent: frozenset[int] = field(default=frozenset(), compare=False)
 
     def covers(self, other: "StoredBlock") -> bool:
-        """Whether it has all bytes of a block that its tier stored later, while it had this one."""
+        """Whether it has all bytes of a block that was stored later, and its tier may have it."""
         ends_at = self.start + self.num_bytes
         covers = self.start <= other.start and other.start + other.num_bytes <= ends_at
-        return covers and self.source == other.source and not other.is_new
+        is_there = self.source == other.source and not other.is_new
+        return covers and (is_there or self.source in other.silent)
 
 
 class TierWriter:
