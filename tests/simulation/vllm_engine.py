@@ -227,11 +227,14 @@ class ModelEngine:
         if self._was_reset:
             return False
         self._was_reset = True
-        is_loading = any(
-            each.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        # vLLM refuses while a request loads, or has loaded and waits for its turn to run.
+        waiting = {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING}
+        manager = self.scheduler.kv_cache_manager
+        has_loaded = any(
+            each.status in waiting and any(manager.get_block_ids(each.request_id))
             for each in self.scheduler.requests.values()
         )
-        preempts = also_running and not is_loading
+        preempts = also_running and not has_loaded
 
         def reset() -> bool:
             return bool(
