@@ -44,7 +44,7 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 2_080,
-    "backends/file": 6_073,
+    "backends/file": 6_079,
     "backends/host": 2_087,
     "backends/mooncake": 720,
     "backends/nixl": 9_000,
@@ -67,7 +67,7 @@ BUDGETS = {
     "kvxfer/storage": 5_153,
     "kvxfer/telemetry": 1_717,
     "kvxfer/testing": 7_473,
-    "kvxfer/tiering": 1_582,
+    "kvxfer/tiering": 1_618,
     "kvxfer/transfer": 2_125,
 }
 MAX_FUNCTION_LINES = 70

@@ -1,6 +1,7 @@
 """Space of a store: its files and free bytes, reservations and evictions."""
 
 import contextlib
+import errno
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -89,6 +90,7 @@ class Space:
         self._walk_lock = runtime.lock()
         self._next_scan = 0.0
         self._must_rescan = False
+        self._is_uncounted = False  # as the last walk may have missed some, and there was no count
         self._reports = Reports()
         self._gone: dict[tuple[str, Removal], list[BlockKey]] = {}  # and not told yet
         self._not_removed: list[Victim] = []  # and not candidates until the end of an eviction
@@ -133,7 +135,8 @@ class Space:
             How many of the leading keys there is room for.
 
         Raises:
-            OSError: The file system does not answer; nothing is reserved.
+            OSError: The file system does not answer, or the bytes of the store are not known;
+                nothing is reserved.
         """
         if self._must_rescan:
             self._must_rescan = not self._rescan()
@@ -312,6 +315,8 @@ class Space:
                 runtime.sleep(STEP_PAUSE_S)
             with self._ledger.locked():
                 self._ledger.end_recount(begun, self._index.end_walk(), is_partial=is_partial)
+                self._is_uncounted = is_partial and not self._ledger.known
+                self._must_rescan |= self._is_uncounted
         finally:
             self._index.abandon_walk()
 
@@ -321,6 +326,9 @@ class Space:
         needed, fitting = [padded(size) for size in sizes], 0
         try:
             with self._ledger.locked():
+                if self._is_uncounted and not self._ledger.known:
+                    text = "its bytes are not known, as a part of it cannot be read"
+                    raise OSError(errno.EIO, text, str(self._tree.root))
                 if self._ledger.known:
                     with self._spared(spare):
                         fitting = self._make_room(needed, *self._free())
@@ -416,8 +424,9 @@ class Space:
         Raises:
             OSError: The walk has failed.
         """
-        is_due = not self._ledger.known or runtime.monotonic() >= self._next_scan
-        if not (is_due or self.is_walking):
+        is_needed = not (self._ledger.known or self._is_uncounted)
+        is_due = runtime.monotonic() >= self._next_scan
+        if not (is_needed or is_due or self.is_walking):
             return False
         walk = self.begin_scan()
         runtime.wait_futures([walk], WALK_WAIT_S)

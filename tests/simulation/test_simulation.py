@@ -79,6 +79,8 @@ FOUND = (
     ("files", 79),  # and so more was stored than the capacity
     ("handover", 83),  # a lease whose release was lost was held by a worker that had read
     ("files", 9508),  # a purge passed over a folder that it could not read, and said nothing
+    ("files", 21604),  # a delete failed, as the count was removed while it was changed
+    ("files", 21818),  # a walk that could not read all made a count that is too low
     ("files", 13809),  # a collection on a full disk left the folders of a walk open
     ("lending", 96),  # a hold was sent after one at another worker had failed, and was kept
     ("objects", 1243),  # a removal waited for its turn after its look at the object

@@ -110,8 +110,9 @@ class Ledger:
         """Lock the count against all other threads, processes and hosts; blocks.
 
         Raises:
-            OSError: The count cannot be read or written, or somebody has locked it for
-                `LOCK_TIMEOUT_S`; nothing was changed, `reserved` and `added_here` included.
+            OSError: The count cannot be read or written, was removed while bytes were added, or
+                somebody has locked it for `LOCK_TIMEOUT_S`; nothing was changed, `reserved` and
+                `added_here` included.
         """
         ends_at = runtime.monotonic() + LOCK_TIMEOUT_S
         with self._locked_here(ends_at):
@@ -123,12 +124,12 @@ class Ledger:
                 self.known = len(record) == _RECORD.size and record.startswith(_MAGIC)
                 self.num_losses += was_known and not self.known
                 _, self.used, self.added = _RECORD.unpack(record) if self.known else (b"", 0, 0)
-                reserved, added_here = self.reserved, self.added_here
+                used, reserved, added_here = self.used, self.reserved, self.added_here
                 try:
                     yield
                 finally:
                     try:
-                        self._write(record, reserved)
+                        self._write(record, used, reserved)
                     except BaseException:
                         self.reserved, self.added_here = reserved, added_here
                         raise
@@ -136,14 +137,15 @@ class Ledger:
                 with contextlib.suppress(OSError, MemoryError):  # what is done stays so
                     runtime.disk().flock(self._fd, fcntl.LOCK_UN)
 
-    def _write(self, record: bytes, reserved: int) -> None:
+    def _write(self, record: bytes, used: int, reserved: int) -> None:
         """Write what has changed since the count was read."""
         if reserved != self.reserved:  # first: a recount must never miss reserved bytes
             self._claim.reserve(self.reserved)
         changed = _RECORD.pack(_MAGIC, _bounded(self.used), _bounded(self.added))
         if self.known and changed != record:
             runtime.disk().pwrite(self._fd, add_checksum(changed), 0)
-            if not self._has_name:  # others count in another file by now
+            # Others count in another file by now, from a walk that misses what is not written yet.
+            if self.used > used and not self._has_name:
                 raise OSError(errno.ESTALE, f"{LEDGER_NAME} was removed", str(self._root))
 
     @contextlib.contextmanager
@@ -204,7 +206,8 @@ class Ledger:
 
         What other processes reserved or added during the walk is counted as well. A count that was
         lost during it stays unknown, or as another process has made it anew: how much was added
-        before it was lost, nobody knows. The next reservation counts anew.
+        before it was lost, nobody knows. The next reservation counts anew. A walk that may have
+        missed some lowers no count, and makes none where there is none.
 
         Args:
             begun: State when the walk began.
@@ -213,9 +216,11 @@ class Ledger:
         """
         if self.num_losses != begun.num_losses or self.added < begun.added:
             return
+        if is_partial and not self.known:
+            return
         added_by_others = self.added - begun.added - (self.added_here - begun.added_here)
         total = num_bytes + begun.reserved_by_others + added_by_others
-        self.used = max(total, self.used) if is_partial and self.known else total
+        self.used = max(total, self.used) if is_partial else total
         self.known = True
 
     def recount_blocks(
