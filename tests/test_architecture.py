@@ -44,7 +44,7 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 2_080,
-    "backends/file": 6_079,
+    "backends/file": 6_083,
     "backends/host": 2_087,
     "backends/mooncake": 720,
     "backends/nixl": 9_000,

@@ -326,9 +326,7 @@ class Space:
         needed, fitting = [padded(size) for size in sizes], 0
         try:
             with self._ledger.locked():
-                if self._is_uncounted and not self._ledger.known:
-                    text = "its bytes are not known, as a part of it cannot be read"
-                    raise OSError(errno.EIO, text, str(self._tree.root))
+                self._require_counted()
                 if self._ledger.known:
                     with self._spared(spare):
                         fitting = self._make_room(needed, *self._free())
@@ -339,6 +337,12 @@ class Space:
             self._index.settle(self._files(keys[:fitting]), stored=[False] * fitting)
             raise
         return fitting
+
+    def _require_counted(self) -> None:
+        """Refuse room when the store has no count, and a walk could not make one."""
+        if self._is_uncounted and not self._ledger.known:
+            text = "its bytes are not known, as a part of it cannot be read"
+            raise OSError(errno.EIO, text, str(self._tree.root))
 
     def _tell_walk(self) -> None:
         """Tell which files of our namespace a walk found, and which it did not find any more."""

@@ -136,7 +136,10 @@ class ObjectsScenario(EngineScenario):
 
 
 class _Counting(Observer):
-    """Count of the objects that processes have reported as added, and not as removed."""
+    """Count of the objects that processes have reported as added, and not as removed.
+
+    Two that remove one object at the same time both report it: a bucket does not say who did.
+    """
 
     def __init__(self) -> None:
         self.num_added: Counter[BlockKey] = Counter()
@@ -145,7 +148,7 @@ class _Counting(Observer):
         if isinstance(event, Added):
             self.num_added.update(event.keys)
         elif isinstance(event, Removed):
-            self.num_added.subtract(event.keys)
+            self.num_added -= Counter(event.keys)  # to none at least
 
 
 @dataclass(slots=True)
