@@ -14,27 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from obstore.store import MemoryStore
 
 from kvxfer.backends.file import FileBackend, FileConfig, Integrity
 from kvxfer.backends.nixl import Announcement
+from kvxfer.backends.nixl.discovery import decode_announcement
 from kvxfer.backends.nixl.wire import frames, handshake
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.object import ObjectBackend
 from kvxfer.backends.pool import messages as pool
-from kvxfer.kvcache import WorkerShard
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.page_box import Digit, PageBox
-from kvxfer.kvcache.portable.cache_description import CacheDescription, GroupDescription
+from kvxfer.kvcache.portable.cache_description import CacheDescription
 from kvxfer.storage import (
     Backend,
     BlockKey,
-    GroupIdentity,
     Namespace,
     PromptKeys,
     Status,
-    StoredTensor,
     make_block_key,
 )
 from kvxfer.storage.backend import DONE, PAUSED
@@ -68,33 +64,15 @@ KEYS = [make_block_key(f"golden-{number}".encode() * 2) for number in range(3)]
 KEY = KEYS[0]
 OF_GROUP_1 = make_block_key(b"golden-3" * 2, 1)
 ENDPOINT = b"10.0.0.7:7000"
-WORDS = bytes(range(16))
-NAMESPACES = [
-    Namespace(model="example/model"),
-    Namespace(
-        model="example/model",
-        revision="8d1c8a2",
-        dtype="bfloat16",
-        quantization="fp8",
-        config_hash="0123456789abcdef",
-        layout="NHD",
-        groups=(
-            GroupIdentity(
-                page_sizes_bytes=(64, 64), layer_names=("a", "b"), layouts=("kv", "kv"), spec="full"
-            ),
-            GroupIdentity(
-                page_sizes_bytes=(128,),
-                tensors=(
-                    StoredTensor(name="k", dtype="BF16", shape=(2, 32)),
-                    StoredTensor(name="v", dtype="BF16", shape=(2, 32)),
-                ),
-            ),
-        ),
-        blocks_per_chunk=2,
-        parallel={"tp_size": 2, "rank": 1},
-        instruction_set="amx",
-    ),
-]
+FOLDER = Path(__file__).parent
+SETS = sorted(path.parent for path in FOLDER.glob(f"*/{RECORDS}"))
+NEWEST: dict[str, Any] = max(
+    (json.loads((folder / RECORDS).read_text()) for folder in SETS),
+    key=lambda records: (records["nixl"]["version"], records["pool"]["version"]),
+)
+"""Records of the set with the newest messages, whose samples the next set has, too."""
+
+NAMESPACES = [msgspec.convert(values, Namespace) for values in NEWEST["namespaces"].values()]
 
 
 def make_memory() -> BlockMemory:
@@ -164,110 +142,19 @@ def _integrity_of(root: Path, integrity: Integrity) -> dict[str, Any]:
     return {"integrity": integrity, "secret_file": str(secret)}
 
 
-EXTENTS = wire.Extents(regions=WORDS[:4], offsets=WORDS[:8], lengths=WORDS[8:], block_offsets=WORDS)
-FENCES = wire.Fencing(extents=EXTENTS, generations=WORDS[:8])
-FOUND = wire.Found(request_id=1, there=[True], starts=[0], checksums=[7], extents=EXTENTS)
-HANDSHAKE: list[wire.Message] = [
-    wire.Hello(
-        version=wire.PROTOCOL_VERSION,
-        oldest_version=wire.OLDEST_VERSION,
-        incarnation=WORDS,
-        namespace=NAMESPACES[1],
-        nonce=bytes(32),
-        boot_id="boot",
-        pid=7,
-        pid_namespace="pid:[1]",
-    ),
-    wire.Proof(mac=bytes(range(32))),
-    wire.Reach(metadata=b"agent", regions=[wire.Region(4096, 8192, "cuda:0")], data_port=7001),
-    wire.Ready(needs_data=True),
-    wire.Refusal(field="version", ours="6", theirs="3"),
-    wire.Attach(session=bytes(32), serial=1, reads=True, mac=bytes(range(32))),
-]
-REQUESTS: list[wire.Message] = [
-    wire.Lookup(request_id=1, let_go=[0], keys=KEYS, places=True, fenced=True),
-    wire.Pin(request_id=2, keys=[KEY], starts=[0], sizes=[614], fenced=True),
-    wire.Pull(request_id=3, keys=[KEY], starts=[0], extents=EXTENTS, hashed=True),
-    wire.Publish(request_id=4, pull=3, checksums=[1 << 63]),
-    wire.Cancel(request_id=5),
-    wire.Delete(request_id=6, keys=[KEY]),
-    wire.Ping(request_id=7, let_go=[1, 2]),
-    wire.Describe(request_id=8),
-    wire.Hold(request_id=9, ticket="ticket", keys=[KEY]),
-    wire.Hold(request_id=10, ticket="ticket", keys=[KEY], places=True, fenced=True),
-    wire.Release(request_id=11, tickets=["ticket", "another"]),
-]
-ANSWERS: list[wire.Message] = [
-    FOUND,
-    wire.Found(request_id=1, there=[True, False], starts=[0], extents=EXTENTS, fences=FENCES),
-    wire.Pinned(
-        request_id=2,
-        endings=[wire.Ending(Status.DONE), wire.Ending(Status.MISSING, "evicted")],
-        checksums=[7],
-        extents=EXTENTS,
-        fences=FENCES,
-    ),
-    wire.Pulled(request_id=3, endings=[wire.Ending(Status.DONE)], waits=True),
-    wire.Deleted(request_id=6, deleted=[True]),
-    wire.Pong(request_id=7),
-    wire.Described(request_id=8, description=b"description"),
-    wire.HeldTicket(request_id=9, is_known=True, is_complete=False, there=[True]),
-    wire.HeldTicket(request_id=10, is_known=True, is_complete=True, there=[True], found=FOUND),
-    wire.Released(request_id=11),
-    wire.Failed(request_id=12, reason="no room"),
-]
-ON_DATA: list[wire.Message] = [
-    wire.Read(addresses=WORDS[:8], lengths=WORDS[8:]),
-    wire.Reading(),
-    wire.Reading(refusal="not registered"),
-]
-CONVERSATIONS: dict[str, tuple[list[wire.Message], Any, int | None]] = {
-    "handshake": (HANDSHAKE, wire.Handshake, None),
-    "requests": (REQUESTS, wire.Request, 0),
-    "answers": (ANSWERS, wire.Answer, 0),
-    "data": (ON_DATA, wire.Read | wire.Reading, 1),
+CONVERSATIONS: dict[str, tuple[Any, int | None]] = {
+    "handshake": (wire.Handshake, None),
+    "requests": (wire.Request, 0),
+    "answers": (wire.Answer, 0),
+    "data": (wire.Read | wire.Reading, 1),
 }
-"""Messages of NIXL peers: samples, the type of all that are legal there, and the number of the
-connection, whose keys seal the frames."""
+"""Messages of NIXL peers: the type of all that are legal there, and the number of the connection,
+whose keys seal the frames."""
 
-POOL: list[pool.Message] = [
-    pool.Hello(version=pool.PROTOCOL_VERSION, namespace=NAMESPACES[1]),
-    pool.Welcome(num_slots=4, part_size_bytes=4096, integrity="fast"),
-    pool.Refusal(field="protocol_version", ours="1", theirs="2"),
-    pool.Lookup(keys=KEYS, within_s=0.5),
-    pool.Found(there=[True, False, True]),
-    pool.Pin(keys=[KEY], within_s=0.5),
-    pool.Pinned(rows=[0], slots=[3]),
-    pool.Unpin(keys=[KEY], corrupt={KEY: (3, "checksum differs")}),
-    pool.Reserve(number=1, keys=[KEY], starts=[0], sizes=[614]),
-    pool.Reserved(rows=[0], slots=[3], busy=[1], refused={2: "no room"}),
-    pool.Publish(number=1, checksums=[7]),
-    pool.Delete(keys=[KEY]),
-    pool.Done(done=[True]),
-    pool.Failed(reason="closed"),
-    pool.Bye(),
-]
 OF_POOL = pool.Hello | pool.Welcome | pool.Refusal | pool.Request | pool.Answer
+ADDED: dict[str, list[Any]] = {}
+"""Samples of messages that no set has yet, by conversation or `pool`."""
 
-DESCRIPTION = CacheDescription(
-    shard=WorkerShard(num_kv_heads=8, rank=1, tp_size=2),
-    groups=(
-        GroupDescription(
-            tokens_per_block=4,
-            payload_size_bytes=128,
-            boxes=(
-                PageBox(
-                    layer_name="layers.0",
-                    part="k",
-                    dtype=torch.bfloat16,
-                    digits=(Digit("token", 4, 16), Digit("head", 4, 4), Digit("dim", 2, 2)),
-                ),
-            ),
-        ),
-        GroupDescription(tokens_per_block=4, payload_size_bytes=64, opaque="vLLM 0.32.0, HND"),
-    ),
-)
-ANNOUNCEMENT = Announcement(capacity=1 << 30, namespace="0" * 32, started=1.5, version="0.1.0")
 JOURNALED: list[journal.Record] = [
     journal.Began(journal.VERSION, 1.5, "golden-1", 0),
     journal.Source(0, "engine", NAMESPACES[1], ("host", "file")),
@@ -304,21 +191,69 @@ def values_of(thing: object) -> Any:
     return msgspec.to_builtins(thing, str_keys=True, enc_hook=str)
 
 
+def read_frames(records: dict[str, Any], name: str) -> list[Any]:
+    """Read the messages of a conversation of peers."""
+    legal, serial = CONVERSATIONS[name]
+    reader = codec(handshake.Role.SERVING, serial)
+    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(legal)
+    messages = []
+    for told in records["nixl"][name]:
+        frame = bytes.fromhex(told["bytes"])
+        body = frame[frames.HEADER_BYTES :]
+        assert reader.body_size(frame[: frames.HEADER_BYTES]) == len(body)
+        messages.append(reader.decode(reader.open(body), decoder))
+    return messages
+
+
+def read_pool(records: dict[str, Any]) -> list[Any]:
+    """Read the messages of host pools, which have to be of this version: others are refused."""
+    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(OF_POOL)
+    if records["pool"]["version"] != pool.PROTOCOL_VERSION:
+        return []
+    messages = []
+    for told in records["pool"]["messages"]:
+        frame = bytes.fromhex(told["bytes"])
+        size = pool.HEADER.size
+        assert pool.body_bytes(frame[:size]) == len(frame) - size
+        messages.append(decoder.decode(frame[size:]))
+    return messages
+
+
+def read_description(records: dict[str, Any]) -> CacheDescription:
+    """Read the description of caches."""
+    [told] = records["description"]
+    return CacheDescription.decode(bytes.fromhex(told["bytes"]))
+
+
+def read_announcement(records: dict[str, Any]) -> Announcement:
+    """Read the announcement of a holder."""
+    [told] = records["announcement"]
+    return decode_announcement(ENDPOINT, bytes.fromhex(told["bytes"]))[1]
+
+
+def samples() -> dict[str, list[Any]]:
+    """List samples of all messages, by conversation of peers, and of pools."""
+    found = {name: read_frames(NEWEST, name) for name in CONVERSATIONS}
+    found["pool"] = read_pool(NEWEST)
+    return {name: [*each, *ADDED.get(name, [])] for name, each in found.items()}
+
+
 def make_records() -> dict[str, Any]:
     """Make everything of a set that is no file of its own."""
+    told = samples()
     return {
         "nixl": {
             "version": wire.PROTOCOL_VERSION,
             **{
-                name: _told(samples, codec(handshake.Role.ASKING, serial).encode)
-                for name, (samples, _, serial) in CONVERSATIONS.items()
+                name: _told(told[name], codec(handshake.Role.ASKING, serial).encode)
+                for name, (_, serial) in CONVERSATIONS.items()
             },
         },
-        "pool": {"version": pool.PROTOCOL_VERSION, "messages": _told(POOL, pool.encode)},
+        "pool": {"version": pool.PROTOCOL_VERSION, "messages": _told(told["pool"], pool.encode)},
         "namespaces": {each.fingerprint: values_of(each) for each in NAMESPACES},
         "prompt_keys": prompt_keys(),
-        "description": _told([DESCRIPTION], CacheDescription.encode),
-        "announcement": _told([ANNOUNCEMENT], Announcement.encode),
+        "description": _told([read_description(NEWEST)], CacheDescription.encode),
+        "announcement": _told([read_announcement(NEWEST)], Announcement.encode),
     }
 
 

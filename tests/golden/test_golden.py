@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,12 @@ import msgspec
 import pytest
 
 from kvxfer.backends.file import Integrity
-from kvxfer.backends.nixl.discovery import decode_announcement
-from kvxfer.backends.nixl.wire import frames, handshake
 from kvxfer.backends.pool import messages as pool
-from kvxfer.kvcache.portable.cache_description import CacheDescription
 from kvxfer.storage import Namespace, Status
 from kvxfer.telemetry.journal_file import list_files
 from tests.golden import golden_set
-from tests.golden.golden_set import CONVERSATIONS, ENDPOINT, INTEGRITIES, OF_OBJECTS, values_of
+from tests.golden.golden_set import CONVERSATIONS, INTEGRITIES, OF_OBJECTS, SETS, values_of
 
-FOLDER = Path(__file__).parent
-SETS = sorted(path.parent for path in FOLDER.glob(f"*/{golden_set.RECORDS}"))
 NUM_BLOCKS = 4
 
 
@@ -51,10 +47,6 @@ def assert_keeps(now: Any, then: Any) -> None:
         assert now == then
 
 
-def test_there_is_a_set() -> None:
-    assert SETS
-
-
 @pytest.mark.parametrize("integrity", INTEGRITIES)
 async def test_blocks_of_files_are_loaded(golden: Path, integrity: Integrity) -> None:
     async with golden_set.open_folder(golden / integrity.value, integrity) as backend:
@@ -68,30 +60,21 @@ async def test_blocks_of_objects_are_loaded(golden: Path, integrity: Integrity) 
         assert await golden_set.load_all(backend) == [Status.DONE] * NUM_BLOCKS
 
 
-@pytest.mark.parametrize("name", CONVERSATIONS)
-def test_frames_of_peers_are_understood(records: dict[str, Any], name: str) -> None:
-    _, legal, serial = CONVERSATIONS[name]
-    reader = golden_set.codec(handshake.Role.SERVING, serial)
-    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(legal)
-    for told in records["nixl"][name]:
-        frame = bytes.fromhex(told["bytes"])
-        assert reader.body_size(frame[: frames.HEADER_BYTES]) == len(frame) - frames.HEADER_BYTES
-        message = reader.decode(reader.open(frame[frames.HEADER_BYTES :]), decoder)
+def assert_reads(messages: Sequence[Any], then: Sequence[dict[str, Any]]) -> None:
+    for message, told in zip(messages, then, strict=True):
         assert type(message).__name__ == told["name"]
         assert_keeps(values_of(message), told["values"])
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_frames_of_peers_are_understood(records: dict[str, Any], name: str) -> None:
+    assert_reads(golden_set.read_frames(records, name), records["nixl"][name])
 
 
 def test_messages_of_host_pools_are_understood(records: dict[str, Any]) -> None:
-    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(golden_set.OF_POOL)
     if records["pool"]["version"] != pool.PROTOCOL_VERSION:
         pytest.skip("pools and engines of two versions refuse each other")
-    for told in records["pool"]["messages"]:
-        frame = bytes.fromhex(told["bytes"])
-        size = pool.HEADER.size
-        assert pool.body_bytes(frame[:size]) == len(frame) - size
-        message = decoder.decode(frame[size:])
-        assert type(message).__name__ == told["name"]
-        assert_keeps(values_of(message), told["values"])
+    assert_reads(golden_set.read_pool(records), records["pool"]["messages"])
 
 
 def test_namespaces_and_keys_are_found_again(records: dict[str, Any]) -> None:
@@ -101,12 +84,8 @@ def test_namespaces_and_keys_are_found_again(records: dict[str, Any]) -> None:
 
 
 def test_descriptions_of_caches_and_announcements_are_understood(records: dict[str, Any]) -> None:
-    [told] = records["description"]
-    description = CacheDescription.decode(bytes.fromhex(told["bytes"]))
-    assert_keeps(values_of(description), told["values"])
-    [told] = records["announcement"]
-    _, announcement = decode_announcement(ENDPOINT, bytes.fromhex(told["bytes"]))
-    assert_keeps(values_of(announcement), told["values"])
+    assert_reads([golden_set.read_description(records)], records["description"])
+    assert_reads([golden_set.read_announcement(records)], records["announcement"])
 
 
 def test_a_journal_is_read(golden: Path) -> None:
@@ -134,6 +113,7 @@ def test_what_is_written_under_a_version_is_what_was_written_under_it(
 
 
 def test_every_message_has_a_sample() -> None:
-    for samples, legal, _ in CONVERSATIONS.values():
-        assert {type(each) for each in samples} == golden_set.classes_of(legal)
-    assert {type(each) for each in golden_set.POOL} == golden_set.classes_of(golden_set.OF_POOL)
+    legal = {name: each for name, (each, _) in CONVERSATIONS.items()}
+    for name, samples in golden_set.samples().items():
+        union = legal.get(name, golden_set.OF_POOL)
+        assert {type(each) for each in samples} == golden_set.classes_of(union)
