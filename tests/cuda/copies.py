@@ -150,15 +150,31 @@ def filling(memory: Memory, byte: int, stream: CudaStream) -> Iterator[None]:
     driver.close()
 
 
+@contextmanager
+def opened(
+    pool: MemoryRegion | None,
+    methods: MethodTable = NEVER,
+    kernel: FragmentKernel | None = None,
+    **options: int,
+) -> Iterator[CudaCopyEngine]:
+    """Open a copy engine over a pool."""
+    engine = CudaCopyEngine(0, methods, kernel, **options)
+    engine.attach([pool] if pool else [])
+    yield engine
+    engine.close()
+
+
 METHODS = ("batch", "kernel", "one by one")
 
 
-def open_engine(pool: MemoryRegion | None, method: str, kernel: FragmentKernel) -> CudaCopyEngine:
+@contextmanager
+def opened_for(
+    pool: MemoryRegion | None, method: str, kernel: FragmentKernel
+) -> Iterator[CudaCopyEngine]:
     """Open a copy engine that copies by batch, by kernel, or one by one."""
-    engine = CudaCopyEngine(0, ALWAYS if method == "kernel" else NEVER, kernel)
-    engine.driver.has_batch = method != "one by one"
-    engine.attach([pool] if pool else [])
-    return engine
+    with opened(pool, ALWAYS if method == "kernel" else NEVER, kernel) as engine:
+        engine.driver.has_batch = method != "one by one"
+        yield engine
 
 
 class CopyContract:
@@ -173,23 +189,17 @@ class CopyContract:
 
     @pytest.fixture
     def engine(self, memory: Memory) -> Iterator[CudaCopyEngine]:
-        engine = CudaCopyEngine(0, NEVER)
-        engine.attach([memory.region])
-        yield engine
-        engine.close()
+        with opened(memory.region) as engine:
+            yield engine
 
     @pytest.fixture
     def kernel(self) -> FragmentKernel:
-        """Kernel that copies small fragments."""
         return FragmentKernel(torch.device("cuda", 0))
 
     @pytest.fixture
     def small(self, memory: Memory, kernel: FragmentKernel) -> Iterator[CudaCopyEngine]:
-        """Copy engine that copies every fragment by the kernel."""
-        engine = CudaCopyEngine(0, ALWAYS, kernel)
-        engine.attach([memory.region])
-        yield engine
-        engine.close()
+        with opened(memory.region, ALWAYS, kernel) as engine:
+            yield engine
 
     @pytest.mark.parametrize("way", Way)
     @pytest.mark.parametrize("method", [*METHODS, "not pinned"])
@@ -198,19 +208,18 @@ class CopyContract:
         self, memory: Memory, way: Way, method: str, kernel: FragmentKernel, seed: int
     ) -> None:
         region = memory.region if method != "not pinned" else None
-        engine = open_engine(region, method, kernel)
         rows = np.arange(64, dtype=np.uint64)
         backwards, lengths = rows[::-1] * np.uint64(8192), np.full(64, 512, np.uint64)
-        for fragments in (
-            scatter(seed),
-            in_series(seed),
-            (rows * np.uint64(16384), rows * np.uint64(4096), lengths * np.uint64(8)),
-            (backwards, rows * np.uint64(1024), lengths),
-            (backwards, backwards, lengths * (rows % np.uint64(2))),
-            (rows[:1], rows[:1], lengths[:1] * np.uint64(0)),
-        ):
-            copy(engine, memory, way, fragments)
-        engine.close()
+        with opened_for(region, method, kernel) as engine:
+            for fragments in (
+                scatter(seed),
+                in_series(seed),
+                (rows * np.uint64(16384), rows * np.uint64(4096), lengths * np.uint64(8)),
+                (backwards, rows * np.uint64(1024), lengths),
+                (backwards, backwards, lengths * (rows % np.uint64(2))),
+                (rows[:1], rows[:1], lengths[:1] * np.uint64(0)),
+            ):
+                copy(engine, memory, way, fragments)
 
     @pytest.mark.parametrize("way", Way)
     @pytest.mark.parametrize("method", METHODS)
@@ -220,25 +229,22 @@ class CopyContract:
         """A driver refuses copies across the border of two registrations."""
         border = 1 << 30
         pool = np.frombuffer(mmap.mmap(-1, border + NUM_BYTES), np.uint8)
-        engine = open_engine(MemoryRegion(pool.ctypes.data, pool.nbytes, pool), method, kernel)
         end = pool[border - NUM_BYTES // 2 :][:NUM_BYTES]
         memory = make_memory(gpu)
         end[:] = memory.host
         offsets = np.array([0, NUM_BYTES // 2 - 4096], np.uint64)
-        copy(
-            engine, replace(memory, host=end), way, (offsets, offsets, np.full(2, 8192, np.uint64))
-        )
-        engine.close()
+        region = MemoryRegion(pool.ctypes.data, pool.nbytes, pool)
+        with opened_for(region, method, kernel) as engine:
+            lengths = np.full(2, 8192, np.uint64)
+            copy(engine, replace(memory, host=end), way, (offsets, offsets, lengths))
 
     @pytest.mark.parametrize("way", Way)
     def test_memory_that_others_have_pinned_counts_as_pinned_and_stays_so(
         self, gpu: Gpu, way: Way, caplog: pytest.LogCaptureFixture
     ) -> None:
         memory = replace(make_memory(gpu), host=gpu.allocate_pinned(NUM_BYTES))
-        engine = CudaCopyEngine(0, NEVER)
-        engine.attach([memory.region])
-        copy(engine, memory, way, scatter(1))
-        engine.close()
+        with opened(memory.region) as engine:
+            copy(engine, memory, way, scatter(1))
         driver = CudaDriver(0)
         assert driver.has_pinned(memory.region.address, NUM_BYTES)
         driver.close()
@@ -264,13 +270,11 @@ class CopyContract:
     def test_more_fragments_than_a_table_has_room_for(
         self, memory: Memory, kernel: FragmentKernel
     ) -> None:
-        engine = CudaCopyEngine(0, ALWAYS, kernel, table_fragments=1000)
-        engine.attach([memory.region])
         offsets = np.arange(2500, dtype=np.uint64) * np.uint64(16)
         lengths = np.full(len(offsets), 8, np.uint64)
         shuffled = np.random.default_rng(1).permutation(offsets)
-        copy(engine, memory, Way.TO_DEVICE, (shuffled, offsets, lengths))
-        engine.close()
+        with opened(memory.region, ALWAYS, kernel, table_fragments=1000) as engine:
+            copy(engine, memory, Way.TO_DEVICE, (shuffled, offsets, lengths))
 
     def test_a_copy_overwrites_nothing_that_the_device_has_to_do_before(
         self, engine: CudaCopyEngine, memory: Memory, current: Current
@@ -292,13 +296,10 @@ class CopyContract:
         offsets = np.arange(0, half, 1024, dtype=np.uint64)
         lengths = np.full(len(offsets), 1024, np.uint64)
         host, on_device = memory.host.copy(), memory.on_device
-        up = (
-            memory.describe("host", offsets, lengths),
-            memory.describe("device", offsets[::-1].copy(), lengths),
-        )
-        down = (
-            memory.describe("device", offsets + np.uint64(half), lengths),
-            memory.describe("host", offsets[::-1] + np.uint64(half), lengths),
+        upper = offsets + np.uint64(half)
+        up, down = (
+            (memory.describe(a, at, lengths), memory.describe(b, at[::-1].copy(), lengths))
+            for a, b, at in (("host", "device", offsets), ("device", "host", upper))
         )
         engine.copy(*up)  # what it used is there for the next ones, once
         with ThreadPoolExecutor(16) as threads:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvxfer import Namespace, make_block_key
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaStream
 from kvxfer.errors import DeviceLostError
 from kvxfer.kvcache.canonical import canonicalize
@@ -14,18 +15,15 @@ from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.spec import FullAttentionSpec
 from tests.cuda.simulated_gpu import SimulatedGpu, say_on_device
 
+NAMESPACE = Namespace(model="model", revision="1", dtype="bfloat16")
+KEYS = [make_block_key(bytes([index]), 0) for index in range(60)]
 NUM_BLOCKS = 64
 SHAPE = (NUM_BLOCKS, 2, 16, 4, 32)
 """Blocks, K and V, tokens, heads, dim."""
 
 
 class EngineCaches:
-    """Caches of three layers, block-first, filled with random bytes.
-
-    Attributes:
-        caches: The canonical caches.
-        tensors: The tensors that the engine registered.
-    """
+    """Caches of three layers, block-first, filled with random bytes."""
 
     def __init__(self, gpu: SimulatedGpu, *, device_index: int = 0) -> None:
         self._gpu = gpu

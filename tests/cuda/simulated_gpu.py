@@ -11,6 +11,7 @@ from tests.cuda.gpu import Gpu
 
 SOURCE = Path(__file__).with_name("simulated_driver.c")
 NAME = "libcuda.so.1"
+COUNTS = ("num_contexts", "num_live_streams", "num_live_events", "registered_bytes")
 DEFAULTS = {
     "version": 13000,
     "numa_node": -1,

@@ -13,19 +13,18 @@ from cuda.bindings import driver as cuda
 import kvxfer
 from kvxfer.copy_engine import devices
 from kvxfer.copy_engine.compute_stream import ComputeStream
-from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.cuda_driver import NUM_EVENTS, CudaDriver
 from kvxfer.copy_engine.method_table import Way
 from kvxfer.errors import DeviceError
-from tests.cuda.copies import ALWAYS, copy, make_memory, scatter
-from tests.cuda.engine_caches import Compute, EngineCaches
+from tests.cuda import engine_caches
+from tests.cuda.copies import ALWAYS, copy, make_memory, opened, scatter
+from tests.cuda.engine_caches import NAMESPACE, Compute, EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
 from tests.cuda.test_cuda import KernelOfTheDriver
 
 DEVICE = torch.device("cuda", 0)
 MODES, SUCCESS = cuda.CUstreamCaptureMode, cuda.CUresult.CUDA_SUCCESS
-NAMESPACE = kvxfer.Namespace(model="model", revision="1", dtype="bfloat16")
-KEYS = [kvxfer.make_block_key(bytes([i]), 0) for i in range(20)]
+KEYS = engine_caches.KEYS[:20]
 
 
 def call(name: str, *args: object) -> Any:
@@ -106,22 +105,20 @@ def test_more_marks_and_batches_than_were_opened_break_no_capture(
     gpu: SimulatedGpu, capture: Capture
 ) -> None:
     memory = make_memory(gpu)
-    engine = CudaCopyEngine(0, ALWAYS)
-    engine.attach([memory.region])
-    source = ComputeStream(engine.driver, DEVICE)
-    gpu.set("paused", 1)
-    with capture.going_on():
-        marks = [source.mark() for _ in range(NUM_EVENTS + 1)]
-        size = np.full(1, 64, np.uint64)
-        host, on_device = (memory.describe(side, size, size) for side in ("host", "device"))
-        copies = [engine.begin(host, on_device) for _ in range(NUM_EVENTS + 1)]
-        gpu.set("paused", 0)
-        for each in copies:
-            each.wait()
-    copy(engine, memory, Way.TO_HOST, scatter(0))
-    del marks
-    source.close()
-    engine.close()
+    with opened(memory.region, ALWAYS) as engine:
+        source = ComputeStream(engine.driver, DEVICE)
+        gpu.set("paused", 1)
+        with capture.going_on():
+            marks = [source.mark() for _ in range(NUM_EVENTS + 1)]
+            size = np.full(1, 64, np.uint64)
+            host, on_device = (memory.describe(side, size, size) for side in ("host", "device"))
+            copies = [engine.begin(host, on_device) for _ in range(NUM_EVENTS + 1)]
+            gpu.set("paused", 0)
+            for each in copies:
+                each.wait()
+        copy(engine, memory, Way.TO_HOST, scatter(0))
+        del marks
+        source.close()
 
 
 def test_a_job_that_would_become_a_part_of_the_graph_is_refused(

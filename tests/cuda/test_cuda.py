@@ -1,4 +1,4 @@
-"""CudaCopyEngine over the simulated GPU: its driver calls, and their failures."""
+"""Copy engines over the simulated GPU: their driver calls and failures, and any pair of devices."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,28 +8,31 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from cuda.bindings import driver
 from numpy.typing import NDArray
 
+from kvxfer.copy_engine import devices
+from kvxfer.copy_engine.calibration import measure_methods
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaEvent, CudaStream
-from kvxfer.copy_engine.method_table import Way
-from kvxfer.errors import (
-    DeviceError,
-    DeviceLostError,
-)
+from kvxfer.copy_engine.devices import DeviceCopyEngine
+from kvxfer.copy_engine.method_table import MethodTable, Way
+from kvxfer.errors import ClosedError, DeviceError, DeviceLostError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
 from tests.cuda.copies import (
     ALWAYS,
     EVERYTHING,
-    NEVER,
+    NUM_BYTES,
     CopyContract,
     Current,
     Memory,
     copy,
     make_memory,
+    opened,
     scatter,
 )
-from tests.cuda.simulated_gpu import SimulatedGpu
+from tests.cuda.simulated_gpu import COUNTS, SimulatedGpu
 
 
 class KernelOfTheDriver:
@@ -62,10 +65,8 @@ def memory(gpu: SimulatedGpu) -> Memory:
 
 @pytest.fixture
 def engine(gpu: SimulatedGpu, memory: Memory) -> Iterator[CudaCopyEngine]:
-    engine = CudaCopyEngine(0, NEVER)
-    engine.attach([memory.region])
-    yield engine
-    engine.close()
+    with opened(memory.region) as engine:
+        yield engine
 
 
 class TestSimulatedGpu(CopyContract):
@@ -100,14 +101,12 @@ def test_rows_evenly_apart_are_one_call(
     gpu: SimulatedGpu, memory: Memory, way: Way, version: int, called: str
 ) -> None:
     gpu.set("version", version)
-    engine = CudaCopyEngine(0, NEVER)
-    engine.attach([memory.region])
     names = ("num_batches", "num_single", "num_2d", "num_pageable")
     before = {name: gpu.get(name) for name in names}
     rows, lengths = np.arange(64, dtype=np.uint64), np.full(64, 512, np.uint64)
-    copy(engine, memory, way, (rows * np.uint64(2048), rows * np.uint64(1024), lengths))
+    with opened(memory.region) as engine:
+        copy(engine, memory, way, (rows * np.uint64(2048), rows * np.uint64(1024), lengths))
     assert {name: gpu.get(name) for name in names} == before | {called: before[called] + 1}
-    engine.close()
 
 
 @pytest.mark.parametrize("version", [13000, 12040])
@@ -115,29 +114,26 @@ def test_a_result_that_the_bindings_do_not_know_is_an_error_of_the_device(
     gpu: SimulatedGpu, memory: Memory, version: int
 ) -> None:
     gpu.set("version", version)
-    engine = CudaCopyEngine(0, NEVER)
-    engine.attach([memory.region])
-    gpu.set("strange_result", 12345)
-    with pytest.raises(DeviceError, match="12345"):
+    with opened(memory.region) as engine:
+        gpu.set("strange_result", 12345)
+        with pytest.raises(DeviceError, match="12345"):
+            copy(engine, memory, Way.TO_DEVICE, scatter(0))
+        gpu.set("strange_result", 0)
         copy(engine, memory, Way.TO_DEVICE, scatter(0))
-    gpu.set("strange_result", 0)
-    copy(engine, memory, Way.TO_DEVICE, scatter(0))
-    engine.close()
 
 
 def test_memory_that_is_not_pinned_is_never_shown_to_a_kernel_or_batch(
     gpu: SimulatedGpu, memory: Memory
 ) -> None:
-    engine = CudaCopyEngine(0, ALWAYS, KernelOfTheDriver(None))  # type: ignore[arg-type]
     before = gpu.get("num_batches")
-    copy(engine, memory, Way.TO_HOST, scatter(3))
-    copy(engine, memory, Way.TO_DEVICE, scatter(4))
+    with opened(None, ALWAYS, KernelOfTheDriver(None)) as engine:  # type: ignore[arg-type]
+        copy(engine, memory, Way.TO_HOST, scatter(3))
+        copy(engine, memory, Way.TO_DEVICE, scatter(4))
     assert gpu.get("num_batches") == before
-    engine.close()
 
 
 def test_what_was_begun_before_a_refusal_ends_before_the_error(
-    gpu: SimulatedGpu, engine: CudaCopyEngine, memory: Memory
+    gpu: SimulatedGpu, memory: Memory
 ) -> None:
     gpu.set("version", 12040)
     other = make_memory(gpu, device_index=1)
@@ -151,11 +147,11 @@ def test_what_was_begun_before_a_refusal_ends_before_the_error(
         target, block_offsets=np.array([0, 1, 2]), payload_starts=np.zeros(2, np.int64)
     )
     gpu.set("delay_us", 50_000)
-    on_device, engine = memory.on_device, CudaCopyEngine(0, NEVER)
-    with pytest.raises(DeviceError, match="cuMemcpyAsync returned CUDA_ERROR_INVALID_VALUE"):
-        engine.copy(blocks, target)
-    assert np.array_equal(memory.host[:4096], on_device[:4096])
-    engine.close()
+    on_device = memory.on_device
+    with opened(None) as engine:
+        with pytest.raises(DeviceError, match="cuMemcpyAsync returned CUDA_ERROR_INVALID_VALUE"):
+            engine.copy(blocks, target)
+        assert np.array_equal(memory.host[:4096], on_device[:4096])
 
 
 def test_a_copy_whose_end_cannot_be_seen_is_never_said_to_be_over(
@@ -173,8 +169,70 @@ def test_a_copy_whose_end_cannot_be_seen_is_never_said_to_be_over(
 
 
 def test_calls_leave_the_threads_own_context_alone(engine: CudaCopyEngine, memory: Memory) -> None:
-    from cuda.bindings import driver
-
     copy(engine, memory, Way.TO_HOST, scatter(0))
     _, context = driver.cuCtxGetCurrent()
     assert int(context) == 0
+
+
+# Any pair of devices
+
+
+def test_blocks_go_from_host_to_host_and_to_each_gpu_and_back(gpu: SimulatedGpu) -> None:
+    before = [gpu.get(name) for name in COUNTS]
+    engine = DeviceCopyEngine()
+    memories = [make_memory(gpu, index) for index in (0, 1)]
+    engine.attach([memory.region for memory in memories])
+    first, second = (memory.describe("host", *EVERYTHING) for memory in memories)
+    engine.copy(first, second)
+    assert np.array_equal(memories[1].host, memories[0].host)
+    assert [gpu.get(name) for name in COUNTS] == before  # no GPU is touched before it is needed
+    for index, memory in enumerate(memories):
+        device = torch.device("cuda", index)
+        engine.attach([MemoryRegion(memory.device_address, NUM_BYTES, None, device)])
+        for way in Way:
+            copy(engine, memory, way, scatter(index))
+    assert gpu.get("num_contexts") == before[0] + 2
+    for name in ("cuda", "meta"):
+        nowhere = replace(second, device=torch.device(name))
+        with pytest.raises(InvalidArgumentError, match="cuda with an index"):
+            engine.copy(first, nowhere)
+    engine.close()
+    engine.close()
+    assert [gpu.get(name) for name in COUNTS] == before
+    with pytest.raises(ClosedError):
+        engine.copy(first, memories[0].describe("device", *EVERYTHING))
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_what_is_small_is_measured_in_pinned_memory_and_everything_given_back(
+    gpu: SimulatedGpu, *, is_pinned: bool
+) -> None:
+    gpu.set("bytes_that_may_be_registered", 1 << 60 if is_pinned else 4096)
+    before = [gpu.get(name) for name in COUNTS]
+    kernel = KernelOfTheDriver(CudaDriver(0))
+    table = measure_methods(0, kernel, sample_bytes=1 << 20)  # type: ignore[arg-type]
+    kernel.close()
+    assert (kernel.num_fragments > 0) is is_pinned
+    assert is_pinned or table == MethodTable()
+    assert [gpu.get(name) for name in COUNTS] == before
+
+
+@pytest.mark.parametrize("given", [None, ALWAYS])
+def test_methods_are_measured_unless_they_are_given(
+    gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch, given: MethodTable | None
+) -> None:
+    kernel = KernelOfTheDriver(CudaDriver(0))
+    measured: list[int] = []
+
+    def measure(device_index: int, kernel: object) -> MethodTable:
+        measured.append(device_index)
+        return MethodTable(dict.fromkeys(Way, 0))
+
+    monkeypatch.setattr(devices, "open_kernel", lambda device: kernel)
+    monkeypatch.setattr(devices, "measure_methods", measure)
+    engine, memory = DeviceCopyEngine(methods=given), make_memory(gpu)
+    engine.attach([memory.region])
+    copy(engine, memory, Way.TO_DEVICE, scatter(0))
+    assert (measured, kernel.num_fragments > 0) == (([0], False) if given is None else ([], True))
+    engine.close()
+    kernel.close()

@@ -102,15 +102,6 @@ def hand_over(prefill: Side, decode: Side) -> Fetched:
     return fetched
 
 
-def expect_handed_over(prefill: Side, decode: Side) -> None:
-    fetched = hand_over(prefill, decode)
-    assert fetched.bad_blocks == [[]]
-    assert fetched.num_verified == len(THEIRS)
-    expected = decode.before.copy()
-    expected[:, OURS] = prefill.before[:, THEIRS]
-    assert np.array_equal(decode.caches.blocks, expected)
-
-
 @pytest.mark.parametrize(
     ("has_card", "agent", "config", "way", "why"),
     [
@@ -141,26 +132,27 @@ def test_blocks_go_straight_unless_told_otherwise_where_nixl_reaches_them(
     why: str,
 ) -> None:
     monkeypatch.setattr(local_node, "has_active_port", lambda: has_card)
-    pair = start_pair(stack, gpu, agent, **config)
-    for side in pair:
+    prefill, decode = start_pair(stack, gpu, agent, **config)
+    for side in (prefill, decode):
         assert side.handover.way.startswith(f"blocks on cuda:0 {way}")
         assert why in side.handover.way
-    expect_handed_over(*pair)
+    fetched = hand_over(prefill, decode)
+    assert fetched.bad_blocks == [[]]
+    assert fetched.num_verified == len(THEIRS)
+    expected = decode.before.copy()
+    expected[:, OURS] = prefill.before[:, THEIRS]
+    assert np.array_equal(decode.caches.blocks, expected)
 
 
 def test_a_nixl_that_is_demanded_for_a_gpu_and_cannot_is_refused_by_name(
-    stack: ExitStack,
-    gpu: SimulatedGpu,
-    compute: Compute,
+    stack: ExitStack, gpu: SimulatedGpu, compute: Compute
 ) -> None:
     with pytest.raises(BackendUnavailableError, match=f"cuda:0.*{BLIND}"):
         start_pair(stack, gpu, BlindAgent, transport="nixl", integrity="fenced")
 
 
 def test_what_the_engine_computes_meanwhile_is_over_before_blocks_are_written(
-    stack: ExitStack,
-    gpu: SimulatedGpu,
-    compute: Compute,
+    stack: ExitStack, gpu: SimulatedGpu, compute: Compute
 ) -> None:
     """Kernels of a request whose blocks are used anew may run still."""
     prefill, decode = start_pair(stack, gpu, FakeNixlAgent)

@@ -1,6 +1,7 @@
-"""Backends that reach memory of a GPU: blocks go straight to slots, or to peers, and back."""
+"""Blocks of a GPU go straight to slots and peers, and back, where backends reach its memory."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -8,16 +9,33 @@ import pytest
 
 import kvxfer
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.backends.nixl.agents import TransferAgent
 from kvxfer.connect import complete_namespace
 from kvxfer.testing import FakeNixlAgent
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
+from tests.backends.device_agent_contract import (
+    DeviceAgentContract,
+    DevicePeer,
+    LocalDevicePeer,
+)
 from tests.backends.pool_servers import running_pool
-from tests.cuda.engine_caches import EngineCaches
+from tests.cuda import engine_caches
+from tests.cuda.engine_caches import NAMESPACE, EngineCaches
+from tests.cuda.gpu import Gpu
 from tests.cuda.simulated_gpu import SimulatedGpu
 
-NAMESPACE = kvxfer.Namespace(model="model", revision="1", dtype="bfloat16")
-KEYS = [kvxfer.make_block_key(bytes([i]), 0) for i in range(20)]
+KEYS = engine_caches.KEYS[:20]
+
+
+class TestFakeNixlAgentOfGpu(DeviceAgentContract):
+    def make_agent(self) -> TransferAgent:
+        return FakeNixlAgent()
+
+    async def peers(self, gpu: Gpu) -> AsyncIterator[DevicePeer]:
+        agent = FakeNixlAgent()
+        yield LocalDevicePeer(agent, gpu)
+        await agent.aclose()
 
 
 async def test_the_host_pool_of_another_process_is_pinned_and_copied_to_without_staging(
