@@ -51,15 +51,7 @@ Undo = tuple[float, Callable[[], None]]
 
 @dataclass
 class Scene:
-    """Scene of a chaos run: the processes, disks and folders to disturb.
-
-    Attributes:
-        workers: Engine processes.
-        holders: Processes of `kvxfer serve`.
-        roots: Folders of `file://`.
-        disk: A small file system that is filled at times; None where there is none.
-        run_command: Runs a command of kvxfer at the side.
-    """
+    """Scene of a chaos run: the processes, disks and folders to disturb."""
 
     workers: list[ChaosProcess]
     holders: list[ChaosProcess]
@@ -70,14 +62,7 @@ class Scene:
 
 @dataclass
 class Disturber:
-    """Random disturbances of a scene.
-
-    Args:
-        scene: The scene.
-        rng: Random numbers for the choices.
-        without: Names of disturbances that are left out.
-        counts: Counts of each disturbance, updated here.
-    """
+    """Random disturbances of a scene."""
 
     scene: Scene
     rng: random.Random

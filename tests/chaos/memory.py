@@ -106,15 +106,6 @@ class CheckedMemory:
 
     A block that is lent to a call comes back with its outcome, and is checked then. A block that is
     not lent holds canaries: a write there is detected when the block is lent next, or at the end.
-
-    Args:
-        shape: Shape of the blocks.
-        rng: Random numbers for the choices.
-        counts: Counts of operations and outcomes, updated here.
-
-    Attributes:
-        caches: The caches.
-        tiers: Tiers that keep the blocks, for reports.
     """
 
     def __init__(self, shape: Shape, rng: random.Random, counts: Counter[str]) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvxfer.cli import main as kvxfer_main
 from tests.chaos.faults import COUNTS, FAULT, Kind
 
 CANNOT = 2
@@ -28,11 +27,7 @@ _CONTEXT.set_forkserver_preload(["tests.chaos.worker", "tests.chaos.processes"])
 
 @dataclass(frozen=True)
 class Fault:
-    """Fault found in a log: an event that must not happen.
-
-    Attributes:
-        where: Name of the log.
-    """
+    """Fault found in a log: an event that must not happen."""
 
     kind: Kind
     text: str
@@ -40,15 +35,7 @@ class Fault:
 
 
 class ChaosProcess:
-    """Process to disturb, whose log is read as it grows.
-
-    Args:
-        name: Name, also of its log.
-        logs: Folder of the logs.
-        main: Function that it runs; returns its exit status.
-        arguments: Arguments of `main`.
-        expected: Exit statuses with which it may end by itself, none by default.
-    """
+    """Process to disturb, whose log is read as it grows."""
 
     def __init__(
         self,
@@ -138,8 +125,3 @@ def _end_with(parent: Any) -> None:
     """Make the kernel end this process when the conductor is killed."""
     parent.join()
     os._exit(1)
-
-
-def run_command(*arguments: str) -> int:
-    """Run a command of kvxfer, such as `serve` or `fsck`."""
-    return kvxfer_main(arguments)

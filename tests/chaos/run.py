@@ -25,12 +25,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from kvxfer.cli import main as kvxfer_main
 from kvxfer.endpoint import free_ports
 from tests.chaos import worker
 from tests.chaos.disturbances import WEIGHTS, Disturber, Scene, small_disk
 from tests.chaos.faults import Kind
 from tests.chaos.memory import SHAPES
-from tests.chaos.processes import ChaosProcess, Fault, run_command
+from tests.chaos.processes import ChaosProcess, Fault
 from tests.chaos.worker import CANCEL, HANG_S, REOPEN
 
 STEP_S = 0.05
@@ -48,24 +49,10 @@ SHOWN_FAULTS = 3
 
 
 class Conductor:
-    """Chaos run, from its start to its verdict.
-
-    Args:
-        seed: Seed of all random numbers.
-        num_workers: Engine processes at one time.
-        without: Names of disturbances that are left out.
-        folder: Folder of files and logs.
-        disk: A small file system to fill, if there is one.
-    """
+    """Chaos run, from its start to its verdict."""
 
     def __init__(
-        self,
-        seed: int,
-        *,
-        num_workers: int,
-        without: frozenset[str],
-        folder: Path,
-        disk: Path | None,
+        self, seed: int, num_workers: int, without: frozenset[str], folder: Path, disk: Path | None
     ) -> None:
         self._rng, self._without = random.Random(seed), without
         self._numbers = count()
@@ -197,9 +184,7 @@ class Conductor:
             process.expect_end(0)
             if ask:
                 process.signal(signal.SIGTERM)
-        while time.monotonic() < self._end_limit and not all(
-            process.ended for process in processes
-        ):
+        while time.monotonic() < self._end_limit and not all(each.ended for each in processes):
             time.sleep(STEP_S)
         for process in processes:
             if not process.ended:
@@ -213,31 +198,23 @@ class Conductor:
         return self._start("worker", worker.main, self._plan())
 
     def _plan(self) -> worker.Plan:
-        holders = tuple(
-            tuple(
-                f"127.0.0.1:{port}"
-                for port, (shape, _) in zip(self._ports, HOLDERS, strict=True)
-                if shape == number
-            )
-            for number in range(len(SHAPES))
-        )
+        holders: list[tuple[str, ...]] = [()] * len(SHAPES)
+        for port, (shape, _) in zip(self._ports, HOLDERS, strict=True):
+            holders[shape] += (f"127.0.0.1:{port}",)
         seed = self._rng.getrandbits(64)
-        return worker.Plan(seed, self._folders, holders, self._without)
+        return worker.Plan(seed, self._folders, tuple(holders), self._without)
 
     def _start_holder(self, number: int) -> ChaosProcess:
         listen = f"127.0.0.1:{self._ports[number]}"
         options = ["--listen", listen, "--capacity", "6MiB", "--drain-timeout", "5s"]
         if HOLDERS[number][1]:
-            options += [
-                "--tier",
-                f"file://{self._holder_files[number]}?capacity=12MiB&min_free=1MiB",
-            ]
-        return self._start(f"holder{number}", run_command, "serve", *options)
+            files = f"file://{self._holder_files[number]}?capacity=12MiB&min_free=1MiB"
+            options += ["--tier", files]
+        return self._start(f"holder{number}", kvxfer_main, ("serve", *options))
 
     def _start_command(self, *arguments: str) -> None:
         """Start a maintenance command on a store; it may find faults there."""
-        command = self._start(arguments[0], run_command, *arguments, expected={0, 1})
-        self._side.append(command)
+        self._side.append(self._start(arguments[0], kvxfer_main, arguments, expected={0, 1}))
 
     def _start(
         self, name: str, main: Any, *arguments: Any, expected: Sequence[int] | set[int] = ()
@@ -262,13 +239,7 @@ def main(argv: Sequence[str]) -> int:
     status = 1
     try:
         with small_disk(folder) as disk:
-            conductor = Conductor(
-                seed,
-                num_workers=arguments.workers,
-                without=without,
-                folder=folder,
-                disk=disk,
-            )
+            conductor = Conductor(seed, arguments.workers, without, folder, disk)
             with contextlib.closing(conductor):
                 conductor.run(arguments.seconds)
             conductor.print_table()

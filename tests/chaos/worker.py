@@ -49,14 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Plan:
-    """Orders of a worker.
-
-    Attributes:
-        seed: Seed of its random numbers.
-        folders: Folders for its files, as URLs without the options that it draws itself.
-        holders: Addresses of the peers that hold the blocks of each shape.
-        without: Disturbances that it leaves out.
-    """
+    """Orders of a worker."""
 
     seed: int
     folders: tuple[str, ...]
@@ -95,11 +88,10 @@ def open_engine(
     urls = [draw_url(tier, plan, shape, rng) for tier in rng.choice(TIERS)]
     memory.tiers = " ".join(urls)
     try:
-        return kvxfer.connect(
+        return connect(
             urls,
-            memory.caches,
-            namespace=shape.namespace,
-            blocks_per_chunk=shape.blocks_per_chunk,
+            memory,
+            shape,
             max_bytes_in_flight=rng.choice((512 << 10, 4 << 20, 256 << 20)),
             timeout_s=rng.choice((3.0, TIMEOUT_S)),
         )
@@ -109,6 +101,16 @@ def open_engine(
     except Exception as exc:  # noqa: BLE001 - is what is looked for
         report(Kind.EXCEPTION, f"connect({urls}): {exc!r}", exc=exc)
         return None
+
+
+def connect(
+    urls: str | list[str], memory: CheckedMemory, shape: Shape, **options: Any
+) -> TransferEngine:
+    """Open an engine over tiers."""
+    size = shape.blocks_per_chunk
+    return kvxfer.connect(
+        urls, memory.caches, namespace=shape.namespace, blocks_per_chunk=size, **options
+    )
 
 
 def draw_url(tier: str, plan: Plan, shape: Shape, rng: random.Random) -> str:
@@ -134,16 +136,7 @@ def draw_url(tier: str, plan: Plan, shape: Shape, rng: random.Random) -> str:
 
 
 class User:
-    """User of an engine: several tasks that draw operations and await them.
-
-    Args:
-        engine: The engine.
-        memory: The caches of its blocks.
-        shape: Their shape.
-        rng: Random numbers for the choices.
-        counts: Counts of operations and outcomes, updated here.
-        cancels: Whether some calls are cancelled.
-    """
+    """User of an engine: several tasks that draw operations and await them."""
 
     def __init__(
         self,
@@ -284,13 +277,7 @@ async def _sweep_url(
     num_stored = counts["store DONE"]
     while time.monotonic() < until:
         try:
-            engine = kvxfer.connect(
-                url,
-                memory.caches,
-                namespace=shape.namespace,
-                blocks_per_chunk=shape.blocks_per_chunk,
-                timeout_s=TIMEOUT_S,
-            )
+            engine = connect(url, memory, shape, timeout_s=TIMEOUT_S)
         except BackendUnavailableError as exc:
             problem = repr(exc)
             await asyncio.sleep(1)
