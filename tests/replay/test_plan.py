@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvxfer.backends.host import PoolShape
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay import (
     Machine,
@@ -14,15 +13,11 @@ from kvxfer.replay import (
     Rag,
     Trace,
     bytes_per_token,
-    count_ceiling,
     make_synthetic,
     parse_budget,
     plan_list,
-    plan_tiers,
     recommend,
 )
-from kvxfer.units import ByteSize
-from tests.replay.traces import trace_of
 
 LLAMA = {
     "num_hidden_layers": 32,
@@ -78,54 +73,6 @@ def test_bytes_of_a_token_follow_from_the_configuration_of_a_model(
     else:
         with pytest.raises(InvalidArgumentError, match=expected):
             bytes_per_token(tmp_path)
-
-
-def test_as_many_blocks_are_planned_as_fit_in_the_real_tiers() -> None:
-    urls = ["host://?capacity=1MiB&eviction=arc", "file:///tmp/kv?capacity=1MiB"]
-    host, file = plan_tiers(urls, 5000)
-    shape = PoolShape.fit(capacity_bytes=1 << 20, num_parts=1, part_size_bytes=5000)
-    assert (host.medium, host.policy, host.num_slots) == ("host", "arc", shape.num_slots)
-    assert (file.medium, file.policy, file.num_slots) == ("file", "lru", (1 << 20) // 12288)
-
-
-def test_bytes_and_seconds_are_those_of_the_hits() -> None:
-    trace = trace_of([[1, 2], [1, 2, 3], [9], [1, 2, 3, 4]], seconds_apart=43200)
-    machine = Machine(
-        bytes_per_token=256, prefill_tokens_per_s=100, bandwidths={"host": 8192.0, "file": 4096.0}
-    )
-    row = plan_list(trace, machine, ["host://?capacity=17KiB", "file:///kv?capacity=1MiB"])
-    assert [tier.num_slots for tier in row.tiers] == [2, 128]
-    assert [tier.num_hits for tier in row.tiers] == [2, 3]
-    host, file = row.tiers
-    assert file.num_promoted == 2
-    assert file.bytes_written == 5 * 4096
-    assert file.bytes_written_per_day == file.bytes_written / 1.5
-    assert file.bytes_read == 3 * 4096
-    assert host.bytes_written == (5 + 2) * 4096
-    assert row.num_hits == 5
-    assert row.hit_rate == 0.5
-    assert row.first_token_s == pytest.approx((5 * 0.16 - 2 * 0.5 - 3 * 1.0) / 4)
-
-
-def test_object_storage_evicts_nothing_and_has_a_block_once() -> None:
-    trace = trace_of([[1, 2], [3], [1, 2, 3]])
-    row = plan_list(trace, Machine(bytes_per_token=256), ["host://?capacity=13KiB", "s3://b/p"])
-    host, bucket = row.tiers
-    assert (bucket.policy, bucket.num_slots, bucket.num_evicted) == ("none", 3, 0)
-    assert host.num_evicted > 0
-    assert row.num_hits == count_ceiling(trace)
-    assert bucket.bytes_written == 3 * 4096
-
-
-def test_no_more_of_a_budget_is_recommended_than_is_of_use(chats: Trace) -> None:
-    machine = Machine(bytes_per_token=4096)
-    working_set = chats.num_unique * chats.tokens_per_block * 4096
-    all_of_it = recommend(chats, machine, {"host": ByteSize(working_set * 64)})
-    assert all_of_it.row is not None
-    (tier,) = all_of_it.row.tiers
-    assert tier.num_slots < chats.num_unique * 2
-    assert all_of_it.row.num_hits >= 0.995 * count_ceiling(chats)
-    assert "are as good as" in all_of_it.reasons[0]
 
 
 def test_files_are_recommended_where_memory_is_too_small_and_left_out_where_they_are_slow(
