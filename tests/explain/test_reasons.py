@@ -1,5 +1,6 @@
 """Reasons of misses, from real backends: what the command says is what was done."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,12 @@ from kvxfer.storage.eviction.retention import retain_in
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
+from tests.cli.peers import LIMIT_S, RETRY_S, serving
 from tests.cli.stores import flip
 from tests.explain.conftest import Ask
 
 KEYS = make_keys(12)
 ROOM_FOR_4 = 8192 + 4 * (4096 + 32)
-
-pytestmark = pytest.mark.asyncio
 
 
 @pytest.fixture
@@ -131,3 +131,35 @@ async def test_corrupt_in_files_after_a_restart(
     report = ask(KEYS[:2])
     assert answers(report) == [(0, 0, "found"), (1, 1, "corrupt")]
     assert "corrupt in file at" in report["runs"][1]["text"]
+
+
+async def store_and_miss(url: str, memory: BlockMemory) -> None:
+    """Store seven blocks, where four have room, and look for them from another engine."""
+    async with open_backend(url, memory.namespace()) as first, asyncio.timeout(LIMIT_S):
+        for chosen in ((0, 1, 2), (3, 4, 5, 6)):
+            keys, blocks = [KEYS[index] for index in chosen], memory.describe(0, chosen)
+            # Until the peer is connected.
+            while not all(outcome.done for outcome in await first.store(keys, blocks)):  # noqa: ASYNC110
+                await asyncio.sleep(RETRY_S)
+    async with open_backend(url, memory.namespace()) as second, asyncio.timeout(LIMIT_S):
+        while not any(found := await second.lookup(KEYS[:8])):  # noqa: ASYNC110
+            await asyncio.sleep(RETRY_S)
+        assert found == [False] * 3 + [True] * 4 + [False]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("medium", ["pool", "nixl"])
+def test_evicted_by_the_holder_of_a_tier(
+    memory: BlockMemory, medium: str, tmp_path: Path, ask: Ask
+) -> None:
+    pool = tmp_path / "pool.sock" if medium == "pool" else None
+    with serving("--capacity", str(ROOM_FOR_4), pool=pool) as holder:
+        url = f"nixl://{holder.endpoint}" if pool is None else f"pool://{pool}"
+        asyncio.run(store_and_miss(url, memory))
+        assert holder.end() == 0
+    report = ask(KEYS[:8])
+    assert answers(report) == [(0, 2, "evicted"), (3, 6, "found"), (7, 7, "never stored")]
+    text = report["runs"][0]["text"]
+    assert text.startswith(f"evicted from host of {medium} by capacity at "), text
+    assert "no cause" not in text
+    assert report["found"] == {medium: 4}

@@ -1,19 +1,29 @@
-"""The engine of the tutorial gives the tokens of its model, whatever its tiers have or lose."""
+"""The engine of the tutorial gives the tokens of its model, whatever its tiers have or lose.
 
+Its command goes on with texts, and names whatever cannot be used in a line.
+"""
+
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedTokenizerFast,
 )
 
 from examples.engine import engine as module
+from examples.engine.__main__ import main
 from examples.engine.engine import Engine, Request
 from kvxfer import BlockKey, Namespace
 from kvxfer.storage.prompt_keys import PromptKeys
@@ -161,3 +171,82 @@ def test_a_request_that_can_never_end_is_refused(
     with pytest.raises(ValueError, match=f"{len(prompt)} \\+ {num_tokens} tokens: 1 to 1008"):
         engine.add(prompt, num_tokens)
     engine.transfers.close()
+
+
+# The command
+
+HOST = "host://?capacity=8MiB"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Make a folder of a model, whose words are numbers."""
+    made = str(tmp_path_factory.mktemp("model"))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    config = LlamaConfig(vocab_size=300, num_attention_heads=2, num_key_value_heads=2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(made)
+    words = Tokenizer(models.WordLevel({str(word): word for word in range(300)}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(made)
+    return made
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr("sys.argv", ["python -m examples.engine", *arguments])
+    main()
+
+
+def test_the_second_run_computes_the_rest_only_and_all_with_another_configuration(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "model"))
+    text = " ".join(str(word) for word in range(200))
+    arguments = ("--model", str(copied), "--backend", f"file://{tmp_path}/kv?capacity=64MiB", text)
+    command(monkeypatch, *arguments)
+    first = capsys.readouterr().out
+    assert first.startswith("0 of 200 tokens were there:")
+    command(monkeypatch, *arguments)
+    assert capsys.readouterr().out == first.replace("0 of", "128 of", 1)
+    config = json.loads((copied / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] *= 2
+    (copied / "config.json").write_text(json.dumps(config))
+    command(monkeypatch, *arguments)
+    assert capsys.readouterr().out.startswith("0 of 200 tokens were there:")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--backend", "foo://", "1"), "backend is 'foo'; expected one of: "),
+        (("--backend", HOST, "--tokens", "0", "1"), "1 + 0 tokens: 1 to 8064 in all"),
+        (("--backend", HOST, ""), "0 + 32 tokens: 1 to 8064 in all"),
+        (("--backend", HOST, "--with-vllm", "1"), "opened by vLLM once; it has none"),
+        (("--backend", HOST, "--model", "/nowhere", "1"), "--model is '/nowhere'; expected a fold"),
+    ],
+)
+def test_what_cannot_be_used_is_named_in_a_line(
+    folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        command(monkeypatch, "--model", folder, *arguments)
+    assert exited.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]  # after the progress of loading weights
+    assert line.startswith("python -m examples.engine: error: ")
+    assert said in line
+
+
+def test_a_model_that_the_engine_does_not_know_is_named_in_a_line(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = str(shutil.copytree(folder, tmp_path / "model"))
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(other)
+    with pytest.raises(SystemExit):
+        command(monkeypatch, "--model", other, "--backend", HOST, "1 2 3")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "error: GPT2LMHeadModel does not say what its KV heads are" in line
