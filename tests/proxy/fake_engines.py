@@ -46,16 +46,7 @@ class Asked:
 
 
 class FakeEngine:
-    """Engine whose faults are set by its attributes.
-
-    Attributes:
-        asked: Requests that it got, probes left out.
-        status: Status of its answers.
-        health: Status of its answers to probes.
-        params: Parameters in its answers to prefill legs.
-        hangs: Whether it never answers.
-        may_go_on: Event that has to be set before it sends the second piece of a stream.
-    """
+    """Engine whose faults are set by its attributes."""
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import parser
 
-from tests.proxy.fake_engines import (
-    BODY,
-    CHAT,
-    COMPLETIONS,
-    PARAMS,
-    routed,
-)
+from tests.proxy.fake_engines import BODY, CHAT, COMPLETIONS, PARAMS, routed
 
 LENT = {
     "do_remote_decode": True,
@@ -71,30 +65,35 @@ async def test_the_interfaces_of_agents_have_both_legs(
     assert prefill.path == decode.path == path
 
 
-async def test_a_response_to_an_earlier_one_is_decoded_alone() -> None:
+@pytest.mark.parametrize(
+    ("path", "alone", "other", "reason"),
+    [
+        ("/v1/responses", "resp_1", None, "previous_response"),
+        (COMPLETIONS, ["one", "two"], ["one"], "several_prompts"),
+        (COMPLETIONS, [[1, 2], [3, 4]], [1, 2], "several_prompts"),
+    ],
+)
+async def test_what_params_of_one_prompt_cannot_say_is_decoded_alone(
+    path: str, alone: Any, other: Any, reason: str
+) -> None:
+    field = "prompt" if path == COMPLETIONS else "previous_response_id"
     async with routed() as it:
-        for name in ("resp_1", None):
-            assert (await it.post({"previous_response_id": name}, "/v1/responses"))[0] == 200
-        assert len(it.prefill[0].asked) == 1
-        assert (await it.samples())['decoded_alone_total{reason="previous_response"}'] == 1
+        for value in (alone, other):
+            assert (await it.post({**BODY, field: value}, path))[0] == 200
+        (asked,) = it.prefill[0].asked
+        assert asked.body[field] == other
+        assert (await it.samples())[f'decoded_alone_total{{reason="{reason}"}}'] == 1
 
 
-async def test_no_client_can_choose_the_params_of_a_transfer() -> None:
-    stolen = {**BODY, "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}}
+@pytest.mark.parametrize("status", [404, 501])
+async def test_an_error_of_the_decode_engine_about_the_request_is_passed_on(status: int) -> None:
     async with routed() as it:
-        it.prefill[0].params = None
-        assert (await it.post(stolen))[0] == 200
-        assert it.prefill[0].asked[0].params == LENT
-        assert "kv_transfer_params" not in it.decode[0].asked[0].body
-
-
-async def test_an_error_of_the_decode_engine_about_the_request_is_passed_on() -> None:
-    async with routed() as it:
-        it.decode[0].status = 404
-        assert await it.post() == (404, {"error": {"message": "as told"}})
-        assert (await it.samples())[
-            f'legs_total{{engine="{it.decode[0].url}",leg="decode",outcome="refused"}}'
-        ]
+        it.decode[0].status = it.prefill[0].status = status
+        assert await it.post() == (status, {"error": {"message": "as told"}})
+        samples = await it.samples()
+        leg = f'engine="{it.decode[0].url}",leg="decode",outcome="refused"'
+        assert samples[f"legs_total{{{leg}}}"]
+        assert not [name for name in samples if name.startswith("ejections_total")]
         assert (await it.get("/health"))[0] == 200
 
 
@@ -120,19 +119,14 @@ async def test_decodes_alone_when_the_prefill_engine_is_of_no_use(
         assert (await it.samples())[f'decoded_alone_total{{reason="{reason}"}}'] == 1
 
 
-@pytest.mark.parametrize("prompt", [["one", "two"], [[1, 2], [3, 4]]])
-async def test_a_batch_of_prompts_is_decoded_alone_as_params_are_for_one(prompt: Any) -> None:
-    async with routed() as it:
-        assert (await it.post({**BODY, "prompt": prompt}))[0] == 200
-        assert not it.prefill[0].asked
-
-
 async def test_params_of_a_client_are_dropped_wherever_vllm_takes_them_from() -> None:
+    stolen = {"do_remote_prefill": True, "remote_host": "evil"}
     async with routed() as it:
-        for extra in ({"kv_transfer_params": {"do_remote_prefill": True}, "x": 1}, {"x": 1}, [1]):
-            fields = {"vllm_xargs": extra, "kv_transfer_params": {"do_remote_prefill": True}}
-            await it.post({**BODY, "prompt": ["one", "two"], **fields})
+        it.prefill[0].params = None
+        for extra in ({"kv_transfer_params": stolen, "x": 1}, {"x": 1}, [1]):
+            await it.post({**BODY, "vllm_xargs": extra, "kv_transfer_params": stolen})
         bodies = [asked.body for asked in it.decode[0].asked]
+        assert {str(asked.params) for asked in it.prefill[0].asked} == {str(LENT)}
     assert [body["vllm_xargs"] for body in bodies] == [{"x": 1}, {"x": 1}, [1]]
     assert not any("kv_transfer_params" in body for body in bodies)
 
@@ -152,13 +146,6 @@ async def test_an_error_in_the_form_of_openai_when_all_decode_engines_fail() -> 
             engine.status = engine.health = 200
         assert (await it.post())[0] == 200  # ejected or not
         assert (await it.get("/health"))[0] == 200
-
-
-async def test_a_task_that_the_model_does_not_have_ejects_no_engine() -> None:
-    async with routed() as it:
-        it.decode[0].status = it.prefill[0].status = 501
-        assert (await it.post())[0] == 501
-        assert not [name for name in await it.samples() if name.startswith("ejections_total")]
 
 
 @pytest.mark.parametrize(
