@@ -110,9 +110,7 @@ def _place(lengths: NDArray[np.int64], generator: np.random.Generator) -> NDArra
 
 
 def expect(
-    source: NDArray[np.uint8],
-    destination: NDArray[np.uint8],
-    fragments: Columns,
+    source: NDArray[np.uint8], destination: NDArray[np.uint8], fragments: Columns
 ) -> NDArray[np.uint8]:
     expected = destination.copy()
     for from_, to, length in zip(*(column.tolist() for column in fragments), strict=True):

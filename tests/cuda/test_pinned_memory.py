@@ -47,10 +47,7 @@ def test_a_refusal_leaves_nothing_pinned_and_is_told(
 
 @pytest.mark.parametrize("num_pieces", [1, 2])
 def test_what_others_have_pinned_in_part_or_in_pieces_is_not_pinned(
-    num_pieces: int,
-    driver: CudaDriver,
-    region: MemoryRegion,
-    caplog: pytest.LogCaptureFixture,
+    num_pieces: int, driver: CudaDriver, region: MemoryRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
     half = NUM_BYTES // 2
     pieces = [region.address + half * index for index in range(num_pieces)]

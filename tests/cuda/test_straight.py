@@ -14,11 +14,7 @@ from kvxfer.connect import complete_namespace
 from kvxfer.testing import FakeNixlAgent
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
-from tests.backends.device_agent_contract import (
-    DeviceAgentContract,
-    DevicePeer,
-    LocalDevicePeer,
-)
+from tests.backends.device_agent_contract import DeviceAgentContract, DevicePeer, LocalDevicePeer
 from tests.backends.pool_servers import running_pool
 from tests.cuda import engine_caches
 from tests.cuda.engine_caches import NAMESPACE, EngineCaches

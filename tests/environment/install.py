@@ -48,11 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def require_python() -> None:
-    """Check that this Python can make the environment.
-
-    Raises:
-        CannotInstallError: It is too old, too new, or has no `venv`.
-    """
+    """Check that this Python can make the environment."""
     version = ".".join(map(str, sys.version_info[:3]))
     if not FIRST <= sys.version_info[:2] <= LAST:
         raise CannotInstallError(
@@ -67,11 +63,7 @@ def require_python() -> None:
 
 
 def provide_libnuma() -> None:
-    """Install the library that the extensions of vLLM's build for CPUs load.
-
-    Raises:
-        CannotInstallError: It is missing, and cannot be installed by this user.
-    """
+    """Install the library that the extensions of vLLM's build for CPUs load."""
     if has_library("libnuma.so.1"):
         return
     may_install = os.geteuid() == 0 and shutil.which("apt-get")
@@ -106,11 +98,7 @@ def as_root(*arguments: str) -> str:
 
 
 def make_venv(venv: Path) -> None:
-    """Make the virtual environment, anew where it is of another Python or was left half-made.
-
-    Raises:
-        CannotInstallError: It cannot be made.
-    """
+    """Make the virtual environment, anew where it is of another Python or was left half-made."""
     version = "{}.{}".format(*sys.version_info)
     try:
         command = [str(venv / "bin" / "python"), "-m", "pip", "--version"]
@@ -168,11 +156,7 @@ def _index_has(file: str) -> bool:
 
 
 def read_pins(what: str) -> list[str]:
-    """Read the pinned requirements, without torch: those of the demo, or all.
-
-    Args:
-        what: `demo` or `all`.
-    """
+    """Read the pinned requirements, without torch: those of the demo, or all."""
     text = CONSTRAINTS.read_text()
     if what == "demo":
         text, _, _ = text.partition(DEMO_ENDS)
@@ -188,11 +172,7 @@ def parse_pins(text: str) -> Iterator[tuple[str, str]]:
 
 
 def install(venv: Path, torch: list[list[str]], pins: Sequence[str]) -> None:
-    """Install torch, the pinned packages, several at a time, and then kvxfer.
-
-    Raises:
-        CannotInstallError: An installer failed; what it printed was shown.
-    """
+    """Install torch, the pinned packages, several at a time, and then kvxfer."""
     _run(
         "packages",
         f"Installing {len(pins) + 1} packages",

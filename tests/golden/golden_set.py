@@ -25,14 +25,7 @@ from kvxfer.backends.object import ObjectBackend
 from kvxfer.backends.pool import messages as pool
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable.cache_description import CacheDescription
-from kvxfer.storage import (
-    Backend,
-    BlockKey,
-    Namespace,
-    PromptKeys,
-    Status,
-    make_block_key,
-)
+from kvxfer.storage import Backend, BlockKey, Namespace, PromptKeys, Status, make_block_key
 from kvxfer.storage.backend import DONE, PAUSED
 from kvxfer.storage.observer import (
     Added,

@@ -20,8 +20,6 @@ NUM_TICKS = 8
 Wait = Callable[[Any], Awaitable[str]]
 
 
-# Calls of callers that are cancelled
-
 STEPS = st.lists(st.sampled_from(["cancel the caller", "turn"]), max_size=6)
 ENDS = st.sampled_from(["returns", "raises", "is cancelled"])
 KINDS = st.sampled_from(["coroutine", "future", "future of a thread"])

@@ -1,11 +1,14 @@
-"""Pauses after failures, and the suspension of a tier that missed a deadline."""
+"""Pauses after failures, and the circuit breaker: it probes, and logs each change once."""
 
+import logging
 from math import inf
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.runtime import Pause
+from kvxfer.runtime import CircuitBreaker, Pause
+from tests.clock import Clock
 
 
 def test_failures_without_end_are_counted() -> None:
@@ -41,3 +44,79 @@ def test_a_pause_is_over_when_it_says_in_any_order(
         assert pause.is_on(now) == (now < until)
         assert pause.left_s(now) == max(0.0, until - now)
         assert pause.num_failures == num_failures
+
+
+# Circuit breaker
+
+MAX_ERRORS = 5
+PAUSE_S = 30.0
+
+
+def fail(breaker: CircuitBreaker, num_errors: int) -> None:
+    for _ in range(num_errors):
+        assert breaker.allows()
+        breaker.record("no luck")
+
+
+def test_it_opens_after_errors_in_a_row_and_lets_one_probe_through_after_the_pause(
+    clock: Clock,
+) -> None:
+    start = clock.now
+    breaker = CircuitBreaker("test")
+    fail(breaker, MAX_ERRORS - 1)
+    assert breaker.allows()
+    breaker.record("")
+    fail(breaker, MAX_ERRORS - 1)
+    assert breaker.allows(), "a success in between begins the count anew"
+    breaker.record("no luck")
+    assert (breaker.closed, breaker.allows()) == (False, False)
+    clock.now = start + PAUSE_S - 0.001
+    assert not breaker.allows()
+    clock.now = start + PAUSE_S
+    assert [breaker.allows() for _ in range(3)] == [True, False, False]
+    breaker.record("still no luck")
+    assert not breaker.allows()
+    clock.now = start + 2 * PAUSE_S
+    assert breaker.allows()
+    breaker.record("")
+    assert breaker.closed
+    assert [breaker.allows() for _ in range(3)] == [True] * 3
+
+
+def test_a_call_that_is_abandoned_ends_no_probe_of_another(clock: Clock) -> None:
+    breaker = CircuitBreaker("test")
+    assert breaker.allows()
+    before = breaker.probe
+    fail(breaker, MAX_ERRORS)
+    clock.now += PAUSE_S
+    assert breaker.allows()
+    first = breaker.probe
+    breaker.abandon(before)
+    assert not breaker.allows(), "a second probe beside the first one"
+    breaker.record("still no luck")
+    clock.now += PAUSE_S
+    assert breaker.allows()
+    breaker.abandon(first)
+    assert not breaker.allows()
+
+
+def test_it_says_once_that_it_stops_and_once_that_it_works(
+    caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
+    breaker = CircuitBreaker("storing to /nowhere")
+    with caplog.at_level(logging.WARNING):
+        fail(breaker, MAX_ERRORS)
+        for _ in range(3):
+            clock.now += PAUSE_S
+            assert breaker.allows()
+            breaker.record("no luck")
+        assert len(caplog.records) == 1
+        assert "storing to /nowhere" in caplog.text
+        assert "no luck" in caplog.text
+        clock.now += PAUSE_S
+        assert breaker.allows()
+        breaker.record("")
+        breaker.record("")
+    assert [record.getMessage() for record in caplog.records][1:] == [
+        "storing to /nowhere: works again"
+    ]

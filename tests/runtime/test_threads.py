@@ -30,15 +30,6 @@ class Gate:
         assert await asyncio.to_thread(self.entered.wait, TIMEOUT_S)
 
 
-async def test_arguments_results_and_errors_pass_through() -> None:
-    threads = Threads("test", 1)
-    assert await threads.run(divmod, 7, 2) == (3, 1)
-    assert await threads.run(sorted, [1, 3, 2], reverse=True) == [3, 2, 1]
-    with pytest.raises(ZeroDivisionError):
-        await threads.run(divmod, 1, 0)
-    await threads.aclose()
-
-
 async def test_a_cancelled_call_ends_when_its_function_does_and_not_before() -> None:
     threads, gate = Threads("test", 1), Gate()
     call = asyncio.ensure_future(threads.run(gate))
