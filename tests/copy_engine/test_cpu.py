@@ -136,24 +136,6 @@ def test_every_byte_lands_in_its_place_and_no_other_byte_changes(
     copy.check(lambda: engine.copy(*copy.describe()))
 
 
-@examples(60)
-@given(copy=copies())
-def test_a_block_comes_out_of_one_piece_of_memory_as_it_went_in(
-    engine: CPUCopyEngine, copy: Copy
-) -> None:
-    offsets, starts = np.array([0, len(copy.lengths)]), np.zeros(1, np.int64)
-    source, destination = (
-        replace(side, block_offsets=offsets, payload_starts=starts) for side in copy.describe()
-    )
-    piece = np.empty(source.num_bytes, np.uint8)
-
-    def gather_and_scatter() -> None:
-        engine.gather(source, piece.ctypes.data)
-        engine.scatter(piece.ctypes.data, destination)
-
-    copy.check(gather_and_scatter)
-
-
 @examples(30)
 @given(data=st.data())
 def test_the_two_sides_may_cut_a_block_differently(

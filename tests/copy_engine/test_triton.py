@@ -192,33 +192,3 @@ def test_a_launch_that_the_driver_refuses_is_an_error_of_the_device(
     with pytest.raises(DeviceError, match="illegal memory access") as caught:
         kernel.launch(make_table(aligned_copy([16])), NO_STREAM)
     assert caught.value.device_index == 3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("to_device", [True, False])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_gpu_copies_between_its_memory_and_pinned_memory(seed: int, *, to_device: bool) -> None:
-    generator = np.random.default_rng(seed)
-    widths = 1 << generator.integers(0, 5, 5000)
-    lengths = (widths * (generator.integers(0, 8 << 10, 5000) // widths)).tolist()
-    from_, to = ((widths * generator.integers(0, 16 // widths)).tolist() for _ in range(2))
-    copy = make_copy(lengths, from_, to, seed=seed)
-    source, destination = (
-        torch.from_numpy(side.buffer) for side in (copy.source, copy.destination)
-    )
-    source, destination = (
-        (source.pin_memory(), destination.cuda())
-        if to_device
-        else (source.cuda(), destination.pin_memory())
-    )
-    table = torch.empty((3, len(lengths)), dtype=torch.int64, pin_memory=True).numpy()
-    table[0] = source.data_ptr() + np.array(copy.source.starts)
-    table[1] = destination.data_ptr() + np.array(copy.destination.starts)
-    table[2] = lengths
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    kernel = FragmentKernel(torch.device("cuda", torch.cuda.current_device()))
-    kernel.launch(table.view(np.uint64), stream.cuda_stream)
-    stream.synchronize()
-    _, expected = copy.expected()
-    assert np.array_equal(destination.cpu().numpy(), expected)

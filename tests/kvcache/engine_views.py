@@ -17,14 +17,7 @@ def engine_view(
     *,
     offset: int = 0,
 ) -> torch.Tensor:
-    """Make a tensor whose shape has the axes of `logical` and whose memory those of `physical`.
-
-    Args:
-        physical: Axes, outermost first in memory.
-        logical: The same axes in the order of the shape.
-        sizes: Size of each axis; `a*b` is the product unless it is given.
-        offset: Elements of the storage before the tensor.
-    """
+    """Make a tensor whose shape has the axes of `logical` and whose memory those of `physical`."""
     axes = physical.split()
     lengths = [
         sizes.get(axis) or prod(sizes[factor] for factor in axis.split("*")) for axis in axes

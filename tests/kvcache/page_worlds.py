@@ -1,4 +1,4 @@
-"""Worlds: keys, values and states that a model keeps of some tokens, and their portable pages."""
+"""Worlds: keys and values that a model keeps of some tokens, and their portable pages."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, MambaSpec, MLASpec
+from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, MLASpec
 from tests.kvcache.zoo_engines import INTEGERS
 
 Values = NDArray[Any]
@@ -16,15 +16,7 @@ FIRST_LAYER = 9  # so that layers 9 and 10 are not in the order of their letters
 
 
 class World:
-    """World: keys and values, or latents, of every layer, head and token of a model.
-
-    Args:
-        positions: For each group the position of each of its layers in a block.
-        num_heads: KV heads of the whole model; 1 beside latents.
-        num_tokens: Tokens.
-        options: More fields of the specs: `dtype`, `head_dim`, `head_dim_v`, `quantization`.
-        latents: Whether there is one latent per token.
-    """
+    """World: keys and values, or latents, of every layer, head and token of a model."""
 
     def __init__(
         self,
@@ -56,13 +48,7 @@ class World:
     def spec(
         self, tokens_per_block: int, num_kv_heads: int, *, padding_factor: int = 0
     ) -> AttentionSpec:
-        """Make the spec of every layer of a worker with `num_kv_heads`.
-
-        Args:
-            tokens_per_block: Tokens in a block of the worker.
-            num_kv_heads: KV heads of the worker.
-            padding_factor: Elements of padding for each K or V, head and token.
-        """
+        """Make the spec of every layer of a worker with `num_kv_heads`."""
         spec: AttentionSpec = (
             MLASpec(tokens_per_block=tokens_per_block, **self._options)
             if self.latents
@@ -114,63 +100,6 @@ class World:
                         page += values[tokens].tobytes()
             pages.append(np.frombuffer(page, np.uint8))
         return np.stack(pages)
-
-
-class StateWorld:
-    """World of recurrent layers: every block holds states, of any number of tokens.
-
-    Args:
-        shapes: Shape of each state, in the whole model.
-        dtypes: Type of each state.
-        head_axes: Axis along which workers divide each state.
-        num_layers: Layers.
-        num_blocks: Blocks that hold states.
-    """
-
-    def __init__(
-        self,
-        rng: np.random.Generator,
-        *,
-        shapes: Sequence[tuple[int, ...]],
-        dtypes: Sequence[torch.dtype],
-        head_axes: Sequence[int],
-        num_layers: int,
-        num_blocks: int,
-    ) -> None:
-        self.shapes, self.dtypes, self.head_axes = shapes, dtypes, head_axes
-        self.values = [
-            [
-                rng.integers(-100, 100, (num_blocks, *shape)).astype(integers(dtype))
-                for shape, dtype in zip(shapes, dtypes, strict=True)
-            ]
-            for _ in range(num_layers)
-        ]
-        self.num_blocks = num_blocks
-
-    def spec(self, tp_size: int, *, padding_bytes: int = 0) -> MambaSpec:
-        """Make the spec of every layer of one of `tp_size` workers."""
-        shapes = tuple(
-            tuple(n // tp_size if axis == head else n for axis, n in enumerate(shape))
-            for shape, head in zip(self.shapes, self.head_axes, strict=True)
-        )
-        spec = MambaSpec(tokens_per_block=8, shapes=shapes, dtypes=tuple(self.dtypes))
-        return replace(spec, page_size_padded=spec.page_size_bytes + padding_bytes)
-
-    def pages(self) -> NDArray[np.uint8]:
-        """Compute all portable pages, uint8, `(num_blocks, page_size_bytes)`, by plain indexing."""
-        return np.stack(
-            [
-                np.frombuffer(
-                    b"".join(
-                        np.moveaxis(state[block], head, 0).tobytes()
-                        for states in self.values
-                        for state, head in zip(states, self.head_axes, strict=True)
-                    ),
-                    np.uint8,
-                )
-                for block in range(self.num_blocks)
-            ]
-        )
 
 
 def integers(dtype: torch.dtype) -> np.dtype[Any]:

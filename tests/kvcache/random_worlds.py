@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvxfer.engine_side import EngineLayout
 from kvxfer.kvcache.portable import WorkerShard
 from kvxfer.kvcache.quantization import KVQuantization
-from tests.kvcache.page_worlds import StateWorld, World
+from tests.kvcache.page_worlds import World
 from tests.kvcache.world_engines import EngineOptions
 
 TP_SIZES = (1, 2, 3, 4, 8)
@@ -123,17 +123,4 @@ def page_tokens(world: World, options: EngineOptions) -> st.SearchStrategy[int]:
             for tokens in divisors(world.num_tokens, at_least=MIN_TOKENS)
             if options.can_be_mapped(tokens)
         ]
-    )
-
-
-@st.composite
-def state_worlds(draw: st.DrawFn) -> StateWorld:
-    """Draw states of a model that up to four workers divide along any axis."""
-    return StateWorld(
-        draw(generators()),
-        shapes=[(4, 8), (8, 2, 4)],
-        dtypes=draw(st.permutations([torch.float16, torch.float32])),
-        head_axes=draw(st.tuples(st.sampled_from([0, 1]), st.sampled_from([0, 2]))),
-        num_layers=draw(st.integers(1, 2)),
-        num_blocks=draw(st.integers(1, 3)),
     )

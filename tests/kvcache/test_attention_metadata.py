@@ -85,11 +85,9 @@ def test_another_group_that_wants_to_reorder_is_an_error_that_names_it() -> None
     assert reordered.positions.tolist() == batch.positions.tolist()
 
 
-@pytest.mark.parametrize("order", [[0], [0, 0], [1, 2], [0, 1, 2]])
-def test_what_is_no_order_of_the_batch_is_refused(order: list[int]) -> None:
-    builder = MultiGroupMetadataBuilder(
-        [ReorderingBuilder(lambda _: np.array(order))], make_tables(1, 2)
-    )
+def test_what_is_no_order_of_the_batch_is_refused() -> None:
+    reordering = ReorderingBuilder(lambda _: np.array([0, 0]))
+    builder = MultiGroupMetadataBuilder([reordering], make_tables(1, 2))
     with pytest.raises(BatchOrderError, match=r"group 0: .* not an order of 2 requests"):
         builder.reorder(TokenBatch.of([[0], [0]]))
 

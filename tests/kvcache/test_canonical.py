@@ -48,13 +48,7 @@ Refs = list[tuple[int, int, str]]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Caches that an engine registers, and the rows that they are.
-
-    Attributes:
-        pages: Bytes of a row of each canonical tensor.
-        refs: For each group the tensor, the bytes and the layers of each ref.
-        layout: Layout of the first ref.
-    """
+    """Caches that an engine registers, and the rows that they are."""
 
     kv_caches: dict[str, Any]
     config: KVCacheConfig

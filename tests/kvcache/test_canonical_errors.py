@@ -20,7 +20,6 @@ from kvxfer.errors import (
     PageBoundsError,
     UnknownLayoutError,
 )
-from kvxfer.kvcache import KVLayout
 from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.spec import KVCacheSpec, MLASpec, UniformTypeKVCacheSpecs
 from tests.kvcache.engine_views import (
@@ -46,20 +45,14 @@ def dense(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float16)
 
 
-def pair(second: Any, error: type[KVXferError], match: str, **others: Any) -> Refused:
+def pair(second: Any, error: type[KVXferError], match: str) -> Refused:
     """Register another tensor beside a good one."""
-    return {"a": nhd(), "b": second, **others}, config_of((SPEC, "ab")), {}, error, match
+    return {"a": nhd(), "b": second}, config_of((SPEC, "ab")), {}, error, match
 
 
 def word(layout: Any, error: type[KVXferError], match: str, *, name: str = "a") -> Refused:
     """Give a layout for a good tensor."""
     return {"a": nhd()}, config_of((SPEC, "a")), {name: layout}, error, match
-
-
-def halves(layout: Any) -> Refused:
-    """Give a layout for keys and values in tensors of their own."""
-    kv_caches, config = {"a": [nhd()[:, 0], nhd()[:, 1]]}, config_of((SPEC, "a"))
-    return kv_caches, config, {"a": layout}, InvalidArgumentError, r"layouts\['a'\]"
 
 
 def of_states(first: Any, second: Any) -> Refused:
@@ -112,9 +105,7 @@ def refused() -> dict[str, Callable[[], Refused]]:
     raw = torch.zeros(NUM_BLOCKS * MAMBA.page_size_bytes, dtype=torch.int8)
     return {
         "missing layer": lambda: ({"a": nhd()}, config_of((SPEC, "ab")), {}, invalid, r"\['b'\]"),
-        "extra layer": lambda: pair(nhd(), invalid, r"\['c'\]", c=nhd()),
         "three tensors": lambda: pair([nhd()] * 3, invalid, "'b'.*3 tensors"),
-        "no tensor": lambda: pair([], invalid, "'b'"),
         "meta": lambda: pair(nhd().to("meta"), invalid, "meta"),
         "sparse": lambda: pair(nhd().to_sparse(), invalid, "sparse"),
         "another device": lambda: pair(
@@ -131,13 +122,8 @@ def refused() -> dict[str, Callable[[], Refused]]:
         "layers apart": lambda: ({"a": nhd(), "b": nhd()}, apart, {}, LayoutError, "'a' and 'b'"),
         "a layout of nothing": lambda: word(NHD, invalid, "layouts", name="b"),
         "a layout that does not fit": lambda: word(SPLIT, unknown, SPLIT),
-        "a layout that fits less": lambda: word(
-            "block head kv token dim", unknown, "block head kv"
-        ),
         "tokens outermost": lambda: word("token block kv head dim", invalid, "outside 'block'"),
         "too few axes": lambda: word("block token head dim", invalid, "exactly the axes"),
-        "an unknown axis": lambda: word(f"{NHD} s0", invalid, "exactly the axes"),
-        "too few layouts": lambda: halves(["block token head dim"]),
         "a layout of states": lambda: (
             {"a": states(MAMBA, raw)},
             states_config,
@@ -154,7 +140,6 @@ def refused() -> dict[str, Callable[[], Refused]]:
         ),
         "a step below the page": lambda: of_states(*closer),
         "pages of two sizes": lambda: all_layers(replace(SPEC, page_size_padded=2 * PAGE)),
-        "pages of two shapes": lambda: all_layers(replace(SPEC, num_kv_heads=5)),
         "states of all layers": lambda: (
             {"x": dense(NUM_BLOCKS, 2, 4, 3)},
             config_of((MAMBA, "ab")),
@@ -184,14 +169,6 @@ def test_what_cannot_be_read_is_refused(kind: str) -> None:
     kv_caches, config, layouts, error, match = refused()[kind]()
     with pytest.raises(error, match=match):
         canonicalize(kv_caches, config, layouts=layouts)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "token dim", "block token token", "block to-ken", "block kv*"]
-)
-def test_a_layout_that_cannot_be_is_refused(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="layout"):
-        KVLayout.parse(text)
 
 
 ALL_LAYERS = {"head": 3, "layer": NUM_BLOCKS}
@@ -264,22 +241,16 @@ def test_strides_of_axes_of_size_one_mean_nothing(axis: str) -> None:
     [
         dense(7, 2, 16, 3, 9),
         dense(6, 2, 16, 3, 8),
-        dense(7, 2, 16, 3),
         dense(14, 2, 16, 3, 8),
         dense(21, 2, 5, 3, 8),
         dense(7, 2, 16, 3, 8).float(),
-        dense(7, 2, 16, 3, 8).bfloat16(),
         dense(7, 2, 16, 3, 16)[..., :8],
-        dense(7, 2, 16, 3, 16)[..., ::2],
         dense(7, 2, 32, 3, 8)[:, :, :16],
         dense(7, 3, 16, 3, 8)[:, ::2],
         dense(1, 2, 16, 3, 8).expand(7, 2, 16, 3, 8),
-        dense(7, 1, 16, 3, 8).expand(7, 2, 16, 3, 8),
         nhd().as_strided((2, 7, 16, 3, 8), (384, 384, 24, 8, 1)),
         dense(3, 7, 2, 16, 8).permute(1, 2, 3, 0, 4),
-        dense(16, 7, 2, 3, 8).permute(1, 2, 0, 3, 4),
         dense(0, 2, 16, 3, 8),
-        dense(),
     ],
     ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}",
 )

@@ -22,6 +22,7 @@ from kvxfer.kvcache.spec import (
     UniformTypeKVCacheSpecs,
 )
 from tests.examples import examples
+from tests.kvcache.layout_page import DOCS, IMAGES, PAGE, layout_page
 from tests.kvcache.zoo_engines import (
     ZOO,
     AttentionEngine,
@@ -152,3 +153,11 @@ def test_layers_of_other_widths_may_lie_in_the_same_row(widths: list[int]) -> No
     for block_id in range(5):
         assert payload(caches, block_id) == rows[block_id].tolist()
     assert len(describe(caches, 0, [1])) == 1
+
+
+def test_the_page_of_layouts_and_its_pictures_are_up_to_date() -> None:
+    files = layout_page()
+    committed = {f"{IMAGES}/{path.name}" for path in (DOCS / IMAGES).iterdir()} | {PAGE}
+    assert committed == files.keys(), "run `make layouts`"
+    for name, text in files.items():
+        assert (DOCS / name).read_text() == text, f"{name} is old; run `make layouts`"

@@ -2,28 +2,23 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.engine_side import LAYOUT_ZOO, EngineLayout
-from kvxfer.kvcache.canonical import canonicalize
-from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.describer import BlockDescriber
-from kvxfer.kvcache.portable import PageFragments, WorkerShard, map_caches, verify_mappings
-from kvxfer.kvcache.spec import FullAttentionSpec
+from kvxfer.engine_side import EngineLayout
+from kvxfer.kvcache.portable import PageFragments, WorkerShard, verify_mappings
 from tests.examples import examples
 from tests.kvcache.random_worlds import (
     divisors,
     engine_options,
     generators,
     page_tokens,
-    state_worlds,
     worlds,
 )
 from tests.kvcache.world_engines import (
@@ -31,13 +26,9 @@ from tests.kvcache.world_engines import (
     StateWorker,
     Worker,
     WorldEngine,
-    part_of_pages,
     start_engine,
 )
 from tests.kvcache.zoo_engines import ZOO
-
-STATES = [e for e in LAYOUT_ZOO if e.content == "states" and "state" not in e.shape.split()]
-"""Where states are tensors, and not bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -111,46 +102,31 @@ def test_the_portable_pages_of_a_model_are_those_of_plain_indexing(
     check_pages(engine, expected, copies)
 
 
-@pytest.mark.parametrize("entry", STATES, ids=named)
-@examples(20)
-@given(data=st.data())
+@pytest.mark.parametrize("is_joined", [False, True], ids=["pages", "tensors of all layers"])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("head_axes", list(product((0, 1), (0, 2))))
 def test_the_portable_pages_of_states_are_those_of_plain_indexing(
-    entry: EngineLayout, data: st.DataObject, copies: CPUCopyEngine
+    head_axes: tuple[int, int], tp_size: int, copies: CPUCopyEngine, *, is_joined: bool
 ) -> None:
-    world = data.draw(state_worlds())
-    block_ids = data.draw(st.permutations(range(1, 6)))[: world.num_blocks]
-    shard = WorkerShard(num_kv_heads=4, tp_size=data.draw(st.sampled_from([1, 2, 4])))
-    padding_bytes = data.draw(st.sampled_from([0, 16]))
-    workers: list[Worker] = [
-        StateWorker(
-            world,
-            entry,
-            replace(shard, rank=rank),
-            block_ids,
-            num_blocks=6,
-            padding_bytes=padding_bytes,
-        )
-        for rank in range(shard.tp_size)
+    rng, block_ids = np.random.default_rng(0), [5, 1, 4]
+    whole = [
+        rng.integers(-100, 100, (2, len(block_ids), *shape)).astype(kind)
+        for shape, kind in (((4, 8), np.int16), ((8, 2, 4), np.int32))
     ]
-    state_heads = [f"s{axis}" for axis in world.head_axes]
+    shard = WorkerShard(num_kv_heads=4, tp_size=tp_size)
+    workers: list[Worker] = [
+        StateWorker(whole, head_axes, replace(shard, rank=rank), block_ids, is_joined=is_joined)
+        for rank in range(tp_size)
+    ]
+    state_heads = [f"s{axis}" for axis in head_axes]
     engine = MappedEngine.of(WorldEngine([block_ids], workers), state_heads=state_heads)
-    check_pages(engine, [world.pages()], copies)
-
-
-def test_values_may_be_wider_than_keys_in_tensors_of_their_own(copies: CPUCopyEngine) -> None:
-    spec = FullAttentionSpec(
-        tokens_per_block=4, num_kv_heads=2, head_dim=3, head_dim_v=5, dtype=torch.int16
-    )
-    config = KVCacheConfig(3, (KVCacheGroup(spec, ("layers.0",)),))
-    numbers = torch.arange(3 * 4 * 2 * 8, dtype=torch.int16)
-    keys, values = (
-        numbers[: 3 * 4 * 2 * 3].view(3, 4, 2, 3),
-        numbers[3 * 4 * 2 * 3 :].view(3, 4, 2, 5),
-    )
-    caches = canonicalize({"layers.0": (keys, values)}, config)
-    (mapping,) = map_caches(caches, WorkerShard(num_kv_heads=2))
-    pages = np.zeros((1, mapping.page.num_bytes), np.uint8)
-    blocks = BlockDescriber(caches, mappings=[mapping]).describe(0, [1])
-    copies.copy(blocks, part_of_pages(mapping, pages))
-    expected = [part[1].permute(1, 0, 2).contiguous().numpy().tobytes() for part in (keys, values)]
-    assert pages.tobytes() == b"".join(expected)
+    pages = [
+        b"".join(
+            np.moveaxis(state[layer, block], head, 0).tobytes()
+            for layer in range(2)
+            for state, head in zip(whole, head_axes, strict=True)
+        )
+        for block in range(len(block_ids))
+    ]
+    expected = np.frombuffer(b"".join(pages), np.uint8).reshape(len(block_ids), -1)
+    check_pages(engine, [expected], copies)

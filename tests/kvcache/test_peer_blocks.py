@@ -15,10 +15,7 @@ from numpy.typing import NDArray
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.engine_side import EngineLayout
 from kvxfer.errors import (
-    BlockIdError,
     CacheMismatchError,
-    DuplicateError,
-    InvalidArgumentError,
     PageMappingError,
 )
 from kvxfer.kvcache.canonical import (
@@ -40,9 +37,8 @@ from kvxfer.kvcache.portable import (
 )
 from kvxfer.kvcache.spec import FullAttentionSpec, MambaSpec
 from tests.examples import examples
-from tests.kvcache.page_worlds import World
 from tests.kvcache.random_worlds import engine_options, generators, worlds
-from tests.kvcache.world_engines import EngineOptions, Worker, WorldEngine, start_engine
+from tests.kvcache.world_engines import Worker, WorldEngine, start_engine
 from tests.kvcache.zoo_engines import ZOO
 
 NHD = "block kv token head dim"
@@ -136,24 +132,6 @@ def test_a_model_moves_to_an_engine_of_any_shape(
         for blocks in match_caches(worker.caches, described(worker), told):
             load(blocks, theirs, ours.block_ids[blocks.group], copies)
         worker.check()
-
-
-def test_kernel_blocks_of_8_and_of_6_tokens_become_one_another(copies: CPUCopyEngine) -> None:
-    """Blocks of 24 tokens on both sides, in pieces whose edges differ: once they were refused."""
-    entry = next(e for e in ZOO if e.attention_layout is not None and "head" in e.shape)
-    rng = np.random.default_rng(1)
-    options = {"head_dim": 4, "dtype": torch.float16}
-    world = World(rng, positions=[(0, 1)], num_heads=2, num_tokens=48, options=options)
-    plan = EngineOptions(entry=entry, shard=WorkerShard(num_kv_heads=2), tokens_per_block=24)
-    theirs, ours = (
-        start_engine(rng, world, replace(plan, kernel_blocks_per_block=count)) for count in (3, 4)
-    )
-    theirs.workers[0].fill()
-    [worker] = ours.workers
-    worker.clear()
-    (blocks,) = match_caches(worker.caches, described(worker), [described(theirs.workers[0])])
-    load(blocks, theirs, ours.block_ids[0], copies)
-    worker.check()
 
 
 def numbered(
@@ -396,33 +374,3 @@ def test_states_are_read_from_the_same_rank_whatever_their_tokens_are() -> None:
     source, destination = blocks.describe(1, [0], [4096], [2])
     assert (blocks.is_direct, source.addresses.tolist()) == (False, [4104])
     assert destination.addresses.tolist() == [caches.tensors[0].tensor.data_ptr() + 48]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [
-        ({"rank": 1}, InvalidArgumentError),
-        ({"their_indices": [-1]}, InvalidArgumentError),
-        ({"their_indices": [2**62]}, InvalidArgumentError),
-        ({"their_indices": [1, 1], "addresses": [0, 0]}, DuplicateError),
-        ({"addresses": []}, InvalidArgumentError),
-        ({"block_ids": [9]}, BlockIdError),
-        ({"block_ids": [-1]}, BlockIdError),
-        ({"block_ids": [3, 3]}, DuplicateError),
-        ({"first_block_index": -1}, InvalidArgumentError),
-        ({"first_page": -1}, InvalidArgumentError),
-        ({"stop_page": 1.5}, InvalidArgumentError),
-    ],
-)
-def test_arguments_are_checked(wrong: dict[str, Any], error: type[Exception]) -> None:
-    good: dict[str, Any] = {
-        "rank": 0,
-        "their_indices": [0],
-        "addresses": [4096],
-        "block_ids": [1, 0, 0],
-    }
-    blocks = matched(numbered(32)[0], numbered(64)[0])
-    source, _ = blocks.describe(**good)
-    assert source.num_blocks == 1
-    with pytest.raises(error, match=next(iter(wrong))):
-        blocks.describe(**{**good, **wrong})

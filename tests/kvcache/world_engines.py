@@ -15,8 +15,9 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
+from kvxfer.kvcache.spec import MambaSpec
 from tests.kvcache.engine_views import states
-from tests.kvcache.page_worlds import FIRST_LAYER, StateWorld, Values, World
+from tests.kvcache.page_worlds import Values, World
 from tests.kvcache.zoo_engines import (
     INTEGERS,
     AttentionEngine,
@@ -28,17 +29,7 @@ from tests.kvcache.zoo_engines import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Plan of an engine that keeps a world.
-
-    Attributes:
-        entry: Layout of its cache.
-        shard: Parallelism; the rank does not matter.
-        tokens_per_block: Tokens in a block of one worker.
-        kernel_blocks_per_block: Where its layout has kernel blocks.
-        padding_factor: See `World.spec`.
-        prefix: Prefix of its layers' names.
-        allocate: Let kvxfer allocate the caches, canonically.
-    """
+    """Plan of an engine that keeps a world."""
 
     entry: EngineLayout
     shard: WorkerShard
@@ -71,12 +62,7 @@ class EngineOptions:
 
 
 class Worker:
-    """Worker of an engine, with zeros in its caches.
-
-    Attributes:
-        shard: Shard of the worker.
-        caches: Canonical caches of the worker.
-    """
+    """Worker of an engine, with zeros in its caches."""
 
     shard: WorkerShard
     caches: CanonicalKVCaches
@@ -111,12 +97,7 @@ class Worker:
 
 
 class AttentionWorker(Worker):
-    """Worker that keeps a part of a `World`.
-
-    Args:
-        block_ids: For each group the blocks that hold the tokens, in order.
-        num_blocks: Number of all blocks of the worker.
-    """
+    """Worker that keeps a part of a `World`."""
 
     def __init__(
         self,
@@ -221,57 +202,52 @@ class AttentionWorker(Worker):
 
 
 class StateWorker(Worker):
-    """Worker that keeps a part of a `StateWorld`."""
+    """Worker that keeps its share of states, `(layer, block, ...)` each, divided along an axis."""
 
     def __init__(
         self,
-        world: StateWorld,
-        entry: EngineLayout,
+        whole: Sequence[Values],
+        head_axes: Sequence[int],
         shard: WorkerShard,
         block_ids: Sequence[int],
         *,
-        num_blocks: int,
-        padding_bytes: int = 0,
+        is_joined: bool,
     ) -> None:
-        self.shard, self._world, self._block_ids = shard, world, block_ids
-        padded = 0 if "state" in entry.allocations else padding_bytes
-        spec = world.spec(shard.tp_size, padding_bytes=padded)
-        names = tuple(f"layers.{FIRST_LAYER + layer}.mixer" for layer in range(len(world.values)))
-        config = plan_groups([ZooGroup(spec, tuple(range(len(names))), names)], num_blocks)
-        if "state" in entry.allocations:  # one for all layers
+        self.shard, self._block_ids = shard, list(block_ids)
+        self._mine = [
+            np.array_split(each, shard.tp_size, head + 2)[shard.rank]
+            for each, head in zip(whole, head_axes, strict=True)
+        ]
+        num_blocks, layer_names = 1 + max(block_ids), ("layers.9.mixer", "layers.10.mixer")
+        shapes = tuple(each.shape[2:] for each in self._mine)
+        spec = MambaSpec(tokens_per_block=8, shapes=shapes, dtypes=(torch.float16, torch.float32))
+        if is_joined:  # one tensor of each state for all layers
             slots = [
-                torch.zeros((len(names), num_blocks, *shape), dtype=dtype)
+                torch.zeros((2, num_blocks, *shape), dtype=dtype)
                 for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
             ]
-            layers = [[slot[layer] for slot in slots] for layer in range(len(names))]
+            layers = [[slot[layer] for slot in slots] for layer in range(2)]
         else:
-            num_bytes = num_blocks * spec.page_size_bytes
-            pages = [torch.zeros(num_bytes, dtype=torch.int8) for _ in names]
-            layers = [states(spec, page, num_blocks=num_blocks) for page in pages]
-        self.caches = canonicalize(dict(zip(names, layers, strict=True)), config)
+            spec = replace(spec, page_size_padded=spec.page_size_bytes + 16)
+            pages = torch.zeros((2, num_blocks * spec.page_size_bytes), dtype=torch.int8)
+            layers = [states(spec, page.clone(), num_blocks=num_blocks) for page in pages]
+        config = plan_groups([ZooGroup(spec, (0, 1), layer_names)], num_blocks)
+        self.caches = canonicalize(dict(zip(layer_names, layers, strict=True)), config)
         self._tensors = [tensor for layer in layers for tensor in layer]
 
     def contents(self) -> list[Values]:
         """Compute each tensor's values with every block in its place, by plain indexing."""
         contents = []
-        for layer in self._world.values:
-            for values, head in zip(layer, self._world.head_axes, strict=True):
-                mine = np.array_split(values, self.shard.tp_size, head + 1)[self.shard.rank]
-                num_blocks = self.caches.tensors[0].tensor.shape[0]
-                content = np.zeros((num_blocks, *mine.shape[1:]), mine.dtype)
-                content[list(self._block_ids)] = mine
-                contents.append(content)
+        for mine in (each[layer] for layer in range(2) for each in self._mine):
+            content = np.zeros((1 + max(self._block_ids), *mine.shape[1:]), mine.dtype)
+            content[self._block_ids] = mine
+            contents.append(content)
         return contents
 
 
 @dataclass(frozen=True, slots=True)
 class WorldEngine:
-    """Engine: all of its workers.
-
-    Attributes:
-        block_ids: For each group the blocks that hold the tokens, in order.
-        workers: Workers, by rank.
-    """
+    """Engine: all of its workers."""
 
     block_ids: list[list[int]]
     workers: list[Worker]
@@ -319,12 +295,7 @@ def part_of_pages(mapping: PageMapping, pages: NDArray[np.uint8]) -> Descriptors
 
 @dataclass(frozen=True, slots=True)
 class MappedEngine:
-    """Engine with the mappings of its workers.
-
-    Attributes:
-        engine: The engine.
-        mappings: Mappings of each worker, one per group.
-    """
+    """Engine with the mappings of its workers."""
 
     engine: WorldEngine
     mappings: list[tuple[PageMapping, ...]]

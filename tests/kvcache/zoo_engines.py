@@ -22,14 +22,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True, slots=True)
 class ZooGroup:
-    """KV-cache group of an engine of the zoo.
-
-    Attributes:
-        spec: Spec of each of its layers.
-        positions: Position in a block of each layer's page. Layers at one position share memory, in
-            one group as well as across groups.
-        names: Name of each of its layers.
-    """
+    """KV-cache group of an engine of the zoo; layers at one position of a block share memory."""
 
     spec: KVCacheSpec
     positions: tuple[int, ...]
@@ -47,21 +40,7 @@ def plan_groups(groups: Sequence[ZooGroup], num_blocks: int) -> KVCacheConfig:
 
 
 class AttentionEngine:
-    """Engine that keeps keys and values, or latents, with zeros in its cache.
-
-    Groups differ in nothing that the layout shows.
-
-    Attributes:
-        entry: Layout of its cache.
-        groups: Its groups.
-        config: Its cache config.
-        kv_caches: Tensors that it registers: those of each layer, or one of all layers.
-        layouts: Layouts that it declares for them.
-        dtype: Type of an element.
-        sizes: Size of every axis of the layout.
-        strides: Stride of every axis of an allocation, elements.
-        tensors: Every registered tensor by its index along the axes that are not in its shape.
-    """
+    """Engine that keeps keys and values, or latents, with zeros in its cache."""
 
     def __init__(
         self,
