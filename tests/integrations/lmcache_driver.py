@@ -12,7 +12,6 @@ from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import (
     L2AdapterConfigBase,
-    L2AdaptersConfig,
     get_l2_adapter_config_class,
 )
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
@@ -43,10 +42,6 @@ def make_config(spec: dict[str, Any]) -> L2AdapterConfigBase:
     config.eviction_config = L2AdapterConfigBase._parse_eviction_config(spec)
     config.serde_config = L2AdapterConfigBase._parse_serde_config(spec)
     return config
-
-
-def make_configs(spec: dict[str, Any]) -> L2AdaptersConfig:
-    return L2AdaptersConfig([make_config(spec)])
 
 
 def make_key(number: int, **fields: Any) -> ObjectKey:

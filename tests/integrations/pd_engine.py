@@ -59,12 +59,7 @@ FULL: dict[str, Any] = {
 
 
 def ended_transfers(worker: KVXferConnector, over: Iterable[str] = ()) -> KVConnectorOutput:
-    """Ask a worker what has ended, and what failed, as this release of vLLM does.
-
-    Args:
-        worker: The connector on its worker's side.
-        over: Requests that are over.
-    """
+    """Ask a worker what has ended, and what failed, as this release of vLLM does."""
     output = KVConnectorOutput()
     if HAS_TRANSFER_RESULTS:
         results = worker.get_transfer_results(set(over))
@@ -134,14 +129,7 @@ def describe(num_groups: int) -> CacheDescription:
 
 
 class Engine:
-    """Engine whose steps the test makes.
-
-    Attributes:
-        scheduler: vLLM's.
-        asking: Hand-over of its scheduler.
-        moving: Hand-over of its worker.
-        ended: Params that came with the end of each request.
-    """
+    """Engine whose steps the test makes."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, config: Any, *specs: Any, listens: bool = True

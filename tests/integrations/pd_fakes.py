@@ -72,18 +72,7 @@ def make_blocks(*groups: Sequence[int], hashed: Sequence[int] = ()) -> Any:
 
 
 class FakeHandover:
-    """Hand-over whose answers the test gives.
-
-    Attributes:
-        asked: Answers that are waited for, by ticket.
-        fetches: Loads that go on, by ticket that they wait for, and what they want.
-        drains: Waits for memory that a load did not leave safe.
-        released: How often each ticket was released.
-        offers: Offers, as they came.
-        revoked: Tickets that were revoked, and those that were given up.
-        ended: Tickets that `take_ended` returns next.
-        reports: Told of what is moved.
-    """
+    """Hand-over whose answers the test gives."""
 
     num_expired = 0
     is_on_device = False

@@ -1,6 +1,7 @@
 """`KVXferL2Adapter`, made by LMCache's own factory and driven as its controllers do."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,23 @@ import torch
 
 pytest.importorskip("lmcache.v1.distributed.l2_adapters", reason="needs LMCache")
 
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.config import (
+    DRAML1ManagerConfig,
+    EvictionConfig,
+    L1MemoryManagerConfig,
+    StorageManagerConfig,
+)
+from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
+from lmcache.v1.distributed.storage_manager import StorageManager
+
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.lmcache.object_keys import object_id_of, object_key_of
 from tests.integrations.lmcache_driver import (
     Driver,
     Memory,
     bytes_of,
+    make_config,
     make_key,
     make_object,
     plugin,
@@ -207,6 +219,54 @@ def test_eviction_by_the_backend_is_told(tmp_path: Path, memory: Memory) -> None
 
     until(agrees)
     driver.adapter.close()
+
+
+LAYOUT = MemoryLayoutDesc([torch.Size([2, 4, 16, 64])], [torch.bfloat16])
+OBJECT_BYTES = 2 * 4 * 16 * 64 * 2
+
+
+@contextmanager
+def managed(params: dict[str, Any], **eviction: Any) -> Iterator[StorageManager]:
+    """LMCache's own manager: its memory, its controllers, and its eviction from the adapter."""
+    memory = L1MemoryManagerConfig(16 << 20, use_lazy=False, shm_name="")
+    adapter = make_config(plugin(params, eviction=eviction | {"eviction_ratio": 0.5}))
+    manager = StorageManager(
+        StorageManagerConfig(
+            l1_manager_config=DRAML1ManagerConfig(memory),
+            eviction_config=EvictionConfig("LRU"),
+            l2_adapter_config=L2AdaptersConfig([adapter]),
+        )
+    )
+    yield manager
+    manager.close()
+
+
+def put(manager: StorageManager, salt: str = "") -> None:
+    """Write six objects to LMCache's memory; it stores them by itself."""
+    keys: list[ObjectKey] = [make_key(number, cache_salt=salt) for number in range(6)]
+    assert len(manager.reserve_write(keys, LAYOUT)) == 6
+    manager.finish_write(keys)
+
+
+def test_quotas_evict_what_is_over_them(tmp_path: Path) -> None:
+    eviction = {"eviction_policy": "IsolatedLRU", "trigger_watermark": 1.0}
+    with managed(params_of(tmp_path), **eviction) as manager:
+        (adapter,) = manager._l2_adapters.values()
+        manager.quota_manager.set_quota("a", 100 * OBJECT_BYTES)
+        manager.quota_manager.set_quota("b", 4 * OBJECT_BYTES)
+        put(manager, "a")
+        put(manager, "b")
+        until(lambda: adapter.get_usage().bytes_by_cache_salt.get("a", 0) == 6 * OBJECT_BYTES)
+        until(lambda: 0 < adapter.get_usage().bytes_by_cache_salt.get("b", 0) < 4 * OBJECT_BYTES)
+        assert manager.report_status()["is_healthy"]
+
+
+def test_a_capacity_lets_lmcache_evict(tmp_path: Path) -> None:
+    params = params_of(tmp_path, capacity=4 * OBJECT_BYTES)
+    with managed(params, eviction_policy="LRU", trigger_watermark=0.8) as manager:
+        (adapter,) = manager._l2_adapters.values()
+        put(manager)
+        until(lambda: 0 < adapter.get_usage().total_bytes_used < 4 * OBJECT_BYTES)
 
 
 def test_ids_tell_their_keys() -> None:

@@ -1,32 +1,25 @@
 """The connector under vLLM's own scheduler: no assert of vLLM, every block free at the end."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
 
-from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvxfer.errors import CacheMismatchError, PeerTimeoutError
 from kvxfer.integrations.vllm.prefill_decode.metrics import PREFIX
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
-from kvxfer.lending.reader import Fetched
 from kvxfer.storage.keys import group_of
 from kvxfer.storage.prompt_keys import PromptKeys
 from tests.clock import Clock
-from tests.examples import examples
 from tests.integrations.pd_engine import Engine, engine_config, full, recurrent, sliding
 from tests.integrations.pd_fakes import (
     BLOCK,
     LEASE,
-    FakeHandover,
     make_blocks,
     make_found,
     ticket_params,
@@ -94,19 +87,6 @@ def test_a_prompt_that_goes_on_is_not_lent(engine: Engine, params: dict[str, Any
     engine.require_over()
 
 
-def test_an_adapter_that_is_trained_anew_is_not_lent(engine: Engine, tmp_path: Path) -> None:
-    weights = tmp_path / "adapter_model.safetensors"
-    weights.write_bytes(b"one")
-    lora = LoRARequest("tuned", 1, str(tmp_path))
-    engine.add("first", PREFILL, lora=lora)
-    engine.step()
-    assert "remote_host" in engine.ended["first"]
-    engine.add("second", PREFILL, lora=lora)
-    weights.write_bytes(b"other")
-    engine.step()
-    assert engine.ended["second"] is None
-
-
 def test_a_name_that_a_router_gives_again_is_that_of_its_first_request(engine: Engine) -> None:
     """Workers report leases by name: the end of the first would free the blocks of the second."""
     engine.add("a", OVERLAP, tokens=40)
@@ -164,31 +144,6 @@ def test_a_load_that_fails_fails_its_request_where_that_is_wanted(
     engine.step()
     engine.step()
     assert "d" in engine.ended
-    engine.require_over()
-
-
-ABSURD: list[Any] = [
-    {"do_remote_prefill": True},
-    ticket_params(remote_port=10**5000),
-    ticket_params(remote_host="\ud800"),
-    ticket_params(remote_request_id=[[]]),
-    ticket_params(tp_size={}),
-    {"do_remote_prefill": True, "do_remote_decode": True},
-    {"do_remote_decode": True, "remote_request_id": 10**5000},
-    {"do_remote_decode": [True], "do_remote_prefill": "yes"},
-]
-
-
-@pytest.mark.parametrize("params", ABSURD, ids=range(len(ABSURD)))
-def test_no_parameter_stops_an_engine(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, params: Any
-) -> None:
-    engine = one_group(folder, monkeypatch)
-    engine.add("x", params)
-    assert engine.step() == {"x": 10}
-    engine.step()
-    engine.moving.ended += [lease for lease, *_ in engine.moving.offers]
-    engine.step()
     engine.require_over()
 
 
@@ -321,86 +276,3 @@ def test_d_loads_one_state_or_fails_where_it_cannot_be_written(
     assert fetch.wanted.block_ids == [[5, 6, 7], [written]]
     prompt = PromptKeys(range(9), scope=NO_SCOPE)
     assert fetch.wanted.keys == [prompt.block_keys(0, 4, 9), [prompt.state_key(1, 9)]]
-
-
-# Both, in any order.
-
-EVENTS = st.lists(
-    st.tuples(
-        st.sampled_from(["add", "step", "answer", "load", "fail", "sent", "abort", "reset"]),
-        st.integers(0, 5),
-    ),
-    max_size=40,
-)
-
-
-@pytest.mark.parametrize("groups", sorted(GROUPS))
-@examples(25)
-@given(events=EVENTS)
-def test_any_order_of_events_leaves_every_block_free(
-    events: list[tuple[str, int]],
-    groups: str,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        folder = tmp_path_factory.mktemp("model")
-        engine = Engine(monkeypatch, engine_config(folder, listen=LISTEN), *GROUPS[groups])
-        for index, (event, number) in enumerate(events):
-            act(engine, event, number, f"{event}{index}")
-        for _ in range(40):
-            for event in ("answer", "load", "sent", "step"):
-                act(engine, event, 0, "")
-        engine.require_over()
-        assert all(count == 1 for count in engine.asking.released.values())
-
-
-def act(engine: Engine, event: str, number: int, name: str) -> None:
-    """Let something happen to an engine."""
-    num_groups = 1 + is_several(engine)
-    if event == "add":
-        lease = f"{name:0>16}"
-        params = [
-            None,
-            PREFILL,
-            OVERLAP | {"remote_request_id": lease},
-            ticket_params(remote_request_id=lease),
-            ticket_params(remote_request_id=lease, transfer_mode="overlap"),
-            ticket_params(remote_request_id=lease, do_remote_decode=True),
-        ][number]
-        engine.add(name, params, tokens=3 + 7 * number)
-    elif event == "step":
-        engine.step()
-    elif event == "answer":
-        for lease, answer in engine.asking.asked.items():
-            if not answer.done():
-                tokens = 3 + 7 * 3 if number < 3 else BLOCK * number
-                found = make_found(tokens, num_groups=num_groups) if number else None
-                answer.set_result(found or make_found(0, num_groups=num_groups))
-                assert lease
-                break
-    elif event in ("load", "fail"):
-        end_load(engine.moving, number, fails=event == "fail")
-    elif event == "sent":
-        open_leases = [each[0] for each in engine.moving.offers if each[3]]
-        engine.moving.offers = [each for each in engine.moving.offers if not each[3]]
-        engine.moving.ended += open_leases
-    elif event == "abort" and engine.scheduler.requests:
-        names = sorted(engine.scheduler.requests)
-        engine.abort(names[number % len(names)])
-    elif event == "reset":
-        with suppress(RuntimeError):  # vLLM's answer as long as blocks are lent or loaded
-            engine.scheduler.reset_prefix_cache(reset_running_requests=number > 2)
-            engine.scheduler.reset_connector_cache()
-
-
-def end_load(handover: FakeHandover, number: int, *, fails: bool) -> None:
-    """End the first load that goes on."""
-    for wanted, _, end in handover.fetches:
-        if end.done():
-            continue
-        if fails and number == 0:
-            end.set_exception(PeerTimeoutError("127.0.0.1:1", "blocks", 1.0))
-        else:
-            bad = [[each for each in ids[number:] if each] for ids in wanted.block_ids]
-            end.set_result(Fetched(bad if fails else [[] for _ in bad]))
-        return

@@ -15,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
-    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
@@ -222,12 +221,6 @@ def test_every_hook_of_the_tiers_is_passed_on_to_them() -> None:
         "requires_kv_delivery",  # P's do
     }
     assert hooks - elsewhere <= set(vars(KVXferConnector))
-
-
-def test_vllm_sees_every_hook_that_it_calls() -> None:
-    assert issubclass(KVXferConnector, SupportsHMA)
-    assert not KVXferConnector.__abstractmethods__
-    assert not KVXferConnector.supports_sleep_mode(None)
 
 
 @pytest.fixture

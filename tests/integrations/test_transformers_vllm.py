@@ -2,8 +2,7 @@
 
 import asyncio
 import dataclasses
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ transformers = pytest.importorskip("transformers")
 
 import kvxfer  # noqa: E402
 from kvxfer.engine_side import VLLMKeys  # noqa: E402
-from kvxfer.engine_side.vllm_keys import DEFAULT_SEED  # noqa: E402
 from kvxfer.engine_side.weight_files import find_weights_revision  # noqa: E402
 from kvxfer.errors import InvalidArgumentError  # noqa: E402
 from kvxfer.integrations.transformers import PrefixCache  # noqa: E402
@@ -30,8 +28,6 @@ from tests.integrations.tiny_transformers import (  # noqa: E402
     prompt_of,
     with_cache,
 )
-
-pytestmark = pytest.mark.timeout(120)  # the first call of a model imports and compiles
 
 KEYS = VLLMKeys(seed="0")
 VLLM_CPU_AXES = {"k": ("head", "dim", "token")}
@@ -230,15 +226,3 @@ def test_keys_are_those_of_vllm(
     assert keys.chunk_keys(tokens, tokens_per_chunk=4, group=3) == expected
     of_blocks = dataclasses.replace(keys, tokens_per_block=4)
     assert of_blocks.chunk_keys(tokens, tokens_per_chunk=8, group=3) == expected[1::2]
-
-
-def test_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    def key(keys: VLLMKeys) -> Sequence[bytes]:
-        return keys.chunk_keys([1, 2], tokens_per_chunk=2)
-
-    monkeypatch.setitem(os.environ, "PYTHONHASHSEED", "5")
-    assert key(VLLMKeys()) == key(VLLMKeys(seed="5")) != key(VLLMKeys(seed=DEFAULT_SEED))
-    monkeypatch.delenv("PYTHONHASHSEED")
-    assert key(VLLMKeys()) == key(VLLMKeys(seed=DEFAULT_SEED))
-    with pytest.raises(InvalidArgumentError, match="tokens_per_chunk is 3"):
-        VLLMKeys(tokens_per_block=2).chunk_keys([1, 2, 3], tokens_per_chunk=3)

@@ -26,8 +26,6 @@ from tests.integrations.tiny_transformers import (  # noqa: E402
     prompt_of,
 )
 
-pytestmark = pytest.mark.timeout(120)  # the first call of a model imports and compiles
-
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.complex64]
 SHAPES = [(12, 40), (3, 4, 40), (40,)]
 
@@ -47,15 +45,6 @@ def exchange_two_far_apart(flat: torch.Tensor) -> None:
     flat[[3, len(flat) - 2]] = flat[[len(flat) - 2, 3]]
 
 
-def turn_three(flat: torch.Tensor) -> None:
-    flat[[1, 2, 3]] = flat[[2, 3, 1]]
-
-
-def exchange_rows(flat: torch.Tensor) -> None:
-    half = len(flat) // 2
-    flat[:] = torch.cat((flat[half:], flat[:half])).clone()
-
-
 def exchange_columns(flat: torch.Tensor) -> None:
     rows = flat.view(-1, 40)
     rows[:] = rows.roll(1, dims=1)
@@ -64,8 +53,6 @@ def exchange_columns(flat: torch.Tensor) -> None:
 CHANGES = [
     change_one,
     exchange_two_far_apart,
-    turn_three,
-    exchange_rows,
     exchange_columns,
 ]
 
@@ -81,16 +68,6 @@ def test_elements_that_change_or_move_are_noticed(
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     change(tensor.view(bits).view(-1))
     assert sum_in_place(tensor) != before
-
-
-@pytest.mark.parametrize("shape", [*SHAPES, (), (1,), (5, 1)], ids=str)
-def test_another_place_in_memory_is_no_change(shape: tuple[int, ...]) -> None:
-    tensor = make(shape, torch.bfloat16)
-    elsewhere = torch.cat((torch.zeros(3, dtype=torch.bfloat16), tensor.flatten()))[3:].view(shape)
-    assert elsewhere.data_ptr() != tensor.data_ptr()
-    assert sum_in_place(elsewhere) == sum_in_place(tensor)
-    strided = torch.stack((tensor, tensor), dim=-1)[..., 0]
-    assert sum_in_place(strided) == sum_in_place(tensor)
 
 
 @pytest.fixture
@@ -143,14 +120,6 @@ def scale_attention(model: Any) -> None:
     model.model.layers[0].self_attn.scaling *= 4
 
 
-def blunt_a_norm(model: Any) -> None:
-    model.model.layers[0].input_layernorm.variance_epsilon = 10.0
-
-
-def keep_a_vector(model: Any) -> None:
-    model.model.layers[1].steering = torch.ones(4)
-
-
 def keep_a_vector_in_a_list(model: Any) -> None:
     model.model.layers[1].steering = [{"vectors": (torch.ones(4),)}]
 
@@ -161,10 +130,6 @@ def keep_an_object(model: Any) -> None:
 
 def hook_a_layer(model: Any) -> None:
     model.model.layers[0].register_forward_hook(lambda _, __, output: output * 1.5)
-
-
-def hook_inputs(model: Any) -> None:
-    model.model.layers[0].register_forward_pre_hook(lambda _, inputs: inputs)
 
 
 def replace_forward(model: Any) -> None:
@@ -284,14 +249,6 @@ def test_code_of_a_model_that_was_edited_is_another_model(
             assert num_loaded(cache, prompt) == 0
 
 
-def train(model: Any) -> None:
-    loss = model(prompt_of(8), labels=prompt_of(8)).loss
-    weight = model.model.layers[1].self_attn.k_proj.weight
-    (gradient,) = torch.autograd.grad(loss, [weight])
-    with torch.no_grad():
-        weight -= 0.1 * gradient
-
-
 def change_configuration(model: Any) -> None:
     model.config.rms_norm_eps = 0.5
 
@@ -332,19 +289,15 @@ def scale_a_weight(model: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        train,
         change_configuration,
         change_data,
         change_buffer,
         add_adapter,
         scale_a_weight,
         scale_attention,
-        blunt_a_norm,
-        keep_a_vector,
         keep_a_vector_in_a_list,
         keep_an_object,
         hook_a_layer,
-        hook_inputs,
         replace_forward,
         replace_attention,
     ],

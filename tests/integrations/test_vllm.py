@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
@@ -34,9 +34,6 @@ from vllm.v1.kv_offload.config import (
 )
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
-from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
-from kvxfer.integrations.vllm.common.model_identity import ModelIdentity
-from kvxfer.integrations.vllm.offloading.identity import row_namespace
 from kvxfer.integrations.vllm.offloading.manager import ChunkSlots, KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 
@@ -225,38 +222,19 @@ HOST = "host://?capacity=1MiB"
     ("named", "settings"),
     [
         ("backend", {"backend": None}),
-        ("backend", {"backend": 7}),
         ("backend", {"backend": "nowhere://?x=1"}),
-        ("backend", {"backend": "host://"}),
         ("backend", {"backend": "host://?capacity=4GiB&speed=fast"}),
-        ("backend", {"backend": []}),
         ("backend", {"backend": ["file:///x?capacity=1GiB"]}),
-        ("backend", {"backend": [HOST, 3]}),
         ("purge_on_reset", {"purge_on_reset": True}),
         ("purge_on_reset", {"purge_on_reset": True, "backend": [HOST, "nixl://127.0.0.1:7000"]}),
-        ("purge_on_reset", {"purge_on_reset": True, "backend": [HOST, "s3://bucket"]}),
         ("purge_on_reset", {"purge_on_reset": "yes", "backend": [HOST, "file:///x?capacity=1GiB"]}),
-        ("purge_on_reset", {"purge_on_reset": 1, "backend": [HOST, "file:///x?capacity=1GiB"]}),
-        ("max_load_ratio", {"max_load_ratio": 0}),
         ("max_load_ratio", {"max_load_ratio": -1}),
-        ("max_load_ratio", {"max_load_ratio": "fast"}),
-        ("prefill_tokens_per_s", {"max_load_ratio": 1.0, "prefill_tokens_per_s": 0}),
         ("prefill_tokens_per_s", {"max_load_ratio": 1.0, "prefill_tokens_per_s": "fast"}),
     ],
 )
 def test_a_wrong_setting_is_named(named: str, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         KVXferOffloadingSpec(make_config(**{"backend": HOST, **settings}))
-
-
-def test_the_namespace_differs_when_anything_that_changes_the_bytes_does() -> None:
-    one, two = (
-        row_namespace(make_config(world_size=size), ModelIdentity(revision=""), row_size_bytes=64)
-        for size in (1, 2)
-    )
-    assert isinstance(one, Namespace)
-    assert one.fingerprint != two.fingerprint
-    assert one.instruction_set == cpu_kernels()
 
 
 @pytest.mark.processes

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +27,14 @@ from kvxfer.errors import UnsupportedEngineError
 from kvxfer.integrations.vllm.offloading import interface, tier_events
 from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
 from tests.integrations.test_vllm_tier import Tiers
-from tests.integrations.two_tiers import Start, keys_of, make_namespace, schedulers
+from tests.integrations.two_tiers import Start, keys_of, make_namespace, start
 
+__all__ = ["start"]
 HAS_OWNERS = "ownership" in BlockStored.__struct_fields__
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    with schedulers() as start:
-        yield start
-
-
 class Router:
-    """Index of blocks, from what vLLM publishes.
-
-    Attributes:
-        kept: By medium, the keys of blocks that were stored and not removed since.
-        owners: Medium and owner of every event.
-    """
+    """Index of blocks, from what vLLM publishes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")

@@ -1,7 +1,6 @@
 """Requests of vLLM are explained: what its scheduler was answered, and why."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,10 @@ from tests.integrations.two_tiers import (
     Start,
     broken,
     keys_of,
-    schedulers,
+    start,
 )
 
-__all__ = ["ask", "journal"]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    with schedulers() as start:
-        yield start
+__all__ = ["ask", "journal", "start"]
 
 
 def request(scheduler: Scheduler, name: str, keys: list[BlockKey]) -> None:

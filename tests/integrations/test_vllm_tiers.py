@@ -1,12 +1,15 @@
 """Two tiers under vLLM's scheduler: blocks come back, and a bad lower tier does no harm."""
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.errors import BackendUnavailableError
+from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Ended, Late
 from kvxfer.storage.observer import Operation as ToldOperation
@@ -31,6 +34,7 @@ from tests.integrations.two_tiers import (
     NUM_SLOTS,
     RETRY,
     KeepingBackend,
+    Scheduler,
     Start,
     broken,
     failed_loads,
@@ -39,14 +43,11 @@ from tests.integrations.two_tiers import (
     make_namespace,
     payloads_of,
     read_series,
-    schedulers,
+    start,
 )
 
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    with schedulers() as start:
-        yield start
+__all__ = ["start"]
+KEYS = keys_of(3)
 
 
 @pytest.mark.skipif(not hasattr(base, "TierFilter"), reason="this vLLM filters no tiers")
@@ -173,33 +174,6 @@ def test_a_shutdown_tells_of_chunks_that_the_lower_tier_failed_to_store(
     assert "the lower tier: 2 blocks were not written back there" in caplog.text
 
 
-def test_files_are_found_by_the_next_engine_until_a_reset_purges_them(
-    start: Start, tmp_path: Path
-) -> None:
-    def open_files() -> FileBackend:
-        config = FileConfig(path=str(tmp_path), capacity=ByteSize(64 << 20))
-        return FileBackend(config, make_namespace())
-
-    keys = [*keys_of(2), *keys_of(1, group=1)]
-    before = start(open_files(), num_slots=8)
-    before.store(keys)
-    before.manager.shutdown()
-
-    after = start(open_files(), purge_on_reset=True)
-    assert after.resolve(keys) == [HIT] * 3
-    assert [after.bytes_of(key) for key in keys] == [payloads_of(key) for key in keys]
-    after.manager.on_request_finished(ReqContext("request"))
-    after.manager.reset_cache()
-    after.until(lambda: not list(tmp_path.rglob("*.safetensors")))
-    after.store(keys[:2], version=1)
-    after.forget()
-    assert after.resolve(keys) == [HIT, HIT, MISS]
-    assert after.bytes_of(keys[0]) == payloads_of(keys[0], version=1)
-    after.manager.shutdown()
-    assert list(tmp_path.rglob("*.safetensors"))
-    assert start(open_files()).resolve(keys) == [MISS]
-
-
 def test_times_and_the_state_of_the_lower_tier_are_metrics_as_it_tells_them(
     start: Start, tmp_path: Path
 ) -> None:
@@ -273,3 +247,92 @@ def test_the_speed_of_computing_is_that_of_the_steps(
         speed.end_step()
         clock.now += 100.0  # no request
     assert loads.prefill_tokens_per_s == pytest.approx(600)
+
+
+# Wishes of requests of how long their chunks are kept.
+
+
+@pytest.fixture
+def scheduler(start: Start) -> Scheduler:
+    return start(KeepingBackend())
+
+
+def run(scheduler: Scheduler, req_id: str, keys: Sequence[BlockKey], params: Any = None) -> None:
+    """Run a request: look up, load what is there, store the rest."""
+    context, manager = ReqContext(req_id, kv_transfer_params=params), scheduler.manager
+    manager.on_new_request(context)
+    hits = [key for key in keys if manager.lookup(key, context) is HIT]
+    if hits:
+        manager.prepare_load(hits, context)
+        manager.complete_load(hits, context)
+    scheduler.step(req_id)
+    scheduler.store([key for key in keys if key not in hits], context=context)
+    manager.on_request_finished(context)
+
+
+def test_a_request_that_computed_before_a_reset_stores_nothing_after_it(
+    scheduler: Scheduler,
+) -> None:
+    """VLLM offers its chunks again, also those whose blocks it has given to others since."""
+    contexts = [ReqContext("before"), ReqContext("later")]
+    for context in contexts:
+        scheduler.manager.on_new_request(context)
+    scheduler.step("before")
+    scheduler.manager.reset_cache()
+    assert [scheduler.store(KEYS, context=each) for each in contexts] == [[], KEYS]
+
+
+def test_a_request_raises_the_priority_of_chunks_that_it_finds(scheduler: Scheduler) -> None:
+    wanted = KEYS[:2]  # the share of host memory that may be spared
+    run(scheduler, "first", wanted)
+    run(scheduler, "second", wanted, {"kvxfer_priority": 1})
+    assert all(0.9 < each.priority <= 1 for each in scheduler.index.retentions(wanted))
+
+
+@pytest.mark.parametrize(
+    ("params", "ignored"),
+    [
+        ({"kvxfer_priority": "high"}, ["kvxfer_priority"]),
+        ({"kvxfer_priority": 1e9, "kvxfer_ttl_s": -1}, ["kvxfer_priority", "kvxfer_ttl_s"]),
+        ({"kvxfer_ttl_s": [1]}, ["kvxfer_ttl_s"]),
+        ({"kvxfer_ttl_s": float("nan")}, ["kvxfer_ttl_s"]),
+        ({"kvxfer_priority": True}, ["kvxfer_priority"]),
+        ({"kvxfer_priority": None, "other": {}}, []),
+        ("no mapping", []),
+        (None, []),
+    ],
+)
+def test_a_wrong_wish_is_logged_and_counted_and_stops_nothing(
+    scheduler: Scheduler, caplog: pytest.LogCaptureFixture, params: Any, ignored: list[str]
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        run(scheduler, "wrong", KEYS, params)
+    assert scheduler.index.retentions(KEYS) == [NORMAL] * 3
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == len(ignored)
+    assert all(name in text for name, text in zip(ignored, warned, strict=True))
+    counted = read_series(scheduler.manager.get_stats())
+    assert {labels for name, labels in counted if name == metrics.IGNORED} == {
+        (name,) for name in ignored
+    }
+
+
+def test_of_two_wishes_the_right_one_holds(scheduler: Scheduler) -> None:
+    run(scheduler, "half", KEYS[:1], {"kvxfer_priority": "high", "kvxfer_ttl_s": 60})
+    (retention,) = scheduler.index.retentions(KEYS[:1])
+    assert retention.ttl_s is not None
+    assert 50 < retention.ttl_s <= 60
+
+
+def test_copies_in_the_tier_below_take_what_is_left_of_the_wish(
+    start: Start, tmp_path: Path
+) -> None:
+    config = FileConfig(path=str(tmp_path), capacity=ByteSize(1 << 20), min_free=ByteSize(1))
+    files = FileBackend(config, make_namespace())
+    scheduler = start(files)
+    run(scheduler, "kept", KEYS[:2], {"kvxfer_priority": 2, "kvxfer_ttl_s": 100})
+    run(scheduler, "other", KEYS[2:])
+    scheduler.settle()
+    copied = files.retentions(KEYS[:2])
+    assert all(1.9 < each.priority <= 2 and each.ttl_s is not None for each in copied)
+    assert files.retentions(KEYS[2:]) == [NORMAL]

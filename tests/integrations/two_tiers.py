@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,12 +146,12 @@ class Scheduler:
 Start = Callable[..., Scheduler]
 
 
-@contextmanager
-def schedulers() -> Iterator[Start]:
+@pytest.fixture
+def start() -> Iterator[Start]:
     """Start schedulers over backends; their engines end with the context."""
     started: list[tuple[Scheduler, Backend]] = []
 
-    def start(
+    def open_over(
         backend: Backend,
         *,
         num_slots: int = NUM_SLOTS,
@@ -185,7 +184,7 @@ def schedulers() -> Iterator[Start]:
         started.append((Scheduler(manager, tier, pool, index), backend))
         return started[-1][0]
 
-    yield start
+    yield open_over
     for scheduler, backend in started:
         if isinstance(backend, FaultyBackend):
             backend.release()

@@ -60,13 +60,7 @@ def backend(name: str) -> Any:
 
 @dataclass
 class Caches:
-    """Arguments of a worker's connector, and of its registration of caches.
-
-    Attributes:
-        config: vLLM's `KVCacheConfig`.
-        vllm_config: Fields of a `VllmConfig` that connectors read.
-        tensors: Registered tensor of each layer.
-    """
+    """Arguments of a worker's connector, and of its registration of caches."""
 
     config: Any
     vllm_config: Any
