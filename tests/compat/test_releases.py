@@ -17,7 +17,6 @@ ENGINES = ["gemma3-one-1-1", "llama-several-2-2"]
 
 WITH_SCHEDULER = [
     "tests/integrations/test_prefill_decode_scheduler.py",
-    "tests/integrations/test_prefill_decode_worker.py",
     "tests/integrations/test_vllm_explain.py",
 ]
 """Tests with vLLM's own scheduler, whose configuration needs compiled code."""

@@ -26,8 +26,6 @@ class Side:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """Fragments of one buffer and their places in another."""
-
     source: Side
     destination: Side
     lengths: list[int]
@@ -36,13 +34,11 @@ class Copy:
         return f"Copy({self.lengths}, {self.source.starts} -> {self.destination.starts})"
 
     def describe(self) -> tuple[Descriptors, Descriptors]:
-        """Both sides, one block per fragment."""
         return describe_side(self.source, self.lengths), describe_side(
             self.destination, self.lengths
         )
 
     def expected(self) -> tuple[Bytes, Bytes]:
-        """Compute both buffers by a loop over the fragments."""
         source, destination = self.source.buffer.copy(), self.destination.buffer.copy()
         for start, end, length in zip(
             self.source.starts, self.destination.starts, self.lengths, strict=True

@@ -4,7 +4,9 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.copy_engine.cpu import CPUCopyEngine, SharedTasks
 from kvxfer.copy_engine.cpu_methods import ROUNDS, TRIAL_BYTES, CPUMethods, Pattern
 from kvxfer.copy_engine.row_copies import CHUNK_BYTES
 from kvxfer.errors import InvalidArgumentError
@@ -40,7 +42,6 @@ def lay_out(
     gap: int = 0,
     offset: int = 0,
 ) -> Side:
-    """Random bytes with room for the fragments, `gap` bytes around each of them."""
     generator = np.random.default_rng(seed)
     order = generator.permutation(len(lengths)) if shuffled else np.arange(len(lengths))
     starts = [0] * len(lengths)
@@ -264,3 +265,49 @@ def test_a_batch_that_ends_in_one_long_piece_is_copied_also_while_methods_are_tr
         engine.copy(*sides)
         assert np.array_equal(destination[places.astype(np.int64)], source)
     engine.close()
+
+
+TIMEOUT_S = 10
+
+
+class StarvedPool(ThreadPoolExecutor):
+    """Pool that queues what it is given, and cannot start the thread for it, as `EAGAIN` says."""
+
+    starved = True
+
+    def _adjust_thread_count(self) -> None:
+        if self.starved:
+            raise RuntimeError("can't start new thread")
+        super()._adjust_thread_count()
+
+
+def test_tasks_are_done_alone_where_no_thread_starts_and_not_once_more_later() -> None:
+    done: list[int] = []
+    with StarvedPool(3) as pool:
+        SharedTasks([partial(done.append, nth) for nth in range(8)]).run(pool, 3)
+        assert sorted(done) == list(range(8))
+        pool.starved = False
+        pool.submit(int).result(TIMEOUT_S)
+    assert sorted(done) == list(range(8))
+
+
+@pytest.mark.parametrize("failing", ["caller", "helper"])
+def test_an_error_is_raised_when_no_task_runs_any_more(failing: str) -> None:
+    caller, both_are_here = threading.get_ident(), threading.Barrier(2, timeout=TIMEOUT_S)
+    begun: list[bool] = []
+    running: list[bool] = []
+
+    def task() -> None:
+        begun.append(True)
+        both_are_here.wait()
+        if (threading.get_ident() == caller) == (failing == "caller"):
+            raise KeyboardInterrupt
+        running.append(True)
+        failed.wait(0.1)
+        running.remove(True)
+
+    failed = threading.Event()
+    with ThreadPoolExecutor(3) as pool, pytest.raises(KeyboardInterrupt):
+        SharedTasks([task] * 10).run(pool, 1)
+    assert not running
+    assert len(begun) == 2, "a task was begun after the error"

@@ -12,14 +12,7 @@ from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.method_table import MEASURED_BYTES, Way
 from kvxfer.copy_engine.triton import FragmentKernel
 from kvxfer.errors import DeviceUnavailableError, KVXferError
-from tests.cuda.copies import (
-    ALWAYS,
-    EVERYTHING,
-    NEVER,
-    CopyContract,
-    Current,
-    make_memory,
-)
+from tests.cuda.copies import ALWAYS, EVERYTHING, NEVER, CopyContract, Current, make_memory
 from tests.cuda.gpu import Gpu
 
 DEVICE = torch.device("cuda", 0)

@@ -6,11 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.copy_engine.method_table import (
-    CopyMethod,
-    MethodTable,
-    Way,
-)
+from kvxfer.copy_engine.method_table import CopyMethod, MethodTable, Way
 from kvxfer.errors import InvalidArgumentError
 
 KIB = 1 << 10
@@ -92,8 +88,7 @@ def test_a_table_is_written_as_it_is_read(methods: MethodTable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("crossover", "measured"),
-    [(1, 0), (5, 6), (10, 12), (17, 24), (31, 24), (33, 48), (1000, 96)],
+    ("crossover", "measured"), [(1, 0), (5, 6), (10, 12), (17, 24), (31, 24), (33, 48), (1000, 96)]
 )
 def test_the_measured_size_lies_between_those_that_it_separates(
     crossover: float, measured: int

@@ -17,17 +17,10 @@ from lmcache.v1.distributed.l2_adapters.config import (
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.platform import consume_fd
 
-from kvxfer.integrations.lmcache import KVXferL2Adapter
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import Namespace
-from kvxfer.storage.observer import Observer
-from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend
-
 LIMIT_S = 15.0
 
 
 def plugin(params: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Spec of the adapter, as on LMCache's command line."""
     return {
         "type": "plugin",
         "module_path": "kvxfer.integrations.lmcache",
@@ -37,7 +30,6 @@ def plugin(params: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def make_config(spec: dict[str, Any]) -> L2AdapterConfigBase:
-    """Config of an adapter by its spec, as LMCache's command line makes it."""
     config = get_l2_adapter_config_class(spec["type"]).from_dict(spec)
     config.eviction_config = L2AdapterConfigBase._parse_eviction_config(spec)
     config.serde_config = L2AdapterConfigBase._parse_serde_config(spec)
@@ -59,7 +51,6 @@ class Memory:
         self._used = 0
 
     def allocate(self, num_bytes: int, *, dtype: torch.dtype = torch.uint8) -> TensorMemoryObj:
-        """Allocate an object, which need not begin anywhere in particular."""
         start, self._used = self._used, self._used + num_bytes
         assert self._used <= len(self.buffer)
         return make_object(self.buffer[start : self._used], dtype=dtype)
@@ -67,7 +58,6 @@ class Memory:
     def fill(
         self, num_bytes: int, seed: int, *, dtype: torch.dtype = torch.uint8
     ) -> TensorMemoryObj:
-        """Allocate an object of random bytes."""
         made = self.allocate(num_bytes, dtype=dtype)
         random = torch.Generator().manual_seed(seed)
         made.raw_data.random_(0, 256, generator=random)
@@ -75,7 +65,6 @@ class Memory:
 
 
 def make_object(raw: torch.Tensor, *, dtype: torch.dtype = torch.uint8) -> TensorMemoryObj:
-    """Object over these bytes."""
     shape = torch.Size([len(raw) // dtype.itemsize])
     meta = MemoryObjMetadata(
         shape=shape,
@@ -95,7 +84,6 @@ def bytes_of(objects: Sequence[TensorMemoryObj]) -> list[bytes]:
 
 
 def until(holds: Callable[[], object]) -> None:
-    """Wait until something holds that comes a moment later."""
     end = time.monotonic() + LIMIT_S
     while not holds():
         assert time.monotonic() < end
@@ -110,7 +98,6 @@ class Driver:
 
     @classmethod
     def open(cls, spec: dict[str, Any], memory: Memory | None = None) -> "Driver":
-        """Open an adapter as LMCache does."""
         return cls(create_l2_adapter(make_config(spec), None if memory is None else memory.desc))
 
     def store(self, keys: Sequence[ObjectKey], objects: Sequence[TensorMemoryObj]) -> L2StoreResult:
@@ -138,14 +125,3 @@ class Driver:
         poller.register(fd, select.POLLIN)
         assert poller.poll(LIMIT_S * 1000), "no answer"
         consume_fd(fd)
-
-
-class FaultyAdapter(KVXferL2Adapter):
-    """Adapter over a backend that injects faults, and tells nobody what it has."""
-
-    faulty: FaultyBackend
-
-    def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
-        inner = DictBackend(DictConfig(), namespace)
-        self.faulty = FaultyBackend(inner, seed=1, rates=FaultRates())
-        return self.faulty

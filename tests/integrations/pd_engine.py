@@ -1,9 +1,12 @@
-"""Engine without a model: vLLM's own scheduler, and the connector on both of its sides."""
+"""Engine without a model: vLLM's scheduler, both sides of the connector, and a fake hand-over."""
 
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
 import torch
@@ -31,12 +34,20 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvxfer.backends.nixl import Endpoint
+from kvxfer.errors import ClosedError
 from kvxfer.integrations.vllm import KVXferConnector
 from kvxfer.integrations.vllm.prefill_decode import connector as connector_module
 from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS
 from kvxfer.kvcache.portable import CacheDescription, GroupDescription, WorkerShard
-from tests.integrations.pd_fakes import BLOCK, FakeHandover
+from kvxfer.kvcache.portable.cache_description import STATE_TOKENS
+from kvxfer.lending.reader import Fetched, Found, Wanted
+from kvxfer.storage.observer import Reports
 
+LISTEN = "127.0.0.1:7100"
+LEASE = "0123456789abcdef0123456789abcdef"
+BLOCK = 4
+"""Tokens of a block."""
 NUM_BLOCKS = 32
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -91,7 +102,6 @@ def recurrent(*, speculates: bool = False) -> Any:
 
 
 def cache_config(*specs: Any) -> Any:
-    """Make the KV caches of a model with a layer for each spec."""
     groups = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
     return KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
 
@@ -123,9 +133,129 @@ def engine_config(folder: Path, role: str = "kv_both", **extra: Any) -> Any:
 
 
 def describe(num_groups: int) -> CacheDescription:
-    """Describe the caches of an engine's worker."""
     group = GroupDescription(tokens_per_block=BLOCK, payload_size_bytes=64, boxes=(), opaque="x")
     return CacheDescription(shard=WorkerShard(num_kv_heads=1), groups=(group,) * num_groups)
+
+
+def ticket_params(**changes: Any) -> dict[str, Any]:
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "p",
+        "remote_request_id": LEASE,
+        "remote_host": "127.0.0.1",
+        "remote_port": 7200,
+        "remote_block_ids": [[0]],
+        "tp_size": 1,
+    }
+    return params | changes
+
+
+def make_request(params: Any, *, name: str = "r", tokens: int = 10, **fields: Any) -> Any:
+    """Make what the connector uses of a `vllm.v1.request.Request`."""
+    prompt = list(range(tokens))
+    return SimpleNamespace(
+        request_id=name,
+        kv_transfer_params=params,
+        prompt_token_ids=prompt,
+        num_prompt_tokens=tokens,
+        num_computed_tokens=0,
+        num_preemptions=0,
+        **fields,
+    )
+
+
+def make_found(
+    tokens: int, *, is_complete: bool = True, num_groups: int = 1, num_states: int = 0
+) -> Found:
+    """Answer of a P with the blocks of this module; the last groups have states."""
+    has_states = (False,) * (num_groups - num_states) + (True,) * num_states
+    sizes = tuple(STATE_TOKENS if each else BLOCK for each in has_states)
+    return Found(tokens, is_complete, sizes, sizes, has_states)
+
+
+def make_blocks(*groups: Sequence[int], hashed: Sequence[int] = ()) -> Any:
+    """Make what the connector uses of vLLM's `KVCacheBlocks`; 0 is the null block."""
+    return SimpleNamespace(
+        blocks=[
+            [
+                SimpleNamespace(
+                    block_id=each, is_null=each == 0, block_hash=b"#" if each in hashed else None
+                )
+                for each in ids
+            ]
+            for ids in groups
+        ]
+    )
+
+
+class FakeHandover:
+    num_expired = 0
+    is_on_device = False
+    way = ""
+    port = 7100
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Future[Found]] = {}
+        self.fetches: list[tuple[Wanted, str | None, Future[Fetched]]] = []
+        self.released: Counter[str] = Counter()
+        self.offers: list[tuple[str, list[Any], list[int], bool]] = []
+        self.revoked: list[str] = []
+        self.given_up: list[str] = []
+        self.ended: list[str] = []
+        self.is_closed = False
+        self.reports: Reports | None = None
+
+    @property
+    def reader(self) -> Self:
+        return self
+
+    def submit(self, call: tuple[str, Any]) -> "Future[Any]":
+        """Take what a method below gives in place of a coroutine."""
+        if self.is_closed:
+            raise ClosedError("hand-over")
+        (kind, value), future = call, Future[Any]()
+        if kind == "ask":
+            self.asked[value] = future
+        elif kind == "release":
+            self.released[value] += 1
+            future.set_result(None)
+        else:
+            self.fetches.append((*value, future))
+        return future
+
+    def ask(self, endpoint: Endpoint, ticket: str, *_: object, waits: bool = False) -> Any:
+        return "ask", ticket
+
+    def release(self, endpoint: Endpoint, ticket: str) -> Any:
+        return "release", ticket
+
+    def fetch(self, endpoint: Endpoint, wanted: Wanted, *, waits_for: str | None = None) -> Any:
+        return "fetch", (wanted, waits_for)
+
+    def offer(
+        self, ticket: str, keys: Sequence[Any], block_ids: Sequence[int], *, is_complete: bool
+    ) -> None:
+        self.offers.append((ticket, list(keys), list(block_ids), is_complete))
+
+    def revoke(self, tickets: Sequence[str]) -> None:
+        self.revoked += tickets
+
+    def give_up(self, tickets: Sequence[str]) -> None:
+        self.given_up += tickets
+
+    def take_ended(self) -> list[str]:
+        taken, self.ended = self.ended, []
+        return taken
+
+    def observe(self, reports: Reports) -> None:
+        self.reports = reports
+
+    def start(self) -> None:
+        """Begin nothing."""
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Engine:
@@ -180,7 +310,6 @@ class Engine:
         return request
 
     def step(self) -> dict[str, int]:
-        """Make a step; return the tokens that each request computed."""
         planned = self.scheduler.schedule()
         step = planned.kv_connector_metadata
         self.worker.handle_preemptions(step)
@@ -228,3 +357,17 @@ class Engine:
         if self.connector._prefill is not None:
             assert self.connector._prefill.num_leases == 0
             assert not self.connector._prefill._early
+
+
+StartEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def start_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StartEngine:
+    def start(*specs: Any, role: str = "kv_both", **extra: Any) -> Engine:
+        config = engine_config(tmp_path, role, **{"listen": LISTEN} | extra)
+        if any(isinstance(spec, MambaSpec) for spec in specs):
+            config.cache_config.mamba_cache_mode = "align"
+        return Engine(monkeypatch, config, *specs)
+
+    return start

@@ -1,31 +1,57 @@
 """The connector under vLLM's own scheduler: no assert of vLLM, every block free at the end."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
-from kvxfer.errors import CacheMismatchError, PeerTimeoutError
-from kvxfer.integrations.vllm.prefill_decode.metrics import PREFIX
+from kvxfer.backends.nixl import Endpoint
+from kvxfer.errors import CacheMismatchError, InvalidArgumentError, PeerTimeoutError
+from kvxfer.integrations.vllm import KVXferConnector
+from kvxfer.integrations.vllm.prefill_decode import groups as groups_module
+from kvxfer.integrations.vllm.prefill_decode.groups import Groups, why_not
+from kvxfer.integrations.vllm.prefill_decode.metrics import PREFIX, Counters
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
+from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, StepData
+from kvxfer.integrations.vllm.prefill_decode.worker import PrefillDecodeWorker
+from kvxfer.lending.reader import Fetched
 from kvxfer.storage.keys import group_of
 from kvxfer.storage.prompt_keys import PromptKeys
 from tests.clock import Clock
-from tests.integrations.pd_engine import Engine, engine_config, full, recurrent, sliding
-from tests.integrations.pd_fakes import (
+from tests.integrations.pd_engine import (
     BLOCK,
+    FULL,
     LEASE,
+    LISTEN,
+    Engine,
+    FakeHandover,
+    StartEngine,
+    cache_config,
+    engine_config,
+    full,
     make_blocks,
     make_found,
+    recurrent,
+    sliding,
+    start_engine,
     ticket_params,
 )
 
-LISTEN = "127.0.0.1:7100"
+__all__ = ["start_engine"]
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_request_id": None}
 OVERLAP = PREFILL | {"remote_request_id": LEASE}
 NO_SCOPE = b"\x93\xc0\xc0\x90"
@@ -33,18 +59,9 @@ NO_SCOPE = b"\x93\xc0\xc0\x90"
 GROUPS = {"one": [full()], "several": [full(), sliding(6)]}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path
-
-
 @pytest.fixture(params=sorted(GROUPS))
-def engine(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    return Engine(monkeypatch, engine_config(folder, listen=LISTEN), *GROUPS[request.param])
-
-
-def one_group(folder: Path, monkeypatch: pytest.MonkeyPatch, **extra: Any) -> Engine:
-    return Engine(monkeypatch, engine_config(folder, listen=LISTEN, **extra), full())
+def engine(request: pytest.FixtureRequest, start_engine: StartEngine) -> Engine:
+    return start_engine(*GROUPS[request.param])
 
 
 def is_several(engine: Engine) -> bool:
@@ -57,9 +74,9 @@ def is_several(engine: Engine) -> bool:
 @pytest.mark.parametrize("window", [1, 2, 6, 8])
 @pytest.mark.parametrize("tokens", range(9, 13))
 def test_the_window_of_the_last_token_is_lent(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, window: int, tokens: int
+    start_engine: StartEngine, window: int, tokens: int
 ) -> None:
-    engine = Engine(monkeypatch, engine_config(folder, listen=LISTEN), full(), sliding(window))
+    engine = start_engine(full(), sliding(window))
     prompt = Prompts(1).keys_for_decode(engine.add("d", None, tokens=tokens))
     assert prompt is not None
     engine.add("p", PREFILL, tokens=tokens)
@@ -125,9 +142,14 @@ def load(engine: Engine, *, tokens: int = 10, **fields: Any) -> Any:
     [(BLOCK, False, BLOCK), (BLOCK + 2, False, 0), (BLOCK, True, 0)],
 )
 def test_what_tiers_have_is_not_loaded_from_p_where_it_ends_with_a_block_and_no_state(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, head: int, first_token: int, *, has_states: bool
+    start_engine: StartEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    head: int,
+    first_token: int,
+    *,
+    has_states: bool,
 ) -> None:
-    engine = one_group(folder, monkeypatch)
+    engine = start_engine(full())
     tiers = engine.connector._tiers
     monkeypatch.setattr(tiers, "get_num_new_matched_tokens", lambda *_: (head, True))
     monkeypatch.setattr(engine.connector, "_has_states", has_states)
@@ -136,9 +158,9 @@ def test_what_tiers_have_is_not_loaded_from_p_where_it_ends_with_a_block_and_no_
 
 
 def test_a_load_that_fails_fails_its_request_where_that_is_wanted(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    start_engine: StartEngine,
 ) -> None:
-    engine = one_group(folder, monkeypatch, on_failure="fail")
+    engine = start_engine(full(), on_failure="fail")
     _, end = load(engine)
     end.set_exception(PeerTimeoutError("127.0.0.1:1", "a description", 1.0))
     engine.step()
@@ -148,7 +170,6 @@ def test_a_load_that_fails_fails_its_request_where_that_is_wanted(
 
 
 def answer_by(outcome: Any) -> Callable[[Engine, Clock], object]:
-    """Let P answer, with what it has or with an error."""
     is_error = isinstance(outcome, Exception)
 
     def answer(engine: Engine, _: Clock) -> None:
@@ -182,15 +203,14 @@ def want_every_log_probability(engine: Engine, _: Clock) -> None:
     ],
 )
 def test_a_prompt_that_p_does_not_give_is_computed_here_and_counted_by_its_reason(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    start_engine: StartEngine,
     caplog: pytest.LogCaptureFixture,
     clock: Clock,
     params: dict[str, Any],
     then: Callable[[Engine, Clock], object] | None,
     reason: str,
 ) -> None:
-    engine = one_group(folder, monkeypatch)
+    engine = start_engine(full())
     request = engine.add("d", ticket_params(**params))
     if then is not None:
         then(engine, clock)
@@ -211,10 +231,8 @@ def test_a_prompt_that_p_does_not_give_is_computed_here_and_counted_by_its_reaso
 
 
 @pytest.fixture
-def recurrent_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    config = engine_config(folder, listen=LISTEN)
-    config.cache_config.mamba_cache_mode = "align"
-    return Engine(monkeypatch, config, full(), recurrent())
+def recurrent_engine(start_engine: StartEngine) -> Engine:
+    return start_engine(full(), recurrent())
 
 
 @pytest.mark.parametrize("params", [PREFILL, OVERLAP])
@@ -276,3 +294,171 @@ def test_d_loads_one_state_or_fails_where_it_cannot_be_written(
     assert fetch.wanted.block_ids == [[5, 6, 7], [written]]
     prompt = PromptKeys(range(9), scope=NO_SCOPE)
     assert fetch.wanted.keys == [prompt.block_keys(0, 4, 9), [prompt.state_key(1, 9)]]
+
+
+# The worker: each request is reported once, and what is not supported is refused.
+
+ENDPOINT = Endpoint("127.0.0.1", 7100)
+
+
+def chunked() -> Any:
+    return ChunkedLocalAttentionSpec(**FULL, attention_chunk_size=8)
+
+
+def make_fetch(name: str, *block_ids: list[int]) -> Fetch:
+    found = make_found(10, num_groups=len(block_ids))
+    wanted = found.wanted(PromptKeys(range(10)), 0, 9, block_ids)
+    return Fetch(name, ENDPOINT, LEASE, wanted, waits=False)
+
+
+def begin(engine: Engine, step: StepData) -> None:
+    engine.worker.handle_preemptions(step)
+    engine.worker.bind_connector_metadata(step)
+    engine.worker.start_load_kv(None)
+    engine.worker.clear_connector_metadata()
+
+
+def test_blocks_on_a_device_are_lent_when_their_request_is_finished() -> None:
+    """Kernels of an earlier step may run still when the next one is prepared."""
+    handover = FakeHandover()
+    handover.is_on_device = True
+    worker = PrefillDecodeWorker(handover, Counters())  # type: ignore[arg-type]
+    keys = PromptKeys(range(8)).block_keys(0, 4, 8)
+    worker.prepare(StepData(offers=[Offer("p", LEASE, keys[:1], [5], is_complete=False)]))
+    worker.prepare(StepData(offers=[Offer("p", LEASE, keys, [5, 6], is_complete=True)]))
+    assert handover.offers == [(LEASE, [], [], False), (LEASE, keys, [5, 6], True)]
+
+
+def test_the_log_says_how_blocks_on_a_gpu_move(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    way = "blocks on cuda:0 go straight by NIXL"
+    monkeypatch.setattr(FakeHandover, "way", way)
+    of_vllm = logging.getLogger("vllm")  # which passes nothing on, so pytest may listen to it, too
+    monkeypatch.setattr(of_vllm, "propagate", caplog.handler not in of_vllm.handlers)
+    with caplog.at_level(logging.INFO, "vllm.kvxfer"):
+        start_engine(full())
+    assert [line for line in caplog.messages if way in line] == [f"KVXferConnector: {way}"]
+
+
+def test_before_030_loads_end_in_two_sets(start_engine: StartEngine) -> None:
+    engine = start_engine(full())
+    begin(engine, StepData(fetches=[make_fetch("a", [5, 6, 7])]))
+    engine.moving.fetches[0][2].set_result(Fetched([[7]]))
+    assert engine.worker.get_finished(set()) == (set(), {"a"})
+    assert engine.worker.get_block_ids_with_load_errors() == {7}
+    assert engine.worker.get_finished(set()) == (set(), set())
+    assert engine.worker.get_block_ids_with_load_errors() == set()
+
+
+@pytest.mark.parametrize(
+    ("specs", "reason"),
+    [
+        ([full(), recurrent(speculates=True)], "group 1 keeps states of tokens that are"),
+        ([full(), chunked()], "group 1 is a ChunkedLocalAttentionSpec"),
+    ],
+)
+def test_a_model_that_cannot_be_handed_over_is_refused_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, specs: list[Any], reason: str
+) -> None:
+    assert why_not(cache_config(*specs)).startswith(reason)
+    config = engine_config(tmp_path, listen=LISTEN)
+    caches = cache_config(*specs)
+    scheduler = KVXferConnector(config, KVConnectorRole.SCHEDULER, caches)
+    worker = KVXferConnector(config, KVConnectorRole.WORKER, caches)
+    assert caplog.text.count(reason) == 1
+    worker.use_kv_caches(None)  # type: ignore[arg-type] # they are not looked at
+    assert worker.get_handshake_metadata() is None
+    scheduler.set_xfer_handshake_metadata_pp_aware({})
+    assert not scheduler.requires_kv_delivery
+    request: Any = SimpleNamespace(
+        request_id="x", kv_transfer_params=ticket_params(do_remote_decode=True)
+    )
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, None, 0)
+    step = scheduler.build_connector_meta(None)
+    assert scheduler.request_finished_all_groups(request, ([1],)) == (False, None)
+    worker.handle_preemptions(step)
+    worker.bind_connector_metadata(step)
+    worker.start_load_kv(None)
+    assert worker.get_finished(set()) == (set(), set())
+    worker.shutdown()
+    scheduler.shutdown()
+
+
+def test_a_group_whose_layers_have_several_windows_is_refused() -> None:
+    specs = {"a": sliding(6), "b": sliding(8)}
+    group = SimpleNamespace(block_size=4, kv_cache_specs=specs)
+    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=group)])
+    assert why_not(config) == "the layers of group 0 have several windows"
+    specs["b"] = sliding(6)
+    assert not why_not(config)
+    assert Groups.of(config, 2) == Groups((8,), (5,), (False,))
+
+
+def test_before_030_prompts_of_several_groups_are_lent_and_not_read(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(groups_module, "HAS_TRANSFER_RESULTS", False)
+    engine = start_engine(full(), sliding(6))
+    assert caplog.text.count("before 0.30 vLLM lets no load of several groups fail") == 1
+    engine.add("d", ticket_params(do_remote_decode=True))
+    assert engine.step() == {"d": 9}  # the last one is left to D
+    assert not engine.asking.asked
+    assert engine.ended["d"]["do_remote_prefill"]
+
+
+def test_a_producer_reads_nothing_and_a_consumer_lends_nothing(start_engine: StartEngine) -> None:
+    producer = start_engine(full(), role="kv_producer")
+    producer.add("d", ticket_params(do_remote_decode=True))
+    assert producer.step() == {"d": 10}
+    assert not producer.asking.asked
+    assert producer.ended["d"] is not None
+    consumer = start_engine(full(), role="kv_consumer")
+    assert not consumer.connector.requires_kv_delivery
+    consumer.add("d", ticket_params(do_remote_decode=True))
+    assert consumer.step() == {}
+    assert list(consumer.asking.asked) == [LEASE]
+
+
+def test_a_child_of_a_multi_connector_wants_what_its_own_workers_say(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine(full())
+    with pytest.raises(InvalidArgumentError, match="first of a MultiConnector"):
+        engine.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): KVConnectorHandshakeMetadata()}
+        )
+
+
+@pytest.mark.parametrize(
+    ("named", "parallel", "settings"),
+    [
+        ("listen", "tensor_parallel_size", {"listen": "127.0.0.1:0"}),
+        ("listen", "tensor_parallel_size", {"listen": "127.0.0.1:65535"}),
+        ("data_port", "tensor_parallel_size", {"listen": LISTEN, "data_port": 65535}),
+        ("pipeline_parallel_size", "pipeline_parallel_size", {"listen": LISTEN}),
+    ],
+)
+def test_a_parallel_engine_without_a_port_for_each_worker_or_with_stages_is_refused(
+    tmp_path: Path, named: str, parallel: str, settings: dict[str, Any]
+) -> None:
+    config = engine_config(tmp_path, **settings)
+    setattr(config.parallel_config, parallel, 2)
+    with pytest.raises(InvalidArgumentError, match=f"^{named} is"):
+        KVXferConnector(config, KVConnectorRole.SCHEDULER, cache_config(full()))
+
+
+def test_every_hook_of_the_tiers_is_passed_on_to_them() -> None:
+    hooks = {
+        name
+        for name in vars(OffloadingConnector)
+        if not name.startswith("_") and (hasattr(base.KVConnectorBase_V1, name))
+    }
+    elsewhere = {
+        *("wait_for_layer_load", "save_kv_layer"),  # do nothing
+        *("get_finished", "request_finished", "build_kv_connector_stats"),  # of KVXferConnector
+        "requires_kv_delivery",  # P's do
+    }
+    assert hooks - elsewhere <= set(vars(KVXferConnector))

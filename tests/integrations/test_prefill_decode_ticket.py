@@ -29,33 +29,17 @@ from kvxfer.integrations.vllm.prefill_decode.ticket import (
     wants_decode,
     wants_prefill,
 )
-from tests.integrations.pd_fakes import make_request, ticket_params
+from tests.integrations.pd_engine import make_request, ticket_params
 
 FIELDS = ("remote_request_id", "remote_host", "remote_port", "tp_size", "transfer_mode")
 DEEP: list[Any] = []
 for _ in range(5 * sys.getrecursionlimit()):
     DEEP = [DEEP]
 ABSURD: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    1 << 64,
-    10**5000,
-    1.5,
-    float("nan"),
-    "",
-    "\ud800",
-    "a\nb",
-    "x" * 100_000,
-    b"bytes",
-    [],
-    {},
-    DEEP,
-    object(),
+    *(None, True, -1, 0, 1 << 64, 10**5000, 1.5, float("nan")),
+    *("", "\ud800", "a\nb", "x" * 100_000, b"bytes"),
+    *([], {}, DEEP, object()),
 ]
-
-
 NEARLY = [
     ("remote_request_id", "a" * 129),
     ("remote_request_id", "a" * 32 + "\n"),
@@ -205,7 +189,6 @@ def test_tickets_lead_to_what_is_allowed_and_without_a_secret_to_loopback_only(
 
 
 def keys_of(**fields: Any) -> list[Any]:
-    """Keys of a prompt with these fields."""
     request = make_request({})
     for name, value in fields.items():
         setattr(request, name, value)

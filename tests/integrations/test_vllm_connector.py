@@ -42,8 +42,6 @@ with_names = pytest.mark.skipif(not LAYOUTS_ARE_NAMED, reason="layouts have no n
 
 
 class Connector(KVCacheHooks, KVConnectorBase_V1):  # type: ignore[misc] # it is Any here
-    """Connector that keeps the arguments of its hooks."""
-
     def __init__(self, caches: Caches) -> None:
         super().__init__(caches.vllm_config, KVConnectorRole.WORKER, caches.config)
         self.told: list[CanonicalKVCaches] = []
@@ -64,7 +62,6 @@ def stride_order(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def vllms_own(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
-    """Worker of vLLM's own connector, and its canonical caches."""
     layers = caches.vllm_config.compilation_config.static_forward_context
     for name, value in {
         "get_layers_from_vllm_config": layers,

@@ -34,8 +34,6 @@ HAS_OWNERS = "ownership" in BlockStored.__struct_fields__
 
 
 class Router:
-    """Index of blocks, from what vLLM publishes."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
         self._tracker = OffloadingEventsTracker(
@@ -45,7 +43,6 @@ class Router:
         self.owners: set[tuple[str, str | None]] = set()
 
     def take(self, events: Iterable[Any]) -> None:
-        """Take what a manager gives to vLLM."""
         for event in self._tracker.take_events(events):
             kept = self.kept[event.medium]
             self.owners.add((event.medium, getattr(event, "ownership", None)))

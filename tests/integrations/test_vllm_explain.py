@@ -11,29 +11,25 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvxfer.integrations.vllm.offloading.requests import Requests
-from kvxfer.replay import read_trace
 from kvxfer.storage.backend import MISSING
-from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Moved, Operation, Reports
-from kvxfer.telemetry.trace_recorder import TraceRecorder
 from kvxfer.testing import Operation as Faulty
 from tests.explain.conftest import Ask, ask, journal
-from tests.integrations.pd_engine import Engine, engine_config, full
-from tests.integrations.pd_fakes import LEASE, make_found, ticket_params
-from tests.integrations.two_tiers import (
-    KeepingBackend,
-    Scheduler,
-    Start,
-    broken,
-    keys_of,
-    start,
+from tests.integrations.pd_engine import (
+    LEASE,
+    StartEngine,
+    full,
+    make_found,
+    start_engine,
+    ticket_params,
 )
+from tests.integrations.two_tiers import KeepingBackend, Scheduler, Start, broken, keys_of, start
 
-__all__ = ["ask", "journal", "start"]
+__all__ = ["ask", "journal", "start", "start_engine"]
 
 
 def request(scheduler: Scheduler, name: str, keys: list[BlockKey]) -> None:
-    """Let a request arrive, be looked up until it is answered, and scheduled."""
     context = ReqContext(name)
     if hasattr(context, "set_offload_key_position"):
         for index, key in enumerate(keys):
@@ -119,10 +115,9 @@ def test_after_a_reset_chunks_are_known_by_their_own_keys(
 
 
 def test_what_another_engine_gives_and_what_it_does_not_give_any_more(
-    journal: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    journal: Path, ask: Ask, start_engine: StartEngine
 ) -> None:
-    p = Engine(monkeypatch, engine_config(tmp_path, listen="127.0.0.1:7100"), full())
-    d = Engine(monkeypatch, engine_config(tmp_path), full())
+    p, d = start_engine(full()), start_engine(full())
     d.add("cmpl-1", ticket_params())
     d.asking.asked[LEASE].set_result(make_found(10))
     d.step()
@@ -143,46 +138,12 @@ def test_what_another_engine_gives_and_what_it_does_not_give_any_more(
 
 
 def test_a_refusal_is_said_with_its_reason(
-    journal: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    journal: Path, ask: Ask, start_engine: StartEngine
 ) -> None:
-    d = Engine(monkeypatch, engine_config(tmp_path), full())
+    d = start_engine(full())
     d.add("refused", ticket_params())
     d.asking.asked[LEASE].set_exception(TimeoutError("no answer of P"))
     d.step()
     report = ask("refused")
     assert report["num_blocks"] == 3
     assert report["runs"][0]["text"] == "refused: no answer of P"
-
-
-def tell_arrival(recorder: Requests, req_id: str, *chunks: int) -> ReqContext:
-    """Let a request arrive, and then vLLM tell its chunks, of two groups of different sizes."""
-    context = ReqContext(req_id)
-    if not hasattr(context, "set_offload_key_position"):
-        pytest.skip("this vLLM does not tell the chunks of a request")
-    recorder.arrive(context)
-    for index, chunk in enumerate(chunks):
-        key = make_block_key(b"%d" % chunk, 0)
-        context.set_offload_key_position(key, 32 * (index + 1))
-    for index in range(2 * len(chunks)):
-        context.set_offload_key_position(make_block_key(b"%d" % index, 1), 16 * (index + 1))
-    return context
-
-
-def test_requests_are_recorded_when_they_are_scheduled_for_the_first_time(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    recorder = Requests(Reports(), trace=TraceRecorder(str(path)))
-    tell_arrival(recorder, "a", 1, 2)
-    tell_arrival(recorder, "aborted", 9)
-    tell_arrival(recorder, "without a whole chunk")
-    context = tell_arrival(recorder, "b", 1, 3, 4)
-    recorder.schedule(["b", "without a whole chunk"])
-    recorder.finish("aborted")
-    recorder.schedule(["a", "aborted", "unknown"])
-    context.set_offload_key_position(make_block_key(b"5", 0), 128)  # of the answer
-    recorder.schedule(["b"])
-    recorder.close()
-    trace = read_trace(path)
-    lengths = sorted(zip(trace.input_lengths.tolist(), map(len, trace.requests()), strict=True))
-    assert lengths == [(64, 2), (96, 3)]
-    assert trace.num_unique == 4
-    assert trace.tokens_per_block == 32

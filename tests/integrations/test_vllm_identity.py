@@ -52,8 +52,6 @@ has_tier = pytest.mark.skipif(
 
 
 class HFConfig:
-    """Make the configuration of a model, as transformers has it."""
-
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {
             "_name_or_path": "/somewhere",
@@ -450,13 +448,11 @@ def test_the_scheduler_receives_what_every_worker_published() -> None:
 
 @pytest.fixture
 def told(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let vLLM say its configuration."""
     monkeypatch.setattr(offloading_spec, "get_current_vllm_config_or_none", lambda: vllm_config)
 
 
 @contextlib.contextmanager
 def engine_with(backend: list[str]) -> Iterator[None]:
-    """Start the worker and the manager of an engine."""
     config = make_config(backend=backend)
     worker = start_worker(config)
     manager = KVXferOffloadingSpec(config).get_manager()

@@ -249,8 +249,6 @@ def test_workers_that_keep_the_same_heads_share_a_part() -> None:
 
 
 def described(told: dict[str, Any], tp_size: int, *, draft: Any = None) -> WorkerPages:
-    """Describe pages of a model of whose layers vLLM tells 4 KV heads."""
-
     def model(told: dict[str, Any], heads: int) -> Any:
         config = SimpleNamespace(to_dict=lambda: told)
         return SimpleNamespace(get_total_num_kv_heads=lambda: heads, hf_text_config=config)
@@ -267,7 +265,6 @@ def described(told: dict[str, Any], tp_size: int, *, draft: Any = None) -> Worke
 
 
 def layer(kind: str, spec: Any, **fields: Any) -> Any:
-    """Make a layer whose cache has the spec."""
     attn_backend = SimpleNamespace(get_name=lambda: kind)
     shapes = [(2, *shape) for shape in getattr(spec, "shapes", ())]
     return SimpleNamespace(

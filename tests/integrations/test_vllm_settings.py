@@ -170,16 +170,6 @@ def test_vllm_loads_the_plug_in(chosen: str | None, monkeypatch: pytest.MonkeyPa
     assert plugin.why_not_loaded() == ""
 
 
-@pytest.mark.parametrize("chosen", ["", "other", "kvxfer2"])
-def test_a_choice_that_leaves_the_plug_in_out_is_said(
-    chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plugins = pytest.importorskip("vllm.plugins", reason="needs vLLM")
-    monkeypatch.setenv(plugin.CHOICE, chosen)
-    assert "kvxfer" not in plugins.load_plugins_by_group(plugin.GROUP)
-    assert plugin.why_not_loaded() == f"VLLM_PLUGINS is {chosen!r}, without 'kvxfer'"
-
-
 def test_vllm_knows_the_connectors_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
     from vllm.config import KVTransferConfig
@@ -207,7 +197,6 @@ def test_vllm_knows_the_connectors_by_name(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def commands() -> list[list[str]]:
-    """Find the arguments of `vllm serve` on the page about vLLM."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in re.split(r"\n(?=vllm|export)", block)]
     words = [shlex.split(line.replace("\\\n", " ")) for line in lines]

@@ -5,7 +5,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -204,19 +204,6 @@ def test_a_backend_by_url_needs_to_know_the_revision_of_the_model(tiers: Tiers) 
     with pytest.raises(InvalidArgumentError, match="revision"):
         KVXferTier(spec, view, "KVXferTier", backend=url)
     KVXferTier(spec, view, "KVXferTier", backend=url, revision="c0ffee").shutdown()
-
-
-def test_a_vllm_whose_tiers_are_told_less_of_is_named_with_the_supported_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    @dataclass
-    class JobResult:
-        job_id: int
-        success: bool
-
-    monkeypatch.setattr(interface, "JobResult", JobResult)
-    with pytest.raises(UnsupportedEngineError, match=r"supported: 0\.31 to 0\.33"):
-        KVXferTier(None, memoryview(b""), "KVXferTier", backend="host://?capacity=1MiB")
 
 
 def test_an_engine_whose_lower_tier_cannot_listen_does_not_start() -> None:

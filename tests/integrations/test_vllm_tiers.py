@@ -13,7 +13,6 @@ from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Ended, Late
 from kvxfer.storage.observer import Operation as ToldOperation
-from kvxfer.telemetry.metrics import HISTOGRAMS
 from kvxfer.testing import Operation
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
 from kvxfer.transfer.load_or_compute import LoadOrCompute
@@ -174,29 +173,6 @@ def test_a_shutdown_tells_of_chunks_that_the_lower_tier_failed_to_store(
     assert "the lower tier: 2 blocks were not written back there" in caplog.text
 
 
-def test_times_and_the_state_of_the_lower_tier_are_metrics_as_it_tells_them(
-    start: Start, tmp_path: Path
-) -> None:
-    config = FileConfig(path=str(tmp_path), capacity=ByteSize(64 << 20))
-    scheduler, keys = start(FileBackend(config, make_namespace())), keys_of(2)
-    scheduler.store(keys)
-    scheduler.forget()
-    first = read_series(scheduler.manager.get_stats())
-    assert first["capacity_bytes", ("file",)] == 64 << 20
-    assert scheduler.resolve(keys) == [HIT, HIT]
-    second = read_series(scheduler.manager.get_stats())
-    assert ("capacity_bytes", ("file",)) not in second  # a second has not passed
-    for series in (
-        first["store_seconds", ("file", "request", "done")],
-        first["batch_seconds", ("store",)],
-        second["load_seconds", ("file", "request", "done")],
-        second["lookup_seconds", ("file", "hit")],
-    ):
-        assert 1 <= len(series) <= len(keys)
-        assert all(0 < seconds < LIMIT_S for seconds in series)
-    assert not {name for name, _ in read_series(scheduler.manager.get_stats())} & set(HISTOGRAMS)
-
-
 def test_an_engine_that_asks_for_no_statistics_keeps_a_bounded_number_of_times() -> None:
     told = metrics.OffloadingMetrics(1)
     for _ in range(metrics.MAX_DURATIONS + 1):
@@ -258,7 +234,6 @@ def scheduler(start: Start) -> Scheduler:
 
 
 def run(scheduler: Scheduler, req_id: str, keys: Sequence[BlockKey], params: Any = None) -> None:
-    """Run a request: look up, load what is there, store the rest."""
     context, manager = ReqContext(req_id, kv_transfer_params=params), scheduler.manager
     manager.on_new_request(context)
     hits = [key for key in keys if manager.lookup(key, context) is HIT]

@@ -142,7 +142,6 @@ def prompt_of(num_tokens: int, *, seed: int = 0) -> torch.Tensor:
 
 
 def with_cache(past: Any) -> dict[str, Any]:
-    """Arguments of a model, or of its `generate()`, that give it a cache."""
     return {CACHE_ARGUMENT: past}
 
 

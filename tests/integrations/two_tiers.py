@@ -72,8 +72,6 @@ class KeepingBackend(DictBackend):
 
 @dataclass
 class Scheduler:
-    """Manager of two tiers with a fresh host pool, driven as by vLLM."""
-
     manager: KVXferOffloadingManager
     tier: LowerTier
     pool: HostPool
@@ -107,7 +105,6 @@ class Scheduler:
         return results
 
     def resolve(self, keys: Sequence[BlockKey], req_id: str = "request") -> list[LookupResult]:
-        """Step until the lookup of a request is answered."""
         deadline = time.monotonic() + LIMIT_S
         while True:
             results = self.lookup(keys, req_id)
@@ -148,7 +145,6 @@ Start = Callable[..., Scheduler]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start schedulers over backends; their engines end with the context."""
     started: list[tuple[Scheduler, Backend]] = []
 
     def open_over(
@@ -192,7 +188,6 @@ def start() -> Iterator[Start]:
 
 
 def fill_slot(scheduler: Scheduler, key: BlockKey, part: int, payload: bytes) -> None:
-    """Write a part of a chunk to its slot, as a worker does."""
     blocks = MEMORY.describe(0, [1])
     write_payloads(blocks, [payload])
     scheduler.pool.write([scheduler.index.slot_of(key)], [key], blocks, part=part)
@@ -239,7 +234,6 @@ def read_series(stats: Any) -> dict[tuple[str, tuple[str, ...]], Any]:
 
 
 def failed_loads(counts: dict[metrics.Count | str, float]) -> float:
-    """Count the chunks found in the tier below that could not be loaded."""
     return sum(
         value
         for count, value in counts.items()

@@ -43,7 +43,6 @@ STATES = interface.MambaSpec(
 def pretend_gpu(
     monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H100", capability: tuple[int, int] = (9, 0)
 ) -> None:
-    """Let vLLM's platform be that of a GPU."""
     gpu = SimpleNamespace(
         is_cpu=lambda: False,
         get_device_name=lambda: name,
@@ -53,7 +52,6 @@ def pretend_gpu(
 
 
 def backend(name: str) -> Any:
-    """Make the class of an attention backend."""
     module, _, class_name = name.rpartition(".")
     return getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), class_name)
 

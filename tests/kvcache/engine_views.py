@@ -11,11 +11,7 @@ from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
 
 
 def engine_view(
-    physical: str,
-    logical: str,
-    sizes: dict[str, int],
-    *,
-    offset: int = 0,
+    physical: str, logical: str, sizes: dict[str, int], *, offset: int = 0
 ) -> torch.Tensor:
     """Make a tensor whose shape has the axes of `logical` and whose memory those of `physical`."""
     axes = physical.split()
@@ -64,12 +60,10 @@ def nhd() -> torch.Tensor:
 
 
 def packed_row(layers: int) -> torch.Tensor:
-    """Make one allocation in which every block has the pages of all layers."""
     return torch.zeros(NUM_BLOCKS, layers, PAGE // 2, dtype=torch.float16)
 
 
 def page_view(row: torch.Tensor, layer: int) -> torch.Tensor:
-    """View one layer in a packed row as NHD."""
     return row[:, layer].view(NUM_BLOCKS, 2, 16, 3, 8)
 
 

@@ -57,7 +57,6 @@ def layout_page() -> dict[str, str]:
 
 
 def section(entry: EngineLayout) -> str:
-    """Describe one layout."""
     axes = f"`{entry.memory}`"
     if entry.allocations:
         axes += f" for each {' and '.join(entry.allocations.split())}"
@@ -99,14 +98,12 @@ def told(entry: EngineLayout) -> bool:
 
 
 def picture_name(entry: EngineLayout) -> str:
-    """Name the picture of a layout; layouts that look the same share one."""
     memory = entry.memory.replace("*", " ").split()
     parts = [entry.allocations.split(), memory] if entry.allocations else [memory]
     return "--".join("-".join(part) for part in parts)
 
 
 def picture(entry: EngineLayout) -> str:
-    """Draw one block in memory as SVG."""
     sizes = DRAWN_LATENTS if entry.content == "latents" else DRAWN
     if "kernel" in entry.order:
         sizes = DRAWN_KERNEL_BLOCKS

@@ -73,7 +73,6 @@ ALONE = KVCacheConfig(5, (AB,))
 
 
 def config(spec: KVCacheSpec = SLIDING, **changes: Any) -> KVCacheConfig:
-    """Change the plan, or the second group's spec."""
     return replace(CONFIG, groups=(AB, KVCacheGroup(spec, ("c",))), **changes)
 
 

@@ -1,13 +1,20 @@
-"""Cache mappings: portable pages of workers' caches, and the reasons of caches without any."""
+"""Cache mappings: the portable pages of workers, and the reasons of caches without any."""
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.engine_side import EngineLayout
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
@@ -19,6 +26,7 @@ from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import (
+    PageFragments,
     PageMapping,
     WorkerShard,
     compile_mapping,
@@ -33,6 +41,20 @@ from kvxfer.kvcache.spec import (
     MLASpec,
     UniformTypeKVCacheSpecs,
 )
+from tests.examples import examples
+from tests.kvcache.engine_views import states
+from tests.kvcache.worlds import (
+    Values,
+    Worker,
+    WorldEngine,
+    divisors,
+    engine_options,
+    generators,
+    page_tokens,
+    start_engine,
+    worlds,
+)
+from tests.kvcache.zoo_engines import ZOO, ZooGroup, plan_groups
 
 NUM_BLOCKS, TOKENS, HEADS, DIM = 12, 8, 2, 4
 NHD = "block kv token head dim"
@@ -117,7 +139,6 @@ def test_a_layer_that_keeps_what_another_does_is_not_mapped_twice() -> None:
 
 
 def unknown(**fields: Any) -> CanonicalKVCaches:
-    """Make caches without boxes."""
     tensor = CanonicalKVCacheTensor(torch.zeros(3, 8, dtype=torch.int8), 8)
     refs = ((CanonicalKVCacheRef(0, 8, ("layers.0",)),),)
     return CanonicalKVCaches((tensor,), refs, **fields)
@@ -131,7 +152,6 @@ def compiled(page_of: CanonicalKVCaches, **fields: Any) -> PageMapping:
 
 
 def several_heads(kept: int) -> CanonicalKVCaches:
-    """Make two layers of which one has other heads than the first."""
     specs = {"layers.0": SPEC, "layers.1": replace(SPEC, num_kv_heads=kept)}
     spec = UniformTypeKVCacheSpecs(tokens_per_block=TOKENS, layer_specs=specs)
     return caches_of(names=tuple(specs), spec=spec)
@@ -352,7 +372,6 @@ PARALLEL = {
 
 
 def workers(kind: str, *, spec: KVCacheSpec = ONE_HEAD, **options: Any) -> list[PageMapping]:
-    """Map the blocks of all workers of an engine, each with one head."""
     caches = caches_of("block token dim", spec=MLA) if kind == "latents" else caches_of(spec=spec)
     shard = PARALLEL[kind]
     ranks = range(shard.num_workers)
@@ -403,3 +422,202 @@ def test_workers_with_other_pages_or_blocks_are_found() -> None:
     with pytest.raises(PageMappingError, match=r"\[1, 2\] pages per block") as caught:
         verify_mappings([*theirs[:3], short[3]])
     assert caught.value.axis == "token"
+
+
+class StateWorker(Worker):
+    """Worker that keeps its share of states, `(layer, block, ...)` each, divided along an axis."""
+
+    def __init__(
+        self,
+        whole: Sequence[Values],
+        head_axes: Sequence[int],
+        shard: WorkerShard,
+        block_ids: Sequence[int],
+        *,
+        is_joined: bool,
+    ) -> None:
+        self.shard, self._block_ids = shard, list(block_ids)
+        self._mine = [
+            np.array_split(each, shard.tp_size, head + 2)[shard.rank]
+            for each, head in zip(whole, head_axes, strict=True)
+        ]
+        num_blocks, layer_names = 1 + max(block_ids), ("layers.9.mixer", "layers.10.mixer")
+        shapes = tuple(each.shape[2:] for each in self._mine)
+        spec = MambaSpec(tokens_per_block=8, shapes=shapes, dtypes=(torch.float16, torch.float32))
+        if is_joined:  # one tensor of each state for all layers
+            slots = [
+                torch.zeros((2, num_blocks, *shape), dtype=dtype)
+                for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+            ]
+            layers = [[slot[layer] for slot in slots] for layer in range(2)]
+        else:
+            spec = replace(spec, page_size_padded=spec.page_size_bytes + 16)
+            pages = torch.zeros((2, num_blocks * spec.page_size_bytes), dtype=torch.int8)
+            layers = [states(spec, page.clone(), num_blocks=num_blocks) for page in pages]
+        config = plan_groups([ZooGroup(spec, (0, 1), layer_names)], num_blocks)
+        self.caches = canonicalize(dict(zip(layer_names, layers, strict=True)), config)
+        self._tensors = [tensor for layer in layers for tensor in layer]
+
+    def contents(self) -> list[Values]:
+        contents = []
+        for mine in (each[layer] for layer in range(2) for each in self._mine):
+            content = np.zeros((1 + max(self._block_ids), *mine.shape[1:]), mine.dtype)
+            content[self._block_ids] = mine
+            contents.append(content)
+        return contents
+
+
+def part_of_pages(mapping: PageMapping, pages: NDArray[np.uint8]) -> Descriptors:
+    """List the pieces of each portable page that a worker holds."""
+    num_pages, page_bytes = pages.shape
+    of_block = mapping.pages
+    chosen = [of_block[index % len(of_block)] for index in range(num_pages)]
+    starts = [pages.ctypes.data + index * page_bytes for index in range(num_pages)]
+    counts = [len(each.lengths) for each in chosen]
+    return Descriptors(
+        addresses=np.concatenate(
+            [
+                (start + each.page_offsets).astype(np.uint64)
+                for start, each in zip(starts, chosen, strict=True)
+            ]
+        ),
+        lengths=np.concatenate([each.lengths for each in chosen]).astype(np.uint64),
+        block_offsets=np.concatenate(([0], np.cumsum(counts))),
+        payload_starts=np.zeros(num_pages, np.int64),
+        device=torch.device("cpu"),
+        owners=(pages,),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MappedEngine:
+    engine: WorldEngine
+    mappings: list[tuple[PageMapping, ...]]
+
+    @classmethod
+    def of(cls, engine: WorldEngine, **options: Any) -> "MappedEngine":
+        return cls(engine, [map_caches(w.caches, w.shard, **options) for w in engine.workers])
+
+    def of_group(self, group: int) -> list[PageMapping]:
+        return [each[group] for each in self.mappings]
+
+    def write(self, group: int, num_pages: int, copies: CPUCopyEngine) -> NDArray[np.uint8]:
+        """Store pages from the workers, each page from the worker whose turn it is."""
+        pages = np.zeros((num_pages, self.mappings[0][group].page.num_bytes), np.uint8)
+        for mappings, blocks in zip(self.mappings, self._describe(group), strict=True):
+            turns = [page for page in range(num_pages) if mappings[group].writes(page)]
+            if turns:
+                held = part_of_pages(mappings[group], pages)
+                copies.copy(blocks.take(turns), held.take(turns))
+        return pages
+
+    def read(self, group: int, pages: NDArray[np.uint8], copies: CPUCopyEngine) -> None:
+        for mappings, blocks in zip(self.mappings, self._describe(group), strict=True):
+            copies.copy(part_of_pages(mappings[group], pages), blocks)
+
+    def _describe(self, group: int) -> list[Descriptors]:
+        return [
+            BlockDescriber(worker.caches, mappings=mappings).describe(
+                group, self.engine.block_ids[group]
+            )
+            for worker, mappings in zip(self.engine.workers, self.mappings, strict=True)
+        ]
+
+
+@pytest.fixture(scope="module")
+def copies() -> Iterator[CPUCopyEngine]:
+    engine = CPUCopyEngine(num_threads=1)
+    yield engine
+    engine.close()
+
+
+def named(entry: EngineLayout) -> str:
+    return f"{entry.engine}, {entry.name}"
+
+
+def check_pages(
+    engine: MappedEngine, expected: Sequence[NDArray[np.uint8]], copies: CPUCopyEngine
+) -> None:
+    workers = engine.engine.workers
+    for worker in workers:
+        worker.fill()
+    for group, pages in enumerate(expected):
+        verify_mappings(engine.of_group(group))
+        np.testing.assert_array_equal(engine.write(group, len(pages), copies), pages)
+    for worker in workers:
+        worker.clear()
+    for group, pages in enumerate(expected):
+        engine.read(group, pages, copies)
+    for worker in workers:
+        worker.check()
+
+
+def expanded(fragments: PageFragments) -> list[list[int]]:
+    return [
+        [
+            block,
+            run.local_offset + index * run.local_stride,
+            run.canonical_offset + index * run.canonical_stride,
+            run.fragment_size,
+        ]
+        for block, run in fragments.runs()
+        for index in range(run.num_fragments)
+    ]
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=named)
+@examples(6)
+@given(data=st.data())
+def test_the_portable_pages_of_a_model_are_those_of_plain_indexing(
+    entry: EngineLayout, data: st.DataObject, copies: CPUCopyEngine
+) -> None:
+    world = data.draw(worlds(entry))
+    options = data.draw(engine_options(world, entry))
+    tokens_per_page = data.draw(page_tokens(world, options))
+    num_shards = data.draw(st.sampled_from(divisors(world.num_heads)[:3]))
+    engine = MappedEngine.of(
+        start_engine(data.draw(generators()), world, options),
+        tokens_per_page=tokens_per_page,
+        num_shards=num_shards,
+    )
+    groups = range(len(world.positions))
+    for group in groups:
+        names = list(world.tensors(group))
+        for mapping in engine.of_group(group):
+            assert [tensor.name for tensor in mapping.page.shards[0]] == names
+            for fragments in mapping.pages[:2]:
+                fields = fragments.blocks, fragments.local_offsets, fragments.page_offsets
+                rows = np.stack([*fields, fragments.lengths], axis=1).tolist()
+                assert expanded(fragments) == rows
+    expected = [world.pages(group, tokens_per_page, num_shards) for group in groups]
+    check_pages(engine, expected, copies)
+
+
+@pytest.mark.parametrize("is_joined", [False, True], ids=["pages", "tensors of all layers"])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("head_axes", list(product((0, 1), (0, 2))))
+def test_the_portable_pages_of_states_are_those_of_plain_indexing(
+    head_axes: tuple[int, int], tp_size: int, copies: CPUCopyEngine, *, is_joined: bool
+) -> None:
+    rng, block_ids = np.random.default_rng(0), [5, 1, 4]
+    whole = [
+        rng.integers(-100, 100, (2, len(block_ids), *shape)).astype(kind)
+        for shape, kind in (((4, 8), np.int16), ((8, 2, 4), np.int32))
+    ]
+    shard = WorkerShard(num_kv_heads=4, tp_size=tp_size)
+    workers: list[Worker] = [
+        StateWorker(whole, head_axes, replace(shard, rank=rank), block_ids, is_joined=is_joined)
+        for rank in range(tp_size)
+    ]
+    state_heads = [f"s{axis}" for axis in head_axes]
+    engine = MappedEngine.of(WorldEngine([block_ids], workers), state_heads=state_heads)
+    pages = [
+        b"".join(
+            np.moveaxis(state[layer, block], head, 0).tobytes()
+            for layer in range(2)
+            for state, head in zip(whole, head_axes, strict=True)
+        )
+        for block in range(len(block_ids))
+    ]
+    expected = np.frombuffer(b"".join(pages), np.uint8).reshape(len(block_ids), -1)
+    check_pages(engine, [expected], copies)

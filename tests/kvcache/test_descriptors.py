@@ -36,8 +36,6 @@ KINDS_OF_IDS: list[Callable[[list[int]], Any]] = [
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Arguments of one call of `describe`."""
-
     caches: CanonicalKVCaches
     group: int
     block_ids: Any
@@ -149,7 +147,6 @@ def expected_chunks(case: Case) -> list[tuple[int, bytes]]:
 
 
 def pieces_of(blocks: Descriptors, block: int) -> list[tuple[int, int]]:
-    """List addresses and lengths of one block."""
     first, last = blocks.block_offsets[block : block + 2].tolist()
     return list(
         zip(blocks.addresses[first:last].tolist(), blocks.lengths[first:last].tolist(), strict=True)
@@ -157,7 +154,6 @@ def pieces_of(blocks: Descriptors, block: int) -> list[tuple[int, int]]:
 
 
 def read(blocks: Descriptors) -> list[tuple[int, bytes]]:
-    """Read the same as `expected_chunks`, through the descriptors."""
     return [
         (begin, b"".join(ctypes.string_at(*piece) for piece in pieces_of(blocks, block)))
         for block, begin in enumerate(blocks.payload_starts.tolist())
@@ -232,7 +228,6 @@ def test_batches_overlap_where_they_have_a_byte_in_common(seed: int) -> None:
 
 
 def bad_caches(*refs: int, devices: tuple[str, ...] = ("cpu", "meta")) -> CanonicalKVCaches:
-    """Make caches of one group, with tensors of 6 and 4 blocks."""
     tensors = [
         CanonicalKVCacheTensor(torch.zeros(count, 8, dtype=torch.int8, device=device), 8)
         for count, device in zip((6, 4), devices, strict=True)

@@ -15,24 +15,13 @@ from kvxfer.errors import InvalidArgumentError, LayoutError, UnknownLayoutError
 from kvxfer.kvcache.canonical import CanonicalKVCaches, attest, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.describer import describe
-from kvxfer.kvcache.spec import (
-    AttentionSpec,
-    FullAttentionSpec,
-    MLASpec,
-    UniformTypeKVCacheSpecs,
-)
+from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, MLASpec, UniformTypeKVCacheSpecs
 from tests.examples import examples
 from tests.kvcache.layout_page import DOCS, IMAGES, PAGE, layout_page
-from tests.kvcache.zoo_engines import (
-    ZOO,
-    AttentionEngine,
-    numbers,
-    with_kernel_blocks,
-)
+from tests.kvcache.zoo_engines import ZOO, AttentionEngine, numbers, with_kernel_blocks
 
 
 def payload(caches: CanonicalKVCaches, block_id: int) -> list[int]:
-    """The numbers in a block, read at the addresses of its descriptors."""
     blocks = describe(caches, 0, [block_id])
     pieces = zip(blocks.addresses.tolist(), blocks.lengths.tolist(), strict=True)
     joined = b"".join(ctypes.string_at(*piece) for piece in pieces)

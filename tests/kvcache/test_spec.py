@@ -1,6 +1,6 @@
 """Specs and configs: sizes, validation and merging."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,39 +143,31 @@ def test_full_attention_takes_over_the_one_window_in_use(
     assert KVCacheSpec.merge(specs) == FullAttentionSpec(**(ATTENTION | {field: merged}))
 
 
-def differing() -> list[tuple[str, list[KVCacheSpec]]]:
-    """List specs that do not merge, by the field that differs."""
-
-    def changed(spec: KVCacheSpec, field: str, value: Any) -> KVCacheSpec:
-        change: dict[str, Any] = {field: value}
-        return replace(spec, **change)
-
-    fields: dict[str, Any] = {
-        "num_kv_heads": 4,
-        "head_dim": 32,
-        "head_dim_v": 32,
-        "dtype": torch.float32,
-        "tokens_per_block": 32,
-        "page_size_padded": 1 << 20,
-    }
-    windows = ("sliding_window", "attention_chunk_tokens")
-    int8 = replace(FULL, dtype=torch.int8)
-    return [
-        *(("type", [spec, MAMBA if spec is FULL else FULL]) for spec in ALL),
-        *((f, [spec, changed(spec, f, fields[f])]) for f in fields for spec in ALL[:4]),
-        *((f, [changed(FULL, f, window) for window in (128, None, 256)]) for f in windows),
-        ("quantization", [int8, replace(int8, quantization=PER_TENSOR)]),
-        ("num_kv_heads", [FULL, replace(FULL, sliding_window=128, num_kv_heads=4)]),
-        *(
-            ("sliding_window", [spec, changed(spec, "sliding_window", 256)])
-            for spec in (ALL[1], ALL[5])
-        ),
-    ]
+INT8_ALONE = replace(FULL, dtype=torch.int8)
+OTHER_VALUES: dict[str, Any] = {
+    "num_kv_heads": 4,
+    "head_dim": 32,
+    "head_dim_v": 32,
+    "dtype": torch.float32,
+    "tokens_per_block": 32,
+    "page_size_padded": 1 << 20,
+}
+DIFFERING: list[tuple[str, Sequence[KVCacheSpec]]] = [
+    *(("type", [spec, MAMBA if spec is FULL else FULL]) for spec in ALL),
+    *((field, [FULL, replace(FULL, **{field: other})]) for field, other in OTHER_VALUES.items()),
+    ("sliding_window", [replace(FULL, sliding_window=window) for window in (128, None, 256)]),
+    ("quantization", [INT8_ALONE, replace(INT8_ALONE, quantization=PER_TENSOR)]),
+    ("num_kv_heads", [FULL, replace(FULL, sliding_window=128, num_kv_heads=4)]),
+    ("sliding_window", [ALL[1], SlidingWindowSpec(**ATTENTION, sliding_window=256)]),
+    ("sliding_window", [ALL[5], SlidingWindowMLASpec(**LATENT, sliding_window=256)]),
+]
 
 
-@pytest.mark.parametrize(("field", "specs"), differing())
-def test_specs_that_differ_do_not_merge_and_say_where(field: str, specs: list[KVCacheSpec]) -> None:
-    assert KVCacheSpec.merge(specs[:1] * 3) == specs[0]
+@pytest.mark.parametrize(("field", "specs"), DIFFERING)
+def test_specs_that_differ_do_not_merge_and_say_where(
+    field: str, specs: Sequence[KVCacheSpec]
+) -> None:
+    assert KVCacheSpec.merge([specs[0]] * 3) == specs[0]
     with pytest.raises(SpecMergeError) as caught:
         KVCacheSpec.merge(specs)
     assert caught.value.field == field

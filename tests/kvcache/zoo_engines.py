@@ -30,7 +30,6 @@ class ZooGroup:
 
 
 def plan_groups(groups: Sequence[ZooGroup], num_blocks: int) -> KVCacheConfig:
-    """Plan the groups of an engine; layers at one position share a tensor."""
     shared: list[list[str]] = [[] for _ in range(1 + max(p for g in groups for p in g.positions))]
     for group in groups:
         for name, position in zip(group.names, group.positions, strict=True):
@@ -74,7 +73,6 @@ class AttentionEngine:
 
     @property
     def positions(self) -> dict[str, int]:
-        """List the position of each layer."""
         return {n: i for i, names in enumerate(self.config.shared_tensors) for n in names}
 
     def _strides(self) -> tuple[dict[str, int], int]:
@@ -131,7 +129,6 @@ class AttentionEngine:
         return {name: entries[position] for name, position in self.positions.items()}
 
     def layer_view(self, layer_name: str) -> torch.Tensor:
-        """Get the only tensor of a layer, or its part of the tensor of all layers."""
         if "layer" not in self.shape:
             view: torch.Tensor = self.kv_caches[layer_name]
             return view
@@ -168,7 +165,6 @@ def _default_group(entry: EngineLayout) -> ZooGroup:
 
 
 def factors(axes: str) -> list[str]:
-    """Every axis by itself."""
     return axes.replace("*", " ").split()
 
 
