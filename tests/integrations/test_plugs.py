@@ -46,9 +46,7 @@ def test_a_method_that_an_engine_added_is_named(
             "lmcache.interface",
             "lmcache.v1.distributed.l2_adapters.base.L2AdapterInterface",
         ),
-        ("lmcache", "lmcache.interface", "lmcache.v1.platform.create_event_notifier"),
         ("transformers", "transformers.interface", "transformers.cache_utils.DynamicLayer"),
-        ("vllm", "vllm.offloading.interface", "vllm.v1.kv_offload.base.OffloadingSpec"),
         ("vllm", "vllm.prefill_decode.interface", "vllm.v1.request.RequestStatus"),
     ],
 )

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -205,26 +204,9 @@ def test_a_closed_cache_says_so(tmp_path: Path) -> None:
 EVERY = frozenset(Operation)
 
 
-def flip_a_bit(page: Path) -> None:
-    data = bytearray(page.read_bytes())
-    data[-100] ^= 1
-    page.write_bytes(data)
-
-
-def truncate(page: Path) -> None:
-    page.write_bytes(page.read_bytes()[:-100])
-
-
-def empty(page: Path) -> None:
-    page.write_bytes(b"")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [flip_a_bit, truncate, empty, Path.unlink])
 @pytest.mark.parametrize("bad_page", [0, 2])
-def test_a_bad_page_is_a_shorter_prefix(
-    damage: Callable[[Path], object], bad_page: int, tmp_path: Path
-) -> None:
+def test_a_bad_page_is_a_shorter_prefix(bad_page: int, tmp_path: Path) -> None:
     model, prompt = shared_model(), prompt_of(70)
     alone = generate(model, prompt)
     with open_cache(model, tmp_path) as cache:
@@ -236,7 +218,9 @@ def test_a_bad_page_is_a_shorter_prefix(
             model(tokens[:, past.get_seq_length() :], **with_cache(past))
             assert cache.store(prompt, past) == 16
             pages += set(tmp_path.rglob("*.safetensors")) - before
-    damage(pages[bad_page])
+    data = bytearray(pages[bad_page].read_bytes())
+    data[-100] ^= 1
+    pages[bad_page].write_bytes(data)
     with open_cache(model, tmp_path) as cache:
         past = cache.load(prompt)
         assert past.get_seq_length() == 16 * bad_page

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kvxfer.integrations.vllm.offloading import offloading_spec
 
@@ -29,16 +28,11 @@ from kvxfer.integrations.vllm.common.model_identity import (
     handover_namespace,
     identify_model,
 )
-from kvxfer.integrations.vllm.common.worker_pages import GroupPages, WorkerPages
 from kvxfer.integrations.vllm.offloading import interface
 from kvxfer.integrations.vllm.offloading.identity import (
-    WorkerIdentity,
-    publish_identity,
-    receive_identities,
     row_namespace,
 )
 from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
-from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.testing import BlockMemory
 from tests.integrations.test_vllm import SECOND_GROUP_ID, as_vllm_caches, make_config
 
@@ -424,26 +418,6 @@ def test_rows_of_other_shapes_or_parallel_sizes_are_in_other_namespaces() -> Non
         row_namespace(make_config(), ModelIdentity(revision="s"), row_size_bytes=4096),
     ]
     assert len({each.fingerprint for each in [one, *others]}) == 4
-
-
-def test_the_scheduler_receives_what_every_worker_published() -> None:
-    model = ModelIdentity(revision="r" * 100, quantization="q", config_hash="h")
-    digits = (Digit("head", 2, 4096), Digit("token", 16, 256), Digit("dim", 64, 4))
-    box = PageBox(layer_name="layers.1", part="k", dtype=torch.float32, digits=digits)
-    told = GroupPages(payload_size_bytes=8192, boxes=(box,), axes={"k": ("head", "dim", "token")})
-    untold = GroupPages(payload_size_bytes=64, reason="states")
-    published = [
-        WorkerIdentity(model=model, pages=WorkerPages(groups=(told, untold), num_kv_heads=heads))
-        for heads in (1, 2)
-    ]
-    segments = [
-        publish_identity("test-identity", rank, identity) for rank, identity in enumerate(published)
-    ]
-    assert receive_identities("test-identity", 2) == published
-    for segment in segments:
-        segment.close()
-    with pytest.raises(InvalidArgumentError, match="workers that published"):
-        receive_identities("test-identity", 2)
 
 
 @pytest.fixture

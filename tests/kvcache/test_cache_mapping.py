@@ -282,26 +282,6 @@ def test_parts_may_have_another_order_if_heads_are_first() -> None:
     assert (keys.axes, values.axes) == (("head", "dim", "token"), ("head", "token", "dim"))
 
 
-def test_shards_are_equal_shares_of_the_heads_and_latents_are_in_the_first() -> None:
-    whole = map_one(caches_of(names=PAIR), num_shards=2)
-    assert (whole.shards, whole.page.shard_sizes) == ((0, 1), (SPEC.page_size_bytes,) * 2)
-    for shard, tensors in enumerate(whole.page.shards):
-        assert [tensor.first[0] for tensor in tensors] == [shard] * 4
-        assert [tensor.shape[0] for tensor in tensors] == [1] * 4
-    held = [
-        map_one(caches_of(), WorkerShard(num_kv_heads=4, tp_size=2, rank=rank), num_shards=4).shards
-        for rank in range(2)
-    ]
-    assert held == [(0, 1), (2, 3)]
-    second = WorkerShard(num_kv_heads=1, rank=1, tp_size=2)
-    mapping = map_one(caches_of("block token dim", spec=MLA), second, num_shards=2)
-    assert (mapping.shards, len(mapping.page.shards)) == ((0,), 1)
-    assert (mapping.num_writers, mapping.writer_index) == (2, 1)
-    spec = MLASpec(tokens_per_block=TOKENS, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.float16)
-    divided = map_one(caches_of("block token head dim", spec=spec))
-    assert divided.num_bytes == spec.page_size_bytes, "latents of several heads are like keys"
-
-
 CACHES = caches_of("kv block token head dim")
 CACHE = numbered(_shape("kv block token head dim", SPEC, 1))
 

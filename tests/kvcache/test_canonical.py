@@ -434,11 +434,9 @@ MANY_HEADS_AND_LAYERS = {"head": 3, "layer": NUM_BLOCKS}
     ("sizes", "physical", "other"),
     [
         ({"block": 2}, NHD, SPLIT),
-        ({"block": 2}, "kv block head token dim", "block kv head token dim"),
         ({"head": 2}, NHD, "block head token kv dim"),
         ({"head": 2}, "block head token kv*dim", "block kv token head*dim"),
         ({"head": 16}, NHD, "block kv head token dim"),
-        ({"head": 16}, "block head token kv*dim", "block token head kv*dim"),
         ({"token": 2}, NHD, "block token kv head dim"),
         (MANY_HEADS_AND_LAYERS, "block layer kv token head dim", f"layer {NHD}"),
         (MANY_HEADS_AND_LAYERS, f"layer {NHD}", "block layer kv token head dim"),
