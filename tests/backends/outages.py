@@ -21,7 +21,7 @@ from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 BACK_S = 60.0
 START_LIMIT_S = 60.0
 
-PRELOADED = ["tests.backends.writer_process", "tests.backends.pool_engine_process"]
+PRELOADED = ["tests.backends.worker_processes"]
 
 _numbers = itertools.count(10**6, 8)
 

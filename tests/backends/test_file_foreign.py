@@ -1,17 +1,24 @@
-"""Foreign files, left or planted in a store: never followed, written to, waited for or removed."""
+"""Foreign files in a store are never followed, written to or removed, and its own are safe."""
 
 import asyncio
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from kvxfer.cli import main
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import make_block_key
 from tests.backends.file_store import (
+    flip_bit,
     hashed_keys,
+    load_verified,
     one_page_memory,
     open_store,
     path_of,
@@ -155,3 +162,60 @@ async def test_blocks_of_another_namespace_are_misses_whose_reason_is_logged(
     (message,) = [text for text in caplog.messages if "are not found here" in text]
     assert others["instruction_set"].fingerprint in message
     assert "differ in instruction_set: ours is '', theirs is 'packed for amx'" in message
+
+
+async def test_files_and_folders_are_their_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
+    keys = hashed_keys(2)
+    for umask in (0, 0o022, 0o077):
+        root = tmp_path / f"{umask:o}"
+        old = os.umask(umask)
+        try:
+            async with open_store(root, NAMESPACE) as backend:
+                await store(backend, keys, MEMORY.describe(0, [0, 1]))
+                flip_bit(path_of(root, NAMESPACE, keys[0]), 0)
+                await load_verified(backend, keys, MEMORY.describe(0, [2, 3]))
+                modes = {
+                    path: path.stat().st_mode & 0o7777
+                    for folder, _, names in os.walk(root)
+                    for path in (Path(folder), *(Path(folder) / name for name in names))
+                }
+        finally:
+            os.umask(old)
+        for path, mode in modes.items():
+            assert mode == (0o700 if path.is_dir() else 0o600), path
+        assert any("quarantine" in path.parts for path in modes)
+
+
+@pytest.mark.parametrize("content", [b"../../../etc/passwd", b"/etc/passwd", b"..", b"a\0b", b"\n"])
+async def test_no_key_leads_out_of_the_root(tmp_path: Path, content: bytes) -> None:
+    key, root = make_block_key(content, 0), tmp_path / "store"
+    async with open_store(root, NAMESPACE) as backend:
+        outcomes = await store(backend, [key], MEMORY.describe(0, [0]))
+        assert [outcome.status for outcome in outcomes] == [Status.DONE]
+        assert await load_verified(backend, [key], MEMORY.describe(0, [1])) == [Status.DONE]
+    assert path_of(root, NAMESPACE, key).exists()
+    assert [*tmp_path.iterdir()] == [root]  # noqa: ASYNC240 - few
+
+
+@pytest.mark.parametrize("key", [bytes(300), bytes(120), b"", b"abcd", "text", None])
+async def test_a_key_that_is_none_or_too_long_is_refused(tmp_path: Path, key: Any) -> None:
+    blocks = MEMORY.describe(0, [0])
+    async with open_store(tmp_path, NAMESPACE) as backend:
+        for call in (
+            partial(backend.lookup, [key]),
+            partial(backend.store, [key], blocks),
+            partial(backend.load, [key], blocks),
+            partial(backend.delete, [key]),
+        ):
+            with pytest.raises(InvalidArgumentError):
+                await call()
+
+
+async def test_a_namespace_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "a", tmp_path / "b"
+    root.mkdir()
+    elsewhere.mkdir()
+    (root / NAMESPACE.fingerprint).symlink_to(elsewhere)
+    with pytest.raises(BackendUnavailableError):
+        open_store(root, NAMESPACE)
+    assert list(elsewhere.iterdir()) == []

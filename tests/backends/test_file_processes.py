@@ -2,7 +2,6 @@
 
 import asyncio
 import fcntl
-import json
 import os
 import random
 import signal
@@ -28,12 +27,9 @@ from tests.backends.file_store import (
     temporary_files,
 )
 from tests.backends.outages import start
-from tests.backends.writer_process import crash_memory, hammer, shared_memory, write_on
+from tests.backends.worker_processes import crash_memory, write_on
 
 KEYS_PER_KILL = 200
-BLOCK_BYTES = 16 << 10
-NUM_KEYS = 120
-NUM_TURNS = 120
 SLOW = [pytest.mark.slow, pytest.mark.timeout(120)]
 REPOSITORY = Path(__file__).parents[2]
 
@@ -95,29 +91,6 @@ async def test_a_writer_killed_at_any_moment_leaves_whole_blocks_only(
             assert len(list(root.glob("*.claim"))) == 1, "only our own is left"
     assert num_unfinished > num_kills // 10, "too few were killed while they wrote"
     assert num_whole > num_kills
-
-
-async def test_two_processes_in_one_small_folder_never_err_and_keep_its_capacity(
-    tmp_path: Path,
-) -> None:
-    capacity, root = NUM_KEYS // 3 * BLOCK_BYTES, tmp_path / "store"
-    reports = [tmp_path / name for name in ("one", "other")]
-    given = (hammer, root, capacity, NUM_KEYS, NUM_TURNS)
-    started = [await asyncio.to_thread(start, *given, report) for report in reports]
-    for process in started:
-        await asyncio.to_thread(process.join)
-    for report in reports:
-        counts = json.loads(report.read_text())
-        # Stored by the other one, who was waited for, and evicted before it could be seen.
-        assert counts["failed"] <= counts["stored"] // 100, counts
-        assert min(counts["stored"], counts["loaded"], counts["missed"]) > 10, counts
-    memory = shared_memory()
-    async with open_store(root, memory.namespace(), capacity=capacity) as backend:
-        await backend.wait_indexed()
-        assert capacity - 8 * BLOCK_BYTES < bytes_on_disk(root) <= capacity
-        assert counted_bytes(root) == bytes_on_disk(root)
-        assert temporary_files(root) == []
-        assert await require_whole(backend, hashed_keys(NUM_KEYS), memory) > 20
 
 
 FORKED = """

@@ -42,8 +42,6 @@ from tests.examples import examples
 
 NUM_KEYS = 4
 DATA_BYTES = 512
-TEXT_BYTES = 700
-"""More than the text of a header, which is padded to a page."""
 MEMORY = BlockMemory([[DATA_BYTES]], num_blocks=2 * NUM_KEYS)
 NAMESPACE = MEMORY.namespace()
 KEYS = hashed_keys(NUM_KEYS)
@@ -83,33 +81,6 @@ async def load(backend: FileBackend, keys: Sequence[BlockKey] = KEYS) -> list[Ou
     for key, outcome, untouched, payload in found:
         assert payload == (make_payload(key, DATA_BYTES) if outcome.done else untouched)
     return outcomes
-
-
-@pytest.mark.slow
-async def test_every_byte_that_changes_is_noticed_and_reaches_no_engine() -> None:
-    padding = range(TEXT_BYTES, PAGE_BYTES, 16)
-    places = [*range(TEXT_BYTES), *padding, *range(PAGE_BYTES, PAGE_BYTES + 40)]
-    memory = BlockMemory([[40]], num_blocks=len(places))
-    namespace, keys = memory.namespace(), hashed_keys(memory.num_blocks)
-    blocks = memory.describe(0, range(len(keys)))
-    with temporary_folder("tmpfs") as folder:
-        root = folder / "store"
-        async with open_store(root, namespace, **sealed(root, "ours")) as backend:
-            assert set(statuses(await store(backend, keys, blocks))) == {DONE}
-            for place, key in zip(places, keys, strict=True):
-                with path_of(root, namespace, key).open("r+b") as file:
-                    file.seek(place)
-                    byte = file.read(1)[0]
-                    file.seek(place)
-                    file.write(bytes([byte ^ 1]))
-            memory.fill(7)
-            logging.disable()
-            try:
-                outcomes = await backend.load(keys, blocks)
-            finally:
-                logging.disable(logging.NOTSET)
-            assert set(statuses(outcomes)) == {CORRUPT}
-            assert set(read_payloads(blocks)) == {b"\x07" * 40}
 
 
 Forgery = Callable[[BlockHeader, bytes, BlockHeader, bytes], tuple[BlockHeader, bytes]]

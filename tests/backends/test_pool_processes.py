@@ -11,7 +11,7 @@ import pytest
 
 from kvxfer.backends.pool import PoolBackend, PoolConfig
 from tests.backends.outages import start
-from tests.backends.pool_engine_process import move_blocks
+from tests.backends.worker_processes import move_blocks
 from tests.cli import peers
 from tests.cli.peers import ServeProcess, serving
 

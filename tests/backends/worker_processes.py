@@ -1,6 +1,7 @@
-"""Engine that stores to a host pool and loads from it until it is killed, or told to end."""
+"""Work of processes that are killed: an engine over a host pool, and a writer of a folder."""
 
 import asyncio
+import itertools
 import random
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -9,6 +10,7 @@ from kvxfer.backends.pool import PoolBackend, PoolConfig
 from kvxfer.storage.keys import make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from tests.backends.file_store import hashed_keys, open_store, sealed, store
 from tests.cli import peers
 
 OTHER_KEYS = [make_block_key(b"other block %04d" % number, 0) for number in range(40)]
@@ -47,3 +49,25 @@ async def _move(path: Path, rng: random.Random, told: Connection) -> None:
             turn += 1
             if turn % TURNS_OF_A_WORD == 0:
                 told.send("done")
+
+
+BATCH = 4
+
+
+def crash_memory() -> BlockMemory:
+    """Caches whose blocks take some system calls to write."""
+    return BlockMemory([[64 << 10, 1000]], num_blocks=16)
+
+
+def write_on(root: Path, first: int, *secrets: str) -> None:
+    """Store new blocks until killed, sealed if there are secrets."""
+
+    async def write() -> None:
+        memory = crash_memory()
+        fields = sealed(root, *secrets) if secrets else {}
+        async with open_store(root, memory.namespace(), write_threads=2, **fields) as backend:
+            for batch in itertools.count():
+                keys = hashed_keys(BATCH, first=first + BATCH * batch)
+                await store(backend, keys, memory.describe(0, range(BATCH)))
+
+    asyncio.run(write())
