@@ -1,6 +1,6 @@
-"""The host backend keeps every promise of `Backend`, bounded or not, with either policy."""
+"""The host backend keeps every promise of `Backend`, and its slots give back what was written."""
 
-import logging
+import contextlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +12,20 @@ import pytest
 from kvxfer.backends.host import (
     HostBackend,
     HostConfig,
+    HostPool,
     Integrity,
     MemoryIntegrity,
     PoolShape,
+    SlotMover,
+    slot_key,
 )
 from kvxfer.backends.host.available_memory import AvailableMemory
-from kvxfer.errors import CapacityError, InvalidArgumentError
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.gauge import Gauge
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.errors import CapacityError, ClosedError, InvalidArgumentError
+from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
-from kvxfer.storage.observer import Event, Observer, Removal, Removed, Reports
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
-from kvxfer.testing.conformance.suite import make_keys, store_generated
+from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
 from tests.backends.host_blocks import flip
@@ -205,31 +207,56 @@ def open_host(memory: BlockMemory, **fields: Any) -> HostBackend:
     return HostBackend(HostConfig(capacity=CAPACITY, **fields), memory.namespace())
 
 
-def scrub(backend: HostBackend) -> int:
-    """Read every slot once; return the bytes that were read."""
-    pool = backend.pool
-    return sum(backend._scrubber.scrub(pool, slot) for slot in pool.occupied())
+KEY, OTHER = make_block_key(b"one", 0), make_block_key(b"other", 0)
+CHUNKS = BlockMemory([[1000, 24]], num_blocks=8, blocks_per_chunk=2)
 
 
-async def test_a_block_that_changed_since_it_was_seen_is_dropped_counted_and_logged(
-    memory: BlockMemory, caplog: pytest.LogCaptureFixture
+def open_pool(num_parts: int) -> HostPool:
+    shape = PoolShape(num_slots=4, num_parts=num_parts, part_size_bytes=4096)
+    engine = CPUCopyEngine(num_threads=1)
+    return HostPool(shape, CHUNKS.namespace(), engine, integrity=MemoryIntegrity.FULL)
+
+
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("offset", [0, 1023, 2047])
+def test_each_part_of_a_slot_gives_back_its_own_bytes_or_says_that_they_changed(
+    part: int, offset: int
 ) -> None:
-    events: list[Event] = []
+    source, target = CHUNKS.describe(0, [1, 2]), CHUNKS.describe(0, [5, 6])
+    payloads = [make_payload(KEY, CHUNKS.chunk_size_bytes(0), version=each) for each in range(2)]
+    with contextlib.closing(open_pool(2)) as pool:
 
-    class Told(Observer):
-        def note(self, event: Event) -> None:
-            events.append(event)
+        def read(key: BlockKey, part: int) -> Outcome:
+            """Read a part of the slot; what is not done must write nothing."""
+            before = CHUNKS.snapshot()
+            [outcome] = pool.read([3], [key], target, part=part)
+            assert outcome.done or CHUNKS.snapshot() == before
+            assert not outcome.done or read_payloads(target) == [payloads[part]]
+            return outcome
 
-    async with open_host(memory) as backend:
-        backend.observe(Reports([Told()]))
-        await store_generated(backend, KEYS, memory.describe(0, range(3)))
-        assert scrub(backend) == 3 * 4096
-        flip(backend, KEYS[1])
-        with caplog.at_level(logging.WARNING):
-            assert scrub(backend) == 3 * 4096
-        assert await backend.lookup(KEYS) == [True, False, True]
-        assert [each for each in events if isinstance(each, Removed)] == [
-            Removed("engine", [KEYS[1]], Removal.CORRUPT)
-        ]
-        assert f"{KEYS[1].hex()} has changed in memory" in caplog.text
-        assert backend._gauges()[Gauge.SCRUBBED_BYTES] == 6 * 4096
+        for number, payload in enumerate(payloads):
+            write_payloads(source, [payload])
+            pool.write([3], [KEY], source, part=number)
+        assert read(KEY, 0).done
+        assert read(KEY, 1).done
+        assert read(OTHER, part).status is Status.MISSING
+        pool.slots[3][part, offset] ^= 0x10
+        assert pool.verify(3, KEY).status is Status.CORRUPT
+        assert read(KEY, part).status is Status.CORRUPT
+        assert read(KEY, 1 - part).done
+
+
+async def test_keys_name_their_slot_and_are_checked_like_any_other() -> None:
+    async with SlotMover(open_pool(1), part=0) as slots:
+        blocks, target = CHUNKS.describe(0, [1, 2, 3, 4]), CHUNKS.describe(0, [6, 7, 0, 5])
+        named = [slot_key(KEY, 2, 0), slot_key(OTHER, 0, 0)]
+        payloads = [make_payload(key, CHUNKS.chunk_size_bytes(0)) for key in (KEY, OTHER)]
+        write_payloads(blocks, payloads)
+        assert all(outcome.done for outcome in await slots.store(named, blocks))
+        swapped = [slot_key(OTHER, 2, 0), slot_key(OTHER, 0, 0)]
+        outcomes = await slots.load(swapped, target)
+        assert [outcome.status for outcome in outcomes] == [Status.MISSING, Status.DONE]
+        assert read_payloads(target)[1] == payloads[1]
+    for move in (slots.load, slots.store):
+        with pytest.raises(ClosedError):
+            await move(named, blocks)

@@ -130,22 +130,6 @@ def test_credentials_that_cannot_be_are_named_and_not_shown(
 
 
 @pytest.mark.parametrize(
-    ("url", "config_type"),
-    [
-        ("s3://bucket/a/b/?region=r&endpoint=http://h:1", S3Config),
-        ("gs://bucket/a/b", GSConfig),
-        ("az://bucket/a/b?account=x", AZConfig),
-    ],
-)
-def test_the_path_of_a_url_is_the_prefix(url: str, config_type: type) -> None:
-    _, config = parse_backend(url)
-    assert isinstance(config, config_type)
-    assert isinstance(config, S3Config | GSConfig | AZConfig)
-    assert (config.address, config.prefix) == ("bucket", "a/b/")
-    assert config.open_store() is not None
-
-
-@pytest.mark.parametrize(
     ("parameters", "words"),
     [
         ("://", "name of a bucket"),
@@ -168,6 +152,3 @@ def test_azure_without_an_account_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(InvalidArgumentError, match="account"):
         AZConfig(address="container").open_store()
-
-
-ONE, TWO = make_keys(2)

@@ -1,27 +1,39 @@
-"""What is in a bucket, and what it costs: pages that others read, requests, credentials."""
+"""What is in a bucket, and what it costs: pages that others read, shards, requests, credentials."""
 
 import asyncio
 import logging
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 
+import kvxfer
 from kvxfer.backends.file import load_namespace
 from kvxfer.storage.backend import Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observer import Reports
-from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
+from kvxfer.testing.conformance.suite import (
+    make_keys,
+    make_large_memory,
+    make_memory,
+    statuses,
+    store_generated,
+)
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.file_store import open_store, sealed
-from tests.backends.object_servers import READER, Place
+from tests.backends.object_servers import READER, Place, open_bucket, seaweedfs
+from tests.backends.outages import require_back
 from tests.recorder import Recorder
+from tests.storage import portable_workers
+from tests.storage.portable_workers import Worker, make_engine, make_values
 
 pytestmark = pytest.mark.processes
 
-MEMORY = make_memory()
+MEMORY, LARGE = make_memory(), make_large_memory()
 NAMESPACE = MEMORY.namespace()
 KEYS = make_keys(8)
+LAYOUT = "block kv head token dim"
 
 
 def become_reader(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +143,28 @@ async def test_of_an_object_that_is_no_page_no_more_is_read_than_a_page_has(plac
         await store_generated(backend, KEYS[:4], MEMORY.describe(0, range(4)))
 
 
+@pytest.mark.usefixtures("s3_credentials")
+async def test_a_frozen_server_costs_one_timeout_and_then_nothing() -> None:
+    limits = {"timeout_s": 3.0, "lookup_timeout_s": 3.0, "retry_after_s": 0.5}
+    blocks, target = LARGE.describe(0, range(8)), LARGE.describe(0, range(8, 16))
+    with seaweedfs() as server:
+        async with open_bucket(server, LARGE.namespace()) as backend:
+            await store_generated(backend, KEYS, blocks)
+        async with open_bucket(server, LARGE.namespace(), **limits) as backend:
+            server.freeze()
+            try:
+                outcomes = await backend.load(KEYS, target)
+                assert statuses(outcomes) == [Status.TIMED_OUT] * 8
+                for call in (backend.load, backend.store):
+                    found = statuses(await call(KEYS, blocks))
+                    assert set(found) <= {Status.FAILED, Status.TIMED_OUT}
+                    assert found.count(Status.TIMED_OUT) <= 1, "more than a probe was sent"
+                assert await backend.lookup(KEYS) == [False] * 8
+            finally:
+                server.thaw()
+            await require_back(backend, LARGE)
+
+
 async def test_requests_are_paced_and_counted(place: Place) -> None:
     async with place.open(NAMESPACE, max_requests_per_s=100.0, missing_ttl_s=60.0) as backend:
         recorder = Recorder()
@@ -152,3 +186,35 @@ async def test_requests_are_paced_and_counted(place: Place) -> None:
         assert await backend.delete(KEYS[:2]) == [True, True]
         assert recorder.kept["s3"] == set(KEYS[2:])
         assert not recorder.mistakes
+
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+async def test_each_worker_reads_its_share_of_the_bytes(place: Place, tp_size: int) -> None:
+    keys, num_shards, values = portable_workers.KEYS, 4, make_values()
+
+    async def move(worker: Worker, direction: str) -> dict[Gauge, float]:
+        recorder = Recorder()
+        async with kvxfer.connect(
+            place.url,
+            worker.caches,
+            namespace=portable_workers.NAMESPACE,
+            mappings=worker.mappings,
+            observers=[recorder],
+        ) as engine:
+            moved = await getattr(engine, direction)(keys, [range(worker.num_blocks)])
+            assert statuses(moved) == [Status.DONE] * len(keys)
+            return recorder.gauges("s3")
+
+    (whole,) = make_engine(LAYOUT, tp_size=1, tokens_per_block=16)
+    whole.fill(values)
+    await move(whole, "store")
+    pages = place.pages()
+    assert len(pages) == len(keys) * num_shards
+    for worker in make_engine(LAYOUT, tp_size=tp_size, tokens_per_block=16):
+        gauges = await move(worker, "load")
+        assert torch.equal(worker.values, worker.part(values))
+        assert gauges[Gauge.RECEIVED_BYTES] == sum(map(len, pages.values())) // tp_size
+        assert gauges[Gauge.REQUESTS] == len(keys) * num_shards // tp_size

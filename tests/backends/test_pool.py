@@ -14,7 +14,7 @@ import pytest
 from kvxfer.backends.host.shared_memory import SharedMemory
 from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, backend, server
 from kvxfer.backends.pool.messages import Message, Pin, Pinned, Reserve, Reserved
-from kvxfer.connect import open_backend, parse_backend
+from kvxfer.connect import parse_backend
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.backend import Backend, Status
@@ -171,21 +171,6 @@ def test_memory_that_somebody_could_cut_is_not_mapped() -> None:
 def test_a_url_of_no_use_says_why(url: str, complaint: str) -> None:
     with pytest.raises(InvalidArgumentError, match=complaint):
         parse_backend(url)
-
-
-async def test_an_engine_may_have_tiers_below_the_pool_and_works_on_when_it_is_gone(
-    path: Path, tmp_path: Path
-) -> None:
-    urls = [f"pool://{path}", f"file://{tmp_path}/store?capacity=64MiB&min_free=1MiB"]
-    with running_pool(path):
-        engine = open_backend(urls, peers.namespace())
-        assert all(outcome.done for outcome in await peers.store(engine))
-        await engine.flush()
-    async with engine:
-        assert all(await engine.lookup(peers.KEYS))
-        assert await peers.load(engine) == peers.PAYLOADS
-        await engine.delete(peers.KEYS)
-        assert all(outcome.done for outcome in await peers.store(engine)), "in the files"
 
 
 class Nonsense(Message, frozen=True):
