@@ -12,12 +12,21 @@ import torch
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, client
 from kvxfer.backends.nixl.places import MAX_FRAGMENTS, Places, read_proofs
 from kvxfer.backends.nixl.session import ClientSession
-from kvxfer.backends.nixl.wire.messages import Extents, Fencing, Found, Lookup, Publish, Pulled
-from kvxfer.backends.nixl.wire.regions import Regions
+from kvxfer.backends.nixl.wire.messages import (
+    Extents,
+    Fencing,
+    Found,
+    Lookup,
+    Publish,
+    Pulled,
+    Reach,
+    Region,
+)
+from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory, FakeNixlAgent
@@ -163,9 +172,9 @@ ADDRESS, SIZE = 1 << 20, 8
 REGIONS = Regions([(ADDRESS, 64)])
 
 
-def extents(*offsets: int, length: int = SIZE) -> Extents:
+def extents(*offsets: int, length: int = SIZE, regions: Sequence[int] = ()) -> Extents:
     return Extents(
-        regions=np.zeros(len(offsets), np.uint32).tobytes(),
+        regions=np.array(regions or [0] * len(offsets), np.uint32).tobytes(),
         offsets=np.array(offsets, np.uint64).tobytes(),
         lengths=np.full(len(offsets), length, np.uint64).tobytes(),
         block_offsets=np.arange(len(offsets) + 1).tobytes(),
@@ -274,3 +283,48 @@ async def test_blocks_of_a_gpu_are_refused_by_name_unless_the_backend_reaches_it
             for move in (pair.client.load, pair.client.store):
                 with pytest.raises(InvalidArgumentError, match=refused):
                     await move(KEYS[:1], blocks)
+
+
+def test_extents_are_those_of_one_device_and_their_sum_does_not_wrap() -> None:
+    starts, devices = [300, 100, 500], [torch.device("cuda", 1), HOST, GPU]
+    pairs = zip(starts, devices, strict=True)
+    regions = Regions().extend(MemoryRegion(start, 100, None, device) for start, device in pairs)
+    for index in range(3):
+        told = extents(7, 7, regions=[index] * 2)
+        blocks = regions.resolve(told)
+        assert blocks.device == devices[index]
+        assert blocks.addresses.tolist() == [starts[index] + 7] * 2
+        assert regions.contains(blocks)
+        assert regions.locate(blocks) == told
+    with pytest.raises(InvalidArgumentError, match="'cuda:1, cuda:0'; expected one"):
+        regions.resolve(extents(7, 7, regions=[2, 0]))
+    half = 1 << 62
+    lengths = np.array([half, half, half, half + 4096], "<u8").tobytes()
+    ends = np.array([0, 4], "<i8").tobytes()
+    wrapping = msgspec.structs.replace(extents(0, 0, 0, 0), lengths=lengths, block_offsets=ends)
+    with pytest.raises(InvalidArgumentError, match="fewer bytes in all"):
+        Regions([(100, (1 << 63) - 100)]).resolve(wrapping)
+    sent = msgspec.msgpack.encode(Reach(regions=list(regions)))
+    assert Regions(msgspec.msgpack.decode(sent, type=Reach).regions).devices == regions.devices
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:-1", "cuda:01", "cuda:128", "meta", "", "CPU"])
+def test_a_device_that_is_neither_the_host_nor_a_gpu_is_refused_by_name(device: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="device of a region") as caught:
+        Regions([Region(100, 100), Region(300, 100, device)])
+    assert caught.value.value == device
+
+
+def test_metadata_may_leave_out_the_device_of_host_memory_and_nothing_else() -> None:
+    for region, is_one in (
+        ([9, 9], True),
+        ([9, 9, 0], False),
+        ([9], False),
+        ([9, 9, "cpu", 1], False),
+    ):
+        metadata = msgspec.msgpack.encode(["name", [region], b"", 0, b""])
+        if is_one:
+            assert AgentMetadata.decode(metadata).regions == [Region(9, 9, "cpu")]
+            continue
+        with pytest.raises(InvalidArgumentError, match="metadata"):
+            AgentMetadata.decode(metadata)

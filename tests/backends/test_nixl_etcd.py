@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -106,34 +105,6 @@ def knows(discovery: EtcdDiscovery, *peers: Endpoint) -> bool:
 
 def works(discovery: EtcdDiscovery) -> bool:
     return discovery.gauges()[Gauge.DISCOVERY_FAILING] == 0.0
-
-
-async def test_holders_are_found_when_they_come_and_gone_when_they_close(
-    server: EtcdServer,
-) -> None:
-    async with following(server) as engine:
-        await until(lambda: works(engine))
-        assert await engine.peers() == ()
-        async with announcing(A, server):
-            await until(lambda: knows(engine, A))
-            async with announcing(B, server), following(server) as late:
-                await until(lambda: knows(engine, A, B) and knows(late, A, B))
-                assert late.gauges() == {Gauge.DISCOVERY_FAILING: 0.0, Gauge.PEERS_KNOWN: 2}
-            await until(lambda: knows(engine, A))
-        await until(lambda: knows(engine))
-    assert server.leases() == []
-
-
-async def test_what_is_announced_says_who_it_is_and_nothing_secret(server: EtcdServer) -> None:
-    async with announcing(A, server):
-        await until(lambda: bool(server.entries()))
-        [(name, value)] = server.entries().items()
-    assert name == str(A)
-    said = msgspec.json.decode(value)
-    assert sorted(said) == [
-        *("capacity", "namespace", "oldest_protocol", "protocol", "started", "version")
-    ]
-    assert abs(said["started"] - time.time()) < LIMIT_S
 
 
 async def test_while_etcd_is_dead_those_known_are_the_peers_and_come_back_with_it(

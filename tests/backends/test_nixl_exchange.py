@@ -1,15 +1,27 @@
-"""Exchange: readers of blocks that say themselves which peer has them, and hold tickets there."""
+"""Exchange: readers that say themselves which peer has blocks, tickets, and stand-alone peers."""
 
 import contextlib
-import socket
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.backends.nixl import Endpoint, Exchange, NixlBackend, NixlConfig, local_node
+from kvxfer.backends.nixl import (
+    Connection,
+    Endpoint,
+    Exchange,
+    LocalNode,
+    NixlBackend,
+    NixlConfig,
+    StandalonePeer,
+    local_node,
+    probe_peer,
+)
+from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.wire.messages import (
     MAX_DESCRIPTION_BYTES,
@@ -18,16 +30,22 @@ from kvxfer.backends.nixl.wire.messages import (
     Found,
     Hold,
     Lookup,
+    Pin,
     Ping,
+    Pinned,
     Pong,
     Reach,
     Release,
 )
 from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
+from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import Namespace
-from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.testing import DictBackend
+from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
+from kvxfer.testing.payloads import read_payloads
 from tests.backends.nixl_proven import (
     CAPACITY,
+    LIMIT_S,
     MEMORY,
     NAMESPACE,
     asking,
@@ -201,16 +219,70 @@ async def test_beyond_the_limit_the_client_that_was_idle_longest_is_closed(tmp_p
             await second.describe()
 
 
-@pytest.mark.parametrize("side", ["holder", "client"])
-async def test_a_cut_of_idle_data_connections_fails_no_store_and_no_load(
-    tmp_path: Path, side: str
-) -> None:
-    quick: dict[str, Any] = {"transport": "socket", "timeout_s": 3.0}
-    async with holding(tmp_path, **quick) as holder, asking(tmp_path, holder, **quick) as client:
-        agent = (holder if side == "holder" else client._exchange)._node.sockets
-        for first_key in range(0, 8 * 4, 4):  # more than a holder takes connections of one peer
-            await require_served(client, first_key)
-            for line in list(agent._serving):
-                with contextlib.suppress(OSError):  # the other side may have cut it by now
-                    socket.socket.shutdown(line.connection._socket, socket.SHUT_RDWR)
-        await require_served(client, 100)
+def open_host(namespace: Namespace) -> HostBackend:
+    return HostBackend(HostConfig(capacity=CAPACITY), namespace)
+
+
+@contextlib.asynccontextmanager
+async def standing(
+    open_store: Callable[[Namespace], Backend] = open_host,
+) -> AsyncIterator[StandalonePeer]:
+    """Run a stand-alone peer."""
+    config = NixlConfig(listen="127.0.0.1:0", capacity=CAPACITY, transport="socket")
+    async with contextlib.aclosing(StandalonePeer(config, open_store)) as peer:
+        await peer.start()
+        yield peer
+
+
+def engine(peer: StandalonePeer, namespace: Namespace = NAMESPACE) -> NixlBackend:
+    config = NixlConfig(address=str(peer.endpoint), transport="socket")
+    return NixlBackend(config, namespace)
+
+
+@contextlib.asynccontextmanager
+async def pinned(peer: StandalonePeer) -> AsyncIterator[None]:
+    """Act as a peer that keeps a block pinned."""
+    config = NixlConfig(address=str(peer.endpoint), transport="socket")
+    node = LocalNode(config, NAMESPACE, make_agent=NixlAgent)
+    connection = await Connection.open(node, peer.endpoint)
+    async with contextlib.aclosing(node), contextlib.aclosing(connection):
+        await connection.request(partial(Pin, keys=KEYS[:1], starts=[0], sizes=[4096]), Pinned)
+        yield
+
+
+async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with standing() as peer:
+        async with engine(peer) as backend:
+            await backend.store(KEYS, MEMORY.describe(0, range(4)))
+            async with pinned(peer):
+                await peer.drain(0.1)
+            assert "still in use after 0.1 s" in caplog.text
+            caplog.clear()
+            await peer.drain(LIMIT_S)
+            assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+        assert not peer.is_ready
+
+
+async def test_a_store_that_lends_no_memory_is_served_through_memory_of_the_peer() -> None:
+    async with (
+        standing(lambda namespace: DictBackend(None, namespace)) as peer,
+        engine(peer) as backend,
+    ):
+        payloads = await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
+        target = MEMORY.describe(0, range(4, 8))
+        assert statuses(await backend.load(KEYS, target)) == [Status.DONE] * 4
+        assert read_payloads(target) == payloads
+        assert await backend.delete(KEYS[:1]) == [True]
+        assert await backend.lookup(KEYS) == [False, True, True, True]
+
+
+async def test_a_holder_that_is_only_asked_for_its_namespace_is_left_without_one() -> None:
+    other = MEMORY.namespace(model="example/other")
+    config = NixlConfig(transport="socket")
+    async with standing() as peer:
+        for _ in range(2):
+            probe = await probe_peer(config, peer.endpoint)
+            assert (probe.namespace, probe.carrier) == (None, None)
+        async with engine(peer, other) as backend:
+            assert await backend.lookup(KEYS[:1]) == [False]
+            assert (await probe_peer(config, peer.endpoint)).namespace == other

@@ -1,25 +1,37 @@
-"""Several peers: placement of blocks, the death of one, and access."""
+"""Several peers: placement of blocks, the death of one, access, and directories of them."""
 
 import asyncio
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
+from kvxfer.runtime import wait_despite_cancel
 from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.portable_backend import PortableBackend
+from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
+from kvxfer.testing.conformance.suite import (
+    make_keys,
+    make_memory,
+    statuses,
+    store_generated,
+    yield_to_loop,
+)
 from kvxfer.testing.payloads import read_payloads
+from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
 from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
 from tests.backends.nixl_wire import Authority
 from tests.backends.test_nixl import WAYS
+from tests.storage import portable_workers
+from tests.storage.portable_workers import Worker, make_engine, make_values
 
 pytestmark = pytest.mark.processes
 SOCKET = WAYS["socket"]
@@ -210,3 +222,102 @@ async def test_a_corrupt_block_in_one_of_several_runs_is_found(
         loaded = statuses(await backend.load(KEYS[:6], target))
         assert loaded == [Status.DONE] * 3 + [Status.CORRUPT] + [Status.DONE] * 2
         assert await backend.lookup(KEYS[:6]) == [True] * 3 + [False] + [True] * 2
+
+
+class Directory:
+    """Directory that lists what a test tells it to, or raises."""
+
+    def __init__(self, *endpoints: Endpoint) -> None:
+        self.endpoints: Sequence[Endpoint] | BaseException = endpoints
+
+    async def peers(self) -> Sequence[Endpoint]:
+        if isinstance(self.endpoints, BaseException):
+            raise self.endpoints
+        return self.endpoints
+
+
+def open_listed(directory: Directory, namespace: Namespace, **limits: float) -> NixlBackend:
+    config = NixlConfig(address="127.0.0.1:1", transport="socket", **limits)  # type: ignore[arg-type]
+    return NixlBackend(config, namespace, directory=directory)
+
+
+@pytest.fixture
+def listed(holders: list[OpenHolder]) -> list[Endpoint]:
+    return [Endpoint.parse("listen", holder.endpoint) for holder in holders]
+
+
+async def test_a_directory_that_fails_is_empty_or_repeats_itself_costs_no_more_than_hits(
+    listed: list[Endpoint], memory: BlockMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, blocks, directory = KEYS[:4], memory.describe(0, range(4)), Directory(*listed[:1] * 2)
+    async with open_listed(directory, memory.namespace()) as client:
+        await store_generated(client, keys, blocks)
+        assert len(client.statistics) == 1
+        for failure in (RuntimeError("the registry is away"), asyncio.CancelledError()):
+            directory.endpoints = failure
+            assert await client.lookup(keys) == [True] * 4
+        assert "the registry is away" in caplog.text
+        directory.endpoints = []
+        assert await client.lookup(keys) == [False] * 4
+        assert statuses(await client.load(keys, blocks)) == [Status.MISSING] * 4
+        [outcome, *_] = await client.store(keys, blocks)
+        assert (outcome.status, outcome.reason) == (Status.FAILED, "no peer is known")
+        assert await client.delete(keys) == [False] * 4
+        directory.endpoints = listed[1:]
+        assert await client.lookup(keys) == [False] * 4
+        assert [*client.statistics] == [str(listed[1])]
+
+
+async def test_a_directory_that_hangs_costs_one_deadline_although_it_cannot_be_cancelled(
+    listed: list[Endpoint], memory: BlockMemory
+) -> None:
+    num_asked, answers = 0, asyncio.Event()
+
+    class HangingDirectory(Directory):
+        async def peers(self) -> Sequence[Endpoint]:
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked == 2:
+                await wait_despite_cancel(answers.wait())
+            return await super().peers()
+
+    directory = HangingDirectory(listed[0])
+    async with (
+        asyncio.timeout(10),
+        open_listed(directory, memory.namespace(), timeout_s=2.0, lookup_timeout_s=0.5) as client,
+    ):
+        await store_generated(client, KEYS[:4], memory.describe(0, range(4)))
+        for _ in range(2):
+            assert await client.lookup(KEYS[:4]) == [True] * 4, "the peers known last are used"
+        assert num_asked == 2, "asked again beside the call that hangs"
+        answers.set()
+        await yield_to_loop(9)
+        assert await client.lookup(KEYS[:4]) == [True] * 4
+        assert num_asked == 3
+
+
+LAYOUTS = ("block kv token head dim", "kv block head token dim")
+"""Layouts; in the first, no two tokens of a head are neighbours: a page is many small pieces."""
+
+
+@pytest.mark.parametrize(("stores", "loads"), [LAYOUTS, LAYOUTS[::-1]])
+async def test_a_peer_serves_another_parallelism_block_size_and_layout(
+    processes: list[HolderProcess], stores: str, loads: str
+) -> None:
+    keys, values = portable_workers.KEYS, make_values()
+    workers = make_engine(stores, tp_size=2, tokens_per_block=32)
+    namespace = portable_namespace(portable_workers.NAMESPACE, workers[0].mappings)
+    holder = await asyncio.to_thread(processes[0].open, namespace)
+
+    async def move(worker: Worker, direction: str) -> None:
+        backend = PortableBackend(open_client(namespace, holder), worker.mappings)
+        async with TransferEngine(worker.caches, backend, mappings=worker.mappings) as engine:
+            outcomes = await getattr(engine, direction)(keys, [range(worker.num_blocks)])
+            assert all(outcome.done for outcome in outcomes), outcomes
+
+    for worker in workers:
+        worker.fill(values)
+        await move(worker, "store")
+    for worker in make_engine(loads, tp_size=4, tokens_per_block=8):
+        await move(worker, "load")
+        assert (worker.values == worker.part(values)).all()

@@ -1,13 +1,11 @@
 """Placement: even, the same for all processes, and changed only for keys of peers that leave."""
 
-import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer import BlockKey, make_block_key
 from kvxfer.backends.nixl import Endpoint, rank
-from kvxfer.errors import InvalidArgumentError
 
 ENDPOINTS = st.lists(
     st.builds(
@@ -19,10 +17,6 @@ ENDPOINTS = st.lists(
 )
 KEYS = st.lists(st.binary(min_size=5, max_size=40).map(BlockKey), min_size=1, unique=True)
 REPLICAS = st.integers(1, 4)
-
-
-def some_endpoints(num: int) -> list[Endpoint]:
-    return [Endpoint(f"10.0.{index}.1", 7000) for index in range(num)]
 
 
 def some_keys(num: int) -> list[BlockKey]:
@@ -69,13 +63,3 @@ def test_the_placement_is_that_of_the_protocol() -> None:
         [2, 2, 2, 1, 0, 2, 1, 1],
         [0, 0, 0, 2, 2, 0, 0, 2],
     ]
-
-
-def test_peers_that_are_missing_or_named_twice_are_errors() -> None:
-    [endpoint] = some_endpoints(1)
-    with pytest.raises(InvalidArgumentError, match="endpoints"):
-        rank(some_keys(1), [], 1)
-    with pytest.raises(InvalidArgumentError, match="each once"):
-        rank(some_keys(1), [endpoint, endpoint], 1)
-    with pytest.raises(InvalidArgumentError, match="replicas"):
-        rank(some_keys(1), [endpoint], 0)
