@@ -1,7 +1,10 @@
 """Blocks at a peer: where they are read, how they are verified, and what is not believed."""
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, client
 from kvxfer.backends.nixl.places import MAX_FRAGMENTS, Places, read_proofs
 from kvxfer.backends.nixl.session import ClientSession
@@ -32,14 +36,48 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory, FakeNixlAgent
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from kvxfer.units import ByteSize
 from tests.backends.agent_contract import words
 from tests.backends.host_blocks import flip
-from tests.backends.nixl_pair import KEYS, MEMORY, Pair, open_pair
 
+KEYS = make_keys(4)
+MEMORY = [[4096, 512]]
 GRADES = ["full", "fenced"]
 DONE, CORRUPT, FAILED = Status.DONE, Status.CORRUPT, Status.FAILED
 BLOCK_BYTES = sum(MEMORY[0])
 GPU = torch.device("cuda", 0)
+
+
+@dataclass
+class Pair:
+    """Holder and its peer in one process, and the agent that reads stored blocks."""
+
+    host: HostBackend
+    holder: NixlBackend
+    client: NixlBackend
+    holder_agent: FakeNixlAgent
+    memory: BlockMemory
+    payloads: list[bytes]
+    open_client: Callable[[], NixlBackend]
+
+
+@contextlib.asynccontextmanager
+async def open_pair(*, attached: bool = True, **fields: Any) -> AsyncIterator[Pair]:
+    memory, agent = BlockMemory(MEMORY, num_blocks=16), FakeNixlAgent()
+    namespace = memory.namespace()
+    host = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
+    listening = NixlConfig(listen="127.0.0.1:0")
+    holder = NixlBackend(listening, namespace, own=host, make_agent=lambda: agent)
+    async with host, holder:
+        await holder.start()
+        assert holder.server is not None
+        config = NixlConfig(address=str(holder.server.endpoint), **fields)
+        open_client = partial(NixlBackend, config, namespace, make_agent=FakeNixlAgent)
+        async with open_client() as client:
+            if attached:
+                client.attach(memory_regions(memory.caches))
+            payloads = await store_generated(client, KEYS, memory.describe(0, range(4)))
+            yield Pair(host, holder, client, agent, memory, payloads, open_client)
 
 
 async def load(

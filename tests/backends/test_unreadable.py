@@ -1,17 +1,25 @@
-"""Blocks of another integrity or secret, in files and in buckets: not loaded, and kept."""
+"""Blocks of another integrity or secret: not loaded, and kept; sealed ones tell nothing."""
 
 import asyncio
+import dataclasses
+import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
 
 from kvxfer.backends.file import BlockHeader, Digester, FileBackend, Integrity
 from kvxfer.backends.object import S3Backend
 from kvxfer.cli import main
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.extras import MissingExtraError
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
@@ -20,6 +28,7 @@ from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from tests.backends.file_store import (
     PAGE_BYTES,
     flip_bit,
+    listed,
     open_descriptors,
     open_store,
     path_of,
@@ -27,8 +36,10 @@ from tests.backends.file_store import (
     remove_folder,
     sealed,
     secret_of,
+    temporary_folder,
 )
 from tests.backends.object_servers import Place
+from tests.examples import examples
 
 MEMORY = BlockMemory([[512]], num_blocks=8)
 NAMESPACE = MEMORY.namespace()
@@ -300,3 +311,205 @@ async def test_with_a_secret_a_bit_flip_that_was_sealed_again_is_found(folder: F
         forged = replace(BlockHeader.decode(header), checksum=forger.checksum([memoryview(data)]))
         path.write_bytes(forged.encode(forger) + data)
         assert (await load(backend, KEYS[:1]))[0] == [CORRUPT]
+
+
+FAST = Digester(Integrity.FAST)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def open_sealed(root: Path, *names: str, tenant: str = "", **fields: Any) -> FileBackend:
+    return open_store(root, NAMESPACE, **sealed(root, *names, tenant=tenant), **fields)
+
+
+Forgery = Callable[[BlockHeader, bytes, BlockHeader, bytes], tuple[BlockHeader, bytes]]
+"""Makes a header and data in place of ours, out of ours and of those of another block."""
+
+
+def with_checksum(header: BlockHeader, place: int, digits: str) -> BlockHeader:
+    told = header.checksum[:place] + digits + header.checksum[place + len(digits) :]
+    return dataclasses.replace(header, checksum=told)
+
+
+FORGERIES: dict[str, Forgery] = {
+    "theirs": lambda head, data, other, theirs: (other, theirs),
+    "their data": lambda head, data, other, theirs: (head, theirs),
+    "their header": lambda head, data, other, theirs: (other, data),
+    "their key": lambda head, data, other, theirs: (
+        dataclasses.replace(other, key=head.key, namespace=head.namespace),
+        theirs,
+    ),
+    "another salt": lambda head, data, *_: (with_checksum(head, 32, "0123456789abcdef"), data),
+    "another tag": lambda head, data, *_: (with_checksum(head, 80, "0123456789abcdef"), data),
+    "no checksum": lambda head, data, *_: (dataclasses.replace(head, checksum=""), data),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+@pytest.mark.parametrize("model", ["", "another"])
+async def test_a_block_is_bound_to_its_key_and_its_namespace(
+    root: Path, forgery: str, model: str
+) -> None:
+    ours = MEMORY.namespace()
+    theirs = MEMORY.namespace(model=model) if model else ours
+    async with open_store(root, theirs, **sealed(root, "ours")) as other:
+        await fill(other, KEYS[1:2])
+    async with open_sealed(root, "ours") as backend:
+        await fill(backend, KEYS[:1])
+        path = path_of(root, ours, KEYS[0])
+        made = [each.read_bytes() for each in (path, path_of(root, theirs, KEYS[1]))]
+        heads = [BlockHeader.decode(data[:PAGE_BYTES]) for data in made]
+        header, data = FORGERIES[forgery](
+            heads[0], made[0][PAGE_BYTES:], heads[1], made[1][PAGE_BYTES:]
+        )
+        path.write_bytes(header.encode(FAST) + data)  # with a seal that anybody can make
+        [status], _ = await load(backend, KEYS[:1])
+        is_foreign = model and forgery == "their key"  # the key of another namespace
+        assert status is (MISSING if is_foreign else CORRUPT)
+
+
+async def test_a_part_is_bound_to_its_place_in_the_chunk(root: Path) -> None:
+    memory = BlockMemory([[64]], num_blocks=16, blocks_per_chunk=4)
+    namespace, keys = memory.namespace(), KEYS[:1]
+    async with open_store(root, namespace, **sealed(root, "ours")) as backend:
+        head, tail = memory.describe(0, [0, 1]), memory.describe(0, [4, 5], first_block_index=2)
+        await store_generated(backend, keys, head)
+        assert statuses(await backend.load(keys, tail)) == [MISSING]
+        path = path_of(root, namespace, keys[0])
+        data = path.read_bytes()
+        moved = dataclasses.replace(BlockHeader.decode(data[:PAGE_BYTES]), start=128)
+        path.write_bytes(moved.encode(FAST) + data[PAGE_BYTES:])
+        assert statuses(await backend.load(keys, tail)) == [CORRUPT]
+
+
+async def test_a_new_secret_stores_and_old_ones_are_read(root: Path) -> None:
+    async with open_sealed(root, "old") as backend:
+        await fill(backend, KEYS[:2])
+    async with open_sealed(root, "new", "old") as backend:
+        await fill(backend, KEYS[2:])
+        assert await backend.lookup(KEYS) == [True] * 4
+        assert (await load(backend, KEYS))[0] == [DONE] * 4
+    async with open_sealed(root, "new") as backend:
+        assert (await load(backend, KEYS))[0] == [MISSING] * 2 + [DONE] * 2
+
+
+async def test_equal_blocks_are_never_sealed_alike(root: Path) -> None:
+    async with open_sealed(root, "ours") as backend:
+        blocks = MEMORY.describe(0, range(4))
+        write_payloads(blocks, [bytes(512)] * 4)
+        first = []
+        for _ in range(2):
+            assert statuses(await backend.store(KEYS, blocks)) == [DONE] * 4
+            first += [data[PAGE_BYTES:] for data in Folder(root).blocks().values()]
+            await backend.delete(KEYS)
+        assert len(set(first)) == 8
+        assert not any(bytes(8) in data for data in first)
+
+
+def contents(root: Path) -> list[bytes]:
+    return [path.read_bytes() for path in root.rglob("*") if path.is_file()]
+
+
+def words_in_common(root: Path, payloads: list[bytes]) -> int:
+    """Count the words of blocks that are somewhere in a file of a store."""
+    words = np.frombuffer(b"".join(payloads), np.uint64)
+    found = 0
+    for data in contents(root):
+        for offset in range(words.itemsize):
+            size = (len(data) - offset) // words.itemsize * words.itemsize
+            found += len(np.intersect1d(words, np.frombuffer(data[offset:][:size], np.uint64)))
+    return found
+
+
+# Every example opens a backend, with its threads.
+@examples(5)
+@given(
+    sizes=st.lists(st.sampled_from([16, 48, 1000, 4096, 70_000]), min_size=1, max_size=3),
+    per_chunk=st.integers(1, 3),
+    num_tensors=st.sampled_from([0, 1, 160]),
+    direct=st.sampled_from(["auto", "off"]),
+    engine=st.sampled_from(["auto", "posix"]),
+)
+async def test_no_file_has_anything_of_a_block(
+    sizes: list[int], per_chunk: int, num_tensors: int, direct: str, engine: str
+) -> None:
+    memory = BlockMemory([sizes], num_blocks=8 * per_chunk, blocks_per_chunk=per_chunk)
+    namespace = memory.namespace()
+    if num_tensors:
+        namespace = listed(namespace, num_tensors)
+    source = memory.describe(0, range(4 * per_chunk))
+    target = memory.describe(0, range(4 * per_chunk, 8 * per_chunk))
+    with temporary_folder("tmpfs") as folder:
+        root = folder / "store"
+        fields = sealed(root, "ours") | {"direct": direct, "engine": engine}
+        async with open_store(root, namespace, **fields) as backend:
+            payloads = await store_generated(backend, KEYS, source)
+            assert await asyncio.to_thread(words_in_common, root, payloads) == 0
+            assert statuses(await backend.load(KEYS, target)) == [DONE] * 4
+            assert read_payloads(target) == payloads
+        [(path, data), *_] = Folder(root).blocks().items()
+        assert b"layers." not in data
+        with safe_open(path, "numpy") as file:
+            assert list(file.keys()) == ["sealed"]
+            assert file.get_tensor("sealed").shape == (memory.chunk_size_bytes(0),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "argument", "length"),
+    [
+        ({"integrity": Integrity.SEALED}, "secret_file", 32),
+        ({"integrity": Integrity.SEALED, "secret_file": "gone"}, "secret_file", 32),
+        ({"integrity": Integrity.FAST, "tenant": "somebody"}, "tenant", 32),
+        *(({"integrity": Integrity.SEALED}, "secret_file", length) for length in (0, 31, 33, 65)),
+    ],
+)
+def test_what_is_missing_is_named(
+    root: Path, fields: dict[str, Any], argument: str, length: int
+) -> None:
+    if length != 32:
+        secret = secret_of(root, "secret")
+        secret.write_bytes(b"x" * length)
+        fields = fields | {"secret_file": str(secret)}
+    with pytest.raises(InvalidArgumentError) as raised:
+        open_store(root, NAMESPACE, **fields)
+    assert raised.value.argument == argument
+    assert length == 32 or f"'{length} bytes'" in str(raised.value)
+    assert not root.exists()
+
+
+def test_the_package_that_is_missing_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(MissingExtraError, match=r"integrity=sealed .* 'kvxfer\[sealed\]'"):
+        open_sealed(root, "ours")
+
+
+async def test_no_key_is_in_any_text_or_file(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[object] = []
+    with caplog.at_level(logging.DEBUG):
+        async with open_sealed(root, "ours", "old", tenant="tenant") as backend:
+            await fill(backend, KEYS)
+            flip_bit(path_of(root, NAMESPACE, KEYS[0]), 8 * PAGE_BYTES)
+            told += [await load(backend, KEYS)]
+        async with open_sealed(root, "theirs") as other:
+            told += [await load(other, KEYS)]
+        for name in ("ours", "old", "theirs"):
+            try:
+                open_store(root, NAMESPACE, secret_file=str(secret_of(root, name)))
+            except KVXferError as exc:
+                told += [exc]
+        cipher = backend._files.digester.cipher
+        assert cipher is not None
+        told += [cipher, backend._files.digester, backend, sealed(root, "ours"), vars(backend)]
+    text = "\n".join([caplog.text, *map(repr, told)]).encode()
+    stored = b"".join(contents(root))
+    names = ("ours", "old", "theirs")
+    secrets = [name.encode().ljust(32) for name in names]
+    derived = [key for keys in cipher._keys.values() for key in keys.values()]
+    assert len(derived) == 2
+    for key in (*secrets, *derived):
+        for form in (key, key.hex().encode(), repr(key).encode()[2:-1]):
+            assert form not in text
+            assert form not in stored
