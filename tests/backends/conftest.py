@@ -7,6 +7,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.backends.mooncake_servers import Cluster
+    from tests.backends.nixl_wire import Authority
     from tests.backends.object_servers import ObjectServer, Place
 
 
@@ -44,6 +45,22 @@ def shared_client(mooncake: "Cluster", monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.backends.mooncake_servers import SharedClient
 
     monkeypatch.setattr(MooncakeConfig, "open_store", lambda _: SharedClient(mooncake))
+
+
+@pytest.fixture(scope="session")
+def nixl() -> None:
+    """Import NIXL beforehand: it would block an event loop for too long."""
+    from kvxfer.backends.nixl.agents.nixl_module import import_nixl
+
+    import_nixl(otherwise="skip these tests")
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> "Authority":
+    """Make a certificate authority, whose files no test changes."""
+    from tests.backends.nixl_wire import Authority
+
+    return Authority(tmp_path_factory.mktemp("tls") / "authority")
 
 
 @pytest.fixture

@@ -184,14 +184,14 @@ class Authority:
         ):
             (self.folder / f"{name}.pem").write_bytes(content)
 
-    def config(self, *, ca: "Authority | None" = None) -> NixlConfig:
-        """Configure a peer with a certificate of this authority, which trusts those of `ca`."""
-        return NixlConfig(
-            address=f"{HOST}:1",
-            tls_cert=str(self.folder / "cert.pem"),
-            tls_key=str(self.folder / "key.pem"),
-            tls_ca=str((ca or self).folder / "ca.pem"),
-        )
+    def files(self, *names: str) -> dict[str, Any]:
+        """List files of this authority, of TLS between peers by default, by their parameters."""
+        chosen = names or ("tls_cert", "tls_key", "tls_ca")
+        return {name: f"{self.folder / name.partition('_')[2]}.pem" for name in chosen}
+
+    def config(self, **others: str) -> NixlConfig:
+        """Configure a peer with the files of this authority, or others."""
+        return NixlConfig(address=f"{HOST}:1", **self.files() | others)
 
 
 def _certificate(

@@ -19,7 +19,7 @@ import pytest
 from benchmarks.nixl.raw import TCP_ALONE
 from kvxfer.backends.nixl import choose_carrier, identify_host
 from kvxfer.backends.nixl.agents import NixlAgent, NixlLimits, SocketAgent, TransferAgent
-from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
+from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Hello
 from kvxfer.errors import (
@@ -42,7 +42,7 @@ from tests.backends.agent_contract import (
 )
 from tests.backends.agent_process import PeerProcess
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("nixl")]
 
 
 class TestFakeNixlAgent(SharedAgentContract):
@@ -53,12 +53,6 @@ class TestFakeNixlAgent(SharedAgentContract):
         agent = FakeNixlAgent()
         yield LocalPeer(agent)
         await agent.aclose()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imported() -> None:
-    """Import NIXL beforehand: it would block an event loop for too long."""
-    import_nixl(otherwise="skip these tests")
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ LEASE_S = 2
 A, B, C = (Endpoint("127.0.0.1", port) for port in (7001, 7002, 7003))
 OURS = "fingerprint"
 PASSWORD = "correct horse: battery"
+OWN = ("etcd_ca", "etcd_cert", "etcd_key")
 
 
 @pytest.fixture(scope="module")
@@ -254,18 +255,13 @@ async def test_who_may_not_announce_says_why_and_tells_no_password(
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("authority") / "ours")
-
-
-@pytest.fixture(scope="module")
 def encrypted(
     tmp_path_factory: pytest.TempPathFactory, authority: Authority
 ) -> Iterator[EtcdServer]:
     """Run an etcd that takes those alone who have a certificate."""
-    ca, cert, key = (str(authority.folder / f"{name}.pem") for name in ("ca", "cert", "key"))
-    pair = (Path(ca), Path(key), Path(cert))
-    credentials = grpc.ssl_channel_credentials(*(path.read_bytes() for path in pair))
+    ca, cert, key = authority.files(*OWN).values()
+    trusted = (Path(path).read_bytes() for path in (ca, key, cert))
+    credentials = grpc.ssl_channel_credentials(*trusted)
     options = ("--cert-file", cert, "--key-file", key, "--trusted-ca-file", ca)
     with etcd(
         tmp_path_factory.mktemp("etcd"),
@@ -276,12 +272,8 @@ def encrypted(
         yield server
 
 
-def of(authority: Authority, *names: str) -> dict[str, Any]:
-    return {f"etcd_{name}": str(authority.folder / f"{name}.pem") for name in names}
-
-
 async def test_with_tls_holders_are_found(encrypted: EtcdServer, authority: Authority) -> None:
-    fields = of(authority, "ca", "cert", "key")
+    fields = authority.files(*OWN)
     async with announcing(A, encrypted, **fields), following(encrypted, **fields) as engine:
         await until(lambda: knows(engine, A))
     assert encrypted.entries() == {}
@@ -294,8 +286,8 @@ async def test_who_cannot_be_trusted_is_not_told_anything(
     other = Authority(tmp_path / "other")
     fields: dict[str, Any] = {
         "without TLS": {},
-        "another authority": of(other, "ca", "cert", "key"),
-        "without a certificate": of(authority, "ca"),
+        "another authority": other.files(*OWN),
+        "without a certificate": authority.files("etcd_ca"),
     }[case]
     with pytest.raises(EtcdError):
         await run_there(partial(list_entries, configure([encrypted], **fields)), LIMIT_S)
@@ -306,13 +298,13 @@ async def list_entries(config: EtcdConfig) -> None:
         await session.entries(b"/")
 
 
-@pytest.mark.parametrize("name", ["etcd_ca", "etcd_cert", "etcd_key"])
+@pytest.mark.parametrize("name", OWN)
 def test_files_that_are_no_certificates_are_errors_at_once(
     authority: Authority, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "noise").write_text("noise")
     for path, wanted in (("noise", "in PEM"), ("missing", "a readable file")):
-        fields = of(authority, "ca", "cert", "key") | {name: str(tmp_path / path)}
+        fields = authority.files(*OWN) | {name: str(tmp_path / path)}
         config = NixlConfig(discover="etcd://127.0.0.1:1/kvxfer", **fields).etcd
         assert config is not None
         with pytest.raises(InvalidArgumentError, match=wanted):

@@ -22,7 +22,6 @@ from kvxfer.backends.nixl import (
     probe_peer,
 )
 from kvxfer.backends.nixl.agents import NixlAgent
-from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.wire.messages import (
     MAX_DESCRIPTION_BYTES,
     Describe,
@@ -56,6 +55,8 @@ from tests.backends.nixl_proven import (
 )
 from tests.backends.recording_desk import RecordingDesk
 
+pytestmark = pytest.mark.usefixtures("nixl")
+
 GROUPLESS = Namespace(model="example/model", dtype="float32")
 KEYS = make_keys(4)
 ABOUT_TICKETS = [
@@ -63,12 +64,6 @@ ABOUT_TICKETS = [
     Hold(request_id=1, ticket="t", keys=KEYS),
     Release(request_id=1, tickets=["t"]),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imported() -> None:
-    """Import NIXL beforehand: it would block an event loop for too long."""
-    import_nixl(otherwise="skip these tests")
 
 
 @contextlib.asynccontextmanager

@@ -148,10 +148,9 @@ async def test_who_does_not_know_the_secret_is_not_let_in(
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_with_tls_blocks_come_and_go_as_without(
-    processes: list[HolderProcess], memory: BlockMemory, tmp_path: Path, way: str
+    processes: list[HolderProcess], memory: BlockMemory, authority: Authority, way: str
 ) -> None:
-    config = Authority(tmp_path / "tls").config()
-    tls = {name: getattr(config, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+    tls = authority.files()
     holder = await asyncio.to_thread(processes[0].open, memory.namespace(), **tls)
     async with open_client(memory.namespace(), holder, **WAYS[way], **tls) as backend:
         payloads = await store_generated(backend, KEYS[:4], memory.describe(0, range(4)))

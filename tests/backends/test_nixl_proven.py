@@ -13,7 +13,6 @@ import pytest
 
 from kvxfer.backends.nixl import Exchange, NixlConfig, Transport
 from kvxfer.backends.nixl.agents import NixlAgent
-from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.frames import FrameCodec
@@ -58,6 +57,8 @@ from tests.backends.nixl_proven import (
 )
 from tests.backends.recording_desk import RecordingDesk
 
+pytestmark = pytest.mark.usefixtures("nixl")
+
 REGIONS = {
     "no regions": [],
     "nearly all addresses": [(1, 2**64 - 2)],
@@ -82,12 +83,6 @@ FORGED: dict[str, bytes | dict[str, object]] = {
     "a long beacon": {"beacon": bytes(1 << 16)},
 }
 """Metadata of NIXL, and what of an agent's is changed."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imported() -> None:
-    """Import NIXL beforehand: it would block an event loop for too long."""
-    import_nixl(otherwise="skip these tests")
 
 
 @pytest.mark.parametrize("what", [*REGIONS, *FORGED])

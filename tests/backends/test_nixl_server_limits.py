@@ -39,17 +39,10 @@ PONG: msgspec.msgpack.Decoder[Pong] = msgspec.msgpack.Decoder(Pong)
 PORTS = ["control", "data"]
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls") / "authority")
-
-
 @pytest.fixture(params=["plain", "TLS"])
 def transport(request: pytest.FixtureRequest, authority: Authority) -> dict[str, Any]:
     """Parameters of both sides, with those of TLS or without."""
-    names = ("tls_cert", "tls_key", "tls_ca") if request.param == "TLS" else ()
-    config = authority.config()
-    return {"transport": "socket"} | {name: getattr(config, name) for name in names}
+    return {"transport": "socket"} | (authority.files() if request.param == "TLS" else {})
 
 
 def port(holder: Exchange, which: str) -> int:

@@ -115,11 +115,6 @@ def both_ends(tls: Authority | None) -> Iterator[Ends]:
         both.server.close()
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls") / "authority")
-
-
 @pytest.fixture(params=["plain", "TLS"])
 def ends(request: pytest.FixtureRequest, authority: Authority) -> Iterator[Ends]:
     with both_ends(authority if request.param == "TLS" else None) as both:

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from cryptography.hazmat.primitives import serialization
 
@@ -22,7 +21,6 @@ from kvxfer.testing.conformance.suite import make_keys, statuses
 from kvxfer.units import ByteSize
 from tests.backends.nixl_wire import HOST, Authority, Offer, connected, hello, listening
 
-FILES = ("tls_cert", "tls_key", "tls_ca")
 MEMORY = BlockMemory([[4096]], num_blocks=4)
 KEYS = make_keys(2)
 
@@ -30,11 +28,6 @@ KEYS = make_keys(2)
 @pytest.fixture(autouse=True)
 async def _failed_tls_is_expected() -> None:
     asyncio.get_running_loop().set_debug(False)  # it would be logged as an error
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls") / "authority")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +39,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 async def test_a_client_does_not_talk_to_a_server_of_another_authority(
     authority: Authority, stranger: Authority
 ) -> None:
-    theirs = server_context(stranger.config(ca=authority))
+    theirs = server_context(stranger.config(**authority.files("tls_ca")))
     async with listening(tls=theirs) as listener:
         with pytest.raises(ssl.SSLCertVerificationError):
             await asyncio.open_connection(
@@ -60,7 +53,7 @@ async def test_a_server_does_not_talk_to_a_client_that_it_cannot_trust(
 ) -> None:
     tls = None if client == "no TLS" else client_context(authority.config())
     if client == "another authority":
-        tls = client_context(stranger.config(ca=authority))
+        tls = client_context(stranger.config(**authority.files("tls_ca")))
     elif client == "no certificate":
         tls = ssl.create_default_context(cafile=authority.config().tls_ca)
     elif tls is not None:
@@ -86,7 +79,7 @@ def test_a_private_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(
     locked = tmp_path / "locked.pem"
     locked.write_bytes(key.private_bytes(*formats, encryption))
     with pytest.raises(InvalidArgumentError, match="its private key, not encrypted"):
-        client_context(msgspec.structs.replace(config, tls_key=str(locked)))  # or it waits for it
+        client_context(authority.config(tls_key=str(locked)))  # or it waits for it
 
 
 async def test_encryption_alone_is_not_authentication(authority: Authority) -> None:
@@ -109,7 +102,7 @@ def test_a_file_that_is_not_what_it_must_be_is_named(
     path = tmp_path / "file.pem"
     if content is not None:
         path.write_bytes(content)
-    config = msgspec.structs.replace(authority.config(), **{name: str(path)})
+    config = authority.config(**{name: str(path)})
     for make_context in (client_context, server_context):
         with pytest.raises(InvalidArgumentError, match=name) as caught:
             make_context(config)
@@ -119,18 +112,13 @@ def test_a_file_that_is_not_what_it_must_be_is_named(
 def test_a_certificate_and_the_key_of_another_one_are_refused(
     authority: Authority, stranger: Authority
 ) -> None:
-    config = msgspec.structs.replace(authority.config(), tls_key=stranger.config().tls_key)
     with pytest.raises(InvalidArgumentError, match="KEY_VALUES_MISMATCH"):
-        server_context(config)
-
-
-def files_of(authority: Authority) -> dict[str, Any]:
-    return {name: getattr(authority.config(), name) for name in FILES}
+        server_context(authority.config(**stranger.files("tls_key")))
 
 
 def replace(files: dict[str, Any], authority: Authority) -> None:
     """Replace files of TLS, as those of a secret in Kubernetes are."""
-    for name, source in files_of(authority).items():
+    for name, source in authority.files().items():
         shutil.copy(source, f"{files[name]}~")
         Path(f"{files[name]}~").replace(files[name])
 
@@ -138,7 +126,7 @@ def replace(files: dict[str, Any], authority: Authority) -> None:
 @pytest.fixture
 def renewed(tmp_path: Path, authority: Authority) -> dict[str, Any]:
     """Files of TLS in one place, where others replace them."""
-    files = {name: str(tmp_path / name) for name in FILES}
+    files = {name: str(tmp_path / name) for name in authority.files()}
     replace(files, authority)
     return files
 
@@ -171,11 +159,11 @@ async def test_certificates_that_were_replaced_are_shown_and_wanted_from_the_nex
     async with contextlib.AsyncExitStack() as stack:
         address = await stack.enter_async_context(holding(renewed))
         old = await stack.enter_async_context(engine(address, renewed))
-        later = await stack.enter_async_context(engine(address, files_of(stranger)))
+        later = await stack.enter_async_context(engine(address, stranger.files()))
         assert await moves(old) == [Status.DONE] * 2
         assert await moves(later) != [Status.DONE] * 2
         replace(renewed, stranger)
-        elsewhere = await stack.enter_async_context(engine(address, files_of(stranger)))
+        elsewhere = await stack.enter_async_context(engine(address, stranger.files()))
         assert await moves(elsewhere) == [Status.DONE] * 2, "the holder read them again"
         [client] = old._exchange.clients.values()
         client.disconnect()
@@ -191,7 +179,7 @@ async def test_while_new_files_cannot_be_used_those_of_before_count(
     authority: Authority,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with holding(renewed) as address, engine(address, files_of(authority)) as backend:
+    async with holding(renewed) as address, engine(address, authority.files()) as backend:
         spoil(Path(renewed["tls_cert"]))
         assert await moves(backend) == [Status.DONE] * 2
     assert caplog.text.count("cannot be used") == 1
