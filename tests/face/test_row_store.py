@@ -87,34 +87,12 @@ def pages() -> Iterator[Pages]:
     made.store.close()
 
 
-def test_more_pages_than_rows_come_back_as_they_were_stored(pages: Pages) -> None:
-    assert pages.move(STORE) == [True] * 6
-    stored = pages.pages.copy()
-    pages.pages[:] = 0
-    assert pages.move(LOAD) == [True] * 6
-    assert np.array_equal(pages.pages, stored)
-    assert pages.num_free() == NUM_ROWS
-
-
 def test_a_key_may_be_looked_up_twice_in_a_call(pages: Pages) -> None:
     assert pages.move(STORE) == [True] * 6
     asked = [KEYS[0], KEYS[0], make_keys(7)[6]]
     assert pages.store.lookup(asked, math.inf) == [True, True, False]
     assert pages.store.lookup(asked, -math.inf) == [False] * 3, "no time is no hit"
     assert pages.store.lookup([], math.inf) == pages.move(STORE, []) == pages.move(LOAD, []) == []
-
-
-def test_rows_of_a_late_load_are_used_again_when_it_touches_them_no_more(pages: Pages) -> None:
-    assert pages.move(STORE) == [True] * 6
-    pages.pages[:] = 0
-    pages.break_down(late=1.0)
-    assert pages.move(LOAD, limit_s=0.1) == [False] * 6
-    assert pages.num_free() < NUM_ROWS
-    assert not pages.pages.any(), "a page is the caller's again"
-    pages.break_down()
-    pages.backend.release()
-    pages.wait_until_free()
-    assert pages.move(LOAD) == [True] * 6
 
 
 def test_rows_of_a_copy_that_was_interrupted_come_back(pages: Pages) -> None:
@@ -183,16 +161,6 @@ def test_a_purge_whose_caller_was_interrupted_deletes_the_pages_all_the_same() -
     finally:
         backend.may_purge.set()
         store.close()
-
-
-def test_no_page_passes_a_purge(pages: Pages) -> None:
-    assert pages.move(STORE) == [True] * 6
-    loaded = pages.move(LOAD, then=lambda: pages.store.purge(math.inf))
-    assert loaded == [True] * 2 + [False] * 4, "pages of before, after the purge"
-    assert pages.store.lookup(KEYS, math.inf) == [False] * 6
-    pages.wait_until_free()
-    assert pages.move(STORE) == [True] * 6
-    assert pages.move(LOAD) == [True] * 6
 
 
 def test_a_call_that_runs_while_the_store_is_closed_ends(pages: Pages) -> None:

@@ -1,10 +1,10 @@
 """TieredBackend keeps every promise of `Backend`, over tiers of any kind."""
 
-from typing import ClassVar
+from collections.abc import Iterator
 
 import pytest
 
-from kvxfer.backends.host import HostBackend
+from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import (
@@ -17,9 +17,13 @@ from kvxfer.testing import (
     WrapperTests,
 )
 from kvxfer.tiering.tiered_backend import TieredBackend
+from kvxfer.units import ByteSize
+from tests.backends.file_store import flip_bit, open_store, path_of, places, temporary_folder
 from tests.examples import examples
 from tests.testing.test_dict_backend import Blocks, KeptBackend
 from tests.tiering.opened_tiers import open_dict, open_host, open_tiers, settle
+
+MAX_LOOKUPS = 10_000
 
 
 async def corrupt_everywhere(backend: Backend, key: BlockKey) -> None:
@@ -95,9 +99,34 @@ class TestTiersOverAHost(WrapperTests):
         return open_tiers([open_host(namespace, 1), inner], namespace, staging_bytes=1)
 
 
-class TieredStateMachine(BackendStateMachine):
+class TestHostOverFiles(BackendTests):
+    """Suite in which chunks of the large batches do not all fit into the first tier.
+
+    Tiers do not know how files are moved, so one file engine is enough; `test_file.py` has all.
+    """
+
+    persistent = True
+
+    @pytest.fixture(autouse=True, params=places("posix-ext4"))
+    def _place(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        self.engine, file_system = request.param.split("-")
+        with temporary_folder(file_system) as folder:
+            self.root = folder / "store"
+            yield
+
     async def make_backend(self, namespace: Namespace) -> Backend:
-        return open_tiers([open_host(namespace, 12), open_dict(namespace)], namespace)
+        self.namespace = namespace
+        config = HostConfig(capacity=ByteSize(4 << 20), integrity=MemoryIntegrity.FULL)
+        self.host = HostBackend(config, namespace)
+        self.file = open_store(self.root, namespace, engine=self.engine)
+        return open_tiers([self.host, self.file], namespace)
+
+    async def corrupt(self, backend: Backend, key: BlockKey) -> None:
+        for _ in range(MAX_LOOKUPS):  # it cascades in the background
+            if await self.file.lookup([key]) == [True]:
+                break
+        flip_bit(path_of(self.root, self.namespace, key), 8 * 4096)
+        self.host._pool.slots[self.host._index.slot_of(key)][0, 0] ^= 1
 
 
 class PersistentStateMachine(BackendStateMachine):
@@ -116,26 +145,17 @@ class BoundedStateMachine(BackendStateMachine):
     """Blocks are evicted from either tier while they are carried down and up."""
 
     bounded = True
-    lower_blocks: ClassVar[int] = 5
 
     async def make_backend(self, namespace: Namespace) -> Backend:
-        tiers = [open_host(namespace, 3), open_dict(namespace, self.lower_blocks)]
+        tiers = [open_host(namespace, 3), open_dict(namespace, 5)]
         return open_tiers(tiers, namespace, staging_bytes=1)
 
 
-class SmallLowerStateMachine(BoundedStateMachine):
-    lower_blocks = 2
-
-
-TestTieredStateMachine = TieredStateMachine.TestCase
 TestPersistentStateMachine = PersistentStateMachine.TestCase
 TestBoundedStateMachine = BoundedStateMachine.TestCase
-TestSmallLowerStateMachine = SmallLowerStateMachine.TestCase
 # Every example opens a backend, with its threads and its shared memory.
-TestTieredStateMachine.settings = examples(12, steps=30)
-TestPersistentStateMachine.settings = examples(10, steps=30)
-TestBoundedStateMachine.settings = examples(15, steps=30)
-TestSmallLowerStateMachine.settings = examples(10, steps=30)
+TestPersistentStateMachine.settings = examples(20, steps=30)
+TestBoundedStateMachine.settings = examples(25, steps=30)
 
 
 class StartedBackend(DictBackend):

@@ -12,11 +12,10 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
 from kvxfer.storage.eviction.policies import PolicyName
-from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys, store_generated
-from kvxfer.tiering import TieredBackend, TierTimeouts
+from kvxfer.tiering import TieredBackend
 from tests.tiering.opened_tiers import (
     KEYS,
     host_capacity,
@@ -80,27 +79,10 @@ async def test_every_tier_is_closed_even_if_one_cannot_be(memory: BlockMemory) -
     assert all(tier._guard.closed for tier in tiers)
 
 
-def test_tiers_that_cannot_be_are_refused(memory: BlockMemory) -> None:
+def test_tiers_reach_the_memory_that_each_of_them_does(memory: BlockMemory) -> None:
     class OnlyCuda(DictBackend):
         memory_kinds = frozenset({"cuda"})
 
-    namespace = memory.namespace()
-    tier = open_dict(namespace)
-    with pytest.raises(InvalidArgumentError, match="at least one backend"):
-        TieredBackend([], namespace)
-    with pytest.raises(InvalidArgumentError, match=r"namespace\.groups"):
-        TieredBackend([tier], Namespace(model="model"))
-    with pytest.raises(InvalidArgumentError, match="'cpu' in each"):
-        TieredBackend([tier, OnlyCuda(None, namespace)], namespace)
-    with pytest.raises(InvalidArgumentError, match="staging_bytes"):
-        TieredBackend([tier], namespace, staging_bytes=0)
-    with pytest.raises(InvalidArgumentError, match="lookup_s is '5'"):
-        TierTimeouts(lookup_s="5")  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match=r"s is None; expected seconds, 0 or more$"):
-        TierTimeouts(move_s=None)  # type: ignore[arg-type]
-
-
-def test_memory_is_reached_directly_when_every_tier_does(memory: BlockMemory) -> None:
     class Both(DictBackend):
         memory_kinds = frozenset({"cpu", "cuda"})
 
@@ -108,6 +90,10 @@ def test_memory_is_reached_directly_when_every_tier_does(memory: BlockMemory) ->
     both, only_host = Both(None, namespace), open_dict(namespace)
     assert TieredBackend([both, both], namespace).memory_kinds == {"cpu", "cuda"}
     assert TieredBackend([both, only_host], namespace).memory_kinds == {"cpu"}
+    with pytest.raises(InvalidArgumentError, match="'cpu' in each"):
+        TieredBackend([only_host, OnlyCuda(None, namespace)], namespace)
+    with pytest.raises(InvalidArgumentError, match="at least one backend"):
+        TieredBackend([], namespace)
 
 
 async def test_a_block_or_key_that_the_namespace_does_not_know_is_refused(
@@ -120,28 +106,6 @@ async def test_a_block_or_key_that_the_namespace_does_not_know_is_refused(
             await backend.store(KEYS[:1], larger.describe(0, [0]))
         with pytest.raises(InvalidArgumentError, match="group"):
             await backend.lookup([make_block_key(b"block", 1)])
-
-
-async def test_a_wish_that_a_tier_fails_to_note_reaches_the_next(
-    memory: BlockMemory, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Wishing(DictBackend):
-        wishes: tuple[BlockKey, ...] = ()
-
-        def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
-            if self is first:
-                raise RuntimeError("no wishes today")
-            self.wishes += tuple(keys)
-
-        def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
-            return [Retention()] * len(keys)
-
-    namespace = memory.namespace()
-    first, lower = Wishing(None, namespace), Wishing(None, namespace)
-    async with TieredBackend([first, lower], namespace) as backend:
-        backend.retain(KEYS[:2], Retention(priority=1))
-    assert lower.wishes == tuple(KEYS[:2])
-    assert "the wish for 2 blocks cannot be noted" in caplog.text
 
 
 async def test_a_block_that_is_corrupt_in_the_first_tier_heals(memory: BlockMemory) -> None:
