@@ -28,7 +28,7 @@ from kvxfer.errors import CapacityError, InvalidArgumentError, NamespaceMismatch
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.spec import FullAttentionSpec
 from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import GroupIdentity, Namespace, make_block_key
+from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.tiering.tiered_backend import TieredBackend
@@ -81,44 +81,23 @@ def test_a_url_and_a_mapping_say_the_same() -> None:
     ("backend", "words"),
     [
         ("nowhere://?capacity=4MiB", "one of: .*host"),
-        ({"type": "nowhere"}, "one of: .*host"),
-        ("", "a URL such as"),
         ("/var/cache/kv", "a URL such as"),
         ({"capacity": "4MiB"}, "a mapping with a 'type'"),
         (None, "a URL, or a mapping"),
-        (["host://?capacity=4MiB"], "a URL, or a mapping"),
         ("host://", "a host backend: capacity is missing$"),
-        ("host://?capacity=4MiB&colour=red", "there is no 'colour', only capacity, "),
         ("host://?capasity=4MiB", r"there is no 'capasity' \(did you mean 'capacity'\?\)$"),
         ("hots://?capacity=4MiB", r"one of: .* \(did you mean 'host'\?\)$"),
-        ("nixl://127.0.0.1:1?replicas=two", "replicas is 'two'; expected a whole number$"),
-        ({"type": "nixl", "timeout_s": None}, "timeout_s is None; expected a number$"),
         ({"type": "nixl", "peers": [1]}, "no 'peers'"),
-        ({"type": "host", 3: 4}, "a name is not text$"),
         ("host://?capacity=lots", "capacity is 'lots'; expected a positive size"),
-        ("host://?capacity=-4MiB", "'-4MiB'.*positive size"),
-        ({"type": "host", "capacity": 0}, "0.*positive size"),
         ("host://?capacity=4MiB&eviction=random", "'random'"),
-        (
-            "host://?capacity=4MiB&integrity=keyed",
-            "'keyed'; expected one of 'fenced', 'full', 'off'",
-        ),
         ("host://?capacity=4MiB&capacity=8MiB", "each parameter once"),
-        ("host://here?capacity=4MiB&address=there", "each parameter once"),
         ("host://?capacity", "name=value"),
         ("host://somewhere?capacity=4MiB", "a host backend, which has no address, as in host://$"),
-        ("pool://run/pool.sock", "a pool backend, which has no address, as in pool:///PATH$"),
-        ("host:///some/where?capacity=4MiB", "path"),
         ("host://?capacity=4MiB#8MiB", "fragment"),
         ("file:///var/%00?capacity=4MiB", "no NUL in its path"),
-        ("file:///var/kv?capacity=4MiB&secret_file=%00", "no NUL in its secret_file"),
-        ("file:///var/%0A?capacity=4MiB", r"no '\\n' in its path"),
         ({"type": "file", "path": "/var/\x1b[31m", "capacity": 1}, r"no '\\x1b' in its path"),
         ("file:///var/a\nb?capacity=4MiB", "without control characters"),
-        ("host://?capacity=4MiB\r\n", "without control characters"),
         ("file:///var/a?capacity=4MiB&tenant=%ff", "UTF-8 after each '%'"),  # nor is it that of %fe
-        ("file:///var/%ff?capacity=4MiB", "UTF-8 after each '%'"),
-        (b"host://?capacity=4MiB", r"backend is b'host://"),
         (" host://?capacity=4MiB", "without .* spaces around it"),
     ],
     ids=repr,
@@ -141,15 +120,9 @@ HIDE_AND_SEEK = "hide-and-seek"
         ({"type": "gs", "address": f"user:{HIDE_AND_SEEK}@bucket"}, "no a user"),
         (f"s3://user:{HIDE_AND_SEEK}@bucket/prefix", "no a user"),
         (f"s3://bucket?endpoint=http://user:{HIDE_AND_SEEK}@host:1", "without credentials"),
-        (f"s3://bucket?endpoint=http://user:{HIDE_AND_SEEK}@[::", "without credentials"),
-        (f"s3://bucket?secret_access_key={HIDE_AND_SEEK}#more", "fragment"),
         (f"s3://bucket?region=here#token={HIDE_AND_SEEK}", "fragment"),
         (f"s3://bucket?token={HIDE_AND_SEEK}&token=again", "each parameter once"),
         (f"s3://bucket?token={HIDE_AND_SEEK}&", "name=value"),
-        (
-            f"host://?capacity=4MiB&password={HIDE_AND_SEEK}",
-            "there is no 'password', only capacity, ",
-        ),
         (f"nowhere://?password={HIDE_AND_SEEK}", "one of: "),
     ],
     ids=repr,
@@ -160,22 +133,6 @@ def test_credentials_are_refused_by_name_and_no_error_tells_them(backend: Any, w
     told = "".join(traceback.format_exception(caught.value))
     assert HIDE_AND_SEEK not in told
     assert HIDE_AND_SEEK not in repr(caught.value.value)
-
-
-def test_a_namespace_learns_its_groups_from_the_caches(memory: BlockMemory) -> None:
-    caches = named(memory)
-    complete = complete_namespace(Namespace(model="model", revision="3"), caches, 4)
-    assert (complete.model, complete.revision, complete.blocks_per_chunk) == ("model", "3", 4)
-    pages, layers = ((96, 33), (64,)), (("layers.0", "layers.1"), ("layers.2",))
-    assert complete.groups == tuple(
-        GroupIdentity(
-            page_sizes_bytes=sizes,
-            layer_names=names,
-            layouts=("token dim",) * len(names),
-            spec=repr(spec),
-        )
-        for sizes, names, spec in zip(pages, layers, caches.group_specs, strict=True)
-    )
 
 
 def test_every_detail_of_the_caches_is_in_the_fingerprint(memory: BlockMemory) -> None:
@@ -325,29 +282,25 @@ def test_what_cannot_be_opened_tiers_or_an_engine_is_closed(
 LASTING = [
     "file:///var/cache/kv?capacity=1GiB",
     "s3://bucket/prefix",
-    "gs://bucket",
-    "az://container?account=a",
     "nixl://127.0.0.1:7000",
     "nixl://?listen=127.0.0.1:0&capacity=1MiB",
     "pool:///run/pool.sock",
     "mooncake://127.0.0.1:50051",
-    {"type": "file", "path": "/var/cache/kv", "capacity": "1GiB"},
     ["host://?capacity=1MiB", "file:///var/cache/kv?capacity=1GiB"],
 ]
 
 
-@pytest.mark.parametrize("backend", LASTING, ids=repr)
+@pytest.mark.parametrize(
+    ("open_it", "backend"),
+    [*((connect, each) for each in LASTING), (exchange, "nixl://")],
+    ids=repr,
+)
 def test_the_revision_is_required_where_blocks_outlive_the_process(
-    memory: BlockMemory, backend: Any
+    memory: BlockMemory, open_it: Callable[..., object], backend: Any
 ) -> None:
     with pytest.raises(InvalidArgumentError, match="the revision of the weights") as caught:
-        connect(backend, memory.caches, namespace=Namespace(model="model"))
+        open_it(backend, memory.caches, namespace=Namespace(model="model"))
     assert (caught.value.argument, caught.value.value) == ("namespace.revision", "")
-
-
-def test_the_revision_is_required_where_prompts_are_handed_over(memory: BlockMemory) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"namespace\.revision is ''"):
-        exchange("nixl://", memory.caches, namespace=Namespace(model="model"))
 
 
 async def test_a_store_that_was_made_without_a_revision_is_opened_with_a_warning(

@@ -7,9 +7,6 @@ import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.object import ObjectBackend
-from kvxfer.errors import (
-    InvalidArgumentError,
-)
 from kvxfer.storage.backend import (
     DONE,
     Begun,
@@ -18,26 +15,12 @@ from kvxfer.storage.backend import (
     Status,
     WrappingBackend,
     can_purge_all,
-    require_batch,
 )
 from kvxfer.storage.calls import begin_call, call_backend, poll_begun
-from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.units import ByteSize
-
-A = make_block_key(b"a", 0)
-
-
-def test_what_is_no_key_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"keys\[1\] is b'ab'"):
-        require_batch([A, BlockKey(b"ab")])
-
-
-def test_what_has_no_order_or_no_length_is_no_batch() -> None:
-    for keys in (iter([A]), {A}, {A: 0}, A, None, 1):
-        with pytest.raises(InvalidArgumentError, match="keys is"):
-            require_batch(keys)  # type: ignore[arg-type]
 
 
 def test_object_storage_is_never_purged_of_the_blocks_of_everybody() -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer import runtime
-from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.eviction.policies import ARC, LRU, EvictionPolicy
 from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
 from kvxfer.storage.eviction.retention import NORMAL, Retention
@@ -271,17 +270,6 @@ TestRetainingMachine = RetainingMachine.TestCase
 TestRetainingMachine.settings = examples(60, steps=60)
 
 
-def make_policy(
-    policy_type: Callable[[int], EvictionPolicy], num_slots: int, share: float = 0.5
-) -> RetainingPolicy:
-    return RetainingPolicy(
-        policy_type(num_slots),
-        num_slots,
-        priority_share=share,
-        priority_half_life_s=HALF_LIFE_S,
-    )
-
-
 def store(index: BlockIndex, numbers: list[int], retention: Retention = NORMAL) -> list[BlockKey]:
     """Store blocks with a wish; return what was evicted for them."""
     keys = [key(number) for number in numbers]
@@ -292,15 +280,15 @@ def store(index: BlockIndex, numbers: list[int], retention: Retention = NORMAL) 
     return plan.evicted
 
 
-policies = pytest.mark.parametrize("policy_type", [LRU, ARC])
-
-
-@policies
+@pytest.mark.parametrize("policy_type", [LRU, ARC])
 def test_a_prompt_above_normal_loses_its_end_first(
     policy_type: Callable[[int], EvictionPolicy],
     clock: Clock,
 ) -> None:
-    index = BlockIndex(8, make_policy(policy_type, 8, share=1.0))
+    policy = RetainingPolicy(
+        policy_type(8), 8, priority_share=1.0, priority_half_life_s=HALF_LIFE_S
+    )
+    index = BlockIndex(8, policy)
     store(index, [0, 1, 2, 3], Retention(priority=1))
     store(index, [4, 5, 6, 7], Retention(priority=1))
     assert store(index, [8, 9]) == [key(3), key(2)]
@@ -309,18 +297,24 @@ def test_a_prompt_above_normal_loses_its_end_first(
     assert store(index, [12]) == [key(7)]
 
 
-@pytest.mark.parametrize(
-    "wish",
-    [
-        {"priority": 11},
-        {"priority": "high"},
-        {"priority": True},
-        {"priority": math.nan},
-        {"ttl_s": -1},
-        {"ttl_s": "soon"},
-    ],
-)
-def test_a_wish_out_of_range_is_refused(wish: dict[str, object]) -> None:
-    (name,) = wish
-    with pytest.raises(InvalidArgumentError, match=name):
-        Retention(**wish)  # type: ignore[arg-type]
+@pytest.fixture(params=[LRU, ARC])
+def index(request: pytest.FixtureRequest) -> BlockIndex:
+    return BlockIndex(NUM_SLOTS, request.param(NUM_SLOTS))
+
+
+def test_the_tail_of_a_prefix_is_evicted_before_its_head(index: BlockIndex) -> None:
+    store(index, [0, 1, 2, 3])
+    assert store(index, [4]) == [key(3)]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
+def test_a_used_prefix_has_its_tail_evicted_first_in_whatever_order_it_is_unpinned(
+    index: BlockIndex, order: list[int]
+) -> None:
+    keys = [key(number) for number in range(4)]
+    for number in range(4):
+        store(index, [number])
+    index.pin(keys)
+    index.touch(keys)
+    index.unpin([key(number) for number in order])
+    assert store(index, [4]) == [key(3)]

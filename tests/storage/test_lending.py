@@ -1,24 +1,41 @@
-"""Lenders: blocks are read and written in place."""
+"""Lenders: what is no block is neither offered nor lent."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
-import xxhash
+import torch
+from numpy.typing import ArrayLike
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.errors import (
+    BlockIdError,
+    DuplicateError,
+    InvalidArgumentError,
+    LengthMismatchError,
+    UnknownGroupError,
+)
+from kvxfer.kvcache import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.runtime import Threads
-from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.integrity import MemoryIntegrity
+from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.lending import BlockParts, Lender, StagedLender
-from kvxfer.testing import BlockMemory, DictBackend, DictConfig
-from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
-from kvxfer.testing.payloads import read_payloads
+from kvxfer.testing import BlockMemory, DictBackend
+from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses
 from kvxfer.units import ByteSize
 
-KEYS = make_keys(4)
+KEYS = make_keys(3)
+OTHER_KEYS = make_keys(2, group=1)
+
+
+def make_lender(caches: CanonicalKVCaches, **options: Any) -> CacheLender:
+    threads: Any = None
+    copy_engine: Any = None
+    return CacheLender(
+        caches, lease_s=8, description=b"", threads=threads, copy_engine=copy_engine, **options
+    )
 
 
 @pytest.fixture
@@ -26,50 +43,34 @@ def memory() -> BlockMemory:
     return make_memory()
 
 
-@pytest.fixture(params=["host", "fenced", "staged"])
-async def lending(
-    request: pytest.FixtureRequest, memory: BlockMemory
-) -> AsyncIterator[tuple[Lender, Backend]]:
+@pytest.fixture
+def lender(memory: BlockMemory) -> CacheLender:
+    """Lender of an engine that has offered a block."""
+    lender = make_lender(memory.caches)
+    lender.offer("t", KEYS[:1], [0], complete=True)
+    return lender
+
+
+@pytest.fixture(params=["host", "staged", "cache"])
+async def each_lender(
+    request: pytest.FixtureRequest, memory: BlockMemory, lender: CacheLender
+) -> AsyncIterator[Lender]:
     namespace = memory.namespace()
-    if request.param in {"host", "fenced"}:
-        integrity = MemoryIntegrity("full" if request.param == "host" else "fenced")
-        config = HostConfig(capacity=ByteSize(1 << 20), integrity=integrity)
-        async with HostBackend(config, namespace) as host:
-            yield host, host
-        return
-    threads, engine = Threads("test-lending", 1), CPUCopyEngine()
-    async with DictBackend(DictConfig(), namespace) as backend:
-        lender = StagedLender(
-            backend, namespace, copy_engine=engine, threads=threads, max_bytes=1 << 18
-        )
-        yield lender, backend
-        await lender.aclose()
-    await threads.aclose()
-    engine.close()
-
-
-def whole(memory: BlockMemory, keys: list[BlockKey]) -> BlockParts:
-    size = memory.chunk_size_bytes(0)
-    return BlockParts(keys, [0] * len(keys), [size] * len(keys))
-
-
-async def test_what_was_stored_is_lent_with_its_checksum(
-    lending: tuple[Lender, Backend], memory: BlockMemory
-) -> None:
-    lender, backend = lending
-    payloads = await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
-    async with lender.lend(whole(memory, [KEYS[3], KEYS[1], KEYS[0]])) as loan:
-        statuses = [outcome.status for outcome in loan.outcomes]
-        assert statuses == [Status.MISSING, Status.DONE, Status.DONE]
-        assert loan.blocks is not None
-        assert read_payloads(loan.blocks) == [payloads[1], payloads[0]]
-        expected = [xxhash.xxh3_64_intdigest(payloads[index]) for index in (1, 0)]
-        assert loan.checksums == expected
-        for address, length in zip(loan.blocks.addresses, loan.blocks.lengths, strict=True):
-            assert any(
-                region.address <= address and address + length <= region.address + region.num_bytes
-                for region in lender.regions
+    if request.param == "cache":
+        yield lender
+    elif request.param == "host":
+        async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace) as host:
+            yield host
+    else:
+        threads, engine = Threads("test-lending", 1), CPUCopyEngine()
+        async with DictBackend(None, namespace) as inner:
+            staged = StagedLender(
+                inner, namespace, copy_engine=engine, threads=threads, max_bytes=1 << 18
             )
+            yield staged
+            await staged.aclose()
+        await threads.aclose()
+        engine.close()
 
 
 @pytest.mark.parametrize(
@@ -85,33 +86,85 @@ async def test_what_was_stored_is_lent_with_its_checksum(
     ],
 )
 async def test_what_no_block_has_is_refused(
-    lending: tuple[Lender, Backend], keys: list[BlockKey], starts: list[int], sizes: list[int]
+    each_lender: Lender, keys: list[BlockKey], starts: list[int], sizes: list[int]
 ) -> None:
-    lender, _ = lending
-    for context in (lender.lend, lender.make_room):
+    for context in (each_lender.lend, each_lender.make_room):
         with pytest.raises(InvalidArgumentError):
             async with context(BlockParts(keys, starts, sizes)):
                 pytest.fail("lent")
 
 
-async def test_only_host_memory_says_where_blocks_are(
-    request: pytest.FixtureRequest, lending: tuple[Lender, Backend], memory: BlockMemory
+@pytest.mark.parametrize(("start", "fewer"), [(1, 1), (0, 1), (0, -1)])
+@pytest.mark.parametrize("fenced", [True, False])
+async def test_only_whole_blocks_are_lent(
+    lender: CacheLender, memory: BlockMemory, start: int, fewer: int, *, fenced: bool
 ) -> None:
-    lender, backend = lending
-    payloads = await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
-    if request.node.callspec.params["lending"] == "fenced":
-        assert lender.peek([KEYS[1], KEYS[3], KEYS[0]]) is None, "nobody has hashed them"
-        async with lender.lend(whole(memory, KEYS[:2])):
+    part = BlockParts(KEYS[:1], [start], [memory.chunk_size_bytes(0) - fewer])
+    with pytest.raises(InvalidArgumentError, match=r"keys\[0\]"):
+        async with lender.lend(part, fenced=fenced):
             pass
-    sight = lender.peek([KEYS[1], KEYS[3], KEYS[0]])
-    if not isinstance(lender, HostBackend):
-        assert sight is None
-        return
-    assert sight is not None
-    assert sight.blocks is not None
-    assert statuses(sight.outcomes) == [Status.DONE, Status.MISSING, Status.DONE]
-    assert read_payloads(sight.blocks) == [payloads[1], payloads[0]]
-    assert sight.checksums == [xxhash.xxh3_64_intdigest(payloads[index]) for index in (1, 0)]
-    absent = lender.peek([KEYS[3]])
-    assert absent is not None
-    assert absent.blocks is None
+    assert lender.book.num_pinned == 0
+
+
+async def test_nobody_writes_to_an_engines_own_cache(
+    lender: CacheLender, memory: BlockMemory
+) -> None:
+    before = memory.snapshot()
+    size = memory.chunk_size_bytes(0)
+    async with lender.make_room(BlockParts(KEYS[:2], [0, 0], [size, size])) as room:
+        assert room.blocks is None
+        outcomes = [outcome for outcome in room.outcomes if outcome]
+        assert statuses(outcomes) == [Status.FAILED] * 2
+        assert all("only read" in outcome.reason for outcome in outcomes)
+    assert await lender.delete(KEYS[:2]) == [False] * 2
+    assert await lender.lookup(KEYS[:2]) == [True, False]
+    assert memory.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("keys", "block_ids", "error", "named"),
+    [
+        (KEYS, [0, 1], LengthMismatchError, "keys"),
+        (KEYS[:1], [-1], BlockIdError, r"block_ids\[0\] is -1"),
+        (OTHER_KEYS[:1], [64], BlockIdError, r"block_ids\[1\] is 64"),
+        (KEYS[:1] * 2, [3, 4], DuplicateError, "keys"),
+        (make_keys(1, group=2), [0], UnknownGroupError, "group is 2"),
+        ([b"key"], [0], InvalidArgumentError, r"keys\[0\]"),
+    ],
+)
+async def test_an_offer_of_blocks_that_are_not_there_is_refused_by_name(
+    lender: CacheLender,
+    keys: list[BlockKey],
+    block_ids: ArrayLike,
+    error: type[Exception],
+    named: str,
+) -> None:
+    with pytest.raises(error, match=named):
+        lender.offer("u", keys, block_ids, complete=True)
+    assert lender.book.num_tickets == lender.book.num_offered == 1
+
+
+def test_the_null_block_is_not_offered() -> None:
+    caches = make_memory().caches
+    caches = CanonicalKVCaches(caches.tensors, caches.group_data_refs, null_block_id=0)
+    lender = make_lender(caches)
+    with pytest.raises(InvalidArgumentError, match=r"block_ids\[1\] is 0.*null block"):
+        lender.offer("t", KEYS[:2], [1, 0], complete=True)
+
+
+async def test_memory_that_no_processor_reads_is_lent_without_checksums_only() -> None:
+    tensor = torch.zeros(4, 64, dtype=torch.int8, device="meta")
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, 64)], [[CanonicalKVCacheRef(0, 64)]])
+    lender = make_lender(caches)
+    lender.offer("t", KEYS[:1], [1], complete=True)
+    parts = BlockParts(KEYS[:1], [0], [64])
+    with pytest.raises(InvalidArgumentError, match=r"fenced.*memory of meta"):
+        async with lender.lend(parts):
+            pass
+    assert lender.peek(KEYS[:1]) is None
+    async with lender.lend(parts, fenced=True) as loan:
+        assert statuses(loan.outcomes) == [Status.DONE]
+        assert lender.book.num_pinned == 1
+    assert lender.book.num_pinned == 0
+    with pytest.raises(InvalidArgumentError, match="hash_early"):
+        make_lender(caches, hash_early=True)

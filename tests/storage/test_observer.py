@@ -28,6 +28,7 @@ from kvxfer.storage.observer import (
 )
 from kvxfer.testing import BackendTests, BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.transfer import TransferEngine
 from tests.backends.file_store import config
 from tests.recorder import Failing, Recorder, keys_of
 from tests.tiering.opened_tiers import open_host
@@ -151,22 +152,16 @@ async def test_an_observer_that_fails_is_logged_once_and_told_nothing_more(
 async def test_the_end_of_a_batch_is_told_once_awaited_or_polled(
     memory: BlockMemory, recorder: Recorder
 ) -> None:
-    engine = connect(
-        "host://?capacity=1MiB",
-        memory.caches,
-        namespace=Namespace(model="model", revision="1"),
-        observers=[recorder],
-    )
-    async with engine:
+    def opened() -> TransferEngine:
+        namespace = Namespace(model="model", revision="1")
+        url = "host://?capacity=1MiB"
+        return connect(url, memory.caches, namespace=namespace, observers=[recorder])
+
+    async with opened() as engine:
         await engine.store(KEYS[:2], [[0, 1]])
         await engine.load(KEYS[1:3], [[2, 3]])
         assert recorder.gauges(ENGINE) == {Gauge.QUEUED_BATCHES: 0, Gauge.BYTES_IN_FLIGHT: 0}
-    polled = connect(
-        "host://?capacity=1MiB",
-        memory.caches,
-        namespace=Namespace(model="model", revision="1"),
-        observers=[recorder],
-    )
+    polled = opened()
     job = await asyncio.to_thread(polled.submit_store, KEYS[:1], [[0]])
     await asyncio.to_thread(polled.wait, [job])
     await polled.aclose()

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage import BlockKey, PromptKeys, make_block_key
 from tests.examples import examples
 
@@ -102,25 +101,3 @@ def test_keys_are_equal_only_where_all_that_they_name_is(
 )
 def test_tokens_may_be_integers_of_any_type(tokens: object) -> None:
     assert PromptKeys(tokens).block_keys(0, 4, 10) == PromptKeys(TOKENS).block_keys(0, 4, 10)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("tokens", [[1.5], [True], ["a"], [[1]], [2**63], None], ids=str)
-def test_what_is_no_token_is_refused_by_name(tokens: object) -> None:
-    with pytest.raises(InvalidArgumentError, match="tokens"):
-        PromptKeys(tokens)  # type: ignore[arg-type]
-
-
-def test_what_a_prompt_does_not_have_is_refused_by_name() -> None:
-    keys = PromptKeys(TOKENS)
-    with pytest.raises(InvalidArgumentError, match="scope"):
-        PromptKeys(TOKENS, scope="tenant")  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match="num_tokens is 11"):
-        keys.block_keys(0, 4, 11)
-    with pytest.raises(InvalidArgumentError, match="num_tokens is -1"):
-        keys.state_key(0, -1)
-    with pytest.raises(InvalidArgumentError, match="first_token is 5"):
-        keys.block_keys(0, 4, 4, first_token=5)
-    with pytest.raises(InvalidArgumentError, match="tokens_per_block is 0"):
-        keys.block_keys(0, 0, 4)
-    with pytest.raises(InvalidArgumentError, match="group"):
-        keys.block_keys(2**32, 4, 4)
