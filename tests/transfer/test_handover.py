@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -15,13 +16,15 @@ from kvxfer.errors import (
     BlockIdError,
     CacheMismatchError,
     DuplicateError,
-    InvalidArgumentError,
     KVXferError,
     NamespaceMismatchError,
     PeerError,
     PeerTimeoutError,
 )
+from kvxfer.kvcache.page_box import Digit, PageBox
+from kvxfer.kvcache.portable import CacheDescription, GroupDescription, WorkerShard
 from kvxfer.lending import reader
+from kvxfer.storage.keys import BlockKey
 from tests.transfer.handover_engines import HND, LIMIT_S, NHD, NULL, Engine, get, prompt
 
 TICKET = "0123456789abcdef"
@@ -72,7 +75,10 @@ def in_place_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_prompt_goes_to_an_engine_of_another_shape(shape: str, stack: ExitStack) -> None:
     theirs, ours = (open_engine(stack, **each) for each in SHAPES[shape])
-    theirs.lend(TICKET, TOKENS, ids(theirs, THEIRS))
+    blocks = ids(theirs, THEIRS)
+    for view in chain.from_iterable(chain.from_iterable(theirs.views)):
+        view[blocks[0][-1]] = 0  # what is behind the prompt in their last block
+    theirs.lend(TICKET, TOKENS, blocks)
     found = ours.ask(theirs.endpoint, TICKET, TOKENS)
     assert (found.num_tokens, found.is_complete) == (len(TOKENS), True)
     wanted = ids(ours, OURS)
@@ -83,6 +89,10 @@ def test_a_prompt_goes_to_an_engine_of_another_shape(shape: str, stack: ExitStac
         assert not fetched.missing
     assert ours.all_good(TOKENS, wanted)
     assert ours.is_untouched(wanted)
+    num_left = -len(TOKENS) % ours.tokens_per_block
+    for view in chain.from_iterable(chain.from_iterable(ours.views)):
+        left = view[wanted[0][-1], :, ours.tokens_per_block - num_left :]
+        assert not left.any(), "what is behind the prompt in our last block is theirs or zero"
     ours.release(theirs.endpoint, TICKET)
     wait_until_ended(theirs, TICKET)
 
@@ -97,24 +107,6 @@ def wait_until_ended(engine: Engine, ticket: str) -> None:
             ended[rank].extend(each)
     assert ended == [[ticket]] * len(ended)
     assert not any(engine.take_ended())
-
-
-@pytest.mark.usefixtures("in_place_bytes")
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_a_prompt_leaves_of_our_last_block_is_theirs_or_zero(
-    shape: str, stack: ExitStack
-) -> None:
-    theirs, ours = (open_engine(stack, **each) for each in SHAPES[shape])
-    blocks, wanted = ids(theirs, THEIRS), ids(ours, OURS)
-    for views in theirs.views:
-        for view in chain.from_iterable(views):
-            view[blocks[0][-1]] = 0  # what is behind the prompt in their last block
-    theirs.lend(TICKET, TOKENS, blocks)
-    ours.fetch(theirs.endpoint, TICKET, TOKENS, wanted)
-    num_left = -len(TOKENS) % ours.tokens_per_block
-    for views in ours.views:
-        for view in chain.from_iterable(views):
-            assert not view[wanted[0][-1], :, ours.tokens_per_block - num_left :].any()
 
 
 def test_a_last_block_that_begins_before_what_is_wanted_is_not_cleared(stack: ExitStack) -> None:
@@ -185,16 +177,22 @@ def test_without_listen_a_ticket_ends_at_once(stack: ExitStack) -> None:
     assert ours.take_ended() == [[TICKET]]
 
 
-def test_an_engine_of_another_model_is_refused_by_field_and_both_values(stack: ExitStack) -> None:
-    theirs, ours = open_engine(stack, model="theirs"), open_engine(stack, model="ours")
-    with pytest.raises(KVXferError, match=r"model.*(ours.*theirs|theirs.*ours)") as refused:
-        ours.ask(theirs.endpoint, TICKET, TOKENS)
-    assert isinstance(refused.value, (NamespaceMismatchError, PeerError))
-
-
-def test_an_engine_of_other_groups_is_refused_by_both_values(stack: ExitStack) -> None:
-    theirs, ours = open_engine(stack, windows=(None, None)), open_engine(stack)
-    with pytest.raises(CacheMismatchError, match="groups: ours is 1, theirs is 2"):
+@pytest.mark.parametrize(
+    ("other", "error", "words"),
+    [
+        (
+            {"model": "theirs"},
+            (NamespaceMismatchError, PeerError),
+            "model.*theirs",
+        ),
+        ({"windows": (None, None)}, CacheMismatchError, "groups: ours is 1, theirs is 2"),
+    ],
+)
+def test_an_engine_that_differs_is_refused_by_field_and_both_values(
+    other: dict[str, Any], error: Any, words: str, stack: ExitStack
+) -> None:
+    theirs, ours = open_engine(stack, **other), open_engine(stack)
+    with pytest.raises(error, match=words):
         ours.ask(theirs.endpoint, TICKET, TOKENS)
 
 
@@ -254,15 +252,6 @@ def test_an_engine_that_was_started_anew_with_other_blocks_is_refused(stack: Exi
     assert ours.is_untouched([[]])
 
 
-def test_a_port_after_which_there_are_not_enough_for_all_workers_is_refused(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs, ours = open_engine(stack, tp_size=2), open_engine(stack)
-    monkeypatch.setattr("kvxfer.lending.reader.MAX_PORT", theirs.endpoint.port)
-    with pytest.raises(InvalidArgumentError, match=r"port is .*2 workers"):
-        ours.ask(theirs.endpoint, TICKET, TOKENS)
-
-
 def test_release_never_raises(stack: ExitStack) -> None:
     ours = open_engine(stack)
     ours.release(Endpoint("x" * 70, 7100), TICKET)
@@ -278,3 +267,42 @@ def test_a_gpu_is_not_promised_blocks_that_a_processor_would_have_to_copy(
     with pytest.raises(CacheMismatchError, match="pieces of 8192 bytes, for a GPU"):
         ours.fetch(theirs.endpoint, TICKET, TOKENS, ids(ours, OURS))
     assert ours.is_untouched([[]])
+
+
+# Peers of other releases
+
+BOX = PageBox(layer_name="0", part="k", dtype=torch.int16, digits=(Digit("token", 4, 2),))
+GROUP = GroupDescription(tokens_per_block=4, payload_size_bytes=8, boxes=(BOX,))
+TOLD = CacheDescription(shard=WorkerShard(num_kv_heads=2, tp_size=2), groups=(GROUP,))
+PEER_KEYS = [BlockKey(b"one"), BlockKey(b"other")]
+
+
+def test_keys_are_those_under_which_each_worker_offers_its_blocks() -> None:
+    engine = reader.PeerEngine(TOLD.encode())
+    for rank in range(2):
+        assert engine.worker_keys(rank, PEER_KEYS) == reader.worker_keys(
+            TOLD.at_rank(rank), PEER_KEYS
+        )
+    assert engine.worker_keys(0, PEER_KEYS) != engine.worker_keys(1, PEER_KEYS)
+
+
+def test_an_engine_of_a_release_with_fewer_fields_offers_under_the_keys_that_are_asked_for() -> (
+    None
+):
+    words = msgspec.msgpack.decode(TOLD.encode())
+    del words["groups"][0]["has_states"], words["groups"][0]["boxes"][0]["encoding"]
+    older = msgspec.msgpack.encode(words)
+    engine = reader.PeerEngine(older)
+    assert engine.description == TOLD
+    offered = reader.worker_keys(Older(older), PEER_KEYS)  # type: ignore[arg-type] # as that release does
+    assert engine.worker_keys(0, PEER_KEYS) == offered != reader.worker_keys(TOLD, PEER_KEYS)
+
+
+class Older:
+    """Description as another release encodes it."""
+
+    def __init__(self, encoded: bytes) -> None:
+        self.encoded = encoded
+
+    def encode(self) -> bytes:
+        return self.encoded

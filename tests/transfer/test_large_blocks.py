@@ -1,5 +1,6 @@
 """Blocks that are larger than any piece in which bytes are moved, hashed or staged."""
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -23,39 +24,30 @@ BACKENDS = {
 }
 
 
-@pytest.mark.parametrize("backend", list(BACKENDS))
+NAMESPACE = Namespace(model="large", revision="1", dtype="int8")
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "nixl"])
 async def test_a_block_is_moved_whatever_its_size(backend: str, tmp_path: Path) -> None:
     memory = BlockMemory([PAGES], num_blocks=4)
     keys = make_keys(2)
     payloads = [make_payload(key, BLOCK_BYTES) for key in keys]
     write_payloads(memory.describe(0, [0, 1]), payloads)
-    urls = [url.format(folder=tmp_path) for url in BACKENDS[backend]]
-    async with connect(
-        urls, memory.caches, namespace=Namespace(model="large", revision="1", dtype="int8")
-    ) as engine:
+    async with AsyncExitStack() as stack:
+        if backend == "nixl":
+            url = "nixl://?listen=127.0.0.1:0&capacity=128MiB"
+            holder = connect(url, memory.caches, namespace=NAMESPACE)
+            held = (await stack.enter_async_context(holder)).backend
+            assert isinstance(held, NixlBackend)
+            await held.start()
+            urls = [f"nixl://{endpoint_of(held)}?timeout_s=60"]
+        else:
+            urls = [url.format(folder=tmp_path) for url in BACKENDS[backend]]
+        engine = connect(urls, memory.caches, namespace=NAMESPACE)
+        await stack.enter_async_context(engine)
         assert statuses(await engine.store(keys, [[0, 1]])) == [Status.DONE] * 2
         assert await engine.flush()
         memory.fill(SENTINEL)
         assert statuses(await engine.load(keys, [[3, 2]])) == [Status.DONE] * 2
         assert statuses(await engine.load(keys[1:], [[1]])) == [Status.DONE]
     assert read_payloads(memory.describe(0, [3, 2, 1])) == [*payloads, payloads[1]]
-
-
-async def test_a_block_of_a_peer_is_moved_whatever_its_size() -> None:
-    memory = BlockMemory([PAGES], num_blocks=4)
-    keys = make_keys(2)
-    payloads = [make_payload(key, BLOCK_BYTES) for key in keys]
-    write_payloads(memory.describe(0, [0, 1]), payloads)
-    namespace = Namespace(model="large", revision="1", dtype="int8")
-    holding = connect(
-        "nixl://?listen=127.0.0.1:0&capacity=128MiB", memory.caches, namespace=namespace
-    )
-    async with holding as holder:
-        assert isinstance(holder.backend, NixlBackend)
-        await holder.backend.start()
-        url = f"nixl://{endpoint_of(holder.backend)}?timeout_s=60"
-        async with connect(url, memory.caches, namespace=namespace) as engine:
-            assert statuses(await engine.store(keys, [[0, 1]])) == [Status.DONE] * 2
-            memory.fill(SENTINEL)
-            assert statuses(await engine.load(keys, [[3, 2]])) == [Status.DONE] * 2
-    assert read_payloads(memory.describe(0, [3, 2])) == payloads

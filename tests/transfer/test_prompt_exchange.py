@@ -60,26 +60,33 @@ async def wait_until_ended(lender: PromptExchange, ticket: str) -> None:
     assert ended == [ticket]
 
 
-@pytest.mark.parametrize("block_0_is_null", [True, False])
-async def test_a_prompt_is_offered_fetched_and_released(*, block_0_is_null: bool) -> None:
+@pytest.mark.parametrize(
+    ("block_0_is_null", "first_token"), [(True, 0), (False, 0), (False, 4), (False, 8), (False, 12)]
+)
+async def test_a_prompt_is_offered_fetched_and_released(
+    *, block_0_is_null: bool, first_token: int
+) -> None:
+    """The beginning that is not fetched may be in any blocks."""
     (lent, theirs), (read, ours) = caches(), caches()
     if not block_0_is_null:
         read = kvxfer.CanonicalKVCaches(
             read.tensors, read.group_data_refs, group_specs=read.group_specs
         )
     compute(theirs)
-    first = 7 if block_0_is_null else 0
+    skipped, blocks = first_token // 4, [3, 1, 4, 15, 9, 2]
+    targets = [7 if block_0_is_null else 0, 8, 5, 4, 1, 6]
     async with opened(lent) as lender, opened(read, lends=False) as reader:
-        ticket = await lender.offer(np.array(TOKENS), [[3, 1, 4, 15, 9, 2, 6]])
+        ticket = await lender.offer(np.array(TOKENS), [[*blocks, 6]])
         assert await reader.ask(ticket, TOKENS) == len(TOKENS)
         assert await reader.ask(ticket, TOKENS, scope=b"salt") == 0
-        fetched = await reader.fetch(ticket, TOKENS, [[first, 2, 3, 4, 5, 6]])
+        fetched = await reader.fetch(ticket, TOKENS, [targets], first_token=first_token)
         assert not any(fetched.bad_blocks)
-        assert fetched.num_verified == 6
+        assert fetched.num_verified == 6 - skipped
         assert not lender.take_ended()
         await reader.release(ticket)
         await wait_until_ended(lender, ticket)
-    assert torch.equal(ours[[first, 2, 3, 4, 5, 6]], theirs[[3, 1, 4, 15, 9, 2]])
+    assert torch.equal(ours[targets[skipped:]], theirs[blocks[skipped:]])
+    assert (ours[targets[:skipped]] == -1).all()
 
 
 @pytest.mark.parametrize(
@@ -136,23 +143,6 @@ def test_what_cannot_be_an_exchange_is_refused(
         options = {"shard": kvxfer.WorkerShard(**options["shard"])}
     with pytest.raises(InvalidArgumentError, match=named):
         kvxfer.exchange(url, caches()[0], **{"namespace": MODEL} | options)
-
-
-@pytest.mark.parametrize("first_token", [0, 4, 8, 12])
-async def test_the_beginning_of_a_prompt_may_be_in_any_blocks(first_token: int) -> None:
-    (lent, theirs), (made, ours) = caches(), caches()
-    read = kvxfer.CanonicalKVCaches(
-        made.tensors, made.group_data_refs, group_specs=made.group_specs
-    )
-    compute(theirs)
-    async with opened(lent) as lender, opened(read, lends=False) as reader:
-        ticket = await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]])
-        fetched = await reader.fetch(ticket, TOKENS, [[7, 8, 5, 4, 0, 6]], first_token=first_token)
-        assert not any(fetched.bad_blocks)
-    skipped = first_token // 4
-    read_blocks = [7, 8, 5, 4, 0, 6][skipped:]
-    assert torch.equal(ours[read_blocks], theirs[[3, 1, 4, 15, 9, 2][skipped:]])
-    assert (ours[[7, 8, 5, 4, 0, 6][:skipped]] == -1).all()
 
 
 async def test_tickets_of_a_host_with_a_long_name_are_tickets(tmp_path: Path) -> None:
