@@ -291,10 +291,7 @@ def make_safetensors(path: Path, header_bytes: int) -> None:
     "make",
     [
         Path.touch,
-        lambda path: path.write_text("text"),
-        lambda path: path.write_bytes(bytes(10000)),
         lambda path: path.write_bytes(b"\xff" * 10000),
-        lambda path: make_safetensors(path, 100),
         lambda path: make_safetensors(path, 4088),
         lambda path: make_safetensors(path, 1 << 20),
         Path.mkdir,

@@ -49,7 +49,6 @@ def test_where_vllm_leaves_the_plug_in_out_the_module_is_named(
     [
         ([], "none in kv_connector_extra_config, KVXFER_BACKEND or KVXFER_CONFIG"),
         (URLS[1:], "expected a host:// pool in front"),
-        (["host://?capacity=much"], "expected a host backend: "),
         (["host://"], "expected a host backend: "),
         ([URLS[0], "nothing://"], "expected one of: "),
     ],
