@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.cli import main
-from kvxfer.storage.backend import NO_ROOM_REASON, PARTIAL, PAUSED, Outcome, Status
+from kvxfer.storage.backend import NO_ROOM_REASON, PAUSED, Outcome, Status
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.storage.observer import (
     Added,
@@ -22,7 +22,6 @@ from kvxfer.storage.observer import (
     Removal,
     Removed,
     Requested,
-    Skipped,
 )
 from kvxfer.telemetry.journal import Journal
 from kvxfer.testing.conformance.suite import make_keys
@@ -89,7 +88,7 @@ def test_a_request_is_a_summary_and_a_line_for_each_run_of_equal_answers(
 
 KEY = KEYS[:1]
 HERE = Added("file", KEY)
-LOAD, STORE, LOOKUP = Operation.LOAD, Operation.STORE, Operation.LOOKUP
+LOAD, STORE = Operation.LOAD, Operation.STORE
 
 
 def moved(operation: Operation, status: Status, reason: str = "") -> Moved:
@@ -104,12 +103,7 @@ def gone(reason: Removal) -> Removed:
 FULL = moved(STORE, Status.FAILED, f"{NO_ROOM_REASON} at all")
 IN_QUEUE = Ended(STORE, KEY, [Outcome(Status.TIMED_OUT)], 0, 0.1, 0.1)
 ANSWERS: list[tuple[list[Event], str, str]] = [
-    ([], "never stored", "never stored"),
     ([HERE], "unknown", "stored in file, and not found there: no cause was noted"),
-    ([HERE, gone(Removal.EVICTED)], "evicted", "evicted from file by capacity at "),
-    ([HERE, gone(Removal.EXPIRED)], "evicted", "evicted from file after its time to live at "),
-    ([HERE, gone(Removal.LOW_PRIORITY)], "evicted", "evicted from file by its low priority at "),
-    ([HERE, gone(Removal.CORRUPT)], "corrupt", "corrupt in file at "),
     ([HERE, gone(Removal.DELETED)], "removed", "deleted from file at "),
     ([HERE, gone(Removal.CLEARED)], "removed", "gone from file: all were cleared at "),
     ([HERE, gone(Removal.VANISHED)], "removed", "removed from file by another process at "),
@@ -117,7 +111,6 @@ ANSWERS: list[tuple[list[Event], str, str]] = [
     ([HERE, gone(Removal.EVICTED), LookedUp(KEY, ["file"], 0.1)], "evicted", "by capacity at "),
     ([HERE, moved(LOAD, Status.MISSING)], "removed", "gone from file when it was to be loaded"),
     ([HERE, moved(LOAD, Status.CORRUPT)], "corrupt", "corrupt in file at "),
-    ([HERE, moved(LOAD, Status.MISSING, PARTIAL.reason)], "partial", "bytes are missing"),
     ([HERE, moved(LOAD, Status.TIMED_OUT)], "deadline", "file missed the deadline of a load"),
     ([HERE, moved(LOAD, Status.FAILED, "x")], "failed", "from file: the load failed: x"),
     ([moved(STORE, Status.FAILED, "x")], "failed", "not in file: the store failed: x"),
@@ -126,8 +119,6 @@ ANSWERS: list[tuple[list[Event], str, str]] = [
     ([FULL], "back-pressure", "not in file: back-pressure (no room at all)"),
     ([IN_QUEUE], "back-pressure", "(no room among the bytes in flight in time)"),
     ([NotWrittenBack("file", KEY)], "back-pressure", "back-pressure (not written back)"),
-    ([HERE, Late("file", LOOKUP, KEY)], "deadline", "file missed the deadline of a lookup"),
-    ([HERE, Skipped("file", LOOKUP, KEY)], "paused tier", "suspended after a missed deadline"),
     ([HERE, NotLoaded("file", KEY)], "slower than computing", "longer than computing it"),
 ]
 

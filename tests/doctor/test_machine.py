@@ -38,16 +38,11 @@ SET_IT = "(?m)^export PYTHONHASHSEED=0  # in all engines$"
     ("environ", "version", "hash_name", "severity", "words"),
     [
         (UNSET, "0.26.0", "sha256", ERROR, ["is not set", SET_IT]),
-        (UNSET, "0.28.0", "xxhash", ERROR, ["is not set", SET_IT]),
         (UNSET, "0.29.0", "xxhash", ERROR, ["with xxhash, every process of vLLM 0.29.0", SET_IT]),
-        (UNSET, "0.33.0", "xxhash_cbor", ERROR, ["has a random seed", SET_IT]),
-        (EMPTY, "0.28.0", "sha256", ERROR, ["is ''", SET_IT]),
         (TEXT, "0.32.0", "xxhash", ERROR, ["is 'random'", SET_IT]),
         (TEXT, "0.32.0", "sha256", ERROR, ["is 'random'", f"(?m){UNSET_IT}"]),
         (UNSET, "0.29.0", "sha256", OK, ["has to be in no engine: with sha256, vLLM 0.29.0"]),
-        (UNSET, "0.33.1", "sha256_cbor", OK, ["one seed for all"]),
         (UNSET, "(not installed)", "sha256", OK, ["vLLM is not installed here"]),
-        (SET, "0.28.0", "sha256", OK, ["=42, which has to be the same in all"]),
         (SET, "0.32.0", "xxhash", OK, ["=42, which has to be the same in all"]),
         (SET, "0.32.0", "sha256", OK, ["is not set, vLLM 0.32.0 has other keys"]),
     ],
@@ -137,7 +132,6 @@ BY_GROUP = "1.0 GiB available by /sys/fs/cgroup/a/memory.max"
     [
         (locks(GIB, "none"), limited("65536"), OK, []),
         (locks(GIB), limited("65536"), WARNING, ["64.0 KiB"]),
-        (locks(65536), limited("65536"), OK, []),
         (locks(GIB), limited("unlimited"), OK, []),
         (locks(GIB), limited("65536", capabilities="4000"), OK, []),
         (check_cpus, grouped("2", **IN_2), WARNING, [f"quota of {NUM_CPUS - 0.5:g}"]),
@@ -145,7 +139,6 @@ BY_GROUP = "1.0 GiB available by /sys/fs/cgroup/a/memory.max"
         (check_cpus, grouped("1", **IN_1), WARNING, [f"quota of {NUM_CPUS - 0.5:g}"]),
         (runs(NUM_CPUS), grouped("2", **ENOUGH), OK, []),
         (runs(NUM_CPUS + 1), grouped("2", **ENOUGH), WARNING, []),
-        (needs(0), grouped("2", **FULL), OK, [BY_GROUP]),
         (needs(GIB), grouped("2", **FULL), OK, [BY_GROUP]),
         (needs(GIB + 1), grouped("2", **FULL), ERROR, [BY_GROUP, "(?m)^capacity=1024MiB"]),
         (needs(0), grouped("2", **NO_ROOM), ERROR, []),  # staging memory does not fit
@@ -177,13 +170,10 @@ def test_shared_memory_of_a_container_or_less_than_asked_for_is_named(tmp_path: 
 @pytest.mark.parametrize(
     ("name", "version", "severity"),
     [
-        ("xxhash", None, ERROR),
         ("xxhash", "4.0.9", ERROR),
         ("xxhash", "4.1.0", OK),
-        ("xxhash", "10.0", OK),
         ("nixl", None, WARNING),
         ("nixl", "1.4.2", ERROR),
-        ("nixl", "2.0.0", ERROR),
         ("nixl", "1.10.0rc1", OK),
     ],
 )
@@ -207,11 +197,9 @@ def test_a_package_that_is_missing_or_of_another_release_is_named_alone(
     ("version", "severity"),
     [
         ("(not installed)", OK),
-        ("0.25.1", ERROR),
         ("0.26.0", OK),
         ("0.33.2+cpu", OK),
         ("0.34.0", ERROR),
-        ("1.0.0", ERROR),
     ],
 )
 def test_another_release_of_vllm_is_named(version: str, severity: Severity) -> None:

@@ -123,19 +123,6 @@ def test_a_backend_that_stops_is_false_and_then_left_alone(
         faulty[-1].release()
 
 
-def test_what_a_late_load_brings_does_not_reach_a_page_that_is_used_for_something_else(
-    faulty: list[FaultyBackend], tmp_path: Path
-) -> None:
-    with filled(tmp_path, **HASTY) as (pool, storage):
-        faulty[-1].rates = FaultRates(late=1.0, operations=LOADS)
-        assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
-        fill(pool, first=77)
-        used = pool.kv_buffer.clone()
-        faulty[-1].release()
-        storage.close()  # waits for the late transfer
-        assert torch.equal(pool.kv_buffer.view(torch.int16), used.view(torch.int16))
-
-
 def test_a_backend_that_raises_is_false_and_no_call_raises(
     faulty: list[FaultyBackend], tmp_path: Path
 ) -> None:

@@ -1,41 +1,43 @@
-"""Every expression of the dashboard gives data, asked of a real Prometheus that scraped a run."""
+"""Every expression of the dashboard gives data, asked of a real Prometheus."""
 
-import asyncio
 import itertools
 import json
-import math
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import isfinite
 from pathlib import Path
 
 import pytest
 
-import kvxfer
-from kvxfer.backends.file import FileBackend
-from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.object import S3Backend, S3Config
-from kvxfer.storage.observer import Reports
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.gauge import Gauge
+from kvxfer.storage.observer import (
+    Asked,
+    Cause,
+    Ended,
+    Event,
+    Late,
+    LookedUp,
+    Moved,
+    NotLoaded,
+    NotWrittenBack,
+    Operation,
+    Removal,
+    Removed,
+    Skipped,
+)
 from kvxfer.telemetry.metrics import Metrics
-from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend, Operation
 from kvxfer.testing.conformance.suite import make_keys
-from kvxfer.tiering import TieredBackend, TierTimeouts
-from kvxfer.transfer.engine import TransferEngine
-from kvxfer.transfer.load_or_compute import LoadOrCompute
 from tests import needs
-from tests.backends.file_store import config
-from tests.cli import peers
-from tests.telemetry.prometheus_server import Prometheus, scraping
-from tests.tiering.opened_tiers import open_dict, open_host
-from tests.transfer.test_prompt_exchange import MODEL, caches
+from tests.telemetry.prometheus_server import scraping
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "dashboard" / "kvxfer.json"
 LIMIT_S = 40.0
-KEYS = make_keys(64)
 
 
 def expressions(instance: str) -> list[str]:
@@ -90,124 +92,45 @@ def test_panels_name_no_metric_that_is_not_there() -> None:
     assert shown == {family.name for family in Metrics().registry.collect()}
 
 
-class Run:
-    """Engine over four tiers: the first is small, the third full, the last one late; and more.
-
-    That is a bucket, and a backend that cannot discover its peers.
-
-    Args:
-        metrics: Observer of all of it.
-        folder: Folder of the tier in files.
-    """
-
-    def __init__(self, metrics: Metrics, folder: Path) -> None:
-        self._memory = BlockMemory([[4096]], num_blocks=64)
-        namespace = self._memory.namespace()
-        self._host = open_host(namespace, 8)
-        rates = FaultRates(hang=1.0, operations=frozenset({Operation.LOOKUP}))
-        self._late = FaultyBackend(DictBackend(None, namespace), seed=0, rates=rates)
-        tiers = TieredBackend(
-            [
-                self._host,
-                FileBackend(config(folder, capacity=24 * 8192), namespace),
-                open_dict(namespace, 0),
-                self._late,
-            ],
-            namespace,
-            timeouts=TierTimeouts(lookup_s=0.02, pause_s=0.3),
-        )
-        tiers.observe(Reports([metrics]))
-        tiers._writers[1].queue.max_blocks = 1
-        self.engine = TransferEngine(self._memory.caches, tiers, observers=[metrics])
-        nowhere = S3Config(address="bucket", endpoint="http://127.0.0.1:1", region="us-east-1")
-        self._bucket = S3Backend(nowhere, namespace)
-        self._bucket.observe(Reports([metrics], "s3"))
-        self._discovering = NixlBackend(
-            NixlConfig(discover="etcd://127.0.0.1:1/nowhere", transport="socket"), namespace
-        )
-        self._discovering.observe(Reports([metrics], "nixl"))
-        self._loads = LoadOrCompute(1.0, prefill_tokens_per_s=1e9, observers=[metrics], tier="file")
-
-    async def go_on(self, number: int) -> None:
-        """Store, look up and load blocks, some of which are not there, or corrupt in one tier."""
-        keys = [KEYS[(number * 4 + index) % len(KEYS)] for index in range(4)]
-        await self.engine.store(keys, [range(4)])
-        if keys[0] in self._host._index:  # what goes up meanwhile may have taken its place
-            slot = self._host._index.slot_of(keys[0])
-            self._host._pool.slots[slot][0, 0] ^= 1
-        self._loads.loaded(1, 10.0)
-        assert not self._loads.pays(keys, 4096 * 4, 64)
-        await self.engine.load([*keys, *make_keys(2, first=100)], [range(8, 14)])
-        earlier = [KEYS[(number * 4 - index) % len(KEYS)] for index in range(1, 24)]
-        await self.engine.lookup(earlier)
-        await self.engine.load(keys[:1], [[0]], timeout_s=0.0)
-        await self._discovering.lookup(keys)
-
-    async def aclose(self) -> None:
-        """End what hangs, and close the engine."""
-        self._late.release()
-        await self._bucket.aclose()
-        await self._discovering.aclose()
-        await self.engine.aclose()
-
-
-@asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[tuple[list[str], Run]]:
-    """Serve the metrics of a run, by their own names and by those of vLLM; give each HOST:PORT."""
-    metrics = Metrics()
-    as_vllm = partial(as_of_vllm, metrics)
-    lends = "nixl://?listen=127.0.0.1:0&transport=socket"
-    with exporting(metrics.text) as address, exporting(as_vllm) as vllm:
-        run = Run(metrics, folder)
-        async with kvxfer.exchange(lends, caches()[0], namespace=MODEL, observers=[metrics]):
-            try:
-                yield [address, vllm], run
-            finally:
-                await run.aclose()
-
-
-async def without_data(prometheus: Prometheus, wanted: list[str]) -> list[str]:
-    """Ask for expressions; return those that give no number."""
-    answers = [(each, await asyncio.to_thread(prometheus.values, each)) for each in wanted]
-    return [each for each, values in answers if not any(map(math.isfinite, values))]
+def note_everything(metrics: Metrics, number: int) -> None:
+    """Note an event of each kind, with each value of its labels, and tell every gauge."""
+    keys, outcomes = make_keys(2), [Outcome(status) for status in Status]
+    events: list[Event] = [
+        LookedUp(keys, ["file", ""], 0.1, {"file": number, "": 1}),
+        *(Asked("file", keys, [is_hit] * 2, 0.1) for is_hit in (True, False)),
+        *(Removed("file", keys, reason) for reason in Removal),
+        *(Ended(each, keys, outcomes[:2], 1, 0.1, 0.1) for each in Operation),
+        *(kind("file", each, keys) for kind in (Late, Skipped) for each in Operation),
+        *(kind("file", keys) for kind in (NotLoaded, NotWrittenBack)),
+    ]
+    for operation in (Operation.STORE, Operation.LOAD):
+        for cause in Cause:
+            events += [
+                Moved("file", operation, keys[:1], [each], {each.status: number}, 0.1, cause)
+                for each in outcomes
+            ]
+    for event in events:
+        metrics.note(event)
+    metrics.watch("file", lambda: dict.fromkeys(Gauge, float(number)))
 
 
 @needs.prometheus
 @pytest.mark.timeout(3 * LIMIT_S)
-async def test_every_expression_gives_data_about_a_real_run(tmp_path: Path) -> None:
-    for name in ("files", "prometheus"):
-        (tmp_path / name).mkdir()
-    async with AsyncExitStack() as stack:
-        options = "--capacity", "1MiB", "--metrics", "127.0.0.1:0", "--transport", "socket"
-        peer = await asyncio.to_thread(stack.enter_context, peers.serving(*options))
-        found = re.search(r"metrics at http://(\S+)/metrics", "".join(peer.said))
-        assert found is not None
-        addresses, run = await stack.enter_async_context(running(tmp_path / "files"))
-        scraped = scraping([found[1], *addresses], tmp_path / "prometheus")
-        prometheus = await asyncio.to_thread(stack.enter_context, scraped)
-        reading = NixlConfig(address=str(peer.endpoint), transport="socket")
-        backend = await stack.enter_async_context(peers.connected(reading))
-        left = [each for address in addresses for each in expressions(address)]
+def test_every_expression_gives_data(tmp_path: Path) -> None:
+    metrics = Metrics()
+    with (
+        exporting(metrics.text) as address,
+        exporting(partial(as_of_vllm, metrics)) as vllm,
+        scraping([address, vllm], tmp_path) as prometheus,
+    ):
+        left = [*expressions(address), *expressions(vllm)]
         deadline = time.monotonic() + LIMIT_S
         for number in itertools.count(1):
-            await run.go_on(number)
-            await peers.store(backend)
-            await peers.load(backend)
-            left = await without_data(prometheus, left)
+            note_everything(metrics, number)
+            left = [each for each in left if not any(map(isfinite, prometheus.values(each)))]
             if not left or time.monotonic() > deadline:
                 break
-        served = f'sum by (tier) (kvxfer_{{}}{{{{instance="{found[1]}"}}}})'
-        numbers = {
-            name: await asyncio.to_thread(prometheus.values, served.format(name))
-            for name in ("store_bytes_total", "stored_blocks", "peers_connected")
-        }
         variable = {"match[]": '{__name__=~"(vllm:)?kvxfer_capacity_bytes"}'}
-        path = "label/instance/values"
-        instances = await asyncio.to_thread(partial(prometheus.get, path, **variable))
-    assert not left, len(left)
-    assert sorted(instances) == sorted([found[1], *addresses])
-    assert numbers == {
-        "store_bytes_total": [peers.NUM_BLOCKS * peers.BLOCK_BYTES],
-        "stored_blocks": [peers.NUM_BLOCKS],
-        "peers_connected": [1],
-    }
+        instances = prometheus.get("label/instance/values", **variable)
+    assert left == []
+    assert sorted(instances) == sorted([address, vllm])

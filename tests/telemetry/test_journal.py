@@ -9,18 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage.keys import Namespace, make_block_key
+from kvxfer.storage.keys import make_block_key
 from kvxfer.storage.observer import (
     Added,
-    Asked,
-    Event,
-    Late,
-    LookedUp,
-    NotWrittenBack,
-    Operation,
-    Removal,
-    Removed,
-    Requested,
 )
 from kvxfer.telemetry import journal as journal_module
 from kvxfer.telemetry import journal_file
@@ -45,29 +36,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def records(folder: Path) -> list[Record]:
     return [record for file in list_files(folder) for record in file.records()]
-
-
-def test_records_come_back_as_they_were_noted(tmp_path: Path) -> None:
-    namespace = Namespace(model="model")
-    journal = Journal(str(tmp_path))
-    observer = journal.observer(namespace, engine="engine")
-    observer.watch("host", dict)
-    events: list[Event] = [
-        Added("host", KEYS),
-        Removed("host", KEYS[:1], Removal.EVICTED),
-        LookedUp(KEYS[:3], ["host", "", "host"], 0.1, {"host": 8}),
-        Requested("a", KEYS, ["host", "host", "", None], "why"),
-        Late("file", Operation.LOOKUP, KEYS),
-        NotWrittenBack("file", KEYS),
-    ]
-    for event in events:
-        observer.note(event)
-    observer.note(Asked("host", KEYS, [True] * 4, 0.1))  # how long it took explains nothing
-    journal.close()
-    found = records(tmp_path)
-    sources = [each for each in found if isinstance(each, Source)]
-    assert sources[-1] == Source(0, "engine", namespace, ("host",))
-    assert [each.event for each in found if isinstance(each, Noted)] == events
 
 
 def test_a_file_that_is_cut_anywhere_has_the_records_before_the_cut(tmp_path: Path) -> None:

@@ -8,19 +8,10 @@ import numpy as np
 import torch
 
 import kvxfer
-from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.engine_side import (
-    AttentionMetadataBuilder,
-    MultiGroupBlockTable,
-    MultiGroupMetadataBuilder,
-    TokenBatch,
-)
-from kvxfer.errors import NamespaceMismatchError
 from kvxfer.kvcache import CanonicalKVCacheRef, KVCacheSpec
 from kvxfer.storage import group_of
 from kvxfer.testing import BackendTests
 from kvxfer.transfer import JobId
-from kvxfer.units import ByteSize
 
 
 def caches_are_canonical(
@@ -42,13 +33,6 @@ def caches_are_canonical(
     assert_type(caches.tensors[0].tensor, torch.Tensor)
     assert_type(caches.group_data_refs, Sequence[Sequence[CanonicalKVCacheRef]])
     return caches
-
-
-def descriptors_are_arrays(caches: kvxfer.CanonicalKVCaches) -> None:
-    blocks = kvxfer.describe(caches, 0, np.arange(4))
-    assert_type(blocks, kvxfer.Descriptors)
-    assert_type(blocks.num_bytes, int)
-    assert_type(blocks.select(0, 1), kvxfer.Descriptors)
 
 
 def keys_are_not_just_bytes(content_hash: bytes) -> kvxfer.BlockKey:
@@ -86,32 +70,6 @@ def polling_gives_finished_jobs(engine: kvxfer.TransferEngine, keys: list[kvxfer
     assert_type(engine.get_finished(), list[kvxfer.FinishedJob])
 
 
-class Builder(AttentionMetadataBuilder[list[int]]):
-    def build(
-        self, batch: TokenBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> list[int]:
-        raise NotImplementedError
-
-
-def builders_say_what_they_build(tables: MultiGroupBlockTable) -> None:
-    builder = MultiGroupMetadataBuilder([Builder(), Builder()], tables)
-    batch, _ = builder.reorder(TokenBatch.of([[0, 1], np.arange(3)]))
-    assert_type(builder.build(batch), list[list[int]])
-    assert_type(tables[0].compute_slot_mapping([0, 1], np.array([7])), torch.Tensor)
-
-
-def a_backend_is_made_from_configuration_and_namespace(namespace: kvxfer.Namespace) -> None:
-    config = HostConfig(capacity=ByteSize.parse("1MiB"))
-    assert_type(HostBackend(config, namespace).memory_kinds, frozenset[str])
-
-
 class TestsOfABackend(BackendTests):
     async def make_backend(self, namespace: kvxfer.Namespace) -> kvxfer.Backend:
         raise NotImplementedError
-
-
-def errors_carry_data(error: NamespaceMismatchError) -> None:
-    assert_type(error.field, str)
-    base: kvxfer.KVXferError = error
-    builtin: ValueError = error
-    del base, builtin
