@@ -13,13 +13,7 @@ REPOSITORY = Path(__file__).parents[1]
 def install_aside(
     folder: Path, *arguments: str, change: Callable[[Path], None] | None = None
 ) -> None:
-    """Install packages, without what they need, unless the folder is there; it appears in one step.
-
-    Args:
-        folder: Folder for them.
-        arguments: Requirements and options, as for `pip install`.
-        change: Changes what was installed, before the folder appears.
-    """
+    """Install packages alone, unless the folder is there; changed, it appears in one step."""
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +27,6 @@ def install_aside(
 
 
 def run_aside(environment: Mapping[str, str], *arguments: str) -> str:
-    """Run Python in an environment; return what it printed."""
     ended = subprocess.run(
         [sys.executable, *arguments],
         cwd=REPOSITORY,

@@ -64,8 +64,6 @@ OF_A_TABLE: dict[str, Any] = {
 
 
 class Builder(AttentionMetadataBuilder[int]):
-    """Attention backend without requirements."""
-
     def build(
         self, batch: TokenBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> int:
@@ -103,8 +101,6 @@ def backend() -> DictBackend:
 
 
 class Values(kvxfer.BytesBackend):
-    """Values in a dictionary."""
-
     def __init__(self) -> None:
         super().__init__(NAMESPACE)
         self.values: dict[str, bytes] = {}

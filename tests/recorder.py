@@ -13,13 +13,7 @@ E = TypeVar("E", bound=Event)
 
 
 class Recorder(Observer):
-    """Recorder of events.
-
-    Attributes:
-        events: All events, in order.
-        kept: By tier, the keys that were added and not removed since.
-        mistakes: Removals of keys that were not there, and additions of keys that were.
-    """
+    """Recorder of events, of what each tier has kept, and of comings and goings that cannot be."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -44,11 +38,9 @@ class Recorder(Observer):
         self._asked[tier].append(ask)
 
     def of(self, kind: type[E]) -> list[E]:
-        """Select the events of a kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
     def gauges(self, tier: str) -> dict[Gauge, float]:
-        """Ask for the state of a tier."""
         return {name: value for ask in self._asked[tier] for name, value in ask().items()}
 
 
@@ -61,5 +53,4 @@ class Failing(Recorder):
 
 
 def keys_of(events: Sequence[Added] | Sequence[Removed]) -> list[BlockKey]:
-    """Chain the keys of events."""
     return [key for event in events for key in event.keys]

@@ -46,11 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prepare(root: Path, text: str) -> None:
-    """Write what a release changes, commit it and tag it.
-
-    Raises:
-        CannotReleaseError: The version cannot be released, or something of it is not done.
-    """
+    """Write what a release changes, commit it and tag it."""
     version = _parse(text)
     tags = [Version(tag[1:]) for tag in _git(root, "tag", "--list", "v[0-9]*").split()]
     if tags and version <= max(tags):
@@ -70,21 +66,13 @@ def prepare(root: Path, text: str) -> None:
 
 
 def require_clean(root: Path) -> None:
-    """Check that everything is committed: what is built is what the tag has.
-
-    Raises:
-        CannotReleaseError: Something is not.
-    """
+    """Check that everything is committed: what is built is what the tag has."""
     if changes := _git(root, "status", "--porcelain"):
         raise CannotReleaseError(f"not committed:\n{changes}")
 
 
 def tagged_version(root: Path) -> str:
-    """Read the version of the tag at HEAD.
-
-    Raises:
-        CannotReleaseError: There is none.
-    """
+    """Read the version of the tag at HEAD."""
     tags = _git(root, "tag", "--points-at", "HEAD", "v[0-9]*").split()
     if len(tags) != 1:
         wanted = "one tag such as v0.1.0: make release VERSION=0.1.0 makes it"
@@ -157,7 +145,6 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def _run(root: Path, *command: str) -> str:
-    """Run a command in the checkout; return what it prints."""
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise CannotReleaseError(f"{' '.join(command)} failed:\n{ended.stdout}{ended.stderr}")

@@ -189,7 +189,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 
 @pytest.fixture
 def installed(install: Callable[[str, str], None]) -> None:
-    """Install a foreign package with the backend `dict`."""
     install("dict", "kvxfer.testing:DictBackend")
 
 
@@ -254,7 +253,6 @@ def test_of_several_the_one_that_names_no_backend_is_told(memory: BlockMemory) -
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch, installed: None) -> list[Backend]:
-    """List of the `dict` backends that were closed."""
     closed: list[Backend] = []
 
     async def aclose(self: DictBackend) -> None:

@@ -34,17 +34,11 @@ MAX_WORDS_OF_A_VALUE = 2
 
 
 def fences(page: Path) -> list[re.Match[str]]:
-    """Find the fenced blocks of a page."""
     return list(FENCE.finditer(page.read_text()))
 
 
 def run_blocks(page: Path, *, before: str | None = None) -> ModuleType:
-    """Run the Python blocks of a page in order, as one module with the page's line numbers.
-
-    Args:
-        page: Page to read.
-        before: Heading at which to stop.
-    """
+    """Run the Python blocks of a page in order, as one module with the page's line numbers."""
     module = ModuleType(page.stem)
     text = page.read_text()
     end = len(text) if before is None else text.index(f"\n{before}\n")

@@ -14,10 +14,9 @@ from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, Can
 from kvxfer.kvcache.describer import describe
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE
-from kvxfer.storage.keys import group_of, make_block_key
+from kvxfer.storage.keys import make_block_key
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig
-from kvxfer.tiering import TierTimeouts
-from kvxfer.transfer import Slices, TransferEngine
+from kvxfer.transfer import TransferEngine
 
 PAGE_BYTES = 16 << 10
 STRIDE_BYTES = 48 << 20
@@ -91,14 +90,7 @@ async def test_a_part_of_a_chunk_is_loaded_from_its_own_place(kind: Any) -> None
     assert [int(rows[block, 0]) for block in (24, 25)] == [6, 7]
 
 
-@pytest.mark.parametrize("kind", INTEGER_TYPES)
-def test_a_key_has_the_group_that_it_was_given(kind: Any) -> None:
-    assert make_block_key(b"a", kind(100)) == make_block_key(b"a", 100)
-    assert group_of(make_block_key(b"a", kind(100))) == 100
-
-
 def descriptors(**changed: Any) -> Descriptors:
-    """Make two blocks of two pieces each."""
     fields: dict[str, Any] = {
         "addresses": [100, 200, 300, 400],
         "lengths": [8, 8, 8, 8],
@@ -145,16 +137,3 @@ def test_a_selection_near_the_end_of_its_type_is_what_was_asked_for(
     )
     assert blocks.select(kind(126), kind(127)).addresses.tolist() == [127]
     assert blocks.take([kind(127), kind(0)]).addresses.tolist() == [128, 1]
-
-
-@pytest.mark.parametrize("wrong", [[5], [0.0], [True, False], ["0"], None, [[0]], [2**70]])
-def test_blocks_that_are_not_there_cannot_be_taken(wrong: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="blocks"):
-        descriptors().take(np.array(wrong) if wrong == [True, False] else wrong)
-    for start, stop in ((0, 3), (-1, 2), (2, 1)):
-        with pytest.raises(InvalidArgumentError, match=r"start|stop"):
-            descriptors().select(start, stop)
-
-
-def test_a_share_and_a_time_larger_than_any_float_are_bounded() -> None:
-    assert Slices(share=10**400).share == TierTimeouts(move_s=10**400).move_s > 1e9

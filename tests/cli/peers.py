@@ -57,7 +57,6 @@ class ServeProcess:
         raise AssertionError(f"{pattern!r} is not in:\n{''.join(self.said)}")
 
     def readiness(self) -> int:
-        """Ask whether it is ready; return the HTTP status."""
         try:
             with urllib.request.urlopen(self.ready_url, timeout=LIMIT_S) as response:  # noqa: S310
                 status: int = response.status
@@ -67,14 +66,12 @@ class ServeProcess:
         return status
 
     def wait(self) -> int:
-        """Read the rest of the log; return the exit status."""
         assert self.process.stderr is not None
         with self._limited():
             self.said += self.process.stderr
         return self.process.wait(LIMIT_S)
 
     def end(self) -> int:
-        """Ask it to end, and wait; return the exit status."""
         self.process.terminate()
         return self.wait()
 
@@ -120,7 +117,6 @@ async def connected(config: NixlConfig) -> AsyncIterator[NixlBackend]:
 
 
 async def store(backend: Backend) -> list[Outcome]:
-    """Store all blocks."""
     blocks = BlockMemory(PAGES, num_blocks=NUM_BLOCKS).describe(0, range(NUM_BLOCKS))
     write_payloads(blocks, PAYLOADS)
     return await backend.store(KEYS, blocks)

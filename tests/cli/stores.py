@@ -17,7 +17,6 @@ NUM_BLOCKS = 8
 
 
 def flip(path: Path, offset: int) -> None:
-    """Flip a bit."""
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
@@ -88,5 +87,4 @@ class Store:
 
     @property
     def counted_bytes(self) -> int:
-        """Read the bytes that the ledger counts."""
         return counted_bytes(self.root)

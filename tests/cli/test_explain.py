@@ -38,8 +38,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def note(folder: Path) -> Note:
-    """Write a journal of events."""
-
     def note(*events: Event) -> None:
         journal = Journal(str(folder))
         observer = journal.observer(Namespace(model="model"))
@@ -92,7 +90,6 @@ LOAD, STORE = Operation.LOAD, Operation.STORE
 
 
 def moved(operation: Operation, status: Status, reason: str = "") -> Moved:
-    """Note that the block was moved, or not."""
     return Moved("file", operation, KEY, [Outcome(status, reason=reason)], {}, 0.1)
 
 

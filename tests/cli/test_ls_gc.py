@@ -36,7 +36,6 @@ def put_in_quarantine(store: Store, namespace: Namespace, run: Run) -> None:
 
 
 def left(store: Store, namespace: Namespace) -> int:
-    """Count the blocks that are left: those used last."""
     there = [store.path(namespace, key).exists() for key in store.keys]
     assert there == sorted(there, reverse=True)
     return sum(there)

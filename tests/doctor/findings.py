@@ -10,13 +10,7 @@ TIMEOUT_S = 20.0
 
 
 def expect(finding: Finding | Result, severity: Severity, *patterns: str) -> None:
-    """Check a finding: what is bad says what it costs and what mends it, and what is good does not.
-
-    Args:
-        finding: The finding.
-        severity: How bad it is.
-        patterns: Regular expressions that are in what was found or in what mends it.
-    """
+    """Check a finding: what is bad, and only that, says what it costs and what mends it."""
     assert finding.severity is severity, finding
     explained = bool(finding.why and finding.mend)
     assert finding.found
@@ -36,7 +30,6 @@ def find(
 
 
 def make_root(root: Path, files: dict[str, str]) -> Path:
-    """Make the files of a machine."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

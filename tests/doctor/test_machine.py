@@ -207,8 +207,6 @@ def test_another_release_of_vllm_is_named(version: str, severity: Severity) -> N
 
 
 class Driver:
-    """Driver that opens."""
-
     def __init__(self, *, has_batch: bool) -> None:
         self.has_batch = has_batch
 

@@ -34,7 +34,6 @@ def expect_of(
     *words: str,
     **fields: Any,
 ) -> None:
-    """Make a check of a store at a path."""
     sizes = {"capacity": ByteSize(1 << 20), "min_free": ByteSize(1 << 20)}
     expect(check(FileConfig(path=str(path), **sizes | fields)), severity, *words)
 

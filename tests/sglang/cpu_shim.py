@@ -91,7 +91,6 @@ base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
 def transfer_kv_direct(
     src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int
 ) -> None:
-    """Copy tokens, layer by layer."""
     for source, destination in zip(src_layers, dst_layers, strict=True):
         destination[dst_indices] = source[src_indices]
 
@@ -110,7 +109,6 @@ def transfer_kv_all_layer_direct_lf_pf(
 def transfer_kv_per_layer_direct_pf_lf(
     src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, layer_id: int, page_size: int
 ) -> None:
-    """Copy one layer of pages back to tokens."""
     pages = src_indices[::page_size] // page_size
     for source, destination in zip(src_ptrs, dst_ptrs, strict=True):
         destination[dst_indices] = source[pages, layer_id].reshape(-1, *destination.shape[1:])
@@ -138,7 +136,6 @@ class Kernel:
 def alloc_extend(
     prefix_lens: Any, seq_lens: Any, last_loc: Any, free_pages: Any, out: Any, _: int, page: int
 ) -> None:
-    """Choose slots for the new tokens of prompts."""
     paged.alloc_extend_naive(prefix_lens, seq_lens, last_loc, free_pages, out, page, "cpu")
 
 

@@ -52,7 +52,6 @@ def flush_cache(engine: Engine) -> None:
 
 
 def main() -> None:
-    """Answer until the input ends."""
     asked = json.loads(sys.argv[1])
     shared = HIERARCHICAL if "hicache_storage_backend" in asked else {}
     engine = Engine(**(FIXED | shared | asked))

@@ -25,13 +25,7 @@ COMMAND = [sys.executable, "-W", "ignore", "-m", "tests.sglang.engine_process"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer of an engine to some prompts.
-
-    Attributes:
-        tokens: New tokens of each prompt.
-        storage: Tokens of each prompt that came from the storage.
-        cached: Tokens of each prompt that were not computed.
-    """
+    """Tokens of each prompt: the new ones, how many came from storage, how many from any cache."""
 
     tokens: list[list[int]]
     storage: list[int]
@@ -39,14 +33,7 @@ class Answer:
 
 
 class EngineProcess:
-    """Engine of SGLang, the one on the path of this process.
-
-    Args:
-        model: Name of the model in `build/models`.
-        store: Folder of the files that it stores pages in; without one it has no storage.
-        tp_size: Its ranks.
-        others: Further arguments of the engine.
-    """
+    """Engine of SGLang, the one on the path of this process."""
 
     def __init__(self, model: str, store: Path | None, *, tp_size: int = 1, **others: Any) -> None:
         arguments = {"model_path": str(MODELS / model), "tp_size": tp_size, **others}
@@ -98,7 +85,6 @@ class EngineProcess:
 
 
 def stored_files(store: Path) -> list[Path]:
-    """List the files of stored pages."""
     return sorted(store.rglob("*.safetensors"))
 
 

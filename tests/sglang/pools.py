@@ -28,7 +28,6 @@ _HOST = {"host_to_device_ratio": 1.0, "host_size": 0, "page_size": PAGE, "pin_me
 
 
 def attention_pool(layout: str, *, heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Make a host pool of keys and values."""
     device = MHATokenToKVPool(
         size=(NUM_PAGES - 1) * PAGE, dtype=dtype, head_num=heads, head_dim=HEAD_DIM, **_DEVICE
     )
@@ -36,7 +35,6 @@ def attention_pool(layout: str, *, heads: int = 4, dtype: torch.dtype = torch.bf
 
 
 def latent_pool(layout: str, *, page: int = PAGE) -> Any:
-    """Make a host pool of latents."""
     device = MLATokenToKVPool(
         size=(NUM_PAGES - 1) * page,
         dtype=torch.bfloat16,

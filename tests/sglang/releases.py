@@ -17,14 +17,12 @@ OTHERS = ("0.5.20", "0.5.21", "0.5.22")
 
 
 def install(release: str = NEWEST) -> Path:
-    """Install a release unless it is installed."""
     folder = DIRECTORY / release
     install_aside(folder, f"sglang=={release}", "-r", str(PACKAGES))
     return folder
 
 
 def environment(release: str = NEWEST) -> dict[str, str]:
-    """Environment of a process that finds this release."""
     return os.environ | {"PYTHONPATH": str(DIRECTORY / release)}
 
 

@@ -24,18 +24,15 @@ KEYS = keys_of(len(PAGES))
 
 
 def rows_of(pool: Any, pages: Sequence[int] = PAGES) -> torch.Tensor:
-    """List the indices of all rows of pages."""
     size = pool.page_size
     return torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages])
 
 
 def file_url(folder: Path) -> str:
-    """Name a store of files."""
     return f"file://{folder}?capacity=256MiB"
 
 
 def extra_config(backend: Any, **others: Any) -> dict[str, Any]:
-    """Make SGLang's extra configuration."""
     named = {"backend_name": "kvxfer", "module_path": "kvxfer.integrations.sglang"}
     ours = {"class_name": "KVXferStorage", "interface_v1": 1, "backend": backend}
     return {**named, **ours, "revision": "1", "staging": "1MiB", **others}

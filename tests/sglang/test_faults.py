@@ -62,7 +62,6 @@ def filled(tmp_path: Path, **extra: Any) -> Iterator[tuple[Any, KVXferStorage]]:
 
 
 def stored_bits(pages: Sequence[int] = PAGES) -> list[torch.Tensor]:
-    """Return the pages as they were stored."""
     pool = attention_pool("page_first_direct")
     fill(pool)
     return [logical_page(pool, page) for page in pages]

@@ -24,13 +24,7 @@ HOST = "host://?capacity=64MiB"
 
 
 class Door:
-    """Door that backends are opened through; it may be shut.
-
-    Attributes:
-        num_opened: Backends that came through.
-        num_waiting: Those that wait.
-        errors: Raised in front of it, each once.
-    """
+    """Door that backends are opened through; it may be shut."""
 
     def __init__(self) -> None:
         self.num_opened = self.num_waiting = 0

@@ -44,7 +44,6 @@ def published(**settings: Any) -> Iterator[None]:
 
 
 def other_than(value: Any) -> Any:
-    """Make a value that is not the one of a default."""
     if isinstance(value, bool):
         return not value
     return value + 1 if isinstance(value, int | float) else "another"

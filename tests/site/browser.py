@@ -23,8 +23,6 @@ OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-po
 
 
 class Browser:
-    """One tab."""
-
     def __init__(self, connection: ClientConnection, base: str) -> None:
         self._connection = connection
         self._last_id = 0
@@ -59,7 +57,6 @@ class Browser:
         return answer["result"].get("value")
 
     def resize(self, width: int) -> None:
-        """Give the window another width."""
         size = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
@@ -106,12 +103,7 @@ def _serving(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def browsing(folder: Path, profile: Path) -> Iterator[Browser]:
-    """Serve a folder, and open a browser for its pages.
-
-    Args:
-        folder: Folder of pages.
-        profile: Empty folder for what the browser keeps.
-    """
+    """Serve a folder, and open a browser for its pages."""
     assert PROGRAM is not None
     command = [PROGRAM, *OPTIONS, f"--user-data-dir={profile}", "about:blank"]
     with (

@@ -16,25 +16,11 @@ END = (1 << 64) - 1
 
 
 def pack(number: int) -> bytes:
-    """Write a number as in messages."""
     return number.to_bytes(8, "big")
 
 
 class EventSubscriber:
-    """Subscriber that notices lost messages by their numbers, and asks for them again.
-
-    Args:
-        endpoint: Address of the publisher.
-        replay: Address at which to ask again.
-        is_lost: Whether to lose a message, by its number.
-
-    Attributes:
-        kept: By owner, or medium where there is none, the keys of blocks that were stored and
-            not removed since.
-        mistakes: Events that do not fit what was told before.
-        payloads: All batches, as they came.
-        num_replays: Times that it asked again.
-    """
+    """Subscriber that notices lost messages by their numbers, and asks for them again."""
 
     def __init__(
         self, endpoint: str, replay: str, *, is_lost: Callable[[int], bool] = lambda _: False
@@ -55,7 +41,6 @@ class EventSubscriber:
     @classmethod
     @contextmanager
     def opened(cls, endpoint: str, replay: str, **more: Any) -> Iterator[Self]:
-        """Open one, and close it at the end."""
         subscriber = cls(endpoint, replay, **more)
         try:
             yield subscriber

@@ -78,7 +78,6 @@ def engine(endpoint: str, num_lookups: int) -> Iterator[None]:
 
 
 def misses(port: int) -> float:
-    """Read how many blocks were looked up in vain."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=TIMEOUT_S) as answer:
         lines = answer.read().decode().splitlines()
     name = 'kvxfer_lookup_blocks_total{outcome="miss",tier="none"} '
@@ -109,7 +108,6 @@ def test_an_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def store(**variables: str) -> "subprocess.CompletedProcess[str]":
-    """Run a process that stores a block, with these variables."""
     paths = ":".join([variables.pop("FIRST", ""), *sys.path]).lstrip(":")
     return subprocess.run(
         [sys.executable, "-c", STORING],

@@ -37,7 +37,6 @@ def memory() -> BlockMemory:
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
-    """Read one sample; 0 where there is none."""
     return metrics.registry.get_sample_value(PREFIX + name, labels) or 0.0
 
 

@@ -29,7 +29,6 @@ class Exported:
         self.tracer = self.provider.get_tracer("program")
 
     def spans(self) -> dict[str, Any]:
-        """Return the spans by name."""
         return {span.name: span for span in self._exporter.get_finished_spans()}
 
 

@@ -24,7 +24,6 @@ def table(*, of: str) -> dict[tuple[str, str], str]:
 
 
 def printed(section: str) -> list[str]:
-    """Run the command, and return the lines that it prints."""
     command = [sys.executable, "-m", "examples.storages", section]
     ended = subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY)
     return ended.stdout.rstrip().splitlines()

@@ -236,13 +236,6 @@ class Boasting(DictBackend):
         return [True] * len(keys)
 
 
-class Disorderly(DictBackend):
-    """Faulty backend that reports deletions in another order."""
-
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return sorted(await super().delete(keys), reverse=True)
-
-
 class Tearing(DictBackend):
     """Faulty backend that makes blocks visible before their bytes are there."""
 
@@ -263,16 +256,6 @@ class Unchecked(DictBackend):
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = await super().load(keys, blocks)
         return [DONE if outcome.status is Status.CORRUPT else outcome for outcome in outcomes]
-
-
-class Forgetful(DictBackend):
-    """Faulty backend that loses the first stored block when there are four."""
-
-    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        outcomes = await super().store(keys, blocks)
-        if len(self._blocks) > 3:
-            del self._blocks[next(iter(self._blocks))]
-        return outcomes
 
 
 class Boundless(DictBackend):
@@ -306,10 +289,8 @@ CAUGHT_BY = [
     (Groupless, "test_blocks_of_two_groups_go_in_one_batch"),
     (Headless, "test_either_end_of_a_stored_chunk_can_be_loaded_alone"),
     (Headless, "test_a_chunk_stored_without_its_head_never_passes_for_a_whole_one"),
-    (Forgetful, "test_stored_blocks_are_loaded_bit_for_bit"),
     (BitFlipping, "test_stored_blocks_are_loaded_bit_for_bit"),
     (Boasting, "test_a_deleted_block_is_gone_and_can_be_stored_anew"),
-    (Disorderly, "test_a_deleted_block_is_gone_and_can_be_stored_anew"),
     (Underfoot, "test_deleting_a_block_in_use_does_not_harm_its_reader"),
     (Rigid, "test_a_block_may_be_stored_from_one_shape_and_loaded_into_another"),
     (Trusting, "test_an_invalid_batch_is_refused_and_nothing_moves"),

@@ -32,8 +32,6 @@ def memory() -> BlockMemory:
 
 
 class Answering(DictBackend):
-    """Backend that answers every load with one outcome."""
-
     def __init__(self, namespace: Namespace, outcome: Outcome) -> None:
         super().__init__(None, namespace)
         self.outcome = outcome

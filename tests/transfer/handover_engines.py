@@ -56,18 +56,7 @@ def values(tokens: Sequence[int], group: int, layer: int) -> NDArray[np.int32]:
 
 
 class Engine:
-    """Engine of some workers, each with a hand-over; blocks are filled with -1 at first.
-
-    Args:
-        tokens_per_block: Tokens of a block.
-        layout: Layout of a layer's cache.
-        tp_size: Workers.
-        windows: Sliding window of each group; None for none.
-        model: Name of the model.
-        port: Port of rank 0.
-        lends: Whether it listens.
-        config: More fields of `NixlConfig`.
-    """
+    """Engine of some workers, each with a hand-over; blocks are filled with -1 at first."""
 
     def __init__(
         self,
@@ -177,7 +166,6 @@ class Engine:
         )
 
     def alter(self, block: int) -> None:
-        """Change an element of a block on every worker."""
         for views in self.views:
             views[0][0][block, 0, 0, 0, 0] += 1
 
@@ -212,7 +200,6 @@ class Engine:
         return str(self.endpoint)
 
     def settle(self) -> None:
-        """Wait until what was offered before is noted."""
         for worker in self.workers:
             worker.revoke([])
 
@@ -284,7 +271,6 @@ class EngineProcess:
         self.endpoint = Endpoint("127.0.0.1", self._orders.recv())
 
     def tell(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of the engine."""
         self._orders.send((method, args, options))
         return self._orders.recv()
 

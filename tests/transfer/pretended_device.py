@@ -22,12 +22,7 @@ def on_device(blocks: Descriptors) -> Descriptors:
 
 
 class PretendedCopyEngine(CopyEngine):
-    """Copy engine between a device and the host, which fails as it is told.
-
-    Attributes:
-        error: Raised by every copy, if any.
-        begun: Bytes of each copy that has begun, in order.
-    """
+    """Copy engine between a device and the host, which fails as it is told."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None

@@ -30,7 +30,6 @@ K0, K1 = make_block_key(b"first", 0), make_block_key(b"second", 1)
 
 
 def overlaid(*, null_block_id: int | None = None) -> CanonicalKVCaches:
-    """Make two groups whose blocks are the same bytes."""
     config = KVCacheConfig(NUM_BLOCKS, GROUPS, (("a", "b"),), null_block_id=null_block_id)
     return allocate_canonical(config, [LAYOUT, LAYOUT]).caches
 

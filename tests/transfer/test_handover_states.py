@@ -64,7 +64,6 @@ class Engine:
         stack.enter_context(self.handover)
 
     def lend(self, num_tokens: int) -> None:
-        """Lend the blocks of a prompt, and its state after so many tokens."""
         prompt = PromptKeys(TOKENS)
         keys = prompt.block_keys(0, self.size, len(TOKENS))
         blocks = [*range(1, len(keys) + 1), STATE_BLOCK]
@@ -72,12 +71,10 @@ class Engine:
         self.handover.offer(TICKET, keys, blocks, is_complete=True)
 
     def ask(self, other: "Engine", tokens: list[int] = TOKENS) -> Found:
-        """Ask another engine for a prompt."""
         asking = self.handover.reader.ask(other.endpoint, TICKET, PromptKeys(tokens), WINDOWS)
         return get(self.handover.submit(asking))
 
     def fetch(self, other: "Engine", found: Found, blocks: list[list[int]], **how: Any) -> Fetched:
-        """Fetch the prompt into blocks."""
         first, stop = how.get("first_token", 0), how.get("num_tokens", len(TOKENS))
         wanted = found.wanted(PromptKeys(TOKENS), first, stop, blocks)
         return get(self.handover.submit(self.handover.reader.fetch(other.endpoint, wanted)))

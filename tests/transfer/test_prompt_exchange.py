@@ -41,7 +41,6 @@ def caches(
 
 
 def compute(memory: torch.Tensor) -> None:
-    """Write another number to each element."""
     memory.copy_(torch.arange(memory.numel(), dtype=torch.int32).view(memory.shape))
 
 

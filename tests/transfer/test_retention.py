@@ -52,17 +52,6 @@ async def test_an_awaited_store_passes_its_wish_to_every_tier(tmp_path: Path) ->
             assert tier.retentions(KEYS[2:3]) == [NORMAL]
 
 
-def test_a_polled_store_passes_its_wish_on(tmp_path: Path) -> None:
-    for url in ("host://?capacity=64KiB", f"file://{tmp_path}?capacity=1MiB"):
-        engine = open_engine(url)
-        try:
-            job = engine.submit_store(KEYS[:2], [[0, 1]], retention=WISH)
-            assert engine.wait([job], timeout_s=20)
-            assert is_kept(engine.backend, KEYS[:2])
-        finally:
-            engine.close()
-
-
 @pytest.mark.parametrize("medium", ["host", "file"])
 async def test_a_flood_of_the_highest_priority_neither_wedges_a_store_nor_empties_it(
     medium: str, tmp_path: Path

@@ -21,12 +21,7 @@ REFUSED = DeviceError(0, "cuMemcpyBatchAsync", "CUDA_ERROR_INVALID_VALUE")
 
 
 class ToldBackend(DictBackend):
-    """Backend that returns given outcomes.
-
-    Attributes:
-        given: Outcome of loading a key instead of the real one; its memory is overwritten.
-        addresses: Addresses of every described block.
-    """
+    """Backend that returns given outcomes."""
 
     def __init__(self, memory: BlockMemory) -> None:
         super().__init__(DictConfig(), memory.namespace())

@@ -14,11 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def errors_in(file: Path, folder: Path) -> set[tuple[int, str]]:
-    """Check a file from another folder, so that kvxfer is found as an installed package.
-
-    Returns:
-        Line and code of every error.
-    """
+    """Check a file from another folder, so that kvxfer is found as an installed package."""
     options = ["--strict", "--config-file=", f"--cache-dir={CACHE}"]
     result = subprocess.run(
         [sys.executable, "-m", "mypy", *options, str(file)],
