@@ -90,21 +90,6 @@ def test_exactly_the_pages_that_failed_are_false_and_stay_as_they_were(
         assert_pages(pool, before, done)
 
 
-def test_a_damaged_file_is_false_for_its_page_alone_and_then_no_longer_there(
-    tmp_path: Path,
-) -> None:
-    with filled(tmp_path) as (pool, storage):
-        (path,) = tmp_path.rglob(f"{KEYS[2]}*.safetensors")
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-        before = pool.kv_buffer.clone()
-        done = storage.batch_get_v1(KEYS, rows_of(pool))
-        assert done == [True, True, False, True]
-        assert_pages(pool, before, done)
-        assert storage.batch_exists(KEYS) == 2
-
-
 @pytest.mark.parametrize("fault", ["hang", "stuck", "late"])
 @pytest.mark.parametrize("call", ["batch_get_v1", "batch_set_v1"])
 def test_a_backend_that_stops_is_false_and_then_left_alone(
@@ -120,17 +105,6 @@ def test_a_backend_that_stops_is_false_and_then_left_alone(
         assert storage.batch_exists(KEYS) == 0
         assert len(faulty[-1].injected) == num_calls, "the backend is not asked"
         faulty[-1].release()
-
-
-def test_a_backend_that_raises_is_false_and_no_call_raises(
-    faulty: list[FaultyBackend], tmp_path: Path
-) -> None:
-    with filled(tmp_path) as (pool, storage):
-        faulty[-1].rates = FaultRates(error=1.0, operations=frozenset(Operation))
-        assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
-        assert storage.batch_set_v1(keys_of(4, "others"), rows_of(pool)) == [False] * 4
-        assert storage.batch_exists(KEYS) == 0
-        storage.clear()
 
 
 def test_arguments_of_no_use_are_false_and_do_not_raise(tmp_path: Path) -> None:

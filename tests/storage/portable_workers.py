@@ -9,8 +9,10 @@ from kvxfer import (
     KVCacheConfig,
     KVCacheGroup,
     Namespace,
+    TransferEngine,
     WorkerShard,
     canonicalize,
+    connect,
     make_block_key,
     map_caches,
 )
@@ -50,6 +52,10 @@ class Worker:
         first = self.shard.rank * HEADS // self.shard.tp_size
         return values[:, :, first : first + heads]
 
+    def connect(self, url: str) -> TransferEngine:
+        """Open an engine over its caches, whose pages it shares."""
+        return connect(url, self.caches, namespace=NAMESPACE, mappings=self.mappings)
+
     def fill(self, values: torch.Tensor) -> None:
         """Write the worker's part of the values into its caches."""
         part = self.part(values)
@@ -80,19 +86,8 @@ def make_worker(
     return Worker(shard, layout, views, caches, mappings, num_blocks)
 
 
-def make_engine(
-    layout: str, *, tp_size: int, tokens_per_block: int, num_shards: int = 4
-) -> list[Worker]:
-    return [
-        make_worker(
-            layout,
-            rank=rank,
-            tp_size=tp_size,
-            tokens_per_block=tokens_per_block,
-            num_shards=num_shards,
-        )
-        for rank in range(tp_size)
-    ]
+def make_engine(layout: str, *, tp_size: int, **shape: int) -> list[Worker]:
+    return [make_worker(layout, rank=rank, tp_size=tp_size, **shape) for rank in range(tp_size)]
 
 
 def make_values() -> torch.Tensor:

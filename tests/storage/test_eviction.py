@@ -105,17 +105,6 @@ def test_arc_evicts_what_the_paper_evicts(requests: list[BlockKey]) -> None:
     assert [cache.request(x) for x in requests] == [paper.request(x) for x in requests]
 
 
-def test_arc_keeps_what_returns_through_a_scan_and_lru_does_not() -> None:
-    hot = [key(number) for number in range(8)]
-    survivors = {}
-    for policy in (LRU(16), ARC(16)):
-        cache = Cache(policy, 16)
-        for wanted in hot + hot + [key(100 + number) for number in range(1000)]:
-            cache.request(wanted)
-        survivors[type(policy)] = cache.resident & set(hot)
-    assert survivors == {LRU: set(), ARC: set(hot)}
-
-
 RETAINED_SLOTS = 6
 MAX_SPARED = 2  # no more than lapse at one eviction
 HALF_LIFE_S = 10.0

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import BlockKey, make_block_key
-from kvxfer.storage.leases import MAX_TICKET_CHARACTERS, LeaseBook, require_ticket
+from kvxfer.storage.leases import LeaseBook
 from tests.clock import Clock
 from tests.examples import examples
 
@@ -216,16 +216,3 @@ def test_what_is_no_ticket_is_refused(ticket: str) -> None:
     assert book.num_tickets == 0
     assert not book.hold(ticket, "one")
     assert book.release(ticket) == []
-
-
-def test_the_longest_ticket_is_taken() -> None:
-    longest = "x" * MAX_TICKET_CHARACTERS
-    assert require_ticket("ticket", longest) == longest
-
-
-@pytest.mark.parametrize("name", ["lease_s", "longest_s"])
-@pytest.mark.parametrize("value", [-1, float("nan"), "8", True])
-def test_times_are_numbers_of_seconds(name: str, value: float) -> None:
-    times = {"lease_s": LEASE_S, "longest_s": LONGEST_S} | {name: value}
-    with pytest.raises(InvalidArgumentError, match=name):
-        LeaseBook(times["lease_s"], longest_s=times["longest_s"])

@@ -67,7 +67,6 @@ class TestObservedHostBackend(BackendTests):
         return observed(open_host(namespace, 5), Reports([Recorder()]))
 
 
-@pytest.mark.asyncio
 async def test_evicted_deleted_and_replaced_blocks_are_told_with_the_reason(
     recorder: Recorder,
 ) -> None:
@@ -91,7 +90,6 @@ async def test_evicted_deleted_and_replaced_blocks_are_told_with_the_reason(
     assert gauges[Gauge.USED_BYTES] * 2 == gauges[Gauge.CAPACITY_BYTES]
 
 
-@pytest.mark.asyncio
 async def test_files_tell_what_was_evicted_removed_corrupted_and_found(
     memory: BlockMemory, recorder: Recorder, tmp_path: Path
 ) -> None:
@@ -128,7 +126,6 @@ async def test_files_tell_what_was_evicted_removed_corrupted_and_found(
     assert gauges[Gauge.BREAKER_OPEN] == 0
 
 
-@pytest.mark.asyncio
 async def test_an_observer_that_fails_is_logged_once_and_told_nothing_more(
     memory: BlockMemory, recorder: Recorder, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -148,7 +145,6 @@ async def test_an_observer_that_fails_is_logged_once_and_told_nothing_more(
     assert told[-1] == "RuntimeError: an observer that fails"
 
 
-@pytest.mark.asyncio
 async def test_the_end_of_a_batch_is_told_once_awaited_or_polled(
     memory: BlockMemory, recorder: Recorder
 ) -> None:
@@ -181,7 +177,6 @@ async def test_the_end_of_a_batch_is_told_once_awaited_or_polled(
     ]
 
 
-@pytest.mark.asyncio
 async def test_blocks_that_peers_read_and_fill_in_place_are_counted(
     memory: BlockMemory, recorder: Recorder
 ) -> None:

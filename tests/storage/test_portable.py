@@ -48,6 +48,10 @@ from tests.storage.portable_workers import (
 )
 
 
+def file_url(folder: Path) -> str:
+    return f"file://{folder}?capacity=64MiB&min_free=1MiB"
+
+
 def block_files(root: Path) -> list[Path]:
     return sorted(root.rglob("*.safetensors"))
 
@@ -55,14 +59,11 @@ def block_files(root: Path) -> list[Path]:
 async def store(workers: Sequence[Worker], url: str, values: torch.Tensor) -> None:
     for worker in workers:
         worker.fill(values)
-        async with connect(
-            url, worker.caches, namespace=NAMESPACE, mappings=worker.mappings
-        ) as engine:
+        async with worker.connect(url) as engine:
             outcomes = await engine.store(KEYS, [range(worker.num_blocks)])
             assert all(outcome.done for outcome in outcomes)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
@@ -74,27 +75,24 @@ async def store(workers: Sequence[Worker], url: str, values: torch.Tensor) -> No
 async def test_files_serve_another_parallelism_block_size_and_layout(
     writer: tuple[str, int, int], reader: tuple[str, int, int], tmp_path: Path
 ) -> None:
-    url, values = f"file://{tmp_path}?capacity=64MiB&min_free=1MiB", make_values()
+    url, values = file_url(tmp_path), make_values()
     layout, tp_size, tokens = writer
     await store(make_engine(layout, tp_size=tp_size, tokens_per_block=tokens), url, values)
     layout, tp_size, tokens = reader
     for worker in make_engine(layout, tp_size=tp_size, tokens_per_block=tokens):
-        async with connect(
-            url, worker.caches, namespace=NAMESPACE, mappings=worker.mappings
-        ) as engine:
+        async with worker.connect(url) as engine:
             assert await engine.lookup(KEYS) == [True] * len(KEYS)
             outcomes = await engine.load(KEYS, [range(worker.num_blocks)])
             assert all(outcome.done for outcome in outcomes)
         assert torch.equal(worker.values, worker.part(values))
 
 
-@pytest.mark.asyncio
 async def test_a_folder_has_one_copy_of_every_head_and_names_keys_and_values(
     tmp_path: Path,
 ) -> None:
     values = make_values()
     workers = make_engine("block kv token head dim", tp_size=8, tokens_per_block=16)
-    await store(workers, f"file://{tmp_path}?capacity=64MiB&min_free=1MiB", values)
+    await store(workers, file_url(tmp_path), values)
     found: dict[str, int] = {}
     for file in block_files(tmp_path):
         with safe_open(file, framework="pt") as opened:
@@ -109,12 +107,10 @@ async def test_a_folder_has_one_copy_of_every_head_and_names_keys_and_values(
     assert found == expected
 
 
-@pytest.mark.asyncio
 async def test_the_last_block_may_have_fewer_pages_than_it_could(tmp_path: Path) -> None:
-    url, values = f"file://{tmp_path}?capacity=64MiB&min_free=1MiB", make_values()
     (worker,) = make_engine("block kv head token dim", tp_size=1, tokens_per_block=32)
-    worker.fill(values)
-    async with connect(url, worker.caches, namespace=NAMESPACE, mappings=worker.mappings) as engine:
+    worker.fill(make_values())
+    async with worker.connect(file_url(tmp_path)) as engine:
         outcomes = await engine.store(KEYS[:3], [[0, 1]])
         assert [outcome.done for outcome in outcomes] == [True] * 3
         assert await engine.lookup(KEYS) == [True, True, True, False]
@@ -137,7 +133,6 @@ def test_namespaces_agree_across_what_a_mapping_bridges_and_differ_in_the_rest()
     assert revised.fingerprint != ours.fingerprint
 
 
-@pytest.mark.asyncio
 async def test_pages_of_layers_with_another_window_are_not_found(tmp_path: Path) -> None:
     """What the first layer attends to is in the keys and values of the second."""
     worker = make_worker("block kv head token dim", rank=0, tp_size=1, tokens_per_block=16)
@@ -155,7 +150,7 @@ async def test_pages_of_layers_with_another_window_are_not_found(tmp_path: Path)
     found = []
     for spec in windows:
         async with connect(
-            f"file://{tmp_path}?capacity=64MiB&min_free=1MiB",
+            file_url(tmp_path),
             dataclasses.replace(worker.caches, group_specs=[spec]),
             namespace=NAMESPACE,
             mappings=worker.mappings,
@@ -201,13 +196,10 @@ def test_a_worker_that_holds_a_part_of_a_shard_is_refused() -> None:
         "block kv token head dim", rank=0, tp_size=2, tokens_per_block=16, num_shards=1
     )
     with pytest.raises(PageMappingError, match="use more shards") as caught:
-        connect(
-            "host://?capacity=1MiB", worker.caches, namespace=NAMESPACE, mappings=worker.mappings
-        )
+        worker.connect("host://?capacity=1MiB")
     assert caught.value.axis == "head"
 
 
-@pytest.mark.asyncio
 async def test_a_page_is_not_done_when_one_of_its_shards_is_not() -> None:
     (worker,) = make_engine("block kv head token dim", tp_size=1, tokens_per_block=16)
     namespace = portable_namespace(NAMESPACE, worker.mappings)
@@ -235,7 +227,6 @@ async def test_a_page_is_not_done_when_one_of_its_shards_is_not() -> None:
         assert await engine.lookup(KEYS) == [False] * len(KEYS)
 
 
-@pytest.mark.asyncio
 async def test_a_purge_takes_every_shard_of_the_pages_of_a_prefix() -> None:
     (worker,) = make_engine("block kv head token dim", tp_size=1, tokens_per_block=16)
     namespace = portable_namespace(NAMESPACE, worker.mappings)
@@ -254,10 +245,9 @@ async def test_a_purge_takes_every_shard_of_the_pages_of_a_prefix() -> None:
         assert not any(key.startswith(b"salt") for key in left)
 
 
-@pytest.mark.asyncio
 async def test_latents_are_stored_once_whoever_holds_them(tmp_path: Path) -> None:
     spec = MLASpec(tokens_per_block=16, head_dim=DIM, dtype=torch.float16)
-    url = f"file://{tmp_path}?capacity=64MiB&min_free=1MiB"
+    url = file_url(tmp_path)
     latents = torch.randn(4, 16, DIM).to(torch.float16)
     config = KVCacheConfig(4, (KVCacheGroup(spec, ("layers.7",)),))
     for rank in range(2):

@@ -40,7 +40,6 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
     return metrics.registry.get_sample_value(PREFIX + name, labels) or 0.0
 
 
-@pytest.mark.asyncio
 async def test_blocks_bytes_and_seconds_are_counted_by_tier_cause_and_outcome(
     memory: BlockMemory,
 ) -> None:
@@ -92,7 +91,6 @@ def test_the_time_of_a_batch_has_the_outcome_of_its_worst_block() -> None:
     assert set(WORST_FIRST) == set(Status)
 
 
-@pytest.mark.asyncio
 async def test_deadlines_are_counted_by_tier_and_call(memory: BlockMemory) -> None:
     metrics, namespace = Metrics(), memory.namespace()
     lower = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
@@ -115,7 +113,6 @@ async def test_deadlines_are_counted_by_tier_and_call(memory: BlockMemory) -> No
     assert value(metrics, "queue_wait_seconds_count", operation="store") == 1
 
 
-@pytest.mark.asyncio
 async def test_several_engines_add_up_and_one_that_is_gone_does_not_count(
     memory: BlockMemory,
 ) -> None:

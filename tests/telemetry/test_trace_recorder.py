@@ -72,16 +72,3 @@ def test_a_request_that_the_disk_takes_in_part_is_left_out_wholly(tmp_path: Path
     after.record(request(1, 4))
     after.close()
     assert list(read_trace(path).requests()) == [[0, 1], [0, 2]]
-
-
-def test_nothing_is_recorded_where_no_file_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("KVXFER_TRACE", raising=False)
-    assert TraceRecorder.from_environment() is None
-    monkeypatch.setenv("KVXFER_TRACE", str(tmp_path / "trace.jsonl"))
-    recorder = TraceRecorder.from_environment()
-    assert recorder is not None
-    recorder.record(request(4))
-    recorder.close()
-    assert read_trace(tmp_path / "trace.jsonl").num_references == 1

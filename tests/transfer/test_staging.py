@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from kvxfer.errors import DeviceError, InvalidArgumentError
+from kvxfer.errors import DeviceError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
 from kvxfer.storage.keys import BlockKey
@@ -104,20 +104,6 @@ async def test_copies_that_are_refused_fail_their_blocks_and_keep_no_buffer(
     assert await staged.backend.lookup(new) == [False] * NUM_BUFFERS
     staged.copies.error = None
     assert await staged.backend.store(new, staged.blocks(NUM_BUFFERS)) == [DONE] * NUM_BUFFERS
-
-
-async def test_what_cannot_be_is_refused_before_anything_moves(staged: Staged) -> None:
-    largest = BlockMemory([[BLOCK_BYTES + 1]], num_blocks=2)
-    with pytest.raises(InvalidArgumentError, match="bytes of a block is 4097"):
-        await staged.backend.store(make_keys(1), on_device(largest.describe(0, [1])))
-    assert not staged.copies.begun
-    assert not staged.inner.addresses
-    staged.inner.memory_kinds = frozenset({"cuda"})
-    with pytest.raises(InvalidArgumentError, match="'cpu' among them"):
-        StagedBackend(staged.inner, staged.copies, BLOCK_BYTES)
-    for wrong in ({"largest_block_bytes": 0}, {"largest_block_bytes": 1, "staging_bytes": 0}):
-        with pytest.raises(InvalidArgumentError, match="at least 1"):
-            StagedBackend(Staged().inner, staged.copies, **wrong)
 
 
 async def test_blocks_that_the_backend_reaches_go_there_without_a_copy(staged: Staged) -> None:
