@@ -1,19 +1,24 @@
 """Every expression of the dashboard gives data, asked of a real Prometheus."""
 
+import contextlib
 import itertools
 import json
 import re
-import threading
+import subprocess
 import time
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client import start_http_server
 
+from kvxfer.endpoint import free_ports
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observer import (
@@ -34,7 +39,6 @@ from kvxfer.storage.observer import (
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing.conformance.suite import make_keys
 from tests import needs
-from tests.telemetry.prometheus_server import scraping
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "dashboard" / "kvxfer.json"
 LIMIT_S = 40.0
@@ -49,33 +53,60 @@ def expressions(instance: str) -> list[str]:
     ]
 
 
-def as_of_vllm(metrics: Metrics) -> bytes:
-    """Show metrics in Prometheus' text format, as vLLM's server does, and under its names."""
-    return re.sub(rb"(?m)^(# \w+ )?kvxfer_", rb"\1vllm:kvxfer_", metrics.text())
+@contextmanager
+def exporting(metrics: Metrics) -> Iterator[str]:
+    """Serve metrics; give their HOST:PORT."""
+    server, thread = start_http_server(0, "127.0.0.1", metrics.registry)
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+AS_OF_VLLM = {
+    "source_labels": ["__name__"],
+    "regex": "kvxfer_(.*)",
+    "target_label": "__name__",
+    "replacement": "vllm:kvxfer_$1",
+}
+"""Rule of Prometheus that gives metrics the names that vLLM's server shows them by."""
 
 
 @contextmanager
-def exporting(text: Callable[[], bytes]) -> Iterator[str]:
-    """Serve metrics; give their HOST:PORT."""
+def scraping(ours: str, of_vllm: str, folder: Path) -> Iterator[Callable[..., Any]]:
+    """Run a Prometheus that scrapes two HOST:PORT, the second as vLLM's; give what asks it."""
+    jobs = [
+        {"job_name": name, "static_configs": [{"targets": [each]}], "metric_relabel_configs": rules}
+        for name, each, rules in (("kvxfer", ours, []), ("vllm", of_vllm, [AS_OF_VLLM]))
+    ]
+    often = {"scrape_interval": "200ms", "scrape_timeout": "200ms"}
+    (folder / "prometheus.yml").write_text(json.dumps({"global": often, "scrape_configs": jobs}))
+    port = free_ports()
+    command = [
+        *("prometheus", f"--config.file={folder}/prometheus.yml", "--log.level=error"),
+        *(f"--storage.tsdb.path={folder}/data", f"--web.listen-address=127.0.0.1:{port}"),
+    ]
 
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4")
-            self.end_headers()
-            self.wfile.write(text())
+    def ask(path: str, **parameters: str) -> Any:
+        url = f"http://127.0.0.1:{port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
+            return json.load(answer)["data"]
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with subprocess.Popen(command) as process:
         try:
-            yield f"127.0.0.1:{server.server_port}"
+            deadline = time.monotonic() + LIMIT_S
+            while True:
+                with contextlib.suppress(urllib.error.URLError):
+                    if [each["health"] for each in ask("targets")["activeTargets"]] == ["up"] * 2:
+                        break
+                assert time.monotonic() < deadline, "Prometheus does not scrape"
+                time.sleep(0.2)
+            yield ask
         finally:
-            server.shutdown()
-            thread.join()
+            process.terminate()
+            process.wait(LIMIT_S)
 
 
 def test_panels_name_no_metric_that_is_not_there() -> None:
@@ -119,18 +150,22 @@ def note_everything(metrics: Metrics, number: int) -> None:
 def test_every_expression_gives_data(tmp_path: Path) -> None:
     metrics = Metrics()
     with (
-        exporting(metrics.text) as address,
-        exporting(partial(as_of_vllm, metrics)) as vllm,
-        scraping([address, vllm], tmp_path) as prometheus,
+        exporting(metrics) as ours,
+        exporting(metrics) as of_vllm,
+        scraping(ours, of_vllm, tmp_path) as ask,
     ):
-        left = [*expressions(address), *expressions(vllm)]
+        left = [*expressions(ours), *expressions(of_vllm)]
         deadline = time.monotonic() + LIMIT_S
         for number in itertools.count(1):
             note_everything(metrics, number)
-            left = [each for each in left if not any(map(isfinite, prometheus.values(each)))]
+            answers = {each: ask("query", query=each)["result"] for each in left}
+            values = {
+                each: [float(s["value"][1]) for s in found] for each, found in answers.items()
+            }
+            left = [each for each in left if not any(map(isfinite, values[each]))]
             if not left or time.monotonic() > deadline:
                 break
         variable = {"match[]": '{__name__=~"(vllm:)?kvxfer_capacity_bytes"}'}
-        instances = prometheus.get("label/instance/values", **variable)
+        instances = ask("label/instance/values", **variable)
     assert left == []
-    assert sorted(instances) == sorted([address, vllm])
+    assert sorted(instances) == sorted([ours, of_vllm])
