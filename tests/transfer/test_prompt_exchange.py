@@ -114,34 +114,18 @@ async def test_arguments_of_no_use_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "options", "named"),
+    ("url", "rank", "named"),
     [
-        ("host://?capacity=64KiB", {}, "backend is .*nixl"),
-        ("nixl://127.0.0.1:7100", {}, "address"),
-        ("nixl://?listen=127.0.0.1:0", {"shard": {"num_kv_heads": 6, "tp_size": 2}}, "listen"),
-        (
-            "nixl://?listen=127.0.0.1:65535",
-            {"shard": {"num_kv_heads": 6, "tp_size": 2, "rank": 1}},
-            "listen",
-        ),
-        (
-            "nixl://",
-            {
-                "namespace": kvxfer.Namespace(
-                    model="m", revision="1", groups=(kvxfer.GroupIdentity(page_sizes_bytes=(8,)),)
-                )
-            },
-            "groups",
-        ),
+        ("host://?capacity=64KiB", 0, "backend is .*nixl"),
+        ("nixl://127.0.0.1:7100", 0, "address"),
+        ("nixl://?listen=127.0.0.1:0", 0, "listen"),
+        ("nixl://?listen=127.0.0.1:65535", 1, "listen"),
     ],
 )
-def test_what_cannot_be_an_exchange_is_refused(
-    url: str, options: dict[str, Any], named: str
-) -> None:
-    if "shard" in options:
-        options = {"shard": kvxfer.WorkerShard(**options["shard"])}
+def test_what_cannot_be_an_exchange_is_refused(url: str, rank: int, named: str) -> None:
+    shard = kvxfer.WorkerShard(num_kv_heads=6, tp_size=2, rank=rank)
     with pytest.raises(InvalidArgumentError, match=named):
-        kvxfer.exchange(url, caches()[0], **{"namespace": MODEL} | options)
+        kvxfer.exchange(url, caches()[0], namespace=MODEL, shard=shard)
 
 
 async def test_tickets_of_a_host_with_a_long_name_are_tickets(tmp_path: Path) -> None:
