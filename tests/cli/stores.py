@@ -2,13 +2,12 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
-from kvxfer.backends.file import FileBackend, FileConfig, Integrity
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.payloads import make_payload, write_payloads
-from kvxfer.units import ByteSize
-from tests.backends.file_store import counted_bytes, listed, path_of
+from kvxfer.testing.conformance.suite import store_generated
+from tests.backends.file_store import counted_bytes, listed, open_store, path_of
 
 PAGES = [[4096, 1000]]
 DATA_BYTES = 5096
@@ -42,32 +41,20 @@ class Store:
         model: str = "example/model",
         num_blocks: int = NUM_BLOCKS,
         num_tensors: int = 0,
-        integrity: Integrity = Integrity.FAST,
         secret_file: Path | None = None,
-        tenant: str = "",
+        **fields: Any,
     ) -> Namespace:
         memory = BlockMemory(PAGES, num_blocks=num_blocks)
         namespace = memory.namespace(model=model)
         if num_tensors:
             namespace = listed(namespace, num_tensors)
-        config = FileConfig(
-            path=str(self.root),
-            capacity=ByteSize(1 << 30),
-            min_free=ByteSize(1),
-            integrity=integrity,
-            secret_file=str(secret_file or ""),
-            tenant=tenant,
-        )
-
         # Not in the event loop, which must not wait for the disk.
-        backend = FileBackend(config, namespace)
-        keys, blocks = self.keys[:num_blocks], memory.describe(0, list(range(num_blocks)))
-        write_payloads(blocks, [make_payload(key, DATA_BYTES) for key in keys])
+        backend = open_store(self.root, namespace, secret_file=str(secret_file or ""), **fields)
 
         async def store() -> None:
             async with backend:
-                outcomes = await backend.store(keys, blocks)
-                assert all(outcome.done for outcome in outcomes)
+                blocks = memory.describe(0, range(num_blocks))
+                await store_generated(backend, self.keys[:num_blocks], blocks)
 
         asyncio.run(store())
         return namespace
