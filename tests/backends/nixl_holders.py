@@ -1,17 +1,66 @@
-"""Holders for tests, any number of them in a process."""
+"""Holders for tests, any number of them in a process that is controlled through a pipe."""
 
+import logging
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
-
+from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
+from kvxfer.runtime import LoopThread
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.units import ByteSize
-from tests.backends.nixl_holder_process import serve
-from tests.backends.processes import ObedientProcess
+from tests.backends.host_blocks import flip
+from tests.backends.processes import ObedientProcess, answer
 
-CAPACITY = 4 << 20
+import_nixl(otherwise="test with sockets only")  # processes are forked from one that has
+
+
+class Holders:
+    """Holders of this process, by number."""
+
+    def __init__(self) -> None:
+        self.open_ones: dict[int, tuple[HostBackend, NixlBackend]] = {}
+        self.num_opened = 0
+
+    async def open(
+        self, namespace: Namespace, capacity: int, config: NixlConfig
+    ) -> tuple[int, str]:
+        """Open a holder; return its number and its endpoint."""
+        host = HostBackend(HostConfig(capacity=ByteSize(capacity)), namespace)
+        backend = NixlBackend(config, namespace, own=host)
+        await backend.start()
+        assert backend.server is not None
+        self.num_opened += 1
+        self.open_ones[self.num_opened] = host, backend
+        return self.num_opened, str(backend.server.endpoint)
+
+    async def close(self, holder: int) -> None:
+        host, backend = self.open_ones.pop(holder)
+        await backend.aclose()
+        await host.aclose()
+
+    async def corrupt(self, holder: int, key: BlockKey) -> None:
+        flip(self.open_ones[holder][0], key)
+
+    async def list(self, holder: int) -> set[BlockKey]:
+        return {*self.open_ones[holder][0]._index.keys()}
+
+
+def serve(orders: Connection) -> None:
+    """Execute orders, each the name of a method and its arguments, until the pipe is closed."""
+    logging.basicConfig(level=logging.WARNING)
+    holders, loop = Holders(), LoopThread("holders")
+
+    def obey(order: Any) -> Any:
+        verb, *arguments = order
+        return loop.run(getattr(holders, verb)(*arguments))
+
+    answer(orders, "hello", obey)
+    for number in list(holders.open_ones):
+        loop.run(holders.close(number))
+    loop.stop()
 
 
 class HolderProcess(ObedientProcess):
@@ -20,11 +69,10 @@ class HolderProcess(ObedientProcess):
     def __init__(self) -> None:
         super().__init__(serve)
 
-    def open(self, namespace: Namespace, **fields: Any) -> "OpenHolder":
+    def open(self, namespace: Namespace, *, capacity: int = 4 << 20, **fields: Any) -> "OpenHolder":
         """Open a holder."""
-        config = {"listen": "127.0.0.1:0", "capacity": CAPACITY} | fields
-        number, endpoint = self.tell(("open", msgspec.to_builtins(namespace), config))
-        return OpenHolder(self, number, endpoint)
+        config = NixlConfig(listen="127.0.0.1:0", **fields)
+        return OpenHolder(self, *self.tell(("open", namespace, capacity, config)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +84,11 @@ class OpenHolder:
     endpoint: str
 
     def corrupt(self, key: BlockKey) -> None:
+        """Change a byte of a stored block."""
         self.process.tell(("corrupt", self.number, key))
 
     def stored(self) -> set[BlockKey]:
+        """List the stored blocks."""
         keys: set[BlockKey] = self.process.tell(("list", self.number))
         return keys
 
@@ -46,9 +96,7 @@ class OpenHolder:
         self.process.tell(("close", self.number))
 
 
-def open_client(namespace: Namespace, *holders: OpenHolder | str, **fields: Any) -> NixlBackend:
+def open_client(namespace: Namespace, *holders: OpenHolder, **fields: Any) -> NixlBackend:
     """Open a backend that keeps its blocks at these holders."""
-    address = ",".join(h if isinstance(h, str) else h.endpoint for h in holders)
-    if "quarantine" in fields:
-        fields["quarantine"] = ByteSize(fields["quarantine"])
+    address = ",".join(holder.endpoint for holder in holders)
     return NixlBackend(NixlConfig(address=address, **fields), namespace)

@@ -11,9 +11,7 @@ from typing import Any
 
 # Forked from a process that has imported everything and started no thread: that takes no time.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["tests.backends.nixl_holder_process", "tests.backends.agent_process"]
-)
+_CONTEXT.set_forkserver_preload(["tests.backends.nixl_holders", "tests.backends.agent_process"])
 
 
 class ObedientProcess:

@@ -66,16 +66,6 @@ SMALL_PIECES = NixlLimits(piece_bytes=1 << 20, piece_fragments=1000)
 """Pieces so small that pools are several, and more than are in flight at one time."""
 
 
-class TestNixlAgentInOneProcess(SharedAgentContract):
-    def make_agent(self) -> TransferAgent:
-        return NixlAgent(SMALL_PIECES)
-
-    async def peers(self) -> AsyncIterator[Peer]:
-        agent = NixlAgent(SMALL_PIECES)
-        yield LocalPeer(agent)
-        await agent.aclose()
-
-
 class TestNixlAgentAndAnotherProcess(SharedAgentContract):
     @pytest.fixture(autouse=True)
     def _process(self, process: PeerProcess) -> None:

@@ -45,7 +45,7 @@ class TestPoolBackend(BackendTests):
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
         assert isinstance(backend, OwnPoolBackend)
-        flip(backend.running.hosts[0], key, at=0)
+        flip(backend.hosts[0], key, at=0)
 
 
 class BoundedPoolStateMachine(BackendStateMachine):
@@ -78,11 +78,11 @@ def attached(path: Path) -> Iterator[PoolBackend]:
 
 
 async def test_engines_share_blocks_and_one_finds_the_corrupt_one_for_all(path: Path) -> None:
-    with running_pool(path) as pool:
+    with running_pool(path) as hosts:
         async with attach(path) as one, attach(path) as other:
             assert all(outcome.done for outcome in await peers.store(one))
             assert await peers.load(other) == peers.PAYLOADS
-            flip(pool.hosts[0], peers.KEYS[2])
+            flip(hosts[0], peers.KEYS[2])
             blocks = MEMORY.describe(0, [0])
             [outcome] = await one.load(peers.KEYS[2:3], blocks)
             assert outcome.status is Status.CORRUPT
