@@ -344,8 +344,6 @@ class AgentContract(ABC):
 
 
 class SharedAgentContract(AgentContract):
-    """Contract of an agent that several event loops may use."""
-
     async def test_several_event_loops_use_one_agent(
         self, agent: TransferAgent, peer: Peer, pool: Pool
     ) -> None:
@@ -360,8 +358,6 @@ class SharedAgentContract(AgentContract):
 
 
 class LocalPeer:
-    """A peer in this process."""
-
     def __init__(self, agent: TransferAgent) -> None:
         self.agent = agent
         self._pool = Pool()

@@ -13,12 +13,7 @@ from tests.backends.processes import ObedientProcess, answer
 
 
 class PeerProcess(ObedientProcess):
-    """`Peer` in another process, and a `DevicePeer` if it has memory of the GPU.
-
-    Args:
-        has_gpu: Whether it has memory of the GPU, too.
-        environment: More variables of its environment.
-    """
+    """`Peer` in another process, and a `DevicePeer` if it has memory of the GPU."""
 
     def __init__(self, *, has_gpu: bool = False, **environment: str) -> None:
         super().__init__(serve, environment, has_gpu)

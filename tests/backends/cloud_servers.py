@@ -187,7 +187,6 @@ def find_fake_gcs() -> Path | None:
 
 @contextlib.contextmanager
 def azurite() -> Iterator[Azurite]:
-    """Run Azurite, which keeps blobs in memory."""
     port = free_ports()
     command = [
         *("node", str(AZURITE), "--inMemoryPersistence", "--disableTelemetry"),

@@ -40,7 +40,6 @@ def mooncake() -> Iterator["Cluster"]:
 
 @pytest.fixture
 def shared_client(mooncake: "Cluster", monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have backends share one client of Mooncake."""
     from kvxfer.backends.mooncake import MooncakeConfig
     from tests.backends.mooncake_servers import SharedClient
 

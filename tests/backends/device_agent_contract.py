@@ -39,7 +39,6 @@ class DeviceMemory:
         return [MemoryRegion(address, NUM_BYTES, self, device) for device, address in places]
 
     def fill(self, seed: int) -> None:
-        """Fill the memory of each device with `pattern`."""
         self._host[:] = pattern(HOST, seed)
         written = pattern(GPU, seed).tobytes()
         self._gpu.write(self.addresses[GPU], written)
@@ -62,8 +61,6 @@ class DevicePeer(Protocol):
 
 
 class LocalDevicePeer:
-    """A peer in this process."""
-
     def __init__(self, agent: TransferAgent, gpu: Gpu) -> None:
         self.agent = agent
         self._memory = DeviceMemory(gpu)
@@ -90,7 +87,6 @@ class DeviceAgentContract(ABC):
         """Open a peer, and close it at the end."""
 
     async def read(self, agent: TransferAgent, name: str, fragments: Fragments) -> None:
-        """Read fragments as one run, which lands once."""
         landed: list[int] = []
         await read_runs(agent, name, [fragments], landed.append)
         assert landed == [0]

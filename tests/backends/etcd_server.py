@@ -24,17 +24,7 @@ PAUSE_S = 0.05
 
 
 class EtcdServer:
-    """One etcd in a process of its own, with a folder for its data; started at once.
-
-    Args:
-        folder: Folder for data and log.
-        scheme: `http`, or `https` with `options` for its certificates.
-        options: More options of the command.
-        credentials: How this class itself connects.
-        name: Its name in a cluster.
-        port: Its port for clients, with that for members behind it; by default free ones.
-        cluster: Peer URLs of all members by name; by default it is alone.
-    """
+    """One etcd in a process of its own, in a cluster if it has one; started at once."""
 
     def __init__(
         self,
@@ -67,7 +57,6 @@ class EtcdServer:
             self.wait()
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
         self.spawn()
         self.wait()
 
@@ -77,7 +66,6 @@ class EtcdServer:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
 
     def wait(self) -> None:
-        """Wait until it answers."""
         stop = time.monotonic() + LIMIT_S
         while True:
             assert self.process.poll() is None, (self._folder / "log").read_text()[-2000:]
@@ -97,11 +85,9 @@ class EtcdServer:
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def thaw(self) -> None:
-        """Let it go on."""
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it in the middle of whatever it does."""
         self.process.kill()
         self.process.wait()
 
@@ -124,19 +110,16 @@ class EtcdServer:
         return revision
 
     def delete(self, name: str = "") -> None:
-        """Delete an entry, or all of them."""
         first = f"{PREFIX}/{name}".encode()
         end = b"" if name else f"{PREFIX}0".encode()
         self.call(rpc.KVStub, "DeleteRange", rpc.DeleteRangeRequest(key=first, range_end=end))
 
     def entries(self) -> dict[str, bytes]:
-        """List the entries under the prefix."""
         first, end = f"{PREFIX}/".encode(), f"{PREFIX}0".encode()
         found = self.call(rpc.KVStub, "Range", rpc.RangeRequest(key=first, range_end=end)).kvs
         return {entry.key[len(first) :].decode(): entry.value for entry in found}
 
     def leases(self) -> list[int]:
-        """List the leases."""
         answer = self.call(rpc.LeaseStub, "LeaseLeases", rpc.LeaseLeasesRequest())
         return [lease.ID for lease in answer.leases]
 
@@ -148,7 +131,6 @@ class EtcdServer:
 
 @contextlib.contextmanager
 def etcd(folder: Path, **options: Any) -> Iterator[EtcdServer]:
-    """Run etcd, and kill it at the end."""
     server = EtcdServer(folder, **options)
     try:
         yield server
@@ -159,7 +141,6 @@ def etcd(folder: Path, **options: Any) -> Iterator[EtcdServer]:
 
 @contextlib.contextmanager
 def etcd_cluster(folder: Path, num_members: int) -> Iterator[list[EtcdServer]]:
-    """Run a cluster, and kill its members at the end."""
     first = free_ports(2 * num_members)
     ports = {f"member-{index}": first + 2 * index for index in range(num_members)}
     cluster = {name: _peer_url(port) for name, port in ports.items()}

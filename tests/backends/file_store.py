@@ -38,7 +38,6 @@ TMPFS = "/dev/shm"  # noqa: S108 - a tmpfs on purpose
 
 
 def has_uring() -> bool:
-    """Whether the kernel permits io_uring."""
     try:
         UringFileIO().close()
     except OSError:
@@ -149,24 +148,20 @@ def listed(namespace: Namespace, num_tensors: int = 160) -> Namespace:
 
 
 def path_of(root: Path, namespace: Namespace, key: BlockKey) -> Path:
-    """Path of a key's file."""
     return root / namespace.fingerprint / key.hex()[:2] / f"{key.hex()}.safetensors"
 
 
 def quarantine_of(root: Path, namespace: Namespace, key: BlockKey) -> Path:
-    """Path of a key's file in quarantine."""
     return root / namespace.fingerprint / "quarantine" / f"{key.hex()}.safetensors"
 
 
 def flip_bit(path: Path, bit: int) -> None:
-    """Flip one bit of a file, in place."""
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
 
 
 def hashed_keys(num_keys: int, *, group: int = 0, first: int = 0) -> list[BlockKey]:
-    """Make up keys that are spread over the folders of a namespace."""
     names = [f"block-{first + n}".encode() for n in range(num_keys)]
     return [make_block_key(xxhash.xxh3_128_digest(name), group) for name in names]
 
@@ -183,12 +178,10 @@ def bytes_on_disk(root: Path) -> int:
 
 
 def temporary_files(root: Path) -> list[Path]:
-    """List temporary files, which have not got their names yet."""
     return sorted(root.rglob("*.safetensors.tmp"))
 
 
 def counted_bytes(root: Path) -> int:
-    """Read the bytes that the ledger of a store counts, under its lock."""
     with (root / "usage.ledger").open("rb") as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX)
         return int.from_bytes(ledger.read(16)[8:], "little")
@@ -209,7 +202,6 @@ def fail_to(monkeypatch: pytest.MonkeyPatch, call: str, pattern: str, error: OSE
 async def store(
     backend: Backend, keys: Sequence[BlockKey], blocks: Descriptors, *, version: int = 0
 ) -> list[Outcome]:
-    """Store made-up bytes; ignore the outcomes."""
     sizes = blocks.block_sizes.tolist()
     payloads = [make_payload(k, size, version=version) for k, size in zip(keys, sizes, strict=True)]
     write_payloads(blocks, payloads)
@@ -219,7 +211,6 @@ async def store(
 async def load_verified(
     backend: Backend, keys: Sequence[BlockKey], blocks: Descriptors, *, version: int = 0
 ) -> list[Status]:
-    """Load blocks, and check the bytes of those that are `DONE`."""
     outcomes = await backend.load(keys, blocks)
     loaded = read_payloads(blocks)
     for key, outcome, payload in zip(keys, outcomes, loaded, strict=True):
@@ -252,14 +243,12 @@ def mounted(*arguments: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def tmpfs(num_bytes: int) -> Iterator[Path]:
-    """Mount a small file system in memory."""
     with mounted("-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs") as folder:
         yield folder
 
 
 @contextlib.contextmanager
 def temporary_folder(file_system: str) -> Iterator[Path]:
-    """Make a folder on a disk or, for `tmpfs`, in memory."""
     folder = tempfile.mkdtemp(prefix="kvxfer-test-", dir=TMPFS if file_system == "tmpfs" else None)
     try:
         yield Path(folder)

@@ -7,7 +7,6 @@ from kvxfer.testing.payloads import read_payloads, write_payloads
 
 
 def locate(backend: HostBackend, key: BlockKey) -> Descriptors:
-    """Find where a block is stored."""
     sight = backend.peek([key], fenced=True)  # without a checksum, too
     assert sight is not None
     assert sight.blocks is not None, "the block is not stored"

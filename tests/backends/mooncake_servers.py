@@ -24,7 +24,6 @@ CLIENT_TTL_S = 3
 
 
 def start(program: str, flags: dict[str, Any], folder: Path) -> Program:
-    """Start a program of Mooncake's wheel."""
     import mooncake
 
     (folder / program).mkdir()
@@ -67,8 +66,6 @@ class Cluster:
         self.await_memory()
 
     def await_master(self) -> None:
-        """Wait until the master listens."""
-
         def listens() -> bool:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
                 return True
@@ -77,7 +74,6 @@ class Cluster:
         self.master.wait_until(listens)
 
     def await_memory(self) -> None:
-        """Wait until the master knows of memory."""
         url = f"http://127.0.0.1:{self._metrics_port}/metrics"
 
         def has_room() -> bool:
@@ -100,7 +96,6 @@ class Cluster:
         return store
 
     def close(self) -> None:
-        """End all of it."""
         if "client" in self.__dict__:
             self.client.close()
         self.holder.kill()
@@ -109,7 +104,6 @@ class Cluster:
 
 @contextlib.contextmanager
 def mooncake_cluster(segment_bytes: int = SEGMENT_BYTES) -> Iterator[Cluster]:
-    """Run a cluster."""
     with tempfile.TemporaryDirectory(prefix="kvxfer-mooncake-") as name:
         cluster = Cluster(Path(name), segment_bytes)
         try:
@@ -119,7 +113,6 @@ def mooncake_cluster(segment_bytes: int = SEGMENT_BYTES) -> Iterator[Cluster]:
 
 
 def open_mooncake(cluster: Cluster, namespace: Namespace, **fields: Any) -> MooncakeBackend:
-    """Open a backend over a cluster."""
     config = msgspec.convert(
         {"address": cluster.address} | PATIENT | fields, MooncakeConfig, dec_hook=None
     )
@@ -134,7 +127,6 @@ class SharedClient:
         self._address = 0
 
     def register_buffer(self, address: int, num_bytes: int) -> int:
-        """Register the memory of one backend."""
         self._address = address
         code: int = self._store.register_buffer(address, num_bytes)
         return code

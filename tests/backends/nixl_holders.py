@@ -18,8 +18,6 @@ import_nixl(otherwise="test with sockets only")  # processes are forked from one
 
 
 class Holders:
-    """Holders of this process, by number."""
-
     def __init__(self) -> None:
         self.open_ones: dict[int, tuple[HostBackend, NixlBackend]] = {}
         self.num_opened = 0
@@ -64,21 +62,16 @@ def serve(orders: Connection) -> None:
 
 
 class HolderProcess(ObedientProcess):
-    """Process with any number of holders."""
-
     def __init__(self) -> None:
         super().__init__(serve)
 
     def open(self, namespace: Namespace, *, capacity: int = 4 << 20, **fields: Any) -> "OpenHolder":
-        """Open a holder."""
         config = NixlConfig(listen="127.0.0.1:0", **fields)
         return OpenHolder(self, *self.tell(("open", namespace, capacity, config)))
 
 
 @dataclass(frozen=True, slots=True)
 class OpenHolder:
-    """One holder of a `HolderProcess`."""
-
     process: HolderProcess
     number: int
     endpoint: str
@@ -88,7 +81,6 @@ class OpenHolder:
         self.process.tell(("corrupt", self.number, key))
 
     def stored(self) -> set[BlockKey]:
-        """List the stored blocks."""
         keys: set[BlockKey] = self.process.tell(("list", self.number))
         return keys
 

@@ -101,7 +101,6 @@ async def proven(
 async def holding(
     tmp_path: Path, desk: RecordingDesk | None = None, **fields: Any
 ) -> AsyncIterator[Exchange]:
-    """Open a holder with a secret, and a desk for tickets or none."""
     config = NixlConfig(listen=f"{HOST}:0", secret_file=write_secret(tmp_path), **fields)
     async with (
         HostBackend(HostConfig(capacity=CAPACITY), NAMESPACE) as blocks,
@@ -116,7 +115,6 @@ async def holding(
 
 
 def write_secret(folder: Path) -> str:
-    """Write the secret of all peers to a file; return its path."""
     path = folder / "secret"
     path.write_bytes(SECRET)
     path.chmod(0o600)
@@ -132,7 +130,6 @@ def endpoint_of(holder: Exchange | NixlBackend) -> Endpoint:
 async def asking(
     tmp_path: Path, holder: Exchange, *, make_agent: MakeAgent = NixlAgent, **fields: Any
 ) -> AsyncIterator[NixlBackend]:
-    """Open an honest peer of a holder."""
     config = NixlConfig(
         address=str(endpoint_of(holder)), secret_file=str(tmp_path / "secret"), **fields
     )
@@ -152,7 +149,6 @@ async def require_served(client: NixlBackend, first_key: int = 0) -> list[BlockK
 
 
 async def until_alone(holder: Exchange, num_peers: int = 0) -> None:
-    """Wait until the holder serves no more than so many peers."""
     assert holder.server is not None
     async with asyncio.timeout(LIMIT_S):
         while len(holder.server.sessions) > num_peers:  # noqa: ASYNC110 - it notices by itself

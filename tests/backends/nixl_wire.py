@@ -66,7 +66,6 @@ class Offer:
 
 @contextlib.asynccontextmanager
 async def listening(*, tls: ssl.SSLContext | None = None) -> AsyncIterator["Listener"]:
-    """Server that keeps the connections it accepts, and closes them at the end."""
     listener = Listener()
     server = await asyncio.start_server(listener.accept, HOST, 0, ssl=tls)
     listener.port = server.sockets[0].getsockname()[1]
@@ -130,8 +129,6 @@ async def connected(
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Result of one end: all messages that it received, or its error."""
-
     greeting: Greeting | None = None
     answer: Lookup | Found | None = None
     error: Exception | None = None
@@ -144,7 +141,6 @@ async def converse(
     hellos: tuple[Hello, Hello] = (hello(b"client"), hello(b"server")),
     offers: tuple[Offer, Offer] | None = None,
 ) -> tuple[Ending, Ending]:
-    """Shake hands and exchange a request and its answer; return the result of either end."""
     offered = offers or (Offer(b"client's"), Offer(b"server's"))
 
     async def talk(side: int, channel: FrameChannel) -> Ending:
@@ -190,7 +186,6 @@ class Authority:
         return {name: f"{self.folder / name.partition('_')[2]}.pem" for name in chosen}
 
     def config(self, **others: str) -> NixlConfig:
-        """Configure a peer with the files of this authority, or others."""
         return NixlConfig(address=f"{HOST}:1", **self.files() | others)
 
 

@@ -11,8 +11,6 @@ from kvxfer.storage.keys import Namespace
 
 
 class MemoryConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Configuration of a bucket in the memory of the process."""
-
     scheme: ClassVar[str] = "memory"
 
     def open_store(self) -> ObjectStore:
@@ -20,7 +18,6 @@ class MemoryConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def open_in_memory(namespace: Namespace, store: MemoryStore | None = None) -> ObjectBackend:
-    """Open a backend over a bucket, by default an empty one."""
     backend = ObjectBackend(MemoryConfig(address="memory"), namespace)
     if store is not None:
         backend._bucket._store = store
@@ -38,8 +35,6 @@ def plant(bucket: Bucket, name: str, call: Callable[..., Any]) -> None:
 
 
 class _Planted:
-    """Client of which some calls go elsewhere."""
-
     def __init__(self, store: ObjectStore, calls: Mapping[str, Callable[..., Any]]) -> None:
         self.store = store
         self.calls = calls

@@ -45,17 +45,7 @@ _SEAWEEDFS_PORTS = (
 
 
 class ObjectServer(Program):
-    """Server of S3 in a process of its own, with one bucket; started at once.
-
-    Args:
-        command: Command that listens at `port`.
-        port: Port of S3.
-        folder: Folder in which it runs, with its log.
-
-    Attributes:
-        path: Path of its URL.
-        endpoint: Its URL.
-    """
+    """Server of S3 in a process of its own, with one bucket; started at once."""
 
     path: ClassVar[str] = ""
 
@@ -64,7 +54,6 @@ class ObjectServer(Program):
         super().__init__(command, folder)
 
     def start(self) -> None:
-        """Start the server, and wait until its bucket takes objects."""
         super().start()
         try:
             self.wait_until(self._make_bucket)
@@ -73,7 +62,6 @@ class ObjectServer(Program):
             raise
 
     def open_client(self) -> ObjectStore:
-        """Open a plain client to the bucket."""
         return S3Store(
             BUCKET,
             endpoint=self.endpoint,
@@ -200,35 +188,28 @@ class Place:
         self.client = server.open_client()
 
     def open(self, namespace: Namespace, **fields: Any) -> S3Backend:
-        """Open a backend over it."""
         return open_bucket(self.server, namespace, path=f"/{self.prefix}", **fields)
 
     def path(self, namespace: Namespace, key: BlockKey) -> str:
-        """Path of a page in it."""
         digits = key.hex()
         return f"{namespace.fingerprint}/{digits[:2]}/{digits}.safetensors"
 
     def put(self, path: str, data: bytes) -> None:
-        """Put an object there, whatever it is."""
         self.client.put(f"{self.prefix}/{path}", data)
 
     def get(self, path: str) -> bytes:
-        """Get an object."""
         return bytes(self.client.get(f"{self.prefix}/{path}").bytes())
 
     def flip(self, path: str, offset: int) -> None:
-        """Change a bit of an object."""
         data = bytearray(self.get(path))
         data[offset] ^= 1
         self.put(path, bytes(data))
 
     def paths(self) -> list[str]:
-        """List all objects in it."""
         listed = self.client.list(f"{self.prefix}/").collect()
         return sorted(each["path"].removeprefix(f"{self.prefix}/") for each in listed)
 
     def pages(self) -> dict[str, bytes]:
-        """Get all pages."""
         return {path: self.get(path) for path in self.paths() if path.endswith(".safetensors")}
 
     def copy_to(self, folder: Path) -> str:

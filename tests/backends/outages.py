@@ -27,7 +27,6 @@ _numbers = itertools.count(10**6, 8)
 
 
 async def require_back(backend: Backend, memory: BlockMemory) -> None:
-    """Wait until blocks come and go again."""
     keys = make_keys(4, first=next(_numbers))
     stop = time.monotonic() + BACK_S
     blocks, target = memory.describe(0, range(4)), memory.describe(0, range(4, 8))
@@ -87,7 +86,6 @@ class Program:
         self.start()
 
     def start(self) -> None:
-        """Start it, with nothing in its memory."""
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command, stdout=log, stderr=log, cwd=self._folder, start_new_session=True
@@ -99,7 +97,6 @@ class Program:
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def thaw(self) -> None:
-        """Let it go on."""
         os.killpg(self.process.pid, signal.SIGCONT)
 
     def kill(self, sent: signal.Signals = signal.SIGKILL) -> None:
@@ -109,7 +106,6 @@ class Program:
         self.process.wait()
 
     def wait_until(self, is_ready: Callable[[], bool]) -> None:
-        """Wait until it is ready, which does not take long while it runs."""
         stop = time.monotonic() + START_LIMIT_S
         while not is_ready():
             ok = self.process.poll() is None and time.monotonic() < stop

@@ -15,15 +15,7 @@ _CONTEXT.set_forkserver_preload(["tests.backends.nixl_holders", "tests.backends.
 
 
 class ObedientProcess:
-    """Process that answers orders; its `pid` is valid for signals until `end` or `close`.
-
-    Args:
-        serve: Executes orders until the other end of the pipe is closed; begins with an answer.
-        arguments: More arguments of it.
-
-    Attributes:
-        said: First answer.
-    """
+    """Process that answers orders; its `pid` is valid for signals until `end` or `close`."""
 
     def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
         self._orders, theirs = _CONTEXT.Pipe()
@@ -34,7 +26,6 @@ class ObedientProcess:
         self.said: Any = self._orders.recv()
 
     def tell(self, order: Any) -> Any:
-        """Give an order and wait for the answer."""
         self._orders.send(order)
         return self._orders.recv()
 
@@ -65,7 +56,6 @@ def _is_running(stat: Path) -> bool:
 
 
 def answer(orders: Connection, greeting: Any, obey: Callable[[Any], Any]) -> None:
-    """Answer orders until the other end of the pipe is closed."""
     orders.send(greeting)
     with contextlib.suppress(EOFError):
         while True:

@@ -29,7 +29,6 @@ class RecordingDesk(CacheLender):
         self.num_holds = 0
 
     def of(self, inner: LendingBackend) -> Self:
-        """Lend the blocks of a backend."""
         self.inner, self.regions = inner, [*inner.regions]
         return self
 

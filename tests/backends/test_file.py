@@ -77,8 +77,6 @@ class TestFileBackendKeyed(FileBackendTests):
 
 
 class TestFileBackendSealed(FileBackendTests):
-    """Suite with blocks that are stored encrypted."""
-
     @pytest.fixture(autouse=True)
     def _secret(self, _place: None) -> None:
         self.own_fields |= sealed(self.root, "new", "old", tenant="tenant")

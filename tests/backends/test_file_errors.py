@@ -57,7 +57,6 @@ def statuses(outcomes: Sequence[Outcome]) -> list[Status]:
 
 
 def make_image(tmp_path: Path, *options: str) -> Path:
-    """Make a disk with a file system."""
     image = tmp_path / "image"
     with image.open("wb") as file:
         file.truncate(32 * MIB)

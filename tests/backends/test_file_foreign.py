@@ -31,7 +31,6 @@ NAMESPACE = MEMORY.namespace()
 
 
 async def fill(root: Path) -> Path:
-    """Store a block; return the folder of its file."""
     async with open_store(root, NAMESPACE) as backend:
         await backend.wait_indexed()
         (outcome,) = await store(backend, hashed_keys(1), MEMORY.describe(0, [0]))

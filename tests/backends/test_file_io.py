@@ -50,8 +50,6 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 class Memory:
-    """Page-aligned memory, all zeros at first, and pieces of it."""
-
     def __init__(self, num_bytes: int) -> None:
         self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
 

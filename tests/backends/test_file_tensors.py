@@ -44,7 +44,6 @@ DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_
 def name_tensors(
     num_tensors: int, shape: tuple[int, ...], dtype: str = "BF16"
 ) -> tuple[StoredTensor, ...]:
-    """Make the tensors of keys and values, layer by layer."""
     return tuple(
         StoredTensor(name=f"layers.{index // 2}.{'kv'[index % 2]}", dtype=dtype, shape=shape)
         for index in range(num_tensors)
@@ -211,7 +210,6 @@ V = b'"layers.0.v":{"dtype":"BF16","shape":[2,8],"data_offsets":[32,64]}'
 
 
 def changed(old: bytes, new: bytes) -> bytes:
-    """Make a header with another text."""
     assert TEXT.count(old) == 1
     return head(TEXT.replace(old, new))
 

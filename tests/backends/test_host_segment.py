@@ -25,7 +25,6 @@ pytestmark = pytest.mark.processes
 
 
 def map_segment(name: str, folder: Path, told: Connection) -> None:
-    """Map a segment until told to end."""
     segment_module.SHARED_MEMORY = folder
     with closing(SharedSegment(name, b"header", SIZE)) as segment:
         segment.memory[5000] += 1
@@ -62,7 +61,6 @@ def path_of(name: str) -> Path:
 def child_with(
     name: str, work: Callable[..., None] = map_segment
 ) -> Iterator[tuple[BaseProcess, Connection]]:
-    """Another process that has a segment, killed at the end."""
     told, its_end = multiprocessing.Pipe()
     child = start(work, name, segment_module.SHARED_MEMORY, its_end)
     try:

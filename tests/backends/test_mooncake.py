@@ -57,7 +57,6 @@ class TestMooncakeBackend(BackendTests):
 
 @pytest.fixture
 def namespace() -> Namespace:
-    """Make a namespace of this test's own."""
     return MEMORY.namespace(revision=f"pages {next(_numbers)}")
 
 

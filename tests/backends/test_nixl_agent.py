@@ -159,8 +159,6 @@ async def move(agent):
 
 
 class TestProcess:
-    """Tests of an agent's effects on its own process."""
-
     @pytest.mark.parametrize("error", ["ImportError('no libucp.so.0')", "OSError('a\\nb')"])
     def test_a_wheel_that_is_broken_is_one_line(self, tmp_path: Path, error: str) -> None:
         (tmp_path / "nixl").mkdir()

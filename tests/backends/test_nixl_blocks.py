@@ -50,8 +50,6 @@ GPU = torch.device("cuda", 0)
 
 @dataclass
 class Pair:
-    """Holder and its peer in one process, and the agent that reads stored blocks."""
-
     host: HostBackend
     holder: NixlBackend
     client: NixlBackend
@@ -90,7 +88,6 @@ async def load(
 
 
 async def open_other(pair: Pair, integrity: str) -> NixlBackend:
-    """Open another peer of the same holder, with a grade of its own."""
     assert pair.holder.server is not None
     address = str(pair.holder.server.endpoint)
     config = NixlConfig(address=address, integrity=integrity)  # type: ignore[arg-type]

@@ -77,7 +77,6 @@ def configure(servers: Sequence[EtcdServer], **fields: Any) -> EtcdConfig:
 
 @contextlib.asynccontextmanager
 async def following(*servers: EtcdServer, **fields: Any) -> AsyncIterator[EtcdDiscovery]:
-    """Follow who is there."""
     discovery = EtcdDiscovery(
         configure(servers, **fields),
         namespace=OURS,
@@ -93,7 +92,6 @@ async def following(*servers: EtcdServer, **fields: Any) -> AsyncIterator[EtcdDi
 async def announcing(
     at: Endpoint, *servers: EtcdServer, **fields: Any
 ) -> AsyncIterator[EtcdDiscovery]:
-    """Announce a holder."""
     holder = EtcdDiscovery(configure(servers, **fields), lease_s=LEASE_S)
     async with contextlib.aclosing(holder):
         await holder.announce(at, lambda: Announcement(namespace=OURS))

@@ -70,7 +70,6 @@ ABOUT_TICKETS = [
 async def reading(
     tmp_path: Path, namespace: Namespace = NAMESPACE, **options: Any
 ) -> AsyncIterator[Exchange]:
-    """Open an exchange that only reads."""
     config = NixlConfig(transport="socket", secret_file=str(tmp_path / "secret"), timeout_s=2.0)
     async with Exchange(config, namespace, largest_block_bytes=4096, **options) as exchange:
         yield exchange
@@ -222,7 +221,6 @@ def open_host(namespace: Namespace) -> HostBackend:
 async def standing(
     open_store: Callable[[Namespace], Backend] = open_host,
 ) -> AsyncIterator[StandalonePeer]:
-    """Run a stand-alone peer."""
     config = NixlConfig(listen="127.0.0.1:0", capacity=CAPACITY, transport="socket")
     async with contextlib.aclosing(StandalonePeer(config, open_store)) as peer:
         await peer.start()

@@ -224,8 +224,6 @@ async def test_a_corrupt_block_in_one_of_several_runs_is_found(
 
 
 class Directory:
-    """Directory that lists what a test tells it to, or raises."""
-
     def __init__(self, *endpoints: Endpoint) -> None:
         self.endpoints: Sequence[Endpoint] | BaseException = endpoints
 

@@ -24,7 +24,6 @@ def some_keys(num: int) -> list[BlockKey]:
 
 
 def holders(keys: list[BlockKey], endpoints: list[Endpoint], replicas: int) -> list[list[Endpoint]]:
-    """List the peers of each key, the first choice first."""
     return [[endpoints[peer] for peer in column] for column in rank(keys, endpoints, replicas).T]
 
 
@@ -44,7 +43,6 @@ def test_when_a_peer_leaves_only_its_keys_move_and_each_to_one_new_peer(
 
 
 def weight(endpoint: Endpoint, key: BlockKey) -> int:
-    """Compute one weight as the protocol defines it."""
     value = xxhash.xxh3_64_intdigest(str(endpoint).encode()) ^ xxhash.xxh3_64_intdigest(key)
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64

@@ -328,8 +328,6 @@ class Liars:
 
 
 def calls_of(client: Client, *, verifies: bool) -> list[Callable[[], Awaitable[None]]]:
-    """List what a peer asks; each call checks what it gets."""
-
     async def look_up() -> None:
         assert len(await client.lookup(THEIRS)) == len(THEIRS)
 

@@ -52,7 +52,6 @@ def port(holder: Exchange, which: str) -> int:
 
 @contextlib.asynccontextmanager
 async def strangers(port: int, num: int = 1) -> AsyncIterator[list[socket.socket]]:
-    """Connect, and say nothing."""
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as stack:
         opened = []
@@ -65,7 +64,6 @@ async def strangers(port: int, num: int = 1) -> AsyncIterator[list[socket.socket
 
 
 async def ends(stranger: socket.socket) -> bool:
-    """Wait for the end of a connection."""
     async with asyncio.timeout(LIMIT_S):
         with contextlib.suppress(ConnectionError):
             while await asyncio.get_running_loop().sock_recv(stranger, 4096):

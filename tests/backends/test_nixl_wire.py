@@ -186,7 +186,6 @@ def test_text_of_the_other_side_arrives_short_and_without_control_characters(
 
 
 def texts_of(message: object) -> list[str]:
-    """List all text in a message."""
     if isinstance(message, msgspec.Struct):
         return texts_of([getattr(message, name) for name in message.__struct_fields__])
     if isinstance(message, list):
@@ -260,7 +259,6 @@ TIMEOUT_S = 0.3
 
 
 def agreed(ends: tuple[Ending, Ending]) -> bool:
-    """Whether both ends have received all messages unaltered."""
     asked, served = ends
     if asked.greeting is None or served.greeting is None:
         return False

@@ -52,7 +52,6 @@ class Ends:
         )
 
     def serve(self) -> "Future[None]":
-        """Serve the memory, on a thread."""
         regions = Regions([(address(self.memory), MEMORY_BYTES)])
         return self.executor.submit(self.server.serve, lambda: regions)
 

@@ -32,7 +32,6 @@ async def _failed_tls_is_expected() -> None:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Certificate authority that no peer trusts."""
     return Authority(tmp_path_factory.mktemp("tls") / "stranger")
 
 
@@ -133,7 +132,6 @@ def renewed(tmp_path: Path, authority: Authority) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def holding(files: dict[str, Any]) -> AsyncIterator[str]:
-    """Serve blocks, and yield the address."""
     config = NixlConfig(listen=f"{HOST}:0", capacity=ByteSize(1 << 20), transport="socket", **files)
     async with NixlBackend(config, MEMORY.namespace()) as holder:
         await holder.start()

@@ -21,7 +21,6 @@ KEYS = make_keys(8)
 
 
 def fill(place: Place, *, model: str = "example/model", num_blocks: int = 8) -> Namespace:
-    """Store the blocks of a namespace."""
     namespace = MEMORY.namespace(model=model)
 
     async def store() -> None:
@@ -50,7 +49,6 @@ Say = Callable[..., tuple[int, list[str]]]
 
 
 def plant_damage(place: Place) -> Namespace:
-    """Fill a place, and damage it in every way."""
     namespace, other = fill(place), fill(place, model="another", num_blocks=3)
     paths = [place.path(namespace, key) for key in KEYS]
     place.flip(paths[0], -1)

@@ -221,8 +221,6 @@ EXACTLY_ENOUGH = "76KiB"  # for the blocks of `peers`, with their tags
 
 
 class Engine:
-    """Engine in a process of its own, that has moved blocks."""
-
     def __init__(self, path: Path, seed: int) -> None:
         self.told, told = multiprocessing.Pipe()
         self.process = start(move_blocks, path, seed, told)
@@ -230,7 +228,6 @@ class Engine:
         self.require_moves()
 
     def require_moves(self) -> None:
-        """Wait until it has loaded blocks once more."""
         assert self.told.recv() == "done"
 
     def send_signal(self, sent: signal.Signals) -> None:

@@ -48,8 +48,6 @@ DONE, MISSING, FAILED, CORRUPT = Status.DONE, Status.MISSING, Status.FAILED, Sta
 
 
 class Folder:
-    """Store in files."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
 
@@ -63,11 +61,9 @@ class Folder:
         return open_store(self.root, NAMESPACE, **fields)
 
     def blocks(self) -> dict[str, bytes]:
-        """Read all block files."""
         return {str(path): path.read_bytes() for path in self.root.rglob("*.safetensors")}
 
     def flip(self, key: BlockKey) -> None:
-        """Damage a block."""
         flip_bit(path_of(self.root, NAMESPACE, key), 8 * (PAGE_BYTES + 1))
 
     def forget(self) -> None:
@@ -76,13 +72,10 @@ class Folder:
             path.unlink()
 
     def has_put_away(self, key: BlockKey) -> bool:
-        """Whether a corrupt block is kept aside."""
         return quarantine_of(self.root, NAMESPACE, key).exists()
 
 
 class Bucket:
-    """Store in a bucket."""
-
     def __init__(self, place: Place, secrets: Path) -> None:
         self._place = place
         self._secrets = secrets
@@ -95,11 +88,9 @@ class Bucket:
         return self._place.open(NAMESPACE, missing_ttl_s=0.0, **fields)
 
     def blocks(self) -> dict[str, bytes]:
-        """Read all pages."""
         return self._place.pages()
 
     def flip(self, key: BlockKey) -> None:
-        """Damage a block."""
         self._place.flip(self._place.path(NAMESPACE, key), -1)
 
 
