@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -151,42 +150,11 @@ def ticket_params(**changes: Any) -> dict[str, Any]:
     return params | changes
 
 
-def make_request(params: Any, *, name: str = "r", tokens: int = 10, **fields: Any) -> Any:
-    """Make what the connector uses of a `vllm.v1.request.Request`."""
-    prompt = list(range(tokens))
-    return SimpleNamespace(
-        request_id=name,
-        kv_transfer_params=params,
-        prompt_token_ids=prompt,
-        num_prompt_tokens=tokens,
-        num_computed_tokens=0,
-        num_preemptions=0,
-        **fields,
-    )
-
-
-def make_found(
-    tokens: int, *, is_complete: bool = True, num_groups: int = 1, num_states: int = 0
-) -> Found:
+def make_found(tokens: int, *, num_groups: int = 1, num_states: int = 0) -> Found:
     """Answer of a P with the blocks of this module; the last groups have states."""
     has_states = (False,) * (num_groups - num_states) + (True,) * num_states
     sizes = tuple(STATE_TOKENS if each else BLOCK for each in has_states)
-    return Found(tokens, is_complete, sizes, sizes, has_states)
-
-
-def make_blocks(*groups: Sequence[int], hashed: Sequence[int] = ()) -> Any:
-    """Make what the connector uses of vLLM's `KVCacheBlocks`; 0 is the null block."""
-    return SimpleNamespace(
-        blocks=[
-            [
-                SimpleNamespace(
-                    block_id=each, is_null=each == 0, block_hash=b"#" if each in hashed else None
-                )
-                for each in ids
-            ]
-            for ids in groups
-        ]
-    )
+    return Found(tokens, True, sizes, sizes, has_states)
 
 
 class FakeHandover:
@@ -261,9 +229,7 @@ class FakeHandover:
 class Engine:
     """Engine whose steps the test makes."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, config: Any, *specs: Any, listens: bool = True
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, config: Any, *specs: Any) -> None:
         monkeypatch.setattr(connector_module, "Handover", lambda *_: FakeHandover())
         monkeypatch.setattr(connector_module, "describe_worker", lambda *_: describe(len(specs)))
         caches = cache_config(*specs)
@@ -293,7 +259,6 @@ class Engine:
         tokens: int = 10,
         max_tokens: int = 1,
         resumable: bool = False,
-        lora: Any = None,
     ) -> Request:
         """Add a request with a prompt of its own length, or the next part of a resumable one."""
         request = Request(
@@ -301,7 +266,6 @@ class Engine:
             prompt_token_ids=list(range(tokens)),
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             pooling_params=None,
-            lora_request=lora,
             block_hasher=self._hasher,
             resumable=resumable,
         )
@@ -339,10 +303,6 @@ class Engine:
 
     def abort(self, *names: str) -> None:
         self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
-
-    def blocks(self, name: str) -> tuple[list[int], ...]:
-        blocks: tuple[list[int], ...] = self.scheduler.kv_cache_manager.get_block_ids(name)
-        return blocks
 
     @property
     def num_free(self) -> int:

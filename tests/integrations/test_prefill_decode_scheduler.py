@@ -1,7 +1,7 @@
 """The connector under vLLM's own scheduler: no assert of vLLM, every block free at the end."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
-from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import CacheMismatchError, InvalidArgumentError, PeerTimeoutError
 from kvxfer.integrations.vllm import KVXferConnector
 from kvxfer.integrations.vllm.prefill_decode import groups as groups_module
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups, why_not
 from kvxfer.integrations.vllm.prefill_decode.metrics import PREFIX, Counters
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
-from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, StepData
+from kvxfer.integrations.vllm.prefill_decode.step_data import Offer, StepData
 from kvxfer.integrations.vllm.prefill_decode.worker import PrefillDecodeWorker
 from kvxfer.lending.reader import Fetched
 from kvxfer.storage.keys import group_of
@@ -43,7 +42,6 @@ from tests.integrations.pd_engine import (
     cache_config,
     engine_config,
     full,
-    make_blocks,
     make_found,
     recurrent,
     sliding,
@@ -71,6 +69,22 @@ def is_several(engine: Engine) -> bool:
 # P.
 
 
+def lend(engine: Engine, params: Any = PREFILL, **request: Any) -> tuple[int, set[Any]]:
+    """Let P end a request; return the tokens that it computed, and the keys that it lends."""
+    engine.add("p", params, **request)
+    num_computed = 0
+    while "p" not in engine.ended:
+        num_computed += engine.step()["p"]
+    engine.step()
+    return num_computed, {key for _, keys, _, _ in engine.moving.offers for key in keys}
+
+
+def end_leases(engine: Engine) -> None:
+    engine.moving.ended += {lease for lease, *_ in engine.moving.offers}
+    engine.step()
+    engine.require_over()
+
+
 @pytest.mark.parametrize("window", [1, 2, 6, 8])
 @pytest.mark.parametrize("tokens", range(9, 13))
 def test_the_window_of_the_last_token_is_lent(
@@ -79,15 +93,10 @@ def test_the_window_of_the_last_token_is_lent(
     engine = start_engine(full(), sliding(window))
     prompt = Prompts(1).keys_for_decode(engine.add("d", None, tokens=tokens))
     assert prompt is not None
-    engine.add("p", PREFILL, tokens=tokens)
-    while "p" not in engine.ended:
-        engine.step()
-    engine.step()
-    lent = {key for _, keys, _, _ in engine.moving.offers for key in keys}
     last = tokens - 1
     needed = prompt.block_keys(0, BLOCK, last)
     needed += prompt.block_keys(1, BLOCK, last, first_token=max(last - window + 1, 0))
-    assert lent.issuperset(needed)
+    assert lend(engine, tokens=tokens)[1].issuperset(needed)
 
 
 @pytest.mark.parametrize("params", [PREFILL, OVERLAP])
@@ -99,9 +108,7 @@ def test_a_prompt_that_goes_on_is_not_lent(engine: Engine, params: dict[str, Any
         engine.step()
     assert engine.ended == {"p": None}
     engine.step()
-    engine.moving.ended += {lease for lease, *_ in engine.moving.offers}
-    engine.step()
-    engine.require_over()
+    end_leases(engine)
 
 
 def test_a_name_that_a_router_gives_again_is_that_of_its_first_request(engine: Engine) -> None:
@@ -240,36 +247,35 @@ def recurrent_engine(start_engine: StartEngine) -> Engine:
 def test_p_lends_the_state_before_the_last_token(
     recurrent_engine: Engine, params: dict[str, Any], tokens: int, num_blocks: int
 ) -> None:
-    engine = recurrent_engine
-    engine.add("p", params, tokens=tokens)
-    computed = 0
-    while "p" not in engine.ended:
-        computed += engine.step().get("p", 0)
-    assert computed == engine.ended["p"]["remote_num_tokens"] == tokens - 1
-    engine.step()
-    lent = [key for _, keys, _, _ in engine.moving.offers for key in keys]
+    num_computed, lent = lend(recurrent_engine, params, tokens=tokens)
+    assert num_computed == recurrent_engine.ended["p"]["remote_num_tokens"] == tokens - 1
     assert [group_of(key) for key in lent].count(1) == 1
-    assert len({key for key in lent if group_of(key) == 0}) == num_blocks
-    engine.moving.ended.append(engine.moving.offers[-1][0])
-    engine.step()
-    engine.require_over()
+    assert [group_of(key) for key in lent].count(0) == num_blocks
+    end_leases(recurrent_engine)
 
 
 @pytest.mark.parametrize(("tokens", "max_tokens"), [(10, 2), (1, 1)])
 def test_p_lends_no_state_where_it_computes_the_last_token_itself(
     recurrent_engine: Engine, tokens: int, max_tokens: int
 ) -> None:
-    engine = recurrent_engine
-    engine.add("p", PREFILL, tokens=tokens, max_tokens=max_tokens)
-    while "p" not in engine.ended:
-        assert engine.step()
-    engine.step()
-    lease, *_ = engine.moving.offers[-1]
-    lent = [key for _, keys, _, _ in engine.moving.offers for key in keys]
+    _, lent = lend(recurrent_engine, tokens=tokens, max_tokens=max_tokens)
     assert PromptKeys(range(tokens), scope=NO_SCOPE).state_key(1, tokens - 1) not in lent
-    engine.moving.ended.append(lease)
-    engine.step()
-    engine.require_over()
+    end_leases(recurrent_engine)
+
+
+def make_blocks(*groups: Sequence[int], hashed: Sequence[int]) -> Any:
+    """Make what the connector uses of vLLM's `KVCacheBlocks`; 0 is the null block."""
+    return SimpleNamespace(
+        blocks=[
+            [
+                SimpleNamespace(
+                    block_id=each, is_null=each == 0, block_hash=b"#" if each in hashed else None
+                )
+                for each in ids
+            ]
+            for ids in groups
+        ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -298,24 +304,9 @@ def test_d_loads_one_state_or_fails_where_it_cannot_be_written(
 
 # The worker: each request is reported once, and what is not supported is refused.
 
-ENDPOINT = Endpoint("127.0.0.1", 7100)
-
 
 def chunked() -> Any:
     return ChunkedLocalAttentionSpec(**FULL, attention_chunk_size=8)
-
-
-def make_fetch(name: str, *block_ids: list[int]) -> Fetch:
-    found = make_found(10, num_groups=len(block_ids))
-    wanted = found.wanted(PromptKeys(range(10)), 0, 9, block_ids)
-    return Fetch(name, ENDPOINT, LEASE, wanted, waits=False)
-
-
-def begin(engine: Engine, step: StepData) -> None:
-    engine.worker.handle_preemptions(step)
-    engine.worker.bind_connector_metadata(step)
-    engine.worker.start_load_kv(None)
-    engine.worker.clear_connector_metadata()
 
 
 def test_blocks_on_a_device_are_lent_when_their_request_is_finished() -> None:
@@ -343,9 +334,9 @@ def test_the_log_says_how_blocks_on_a_gpu_move(
 
 def test_before_030_loads_end_in_two_sets(start_engine: StartEngine) -> None:
     engine = start_engine(full())
-    begin(engine, StepData(fetches=[make_fetch("a", [5, 6, 7])]))
-    engine.moving.fetches[0][2].set_result(Fetched([[7]]))
-    assert engine.worker.get_finished(set()) == (set(), {"a"})
+    _, end = load(engine)
+    end.set_result(Fetched([[7]]))
+    assert engine.worker.get_finished(set()) == (set(), {"d"})
     assert engine.worker.get_block_ids_with_load_errors() == {7}
     assert engine.worker.get_finished(set()) == (set(), set())
     assert engine.worker.get_block_ids_with_load_errors() == set()

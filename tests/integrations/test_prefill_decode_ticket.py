@@ -29,7 +29,7 @@ from kvxfer.integrations.vllm.prefill_decode.ticket import (
     wants_decode,
     wants_prefill,
 )
-from tests.integrations.pd_engine import make_request, ticket_params
+from tests.integrations.pd_engine import ticket_params
 
 FIELDS = ("remote_request_id", "remote_host", "remote_port", "tp_size", "transfer_mode")
 DEEP: list[Any] = []
@@ -188,11 +188,13 @@ def test_tickets_lead_to_what_is_allowed_and_without_a_secret_to_loopback_only(
 # Prompts.
 
 
+def make_request(**fields: Any) -> Any:
+    """Make what `Prompts` uses of a `vllm.v1.request.Request`."""
+    return SimpleNamespace(**{"request_id": "r", "prompt_token_ids": list(range(10))} | fields)
+
+
 def keys_of(**fields: Any) -> list[Any]:
-    request = make_request({})
-    for name, value in fields.items():
-        setattr(request, name, value)
-    keys = Prompts().keys(request)
+    keys = Prompts().keys(make_request(**fields))
     assert keys is not None
     return list(keys.block_keys(0, 4, 10))
 
@@ -211,9 +213,7 @@ def write_adapter(folder: Path, weights: bytes = b"weights") -> str:
 
 
 def request_for(name: str, number: int, path: str, **fields: Any) -> Any:
-    request = make_request({})
-    request.lora_request = LoRARequest(name, number, path, **fields)
-    return request
+    return make_request(lora_request=LoRARequest(name, number, path, **fields))
 
 
 SCOPES: list[dict[str, Any]] = [
@@ -333,8 +333,7 @@ def test_an_adapter_has_no_keys_where_it_is_not_known_what_is_loaded(
     do: Callable[[Prompts, str], LoRARequest], why: str, tmp_path: Path
 ) -> None:
     prompts = Prompts()
-    request = make_request({})
-    request.lora_request = do(prompts, write_adapter(tmp_path / "one"))
+    request = make_request(lora_request=do(prompts, write_adapter(tmp_path / "one")))
     assert prompts.keys(request) is None
     assert re.search(why, prompts.why_not(request))
     request.lora_request = None
@@ -363,16 +362,14 @@ def test_settings_of_lora_that_change_what_an_adapter_computes() -> None:
 
 @pytest.mark.parametrize("prompt", [None, [], [1 << 70], [1.5], ["a"], [[1]]])
 def test_a_prompt_that_is_not_one_of_tokens_has_no_keys(prompt: Any) -> None:
-    request = make_request({})
-    request.prompt_token_ids = prompt
-    assert Prompts().keys(request) is None
+    assert Prompts().keys(make_request(prompt_token_ids=prompt)) is None
 
 
 def test_a_prompt_whose_images_vllm_only_counts_has_no_keys() -> None:
-    request = make_request({}, mm_features=[image("renderer0-mm-1-image-0")])
+    request = make_request(mm_features=[image("renderer0-mm-1-image-0")])
     assert Prompts().keys(request) is not None
     assert Prompts(knows_images=False).keys(request) is None
-    assert Prompts(knows_images=False).keys(make_request({})) is not None
+    assert Prompts(knows_images=False).keys(make_request()) is not None
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ HAS_GROUP_IDS = "group_id" in {field.name for field in fields(OffloadingGroupCon
 SECOND_GROUP_ID = 2 if HAS_GROUP_IDS else 1
 
 
-def keys_of(count: int, *, group: int = 0, first: int = 0) -> list[BlockKey]:
-    return [make_block_key(f"hash-{first + n:04}".encode(), group) for n in range(count)]
+def keys_of(count: int, *, group: int = 0) -> list[BlockKey]:
+    return [make_block_key(f"hash-{n:04}".encode(), group) for n in range(count)]
 
 
 def make_config(

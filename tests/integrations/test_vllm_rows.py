@@ -176,8 +176,9 @@ def test_heads_are_divided_even_where_the_order_inside_of_them_is_unknown() -> N
     assert pages[0] == pages[1]
 
 
-def packed(isa: str, *, tokens: int = 32, dim: int = 64) -> PageMapping:
+def packed(isa: str) -> PageMapping:
     """Map rows of one worker whose keys and values are packed for an instruction set."""
+    tokens, dim = 32, 64
     plane, size = tokens * dim * 2, HEADS * tokens * dim * 4
     digits = (
         Digit("head", HEADS, 2 * plane),

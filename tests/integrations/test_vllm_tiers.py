@@ -36,7 +36,6 @@ from tests.integrations.two_tiers import (
     Scheduler,
     Start,
     broken,
-    failed_loads,
     fill_slot,
     keys_of,
     make_namespace,
@@ -97,7 +96,8 @@ def test_a_chunk_that_is_corrupt_below_is_a_miss_for_as_long_as_its_request_wait
     for _ in range(3):
         scheduler.step()
         assert scheduler.lookup([key]) == [MISS]
-    assert failed_loads(scheduler.counts()) == 1
+    failed = "load_blocks", (metrics.LOWER, "promotion", "corrupt")
+    assert scheduler.counts()[failed] == 1
     assert scheduler.index.num_free_slots == NUM_SLOTS
 
     scheduler.store([key], version=1)

@@ -16,7 +16,6 @@ from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.telemetry.journal import journal_observers
-from kvxfer.telemetry.metrics import GAUGES, HISTOGRAMS
 from kvxfer.testing import (
     BlockMemory,
     DictBackend,
@@ -59,15 +58,8 @@ class KeepingBackend(DictBackend):
     async def aclose(self) -> None:
         pass
 
-    async def purge(self, prefix: bytes = b"") -> None:
-        for key in [each for each in self._blocks if each.startswith(prefix)]:
-            del self._blocks[key]
-
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._blocks
-
-    def __len__(self) -> int:
-        return len(self._blocks)
 
 
 @dataclass
@@ -136,8 +128,12 @@ class Scheduler:
         rows = self.pool.slots[self.index.slot_of(key)]
         return [row.tobytes() for row in rows]
 
-    def counts(self) -> dict[metrics.Count | str, float]:
-        return read_counts(self.manager.get_stats())
+    def counts(self) -> dict[tuple[str, tuple[str, ...]], Any]:
+        """Read statistics by name and labels; a tier below is called `LOWER`."""
+        return {
+            (name, (tier if tier == metrics.HOST else metrics.LOWER, *labels)): value
+            for (name, (tier, *labels)), value in read_series(self.manager.get_stats()).items()
+        }
 
 
 Start = Callable[..., Scheduler]
@@ -152,22 +148,19 @@ def start() -> Iterator[Start]:
         *,
         num_slots: int = NUM_SLOTS,
         prefill: PrefillSpeed | None = None,
-        purge_on_reset: bool = False,
-        integrity: MemoryIntegrity = MemoryIntegrity.FULL,
         **timeouts: float,
     ) -> Scheduler:
         shape = PoolShape(num_slots=num_slots, num_parts=NUM_PARTS, part_size_bytes=PART_BYTES)
         copy_engine = CPUCopyEngine(num_threads=1)
-        pool = HostPool(shape, make_namespace(), copy_engine, integrity=integrity)
+        pool = HostPool(shape, make_namespace(), copy_engine, integrity=MemoryIntegrity.FULL)
         index = BlockIndex(num_slots, RetainingPolicy(LRU(num_slots), num_slots))
         observers = journal_observers(engine="engine")
         tier = LowerTier(
             pool.slots.reshape(pool.shape.num_slots, -1),
             2,
             backend,
-            reset_s=timeouts.pop("reset_s", 0.1),
+            reset_s=0.1,
             timeouts=TierTimeouts(**timeouts),
-            purge_on_reset=purge_on_reset,
             emit_events=True,
             observers=[
                 *journal_observers(make_namespace(), engine="engine"),
@@ -210,19 +203,6 @@ def broken(operation: Operation, **rates: float) -> FaultyBackend:
     return FaultyBackend(KeepingBackend(), seed=1, rates=faults)
 
 
-def read_counts(stats: Any) -> dict[metrics.Count | str, float]:
-    """Read the counters of a manager, and the gauges of host memory by their name alone."""
-    counts: dict[metrics.Count | str, float] = {}
-    for (name, labels), value in read_series(stats).items():
-        is_gauge = name in {*GAUGES, metrics.PINNED}
-        if is_gauge and labels == (metrics.HOST,):
-            counts[name] = value
-        elif not is_gauge and name not in HISTOGRAMS:
-            tier = metrics.HOST if labels[0] == metrics.HOST else metrics.LOWER
-            counts[metrics.Count(name, (tier, *labels[1:]))] = value
-    return counts
-
-
 def read_series(stats: Any) -> dict[tuple[str, tuple[str, ...]], Any]:
     """Read statistics: the value of each series, of histograms a list, by name and labels."""
     series = {}
@@ -231,13 +211,3 @@ def read_series(stats: Any) -> dict[tuple[str, tuple[str, ...]], Any]:
             assert len(labels) == len(metrics.DEFINITIONS[name].labelnames), "or vLLM ends"
             series[name.removeprefix(metrics.PREFIX), labels] = value
     return series
-
-
-def failed_loads(counts: dict[metrics.Count | str, float]) -> float:
-    return sum(
-        value
-        for count, value in counts.items()
-        if isinstance(count, metrics.Count)
-        and (count.name, count.labels[:2]) == ("load_blocks", (metrics.LOWER, "promotion"))
-        and count.labels[2] != "done"
-    )

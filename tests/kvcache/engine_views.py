@@ -59,14 +59,6 @@ def nhd() -> torch.Tensor:
     return engine_view(NHD, NHD, SIZES)
 
 
-def packed_row(layers: int) -> torch.Tensor:
-    return torch.zeros(NUM_BLOCKS, layers, PAGE // 2, dtype=torch.float16)
-
-
-def page_view(row: torch.Tensor, layer: int) -> torch.Tensor:
-    return row[:, layer].view(NUM_BLOCKS, 2, 16, 3, 8)
-
-
 MAMBA = MambaSpec(
     tokens_per_block=16, shapes=((4, 3), (2, 5, 5)), dtypes=(torch.float16, torch.float32)
 )

@@ -158,7 +158,13 @@ def several_heads(kept: int) -> CanonicalKVCaches:
 
 
 PAIR = ("layers.0", "layers.1")
-LONG = WorkerShard(num_kv_heads=1, tp_size=2, rank=1, dcp_size=2, interleave_tokens=16)
+TWO, FOUR = (WorkerShard(num_kv_heads=heads, tp_size=2) for heads in (2, 4))
+OF_TOKENS = WorkerShard(num_kv_heads=1, tp_size=2, rank=1, dcp_size=2, interleave_tokens=8)
+LONG = replace(OF_TOKENS, interleave_tokens=16)
+KERNEL_BLOCKS: dict[str, Any] = {
+    "spec": replace(SPEC, tokens_per_block=24),
+    "kernel_blocks_per_block": 4,
+}
 UNMAPPED: list[tuple[Callable[[], object], str, str]] = [
     (lambda: compiled(caches_of(spec=replace(SPEC, head_dim=5))), "dim", "5 of"),
     (lambda: compiled(caches_of(spec=replace(SPEC, dtype=torch.bfloat16))), "dtype", "bfloat16"),
@@ -168,44 +174,20 @@ UNMAPPED: list[tuple[Callable[[], object], str, str]] = [
     (lambda: map_caches(several_heads(1), ALONE), "head", "1 in 'layers.1'"),
     # A turn of a worker is longer than a block, nothing of a page is left for rank 1, ...
     (lambda: map_caches(caches_of(spec=ONE_HEAD), LONG), "token", "16"),
-    (
-        lambda: map_caches(
-            caches_of(spec=ONE_HEAD), replace(LONG, interleave_tokens=8), tokens_per_page=8
-        ),
-        "token",
-        "page",
-    ),
+    (lambda: map_caches(caches_of(spec=ONE_HEAD), OF_TOKENS, tokens_per_page=8), "token", "page"),
     (lambda: map_caches(caches_of(), ALONE, tokens_per_page=12), "token", "12 per page"),
     (
-        lambda: map_caches(
-            caches_of(spec=replace(SPEC, tokens_per_block=24), kernel_blocks_per_block=4),
-            ALONE,
-            tokens_per_page=8,
-        ),
+        lambda: map_caches(caches_of(**KERNEL_BLOCKS), ALONE, tokens_per_page=8),
         "token",
         "steps of 6; expected 0 to 8",
     ),
+    (lambda: map_caches(states_of(), TWO, state_heads=(None, "s0")), "head", "without heads"),
     (
-        lambda: map_caches(
-            states_of(), WorkerShard(num_kv_heads=2, tp_size=2), state_heads=(None, "s0")
-        ),
-        "head",
-        "without heads",
-    ),
-    (
-        lambda: map_caches(
-            states_of(),
-            WorkerShard(num_kv_heads=1, tp_size=2, dcp_size=2),
-            state_heads=("s0", "s0"),
-        ),
+        lambda: map_caches(states_of(), OF_TOKENS, state_heads=("s0", "s0")),
         "token",
         "state0 without tokens",
     ),
-    (
-        lambda: map_one(caches_of(), WorkerShard(num_kv_heads=4, tp_size=2)).shards,
-        "head",
-        "use more shards",
-    ),
+    (lambda: map_one(caches_of(), FOUR).shards, "head", "use more shards"),
     (lambda: map_caches(unknown(group_specs=(SPEC,)), ALONE), "layout", r"bytes of \['layers.0'\]"),
 ]
 
@@ -224,10 +206,7 @@ def test_what_cannot_be_mapped_is_refused_by_its_axis(
     ("call", "argument"),
     [
         (lambda: WorkerShard(num_kv_heads=6, tp_size=4), "tp_size"),
-        (
-            lambda: map_caches(caches_of(), WorkerShard(num_kv_heads=4, tp_size=2, dcp_size=2)),
-            "dcp_size",
-        ),
+        (lambda: map_caches(caches_of(), replace(FOUR, dcp_size=2)), "dcp_size"),
         (lambda: map_caches(caches_of(), ALONE, num_shards=3), "num_shards"),
         (lambda: map_caches(unknown(), ALONE), "caches"),
         (lambda: map_one(caches_of(), axes={"k": ("token", "head", "dim")}), "axes of 'k'"),
@@ -270,8 +249,7 @@ def test_a_group_that_can_be_mapped_is_so_beside_one_that_cannot() -> None:
         "layers.1": [torch.zeros(NUM_BLOCKS, *s, dtype=torch.float16) for s in STATES.shapes],
     }
     caches = canonicalize(kv_caches, KVCacheConfig(NUM_BLOCKS, groups), layouts={"layers.0": NHD})
-    shard = WorkerShard(num_kv_heads=2 * HEADS, tp_size=2)
-    attention, states = map_caches(caches, shard, opaque="engine 1")
+    attention, states = map_caches(caches, FOUR, opaque="engine 1")
     assert [tensor.encoding for tensor in attention.page.tensors] == ["", ""]
     assert all(tensor.encoding for tensor in states.page.tensors)
 

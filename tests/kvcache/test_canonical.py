@@ -42,8 +42,6 @@ from tests.kvcache.engine_views import (
     config_of,
     engine_view,
     nhd,
-    packed_row,
-    page_view,
     refs,
     shapes,
     states,
@@ -120,8 +118,8 @@ def single_block(*shape: int, spec: KVCacheSpec = SPEC) -> Engine:
 
 def in_a_row(places: str, pages: list[int], found: Refs) -> Engine:
     """Layers a, b and c at the first, second and third place of a row of three pages."""
-    row = packed_row(3)
-    kv_caches = {name: page_view(row, "abc".index(name)) for name in places}
+    row = torch.zeros(NUM_BLOCKS, 3, 2, 16, 3, 8, dtype=torch.float16)
+    kv_caches = {name: row[:, "abc".index(name)] for name in places}
     return Engine(kv_caches, config_of((SPEC, places)), pages, [found])
 
 
