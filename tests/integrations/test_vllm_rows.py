@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,32 +43,17 @@ HEADS, TOKENS, DIM = 4, 16, 8
 PAGE_BYTES = 2 * TOKENS * DIM * 4  # of one head
 
 
-def worker_pages(heads: int, **fields: Any) -> WorkerPages:
+def worker_pages(heads: int, *, reason: str = "") -> WorkerPages:
     """Layout of a CPU: keys transposed, values not, one head after the other."""
     plane = TOKENS * DIM * 4
+    box = partial(PageBox, layer_name="layers.0", dtype=torch.float32)
     head = Digit("head", heads, 2 * plane)
-    boxes = (
-        PageBox(
-            layer_name="layers.0",
-            part="k",
-            dtype=torch.float32,
-            digits=(head, Digit("dim", DIM, TOKENS * 4), Digit("token", TOKENS, 4)),
-        ),
-        PageBox(
-            layer_name="layers.0",
-            part="v",
-            dtype=torch.float32,
-            digits=(head, Digit("token", TOKENS, DIM * 4), Digit("dim", DIM, 4)),
-            offset_bytes=plane,
-        ),
-    )
-    group = GroupPages(payload_size_bytes=heads * PAGE_BYTES, boxes=boxes, axes=CPU_AXES)
-    pages = (
-        GroupPages(**{"payload_size_bytes": group.payload_size_bytes, **fields})
-        if fields
-        else group
-    )
-    return WorkerPages(groups=(pages,), num_kv_heads=HEADS)
+    of_keys = head, Digit("dim", DIM, TOKENS * 4), Digit("token", TOKENS, 4)
+    of_values = head, Digit("token", TOKENS, DIM * 4), Digit("dim", DIM, 4)
+    boxes = box(part="k", digits=of_keys), box(part="v", digits=of_values, offset_bytes=plane)
+    told: dict[str, Any] = {"reason": reason} if reason else {"boxes": boxes, "axes": CPU_AXES}
+    group = GroupPages(payload_size_bytes=heads * PAGE_BYTES, **told)
+    return WorkerPages(groups=(group,), num_kv_heads=HEADS)
 
 
 def row_config(
@@ -180,24 +166,9 @@ def packed(isa: str) -> PageMapping:
     """Map rows of one worker whose keys and values are packed for an instruction set."""
     tokens, dim = 32, 64
     plane, size = tokens * dim * 2, HEADS * tokens * dim * 4
-    digits = (
-        Digit("head", HEADS, 2 * plane),
-        Digit("token", tokens, 2 * dim),
-        Digit("dim", dim, 2),
-    )
-    said, axes = unpack(
-        [
-            PageBox(
-                layer_name="layers.0",
-                part=part,
-                dtype=torch.bfloat16,
-                digits=digits,
-                offset_bytes=offset,
-            )
-            for part, offset in (("k", 0), ("v", plane))
-        ],
-        isa,
-    )
+    digits = Digit("head", HEADS, 2 * plane), Digit("token", tokens, 2 * dim), Digit("dim", dim, 2)
+    box = partial(PageBox, layer_name="layers.0", dtype=torch.bfloat16, digits=digits)
+    said, axes = unpack([box(part="k"), box(part="v", offset_bytes=plane)], isa)
     pages = GroupPages(payload_size_bytes=size, boxes=tuple(said), axes=dict(axes), packing=isa)
     config = row_config(1)
     config.groups[0].tokens_per_block = tokens
