@@ -48,14 +48,14 @@ _entry_points, _version = cache(metadata.entry_points), cache(metadata.version)
 class OffloadingScenario(VLLMScenario):
     """See `tests.simulation.offloading`."""
 
-    name, share = "offloading", 0.35
+    name, share = "offloading", 0.3
     place = "tests.simulation.offloading:OffloadingScenario"
 
 
 class HandoverScenario(VLLMScenario):
     """See `tests.simulation.handover`."""
 
-    name, share = "handover", 0.35
+    name, share = "handover", 0.2
     place = "tests.simulation.handover:HandoverScenario"
 
 

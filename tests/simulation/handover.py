@@ -60,7 +60,7 @@ class HandoverScenario(Scenario):
     """Two engines of vLLM and a router: aborts, preemption, restarts, cuts, and late reads."""
 
     name: ClassVar[str] = "handover"
-    share: ClassVar[float] = 0.35
+    share: ClassVar[float] = 0.2
 
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`."""

@@ -47,7 +47,7 @@ class ObjectsScenario(EngineScenario):
     """Two processes that store, load, delete and purge blocks of one bucket, and restart."""
 
     name = "objects"
-    share: ClassVar[float] = 0.5
+    share: ClassVar[float] = 0.35
     num_faulty: ClassVar[int] = 0
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:

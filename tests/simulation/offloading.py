@@ -131,7 +131,7 @@ class OffloadingScenario(Scenario):
     """vLLM's scheduler over host memory and lower tiers: preemption, aborts, resets, restarts."""
 
     name: ClassVar[str] = "offloading"
-    share: ClassVar[float] = 0.35
+    share: ClassVar[float] = 0.3
 
     def plan(self, random: Random) -> list[Step]:
         """See `Scenario.plan`."""

@@ -27,7 +27,7 @@ class PoolScenario(FleetScenario):
     """Engines that share a host pool, killed and stopped as its holder is."""
 
     name = "pool"
-    share: ClassVar[float] = 0.35
+    share: ClassVar[float] = 0.4
     num_holders: ClassVar[int] = 1
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:

@@ -40,6 +40,7 @@ class TiersScenario(EngineScenario):
     """Engine over one tier or several, of host memory and dictionaries, with faults in any."""
 
     name = "tiers"
+    share = 0.5
     num_faulty: ClassVar[int] = 3
     has_storms: ClassVar[bool] = True
 

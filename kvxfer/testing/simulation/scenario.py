@@ -112,7 +112,7 @@ class Scenario(ABC):
 
     Attributes:
         name: Name of the scenario, unique in a command.
-        share: Share of the seeds of a command that it gets beside others: less if it is slow.
+        share: Share of the seeds of a command that it gets beside others, for as much time as they.
     """
 
     name: ClassVar[str]
