@@ -1,4 +1,4 @@
-"""Traces: Mooncake's format, and what is said of lines that are not in it."""
+"""Traces: Mooncake's format, what is said of lines that are not in it, and synthetic ones."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from kvxfer.replay import TraceError, read_trace, write_trace
+from kvxfer.replay import (
+    WORKLOADS,
+    Agentic,
+    MultiTurn,
+    Rag,
+    TraceError,
+    Workload,
+    count_ceiling,
+    make_synthetic,
+    parse_workload,
+    read_trace,
+    write_trace,
+)
 from tests.replay.traces import request_lists, trace_of
 
 LINE = {"timestamp": 27, "input_length": 600, "output_length": 3, "hash_ids": [46, 47]}
@@ -88,3 +100,55 @@ def test_a_line_without_an_end_is_not_read_to_its_end(monkeypatch: pytest.Monkey
     monkeypatch.setattr("kvxfer.replay.trace.MAX_LINE_BYTES", 1 << 20)
     with pytest.raises(TraceError, match="/dev/zero, line 1: more than 1 MiB; expected a request"):
         read_trace(Path("/dev/zero"))
+
+
+# Synthetic traces
+
+kinds = pytest.mark.parametrize("kind", WORKLOADS)
+
+
+@kinds
+def test_a_seed_makes_one_trace_and_another_seed_another(kind: str) -> None:
+    workload = parse_workload(kind, {"requests": "200"})
+    traces = [make_synthetic(workload, seed=seed) for seed in (1, 1, 2)]
+    first, again, other = [list(trace.requests()) for trace in traces]
+    assert first == again != other
+    assert traces[0].timestamps_ms.tolist() == traces[1].timestamps_ms.tolist()
+    assert len(first) == 200
+    assert traces[0].name == f"synthetic {kind}, seed 1"
+
+
+@kinds
+def test_equal_blocks_have_equal_prefixes_as_in_a_chain_of_hashes(kind: str) -> None:
+    trace = make_synthetic(parse_workload(kind, {"requests": "300"}), seed=1)
+    prefixes: dict[int, tuple[int, ...]] = {}
+    for blocks in trace.requests():
+        for index, block in enumerate(blocks):
+            assert prefixes.setdefault(block, tuple(blocks[:index])) == tuple(blocks[:index])
+    assert 0 < count_ceiling(trace) == trace.num_references - trace.num_unique
+
+
+def test_blocks_are_whole_and_end_where_texts_differ() -> None:
+    one = MultiTurn(requests=50, system_prompts=1, system_tokens=100, requests_per_s=100)
+    trace = make_synthetic(one, seed=1, tokens_per_block=16)
+    lengths = [len(blocks) for blocks in trace.requests()]
+    assert lengths == (trace.input_lengths // 16).tolist()
+    heads = {tuple(blocks[:6]) for blocks in trace.requests()}
+    assert len(heads) == 1  # 96 of the 100 tokens that all have
+    assert len({blocks[6] for blocks in trace.requests() if len(blocks) > 6}) > 1
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        MultiTurn(requests=10**7, user_tokens=10**7),
+        Rag(requests=10, system_tokens=10**7),
+        Agentic(agents=10**6, system_tokens=10**7),
+    ],
+)
+def test_more_blocks_than_memory_has_room_for_are_refused_at_once(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvxfer.replay.synthetic.MAX_BLOCKS", 10_000)
+    with pytest.raises(TraceError, match="more than 10,000 blocks; expected fewer or shorter"):
+        make_synthetic(workload, tokens_per_block=16)
