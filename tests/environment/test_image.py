@@ -49,18 +49,12 @@ until_it_answers() {
 """
 
 
-def instructions() -> Iterator[tuple[str, str]]:
-    """Find the instructions of the Dockerfile, each with its argument on one line."""
+def stages() -> dict[str, list[tuple[str, str]]]:
+    """Find the instructions of each image, each with its argument on one line."""
+    found: dict[str, list[tuple[str, str]]] = {"": []}
     lines = [line for line in DOCKERFILE.splitlines() if line and not line.startswith("#")]
     for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
         name, _, argument = line.partition(" ")
-        yield name, argument
-
-
-def stages() -> dict[str, list[tuple[str, str]]]:
-    """Divide the instructions by the names of their images."""
-    found: dict[str, list[tuple[str, str]]] = {"": []}
-    for name, argument in instructions():
         if name == "FROM":
             found[argument.partition(" AS ")[2]] = []
         else:
