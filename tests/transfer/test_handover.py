@@ -1,31 +1,59 @@
 """Handover: prompts go from the blocks of one engine to those of another, of any shape."""
 
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from kvxfer.backends.nixl import Endpoint
+from kvxfer.backends.nixl import Endpoint, NixlConfig
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
+from kvxfer.endpoint import free_ports
 from kvxfer.errors import (
     BlockIdError,
     CacheMismatchError,
     DuplicateError,
+    InvalidArgumentError,
     KVXferError,
     NamespaceMismatchError,
     PeerError,
     PeerTimeoutError,
 )
+from kvxfer.kvcache import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    MambaSpec,
+    WorkerShard,
+    canonicalize,
+)
 from kvxfer.kvcache.page_box import Digit, PageBox
-from kvxfer.kvcache.portable import CacheDescription, GroupDescription, WorkerShard
+from kvxfer.kvcache.portable import CacheDescription, GroupDescription, describe_caches
 from kvxfer.lending import reader
+from kvxfer.lending.handover import Handover
+from kvxfer.lending.reader import Fetched, Found
+from kvxfer.storage import Namespace
 from kvxfer.storage.keys import BlockKey
-from tests.transfer.handover_engines import HND, LIMIT_S, NHD, NULL, Engine, get, prompt
+from kvxfer.storage.prompt_keys import PromptKeys
+from tests.transfer.handover_engines import (
+    HND,
+    LIMIT_S,
+    NHD,
+    NULL,
+    Engine,
+    EngineProcess,
+    get,
+    prompt,
+)
 
 TICKET = "0123456789abcdef"
 TOKENS = prompt(22)
@@ -42,6 +70,18 @@ def open_engine(stack: ExitStack, *args: Any, **options: Any) -> Engine:
     engine = Engine(*args, **options)
     stack.callback(engine.close)
     return engine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Import NIXL beforehand: it would block an event loop for too long."""
+    import_nixl(otherwise="skip these tests")
+
+
+def start(stack: ExitStack, tokens_per_block: int = 4, **options: object) -> EngineProcess:
+    process = EngineProcess(tokens_per_block, **options)
+    stack.callback(process.end)
+    return process
 
 
 def ids(engine: Engine, blocks: list[int]) -> list[list[int]]:
@@ -306,3 +346,247 @@ class Older:
 
     def encode(self) -> bytes:
         return self.encoded
+
+
+# Engines in processes of their own, which die, stop and lie
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("their_size", [4, 8])
+def test_a_prompt_goes_from_process_to_process_by_nixl(their_size: int, stack: ExitStack) -> None:
+    theirs = start(stack, their_size, transport="nixl")
+    ours = open_engine(stack, transport="nixl")
+    theirs.tell("lend", TICKET, TOKENS, [THEIRS])
+    [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, [OURS])
+    assert not any(fetched.bad_blocks)
+    assert ours.all_good(TOKENS, [OURS])
+    theirs.tell("alter", THEIRS[0])
+    [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, [OURS])
+    assert fetched.bad_blocks == [OURS[: their_size // 4]]
+    ours.release(theirs.endpoint, TICKET)
+    stop = time.monotonic() + LIMIT_S
+    while theirs.tell("take_ended") != [[TICKET]]:
+        assert time.monotonic() < stop
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["socket", "nixl"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lender_that_dies_or_stops_during_a_fetch_ends_it(
+    number: signal.Signals, transport: str, stack: ExitStack
+) -> None:
+    theirs = start(stack, transport=transport)
+    ours = open_engine(stack, transport=transport, timeout_s=1.5)
+    theirs.tell("lend", TICKET, TOKENS, [THEIRS], num_tokens=8, is_complete=False)
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS, waits=True)
+    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
+    stop = time.monotonic() + LIMIT_S
+    while not all(ours.good(TOKENS, [OURS])[0][0][:2]):
+        assert time.monotonic() < stop
+    theirs.signal(number)
+    fetched = get(loading)
+    assert set(fetched.bad_blocks[0]) >= set(OURS[2:])
+    good = ours.good(TOKENS, [OURS])[0][0]
+    bad = set(fetched.bad_blocks[0])
+    assert all(is_good or b in bad for b, is_good in zip(OURS, good, strict=True))
+
+
+def lying(stack: ExitStack, description: bytes) -> Engine:
+    """Engine whose description of its caches is another one."""
+    theirs = open_engine(stack)
+    lender = theirs.workers[0]._lender
+    assert lender is not None
+    lender.description = description
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    return theirs
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("description", [b"", b"garbage", b"\xc1", bytes(1000)])
+def test_a_description_that_is_none_is_refused(description: bytes, stack: ExitStack) -> None:
+    theirs, ours = lying(stack, description), open_engine(stack)
+    with pytest.raises(InvalidArgumentError, match="a CacheDescription"):
+        ours.ask(theirs.endpoint, TICKET, TOKENS)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("tp_size", [1 << 10, 1 << 40])
+def test_a_lender_that_claims_too_many_workers_is_refused(tp_size: int, stack: ExitStack) -> None:
+    ours = open_engine(stack)
+    described = ours.workers[0]._description
+    shard = WorkerShard(num_kv_heads=4, tp_size=tp_size)
+    claim = msgspec.structs.replace(described, shard=shard)
+    theirs = lying(stack, claim.encode())
+    with pytest.raises(CacheMismatchError, match=r"num_workers.*at most 128.*theirs is"):
+        ours.ask(theirs.endpoint, TICKET, TOKENS)
+
+
+@pytest.mark.processes
+def test_a_lender_of_another_shape_than_it_says_gives_nothing(stack: ExitStack) -> None:
+    """Its blocks have 4 tokens; it says 8, so that half of what we would read is another's."""
+    ours, real = open_engine(stack), open_engine(stack, tokens_per_block=8)
+    described: CacheDescription = real.workers[0]._description
+    theirs = lying(stack, described.encode())
+    assert ours.ask(theirs.endpoint, TICKET, TOKENS).num_tokens == 0
+    [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, [OURS])
+    assert fetched.bad_blocks == [OURS]
+    assert ours.is_untouched([[]])
+
+
+@pytest.mark.processes
+def test_blocks_that_do_not_fit_into_staging_memory_are_refused_by_both_sizes(
+    stack: ExitStack,
+) -> None:
+    theirs, ours = open_engine(stack, tokens_per_block=128), open_engine(stack, staging=1)
+    theirs.lend(TICKET, TOKENS, [[3]])
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
+    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS])
+    their_bytes = 2 * 2 * 128 * 4 * 3 * 4
+    with pytest.raises(CacheMismatchError, match=f"payload_size_bytes.*at most.*{their_bytes}"):
+        get(loading)
+
+
+AT_THE_END = """
+import atexit, sys, threading
+from tests.transfer.handover_engines import Engine, prompt
+
+transport, how = sys.argv[1:]
+tokens, ids = prompt(22), [[3, 9, 4, 12, 7, 1]]
+prefill, decode = Engine(transport=transport), Engine(transport=transport, lends=False)
+prefill.lend("0123456789abcdef", tokens, ids)
+if transport == "socket":
+    decode.fetch(prefill.endpoint, "0123456789abcdef", tokens, ids)
+    assert decode.all_good(tokens, ids)
+
+def refuse(_):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+def close():
+    if how == "without new threads":  # as Python 3.12 and later
+        threading.Thread.start = refuse
+    decode.close()
+    prefill.close()
+    print("closed")
+
+atexit.register(close)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["", "without new threads"])
+@pytest.mark.parametrize("transport", ["socket", "nixl"])
+def test_a_hand_over_can_be_closed_when_the_interpreter_ends(transport: str, how: str) -> None:
+    """Its leases run still, and its connections are open."""
+    command = [sys.executable, "-c", AT_THE_END, transport, how]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
+
+
+# States of recurrent layers: one for the whole prompt, found by its tokens, never by a part
+
+STATE_TOKENS = list(range(10))
+STATE_WINDOWS = (None, 1)
+STATE_BLOCK = 3
+
+
+class StateEngine:
+    """StateEngine of one worker with a group of tokens and one of states."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        *,
+        tokens_per_block: int = 4,
+        state: tuple[int, int] = (3, 5),
+        dtype: torch.dtype = torch.float16,
+        tp_size: int = 1,
+    ) -> None:
+        heads = 2 // tp_size
+        full = FullAttentionSpec(
+            tokens_per_block=tokens_per_block, num_kv_heads=heads, head_dim=6, dtype=torch.float16
+        )
+        states = MambaSpec(tokens_per_block=4096, shapes=(state,), dtypes=(dtype,))
+        groups = (KVCacheGroup(full, ("layers.0",)), KVCacheGroup(states, ("layers.1",)))
+        self.tokens = torch.zeros(8, 2, tokens_per_block, heads, 6, dtype=torch.float16)
+        self.states = torch.zeros(8, *state, dtype=dtype)
+        caches = canonicalize(
+            {"layers.0": self.tokens, "layers.1": [self.states]},
+            KVCacheConfig(8, groups, null_block_id=0),
+            layouts={"layers.0": "block kv token head dim"},
+        )
+        self.endpoint = Endpoint("127.0.0.1", free_ports())
+        config = NixlConfig(listen=str(self.endpoint), transport="socket", timeout_s=5.0)
+        description = describe_caches(caches, WorkerShard(num_kv_heads=2, tp_size=tp_size))
+        self.size = tokens_per_block
+        self.handover = Handover(config, Namespace(model="m"), description, caches)
+        stack.enter_context(self.handover)
+
+    def lend(self, num_tokens: int) -> None:
+        prompt = PromptKeys(STATE_TOKENS)
+        keys = prompt.block_keys(0, self.size, len(STATE_TOKENS))
+        blocks = [*range(1, len(keys) + 1), STATE_BLOCK]
+        keys.append(prompt.state_key(1, num_tokens))
+        self.handover.offer(TICKET, keys, blocks, is_complete=True)
+
+    def ask(self, other: "StateEngine", tokens: list[int] = STATE_TOKENS) -> Found:
+        asking = self.handover.reader.ask(other.endpoint, TICKET, PromptKeys(tokens), STATE_WINDOWS)
+        return get(self.handover.submit(asking))
+
+    def fetch(
+        self, other: "StateEngine", found: Found, blocks: list[list[int]], **how: Any
+    ) -> Fetched:
+        first, stop = how.get("first_token", 0), how.get("num_tokens", len(STATE_TOKENS))
+        wanted = found.wanted(PromptKeys(STATE_TOKENS), first, stop, blocks)
+        return get(self.handover.submit(self.handover.reader.fetch(other.endpoint, wanted)))
+
+
+@pytest.mark.parametrize("first_token", [0, 4, 8])
+@pytest.mark.parametrize("their_size", [4, 8])
+def test_the_state_comes_with_the_tokens(
+    their_size: int, first_token: int, stack: ExitStack
+) -> None:
+    theirs, ours = StateEngine(stack, tokens_per_block=their_size), StateEngine(stack)
+    theirs.states[STATE_BLOCK] = torch.arange(15).reshape(3, 5)
+    theirs.tokens.normal_()
+    theirs.lend(len(STATE_TOKENS))
+    found = ours.ask(theirs)
+    assert (found.num_tokens, found.has_states) == (len(STATE_TOKENS), (False, True))
+    fetched = ours.fetch(theirs, found, [[5, 6, 7], [2]], first_token=first_token)
+    assert fetched.bad_blocks == [[], []]
+    assert torch.equal(ours.states[2], theirs.states[STATE_BLOCK])
+    assert int(ours.states.count_nonzero()) == 14
+    last = theirs.tokens[-(-10 // their_size), :, 8 % their_size : 8 % their_size + 2]
+    assert torch.equal(ours.tokens[7, :, :2], last)
+
+
+def test_a_state_after_other_tokens_is_not_there(stack: ExitStack) -> None:
+    theirs, ours = StateEngine(stack), StateEngine(stack)
+    theirs.lend(len(STATE_TOKENS) - 1)
+    assert ours.ask(theirs).num_tokens == 0
+    assert ours.ask(theirs, STATE_TOKENS[:-1]).num_tokens == 0  # its last block has one token more
+
+
+def test_a_part_of_the_prompt_has_no_state(stack: ExitStack) -> None:
+    theirs, ours = StateEngine(stack), StateEngine(stack)
+    theirs.lend(len(STATE_TOKENS))
+    fetched = ours.fetch(theirs, ours.ask(theirs), [[5, 6], [2]], num_tokens=8)
+    assert fetched.bad_blocks == [[], [2]]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "field", "values"),
+    [
+        ({"state": (5, 3)}, "s0", ("3 of 'layers.1.state0'", 5)),
+        ({"dtype": torch.bfloat16}, "dtype of layers.1.state0", (torch.float16, torch.bfloat16)),
+        ({"tp_size": 2}, "tp_size", (1, 2)),
+    ],
+)
+def test_other_states_are_refused_by_field_and_both_values(
+    theirs: dict[str, Any], field: str, values: tuple[Any, Any], stack: ExitStack
+) -> None:
+    other, ours = StateEngine(stack, **theirs), StateEngine(stack)
+    with pytest.raises(CacheMismatchError) as caught:
+        ours.ask(other)
+    assert caught.value.group == 1
+    assert (caught.value.field, caught.value.ours, caught.value.theirs) == (field, *values)
