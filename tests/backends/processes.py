@@ -11,7 +11,10 @@ from typing import Any
 
 # Forked from a process that has imported everything and started no thread: that takes no time.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.backends.nixl_holders", "tests.backends.agent_process"])
+_PRELOADED = "nixl_holders", "agent_process"
+_CONTEXT.set_forkserver_preload(
+    [*(f"tests.backends.{name}" for name in _PRELOADED), "tests.transfer.handover_engines"]
+)
 
 
 class ObedientProcess:

@@ -1,8 +1,5 @@
 """Engines that hand prompts over, for tests: every element tells its prompt and its place."""
 
-import multiprocessing
-import os
-import signal
 from collections.abc import Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -28,6 +25,7 @@ from kvxfer.lending.handover import Handover
 from kvxfer.lending.reader import Found
 from kvxfer.storage import Namespace
 from kvxfer.storage.prompt_keys import PromptKeys
+from tests.backends.processes import ObedientProcess, answer
 
 T = TypeVar("T")
 
@@ -37,9 +35,6 @@ HND = "block kv head token dim"
 AXES = NHD.split()
 NUM_BLOCKS, NUM_HEADS, HEAD_DIM, NUM_LAYERS = 24, 4, 3, 2
 NULL = 0
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.transfer.handover_engines"])
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -260,40 +255,21 @@ def get(future: Future[T]) -> T:
     return future.result(LIMIT_S)
 
 
-class EngineProcess:
-    """Engine in a process of its own."""
+class EngineProcess(ObedientProcess):
+    """Engine in a process of its own, whose methods are called by their names."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._orders, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_serve, args=(theirs, args, options))
-        self.process.start()
-        theirs.close()
-        self.endpoint = Endpoint("127.0.0.1", self._orders.recv())
+        super().__init__(_serve, args, options)
+        self.endpoint = Endpoint("127.0.0.1", self.said)
 
-    def tell(self, method: str, *args: Any, **options: Any) -> Any:
-        self._orders.send((method, args, options))
-        return self._orders.recv()
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-    def end(self) -> None:
-        """Kill the process, also when it is stopped or has ended."""
-        self._orders.close()
-        self.process.kill()
-        self.process.join(LIMIT_S)
+    def call(self, method: str, *args: Any, **options: Any) -> Any:
+        return self.tell((method, args, options))
 
 
 def _serve(orders: Connection, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     engine = Engine(*args, **options)
-    orders.send(engine.endpoint.port)
-    while True:
-        try:
-            method, given, how = orders.recv()
-        except EOFError:
-            break
-        orders.send(getattr(engine, method)(*given, **how))
+    port = engine.endpoint.port
+    answer(orders, port, lambda order: getattr(engine, order[0])(*order[1], **order[2]))
     engine.close()
 
 

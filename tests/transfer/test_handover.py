@@ -356,16 +356,16 @@ class Older:
 def test_a_prompt_goes_from_process_to_process_by_nixl(their_size: int, stack: ExitStack) -> None:
     theirs = start(stack, their_size, transport="nixl")
     ours = open_engine(stack, transport="nixl")
-    theirs.tell("lend", TICKET, TOKENS, [THEIRS])
+    theirs.call("lend", TICKET, TOKENS, [THEIRS])
     [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, [OURS])
     assert not any(fetched.bad_blocks)
     assert ours.all_good(TOKENS, [OURS])
-    theirs.tell("alter", THEIRS[0])
+    theirs.call("alter", THEIRS[0])
     [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, [OURS])
     assert fetched.bad_blocks == [OURS[: their_size // 4]]
     ours.release(theirs.endpoint, TICKET)
     stop = time.monotonic() + LIMIT_S
-    while theirs.tell("take_ended") != [[TICKET]]:
+    while theirs.call("take_ended") != [[TICKET]]:
         assert time.monotonic() < stop
 
 
@@ -377,7 +377,7 @@ def test_a_lender_that_dies_or_stops_during_a_fetch_ends_it(
 ) -> None:
     theirs = start(stack, transport=transport)
     ours = open_engine(stack, transport=transport, timeout_s=1.5)
-    theirs.tell("lend", TICKET, TOKENS, [THEIRS], num_tokens=8, is_complete=False)
+    theirs.call("lend", TICKET, TOKENS, [THEIRS], num_tokens=8, is_complete=False)
     found = ours.ask(theirs.endpoint, TICKET, TOKENS, waits=True)
     [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
     stop = time.monotonic() + LIMIT_S
