@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -156,3 +157,62 @@ def test_a_path_of_another_process_or_a_file_is_not_taken(tmp_path: Path) -> Non
         dead.bind(str(tmp_path / "left"))
     with EventPublisher(f"ipc://{tmp_path}/left"):
         pass
+
+
+# The same decoded by vLLM
+
+HASHES = [key[:-4] for key in KEYS[:2]]
+NO_TOKENS: dict[str, Any] = {
+    **dict.fromkeys(("parent_block_hash", "lora_id", "lora_name")),
+    "token_ids": [],
+    "block_size": 0,
+    "group_idx": 0,
+}
+
+
+@pytest.fixture
+def vllm_events() -> Any:
+    return pytest.importorskip("vllm.distributed.kv_events", reason="needs vLLM")
+
+
+def publish(*events: Added | Removed, **how: Any) -> list[bytes]:
+    """Publish events; return the batches that a subscriber gets."""
+    with (
+        EventPublisher(ANY_PORT, replay=ANY_PORT, **how) as publisher,
+        EventSubscriber.opened(publisher.endpoint, publisher.replay) as subscriber,
+    ):
+        for event in events:
+            publisher.note(event)
+        subscriber.read_until(lambda: len(subscriber.payloads) == 1 + len(events))
+        return subscriber.payloads
+
+
+@pytest.mark.timeout(120)  # importing vLLM takes a busy machine its time
+def test_vllm_decodes_what_is_sent(vllm_events: Any) -> None:
+    events = Added("file", KEYS[:2]), Removed("host_2", KEYS[:2], Removal.DELETED)
+    payloads = publish(*events, Added("tape", KEYS[:1]), hashes="bytes")
+    decoder = msgspec.msgpack.Decoder(vllm_events.KVEventBatch)
+    batches = [decoder.decode(payload) for payload in payloads]
+    stored = vllm_events.BlockStored
+    of_file = {"medium": "STORAGE", "locality": "LOCAL", "ownership": "file"}
+    of_host = {"medium": "CPU", "locality": "LOCAL", "ownership": "host_2"}
+    assert [batch.events for batch in batches] == [
+        [vllm_events.AllBlocksCleared()],
+        [stored([each], **of_file, **NO_TOKENS) for each in HASHES],
+        [vllm_events.BlockRemoved(HASHES, group_idx=0, **of_host)],
+        [stored(HASHES[:1], medium="STORAGE", ownership="tape", **NO_TOKENS)],
+    ]
+    assert {batch.data_parallel_rank for batch in batches} == {None}
+
+
+@pytest.mark.timeout(120)
+def test_hashes_are_numbers_as_vllm_makes_them(
+    vllm_events: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
+    _, payload = publish(Added("host", KEYS[:1]), hashes="int64", data_parallel_rank=3)
+    batch = msgspec.msgpack.decode(payload, type=vllm_events.KVEventBatch)
+    assert batch.events[0].block_hashes == [maybe_convert_block_hash(HASHES[0])]
+    assert batch.data_parallel_rank == 3

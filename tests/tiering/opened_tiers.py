@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity, PoolShape
+from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import (
@@ -13,25 +13,14 @@ from kvxfer.testing import (
 from kvxfer.testing.conformance.suite import make_keys, statuses
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.tiering import TieredBackend, TierTimeouts
-from kvxfer.units import ByteSize
+from tests.backends.test_host import capacity_for
 
 KEYS = make_keys(8)
 
 
-def host_capacity(namespace: Namespace, num_blocks: int) -> ByteSize:
-    """Count the bytes in which exactly `num_blocks` chunks of the largest group fit."""
-    chunk = max(namespace.chunk_size_bytes(group) for group in range(len(namespace.groups)))
-    slot = -(-chunk // 4096) * 4096 + 32
-    shape = PoolShape.fit(
-        capacity_bytes=8192 + num_blocks * slot, num_parts=1, part_size_bytes=chunk
-    )
-    assert shape.num_slots == num_blocks
-    return ByteSize(8192 + num_blocks * slot)
-
-
 def open_host(namespace: Namespace, num_blocks: int) -> HostBackend:
     """Open a host backend for exactly as many blocks, which sees when a byte of one changes."""
-    capacity = host_capacity(namespace, num_blocks)
+    capacity = capacity_for(namespace, num_blocks)
     config = HostConfig(capacity=capacity, integrity=MemoryIntegrity.FULL)
     return HostBackend(config, namespace)
 

@@ -1,6 +1,6 @@
 """TieredBackend keeps every promise of `Backend`, over tiers of any kind."""
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +18,7 @@ from kvxfer.testing import (
 )
 from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.units import ByteSize
-from tests.backends.file_store import flip_bit, open_store, path_of, places, temporary_folder
+from tests.backends.file_store import flip_bit, open_store, path_of
 from tests.examples import examples
 from tests.testing.test_dict_backend import Blocks, KeptBackend
 from tests.tiering.opened_tiers import open_dict, open_host, open_tiers, settle
@@ -107,18 +107,15 @@ class TestHostOverFiles(BackendTests):
 
     persistent = True
 
-    @pytest.fixture(autouse=True, params=places("posix-ext4"))
-    def _place(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        self.engine, file_system = request.param.split("-")
-        with temporary_folder(file_system) as folder:
-            self.root = folder / "store"
-            yield
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.root = tmp_path / "store"
 
     async def make_backend(self, namespace: Namespace) -> Backend:
         self.namespace = namespace
         config = HostConfig(capacity=ByteSize(4 << 20), integrity=MemoryIntegrity.FULL)
         self.host = HostBackend(config, namespace)
-        self.file = open_store(self.root, namespace, engine=self.engine)
+        self.file = open_store(self.root, namespace)
         return open_tiers([self.host, self.file], namespace)
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:

@@ -14,9 +14,9 @@ from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys, store_generated
 from kvxfer.tiering import TieredBackend
+from tests.backends.test_host import capacity_for
 from tests.tiering.opened_tiers import (
     KEYS,
-    host_capacity,
     load_from,
     open_dict,
     open_host,
@@ -156,7 +156,7 @@ async def test_copies_to_a_lower_tier_change_no_hit_of_the_first(policy: PolicyN
     namespace = memory.namespace()
 
     def open_first(namespace: Namespace) -> HostBackend:
-        capacity = host_capacity(namespace, NUM_SLOTS)
+        capacity = capacity_for(namespace, NUM_SLOTS)
         return HostBackend(HostConfig(capacity=capacity, eviction=policy), namespace)
 
     async with open_first(namespace) as alone:
