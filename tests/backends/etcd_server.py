@@ -2,10 +2,7 @@
 
 import asyncio
 import contextlib
-import os
 import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +12,7 @@ import grpc
 from aetcd import rpc
 
 from kvxfer.endpoint import free_ports
+from tests.backends.outages import Program
 
 PROGRAM = shutil.which("etcd")
 HOST = "127.0.0.1"
@@ -23,7 +21,7 @@ LIMIT_S = 30.0
 PAUSE_S = 0.05
 
 
-class EtcdServer:
+class EtcdServer(Program):
     """One etcd in a process of its own, in a cluster if it has one; started at once."""
 
     def __init__(
@@ -39,11 +37,11 @@ class EtcdServer:
     ) -> None:
         self.port = port or free_ports(2)
         self.url = f"etcd://{HOST}:{self.port}{PREFIX}"
-        self._folder = folder
         self._credentials = credentials
+        self._is_alone = cluster is None
         at, peer_at = f"{scheme}://{HOST}:{self.port}", _peer_url(self.port)
         members = [f"{each}={url}" for each, url in (cluster or {name: peer_at}).items()]
-        self._command = [
+        command = [
             *(str(PROGRAM), "--name", name, "--data-dir", str(folder / "data")),
             *("--listen-client-urls", at, "--advertise-client-urls", at),
             *("--listen-peer-urls", peer_at, "--initial-advertise-peer-urls", peer_at),
@@ -52,44 +50,23 @@ class EtcdServer:
             *("--heartbeat-interval", "20", "--election-timeout", "200"),
             *options,
         ]
-        self.spawn()
-        if cluster is None:
-            self.wait()
+        super().__init__(command, folder)
 
     def start(self) -> None:
-        self.spawn()
-        self.wait()
-
-    def spawn(self) -> None:
-        """Start it: a member answers when most of its cluster are there."""
-        with (self._folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        """Start it; a member answers when most of its cluster are there."""
+        super().start()
+        if self._is_alone:
+            self.wait()
 
     def wait(self) -> None:
-        stop = time.monotonic() + LIMIT_S
-        while True:
-            assert self.process.poll() is None, (self._folder / "log").read_text()[-2000:]
-            try:
-                self.call(rpc.KVStub, "Range", rpc.RangeRequest(key=b"ready"))
-            except grpc.RpcError as exc:
-                if exc.code() != grpc.StatusCode.UNAVAILABLE:  # it answers, and refuses
-                    return
-                assert time.monotonic() < stop, (self._folder / "log").read_text()[-2000:]
-                time.sleep(PAUSE_S)
-            else:
-                return
+        self.wait_until(self._answers)
 
-    def freeze(self) -> None:
-        """Stop it as it is: connections stay open, and nobody answers."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+    def _answers(self) -> bool:
+        try:
+            self.call(rpc.KVStub, "Range", rpc.RangeRequest(key=b"ready"))
+        except grpc.RpcError as exc:
+            return bool(exc.code() != grpc.StatusCode.UNAVAILABLE)  # it answers, and refuses
+        return True
 
     def call(self, stub: Any, method: str, request: Any, token: str = "") -> Any:
         """Make a call, such as that of a user who has a shell."""
@@ -135,7 +112,6 @@ def etcd(folder: Path, **options: Any) -> Iterator[EtcdServer]:
     try:
         yield server
     finally:
-        server.thaw()
         server.kill()
 
 
@@ -154,7 +130,6 @@ def etcd_cluster(folder: Path, num_members: int) -> Iterator[list[EtcdServer]]:
         yield members
     finally:
         for member in members:
-            member.thaw()
             member.kill()
 
 

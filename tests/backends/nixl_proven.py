@@ -14,17 +14,9 @@ import pytest
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import Endpoint, Exchange, NixlBackend, NixlConfig, identify_host
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
+from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.frames import FrameChannel
 from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client
-from kvxfer.backends.nixl.wire.messages import (
-    PROTOCOL_VERSION,
-    Answer,
-    Hello,
-    Message,
-    Reach,
-    Ready,
-    Region,
-)
 from kvxfer.errors import PeerError
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
@@ -39,9 +31,9 @@ LIMIT_S = 10.0
 MEMORY = BlockMemory([[4096]], num_blocks=16)
 NAMESPACE = MEMORY.namespace()
 CAPACITY = ByteSize(1 << 20)
-REGION = Region(1 << 20, 1 << 16)
-ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-READY: msgspec.msgpack.Decoder[Ready] = msgspec.msgpack.Decoder(Ready)
+REGION = wire.Region(1 << 20, 1 << 16)
+ANSWER: msgspec.msgpack.Decoder[wire.Answer] = msgspec.msgpack.Decoder(wire.Answer)
+READY: msgspec.msgpack.Decoder[wire.Ready] = msgspec.msgpack.Decoder(wire.Ready)
 
 MakeAgent = Callable[[], TransferAgent]
 
@@ -53,7 +45,7 @@ class ProvenPeer:
     greeting: Greeting
     channel: FrameChannel
 
-    async def ask(self, request: Message | dict[str, Any]) -> Answer | None:
+    async def ask(self, request: wire.Message | dict[str, Any]) -> wire.Answer | None:
         """Send a request; return the answer, None when the holder ended the connection."""
         try:
             async with asyncio.timeout(LIMIT_S):
@@ -66,14 +58,14 @@ class ProvenPeer:
 @contextlib.asynccontextmanager
 async def proven(
     endpoint: Endpoint,
-    reach: Reach,
+    reach: wire.Reach,
     *,
     incarnation: bytes = b"p" * 16,
-    version: int = PROTOCOL_VERSION,
+    version: int = wire.PROTOCOL_VERSION,
 ) -> AsyncIterator[ProvenPeer | None]:
     """Shake hands with a holder as a peer of this machine; yield None when it ends that."""
 
-    async def offer(_: Hello) -> Reach:
+    async def offer(_: wire.Hello) -> wire.Reach:
         return reach
 
     boot_id, pid, pid_namespace = identify_host()

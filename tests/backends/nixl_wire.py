@@ -1,46 +1,28 @@
 """Two ends of a connection over real sockets, and certificates for them."""
 
-import asyncio
-import contextlib
 import datetime as dt
 import inspect
 import ipaddress
-import ssl
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
-import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvxfer import KVXferError, Namespace, make_block_key
+from kvxfer import Namespace
 from kvxfer.backends.nixl import NixlConfig
-from kvxfer.backends.nixl.wire.frames import FrameChannel
-from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client, greet_as_server
 from kvxfer.backends.nixl.wire.messages import (
     OLDEST_VERSION,
     PROTOCOL_VERSION,
-    Found,
     Hello,
-    Lookup,
-    Reach,
 )
 
 HOST = "127.0.0.1"
 SECRET = bytes(range(32))
 NAMESPACE = Namespace(model="example/model", parallel={"tp_size": 2})
-LOOKUP = Lookup(request_id=7, keys=[make_block_key(b"hash", 0)])
-FOUND = Found(request_id=7, there=[True])
-DECODERS: list[msgspec.msgpack.Decoder[Any]] = [
-    msgspec.msgpack.Decoder(Found),
-    msgspec.msgpack.Decoder(Lookup),
-]
-
-Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def hello(name: bytes, namespace: Namespace | None = NAMESPACE) -> Hello:
@@ -50,113 +32,6 @@ def hello(name: bytes, namespace: Namespace | None = NAMESPACE) -> Hello:
         incarnation=name,
         namespace=namespace,
     )
-
-
-class Offer:
-    """Offer of an end's memory in a handshake, with the greetings that asked for it."""
-
-    def __init__(self, metadata: bytes) -> None:
-        self.reach = Reach(metadata=metadata)
-        self.asked: list[Hello] = []
-
-    async def __call__(self, theirs: Hello) -> Reach:
-        self.asked.append(theirs)
-        return self.reach
-
-
-@contextlib.asynccontextmanager
-async def listening(*, tls: ssl.SSLContext | None = None) -> AsyncIterator["Listener"]:
-    listener = Listener()
-    server = await asyncio.start_server(listener.accept, HOST, 0, ssl=tls)
-    listener.port = server.sockets[0].getsockname()[1]
-    async with server:
-        try:
-            yield listener
-        finally:
-            for writer in listener.writers:
-                writer.transport.abort()
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.port = 0
-        self.writers: list[asyncio.StreamWriter] = []
-        self._accepted: asyncio.Queue[Streams] = asyncio.Queue()
-
-    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.writers.append(writer)
-        self._accepted.put_nowait((reader, writer))
-
-    async def accepted(self) -> Streams:
-        return await self._accepted.get()
-
-
-class Stream(NamedTuple):
-    """Stream under a channel, through which tests say what no channel does."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    client: FrameChannel
-    server: FrameChannel
-    asking: Stream
-    serving: Stream
-
-
-@contextlib.asynccontextmanager
-async def connected(
-    *,
-    tls: tuple[ssl.SSLContext | None, ssl.SSLContext | None] = (None, None),
-    frame_timeout_s: float = 0.5,
-) -> AsyncIterator[Ends]:
-    """Open both ends of a connection; no task is left when they are closed."""
-    tasks_before = asyncio.all_tasks()
-    async with listening(tls=tls[1]) as listener:
-        asking = Stream(*await asyncio.open_connection(HOST, listener.port, ssl=tls[0]))
-        serving = Stream(*await listener.accepted())
-        client, server = (
-            FrameChannel(*each, frame_timeout_s=frame_timeout_s) for each in (asking, serving)
-        )
-        try:
-            yield Ends(client, server, asking, serving)
-        finally:
-            await asyncio.gather(client.aclose(), server.aclose())
-    assert asyncio.all_tasks() <= tasks_before
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    greeting: Greeting | None = None
-    answer: Lookup | Found | None = None
-    error: Exception | None = None
-
-
-async def converse(
-    ends: Ends,
-    *,
-    secrets: tuple[bytes | None, bytes | None] = (SECRET, SECRET),
-    hellos: tuple[Hello, Hello] = (hello(b"client"), hello(b"server")),
-    offers: tuple[Offer, Offer] | None = None,
-) -> tuple[Ending, Ending]:
-    offered = offers or (Offer(b"client's"), Offer(b"server's"))
-
-    async def talk(side: int, channel: FrameChannel) -> Ending:
-        greet = (greet_as_client, greet_as_server)[side]
-        try:
-            greeting = await greet(
-                channel, hellos[side], secret=secrets[side], reach=offered[side], timeout_s=0.5
-            )
-            await channel.send((LOOKUP, FOUND)[side])
-            return Ending(greeting, await channel.receive(DECODERS[side]))
-        except KVXferError as error:
-            await channel.aclose()
-            return Ending(error=error)
-
-    asked, served = await asyncio.gather(talk(0, ends.client), talk(1, ends.server))
-    return asked, served
 
 
 @dataclass(frozen=True, slots=True)

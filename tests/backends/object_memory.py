@@ -1,8 +1,8 @@
 """Object storage in the memory of a test, by obstore's own client, and calls that go elsewhere."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
+from unittest.mock import Mock
 
 from obstore.store import MemoryStore, ObjectStore
 
@@ -24,20 +24,6 @@ def open_in_memory(namespace: Namespace, store: MemoryStore | None = None) -> Ob
     return backend
 
 
-def plant(bucket: Bucket, name: str, call: Callable[..., Any]) -> None:
-    """Let a call of obstore go elsewhere, with the client as its first argument."""
-    before = bucket._store
-    planted = before if isinstance(before, _Planted) else _Planted(before, {})
-    calls: dict[str, Callable[..., Any]] = dict(planted.calls) | {
-        name: partial(call, planted.store)
-    }
-    bucket._store = cast("Any", _Planted(planted.store, calls))
-
-
-class _Planted:
-    def __init__(self, store: ObjectStore, calls: Mapping[str, Callable[..., Any]]) -> None:
-        self.store = store
-        self.calls = calls
-
-    def __getattr__(self, name: str) -> Any:
-        return self.calls.get(name) or getattr(self.store, name)
+def plant(bucket: Bucket, **calls: Callable[..., Any]) -> None:
+    """Let calls of obstore's client go elsewhere."""
+    bucket._store = cast("Any", Mock(wraps=bucket._store, **calls))

@@ -228,7 +228,6 @@ async def test_one_name_that_cannot_be_written_stops_no_other_store(tmp_path: Pa
     [
         ("a\0b", {}, "path"),
         ("\ud800", {}, "path"),
-        ("store", {"rescan_factor": -1.0}, "rescan_factor is .*; expected 0 or more"),
         ("store", {"rescan_factor": float("nan")}, "rescan_factor is .*; expected 0 or more"),
         ("store", {"close_timeout_s": float("inf")}, "close_timeout_s is .*; expected 0 or more"),
         ("store", {"capacity": ByteSize(8191)}, "8192 bytes or more"),

@@ -16,16 +16,7 @@ from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, client
 from kvxfer.backends.nixl.places import MAX_FRAGMENTS, Places, read_proofs
 from kvxfer.backends.nixl.session import ClientSession
-from kvxfer.backends.nixl.wire.messages import (
-    Extents,
-    Fencing,
-    Found,
-    Lookup,
-    Publish,
-    Pulled,
-    Reach,
-    Region,
-)
+from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import memory_regions
@@ -177,7 +168,7 @@ async def test_a_store_is_published_with_a_checksum_for_each_block_or_not_at_all
 ) -> None:
     original = ClientSession._publish
 
-    async def publish(self: ClientSession, request: Publish) -> Pulled:
+    async def publish(self: ClientSession, request: wire.Publish) -> wire.Pulled:
         return await original(self, msgspec.structs.replace(request, checksums=[7]))
 
     async with open_pair() as pair:
@@ -194,7 +185,7 @@ async def test_a_holder_that_answers_with_generations_unasked_is_not_believed(
 ) -> None:
     original = ClientSession._lookup
 
-    async def lookup(self: ClientSession, request: Lookup) -> Found:
+    async def lookup(self: ClientSession, request: wire.Lookup) -> wire.Found:
         return await original(self, msgspec.structs.replace(request, fenced=True))
 
     async with open_pair() as pair:
@@ -207,8 +198,8 @@ ADDRESS, SIZE = 1 << 20, 8
 REGIONS = Regions([(ADDRESS, 64)])
 
 
-def extents(*offsets: int, length: int = SIZE, regions: Sequence[int] = ()) -> Extents:
-    return Extents(
+def extents(*offsets: int, length: int = SIZE, regions: Sequence[int] = ()) -> wire.Extents:
+    return wire.Extents(
         regions=np.array(regions or [0] * len(offsets), np.uint32).tobytes(),
         offsets=np.array(offsets, np.uint64).tobytes(),
         lengths=np.full(len(offsets), length, np.uint64).tobytes(),
@@ -216,10 +207,10 @@ def extents(*offsets: int, length: int = SIZE, regions: Sequence[int] = ()) -> E
     )
 
 
-def found(*offsets: int | None, **fields: Any) -> Found:
+def found(*offsets: int | None, **fields: Any) -> wire.Found:
     """Make the answer to a lookup: blocks at some offset, or None for one that is not there."""
     present = [offset for offset in offsets if offset is not None]
-    answer = Found(
+    answer = wire.Found(
         request_id=1,
         there=[offset is not None for offset in offsets],
         starts=[0] * len(present),
@@ -258,7 +249,9 @@ def test_a_part_of_what_was_stored_has_no_checksum_and_so_no_place(size: int, st
         (found(*[0] * (MAX_FRAGMENTS + 1)), "fragments is 65537"),
     ],
 )
-def test_an_answer_that_cannot_be_is_refused_and_changes_nothing(answer: Found, shown: str) -> None:
+def test_an_answer_that_cannot_be_is_refused_and_changes_nothing(
+    answer: wire.Found, shown: str
+) -> None:
     places = Places(REGIONS)
     with pytest.raises(InvalidArgumentError, match=shown):
         places.note(KEYS[:1], answer)
@@ -280,9 +273,9 @@ def generations(*values: int) -> bytes:
     ],
 )
 def test_generations_that_cannot_be_are_refused(
-    places: Extents, words_of_generations: bytes, shown: str
+    places: wire.Extents, words_of_generations: bytes, shown: str
 ) -> None:
-    fences = Fencing(extents=places, generations=words_of_generations)
+    fences = wire.Fencing(extents=places, generations=words_of_generations)
     with pytest.raises(InvalidArgumentError, match=shown):
         read_proofs(REGIONS, found(0, 8, fences=fences), 2)
 
@@ -339,14 +332,14 @@ def test_extents_are_those_of_one_device_and_their_sum_does_not_wrap() -> None:
     wrapping = msgspec.structs.replace(extents(0, 0, 0, 0), lengths=lengths, block_offsets=ends)
     with pytest.raises(InvalidArgumentError, match="fewer bytes in all"):
         Regions([(100, (1 << 63) - 100)]).resolve(wrapping)
-    sent = msgspec.msgpack.encode(Reach(regions=list(regions)))
-    assert Regions(msgspec.msgpack.decode(sent, type=Reach).regions).devices == regions.devices
+    sent = msgspec.msgpack.encode(wire.Reach(regions=list(regions)))
+    assert Regions(msgspec.msgpack.decode(sent, type=wire.Reach).regions).devices == regions.devices
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:-1", "cuda:01", "cuda:128", "meta", "", "CPU"])
 def test_a_device_that_is_neither_the_host_nor_a_gpu_is_refused_by_name(device: str) -> None:
     with pytest.raises(InvalidArgumentError, match="device of a region") as caught:
-        Regions([Region(100, 100), Region(300, 100, device)])
+        Regions([wire.Region(100, 100), wire.Region(300, 100, device)])
     assert caught.value.value == device
 
 
@@ -359,7 +352,7 @@ def test_metadata_may_leave_out_the_device_of_host_memory_and_nothing_else() -> 
     ):
         metadata = msgspec.msgpack.encode(["name", [region], b"", 0, b""])
         if is_one:
-            assert AgentMetadata.decode(metadata).regions == [Region(9, 9, "cpu")]
+            assert AgentMetadata.decode(metadata).regions == [wire.Region(9, 9, "cpu")]
             continue
         with pytest.raises(InvalidArgumentError, match="metadata"):
             AgentMetadata.decode(metadata)

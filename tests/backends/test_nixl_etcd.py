@@ -140,7 +140,7 @@ async def test_members_that_die_are_left_for_others_and_none_is_believed_without
                 third.kill()
                 await until(lambda: not works(engine))
                 assert knows(engine, A, B), "cannot tell is not nobody"
-                third.spawn()
+                third.start()
                 await asyncio.to_thread(third.wait)
                 await until(lambda: works(engine))
 

@@ -22,20 +22,7 @@ from kvxfer.backends.nixl import (
     probe_peer,
 )
 from kvxfer.backends.nixl.agents import NixlAgent
-from kvxfer.backends.nixl.wire.messages import (
-    MAX_DESCRIPTION_BYTES,
-    Describe,
-    Failed,
-    Found,
-    Hold,
-    Lookup,
-    Pin,
-    Ping,
-    Pinned,
-    Pong,
-    Reach,
-    Release,
-)
+from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import Namespace
@@ -60,9 +47,9 @@ pytestmark = pytest.mark.usefixtures("nixl")
 GROUPLESS = Namespace(model="example/model", dtype="float32")
 KEYS = make_keys(4)
 ABOUT_TICKETS = [
-    Describe(request_id=1),
-    Hold(request_id=1, ticket="t", keys=KEYS),
-    Release(request_id=1, tickets=["t"]),
+    wire.Describe(request_id=1),
+    wire.Hold(request_id=1, ticket="t", keys=KEYS),
+    wire.Release(request_id=1, tickets=["t"]),
 ]
 
 
@@ -101,16 +88,16 @@ async def test_a_holder_without_a_desk_says_so(tmp_path: Path) -> None:
         async with reading(tmp_path, GROUPLESS) as other:
             with pytest.raises(KVXferError, match="namespaces differ"):
                 await other.peer(endpoint_of(holder)).describe()
-        async with proven(endpoint_of(holder), Reach()) as peer:
+        async with proven(endpoint_of(holder), wire.Reach()) as peer:
             assert peer is not None
             for request in ABOUT_TICKETS:
                 answer = await peer.ask(request)
-                assert isinstance(answer, Failed)
+                assert isinstance(answer, wire.Failed)
                 assert f"request is '{type(request).__name__}'; expected none" in answer.reason
 
 
 LISTEN = "127.0.0.1:0"
-TOO_LONG = RecordingDesk(description=bytes(MAX_DESCRIPTION_BYTES + 1))
+TOO_LONG = RecordingDesk(description=bytes(wire.MAX_DESCRIPTION_BYTES + 1))
 
 
 @pytest.mark.parametrize(
@@ -169,14 +156,14 @@ async def test_a_backend_of_version_4_stores_and_loads_and_asks_for_no_tickets(
 async def test_a_session_of_version_4_refuses_requests_about_tickets(tmp_path: Path) -> None:
     desk = RecordingDesk({"t": KEYS})
     async with holding(tmp_path, desk, transport="socket") as holder:
-        async with proven(endpoint_of(holder), Reach(), version=4) as peer:
+        async with proven(endpoint_of(holder), wire.Reach(), version=4) as peer:
             assert peer is not None
             for request in ABOUT_TICKETS:
                 answer = await peer.ask(request)
-                assert isinstance(answer, Failed)
+                assert isinstance(answer, wire.Failed)
                 assert "version is 4; expected at least 5" in answer.reason
-            assert await peer.ask(Ping(request_id=2)) == Pong(request_id=2)
-            assert isinstance(await peer.ask(Lookup(request_id=3, keys=KEYS)), Found)
+            assert await peer.ask(wire.Ping(request_id=2)) == wire.Pong(request_id=2)
+            assert isinstance(await peer.ask(wire.Lookup(request_id=3, keys=KEYS)), wire.Found)
         assert desk.num_holds == 0
         assert "t" in desk.tickets
 
@@ -239,7 +226,9 @@ async def pinned(peer: StandalonePeer) -> AsyncIterator[None]:
     node = LocalNode(config, NAMESPACE, make_agent=NixlAgent)
     connection = await Connection.open(node, peer.endpoint)
     async with contextlib.aclosing(node), contextlib.aclosing(connection):
-        await connection.request(partial(Pin, keys=KEYS[:1], starts=[0], sizes=[4096]), Pinned)
+        await connection.request(
+            partial(wire.Pin, keys=KEYS[:1], starts=[0], sizes=[4096]), wire.Pinned
+        )
         yield
 
 

@@ -1,109 +1,202 @@
-"""Frames arrive in order or are an error; a handshake succeeds only with one secret."""
+"""Frames and handshakes with peers: what is changed, untrusted or not of one secret is refused."""
 
 import asyncio
-import socket
-import struct
+import contextlib
+import shutil
+import ssl
 import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import pytest
+from cryptography.hazmat.primitives import serialization
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer import make_block_key
-from kvxfer.backends.nixl import Endpoint
-from kvxfer.backends.nixl.wire import frames, messages
-from kvxfer.backends.nixl.wire.frames import (
-    HEADER_BYTES,
-    MAX_FRAME_BYTES,
-    MAX_UNPROVEN_FRAME_BYTES,
-    SEAL_BYTES,
-    FrameChannel,
-    FrameCodec,
-    FrameKeys,
-    RateLimit,
-)
-from kvxfer.backends.nixl.wire.handshake import Role, Session, greet_as_client, greet_as_server
-from kvxfer.backends.nixl.wire.messages import (
-    MAX_TEXT_CHARACTERS,
-    OLDEST_VERSION,
-    PROTOCOL_VERSION,
-    Answer,
-    Handshake,
-    Lookup,
-    Message,
-    Ping,
-    Proof,
-    Reach,
-    Reading,
-    Refusal,
-    Request,
+from kvxfer import KVXferError, make_block_key
+from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig, client_context, server_context
+from kvxfer.backends.nixl.wire import frames
+from kvxfer.backends.nixl.wire import messages as wire
+from kvxfer.backends.nixl.wire.handshake import (
+    Greeting,
+    Role,
+    Session,
+    greet_as_client,
+    greet_as_server,
 )
 from kvxfer.errors import (
     HandshakeError,
     InvalidArgumentError,
     NamespaceMismatchError,
-    PeerClosedError,
     PeerError,
     PeerTimeoutError,
     ProtocolError,
 )
-from tests.backends.nixl_wire import (
-    FOUND,
-    HOST,
-    LOOKUP,
-    NAMESPACE,
-    SECRET,
-    Ending,
-    Offer,
-    connected,
-    converse,
-    hello,
-    listening,
-)
+from kvxfer.storage.backend import Status
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import make_keys, statuses
+from kvxfer.units import ByteSize
+from tests.backends.nixl_wire import HOST, NAMESPACE, SECRET, Authority, hello
 from tests.clock import Clock
 
-REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-HANDSHAKE: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)
-ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-READING = msgspec.msgpack.Decoder(Reading)
-PING: msgspec.msgpack.Decoder[Ping] = msgspec.msgpack.Decoder(Ping)
-LARGE = Proof(mac=bytes(MAX_UNPROVEN_FRAME_BYTES - 100))
+REQUEST: msgspec.msgpack.Decoder[wire.Request] = msgspec.msgpack.Decoder(wire.Request)
+HANDSHAKE: msgspec.msgpack.Decoder[wire.Handshake] = msgspec.msgpack.Decoder(wire.Handshake)
+ANSWER: msgspec.msgpack.Decoder[wire.Answer] = msgspec.msgpack.Decoder(wire.Answer)
+READING = msgspec.msgpack.Decoder(wire.Reading)
+LARGE = wire.Proof(mac=bytes(frames.MAX_UNPROVEN_FRAME_BYTES - 100))
 NASTY = "\x1b[2J\r\nERROR a line of its own\u202e" * 1000
 
 MESSAGES = st.one_of(
-    st.builds(Ping, request_id=st.integers(0, 2**63 - 1)),
+    st.builds(wire.Ping, request_id=st.integers(0, 2**63 - 1)),
     st.builds(
-        Lookup,
+        wire.Lookup,
         request_id=st.integers(0, 2**63 - 1),
         keys=st.lists(st.binary(min_size=5, max_size=40)),
     ),
 )
+LOOKUP = wire.Lookup(request_id=7, keys=[make_block_key(b"hash", 0)])
+FOUND = wire.Found(request_id=7, there=[True])
+DECODERS: list[msgspec.msgpack.Decoder[Any]] = [
+    msgspec.msgpack.Decoder(wire.Found),
+    msgspec.msgpack.Decoder(wire.Lookup),
+]
+Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Offer:
+    """Offer of an end's memory in a handshake, with the greetings that asked for it."""
+
+    def __init__(self, metadata: bytes) -> None:
+        self.reach = wire.Reach(metadata=metadata)
+        self.asked: list[wire.Hello] = []
+
+    async def __call__(self, theirs: wire.Hello) -> wire.Reach:
+        self.asked.append(theirs)
+        return self.reach
+
+
+@contextlib.asynccontextmanager
+async def listening(*, tls: ssl.SSLContext | None = None) -> AsyncIterator["Listener"]:
+    listener = Listener()
+    server = await asyncio.start_server(listener.accept, HOST, 0, ssl=tls)
+    listener.port = server.sockets[0].getsockname()[1]
+    async with server:
+        try:
+            yield listener
+        finally:
+            for writer in listener.writers:
+                writer.transport.abort()
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.port = 0
+        self.writers: list[asyncio.StreamWriter] = []
+        self._accepted: asyncio.Queue[Streams] = asyncio.Queue()
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        self._accepted.put_nowait((reader, writer))
+
+    async def accepted(self) -> Streams:
+        return await self._accepted.get()
+
+
+class Stream(NamedTuple):
+    """Stream under a channel, through which tests say what no channel does."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    client: frames.FrameChannel
+    server: frames.FrameChannel
+    asking: Stream
+    serving: Stream
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    *,
+    tls: tuple[ssl.SSLContext | None, ssl.SSLContext | None] = (None, None),
+    frame_timeout_s: float = 0.5,
+) -> AsyncIterator[Ends]:
+    """Open both ends of a connection; no task is left when they are closed."""
+    tasks_before = asyncio.all_tasks()
+    async with listening(tls=tls[1]) as listener:
+        asking = Stream(*await asyncio.open_connection(HOST, listener.port, ssl=tls[0]))
+        serving = Stream(*await listener.accepted())
+        client, server = (
+            frames.FrameChannel(*each, frame_timeout_s=frame_timeout_s)
+            for each in (asking, serving)
+        )
+        try:
+            yield Ends(client, server, asking, serving)
+        finally:
+            await asyncio.gather(client.aclose(), server.aclose())
+    assert asyncio.all_tasks() <= tasks_before
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    greeting: Greeting | None = None
+    answer: wire.Lookup | wire.Found | None = None
+    error: Exception | None = None
+
+
+async def converse(
+    ends: Ends,
+    *,
+    secrets: tuple[bytes | None, bytes | None] = (SECRET, SECRET),
+    hellos: tuple[wire.Hello, wire.Hello] = (hello(b"client"), hello(b"server")),
+    offers: tuple[Offer, Offer] | None = None,
+) -> tuple[Ending, Ending]:
+    offered = offers or (Offer(b"client's"), Offer(b"server's"))
+
+    async def talk(side: int, channel: frames.FrameChannel) -> Ending:
+        greet = (greet_as_client, greet_as_server)[side]
+        try:
+            greeting = await greet(
+                channel, hellos[side], secret=secrets[side], reach=offered[side], timeout_s=0.5
+            )
+            await channel.send((LOOKUP, FOUND)[side])
+            return Ending(greeting, await channel.receive(DECODERS[side]))
+        except KVXferError as error:
+            await channel.aclose()
+            return Ending(error=error)
+
+    asked, served = await asyncio.gather(talk(0, ends.client), talk(1, ends.server))
+    return asked, served
 
 
 def session(role: Role, key: bytes = bytes(32)) -> Session:
     return Session(role, session_id=b"session", key=key)
 
 
-def codecs(*, serial: int | None = 0) -> tuple[FrameCodec, FrameCodec]:
+def codecs(*, serial: int | None = 0) -> tuple[frames.FrameCodec, frames.FrameCodec]:
     """Make both sides of a connection, with the keys of data connection `serial`, or none."""
-    asking, serving = FrameCodec("server"), FrameCodec("client")
+    asking, serving = frames.FrameCodec("server"), frames.FrameCodec("client")
     if serial is not None:
         asking.secure(session(Role.ASKING).frame_keys(serial))
         serving.secure(session(Role.SERVING).frame_keys(serial))
     return asking, serving
 
 
-def read(codec: FrameCodec, frame: bytes | bytearray) -> Request:
+def read(codec: frames.FrameCodec, frame: bytes | bytearray) -> wire.Request:
     """Read a frame as a receiver must."""
-    body = frame[HEADER_BYTES:]
-    if codec.body_size(frame[:HEADER_BYTES]) != len(body):
+    body = frame[frames.HEADER_BYTES :]
+    if codec.body_size(frame[: frames.HEADER_BYTES]) != len(body):
         raise ProtocolError(codec.peer, "the test would wait for more bytes, or leave some")
     return codec.decode(codec.open(body), REQUEST)
 
 
 def test_every_flipped_bit_of_a_sealed_frame_is_an_error() -> None:
-    frame = codecs()[0].encode(Lookup(request_id=1, keys=[make_block_key(b"hash", 0)]))
+    frame = codecs()[0].encode(wire.Lookup(request_id=1, keys=[make_block_key(b"hash", 0)]))
     for bit in range(8 * len(frame)):
         flipped = bytearray(frame)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -113,7 +206,7 @@ def test_every_flipped_bit_of_a_sealed_frame_is_an_error() -> None:
 
 @given(st.lists(MESSAGES, min_size=2, max_size=5), st.data())
 def test_a_sealed_frame_is_accepted_only_in_its_place(
-    messages: list[Request], data: st.DataObject
+    messages: list[wire.Request], data: st.DataObject
 ) -> None:
     asking, serving = codecs()
     sealed = [asking.encode(message) for message in messages]
@@ -126,7 +219,7 @@ def test_a_sealed_frame_is_accepted_only_in_its_place(
 
 
 def test_a_frame_of_another_connection_or_direction_is_an_error() -> None:
-    message = Ping(request_id=1)
+    message = wire.Ping(request_id=1)
     _, serving = codecs(serial=3)
     for strange in (*codecs(serial=4), codecs(serial=3)[1]):
         with pytest.raises(ProtocolError):
@@ -135,33 +228,33 @@ def test_a_frame_of_another_connection_or_direction_is_an_error() -> None:
 
 
 def test_an_open_frame_is_an_error_once_frames_are_sealed() -> None:
-    frame = codecs(serial=None)[0].encode(Ping(request_id=1))
+    frame = codecs(serial=None)[0].encode(wire.Ping(request_id=1))
     with pytest.raises(ProtocolError):
         read(codecs()[1], frame)
     with pytest.raises(ProtocolError):
-        read(codecs()[1], frame + bytes(SEAL_BYTES))
+        read(codecs()[1], frame + bytes(frames.SEAL_BYTES))
 
 
 @pytest.mark.parametrize(
-    ("serial", "limit"), [(None, MAX_UNPROVEN_FRAME_BYTES), (0, MAX_FRAME_BYTES)]
+    ("serial", "limit"), [(None, frames.MAX_UNPROVEN_FRAME_BYTES), (0, frames.MAX_FRAME_BYTES)]
 )
 def test_a_frame_may_have_so_many_bytes_and_no_more(serial: int | None, limit: int) -> None:
     asking, serving = codecs(serial=serial)
-    overhead = len(msgspec.msgpack.encode(Proof(mac=bytes(1 << 16)))) - (1 << 16)
-    largest = Proof(mac=bytes(limit - overhead))
+    overhead = len(msgspec.msgpack.encode(wire.Proof(mac=bytes(1 << 16)))) - (1 << 16)
+    largest = wire.Proof(mac=bytes(limit - overhead))
     with pytest.raises(InvalidArgumentError, match=f"size of a message Proof is {limit + 1}"):
-        asking.encode(Proof(mac=bytes(limit - overhead + 1)))
+        asking.encode(wire.Proof(mac=bytes(limit - overhead + 1)))
     frame = asking.encode(largest)
-    serving.body_size(frame[:HEADER_BYTES])
-    assert serving.decode(serving.open(frame[HEADER_BYTES:]), HANDSHAKE) == largest
+    serving.body_size(frame[: frames.HEADER_BYTES])
+    assert serving.decode(serving.open(frame[frames.HEADER_BYTES :]), HANDSHAKE) == largest
     for size in (0, limit + 1, 2**32 - 1):
         with pytest.raises(ProtocolError, match=f"announced a frame of {size} bytes"):
-            serving.body_size(size.to_bytes(HEADER_BYTES, "big"))
+            serving.body_size(size.to_bytes(frames.HEADER_BYTES, "big"))
 
 
 def test_keys_are_not_shown() -> None:
     secret = b"never in a log"
-    shown = f"{FrameKeys(secret, secret)!r} {session(Role.ASKING, secret)!r}"
+    shown = f"{frames.FrameKeys(secret, secret)!r} {session(Role.ASKING, secret)!r}"
     assert "never" not in shown
 
 
@@ -176,13 +269,13 @@ def test_keys_are_not_shown() -> None:
     ids=["failed", "ending", "refusal of a read", "refusal"],
 )
 def test_text_of_the_other_side_arrives_short_and_without_control_characters(
-    said: dict[str, object], legal: msgspec.msgpack.Decoder[Message]
+    said: dict[str, object], legal: msgspec.msgpack.Decoder[wire.Message]
 ) -> None:
-    message = FrameCodec("p").decode(memoryview(msgspec.msgpack.encode(said)), legal)
+    message = frames.FrameCodec("p").decode(memoryview(msgspec.msgpack.encode(said)), legal)
     texts = [text for text in texts_of(message) if len(text) > 9]
     assert texts
     assert all(text.isprintable() and "x1b" in text for text in texts)
-    assert all(len(text) < 10 * MAX_TEXT_CHARACTERS for text in texts)
+    assert all(len(text) < 10 * wire.MAX_TEXT_CHARACTERS for text in texts)
 
 
 def texts_of(message: object) -> list[str]:
@@ -203,17 +296,17 @@ async def test_a_peer_that_reads_nothing_is_given_up() -> None:
         with pytest.raises(PeerTimeoutError, match=r"taking a frame .* than 0\.2 s") as one:
             await send_more_than_buffers_hold()
         with pytest.raises(PeerTimeoutError) as two:
-            await ends.client.send(Ping(request_id=1))
+            await ends.client.send(wire.Ping(request_id=1))
         assert one.value is two.value
 
 
 @pytest.mark.parametrize(
     "limit",
-    [RateLimit(frames_per_second=20), RateLimit(bytes_per_second=20 * 1000)],
+    [frames.RateLimit(frames_per_second=20), frames.RateLimit(bytes_per_second=20 * 1000)],
     ids=["frames", "bytes"],
 )
 def test_a_second_worth_may_come_at_once_and_silence_saves_no_more(
-    limit: RateLimit, clock: Clock
+    limit: frames.RateLimit, clock: Clock
 ) -> None:
     pace = frames._Pace(limit)
     for _ in range(2):
@@ -224,34 +317,6 @@ def test_a_second_worth_may_come_at_once_and_silence_saves_no_more(
             pace.count(1000)
         assert pace.ahead_s() == pytest.approx(5 / 20)
         clock.now += 3600
-
-
-@pytest.mark.parametrize("how", ["closes", "resets"])
-async def test_a_peer_that_ends_the_connection_is_gone_for_all_calls(how: str) -> None:
-    async with connected() as ends:
-        receiving = asyncio.create_task(ends.server.receive(PING))
-        await asyncio.sleep(0)
-        if how == "resets":
-            plain = ends.asking.writer.get_extra_info("socket")
-            plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        await ends.client.aclose()
-        with pytest.raises(PeerClosedError) as first:
-            await receiving
-        for call in (ends.server.receive(PING), ends.server.send(Ping(request_id=1))):
-            with pytest.raises(PeerClosedError) as again:
-                await call
-            assert again.value is first.value
-
-
-@pytest.mark.parametrize("length", [1, HEADER_BYTES, HEADER_BYTES + 1])
-async def test_a_peer_that_ends_the_connection_within_a_frame_breaks_the_protocol(
-    length: int,
-) -> None:
-    async with connected() as ends:
-        ends.asking.writer.write(FrameCodec("a peer").encode(Ping(request_id=1))[:length])
-        await ends.client.aclose()
-        with pytest.raises(ProtocolError, match="in the middle of a frame"):
-            await ends.server.receive(PING)
 
 
 OTHER_SECRET = bytes(32)
@@ -306,7 +371,7 @@ async def test_a_client_offers_nothing_to_a_server_that_cannot_prove_itself() ->
         await ends.server.receive_payload()
         await ends.server.send(msgspec.structs.replace(hello(b"server"), nonce=bytes(32)))
         await ends.server.receive_payload()
-        await ends.server.send(Reach(metadata=b"server's"))
+        await ends.server.send(wire.Reach(metadata=b"server's"))
         with pytest.raises(ProtocolError, match="not legal"):
             await client
     assert not offer.asked
@@ -316,15 +381,21 @@ async def test_a_client_offers_nothing_to_a_server_that_cannot_prove_itself() ->
 @pytest.mark.parametrize(
     ("versions", "theirs"),
     [
-        ({"version": PROTOCOL_VERSION + 1}, f"{PROTOCOL_VERSION + 1} to {PROTOCOL_VERSION + 1}"),
         (
-            {"version": PROTOCOL_VERSION + 3, "oldest_version": PROTOCOL_VERSION + 2},
-            f"{PROTOCOL_VERSION + 2} to {PROTOCOL_VERSION + 3}",
+            {"version": wire.PROTOCOL_VERSION + 1},
+            f"{wire.PROTOCOL_VERSION + 1} to {wire.PROTOCOL_VERSION + 1}",
         ),
-        ({"version": OLDEST_VERSION - 1, "oldest_version": 1}, f"1 to {OLDEST_VERSION - 1}"),
+        (
+            {"version": wire.PROTOCOL_VERSION + 3, "oldest_version": wire.PROTOCOL_VERSION + 2},
+            f"{wire.PROTOCOL_VERSION + 2} to {wire.PROTOCOL_VERSION + 3}",
+        ),
+        (
+            {"version": wire.OLDEST_VERSION - 1, "oldest_version": 1},
+            f"1 to {wire.OLDEST_VERSION - 1}",
+        ),
         ({"version": 3}, "3 to 3"),  # the last one whose greeting had no oldest version
         ({"version": 1 << 63, "oldest_version": 1 << 62}, f"{1 << 62} to {1 << 63}"),
-        ({"version": OLDEST_VERSION, "oldest_version": OLDEST_VERSION + 1}, None),
+        ({"version": wire.OLDEST_VERSION, "oldest_version": wire.OLDEST_VERSION + 1}, None),
     ],
     ids=str,
 )
@@ -333,7 +404,7 @@ async def test_versions_that_do_not_meet_are_refused_whatever_else_is_said(
 ) -> None:
     said = {"type": "Hello", "something_new": "unheard of"} | versions
     theirs = theirs or f"{versions['oldest_version']} to {versions['version']}"
-    ours = f"{OLDEST_VERSION} to {PROTOCOL_VERSION}"
+    ours = f"{wire.OLDEST_VERSION} to {wire.PROTOCOL_VERSION}"
     async with connected() as ends:
         channels = (ends.client, ends.server)
         greet = (greet_as_client, greet_as_server)[1 - stranger]
@@ -345,8 +416,8 @@ async def test_versions_that_do_not_meet_are_refused_whatever_else_is_said(
         differs = f"version differs: ours is '{ours}', theirs is '{theirs}'"
         with pytest.raises(HandshakeError, match=differs):
             await us
-        refusal = await channels[stranger].receive(msgspec.msgpack.Decoder(Refusal))
-        assert refusal == Refusal(field="version", ours=ours, theirs=theirs)
+        refusal = await channels[stranger].receive(msgspec.msgpack.Decoder(wire.Refusal))
+        assert refusal == wire.Refusal(field="version", ours=ours, theirs=theirs)
 
 
 @pytest.mark.parametrize(
@@ -369,13 +440,13 @@ async def test_ranges_of_versions_that_meet_are_enough(
 async def test_what_a_newer_version_adds_to_a_greeting_is_ignored_but_proven(newer: int) -> None:
     """The proof is over the greeting as it was said, with the part that is not understood."""
 
-    class Hello(messages.Hello, frozen=True, tag="Hello"):
+    class Hello(wire.Hello, frozen=True, tag="Hello"):
         colour: str = "blue"
         sizes: dict[str, list[int]] = msgspec.field(default_factory=lambda: {"a": [1]})
 
     both = [hello(b"client"), hello(b"server")]
     known = msgspec.structs.asdict(both[newer])
-    both[newer] = Hello(**(known | {"version": PROTOCOL_VERSION + 1}))
+    both[newer] = wire.Hello(**(known | {"version": wire.PROTOCOL_VERSION + 1}))
     async with connected() as ends:
         asked, served = await converse(ends, hellos=(both[0], both[1]))
         assert agreed((asked, served))
@@ -417,7 +488,7 @@ HELLOS = (hello(b"c", None), hello(b"s", None))
 async def test_a_mirror_is_not_a_peer(secret: bytes | None) -> None:
     offer = Offer(b"client's")
     async with listening() as listener:
-        client = FrameChannel(*await asyncio.open_connection(HOST, listener.port))
+        client = frames.FrameChannel(*await asyncio.open_connection(HOST, listener.port))
         reader, writer = await listener.accepted()
 
         async def mirror() -> None:
@@ -447,7 +518,7 @@ async def test_a_recorded_conversation_proves_nothing(monkeypatch: pytest.Monkey
     offer = Offer(b"server's")
     async with listening() as listener:
         _, writer = await asyncio.open_connection(HOST, listener.port)
-        server = FrameChannel(*await listener.accepted())
+        server = frames.FrameChannel(*await listener.accepted())
         writer.write(b"".join(recorded))
         with pytest.raises(HandshakeError) as caught:
             await greet_as_server(server, hello(b"server"), secret=SECRET, reach=offer)
@@ -463,7 +534,7 @@ GARBAGE = {
     "HTTP": b"GET / HTTP/1.1\r\nHost: example.com\r\n\r\n",
     "TLS": bytes.fromhex("16030100c8010000c40303") + bytes(200),
     "an empty frame": b"\0\0\0\0",
-    "too much": (MAX_UNPROVEN_FRAME_BYTES + 1).to_bytes(4, "big"),
+    "too much": (frames.MAX_UNPROVEN_FRAME_BYTES + 1).to_bytes(4, "big"),
     "far too much": b"\xff\xff\xff\xff",
     "depth": (1 << 17).to_bytes(4, "big") + b"\x91" * (1 << 17),
     "a list of billions": b"\0\0\0\x05\xdd\xff\xff\xff\xff",
@@ -482,7 +553,7 @@ async def test_a_stranger_gets_no_further(name: str, side: str) -> None:
         with pytest.raises(PeerError) as caught:
             await greet(ours, HELLOS[0], secret=SECRET, reach=Offer(b""), timeout_s=TIMEOUT_S)
         with pytest.raises(PeerError) as again:
-            await ours.send(Ping(request_id=1))
+            await ours.send(wire.Ping(request_id=1))
     silent = name in {"nothing", "an announcement", "half a greeting"}
     assert type(caught.value) is (PeerTimeoutError if silent else ProtocolError)
     assert again.value is caught.value or silent
@@ -494,3 +565,170 @@ async def test_a_greeting_without_a_proper_nonce_is_an_error() -> None:
         await ends.client.send(msgspec.structs.replace(hello(b"", None), nonce=bytes(31)))
         with pytest.raises(ProtocolError, match="nonce of 31 bytes"):
             await greet_as_server(ends.server, HELLOS[1], secret=SECRET, reach=Offer(b""))
+
+
+MEMORY = BlockMemory([[4096]], num_blocks=4)
+KEYS = make_keys(2)
+
+
+@pytest.fixture
+async def failed_tls() -> None:
+    asyncio.get_running_loop().set_debug(False)  # it would be logged as an error
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "stranger")
+
+
+@pytest.mark.usefixtures("failed_tls")
+async def test_a_client_does_not_talk_to_a_server_of_another_authority(
+    authority: Authority, stranger: Authority
+) -> None:
+    theirs = server_context(stranger.config(**authority.files("tls_ca")))
+    async with listening(tls=theirs) as listener:
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await asyncio.open_connection(
+                HOST, listener.port, ssl=client_context(authority.config())
+            )
+
+
+@pytest.mark.parametrize("client", ["another authority", "no certificate", "no TLS", "older TLS"])
+@pytest.mark.usefixtures("failed_tls")
+async def test_a_server_does_not_talk_to_a_client_that_it_cannot_trust(
+    client: str, authority: Authority, stranger: Authority
+) -> None:
+    tls = None if client == "no TLS" else client_context(authority.config())
+    if client == "another authority":
+        tls = client_context(stranger.config(**authority.files("tls_ca")))
+    elif client == "no certificate":
+        tls = ssl.create_default_context(cafile=authority.config().tls_ca)
+    elif tls is not None:
+        tls.minimum_version = tls.maximum_version = ssl.TLSVersion.TLSv1_2
+
+    async def greet(port: int) -> None:  # it learns of a refusal when it connects or reads
+        channel = frames.FrameChannel(*await asyncio.open_connection(HOST, port, ssl=tls))
+        await greet_as_client(channel, hello(b"client"), secret=None, reach=Offer(b""))
+
+    async with listening(tls=server_context(authority.config())) as listener:
+        with pytest.raises(OSError if client == "older TLS" else PeerError):
+            await greet(listener.port)
+        assert not listener.writers
+
+
+def test_a_private_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(
+    authority: Authority, tmp_path: Path
+) -> None:
+    config = authority.config()
+    key = serialization.load_pem_private_key(Path(config.tls_key).read_bytes(), None)
+    encryption = serialization.BestAvailableEncryption(b"passphrase")
+    formats = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    locked = tmp_path / "locked.pem"
+    locked.write_bytes(key.private_bytes(*formats, encryption))
+    with pytest.raises(InvalidArgumentError, match="its private key, not encrypted"):
+        client_context(authority.config(tls_key=str(locked)))  # or it waits for it
+
+
+async def test_encryption_alone_is_not_authentication(authority: Authority) -> None:
+    """A server that asks for no certificate cannot authenticate its clients."""
+    blind = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    config = authority.config()
+    blind.load_cert_chain(config.tls_cert, config.tls_key)
+    async with connected(tls=(client_context(config), blind)) as ends:
+        assert ends.client.has_verified_certificate
+        assert not ends.server.has_verified_certificate
+    async with connected() as ends:
+        assert not ends.client.has_verified_certificate
+
+
+@pytest.mark.parametrize("name", ["tls_cert", "tls_key", "tls_ca"])
+@pytest.mark.parametrize("content", [None, b"", b"not a certificate"])
+def test_a_file_that_is_not_what_it_must_be_is_named(
+    name: str, content: bytes | None, authority: Authority, tmp_path: Path
+) -> None:
+    path = tmp_path / "file.pem"
+    if content is not None:
+        path.write_bytes(content)
+    config = authority.config(**{name: str(path)})
+    for make_context in (client_context, server_context):
+        with pytest.raises(InvalidArgumentError, match=name) as caught:
+            make_context(config)
+        assert str(path) in str(caught.value)
+
+
+def test_a_certificate_and_the_key_of_another_one_are_refused(
+    authority: Authority, stranger: Authority
+) -> None:
+    with pytest.raises(InvalidArgumentError, match="KEY_VALUES_MISMATCH"):
+        server_context(authority.config(**stranger.files("tls_key")))
+
+
+def replace(files: dict[str, Any], authority: Authority) -> None:
+    """Replace files of TLS, as those of a secret in Kubernetes are."""
+    for name, source in authority.files().items():
+        shutil.copy(source, f"{files[name]}~")
+        Path(f"{files[name]}~").replace(files[name])
+
+
+@pytest.fixture
+def renewed(tmp_path: Path, authority: Authority) -> dict[str, Any]:
+    """Files of TLS in one place, where others replace them."""
+    files = {name: str(tmp_path / name) for name in authority.files()}
+    replace(files, authority)
+    return files
+
+
+@contextlib.asynccontextmanager
+async def holding(files: dict[str, Any]) -> AsyncIterator[str]:
+    config = NixlConfig(listen=f"{HOST}:0", capacity=ByteSize(1 << 20), transport="socket", **files)
+    async with NixlBackend(config, MEMORY.namespace()) as holder:
+        await holder.start()
+        assert holder.server is not None
+        yield str(holder.server.endpoint)
+
+
+def engine(address: str, files: dict[str, Any]) -> NixlBackend:
+    config = NixlConfig(address=address, transport="socket", **files)
+    return NixlBackend(config, MEMORY.namespace())
+
+
+async def moves(engine: NixlBackend) -> list[Status]:
+    """Store a block and load it, by connections for the answers and for the bytes."""
+    stored = await engine.store(KEYS[:1], MEMORY.describe(0, [0]))
+    loaded = await engine.load(KEYS[:1], MEMORY.describe(0, [1]))
+    return statuses([*stored, *loaded])
+
+
+@pytest.mark.usefixtures("failed_tls")
+async def test_certificates_that_were_replaced_are_shown_and_wanted_from_the_next_connection_on(
+    renewed: dict[str, Any], stranger: Authority
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        address = await stack.enter_async_context(holding(renewed))
+        old = await stack.enter_async_context(engine(address, renewed))
+        later = await stack.enter_async_context(engine(address, stranger.files()))
+        assert await moves(old) == [Status.DONE] * 2
+        assert await moves(later) != [Status.DONE] * 2
+        replace(renewed, stranger)
+        elsewhere = await stack.enter_async_context(engine(address, stranger.files()))
+        assert await moves(elsewhere) == [Status.DONE] * 2, "the holder read them again"
+        [client] = old._exchange.clients.values()
+        client.disconnect()
+        assert await moves(old) == [Status.DONE] * 2, "and so did the engine"
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda path: path.write_bytes(b"not a certificate"), Path.unlink], ids=["bad", "away"]
+)
+@pytest.mark.usefixtures("failed_tls")
+async def test_while_new_files_cannot_be_used_those_of_before_count(
+    spoil: Callable[[Path], object],
+    renewed: dict[str, Any],
+    authority: Authority,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with holding(renewed) as address, engine(address, authority.files()) as backend:
+        spoil(Path(renewed["tls_cert"]))
+        assert await moves(backend) == [Status.DONE] * 2
+    assert caplog.text.count("cannot be used") == 1
+    assert renewed["tls_cert"] in caplog.text

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import obstore
 import pytest
 from obstore.exceptions import GenericError
-from obstore.store import MemoryStore, ObjectStore
+from obstore.store import MemoryStore
 
 from kvxfer.backends.object import (
     AZBackend,
@@ -38,7 +37,7 @@ async def test_a_purge_has_a_prefix_and_says_what_it_cannot_remove() -> None:
         with pytest.raises(InvalidArgumentError, match="prefix"):
             await backend.purge(b"")
         for call, said in (("delete_async", "2 blocks cannot be removed"), ("list", "LIST")):
-            plant(backend._bucket, call, denied)
+            plant(backend._bucket, **{call: denied})
             with pytest.raises(BackendUnavailableError, match=said):
                 await backend.purge(prefix)
         assert await backend.lookup(keys) == [True] * 2
@@ -51,15 +50,15 @@ async def test_a_part_of_a_chunk_does_not_take_the_place_of_the_whole(
     memory, keys = BlockMemory([[4096]], num_blocks=16, blocks_per_chunk=4), make_keys(1)
     store, target = MemoryStore(), memory.describe(0, range(8, 12))
 
-    async def put(use: ObjectStore, path: str, data: Any, **fields: Any) -> Any:
-        return await obstore.put_async(use, path, data, **(fields | {"mode": "overwrite"}))
+    async def put(path: str, data: Any, **fields: Any) -> Any:
+        return await store.put_async(path, data, **(fields | {"mode": "overwrite"}))
 
     async with (
         open_in_memory(memory.namespace(), store) as first,
         open_in_memory(memory.namespace(), store) as second,
     ):
         for each in (first, second) if overwrites else ():
-            plant(each._bucket, "put_async", put)
+            plant(each._bucket, put_async=put)
         payloads = await store_generated(first, keys, memory.describe(0, range(4)))
         assert statuses(await second.store(keys, memory.describe(0, [0]))) == [Status.DONE]
         assert statuses(await second.load(keys, target)) == [Status.DONE]
@@ -86,8 +85,8 @@ def raising(exc: BaseException) -> Callable[..., Any]:
 async def test_a_panic_is_the_failure_of_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_in_memory(PAGES.namespace()) as backend:
         await store_generated(backend, FOUR[:2], PAGES.describe(0, range(2)))
-        for call in CALLS:
-            plant(backend._bucket, call, raising(PanicException("no reactor, secret=1")))
+        panic = raising(PanicException("no reactor, secret=1"))
+        plant(backend._bucket, **dict.fromkeys(CALLS, panic))
         loaded = await backend.load(FOUR[:2], PAGES.describe(0, range(2, 4)))
         stored = await backend.store(FOUR[2:], PAGES.describe(0, range(2)))
         assert statuses(loaded) == statuses(stored) == [Status.FAILED] * 2
@@ -134,9 +133,7 @@ def test_credentials_that_cannot_be_are_named_and_not_shown(
     [
         ("://", "name of a bucket"),
         ("://bucket?timeout_s=0", "timeout_s.*more than 0"),
-        ("://bucket?timeout_s=nan", "timeout_s"),
         ("://bucket?max_requests=0", "max_requests"),
-        ("://bucket?max_requests_per_s=-1", "max_requests_per_s"),
         ("://bucket?endpoint=host:80", "a URL such as"),
         ("://bucket?integrity=keyed", "'off', 'fast' or 'sealed'"),
     ],
