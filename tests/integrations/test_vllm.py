@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
@@ -33,13 +32,10 @@ from vllm.v1.kv_offload.config import (
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.offloading.manager import ChunkSlots, KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
+from tests.integrations.two_tiers import keys_of
 
 HAS_GROUP_IDS = "group_id" in {field.name for field in fields(OffloadingGroupConfig)}
 SECOND_GROUP_ID = 2 if HAS_GROUP_IDS else 1
-
-
-def keys_of(count: int, *, group: int = 0) -> list[BlockKey]:
-    return [make_block_key(f"hash-{n:04}".encode(), group) for n in range(count)]
 
 
 def make_config(

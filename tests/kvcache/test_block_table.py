@@ -22,24 +22,15 @@ FULL = FullAttentionSpec(tokens_per_block=16, num_kv_heads=1, head_dim=2, dtype=
 SMALL = FullAttentionSpec(tokens_per_block=4, num_kv_heads=1, head_dim=2, dtype=torch.float16)
 
 
-def make_table(tokens_per_block: int = 16, **options: Any) -> BlockTable:
-    settings = {
-        "num_blocks": 10,
-        "max_num_requests": 3,
-        "max_tokens_per_request": 60,
-        "max_num_batched_tokens": 32,
-    }
-    return BlockTable(tokens_per_block, **(settings | options))
+BOUNDS: dict[str, Any] = {
+    "max_num_requests": 3,
+    "max_tokens_per_request": 60,
+    "max_num_batched_tokens": 32,
+}
 
 
-def make_tables(**options: Any) -> MultiGroupBlockTable:
-    return MultiGroupBlockTable(
-        config_of((FULL, "a"), (SMALL, "b"), num_blocks=10),
-        max_num_requests=3,
-        max_tokens_per_request=60,
-        max_num_batched_tokens=32,
-        **options,
-    )
+def make_table(**options: Any) -> BlockTable:
+    return BlockTable(16, num_blocks=10, **(BOUNDS | options))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +67,8 @@ def test_batches_that_cannot_be_are_refused(
 
 
 def test_an_append_that_one_group_refuses_changes_none() -> None:
-    tables = make_tables()
+    groups = config_of((FULL, "a"), (SMALL, "b"), num_blocks=10)
+    tables = MultiGroupBlockTable(groups, **BOUNDS)
     tables.add_row([[1], [2, 3]], 1)
     with pytest.raises(BlockIdError, match=r"block_ids\[1\] is 10"):
         tables.append_row([[4, 5], [6, 10]], 1)

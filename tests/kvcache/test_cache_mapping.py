@@ -1,6 +1,5 @@
 """Cache mappings: the portable pages of workers, and the reasons of caches without any."""
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -41,6 +40,7 @@ from kvxfer.kvcache.spec import (
     MLASpec,
     UniformTypeKVCacheSpecs,
 )
+from kvxfer.testing.payloads import read_payloads
 from tests.examples import examples
 from tests.kvcache.engine_views import states
 from tests.kvcache.worlds import (
@@ -268,14 +268,6 @@ def describer(caches: CanonicalKVCaches = CACHES, **options: Any) -> BlockDescri
     return BlockDescriber(caches, mappings=map_caches(caches, ALONE, **options))
 
 
-def bytes_of(pages: Descriptors) -> list[bytes]:
-    pieces = list(zip(pages.addresses.tolist(), pages.lengths.tolist(), strict=True))
-    return [
-        b"".join(ctypes.string_at(*piece) for piece in pieces[start:stop])
-        for start, stop in zip(pages.block_offsets, pages.block_offsets[1:], strict=False)
-    ]
-
-
 def reference(block_ids: list[int], tokens_per_page: int) -> list[bytes]:
     tokens = CACHE[:, block_ids].permute(0, 3, 1, 2, 4).numpy().reshape(2, HEADS, -1, DIM)
     starts = range(0, tokens.shape[2], tokens_per_page)
@@ -285,10 +277,10 @@ def reference(block_ids: list[int], tokens_per_page: int) -> list[bytes]:
 @pytest.mark.parametrize("num_pages", [5, 6, 7, 8])
 def test_the_last_block_may_have_fewer_pages_than_it_could(num_pages: int) -> None:
     pages = describer(tokens_per_page=2).describe(0, [9, 4], num_pages=num_pages)
-    assert bytes_of(pages) == reference([9, 4], 2)[:num_pages]
+    assert read_payloads(pages) == reference([9, 4], 2)[:num_pages]
     assert len(pages) == int(pages.block_offsets[-1])
     later = describer(tokens_per_page=16).describe(0, [2, 1], first_block_index=6)
-    assert bytes_of(later) == reference([2, 1], 16), "pages begin where they are stored"
+    assert read_payloads(later) == reference([2, 1], 16), "pages begin where they are stored"
 
 
 @pytest.mark.parametrize(

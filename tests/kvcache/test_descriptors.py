@@ -1,6 +1,5 @@
 """Descriptors against loops over blocks, refs and bytes."""
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +22,7 @@ from kvxfer.errors import (
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.describer import BlockDescriber, describe
 from kvxfer.kvcache.descriptors import Descriptors, overlap
+from kvxfer.testing.payloads import read_payloads
 
 MAX_PAGE_BYTES = 24
 MAX_BLOCKS = 12
@@ -146,18 +146,8 @@ def expected_chunks(case: Case) -> list[tuple[int, bytes]]:
     return list(chunks.values())
 
 
-def pieces_of(blocks: Descriptors, block: int) -> list[tuple[int, int]]:
-    first, last = blocks.block_offsets[block : block + 2].tolist()
-    return list(
-        zip(blocks.addresses[first:last].tolist(), blocks.lengths[first:last].tolist(), strict=True)
-    )
-
-
 def read(blocks: Descriptors) -> list[tuple[int, bytes]]:
-    return [
-        (begin, b"".join(ctypes.string_at(*piece) for piece in pieces_of(blocks, block)))
-        for block, begin in enumerate(blocks.payload_starts.tolist())
-    ]
+    return list(zip(blocks.payload_starts.tolist(), read_payloads(blocks), strict=True))
 
 
 @given(case=cases())
@@ -173,9 +163,10 @@ def test_descriptors_read_the_bytes_that_the_tensors_hold(case: Case) -> None:
     assert (np.diff(blocks.block_offsets, prepend=-1) > 0).all()
     assert (blocks.lengths > 0).all()
     assert (blocks.device, blocks.owners) == (torch.device("cpu"), (case.caches,))
-    for block in range(blocks.num_blocks):
-        for (address, length), (following, _) in pairwise(pieces_of(blocks, block)):
-            assert address + length != following, "pieces that touch are one"
+    ends = blocks.addresses + blocks.lengths
+    for first, last in pairwise(blocks.block_offsets.tolist()):
+        touches = ends[first : last - 1] == blocks.addresses[first + 1 : last]
+        assert not touches.any(), "pieces that touch are one"
 
 
 @given(case=cases(), data=st.data())

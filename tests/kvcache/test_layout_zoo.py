@@ -1,6 +1,5 @@
 """Layout zoo on real strides: descriptors point at the bytes that an engine's view wrote."""
 
-import ctypes
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +15,14 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches, attest, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.describer import describe
 from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, MLASpec, UniformTypeKVCacheSpecs
+from kvxfer.testing.payloads import read_payloads
 from tests.examples import examples
 from tests.kvcache.layout_page import DOCS, IMAGES, PAGE, layout_page
 from tests.kvcache.zoo_engines import ZOO, AttentionEngine, numbers, with_kernel_blocks
 
 
 def payload(caches: CanonicalKVCaches, block_id: int) -> list[int]:
-    blocks = describe(caches, 0, [block_id])
-    pieces = zip(blocks.addresses.tolist(), blocks.lengths.tolist(), strict=True)
-    joined = b"".join(ctypes.string_at(*piece) for piece in pieces)
+    (joined,) = read_payloads(describe(caches, 0, [block_id]))
     numbers: list[int] = np.frombuffer(joined, np.int32).tolist()
     return numbers
 
