@@ -331,17 +331,6 @@ def test_what_is_taken_back_is_found_again(exchange: Callable[[Any], None], tmp_
         assert num_loaded(cache, prompt) == 32
 
 
-def test_equal_attributes_have_equal_pages(tmp_path: Path) -> None:
-    prompt = prompt_of(40)
-    for expected in (0, 32):
-        model = make_model(*FAMILIES["llama"])
-        for change in (scale_attention, keep_a_vector_in_a_list, keep_an_object):
-            change(model)
-        with open_cache(model, tmp_path) as cache:
-            assert num_loaded(cache, prompt) == expected
-            fill(cache, model, prompt)
-
-
 def test_a_hook_is_named_once_and_pages_are_found_without_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

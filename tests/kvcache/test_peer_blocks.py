@@ -76,21 +76,14 @@ def stage(
 
 
 def load(
-    blocks: PeerBlocks,
-    theirs: WorldEngine,
-    block_ids: Sequence[int],
-    copies: CPUCopyEngine,
-    **wanted: Any,
+    blocks: PeerBlocks, theirs: WorldEngine, block_ids: Sequence[int], copies: CPUCopyEngine
 ) -> None:
-    """Load one group of a worker from all sources, the blocks in any order.
-
-    Those of which every byte has a place are read there, all others are staged.
-    """
+    """Load a group from all sources, in place where every byte of a block has one, or staged."""
     for rank in blocks.sources:
         caches = theirs.workers[rank].caches
         their_ids = theirs.block_ids[blocks.group]
         order = np.random.default_rng(len(their_ids)).permutation(len(their_ids))
-        rows, places = blocks.describe_in_place(rank, order, block_ids, **wanted)
+        rows, places = blocks.describe_in_place(rank, order, block_ids)
         if len(rows):
             in_place = [their_ids[index] for index in order[rows]]
             copies.copy(BlockDescriber(caches).describe(blocks.group, in_place), places)
@@ -98,7 +91,7 @@ def load(
         staged, addresses = stage(
             caches, blocks.group, [their_ids[index] for index in order], copies
         )
-        copies.copy(*blocks.describe(rank, order, addresses, block_ids, **wanted))
+        copies.copy(*blocks.describe(rank, order, addresses, block_ids))
         del staged
 
 
