@@ -13,7 +13,7 @@ import torch
 from benchmarks.pd.prefill import HOST
 from benchmarks.vllm.model import EngineModel
 from kvxfer.endpoint import free_ports
-from tests.e2e.engine_process import EngineConfig, EngineProcess, Generation, share_of_gpu
+from tests.e2e.engine_process import EngineConfig, EngineProcess, Generation
 
 MAX_MODEL_LEN = 8192
 CACHE_BYTES = 1 << 30
@@ -193,7 +193,6 @@ def _start(model: EngineModel, connector: str | None) -> EngineProcess:
             multiprocessing=True,
             kv_cache_memory_bytes=CACHE_BYTES,
             max_model_len=MAX_MODEL_LEN,
-            gpu_memory_utilization=share_of_gpu(),
             environment=environment,
         )
     )

@@ -10,12 +10,7 @@ from numpy.typing import NDArray
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.page_box import PageBox
-from kvxfer.kvcache.portable import (
-    CacheDescription,
-    GroupDescription,
-    WorkerShard,
-    describe_caches,
-)
+from kvxfer.kvcache.portable import CacheDescription, GroupDescription, WorkerShard, describe_caches
 from kvxfer.kvcache.spec import FullAttentionSpec
 
 NUM_KV_HEADS, HEAD_DIM = 8, 128

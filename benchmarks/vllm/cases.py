@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.file import FOLDER_VARIABLE
 from benchmarks.report import BenchRow, compare
 from benchmarks.vllm.model import VOCAB_SIZE, find_model
-from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineConfig, EngineProcess, share_of_gpu
+from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineConfig, EngineProcess
 
 CACHED_TOKENS = 19 * TOKENS_PER_BLOCK
 PROMPT_TOKENS = CACHED_TOKENS + 16  # a last block that is always computed, as in most real prompts
@@ -63,7 +63,6 @@ def run(*, quick: bool) -> list[BenchRow]:
                 dtype=model.dtype,
                 connector=settings,
                 block_size=TOKENS_PER_BLOCK,
-                gpu_memory_utilization=share_of_gpu(),
             )
         )
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from tests.compat.releases import RELEASES
-from tests.compat.test_transformers import OTHERS as OTHER_TRANSFORMERS
+from tests.compat.releases import RELEASES, TRANSFORMERS
 from tests.environment.install import parse_pins
 from tests.installed_aside import REPOSITORY
 from tests.sglang import releases as sglang
@@ -24,7 +23,7 @@ REFUSED = [each.number for each in RELEASES if not each.has_spec]
 TESTED = {
     "vllm": [WHOLE_VLLM, *ENGINES, *INTERFACES],
     "sglang": [*sglang.OTHERS, sglang.NEWEST],
-    "transformers": [*OTHER_TRANSFORMERS, PINS["transformers"]],
+    "transformers": [*TRANSFORMERS, PINS["transformers"]],
     "lmcache": [PINS["lmcache"]],
     "nixl": [PINS["nixl"]],
 }

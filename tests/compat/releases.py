@@ -8,7 +8,7 @@ other release has its interface only, which needs no compiled code.
 import os
 import re
 from dataclasses import dataclass
-from importlib.metadata import Distribution, PathDistribution, version
+from importlib.metadata import PathDistribution, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -23,7 +23,6 @@ class Release:
     """Published release of vLLM.
 
     Attributes:
-        number: Its version.
         has_spec: Whether the spec supports its offloading interface; connectors' hooks are
             supported in any case.
         has_engine: Whether it runs with the torch of the tests.
@@ -38,7 +37,6 @@ class Release:
 
     @property
     def folder(self) -> Path:
-        """Folder that it is installed in."""
         return DIRECTORY / self.number
 
     @property
@@ -54,16 +52,13 @@ class Release:
     def wants_installed_torch(self) -> bool:
         """Whether it was built for the torch that is installed."""
         installed = version("torch").partition("+")[0]
-        wanted = [Requirement(each) for each in self._distribution().requires or ()]
+        (metadata,) = self.folder.glob(f"{self.package.replace('-', '_')}-*.dist-info")
+        wanted = [Requirement(each) for each in PathDistribution(metadata).requires or ()]
         return any(
             each.name == "torch" and each.specifier.contains(f"{installed}+cpu")
             for each in wanted
             if each.marker is None or each.marker.evaluate()
         )
-
-    def _distribution(self) -> Distribution:
-        (metadata,) = self.folder.glob(f"{self.package.replace('-', '_')}-*.dist-info")
-        return PathDistribution(metadata)
 
 
 def _take_for_a_cpu_build(folder: Path) -> None:
@@ -74,6 +69,9 @@ def _take_for_a_cpu_build(folder: Path) -> None:
     text = metadata.read_text()
     metadata.write_text(re.sub(r"^(Version: \S+)$", r"\1+cpu", text, count=1, flags=re.MULTILINE))
 
+
+TRANSFORMERS: dict[str, list[str]] = {"5.16.0": ["huggingface_hub>=1.5,<2"], "5.24.0": []}
+"""Releases of transformers, and what each needs of another release than the tests."""
 
 RELEASES = (
     Release("0.20.2", has_spec=False, has_engine=False),

@@ -1,14 +1,16 @@
-"""`make compat`: the adapter's own tests, against other releases of vLLM."""
+"""`make compat`: the tests of the plugs, against other releases of the engines."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.compat.releases import RELEASES, Release
+from tests.compat.releases import RELEASES, TRANSFORMERS, Release
 from tests.e2e.prefill_decode.deployment import Deployment, Shape
 from tests.e2e.prefill_decode.engines import EngineShape
 from tests.e2e.prefill_decode.plan import run_one
-from tests.installed_aside import count_passed, run_aside
+from tests.installed_aside import REPOSITORY, count_passed, install_aside, run_aside
+from tests.sglang import releases as sglang
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(1800)]
 
@@ -41,11 +43,6 @@ with_engine = of(*(each for each in RELEASES if each.has_engine))
 """An engine runs with the torch that is installed."""
 
 
-def run(release: Release, *arguments: str) -> str:
-    """Run a process that finds this release first; return what it printed."""
-    return run_aside(release.environment, *arguments)
-
-
 def run_tests(release: Release, *arguments: str) -> int:
     """Run tests with this release; return how many of them passed."""
     return count_passed(release.environment, "--timeout=120", *arguments)
@@ -53,8 +50,8 @@ def run_tests(release: Release, *arguments: str) -> int:
 
 @all_releases
 def test_a_process_finds_this_release_first(release: Release) -> None:
-    printed = run(release, "-c", "import vllm; print('found', vllm.__version__)")
-    assert f"found {release.number}" in printed
+    code = "import vllm; print('found', vllm.__version__)"
+    assert f"found {release.number}" in run_aside(release.environment, "-c", code)
 
 
 @with_spec
@@ -65,8 +62,8 @@ def test_the_contract_holds_with_the_interface_of_a_release(release: Release) ->
 
 @with_spec
 def test_connectors_are_known_by_name(release: Release) -> None:
-    printed = run(
-        release,
+    printed = run_aside(
+        release.environment,
         "-c",
         "from vllm.plugins import load_general_plugins as load\n"
         "load()\n"
@@ -86,7 +83,7 @@ def test_an_engine_is_configured_by_the_environment_alone(release: Release) -> N
 @pytest.mark.parametrize("name", ["KVXferOffloadingSpec", "KVXferOffload", "KVXferTier"])
 def test_a_release_with_another_interface_is_refused_by_name(release: Release, name: str) -> None:
     with pytest.raises(AssertionError) as failed:
-        run(release, "-c", f"from kvxfer.integrations.vllm import {name}")
+        run_aside(release.environment, "-c", f"from kvxfer.integrations.vllm import {name}")
     assert f"UnsupportedEngineError: vllm {release.number} is not supported" in str(failed.value)
     assert "supported: 0.26 to 0.33" in str(failed.value)
 
@@ -116,5 +113,27 @@ async def test_prompts_are_handed_over_between_engines_of_two_releases(
     shape = Shape(prefills=other) if side == "prefill" else Shape(decodes=other)
     async with Deployment("kvxfer", shape, tmp_path) as engines:
         result = await run_one(engines, f"{side} {release.number}", "basic")
-    assert result.ok, result.failure
+    assert not result.failure
     assert result.note.startswith("D computed 10, "), "the last token of each prompt, and no other"
+
+
+@pytest.mark.parametrize("release", TRANSFORMERS)
+def test_prefixes_with_a_release_of_transformers(release: str) -> None:
+    folder = REPOSITORY / "build" / "transformers" / release
+    install_aside(folder, f"transformers=={release}", *TRANSFORMERS[release])
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    printed = run_aside(environment, "-c", "import transformers; print(transformers.__version__)")
+    assert printed.strip() == release
+    assert (
+        count_passed(environment, "--timeout=120", "tests/integrations/test_transformers.py") > 60
+    )
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("release", sglang.OTHERS)
+def test_the_plug_of_sglang_and_its_engine_with_a_release(release: str) -> None:
+    sglang.install(release)
+    environment = sglang.environment(release)
+    engine = ("-m", "e2e and not exhaustive", "tests/sglang")
+    assert count_passed(environment, "--timeout=120", "-m", "not e2e", "tests/sglang") > 50
+    assert count_passed(environment, *engine) == 1

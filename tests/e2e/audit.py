@@ -3,12 +3,10 @@
 import enum
 import json
 import os
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-REPOSITORY = Path(__file__).parents[2]
 
 DIRECTORY = "KVXFER_E2E_AUDIT_DIRECTORY"
 """Environment variable: directory that the audit writes to."""
@@ -20,11 +18,7 @@ SPEC = {"spec_name": "AuditedSpec", "spec_module_path": "tests.e2e.audited_spec"
 
 
 class Log:
-    """Log of one process in the directory of the audit: a JSON line per event.
-
-    Args:
-        name: Beginning of the file's name.
-    """
+    """Log of one process in the directory of the audit: a JSON line per event."""
 
     def __init__(self, name: str) -> None:
         self._path = Path(os.environ[DIRECTORY], f"{name}-{os.getpid()}.jsonl")
@@ -57,43 +51,40 @@ def hooks() -> frozenset[Hook]:
     return frozenset(Hook(name) for name in os.environ.get(HOOKS, "").split(",") if name)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Audit:
-    """Report of an audit.
+    """Report of an audit: how many pages were loaded and compared, and which are wrong.
 
     Attributes:
-        num_loaded: Pages that were loaded and compared, over all ranks.
-        different: Pages that were loaded with other bytes than were stored.
-        unknown: Pages that were loaded and never stored.
+        num_tokens: Tokens of hand-overs to rank 0, of the group with most of them.
         ranks: Ranks that loaded pages.
-        groups: Groups of which pages were loaded.
+        different: Pages that were loaded with other bytes than were stored or offered.
+        unknown: Pages that were loaded and never stored or offered.
     """
 
-    num_loaded: int = 0
-    different: Sequence[str] = ()
-    unknown: Sequence[str] = ()
-    ranks: frozenset[int] = frozenset()
-    groups: frozenset[int] = frozenset()
+    num_pages: int = 0
+    num_tokens: int = 0
+    ranks: set[int] = field(default_factory=set)
+    different: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong; empty when nothing is."""
+        if self.different or self.unknown:
+            named = ", ".join([*self.different, *self.unknown][:3])
+            return f"{len(self.different)} pages altered, {len(self.unknown)} unknown: {named}"
+        return ""
 
     @property
     def clean(self) -> bool:
         """Whether pages were loaded, each with the bytes that were stored."""
-        return self.num_loaded > 0 and not self.different and not self.unknown
+        return self.num_pages > 0 and not self.problem
 
 
 def environment(directory: Path, hooks: Collection[Hook] = ()) -> dict[str, str]:
-    """Environment variables of an engine under audit.
-
-    Args:
-        directory: Where the audit writes.
-        hooks: Faults to inject.
-    """
-    path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    return {
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        DIRECTORY: str(directory),
-        HOOKS: ",".join(hook.value for hook in hooks),
-    }
+    """Environment variables of an engine whose audit writes to a directory."""
+    return {DIRECTORY: str(directory), HOOKS: ",".join(hook.value for hook in hooks)}
 
 
 def flip_a_bit(file: Path) -> None:
@@ -105,18 +96,21 @@ def flip_a_bit(file: Path) -> None:
         block.write(bytes([byte ^ 4]))
 
 
+def lines_of(directory: Path, name: str) -> Iterator[Any]:
+    """Read the events of some logs, without those that a killed process has not ended."""
+    for path in sorted(directory.glob(f"{name}*.jsonl")):
+        for text in path.read_text().splitlines(keepends=True):
+            if text.endswith("\n"):
+                yield json.loads(text)
+
+
 def read(directory: Path) -> Audit:
     """Read the reports of all processes of one engine."""
-    lines = [
-        json.loads(line)
-        for path in sorted(directory.glob("*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    loads = [line for line in lines if line["event"] == "load"]
-    return Audit(
-        num_loaded=sum(line["pages"] for line in loads),
-        different=[page for line in loads for page in line["different"]],
-        unknown=[page for line in loads for page in line["unknown"]],
-        ranks=frozenset(line["rank"] for line in loads if line["pages"]),
-        groups=frozenset(group for line in loads for group in line["groups"]),
-    )
+    audit = Audit()
+    for line in lines_of(directory, "rank"):
+        if line["event"] == "load":
+            audit.num_pages += line["pages"]
+            audit.ranks.add(line["rank"])
+            audit.different += line["different"]
+            audit.unknown += line["unknown"]
+    return audit

@@ -8,23 +8,18 @@ What it saw is appended, a JSON line per job, to files in a directory, so that a
 whichever processes the engine has.
 """
 
-import json
 import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from vllm.v1.kv_offload.base import (
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    ReqContext,
-)
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, ReqContext
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.offloading.interface import group_ids
-from tests.e2e.audit import DIRECTORY, Forwarding, Hook, Log, hooks
+from tests.e2e.audit import DIRECTORY, Forwarding, Hook, Log, hooks, lines_of
 
 EXPONENT_BIT = 0x40
 """Of the last byte of a little-endian float, of 16 bits or 32."""
@@ -69,12 +64,6 @@ class _Page:
         return f"{self.key.hex()}[{self.index_in_chunk}] in block {self.block_id}"
 
 
-@dataclass(slots=True)
-class _Load:
-    pages: list[_Page]
-    expected: list[str | None] = field(default_factory=list)
-
-
 class _AuditedWorker(Forwarding):
     def __init__(self, inner: Any, caches: Any, spec: "AuditedSpec") -> None:
         super().__init__(inner)
@@ -85,27 +74,25 @@ class _AuditedWorker(Forwarding):
         self._storing_rank = 0 if spec.replicated_layout else self._rank
         self._log = Log(f"rank{self._rank}")
         self._stored = dict(_digests_of(self._rank))
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, list[tuple[_Page, str | None]]] = {}
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: _NamedSpec, **kwargs: Any
     ) -> bool:
-        pages = list(self._pages(src_spec, dst_spec.keys))
-        stored = {page.name: self._digest(page) for page in pages}
+        stored = {page.name: self._digest(page) for page in self._pages(src_spec, dst_spec.keys)}
         self._stored |= stored
         digests = [(key.hex(), index, digest) for (key, index), digest in stored.items()]
-        self._log.write("store", rank=self._rank, job=job_id, pages=len(pages), digests=digests)
+        self._log.write("store", digests=digests)
         submitted: bool = self._inner.submit_store(job_id, src_spec, dst_spec.inner, **kwargs)
         return submitted
 
     def submit_load(
         self, job_id: int, src_spec: _NamedSpec, dst_spec: GPULoadStoreSpec, **kwargs: Any
     ) -> bool:
-        pages = list(self._pages(dst_spec, src_spec.keys))
         if self._storing_rank != self._rank:
             self._stored |= dict(_digests_of(self._storing_rank))
-        expected = [self._stored.get(page.name) for page in pages]
-        self._loads[job_id] = _Load(pages, expected)
+        pages = self._pages(dst_spec, src_spec.keys)
+        self._loads[job_id] = [(page, self._stored.get(page.name)) for page in pages]
         submitted: bool = self._inner.submit_load(job_id, src_spec.inner, dst_spec, **kwargs)
         return submitted
 
@@ -121,24 +108,18 @@ class _AuditedWorker(Forwarding):
             self._compare(job_id)
 
     def _compare(self, job_id: int) -> None:
-        load = self._loads.pop(job_id, None)
-        if load is None:
+        load = self._loads.pop(job_id, [])
+        if not load:
             return
         if Hook.FLIP_LOADED_BIT in hooks():
-            self._flip(load.pages[0])
-        pairs = list(zip(load.pages, load.expected, strict=True))
+            self._flip(load[0][0])
+        known = [(page, stored) for page, stored in load if stored is not None]
         self._log.write(
             "load",
             rank=self._rank,
-            job=job_id,
-            pages=len(pairs),
-            groups=sorted({page.group for page in load.pages}),
-            unknown=[str(page) for page, stored in pairs if stored is None],
-            different=[
-                str(page)
-                for page, stored in pairs
-                if stored is not None and stored != self._digest(page)
-            ],
+            pages=len(load),
+            unknown=[str(page) for page, stored in load if stored is None],
+            different=[str(page) for page, stored in known if stored != self._digest(page)],
         )
 
     def _pages(self, blocks: GPULoadStoreSpec, keys: Sequence[Key]) -> Iterator[_Page]:
@@ -180,13 +161,11 @@ class AuditedSpec(KVXferOffloadingSpec):
     _audited_worker: _AuditedWorker | None = None
 
     def get_manager(self) -> Any:
-        """Wrap the manager, so that the audit learns the keys of each job."""
         if self._audited_manager is None:
             self._audited_manager = _AuditedManager(super().get_manager())
         return self._audited_manager
 
     def get_worker(self, kv_caches: Any) -> Any:
-        """Wrap the worker, so that the audit sees the device pages of each job."""
         if self._audited_worker is None:
             worker: Any = super().get_worker(kv_caches)
             self._audited_worker = _AuditedWorker(worker, kv_caches, self)
@@ -195,7 +174,6 @@ class AuditedSpec(KVXferOffloadingSpec):
 
 def _digests_of(rank: int) -> Iterator[tuple[tuple[Key, int], str]]:
     """Read the pages that a rank stored, those of an earlier engine included: files keep them."""
-    for path in sorted(Path(os.environ[DIRECTORY]).glob(f"rank{rank}-*.jsonl")):
-        for line in path.read_text().splitlines():
-            for key, index, digest in json.loads(line).get("digests", ()):
-                yield (bytes.fromhex(key), index), digest
+    for line in lines_of(Path(os.environ[DIRECTORY]), f"rank{rank}-"):
+        for key, index, digest in line.get("digests", ()):
+            yield (bytes.fromhex(key), index), digest

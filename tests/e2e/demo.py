@@ -6,8 +6,8 @@ memory that kvxfer keeps. Then the engine is stopped and started again, and the 
 found in the files that kvxfer keeps. `tests.e2e.oracle` says what has to be equal to what.
 """
 
-import argparse
 import contextlib
+import os
 import shutil
 import statistics
 import sys
@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.e2e import audit, models, oracle, text
-from tests.e2e.demo_console import Step, add_dtype, show_steps
+from tests.e2e.demo_console import Step, conclude, parse, show_steps
 from tests.e2e.engine_process import (
+    REPOSITORY,
     TOKENS_PER_BLOCK,
     EngineConfig,
     EngineDiedError,
     EngineProcess,
     Generation,
-    share_of_gpu,
 )
 
 NUM_PROMPTS = 4
@@ -36,7 +36,7 @@ NUM_BLOCKS = 19
 MAX_TOKENS = 8
 CAPACITY = "1GiB"
 FILE_CAPACITY = "4GiB"
-FILES = text.REPOSITORY / "build" / "demo"
+FILES = REPOSITORY / "build" / "demo"
 HITS = "vllm:external_prefix_cache_hits"
 
 NEXT = """
@@ -49,15 +49,7 @@ What to try next:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What the prompts gave, and how many tokens the engine got from kvxfer.
-
-    Attributes:
-        reference: Without kvxfer.
-        memory_hits: After the engine's own cache was reset.
-        file_hits: After the engine was started again; of the first prompt.
-        reference_tokens: Tokens from kvxfer that are in `reference`: there should be none.
-        memory_tokens: Tokens from kvxfer that are in `memory_hits`.
-    """
+    """What the prompts gave, and how many tokens of it the engine got from kvxfer."""
 
     reference: oracle.Reference
     memory_hits: list[Generation]
@@ -68,17 +60,9 @@ class Runs:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; 1 when an output differs or a hit is missing."""
-    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
-    add_dtype(parser)
-    parser.add_argument(
-        "--plant",
-        choices=["page", "file"],
-        help="alter one byte: of a page on its way to the engine, or of a file before the restart; "
-        "the demo has to fail",
-    )
-    options = parser.parse_args(arguments)
+    options = parse("make demo", __doc__, ["page", "file"], arguments)
     console = Console()
-    folder = models.make("smollm2", text.REPOSITORY / models.DEFAULT_DIRECTORY)
+    folder = models.make("smollm2")
     prompts = text.prompts(
         folder / "tokenizer.json", NUM_PROMPTS, shared_tokens=NUM_BLOCKS * TOKENS_PER_BLOCK
     )
@@ -95,14 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EngineDiedError as exc:
         console.print(f"[red]{exc}")
         return 1
-    console.print(_table(runs))
     problems = list(_problems(runs, options.dtype))
-    for problem in problems:
-        console.print(f"[red]{problem}")
-    if not problems:
-        console.print(_conclusion(runs, options.dtype))
-        console.print(NEXT.format(files=_relative(FILES)), soft_wrap=True, highlight=False)
-    return 1 if problems else 0
+    what_next = NEXT.format(files=os.path.relpath(FILES))
+    return conclude(
+        console, _table(runs), problems, lambda: _conclusion(runs, options.dtype), what_next
+    )
 
 
 def _run(
@@ -147,15 +128,11 @@ def _engine_config(folder: Path, dtype: str, audited: Path | None) -> EngineConf
         "model": str(folder),
         "dtype": dtype,
         "block_size": TOKENS_PER_BLOCK,
-        "gpu_memory_utilization": share_of_gpu(),
     }
     if audited is None:
         return EngineConfig(connector=connector, **engine)
-    return EngineConfig(
-        connector=connector | audit.SPEC,
-        environment=audit.environment(audited, [audit.Hook.FLIP_LOADED_BIT]),
-        **engine,
-    )
+    environment = audit.environment(audited, [audit.Hook.FLIP_LOADED_BIT])
+    return EngineConfig(connector=connector | audit.SPEC, environment=environment, **engine)
 
 
 @contextlib.contextmanager
@@ -242,10 +219,6 @@ def _num_rounded(runs: Runs) -> int:
     """Number of prompts whose device hit gave other tokens than were computed."""
     pairs = zip(runs.reference.device_hits, runs.reference.computed, strict=True)
     return sum(hit.token_ids != truth.token_ids for hit, truth in pairs)
-
-
-def _relative(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 if __name__ == "__main__":

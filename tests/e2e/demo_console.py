@@ -1,12 +1,13 @@
-"""Console of the demos: their common option, and the steps that they show."""
+"""Console of the demos: their options, the steps that they show, and how they end."""
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from tests.e2e import oracle
 
@@ -16,14 +17,37 @@ Step = Callable[[str, int], Callable[[], None]]
 """Show the beginning of a step of so many parts; what it returns is called after each part."""
 
 
-def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """Add the data type of the model to the options of a demo."""
+def parse(
+    name: str, text: str | None, plants: Sequence[str], arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Parse the options of a demo: what the model computes in, and which fault is planted."""
+    parser = argparse.ArgumentParser(prog=name, description=text)
+    altered = f"alter a byte: of a {' or a '.join(plants)}; the demo has to fail"
+    parser.add_argument("--plant", choices=plants, help=altered)
     parser.add_argument(
         "--dtype",
         choices=sorted(oracle.LOGPROB_TOLERANCE),
         default="bfloat16" if _has_native_bfloat16() else "float32",
         help="what the model computes in; bfloat16 by default where the processor has it",
     )
+    return parser.parse_args(arguments)
+
+
+def conclude(
+    console: Console,
+    table: Table,
+    problems: Sequence[str],
+    conclusion: Callable[[], str],
+    what_next: str,
+) -> int:
+    """Show what came out; return the exit status, 1 with problems."""
+    console.print(table)
+    for problem in problems:
+        console.print(f"[red]{problem}")
+    if not problems:
+        console.print(conclusion())
+        console.print(what_next, soft_wrap=True, highlight=False)
+    return int(bool(problems))
 
 
 @contextlib.contextmanager

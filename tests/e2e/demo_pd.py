@@ -9,7 +9,6 @@ cache computes as many tokens as the decode engine does with the blocks that it 
 have to agree to the last bit, see `tests.e2e.oracle`.
 """
 
-import argparse
 import asyncio
 import logging
 import sys
@@ -25,14 +24,15 @@ from rich.table import Table
 from examples.proxy.config import ProxyConfig
 from examples.proxy.server import Proxy
 from tests.e2e import models, oracle, text
-from tests.e2e.demo_console import Step, add_dtype, show_steps
+from tests.e2e.demo_console import Step, conclude, parse, show_steps
 from tests.e2e.engine_process import (
+    ON_SHARED_CORES,
+    REPOSITORY,
     TOKENS_PER_BLOCK,
     EngineConfig,
     EngineDiedError,
     EngineProcess,
     Generation,
-    share_of_gpu,
 )
 from tests.e2e.prefill_decode.deployment import SOURCE
 from tests.e2e.prefill_decode.engines import MAX_MODEL_LEN, Engine, EngineShape, Failure
@@ -47,7 +47,7 @@ MAX_TOKENS = 12
 CACHE_MIB = 512
 LIMIT_S = 180.0
 MEET_PAUSE_S = 0.5
-LOGS = text.REPOSITORY / "build" / "demo-pd"
+LOGS = REPOSITORY / "build" / "demo-pd"
 
 NEXT = """
 What to try next:
@@ -59,33 +59,20 @@ What to try next:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Answer to a prompt by way of the proxy.
-
-    Attributes:
-        generation: Its tokens.
-        num_computed: Tokens of the prompt that the decode engine computed.
-        num_loaded: Tokens of the prompt that the decode engine loaded.
-        from_prefill: Whether the prefill engine was there.
-    """
+    """Answer by way of the proxy, and the tokens of its prompt that the decode engine handled."""
 
     generation: Generation
     num_computed: int
     num_loaded: int
     from_prefill: bool
+    """Whether the prefill engine was there."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; 1 when an answer differs, or the wrong engine computed the prompt."""
-    parser = argparse.ArgumentParser(prog="make demo-pd", description=__doc__)
-    add_dtype(parser)
-    parser.add_argument(
-        "--plant",
-        choices=["page"],
-        help="alter a page that the decode engine has loaded and verified; the demo has to fail",
-    )
-    options = parser.parse_args(arguments)
+    options = parse("make demo-pd", __doc__, ["page"], arguments)
     console = Console()
-    folder = models.make("smollm2", text.REPOSITORY / models.DEFAULT_DIRECTORY)
+    folder = models.make("smollm2")
     prompts = _prompts(folder / "tokenizer.json")
     console.print(
         "One vLLM engine computes prompts, another one answers, and kvxfer hands over the cache.\n"
@@ -101,14 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"[red]{exc}")
         return 1
     differences = list(map(_difference, answers, _expected(answers, reference)))
-    console.print(_table(answers, differences))
     problems = list(_problems(answers, differences, len(prompts[0])))
-    for problem in problems:
-        console.print(f"[red]{problem}")
-    if not problems:
-        console.print(_conclusion(answers))
-        console.print(NEXT, soft_wrap=True, highlight=False)
-    return 1 if problems else 0
+    table = _table(answers, differences)
+    return conclude(console, table, problems, lambda: _conclusion(answers), NEXT)
 
 
 def _prompts(tokenizer_file: Path) -> list[list[int]]:
@@ -134,8 +116,7 @@ def _run_alone(
         dtype=dtype,
         max_model_len=MAX_MODEL_LEN,
         block_size=TOKENS_PER_BLOCK,
-        gpu_memory_utilization=share_of_gpu(),
-        environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        environment=ON_SHARED_CORES,
     )
     advance = step("start one engine alone", 1)
     with EngineProcess(config) as engine:
@@ -190,11 +171,7 @@ async def _start(engines: Sequence[Engine], advance: Callable[[], None]) -> None
 
 
 async def _meet(decode: Engine, router: str) -> None:
-    """Send short prompts until one is handed over: the proxy and D find P by themselves.
-
-    Raises:
-        Failure: None was in time.
-    """
+    """Send short prompts until one is handed over: the proxy and D find P by themselves."""
     deadline_s = time.monotonic() + LIMIT_S
     for first in range(100, 100 + MAX_MODEL_LEN):
         answer = await _ask(decode, router, [first, *range(3, 12)], from_prefill=True)

@@ -1,4 +1,4 @@
-"""A real vLLM engine in a process of its own, driven over a socket.
+"""Real engines of vLLM in processes of their own, and one that is driven over a pipe.
 
 An engine that crashes, hangs or leaks takes its own process down and nobody else's.
 """
@@ -6,28 +6,26 @@ An engine that crashes, hangs or leaks takes its own process down and nobody els
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import IO, Any, Self, TypeVar
+from typing import IO, Any, Self
 
 import msgspec
 import torch
 
 from kvxfer.errors import KVXferError
 
-T = TypeVar("T")
-
+REPOSITORY = Path(__file__).parents[2]
 TOKENS_PER_BLOCK = 128
 """Tokens of a block in engines whose blocks are counted: vLLM's default on CPUs, not on GPUs."""
 
 LOG_TAIL_LINES = 40
 SHUTDOWN_TIMEOUT_S = 35
 LAST_WORDS_TIMEOUT_S = 5
-FRAME_LENGTH_BYTES = 8
 NONE: Mapping[int, Any] = {}
 GPU_SHARE = 0.2
 
@@ -41,28 +39,27 @@ ENVIRONMENT = {
 }
 
 
+ON_SHARED_CORES = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Environment of engines side by side on few cores."""
+
+
+def share_of_gpu() -> float | None:
+    """Share of a GPU that an engine beside others asks for; None where there is no GPU."""
+    return GPU_SHARE if torch.cuda.is_available() else None
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to start an engine.
+    """How to start an engine; fields without a line here are arguments of vLLM's `LLM`.
 
     Attributes:
-        model: Folder of the model.
         connector: `kv_connector_extra_config` of the offloading connector; None for no connector.
         transfer: `kv_transfer_config` of any other connector, in place of `connector`.
         events: `kv_events_config`; None for no events.
-        multiprocessing: Engine core and workers in processes of their own.
-        tensor_parallel_size: Workers; more than one needs `multiprocessing`.
-        kv_cache_memory_bytes: Size of the device cache.
-        max_num_seqs: Requests that run at once.
+        multiprocessing: Engine core and workers in processes of their own; more than one needs it.
         max_model_len: Longest prompt with its output; also the tokens of one step.
-        dtype: Data type of the model, `auto` for that of its weights.
-        block_size: Tokens of a block; None for vLLM's choice, by the platform and the model.
         gpu_memory_utilization: Share of a GPU that has to be free at the start, also with
-            `kv_cache_memory_bytes`; None for vLLM's choice, which is nearly all of it.
-        load_format: Where weights come from, `dummy` for none.
-        enforce_eager: Whether no graphs are compiled.
-        attention_backend: Name of vLLM's attention backend; None for vLLM's choice.
+            `kv_cache_memory_bytes`.
         max_lora_rank: Largest rank of LoRA adapters; 0 for an engine without adapters.
-        scheduler: Name of the scheduler's class, with its module; vLLM's by default.
         environment: Environment variables on top of `ENVIRONMENT`.
         start_timeout_s: Longest wait for the start.
         timeout_s: Longest wait for an answer.
@@ -79,26 +76,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int = 4096
     dtype: str = "auto"
     block_size: int | None = None
-    gpu_memory_utilization: float | None = None
+    gpu_memory_utilization: float | None = msgspec.field(default_factory=share_of_gpu)
     load_format: str = "auto"
     enforce_eager: bool = True
     attention_backend: str | None = None
     max_lora_rank: int = 0
-    scheduler: str | None = None
+    scheduler_cls: str | None = None
     environment: dict[str, str] = {}
     start_timeout_s: float = 300
     timeout_s: float = 300
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """What one request gave.
 
     Attributes:
-        token_ids: Output tokens.
-        logprobs: Log-probability of each output token.
         cached_tokens: Prompt tokens that were not computed, from the device cache or elsewhere.
         first_token_s: Seconds from adding the request to its first token; 0 without a token.
-        last_token_s: Seconds from adding the request to its last token; 0 without a token.
+        last_token_s: Likewise, to its last token.
         params: What the connector tells the engine that goes on with the prompt.
     """
 
@@ -111,21 +106,33 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class EngineDiedError(KVXferError, RuntimeError):
-    """The engine's process failed, ended or does not answer.
-
-    Attributes:
-        log_tail: Last lines of what it printed.
-    """
-
-    def __init__(self, message: str, log_tail: str) -> None:
-        super().__init__(f"{message}; last lines of its log:\n{log_tail}")
-        self.log_tail = log_tail
+    """The engine's process failed, ended or does not answer."""
 
 
-def _with_this_package(environment: dict[str, str]) -> dict[str, str]:
-    """Put the folder of this package last on the path of the engine and of its processes."""
-    path = [environment.get("PYTHONPATH", ""), str(Path(__file__).parents[2])]
-    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+def launch(
+    arguments: Sequence[str], log: IO[bytes], environment: Mapping[str, str], **more: Any
+) -> subprocess.Popen[bytes]:
+    """Start an engine in a session of its own, with this package last on its path."""
+    inherited = {
+        name: each for name, each in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"
+    }
+    chosen = {**inherited, **ENVIRONMENT, **environment}
+    path = [chosen.get("PYTHONPATH", ""), str(REPOSITORY)]
+    return subprocess.Popen(
+        arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=chosen | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+        start_new_session=True,
+        **more,
+    )
+
+
+def signal_all(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to all processes of an engine, also to those that a dead one left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 class EngineProcess:
@@ -135,36 +142,22 @@ class EngineProcess:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start the engine and wait until it is ready.
-
-        Raises:
-            EngineDiedError: It did not start.
-        """
+        """Start the engine and wait until it is ready."""
         self._config = config
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - until close
-        ours, theirs = socket.socketpair()
-        environment = {
-            name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"
-        }
-        environment |= ENVIRONMENT | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(config.multiprocessing)),
-        }
+        self._pipe, theirs = Pipe()
+        multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(config.multiprocessing))}
         if config.tensor_parallel_size > 1:
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            multiprocessing["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = launch(
                 [sys.executable, "-m", "tests.e2e.engine_server", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                env=_with_this_package(environment | config.environment),
+                self._log,
+                multiprocessing | config.environment,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
             )
-        self._socket = ours
-        self._reader = ours.makefile("rb")
         try:
-            self._ask(config, type(None), config.start_timeout_s)
+            self._ask(config, config.start_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -179,11 +172,6 @@ class EngineProcess:
     def process_id(self) -> int:
         """Process id; every process of the engine is in the process group of this number."""
         return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.poll() is None
 
     def generate(
         self,
@@ -210,25 +198,26 @@ class EngineProcess:
             adapter: Folder of a LoRA adapter, empty for none.
             adapter_id: Id of the adapter: another one is loaded anew.
         """
-        how = {
-            "prompts": [list(prompt) for prompt in prompts],
-            "max_tokens": max_tokens,
-            "read_cache": read_cache,
-            "params": params,
-            "start_after_steps": start_after_steps,
-            "limits": limits,
-            "adapter": adapter,
-            "adapter_id": adapter_id,
-        }
-        return self._ask(["generate", how], list[Generation])
+        answer: list[Generation] = self._call(
+            "generate",
+            prompts=[list(prompt) for prompt in prompts],
+            max_tokens=max_tokens,
+            read_cache=read_cache,
+            params=params,
+            start_after_steps=start_after_steps,
+            limits=limits,
+            adapter=adapter,
+            adapter_id=adapter_id,
+        )
+        return answer
 
     def reset(self) -> bool:
         """Forget the device's prefix cache; False when blocks are in use."""
-        return self._ask(["reset", {}], bool)
+        return bool(self._call("reset"))
 
     def settle(self) -> None:
         """Step the engine until the connector stores nothing more."""
-        self._ask(["settle", {}], type(None))
+        self._call("settle")
 
     def change_weights(self, stop: str) -> None:
         """Change every weight of an engine of one process, as a step of training does.
@@ -236,11 +225,11 @@ class EngineProcess:
         Args:
             stop: How the engine stands still meanwhile, `pause` or `sleep`.
         """
-        self._ask(["change_weights", {"stop": stop}], type(None))
+        self._call("change_weights", stop=stop)
 
     def step_times(self) -> list[float]:
         """Return the seconds of each engine step of the last `generate`."""
-        return self._ask(["step_times", {}], list[float])
+        return list(self._call("step_times"))
 
     def metrics(self) -> dict[str, float]:
         """Ask vLLM for its metrics, summed over labels; of a histogram, its count.
@@ -248,7 +237,7 @@ class EngineProcess:
         Those with labels of their own are also there by them, as `name{label="value"}`, in
         alphabetical order.
         """
-        return self._ask(["metrics", {}], dict[str, float])
+        return dict(self._call("metrics"))
 
     def log(self) -> str:
         """Return everything that the engine printed; also after `close`."""
@@ -259,59 +248,36 @@ class EngineProcess:
 
     def pause(self) -> None:
         """Stop all of its processes where they are, so that they use no processor."""
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        signal_all(self._process, signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let all of its processes go on."""
-        os.killpg(self._process.pid, signal.SIGCONT)
+        signal_all(self._process, signal.SIGCONT)
 
     def close(self) -> None:
         """Shut the engine down and end all of its processes; may be called again."""
-        with contextlib.suppress(ProcessLookupError):
-            self.resume()
-        self._reader.close()
-        self._socket.close()
+        self.resume()
+        self._pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(SHUTDOWN_TIMEOUT_S + 10)
-        with contextlib.suppress(ProcessLookupError):  # also what a dead engine left behind
-            os.killpg(self._process.pid, signal.SIGKILL)
+        signal_all(self._process, signal.SIGKILL)
         self._process.wait()
         self.log()
         self._log.close()
 
-    def _ask(self, command: Any, answer: type[T], timeout_s: float | None = None) -> T:
-        self._socket.settimeout(timeout_s or self._config.timeout_s)
+    def _call(self, name: str, **arguments: Any) -> Any:
+        return self._ask((name, arguments), self._config.timeout_s)
+
+    def _ask(self, message: object, timeout_s: float) -> Any:
         try:
-            self._socket.sendall(frame(command))
-            message = read_frame(self._reader)
-        except TimeoutError as exc:
-            raise EngineDiedError("the engine does not answer", self._tail()) from exc
-        except OSError as exc:
-            raise EngineDiedError("the engine is gone", self._tail()) from exc
-        if message is None:
+            self._pipe.send(message)
+            if self._pipe.poll(timeout_s):
+                return self._pipe.recv()
+        except (OSError, EOFError):
             with contextlib.suppress(subprocess.TimeoutExpired):  # it has yet to say why
                 self._process.wait(LAST_WORDS_TIMEOUT_S)
-            status = self._process.poll()
-            raise EngineDiedError(f"the engine died, exit status {status}", self._tail())
-        return msgspec.msgpack.decode(message, type=answer)
-
-    def _tail(self) -> str:
-        return "\n".join(self.log().splitlines()[-LOG_TAIL_LINES:])
-
-
-def frame(message: Any) -> bytes:
-    """Encode a message, its length in front; JSON cannot say the NaN a broken cache may give."""
-    encoded = msgspec.msgpack.encode(message)
-    return len(encoded).to_bytes(FRAME_LENGTH_BYTES, "big") + encoded
-
-
-def read_frame(stream: IO[bytes]) -> bytes | None:
-    """Read an encoded message; None at the end."""
-    num_bytes = int.from_bytes(stream.read(FRAME_LENGTH_BYTES), "big")
-    message = stream.read(num_bytes)
-    return message if num_bytes and len(message) == num_bytes else None
-
-
-def share_of_gpu() -> float | None:
-    """Share of a GPU that an engine beside others asks for; None where there is no GPU."""
-    return GPU_SHARE if torch.cuda.is_available() else None
+            what = f"the engine died, exit status {self._process.poll()}"
+        else:
+            what = "the engine does not answer"
+        tail = "\n".join(self.log().splitlines()[-LOG_TAIL_LINES:])
+        raise EngineDiedError(f"{what}; last lines of its log:\n{tail}")

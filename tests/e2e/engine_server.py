@@ -1,24 +1,22 @@
 """The side of `tests.e2e.engine_process` that runs vLLM, in the engine's process."""
 
-import socket
+import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
-
-from tests.e2e.engine_process import (
-    NONE,
-    SHUTDOWN_TIMEOUT_S,
-    EngineConfig,
-    Generation,
-    frame,
-    read_frame,
-)
+from tests.e2e.engine_process import NONE, SHUTDOWN_TIMEOUT_S, EngineConfig, Generation
 
 SETTLE_ROUNDS = 50
-_OF_VLLM = {"engine", "model_name"}
+OF_VLLM = (
+    *("model", "dtype", "load_format", "max_model_len", "max_num_seqs", "tensor_parallel_size"),
+    *("kv_cache_memory_bytes", "block_size", "gpu_memory_utilization", "enforce_eager"),
+    *("attention_backend", "scheduler_cls"),
+)
+"""Fields of the configuration that `LLM` takes as they are, unless they are None."""
+LABELS = {"engine", "model_name"}
 """Labels that vLLM gives every metric."""
 
 
@@ -30,30 +28,17 @@ class _Engine:
 
         offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
         transfer = config.connector and offloading | {"kv_connector_extra_config": config.connector}
-        chosen = {
-            name: getattr(config, name)
-            for name in ("block_size", "gpu_memory_utilization", "attention_backend")
-            if getattr(config, name) is not None
-        }
+        chosen = {name: getattr(config, name) for name in OF_VLLM}
         if config.max_lora_rank:
             chosen |= {"enable_lora": True, "max_lora_rank": config.max_lora_rank}
         self._llm = LLM(
-            config.model,
             skip_tokenizer_init=True,
-            enforce_eager=config.enforce_eager,
-            load_format=config.load_format,
             enable_prefix_caching=True,
             disable_log_stats=False,
-            dtype=config.dtype,
-            scheduler_cls=config.scheduler,
-            max_model_len=config.max_model_len,
             max_num_batched_tokens=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            tensor_parallel_size=config.tensor_parallel_size,
             kv_transfer_config=transfer or config.transfer,
             kv_events_config=config.events,
-            **chosen,
+            **{name: value for name, value in chosen.items() if value is not None},
         )
         self._num_requests = 0
         self._step_times: list[float] = []
@@ -127,7 +112,7 @@ class _Engine:
         values: dict[str, float] = {}
         for metric in self._llm.get_metrics():
             value = metric.value if hasattr(metric, "value") else getattr(metric, "count", 0)
-            ours = {name: each for name, each in metric.labels.items() if name not in _OF_VLLM}
+            ours = {name: each for name, each in metric.labels.items() if name not in LABELS}
             labels = ",".join(f'{name}="{ours[name]}"' for name in sorted(ours))
             for series in {metric.name, f"{metric.name}{{{labels}}}" if ours else metric.name}:
                 values[series] = values.get(series, 0) + value
@@ -179,15 +164,15 @@ def _generation(output: Any, *, token_s: Sequence[float]) -> Generation:
     )
 
 
-def _serve(connection: socket.socket) -> None:
-    with connection, connection.makefile("rb") as stream:
-        engine = _Engine(msgspec.msgpack.decode(read_frame(stream) or b"", type=EngineConfig))
-        connection.sendall(frame(None))
-        while (message := read_frame(stream)) is not None:
-            name, arguments = msgspec.msgpack.decode(message, type=tuple[str, dict[str, Any]])
-            connection.sendall(frame(getattr(engine, name)(**arguments)))
-        engine.shut_down()
+def _serve(pipe: Any) -> None:
+    engine = _Engine(pipe.recv())
+    pipe.send(None)
+    with contextlib.suppress(EOFError):
+        while True:
+            name, arguments = pipe.recv()
+            pipe.send(getattr(engine, name)(**arguments))
+    engine.shut_down()
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(Connection(int(sys.argv[1])))

@@ -9,12 +9,10 @@ With `Hook.FLIP_LOADED_BIT` a page of each load is altered once it was verified,
 copy.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -27,7 +25,7 @@ from kvxfer.kvcache.portable import CacheDescription, WorkerShard
 from kvxfer.lending.handover import Handover
 from kvxfer.lending.reader import Fetched, Reader, Wanted
 from kvxfer.storage.keys import BlockKey, group_of
-from tests.e2e.audit import Forwarding, Hook, Log, hooks
+from tests.e2e.audit import Audit, Forwarding, Hook, Log, hooks, lines_of
 
 SIGN_BIT = -0x80
 """Of each second byte, of little-endian floats of 16 or 32 bits: what is altered stays finite."""
@@ -39,12 +37,7 @@ Digests = dict[str, list[int]]
 
 
 class TokenDigests:
-    """Digests of what tokens have in a worker's blocks.
-
-    Args:
-        caches: The caches of the worker.
-        description: Their description.
-    """
+    """Digests of what tokens have in a worker's blocks."""
 
     def __init__(self, caches: CanonicalKVCaches, description: CacheDescription) -> None:
         self._caches = caches
@@ -114,13 +107,7 @@ class _AuditedReader(Forwarding):
 
 
 class AuditedHandover(Forwarding):
-    """Hand-over under audit, in place of the one that it wraps.
-
-    Args:
-        inner: A `Handover` of a worker.
-        caches: Its caches.
-        description: Their description.
-    """
+    """Hand-over of a worker under audit, in place of the one that it wraps."""
 
     def __init__(
         self, inner: Handover, caches: CanonicalKVCaches, description: CacheDescription
@@ -182,56 +169,25 @@ class AuditedHandover(Forwarding):
         row[1 : ref.page_size_bytes : 2] ^= SIGN_BIT
 
 
-@dataclass(slots=True)
-class HandoverAudit:
-    """Report of an audit.
-
-    Attributes:
-        num_pages: Blocks that were loaded and compared, over all ranks.
-        num_tokens: Tokens of the loads of rank 0, of the group with most of them.
-        groups: Groups of which pages were loaded.
-        ranks: Ranks that loaded pages.
-        different: Pages that were loaded with other bytes than were offered.
-        unknown: Pages that were loaded and never offered.
-    """
-
-    num_pages: int = 0
-    num_tokens: int = 0
-    groups: set[int] = field(default_factory=set)
-    ranks: set[int] = field(default_factory=set)
-    different: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-
-    @property
-    def problem(self) -> str:
-        """What is wrong; empty when nothing is."""
-        if self.different or self.unknown:
-            pages = [*self.different, *self.unknown]
-            named = ", ".join(pages[:3])
-            return f"{len(self.different)} pages altered, {len(self.unknown)} unknown: {named}"
-        return ""
-
-
-@dataclass(slots=True)
-class _Offered:
+class _Offered(NamedTuple):
     """Blocks that were offered under one key, by all workers."""
 
     tokens_per_block: int
     digests: dict[str, list[list[int]]]
 
 
-def read(directory: Path) -> HandoverAudit:
+def read(directory: Path) -> Audit:
     """Compare what was loaded with what was offered, in all engines that share a directory."""
     offered: dict[str, _Offered] = {}
     loads = []
-    for line in _lines(directory, "handover"):
+    for line in lines_of(directory, "handover"):
         if line["event"] == "load":
             loads.append(line)
         for key, size, digests in line.get("blocks", ()):
             known = offered.setdefault(key, _Offered(size, defaultdict(list)))
             for head, tokens in digests.items():
                 known.digests[head].append(tokens)
-    audit = HandoverAudit()
+    audit = Audit()
     for load in loads:
         counts = [
             _compare(audit, load, group, found, offered)
@@ -241,22 +197,11 @@ def read(directory: Path) -> HandoverAudit:
     return audit
 
 
-def _lines(directory: Path, name: str) -> Iterator[Any]:
-    """Read the events of some logs, without those that a killed process has not ended."""
-    for path in sorted(directory.glob(f"{name}*.jsonl")):
-        for text in path.read_text().splitlines(keepends=True):
-            if text.endswith("\n"):
-                yield json.loads(text)
-
-
-def _compare(
-    audit: HandoverAudit, load: Any, group: int, found: Any, offered: dict[str, _Offered]
-) -> int:
+def _compare(audit: Audit, load: Any, group: int, found: Any, offered: dict[str, _Offered]) -> int:
     """Compare the blocks of one group of a load; return the tokens that were compared."""
     num_tokens = 0
     for first, digests in found["blocks"]:
         audit.num_pages += 1
-        audit.groups.add(group)
         audit.ranks.add(load["rank"])
         name = f"tokens from {first} of group {group} at rank {load['rank']}"
         low, high = max(first, load["tokens"][0]), load["tokens"][1]

@@ -9,15 +9,8 @@ import pytest
 import torch
 
 from tests.e2e import audit, models, oracle
-from tests.e2e.engine_process import (
-    TOKENS_PER_BLOCK,
-    EngineConfig,
-    EngineProcess,
-    Generation,
-    share_of_gpu,
-)
+from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineConfig, EngineProcess, Generation
 
-REPOSITORY = audit.REPOSITORY
 DTYPES = {"qwen3-next": "bfloat16"}  # every other one computes exactly enough in float32
 if torch.cuda.is_available():
     DTYPES["mla"] = "bfloat16"  # MLA's kernels for GPUs know no float32
@@ -26,18 +19,16 @@ CHOOSES_BLOCKS = {"qwen3-next", "mla"}
 
 
 class AuditedEngine(EngineProcess):
-    """A vLLM engine with kvxfer under audit.
+    """A vLLM engine with kvxfer under audit: host memory, and files or peers below it.
 
     Args:
         model: Name of one of `models.MODELS`.
         directory: Where the audit writes; what an earlier engine wrote there is known.
-        dtype: What the model computes in; None for that of `DTYPES`.
-        capacity: Of the host pool, with what else its URL says.
-        files: Folder of a file tier below it; None for none.
-        peers: URL of a tier of peers below it, empty for none.
+        capacity: Of the host pool.
+        files: Folder of a file tier below it.
+        peers: URL of a tier of peers below it.
         hooks: Faults to inject.
         blocks_per_chunk: Blocks stored under one key.
-        connector: Further settings of the connector.
         environment: Environment variables on top of what the audit needs.
         settings: Fields of `EngineConfig`; by default blocks have `TOKENS_PER_BLOCK`.
     """
@@ -47,38 +38,27 @@ class AuditedEngine(EngineProcess):
         model: str,
         directory: Path,
         *,
-        dtype: str | None = None,
         capacity: str = "256MiB",
         files: Path | None = None,
         peers: str = "",
         hooks: Collection[audit.Hook] = (),
         blocks_per_chunk: int = 1,
-        connector: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> None:
-        self.dtype = dtype or DTYPES.get(model, "float32")
+        self.dtype = DTYPES.get(model, "float32")
         self._directory = directory
         require_gpus(settings.get("tensor_parallel_size", 1))
         if model not in CHOOSES_BLOCKS:
             settings.setdefault("block_size", TOKENS_PER_BLOCK)
-        settings.setdefault("gpu_memory_utilization", share_of_gpu())
         backend = [f"host://?capacity={capacity}"]
         backend += [f"file://{files}?capacity=4GiB"] if files else []
         backend += [peers] if peers else []
         config = EngineConfig(
-            model=str(models.make(model, REPOSITORY / models.DEFAULT_DIRECTORY)),
+            model=str(models.make(model)),
             dtype=self.dtype,
-            connector={
-                **audit.SPEC,
-                "backend": backend,
-                "blocks_per_chunk": blocks_per_chunk,
-                **(connector or {}),
-            },
-            environment={
-                **(environment or {}),
-                **audit.environment(directory, hooks),
-            },
+            connector=audit.SPEC | {"backend": backend, "blocks_per_chunk": blocks_per_chunk},
+            environment={**(environment or {}), **audit.environment(directory, hooks)},
             **settings,
         )
         super().__init__(config)
@@ -124,11 +104,10 @@ def llama(**settings: Any) -> EngineConfig:
     """Configure an engine of the tiny Llama, without an audit."""
     settings.setdefault("block_size", TOKENS_PER_BLOCK)
     return EngineConfig(
-        model=str(models.make("llama", REPOSITORY / models.DEFAULT_DIRECTORY)),
+        model=str(models.make("llama")),
         dtype="float32",
         max_model_len=2048,
         kv_cache_memory_bytes=32 << 20,
-        gpu_memory_utilization=share_of_gpu(),
         **settings,
     )
 

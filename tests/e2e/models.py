@@ -1,7 +1,6 @@
 """Models of the end-to-end runs: a small real one, and tiny random ones of every cache shape.
 
-`python -m tests.e2e.models [OUT_DIR] [NAME ...]` writes them below `OUT_DIR` (`build/models`) and
-skips what is up to date.
+`python -m tests.e2e.models [OUT_DIR] [NAME ...]` writes them below `build/models`, or `OUT_DIR`.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-DEFAULT_DIRECTORY = Path("build/models")
+DEFAULT_DIRECTORY = Path(__file__).parents[2] / "build" / "models"
 STAMP = "made-from.json"
 SEED = 20
 VOCAB_SIZE = 1024
@@ -27,13 +26,7 @@ VOCAB_SIZE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Model folder, and its ingredients.
-
-    Attributes:
-        name: Folder name.
-        inputs: Inputs of the folder; it is made again when they change.
-        write: Fills an empty folder.
-    """
+    """Model folder: its inputs, after whose change it is made again, and what fills it."""
 
     name: str
     inputs: Callable[[], dict[str, str]]
@@ -222,10 +215,6 @@ def make(name: str, directory: Path = DEFAULT_DIRECTORY) -> Path:
     """Make the model `name` below `directory` unless it is up to date; return its folder.
 
     The folder appears in one step: a killed run leaves no half model behind.
-
-    Raises:
-        KeyError: There is no such model.
-        FileNotFoundError: The package that carries the real model is not installed.
     """
     model = MODELS[name]
     folder = directory / name

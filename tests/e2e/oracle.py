@@ -21,12 +21,7 @@ EXACT_TOKENS = frozenset({"float32"})
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What prompts give without kvxfer.
-
-    Attributes:
-        computed: Every token was computed.
-        device_hits: Every block that could be came from the engine's own prefix cache.
-    """
+    """What prompts give without kvxfer."""
 
     computed: list[Generation]
     device_hits: list[Generation]

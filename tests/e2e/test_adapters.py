@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvxfer.endpoint import free_ports
-from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineProcess
+from tests.e2e.engine_process import ON_SHARED_CORES, TOKENS_PER_BLOCK, EngineProcess
 from tests.e2e.harness import llama, random_prompts
 from tests.e2e.prefill_decode.deployment import ASK
 
@@ -55,7 +55,7 @@ def pair() -> Iterator[tuple[EngineProcess, EngineProcess]]:
         llama(
             max_lora_rank=RANK,
             multiprocessing=True,  # P lends between its steps, too
-            environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            environment=ON_SHARED_CORES,
             transfer={
                 "kv_connector": "KVXferConnector",
                 "kv_connector_module_path": "kvxfer.integrations.vllm",

@@ -1,11 +1,11 @@
-"""The demo passes, and fails where a single byte was altered."""
+"""The demos pass, and fail where a single byte was altered."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.e2e import demo
+from tests.e2e import demo, demo_pd
 from tests.e2e.engine_process import TOKENS_PER_BLOCK
 
 pytestmark = pytest.mark.e2e
@@ -16,7 +16,8 @@ NUM_BLOCKS = 3
 @pytest.fixture(autouse=True)
 def _small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "NUM_PROMPTS", 1)
-    monkeypatch.setattr(demo, "NUM_BLOCKS", NUM_BLOCKS)
+    for each in (demo, demo_pd):
+        monkeypatch.setattr(each, "NUM_BLOCKS", NUM_BLOCKS)
     monkeypatch.setattr(demo, "FILES", tmp_path / "files")
 
 
@@ -52,3 +53,20 @@ def test_it_fails_where_a_byte_was_altered(
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(said, shown)
     assert unsaid not in shown
+
+
+# Three engines are started, one of them twice.
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("plant", ["", "page"])
+def test_the_demo_of_prefill_and_decode_passes_unless_a_page_was_altered(
+    plant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted = ["--plant", plant] if plant else []
+    assert demo_pd.main(["--dtype", "float32", *planted]) == bool(plant)
+    shown = " ".join(capsys.readouterr().out.split())
+    # The last one of each may count; the third question loads nothing.
+    said = ("question 1: ",) if plant else ("over 115[25] tokens", "to the last bit")
+    assert all(re.search(each, shown) for each in said)
+    assert "question 3: " not in shown
+    assert ("What to try next" in shown) is not bool(plant)

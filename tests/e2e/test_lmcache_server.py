@@ -28,30 +28,23 @@ COMMAND = [sys.executable, "-m", "lmcache.cli.main"]
 ENVIRONMENT = os.environ | {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
 
 
-def spec_of(folder: Path) -> str:
-    """The adapter, as on LMCache's command line."""
-    params = {"backend": f"file://{folder}?capacity=1GiB", "revision": "commit"}
-    return json.dumps(
-        {
-            "type": "plugin",
-            "module_path": "kvxfer.integrations.lmcache",
-            "class_name": "KVXferL2Adapter",
-            "adapter_params": params,
-        }
-    )
-
-
 class Server:
     """LMCache's server, in a process of its own; killed in the end."""
 
     def __init__(self, folder: Path, log: Path) -> None:
         self.log, self.port = log, free_ports(2)
         self.address = f"localhost:{self.port + 1}"
+        adapter = {
+            "type": "plugin",
+            "module_path": "kvxfer.integrations.lmcache",
+            "class_name": "KVXferL2Adapter",
+            "adapter_params": {"backend": f"file://{folder}?capacity=1GiB", "revision": "commit"},
+        }
         arguments = [
             *("server", "--port", str(self.port), "--http-port", str(self.port + 1)),
             *("--l1-size-gb", "0.25", "--no-l1-use-lazy", "--eviction-policy", "LRU"),
             *("--chunk-size", "64", "--supported-transfer-mode", "auto", "--disable-metrics"),
-            *("--l2-adapter", spec_of(folder)),
+            *("--l2-adapter", json.dumps(adapter)),
         ]
         with log.open("w") as output:
             self.process = subprocess.Popen(
@@ -92,12 +85,12 @@ class Server:
         ended = subprocess.run(
             [*COMMAND, *arguments],
             env=ENVIRONMENT,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            timeout=LIMIT_S,
             check=False,
         )
-        return dict(re.findall(r"\[seq (\d+)/warm\] CHECKSUM: (\w+)", ended.stdout + ended.stderr))
+        return dict(re.findall(r"\[seq (\d+)/warm\] CHECKSUM: (\w+)", ended.stdout))
 
     def loaded_from_l2(self) -> list[int]:
         """List how many objects each prefetch took from the adapter."""

@@ -51,5 +51,5 @@ async def test_a_hand_over_gives_the_tokens_of_one_engine_whatever_happens(
     results = [result async for result in run("kvxfer", {shape: scenarios}, tmp_path)]
 
     assert [one.scenario for one in results] == list(scenarios)
-    problems = {one.scenario: str(one) for one in results if not one.ok or one.num_tracebacks}
+    problems = {one.scenario: str(one) for one in results if one.failure or one.num_tracebacks}
     assert not problems

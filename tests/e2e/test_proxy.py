@@ -9,7 +9,7 @@ import pytest
 
 from examples.proxy.config import ProxyConfig
 from examples.proxy.server import Proxy
-from tests.e2e import text
+from tests.e2e.engine_process import REPOSITORY
 from tests.e2e.prefill_decode.deployment import SOURCE, Deployment, Shape
 from tests.e2e.prefill_decode.engines import EngineShape
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SHAPE = EngineShape(model="smollm2", cache_mib=256, is_audited=False, takes_text=True)
 MAX_TOKENS = 8
-QUESTION = (text.REPOSITORY / "LICENSE").read_text()[:4000]
+QUESTION = (REPOSITORY / "LICENSE").read_text()[:4000]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": QUESTION, "max_tokens": MAX_TOKENS},
     "/v1/chat/completions": {

@@ -14,7 +14,6 @@ from kvxfer.errors import InvalidArgumentError
 from tests.e2e import models, text
 from tests.e2e.conftest import Start
 from tests.e2e.engine_process import ENVIRONMENT, TOKENS_PER_BLOCK
-from tests.e2e.harness import REPOSITORY
 
 pytestmark = pytest.mark.e2e
 
@@ -64,7 +63,7 @@ def pages(files: Path) -> dict[str, Path]:
 def test_transformers_and_vllm_continue_each_others_prompts(
     start: Start, tmp_path: Path, record_property: Any
 ) -> None:
-    folder = models.make("smollm2", REPOSITORY / models.DEFAULT_DIRECTORY)
+    folder = models.make("smollm2")
     (prompt,) = text.prompts(folder / "tokenizer.json", 1, shared_tokens=TOKENS + 10)
     of_vllm, of_transformers = tmp_path / "vllm", tmp_path / "transformers"
     with start("smollm2", files=of_vllm, **SIZES) as engine:

@@ -1,9 +1,10 @@
-"""The trace of a real engine, replayed, has the hits that it had, and its journal explains each."""
+"""The trace of a real engine has its hits, its journal explains each, and its events all blocks."""
 
 from pathlib import Path
 
 import pytest
 
+from kvxfer.backends.file import BlockTree, refuse_partial_walk
 from kvxfer.explain import Answer, explain
 from kvxfer.replay import bytes_per_token, count_ceiling, plan_tiers, read_trace, simulate
 from kvxfer.storage.observer import Requested
@@ -11,7 +12,8 @@ from kvxfer.telemetry.journal_file import Noted, list_files
 from tests.e2e import models
 from tests.e2e.conftest import Start
 from tests.e2e.engine_process import TOKENS_PER_BLOCK
-from tests.e2e.harness import REPOSITORY, AuditedEngine, random_prompts
+from tests.e2e.harness import AuditedEngine, random_prompts
+from tests.telemetry.event_subscriber import EventSubscriber
 
 pytestmark = pytest.mark.e2e
 
@@ -66,9 +68,7 @@ def test_a_recorded_trace_has_the_hits_of_the_engine(start: Start, tmp_path: Pat
     require_explained(journal, order, hits)
 
     trace = read_trace(path)
-    block_bytes = TOKENS_PER_BLOCK * bytes_per_token(
-        REPOSITORY / models.DEFAULT_DIRECTORY / "llama"
-    )
+    block_bytes = TOKENS_PER_BLOCK * bytes_per_token(models.DEFAULT_DIRECTORY / "llama")
     tiers = plan_tiers(f"host://?capacity={CAPACITY}", block_bytes)
     modelled = simulate(trace, tiers)
     assert trace.tokens_per_block == TOKENS_PER_BLOCK
@@ -77,3 +77,33 @@ def test_a_recorded_trace_has_the_hits_of_the_engine(start: Start, tmp_path: Pat
     ]
     assert modelled.hits[:, 0].tolist() == hits
     assert 0 < sum(hits) < count_ceiling(trace)  # some were evicted
+
+
+def test_an_index_from_vllms_events_is_that_of_the_tiers(start: Start, tmp_path: Path) -> None:
+    files, events, replay = (tmp_path / name for name in ("files", "events", "replay"))
+    engine = start(
+        "llama",
+        files=files,
+        capacity="1MiB",
+        events={
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"ipc://{events}",
+            "replay_endpoint": f"ipc://{replay}",
+        },
+        environment={"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"},
+    )
+    for seed in range(3):
+        prompts = random_prompts(1, shared_tokens=700, own_tokens=5, seed=seed)
+        engine.generate(prompts, max_tokens=2)
+        engine.settle()  # a reset of the device would tell routers to forget everything
+    engine.generate(random_prompts(1, shared_tokens=5, own_tokens=5), max_tokens=2)  # one more step
+
+    found = list(BlockTree(files, on_error=refuse_partial_walk).blocks())
+    in_host = engine.metrics()['vllm:kvxfer_stored_blocks{tier="host"}']
+    with EventSubscriber.opened(f"ipc://{events}", f"ipc://{replay}") as subscriber:
+        subscriber.catch_up()
+    assert subscriber.kept["file"] == {each.key for each in found}
+    assert len(subscriber.kept["CPU"]) == in_host
+    assert len(found) > in_host > 0
+    assert subscriber.kept["GPU"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.e2e.engine_process import REPOSITORY
 
 QUESTIONS = (
     "What is a block, and what is a page?",
@@ -21,11 +21,7 @@ QUESTIONS = (
 
 
 def prompts(tokenizer_file: Path, number: int, *, shared_tokens: int) -> list[list[int]]:
-    """Token ids of questions about this repository; all begin with the same text of it.
-
-    Raises:
-        ValueError: There is less text, or there are fewer questions, than asked for.
-    """
+    """Token ids of questions about this repository; all begin with the same text of it."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     shared: list[int] = []
     for text in _texts():

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.e2e import audit
+from tests.e2e.engine_process import REPOSITORY
 from tests.e2e.prefill_decode.engines import CONNECTORS
 from tests.e2e.prefill_decode.plan import SCENARIOS, SHAPES, Result, choose, run, table
 
-LOGS = audit.REPOSITORY / "build" / "prefill-decode"
+LOGS = REPOSITORY / "build" / "prefill-decode"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     print("\n".join(table(results)))
-    return int(not all(one.ok for one in results if one.connector == "kvxfer"))
+    return int(any(one.failure for one in results if one.connector == "kvxfer"))
 
 
 async def _run(

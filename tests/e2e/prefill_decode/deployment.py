@@ -5,13 +5,13 @@ import itertools
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from tests.e2e import audit, handover_audit, models, oracle
-from tests.e2e.engine_process import EngineConfig, EngineProcess, Generation, share_of_gpu
+from tests.e2e.engine_process import ON_SHARED_CORES, EngineConfig, EngineProcess, Generation
 from tests.e2e.prefill_decode.engines import (
     LEASE_S,
     MAX_MODEL_LEN,
@@ -21,7 +21,6 @@ from tests.e2e.prefill_decode.engines import (
     EngineShape,
     Failure,
     Metrics,
-    TransferParams,
 )
 
 MAX_TOKENS = 6
@@ -45,8 +44,6 @@ class Shape:
     """Engines of a deployment.
 
     Attributes:
-        prefills: Those that compute prompts.
-        decodes: Those that go on from there.
         leaves_last: P leaves the last token of each prompt to D. Answers have the bits of one
             engine alone that computes it in a step of its own, or together with the others.
         exact: Its tokens are those of one engine alone; else only its bytes are compared, by the
@@ -79,14 +76,7 @@ class Counts:
 
 @dataclass(eq=False)
 class Deployment:
-    """Running engines; an asynchronous context manager.
-
-    Attributes:
-        connector: One of `engines.CONNECTORS`.
-        shape: Its engines.
-        directory: Where they write their logs.
-        seed: Of prompts and moments.
-    """
+    """Running engines, which write their logs to a directory; an asynchronous context manager."""
 
     connector: str
     shape: Shape
@@ -184,7 +174,7 @@ class Deployment:
     async def decode(
         self,
         prompt: Prompt,
-        params: TransferParams | None,
+        params: Mapping[str, Any] | None,
         *,
         engine: Engine | None = None,
         max_tokens: int = MAX_TOKENS,
@@ -245,18 +235,13 @@ class Deployment:
             total("local_compute"), total("local_cache_hit"), total("external_kv_transfer")
         )
 
-    @property
-    def audit_directory(self) -> Path:
-        """Directory that all engines write their audits to."""
-        return self.engines[0].audit_directory
-
-    def audit(self) -> handover_audit.HandoverAudit:
+    def audit(self) -> audit.Audit:
         """Compare what was loaded with what was offered, of the present scenario."""
-        return handover_audit.read(self.audit_directory)
+        return handover_audit.read(self.engines[0].audit_directory)
 
     def forget_audit(self) -> None:
         """Begin a new audit."""
-        for path in self.audit_directory.glob("*.jsonl"):
+        for path in self.engines[0].audit_directory.glob("*.jsonl"):
             path.unlink()
 
     async def require_audited(self, num_tokens: int) -> str:
@@ -274,16 +259,12 @@ class Deployment:
         """Fail unless no block of engines is in use within a lease; return the seconds."""
         start_s = time.monotonic()
         for engine in engines:
-
-            async def is_free(engine: Engine = engine) -> bool:
-                return _in_use(await engine.metrics()) == 0
-
-            left_s = FREE_LIMIT_S - (time.monotonic() - start_s)
-            if not await wait_until(is_free, limit_s=max(left_s, 0)):
-                blocks = _in_use(await engine.metrics())
-                raise Failure(
-                    f"{engine.name} keeps {blocks} blocks in use, {FREE_LIMIT_S:.0f} s later"
-                )
+            while blocks := _in_use(await engine.metrics()):
+                if time.monotonic() > start_s + FREE_LIMIT_S:
+                    raise Failure(
+                        f"{engine.name} keeps {blocks} blocks in use, {FREE_LIMIT_S:.0f} s later"
+                    )
+                await asyncio.sleep(POLL_S)
         return time.monotonic() - start_s
 
     async def reuse_blocks(self, engine: Engine) -> None:
@@ -298,16 +279,14 @@ class Deployment:
         """Run a prompt in an engine without a connector, which is started when it is needed."""
         shape = self.shape.decodes[0]
         if (dtype, scheduler) not in self._alone:
-            model = models.make(shape.model, audit.REPOSITORY / models.DEFAULT_DIRECTORY)
             self._alone[dtype, scheduler] = EngineProcess(
                 EngineConfig(
-                    model=str(model),
+                    model=str(models.make(shape.model)),
                     dtype=dtype,
-                    scheduler=scheduler,
+                    scheduler_cls=scheduler,
                     kv_cache_memory_bytes=shape.cache_mib << 20,
                     max_model_len=MAX_MODEL_LEN,
-                    gpu_memory_utilization=share_of_gpu(),
-                    environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+                    environment=ON_SHARED_CORES,
                 )
             )
         [generation] = self._alone[dtype, scheduler].generate(
@@ -316,16 +295,6 @@ class Deployment:
         return generation
 
 
-def _in_use(metrics: Mapping[str, float] | Metrics) -> int:
+def _in_use(metrics: Metrics) -> int:
     """Blocks that requests or leases hold; those that are only cached do not count."""
     return round(metrics["vllm:kv_cache_usage_perc"] * metrics["num_blocks"])
-
-
-async def wait_until(condition: Callable[[], Awaitable[bool]], *, limit_s: float) -> bool:
-    """Wait until something holds; False when it did not in time."""
-    deadline_s = time.monotonic() + limit_s
-    while not await condition():
-        if time.monotonic() > deadline_s:
-            return False
-        await asyncio.sleep(POLL_S)
-    return True

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -102,8 +102,3 @@ async def _decode(
     """Let the first D go on with prompts, all at once."""
     pairs = zip(prompts, params, strict=True)
     return await at_once([deployment.decode(prompt, told) for prompt, told in pairs])
-
-
-END_SCENARIOS: dict[str, Callable[[Deployment], Awaitable[str]]] = {
-    function.__name__: function for function in (stop, kill, killd)
-}

@@ -1,9 +1,7 @@
 """OpenAI servers of vLLM, each in processes of its own, with a connector that hands over caches."""
 
 import asyncio
-import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -21,7 +19,14 @@ import torch
 from benchmarks.nixl.raw import TCP_ALONE
 from kvxfer.endpoint import free_ports
 from tests.e2e import audit, models
-from tests.e2e.engine_process import ENVIRONMENT, TOKENS_PER_BLOCK, Generation, share_of_gpu
+from tests.e2e.engine_process import (
+    ON_SHARED_CORES,
+    TOKENS_PER_BLOCK,
+    Generation,
+    launch,
+    share_of_gpu,
+    signal_all,
+)
 
 HOST = "127.0.0.1"
 MAX_MODEL_LEN = 4096
@@ -35,7 +40,6 @@ PORTS_PER_ENGINE = 8
 """The server's, and one for each worker from the second on."""
 SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$", re.MULTILINE)
 Metrics = dict[str, float]
-TransferParams = Mapping[str, Any]
 
 
 class Failure(Exception):  # noqa: N818 - a verdict
@@ -48,22 +52,16 @@ class EngineShape:
 
     Attributes:
         model: Name of one of `models.MODELS`.
-        dtype: What the model computes in.
-        tensor_parallel_size: Workers of a replica.
         data_parallel_size: Replicas behind the server, which divides requests among them.
-        tokens_per_block: Of the cache.
         tokens_per_step: Most tokens of one step; longer prompts are computed in chunks.
         cache_mib: Size of the cache of each worker.
         uses_tcp: Bytes go through TCP connections, as between machines.
-        transport: Transport of the bytes otherwise, see `NixlConfig`; with kvxfer. None for what
-            kvxfer chooses.
-        integrity: What proves a page, likewise.
+        transport: Transport of the bytes otherwise, as `integrity` as in `NixlConfig`; with kvxfer.
         host_tier: Capacity of a host tier of its own; empty for none. With kvxfer only.
         is_audited: What lands is compared with what was lent; with kvxfer.
         takes_text: Whether it has a tokenizer, for prompts that are text.
         alters_loads: A page of each load is altered once it was verified; with an audit.
-        release_folder: Folder of another release of vLLM, see `tests.compat`; empty for the
-            installed one.
+        release_folder: Folder of another release of vLLM, see `tests.compat`; empty for none.
     """
 
     model: str = "llama"
@@ -125,25 +123,17 @@ CONNECTORS = {"nixl": _nixl, "kvxfer": _kvxfer}
 """For a port and a shape: the connector's part of `kv_transfer_config`, and its environment."""
 
 COMMON_TRANSFER = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-COMMON_ENVIRONMENT = ENVIRONMENT | {
+COMMON_ENVIRONMENT = ON_SHARED_CORES | {
     "NIXL_LOG_LEVEL": "WARN",
-    "OMP_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "",
     "UCX_MODULES": "^efa",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a completion gave.
-
-    Attributes:
-        generation: Its tokens.
-        params: `kv_transfer_params` of the response, empty without any.
-        seconds: From sending the request to the whole response.
-    """
+    """What a completion gave: its tokens, and `kv_transfer_params`, empty without any."""
 
     generation: Generation
     params: dict[str, Any]
@@ -154,82 +144,54 @@ class Answer:
 class Engine:
     """A server of one engine at addresses that stay the same when it is started again.
 
-    Attributes:
-        name: For messages, and the name of its log.
-        connector: One of `CONNECTORS`.
-        shape: How it is started.
-        directory: Where its log is written.
+    Its log, of all its starts, lies in the directory under its name.
     """
 
     name: str
     connector: str
     shape: EngineShape
     directory: Path
-    port: int = field(init=False)
+    port: int = field(init=False, default_factory=lambda: free_ports(PORTS_PER_ENGINE))
     _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        """Choose the ports."""
-        self.port = free_ports(PORTS_PER_ENGINE)
 
     @property
     def log_path(self) -> Path:
-        """File with everything that the engine printed, of all its starts."""
         return self.directory / f"{self.name}.log"
 
     @property
     def audit_directory(self) -> Path:
-        """Directory that engines side by side write their audits to."""
+        """Directory of the audits, which engines side by side share."""
         return self.directory / "audit"
 
     @property
     def url(self) -> str:
-        """Address of the server."""
         return f"http://{HOST}:{self.port}"
 
     def log(self, start: int = 0) -> str:
         """Read what it printed, from an offset in bytes on."""
         return self.log_path.read_bytes()[start:].decode(errors="replace")
 
-    def log_length(self) -> int:
-        """Bytes that it printed so far."""
-        return self.log_path.stat().st_size
-
     def start(self) -> None:
         """Start the process; `wait_ready` waits for it."""
         self.close()
         transfer, environment = CONNECTORS[self.connector](self.port + 1, self.shape)
-        model = models.make(self.shape.model, audit.REPOSITORY / models.DEFAULT_DIRECTORY)
         self.audit_directory.mkdir(parents=True, exist_ok=True)
         hooks = [audit.Hook.FLIP_LOADED_BIT] if self.shape.alters_loads else []
-        inherited = {
-            name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"
-        }
-        if self.shape.release_folder:
-            inherited["PYTHONPATH"] = self.shape.release_folder
+        release = self.shape.release_folder
+        environment |= {"PYTHONPATH": release} if release else {}
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = launch(
                 [
                     *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-                    *_options(self.shape, str(model), self.port),
+                    *_options(self.shape, self.port),
                     f"--kv-transfer-config={json.dumps(transfer | COMMON_TRANSFER)}",
                 ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=inherited
-                | COMMON_ENVIRONMENT
-                | environment
-                | audit.environment(self.audit_directory, hooks),
-                start_new_session=True,
+                log,
+                COMMON_ENVIRONMENT | environment | audit.environment(self.audit_directory, hooks),
             )
 
     async def wait_ready(self) -> None:
-        """Wait until it answers.
-
-        Raises:
-            Failure: It ended, or took longer than `START_LIMIT_S`.
-        """
+        """Wait until it answers."""
         deadline_s = time.monotonic() + START_LIMIT_S
         while not await self.is_healthy():
             if not self.is_running or time.monotonic() > deadline_s:
@@ -269,8 +231,7 @@ class Engine:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all of its processes."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+            signal_all(self._process, number)
 
     def close(self) -> None:
         """Kill all of its processes; may be called again."""
@@ -283,7 +244,7 @@ class Engine:
         prompt: Sequence[int],
         *,
         max_tokens: int,
-        params: TransferParams | None = None,
+        params: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
         limit_s: float = ANSWER_LIMIT_S,
         url: str = "",
@@ -291,17 +252,7 @@ class Engine:
     ) -> Answer:
         """Complete a prompt greedily; a cancelled call closes the connection, as a client does.
 
-        Args:
-            prompt: Token ids.
-            max_tokens: Output tokens.
-            params: `kv_transfer_params`.
-            cache_salt: Of the engines' caches.
-            limit_s: Longest wait for the answer.
-            url: Address of a router to ask in place of the engine.
-            headers: Headers for the router.
-
-        Raises:
-            Failure: No answer in time, or one that is none.
+        A router at `url` is asked in place of the engine.
         """
         body = {
             "model": self.shape.model,
@@ -316,23 +267,14 @@ class Engine:
             **({} if cache_salt is None else {"cache_salt": cache_salt}),
         }
         start_s = time.perf_counter()
-        status, text = await self._ask(
-            "POST",
-            f"{url or self.url}/v1/completions",
-            limit_s=limit_s,
-            json=body,
-            headers=headers,
-        )
+        address = f"{url or self.url}/v1/completions"
+        status, text = await self._ask("POST", address, limit_s=limit_s, json=body, headers=headers)
         if status != 200:
             raise Failure(f"{self.name} answers HTTP {status}: {text[:200]}")
         return _answer(text, time.perf_counter() - start_s)
 
     async def metrics(self) -> Metrics:
-        """Read its metrics: sums of each name, and of each `name{source}` and `name{reason}`.
-
-        Raises:
-            Failure: It does not answer.
-        """
+        """Read its metrics: sums of each name, and of each `name{source}` and `name{reason}`."""
         _, text = await self._ask("GET", f"{self.url}/metrics")
         values: defaultdict[str, float] = defaultdict(float)
         for sample in SAMPLE.finditer(text):
@@ -344,10 +286,10 @@ class Engine:
         return dict(values)
 
 
-def _options(shape: EngineShape, model: str, port: int) -> list[str]:
+def _options(shape: EngineShape, port: int) -> list[str]:
     share = share_of_gpu()
     return [
-        f"--model={model}",
+        f"--model={models.make(shape.model)}",
         f"--served-model-name={shape.model}",
         f"--host={HOST}",
         f"--port={port}",

@@ -13,29 +13,21 @@ from collections.abc import (
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.e2e.prefill_decode import scenarios
+from tests.e2e.prefill_decode import ends, forged, scenarios
 from tests.e2e.prefill_decode.deployment import Deployment, Shape
-from tests.e2e.prefill_decode.ends import END_SCENARIOS
 from tests.e2e.prefill_decode.engines import EngineShape, Failure
-from tests.e2e.prefill_decode.forged import forged
 from tests.e2e.prefill_decode.routers import ROUTER_SCENARIOS
 
 Scenario = Callable[[Deployment], Awaitable[str]]
 
 SCENARIOS: Mapping[str, Scenario] = {
-    "basic": scenarios.basic,
-    "suffix": scenarios.suffix,
-    "salt": scenarios.salt,
-    "many": scenarios.many,
-    "abort": scenarios.abort,
-    "late": scenarios.late,
-    "forged": forged,
-    "refused": scenarios.refused,
-    "tiers": scenarios.tiers,
-    "altered": scenarios.altered,
-    **ROUTER_SCENARIOS,
-    **END_SCENARIOS,
-}
+    scenario.__name__: scenario
+    for scenario in (
+        *(scenarios.basic, scenarios.suffix, scenarios.salt, scenarios.many, scenarios.abort),
+        *(scenarios.late, scenarios.refused, scenarios.tiers, scenarios.altered),
+        *(forged.forged, ends.stop, ends.kill, ends.killd),
+    )
+} | ROUTER_SCENARIOS
 
 _TWO = (EngineShape(), EngineShape())
 _TCP = EngineShape(uses_tcp=True)
@@ -74,15 +66,9 @@ SHAPES: Mapping[str, tuple[Shape, Sequence[str]]] = {
         Shape([EngineShape(data_parallel_size=2)], [EngineShape(data_parallel_size=2)]),
         ("basic", "many", "abort"),
     ),
-    "blocks128-64": (
-        Shape(decodes=[EngineShape(tokens_per_block=64)]),
-        ("basic", "late"),
-    ),
+    "blocks128-64": (Shape(decodes=[EngineShape(tokens_per_block=64)]), ("basic", "late")),
     "blocks64-128": (Shape([EngineShape(tokens_per_block=64)]), ("basic", "late")),
-    "gemma3": (
-        _alike(EngineShape(model="gemma3", cache_mib=64)),
-        ("basic", "late"),
-    ),
+    "gemma3": (_alike(EngineShape(model="gemma3", cache_mib=64)), ("basic", "late")),
     "gpt-oss": (_alike(EngineShape(model="gpt-oss", cache_mib=64)), ("basic", "late")),
     "qwen3-next": (Shape([_STATES], [_STATES], leaves_last=True), ("basic", "late")),
     "qwen3-next-tp2": (
@@ -98,17 +84,7 @@ SHAPES: Mapping[str, tuple[Shape, Sequence[str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Outcome of a scenario.
-
-    Attributes:
-        connector: Connector under test.
-        shape: Name of the deployment.
-        scenario: Name of the scenario.
-        failure: What was wrong; empty when nothing was.
-        note: What is worth knowing.
-        seconds: Of the scenario.
-        num_tracebacks: Written to the logs of the engines meanwhile.
-    """
+    """Outcome of a scenario: what was wrong, or is worth knowing, and tracebacks in the logs."""
 
     connector: str
     shape: str
@@ -118,11 +94,6 @@ class Result:
     seconds: float
     num_tracebacks: int
 
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was wrong."""
-        return not self.failure
-
     def __str__(self) -> str:
         said = f"**FAIL**: {self.failure}" if self.failure else f"ok: {self.note}"
         tracebacks = f", {self.num_tracebacks} tracebacks" if self.num_tracebacks else ""
@@ -130,11 +101,7 @@ class Result:
 
 
 def choose(names: Iterable[str]) -> dict[str, list[str]]:
-    """Scenarios of each deployment for names as `late`, `gemma3` or `gemma3:late`.
-
-    Raises:
-        KeyError: There is no such deployment, or no such scenario.
-    """
+    """Scenarios of each deployment for names as `late`, `gemma3` or `gemma3:late`."""
     chosen: dict[str, list[str]] = {}
     for name in names:
         shape, _, scenario = name.rpartition(":")
@@ -163,14 +130,10 @@ async def run(
 
 
 async def run_one(deployment: Deployment, shape: str, name: str) -> Result:
-    """Run a scenario in engines that run and have nothing in use.
-
-    Raises:
-        Failure: Engines do not start.
-    """
+    """Run a scenario in engines that run and have nothing in use."""
     await deployment.heal()
     deployment.forget_audit()
-    lengths = [engine.log_length() for engine in deployment.engines]
+    lengths = [engine.log_path.stat().st_size for engine in deployment.engines]
     start_s = time.monotonic()
     note = failure = ""
     try:
@@ -183,7 +146,7 @@ async def run_one(deployment: Deployment, shape: str, name: str) -> Result:
     return Result(deployment.connector, shape, name, failure, note, seconds, _tracebacks(logs))
 
 
-def _tracebacks(logs: Iterable[str]) -> int:
+def _tracebacks(logs: Sequence[str]) -> int:
     """Count tracebacks, without the one of each start: vLLM warns that there is no tokenizer."""
     lines = (line for log in logs for line in log.splitlines())
     return sum("Traceback (most recent call last)" in line and "WARN" not in line for line in lines)

@@ -3,15 +3,13 @@
 import asyncio
 import contextlib
 import functools
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvxfer.endpoint import free_ports
-from tests.e2e import audit
+from tests.e2e.engine_process import REPOSITORY, launch, signal_all
 from tests.e2e.prefill_decode.deployment import MAX_TOKENS, Deployment
 from tests.e2e.prefill_decode.engines import HOST, Answer, Engine, Failure
 from tests.e2e.prefill_decode.scenarios import (
@@ -22,9 +20,9 @@ from tests.e2e.prefill_decode.scenarios import (
     require_handed_over,
 )
 
-TOY_PROXY = audit.REPOSITORY / "build" / "toy_proxy_server.py"
+TOY_PROXY = REPOSITORY / "build" / "toy_proxy_server.py"
 """vLLM's, which its wheel does not have: tests/v1/kv_connector/nixl_integration/ of its sources."""
-SIDECAR = audit.REPOSITORY / "build" / "llm-d-routing-sidecar"
+SIDECAR = REPOSITORY / "build" / "llm-d-routing-sidecar"
 """llm-d's, which is built from its sources, in Go: github.com/llm-d/llm-d-routing-sidecar."""
 PROXY = [sys.executable, "-m", "examples.proxy"]
 ROUTER_LIMIT_S = 60.0
@@ -120,21 +118,12 @@ def _running(deployment: Deployment, command: Command) -> Iterator[str]:
     """Run a router; its log is beside those of the engines."""
     port = free_ports()
     log_path = deployment.directory / f"router{command.__name__}.log"
-    path = [str(audit.REPOSITORY), os.environ.get("PYTHONPATH", "")]
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command(deployment, port),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
-            start_new_session=True,
-        )
+        process = launch(command(deployment, port), log, {})
     try:
         yield f"http://{HOST}:{port}"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        signal_all(process, signal.SIGKILL)
         process.wait()
 
 

@@ -56,11 +56,7 @@ async def salt(deployment: Deployment) -> str:
     params = await deployment.prefill(prompt, cache_salt="one")
     before = await deployment.counts()
     answer = await deployment.decode(prompt, params, cache_salt="other")
-    counts = await deployment.counts() - before
-    await deployment.require_true([prompt], [answer])
-    if counts.loaded:
-        raise Failure(f"{counts} of another tenant's cache")
-    return f"{counts}{await require_clean(deployment)}"
+    return await _require_true(deployment, [prompt], [answer], before, may_load=False)
 
 
 async def many(deployment: Deployment) -> str:
@@ -103,11 +99,9 @@ async def late(deployment: Deployment) -> str:
         await deployment.decode(prompt, told, engine=decode)
         for prompt, told in zip(prompts, params, strict=True)
     ]
-    counts = await deployment.counts() - before
-    await deployment.require_true(prompts, answers)
-    note = await require_clean(deployment)
+    note = await _require_true(deployment, prompts, answers, before)
     await require_works(deployment)
-    return f"{counts}{note}"
+    return note
 
 
 async def refused(deployment: Deployment) -> str:
@@ -116,15 +110,12 @@ async def refused(deployment: Deployment) -> str:
     prompts = [deployment.prompt(length) for length in (129, 700)]
     before = await deployment.counts()
     answers = [await deployment.hand_over(prompt) for prompt in prompts]
-    counts = await deployment.counts() - before
-    await deployment.require_true(prompts, answers)
-    if counts.loaded:
-        raise Failure(f"{counts}, of caches that do not fit")
+    note = await _require_true(deployment, prompts, answers, before, may_load=False)
     log = decode.log() + prefill.log()  # whole ones: the engines met when they started
     names = (decode.shape.dtype, prefill.shape.dtype)
     if not any(all(name in line for name in names) for line in log.splitlines()):
         raise Failure(f"no line of a log names {' and '.join(names)}")
-    return f"{counts}{await require_clean(deployment)}"
+    return note
 
 
 async def tiers(deployment: Deployment) -> str:
@@ -166,6 +157,22 @@ async def altered(deployment: Deployment) -> str:
         raise Failure("the audit passes a page that was altered")
     deployment.forget_audit()
     return "found by the audit"
+
+
+async def _require_true(
+    deployment: Deployment,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Answer],
+    before: Counts,
+    *,
+    may_load: bool = True,
+) -> str:
+    """Fail unless answers are true, and nothing is kept."""
+    counts = await deployment.counts() - before
+    await deployment.require_true(prompts, answers)
+    if counts.loaded and not may_load:
+        raise Failure(f"{counts}, of another tenant's cache, or of caches that do not fit")
+    return f"{counts}{await require_clean(deployment)}"
 
 
 async def _blocks_since(engine: Engine, before: Metrics, bytes_per_block: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Portable pages: prompts stored by an engine of one shape are hits for an engine of another."""
+"""Files that an engine left are hits for the next one, of the same shape or of another."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,15 +9,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.e2e import oracle
+from tests.e2e import models, oracle, text
+from tests.e2e.audit import flip_a_bit
 from tests.e2e.conftest import Start
 from tests.e2e.engine_process import TOKENS_PER_BLOCK
-from tests.e2e.harness import (
-    AuditedEngine,
-    random_prompts,
-    require_same,
-    require_same_bits,
-)
+from tests.e2e.harness import AuditedEngine, random_prompts, require_same, require_same_bits
 
 pytestmark = pytest.mark.e2e
 
@@ -25,6 +21,17 @@ MAX_TOKENS = 8
 MORE = partial(pytest.param, marks=pytest.mark.exhaustive)
 KEYS = (TOKENS_PER_BLOCK, 64) if torch.cuda.is_available() else (64, TOKENS_PER_BLOCK)
 VALUES = (TOKENS_PER_BLOCK, 64)
+SHARED_TOKENS = 400
+WHOLE_BLOCKS_TOKENS = 3 * TOKENS_PER_BLOCK
+NUM_PROMPTS = 2
+PROCESSES = pytest.mark.parametrize(
+    "processes",
+    [
+        pytest.param({"multiprocessing": False}, id="one-process"),
+        MORE({"multiprocessing": True}, id="several-processes"),
+    ],
+)
+HITS = "vllm:external_prefix_cache_hits"
 
 Run = Callable[..., AuditedEngine]
 
@@ -107,3 +114,66 @@ def test_states_come_back_to_an_equal_engine(run: Run, tmp_path: Path) -> None:
     require_same(reference.device_hits, reference.computed, dtype=engine.dtype)
     require_same_bits(returned, reference.device_hits)
     assert all(one.cached_tokens > 0 for one in returned)
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    folder = models.make("smollm2")
+    return text.prompts(folder / "tokenizer.json", NUM_PROMPTS, shared_tokens=SHARED_TOKENS)
+
+
+@pytest.mark.sample
+@PROCESSES
+def test_a_restarted_engine_gets_the_shared_prefix_from_disk(
+    start: Start, prompts: list[list[int]], tmp_path: Path, processes: dict[str, bool]
+) -> None:
+    first = start("smollm2", files=tmp_path, **processes)
+    reference = oracle.run_reference(first, prompts, max_tokens=MAX_TOKENS)
+    first.settle()
+    first.close()
+
+    second = start("smollm2", files=tmp_path, **processes)
+    returned = second.generate(prompts, max_tokens=MAX_TOKENS)
+    metrics = second.metrics()
+    second.offload()
+    returned_alone = oracle.run_one_by_one(second, prompts, max_tokens=MAX_TOKENS)
+
+    require_same(returned, reference.computed, dtype=second.dtype)
+    require_same_bits(returned_alone, reference.device_hits)
+    assert all(one.cached_tokens >= WHOLE_BLOCKS_TOKENS for one in returned)
+    assert metrics[HITS] >= WHOLE_BLOCKS_TOKENS
+    loaded = 'vllm:kvxfer_load_blocks{cause="promotion",outcome="done",tier="file"}'
+    assert metrics[loaded] >= WHOLE_BLOCKS_TOKENS // TOKENS_PER_BLOCK
+    of_file = '{cause="request",outcome="done",tier="file"}'
+    assert 1 <= metrics[f"vllm:kvxfer_load_seconds{of_file}"] <= metrics[loaded]
+    assert metrics['vllm:kvxfer_used_bytes{tier="file"}'] > 0
+    assert second.audit().clean, second.audit()
+
+
+@PROCESSES
+def test_a_restarted_engine_recomputes_what_is_corrupt_on_disk_and_stores_it_again(
+    start: Start, prompts: list[list[int]], tmp_path: Path, processes: dict[str, bool]
+) -> None:
+    first = start("smollm2", files=tmp_path, **processes)
+    computed = first.computed(prompts, max_tokens=MAX_TOKENS)
+    first.settle()
+    first.close()
+    files = list(tmp_path.rglob("*.safetensors"))
+    assert files
+    for file in files:
+        flip_a_bit(file)
+
+    second = start("smollm2", files=tmp_path, **processes)
+    recomputed = second.generate(prompts, max_tokens=MAX_TOKENS)
+    metrics = second.metrics()
+    second.settle()
+    second.close()
+    third = start("smollm2", files=tmp_path, **processes)
+    returned = third.generate(prompts, max_tokens=MAX_TOKENS)
+
+    require_same([*recomputed, *returned], computed * 2, dtype=second.dtype)
+    assert metrics.get(HITS, 0) == 0
+    corrupt = 'vllm:kvxfer_load_blocks{cause="promotion",outcome="corrupt",tier="file"}'
+    assert metrics[corrupt] > 0
+    assert all(one.cached_tokens >= WHOLE_BLOCKS_TOKENS for one in returned)
+    assert third.audit().clean, third.audit()
