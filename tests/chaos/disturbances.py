@@ -50,21 +50,14 @@ Undo = tuple[float, Callable[[], None]]
 
 
 @dataclass
-class Scene:
-    """Scene of a chaos run: the processes, disks and folders to disturb."""
+class Disturber:
+    """Random disturbances of processes, of disks and of folders of `file://`."""
 
     workers: list[ChaosProcess]
     holders: list[ChaosProcess]
     roots: list[Path]
     disk: Path | None
     run_command: Callable[..., None]
-
-
-@dataclass
-class Disturber:
-    """Random disturbances of a scene."""
-
-    scene: Scene
     rng: random.Random
     without: frozenset[str]
     counts: Counter[str] = field(default_factory=Counter)
@@ -87,7 +80,7 @@ class Disturber:
 
     def _act(self, name: str) -> Undo | bool:
         verb, _, what = name.partition("-")
-        processes = self.scene.holders if what == "holder" else self.scene.workers
+        processes = self.holders if what == "holder" else self.workers
         match verb:
             case "kill":
                 return self._kill(processes)
@@ -100,7 +93,7 @@ class Disturber:
 
     def _end_holder(self) -> bool:
         """Ask a holder to end, which drains first."""
-        if not (running := _running(self.scene.holders)):
+        if not (running := _running(self.holders)):
             return False
         chosen = self.rng.choice(running)
         chosen.expect_end(0)
@@ -108,9 +101,9 @@ class Disturber:
         return True
 
     def _fill_disk(self) -> Undo | bool:
-        if self.scene.disk is None or (self.scene.disk / FILLER).exists():
+        if self.disk is None or (self.disk / FILLER).exists():
             return False
-        filler = self.scene.disk / FILLER
+        filler = self.disk / FILLER
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(1 << 16))
@@ -131,12 +124,12 @@ class Disturber:
 
     def _gc(self) -> bool:
         bounds = self.rng.choice(((), ("--capacity", "2MiB")))
-        self.scene.run_command("gc", str(self.rng.choice(self.scene.roots)), *bounds)
+        self.run_command("gc", str(self.rng.choice(self.roots)), *bounds)
         return True
 
     def _fsck(self) -> bool:
         options = self.rng.choice(((), ("--repair",)))
-        self.scene.run_command("fsck", str(self.rng.choice(self.scene.roots)), *options)
+        self.run_command("fsck", str(self.rng.choice(self.roots)), *options)
         return True
 
     def _kill(self, processes: list[ChaosProcess]) -> bool:
@@ -166,7 +159,7 @@ class Disturber:
         return True
 
     def _choose(self, pattern: str, *, folders: bool = False) -> Path | None:
-        found = sorted(self.rng.choice(self.scene.roots).glob(pattern))
+        found = sorted(self.rng.choice(self.roots).glob(pattern))
         found = [path for path in found if path.is_dir() == folders]
         return self.rng.choice(found) if found else None
 

@@ -28,7 +28,7 @@ from typing import Any
 from kvxfer.cli import main as kvxfer_main
 from kvxfer.endpoint import free_ports
 from tests.chaos import worker
-from tests.chaos.disturbances import WEIGHTS, Disturber, Scene, small_disk
+from tests.chaos.disturbances import WEIGHTS, Disturber, small_disk
 from tests.chaos.faults import Kind
 from tests.chaos.memory import SHAPES
 from tests.chaos.processes import ChaosProcess, Fault
@@ -73,8 +73,9 @@ class Conductor:
         self._side: list[ChaosProcess] = []
         workers = [self._start_worker() for _ in range(num_workers)]
         holders = [self._start_holder(number) for number in range(len(HOLDERS))]
-        self._scene = Scene(workers, holders, roots, disk, self._start_command)
-        self._disturber = Disturber(self._scene, self._rng, without)
+        self._disturber = Disturber(
+            workers, holders, roots, disk, self._start_command, self._rng, without
+        )
         self._end_limit = 0.0
         self._undone: list[tuple[float, int, Any]] = []
         self.counts: Counter[str] = Counter()
@@ -122,7 +123,7 @@ class Conductor:
 
     def close(self) -> None:
         """Kill every process that still runs."""
-        for process in [*self._scene.workers, *self._scene.holders, *self._side]:
+        for process in [*self._disturber.workers, *self._disturber.holders, *self._side]:
             process.kill()
 
     @property
@@ -143,11 +144,11 @@ class Conductor:
 
     def _look_after(self) -> None:
         """Read all logs, and restart processes that have ended."""
-        for process in [*self._scene.workers, *self._scene.holders, *self._side]:
+        for process in [*self._disturber.workers, *self._disturber.holders, *self._side]:
             self.faults += process.read_log(self.counts)
         for processes, start in (
-            (self._scene.workers, lambda _: self._start_worker()),
-            (self._scene.holders, self._start_holder),
+            (self._disturber.workers, lambda _: self._start_worker()),
+            (self._disturber.holders, self._start_holder),
         ):
             for index, process in enumerate(processes):
                 if process.ended:
@@ -167,17 +168,17 @@ class Conductor:
         while self._undone:
             heapq.heappop(self._undone)[2]()
         self._look_after()
-        self._let_end(self._scene.workers)
+        self._let_end(self._disturber.workers)
         plan = self._plan()
-        self._scene.workers[:] = [
+        self._disturber.workers[:] = [
             self._start(f"sweep-{shape.number}", worker.sweep, plan, shape, expected={0})
             for shape in SHAPES
         ]
-        self._let_end(self._scene.workers, ask=False)
-        for root in self._scene.roots:
+        self._let_end(self._disturber.workers, ask=False)
+        for root in self._disturber.roots:
             self._start_command("fsck", str(root))
         self._let_end(self._side, ask=False)
-        self._let_end(self._scene.holders)
+        self._let_end(self._disturber.holders)
 
     def _let_end(self, processes: list[ChaosProcess], *, ask: bool = True) -> None:
         for process in processes:
