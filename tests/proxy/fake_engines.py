@@ -102,21 +102,18 @@ class FakeEngine:
         return response
 
 
+@dataclass
 class Routed:
     """Proxy with engines behind it, and a client of it."""
 
-    def __init__(
-        self,
-        proxy: Proxy,
-        prefill: Sequence[FakeEngine],
-        decode: Sequence[FakeEngine],
-        session: aiohttp.ClientSession,
-    ) -> None:
-        self.proxy = proxy
-        self.prefill = prefill
-        self.decode = decode
-        self.url = f"http://{proxy.endpoint}"
-        self.session = session
+    proxy: Proxy
+    prefill: Sequence[FakeEngine]
+    decode: Sequence[FakeEngine]
+    session: aiohttp.ClientSession
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.proxy.endpoint}"
 
     async def post(
         self,
