@@ -3,13 +3,11 @@
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from kvxfer.storage.backend import Backend, Status
@@ -20,8 +18,6 @@ from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
 BACK_S = 60.0
 START_LIMIT_S = 60.0
-
-PRELOADED = ["tests.backends.worker_processes"]
 
 _numbers = itertools.count(10**6, 8)
 
@@ -65,15 +61,6 @@ async def move_until_one_fails(
         if not all(each.done for each in [*stored, *loaded]):
             return done
         assert time.monotonic() < stop
-
-
-def start(work: Callable[..., None], *arguments: object) -> BaseProcess:
-    """Start a process, forked from one that has imported what most of them need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=work, args=arguments)
-    process.start()
-    return process
 
 
 class Program:

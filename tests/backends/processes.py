@@ -6,15 +6,22 @@ import os
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 # Forked from a process that has imported everything and started no thread: that takes no time.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = "nixl_holders", "agent_process"
+_PRELOADED = "nixl_holders", "agent_process", "worker_processes"
 _CONTEXT.set_forkserver_preload(
     [*(f"tests.backends.{name}" for name in _PRELOADED), "tests.transfer.handover_engines"]
 )
+
+
+def start(work: Callable[..., None], *arguments: object) -> BaseProcess:
+    process = _CONTEXT.Process(target=work, args=arguments)
+    process.start()
+    return process
 
 
 class ObedientProcess:
@@ -22,8 +29,7 @@ class ObedientProcess:
 
     def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
         self._orders, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=serve, args=(theirs, *arguments))
-        self._process.start()
+        self._process = start(serve, theirs, *arguments)
         theirs.close()
         self.pid: int = self._process.pid  # type: ignore[assignment]
         self.said: Any = self._orders.recv()

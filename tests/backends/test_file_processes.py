@@ -26,7 +26,7 @@ from tests.backends.file_store import (
     sealed,
     temporary_files,
 )
-from tests.backends.outages import start
+from tests.backends.processes import start
 from tests.backends.worker_processes import crash_memory, write_on
 
 KEYS_PER_KILL = 200

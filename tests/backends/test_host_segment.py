@@ -17,7 +17,7 @@ from kvxfer.errors import (
     CapacityError,
     InvalidArgumentError,
 )
-from tests.backends.outages import start
+from tests.backends.processes import start
 
 SIZE = 1 << 16
 

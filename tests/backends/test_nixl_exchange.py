@@ -34,13 +34,13 @@ from tests.backends.nixl_proven import (
     LIMIT_S,
     MEMORY,
     NAMESPACE,
+    RecordingDesk,
     asking,
     endpoint_of,
     holding,
     proven,
     require_served,
 )
-from tests.backends.recording_desk import RecordingDesk
 
 pytestmark = pytest.mark.usefixtures("nixl")
 

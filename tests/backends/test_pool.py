@@ -23,8 +23,8 @@ from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from tests.backends.host_blocks import flip
-from tests.backends.outages import start
 from tests.backends.pool_servers import OwnPoolBackend, running_pool
+from tests.backends.processes import start
 from tests.backends.test_host import capacity_for
 from tests.backends.worker_processes import move_blocks
 from tests.cli import peers
