@@ -88,10 +88,6 @@ def tables() -> MultiGroupBlockTable:
     return made
 
 
-def builders() -> MultiGroupMetadataBuilder[int]:
-    return MultiGroupMetadataBuilder([Builder()], tables())
-
-
 def blocks() -> kvxfer.Descriptors:
     return kvxfer.describe(CACHES, 0, [1])
 
@@ -127,44 +123,30 @@ class Purged(DictBackend):
         pass
 
 
-def purged_tiers() -> kvxfer.TieredBackend:
-    return kvxfer.TieredBackend([Purged(None, NAMESPACE)], NAMESPACE, staging_bytes=1 << 16)
-
-
-def tiers() -> kvxfer.TieredBackend:
-    return kvxfer.TieredBackend([backend()], NAMESPACE, staging_bytes=1 << 16)
+def tiers(first: kvxfer.Backend | None = None) -> kvxfer.TieredBackend:
+    return kvxfer.TieredBackend([first or backend()], NAMESPACE, staging_bytes=1 << 16)
 
 
 def engine() -> kvxfer.TransferEngine:
     return kvxfer.TransferEngine(CACHES, backend())
 
 
-def load_or_compute() -> transfer.LoadOrCompute:
-    return transfer.LoadOrCompute(1.5)
-
-
-@functools.cache
-def prompts() -> lending.PromptExchange:
-    """Open an exchange that lends a prompt, for all calls."""
-    opened = kvxfer.exchange(
-        "nixl://?listen=127.0.0.1:0&transport=socket",
-        CACHES,
-        namespace=kvxfer.Namespace(model="m", revision="1"),
-    )
+def open_exchange() -> lending.PromptExchange:
+    url = "nixl://?listen=127.0.0.1:0&transport=socket"
+    namespace = kvxfer.Namespace(model="m", revision="1")
+    opened = kvxfer.exchange(url, CACHES, namespace=namespace)
     asyncio.run(opened.__aenter__())
     return opened
+
+
+prompts = functools.cache(open_exchange)
+"""Exchange that lends a prompt, for all calls."""
 
 
 @functools.cache
 def ticket() -> str:
     """Ticket of a prompt that another exchange lends."""
-    lender = kvxfer.exchange(
-        "nixl://?listen=127.0.0.1:0&transport=socket",
-        CACHES,
-        namespace=kvxfer.Namespace(model="m", revision="1"),
-    )
-    asyncio.run(lender.__aenter__())
-    return asyncio.run(lender.offer([1, 2, 3], [[4]]))
+    return asyncio.run(open_exchange().offer([1, 2, 3], [[4]]))
 
 
 async def call() -> bool:
@@ -343,17 +325,17 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "FullAttentionSpec": lambda: SPEC,
     "KVCacheSpec": lambda: SPEC,
     "KVCacheSpec.merge_alike": lambda: LATENT,
-    "LoadOrCompute": load_or_compute,
+    "LoadOrCompute": lambda: transfer.LoadOrCompute(1.5),
     "MultiGroupBlockTable": tables,
-    "MultiGroupMetadataBuilder": builders,
+    "MultiGroupMetadataBuilder": lambda: MultiGroupMetadataBuilder([Builder()], tables()),
     "Namespace": lambda: NAMESPACE,
-    "Observer": load_or_compute,
+    "Observer": lambda: transfer.LoadOrCompute(1.5),
     "PageMapping": mapping,
     "PolledEngine": engine,
     "PromptExchange": prompts,
     "PromptKeys": lambda: PromptKeys([1, 2, 3]),
     "TieredBackend": tiers,
-    "TieredBackend.purge": purged_tiers,
+    "TieredBackend.purge": lambda: tiers(Purged(None, NAMESPACE)),
     "TokenBatch": lambda: BATCH,
     "TransferEngine": engine,
     "UniformTypeKVCacheSpecs": lambda: UNIFORM,

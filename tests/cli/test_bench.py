@@ -68,13 +68,3 @@ def test_a_place_that_does_not_keep_blocks_is_an_error(
     status, _, said = run("bench", "host://?capacity=256MiB", *QUICK)
     assert (status, said.count("\n")) == (2, 1)
     assert said.startswith(f"kvxfer bench: {words}")
-
-
-def test_what_cannot_be_measured_is_one_line(run: Run) -> None:
-    for arguments, words in (
-        (["nowhere://"], "nowhere"),
-        (["host://", "--size", "much"], "size is 'much'"),
-        (["host://", "--seconds", "long"], "seconds is 'long'"),
-    ):
-        status, _, said = run("bench", *arguments)
-        assert (status, said.count("\n"), words in said) == (2, 1, True)
