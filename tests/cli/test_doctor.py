@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.cli import main
 from kvxfer.doctor import Check
 from tests.backends.file_store import has_uring
 from tests.cli.conftest import Run
@@ -115,13 +114,14 @@ def test_io_uring_that_is_forbidden_as_in_a_container_is_named(tmp_path: Path) -
 
 
 def test_a_person_reads_the_worst_first_within_80_columns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "random")
     path = tmp_path / "a-folder-with-a-long-name" / "store"
     path.mkdir(parents=True)
-    assert main(["doctor", f"file://{path}?capacity=900TiB&engine=posix"]) == 1
-    *lines, total = capsys.readouterr().out.splitlines()
+    status, printed, _ = run("doctor", f"file://{path}?capacity=900TiB&engine=posix")
+    *lines, total = printed.splitlines()
+    assert status == 1
     heads = [line.split()[:2] for line in lines if re.match(r"error|warning|ok", line)]
     order = [severity for severity, _ in heads]
     assert order == sorted(order, key=["error", "warning", "ok"].index)
@@ -162,15 +162,13 @@ def test_two_namespaces_are_compared_and_nothing_else_is(store: Store, run: Run)
     ids=" ".join,
 )
 def test_bad_input_is_one_line_that_names_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+    tmp_path: Path, run: Run, arguments: list[str]
 ) -> None:
     (tmp_path / "text.json").write_text('{"kv_connector": "NixlConnector"}')
     places = {"{empty}": str(tmp_path), "{text}": str(tmp_path / "text.json")}
     given = [places.get(each, each) for each in arguments]
-    assert main(["doctor", *given]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    (line,) = said.err.splitlines()
+    status, printed, line = run("doctor", *given)
+    assert (status, printed, line.count("\n")) == (2, "", 1)
     assert line.startswith("kvxfer doctor: ")
     assert any(each in line for each in (*given[-1:], *given[0].split("://")))
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.cli import main
 from kvxfer.storage.backend import NO_ROOM_REASON, PAUSED, Outcome, Status
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.storage.observer import (
@@ -178,9 +177,8 @@ def test_bad_input_is_one_line(
     assert error.startswith(f"kvxfer explain: {said}")
 
 
-def test_without_a_journal_it_is_asked_for(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_journal_it_is_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVXFER_JOURNAL", raising=False)
-    assert main(["explain", "a"]) == 2
-    assert "expected the folder of the journal, or KVXFER_JOURNAL=" in capsys.readouterr().err
+    status, _, said = run("explain", "a")
+    assert status == 2
+    assert "expected the folder of the journal, or KVXFER_JOURNAL=" in said

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.cli import main
+from tests.cli.conftest import Run
 
 PAGE = (Path(__file__).parents[2] / "docs/fleets.md").read_text()
 CHATS = ["--synthetic", "multi-turn", "--set", "requests=60", "--seed", "7"]
@@ -28,14 +28,12 @@ def names_of_rows(printed: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_page_has_the_rows_that_the_simulator_prints(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_page_has_the_rows_that_the_simulator_prints(run: Run) -> None:
     command, shown = run_page("The simulator")
     few = {"requests=40000": "requests=400", "requests_per_s=2000": "requests_per_s=20"}
     small = "holders=20,engines=50,capacity=64MiB,engine_capacity=16MiB"
-    assert main([*(few.get(word, word) for word in command[:-1]), small]) == 0
-    assert names_of_rows(capsys.readouterr().out) == names_of_rows(shown)
+    status, printed, _ = run(*(few.get(word, word) for word in command[:-1]), small)
+    assert (status, names_of_rows(printed)) == (0, names_of_rows(shown))
 
 
 @pytest.mark.parametrize(
@@ -46,20 +44,17 @@ def test_the_page_has_the_rows_that_the_simulator_prints(
         pytest.param("The simulator", marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)]),
     ],
 )
-def test_the_page_shows_what_its_command_prints(
-    heading: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_shows_what_its_command_prints(heading: str, run: Run) -> None:
     command, shown = run_page(heading)
-    assert main(command) == 0
-    printed = capsys.readouterr().out
+    status, printed, _ = run(*command)
+    assert status == 0
     assert printed.endswith(f"\n\n{shown}") if heading == "Lists of tiers" else printed == shown
 
 
-def test_json_has_all_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_all_of_the_tables(run: Run) -> None:
     lists = ["--backend", "host://?capacity=64MiB", "file:///kv?capacity=1GiB"]
     arguments = ["--json", *lists, "--budget", "host=64MiB", "--capacities", "16MiB,32MiB"]
-    assert main(["replay", *SIZED, *arguments]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(run("replay", *SIZED, *arguments)[1])
     assert report["trace"]["num_requests"] == 60
     assert report["machine"]["bytes_per_token"] == 4096
     rows = [(row["policy"], row["capacity_bytes"]) for row in report["capacities"]]
@@ -72,13 +67,11 @@ def test_json_has_all_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["recommendation"]["row"]["backend"]
 
 
-def test_a_synthetic_trace_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_synthetic_trace_can_be_kept(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "chats.jsonl"
     keep = ["--save", str(path), "--tokens-per-block", "32", "--json"]
-    assert main(["replay", *CHATS, *keep]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert main(["replay", str(path), "--json"]) == 0
-    read = json.loads(capsys.readouterr().out)
+    made = json.loads(run("replay", *CHATS, *keep)[1])
+    read = json.loads(run("replay", path, "--json")[1])
     assert read["trace"] | {"name": ""} == made["trace"] | {"name": ""}
     assert read["trace"]["tokens_per_block"] == 32
     assert read["capacities"] == made["capacities"]
@@ -106,14 +99,12 @@ def test_a_synthetic_trace_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_what_cannot_be_replayed_is_one_line_that_names_it(
-    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], problem: str, run: Run
 ) -> None:
-    assert main(["replay", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert not printed.out
-    (line,) = printed.err.splitlines()
-    assert line.startswith("kvxfer replay: ")
-    assert problem in line
+    status, printed, said = run("replay", *arguments)
+    assert (status, printed, said.count("\n")) == (2, "", 1)
+    assert said.startswith("kvxfer replay: ")
+    assert problem in said
 
 
 @pytest.mark.parametrize(
@@ -135,13 +126,9 @@ def test_what_cannot_be_replayed_is_one_line_that_names_it(
     ],
     ids=lambda text: text[:30],
 )
-def test_a_number_that_is_none_is_one_line_that_names_it(
-    option: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["replay", *SIZED, f"{option}={value}"]) == 2
-    said = capsys.readouterr()
-    assert not said.out
-    (line,) = said.err.splitlines()
+def test_a_number_that_is_none_is_one_line_that_names_it(option: str, value: str, run: Run) -> None:
+    status, printed, line = run("replay", *SIZED, f"{option}={value}")
+    assert (status, printed, line.count("\n")) == (2, "", 1)
     name, _, number = value.rpartition("=")
     named = name or option.removeprefix("--")
     names = {named, named.replace("-", "_"), "size", "budget", "fleet", "set", "capacity"}
