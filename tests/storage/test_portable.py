@@ -200,12 +200,16 @@ def test_a_worker_that_holds_a_part_of_a_shard_is_refused() -> None:
     assert caught.value.axis == "head"
 
 
-async def test_a_page_is_not_done_when_one_of_its_shards_is_not() -> None:
+def worker_over_host() -> tuple[Worker, HostBackend]:
     (worker,) = make_engine("block kv head token dim", tp_size=1, tokens_per_block=16)
-    namespace = portable_namespace(NAMESPACE, worker.mappings)
-    inner = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
-    backend = PortableBackend(inner, worker.mappings)
     worker.fill(make_values())
+    namespace = portable_namespace(NAMESPACE, worker.mappings)
+    return worker, HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
+
+
+async def test_a_page_is_not_done_when_one_of_its_shards_is_not() -> None:
+    worker, inner = worker_over_host()
+    backend = PortableBackend(inner, worker.mappings)
     engine = TransferEngine(worker.caches, backend, mappings=worker.mappings)
     async with engine:
         assert all(o.done for o in await engine.store(KEYS, [range(worker.num_blocks)]))
@@ -228,10 +232,7 @@ async def test_a_page_is_not_done_when_one_of_its_shards_is_not() -> None:
 
 
 async def test_a_purge_takes_every_shard_of_the_pages_of_a_prefix() -> None:
-    (worker,) = make_engine("block kv head token dim", tp_size=1, tokens_per_block=16)
-    namespace = portable_namespace(NAMESPACE, worker.mappings)
-    inner = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
-    worker.fill(make_values())
+    worker, inner = worker_over_host()
     pages = BlockDescriber(worker.caches, mappings=worker.mappings).describe(0, range(2))
     salted = [BlockKey(b"salt" + key) for key in KEYS[:2]]
     async with PortableBackend(inner, worker.mappings) as backend:
