@@ -4,7 +4,6 @@ Streams do nothing, copies between pools are torch's, host memory is not pinned.
 the main module; a process that the engine spawns imports it again. For the I/O backend "direct".
 """
 
-import contextlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,38 +16,20 @@ from sglang.srt import utils  # isort: skip
 from sglang.srt.utils import common  # isort: skip
 
 
-class Event:
+class Event(torch.cpu.Event):
     """Event that has always happened."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def record(self, *args: object) -> None:
-        pass
-
-    def wait(self, *args: object) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
         pass
 
     def elapsed_time(self, other: "Event") -> float:
         return 0.0
 
 
-class Stream:
+class Stream(torch.cpu.Stream):
     """Stream on which everything has happened when it is called."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def wait_stream(self, *args: object) -> None:
-        pass
-
-    def wait_event(self, *args: object) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -59,7 +40,7 @@ class Stream:
 
 
 class DeviceModule(types.ModuleType):
-    """`torch.cpu` with streams."""
+    """`torch.cpu` with these."""
 
     Event = Event
     Stream = Stream
@@ -69,9 +50,6 @@ class DeviceModule(types.ModuleType):
 
     def current_stream(self, *args: object) -> object:
         return Stream()
-
-    def stream(self, stream: object) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 DEVICE_MODULE = DeviceModule("device_module")
