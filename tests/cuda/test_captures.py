@@ -41,14 +41,12 @@ class Capture:
         self.stream = driver.open_stream()
 
     @contextmanager
-    def going_on(
-        self, mode: Any = MODES.CU_STREAM_CAPTURE_MODE_GLOBAL, result: Any = SUCCESS
-    ) -> Iterator[None]:
+    def going_on(self, mode: Any = MODES.CU_STREAM_CAPTURE_MODE_GLOBAL) -> Iterator[None]:
         with self._driver.current():
             call("cuStreamBeginCapture", self.stream, mode)
         yield
         with self._driver.current():
-            assert cuda.cuStreamEndCapture(self.stream)[0] == result
+            assert cuda.cuStreamEndCapture(self.stream)[0] == SUCCESS
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def _run(
         with _started(config, step("start vLLM with kvxfer", 1), prompts[0]) as engine:
             advance = step("compute the prompts, and hit vLLM's own cache", 2 * NUM_PROMPTS)
             reference = oracle.run_reference(
-                engine, prompts, max_tokens=MAX_TOKENS, advance=lambda _: advance()
+                engine, prompts, max_tokens=MAX_TOKENS, advance=advance
             )
             engine.settle()
             reference_tokens = engine.metrics().get(HITS, 0)

@@ -122,9 +122,7 @@ def _run_alone(
     with EngineProcess(config) as engine:
         advance()
         advance = step("ask it, with and without its own cache", 2 * NUM_PROMPTS)
-        return oracle.run_reference(
-            engine, prompts, max_tokens=MAX_TOKENS, advance=lambda _: advance()
-        )
+        return oracle.run_reference(engine, prompts, max_tokens=MAX_TOKENS, advance=advance)
 
 
 async def _run(
@@ -196,7 +194,7 @@ async def _ask(
         return round(after.get(name, 0) - before.get(name, 0))
 
     return Answered(
-        answer.generation,
+        answer,
         num_computed=count("local_compute"),
         num_loaded=count("external_kv_transfer"),
         from_prefill=from_prefill,

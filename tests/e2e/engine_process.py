@@ -26,6 +26,8 @@ TOKENS_PER_BLOCK = 128
 LOG_TAIL_LINES = 40
 SHUTDOWN_TIMEOUT_S = 35
 LAST_WORDS_TIMEOUT_S = 5
+ANSWER_TIMEOUT_S = 300
+"""Longest wait for the start, and for each answer."""
 NONE: Mapping[int, Any] = {}
 GPU_SHARE = 0.2
 
@@ -61,8 +63,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             `kv_cache_memory_bytes`.
         max_lora_rank: Largest rank of LoRA adapters; 0 for an engine without adapters.
         environment: Environment variables on top of `ENVIRONMENT`.
-        start_timeout_s: Longest wait for the start.
-        timeout_s: Longest wait for an answer.
     """
 
     model: str
@@ -72,19 +72,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     multiprocessing: bool = False
     tensor_parallel_size: int = 1
     kv_cache_memory_bytes: int = 512 << 20
-    max_num_seqs: int = 16
     max_model_len: int = 4096
     dtype: str = "auto"
     block_size: int | None = None
     gpu_memory_utilization: float | None = msgspec.field(default_factory=share_of_gpu)
-    load_format: str = "auto"
-    enforce_eager: bool = True
-    attention_backend: str | None = None
     max_lora_rank: int = 0
     scheduler_cls: str | None = None
     environment: dict[str, str] = {}
-    start_timeout_s: float = 300
-    timeout_s: float = 300
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +137,6 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the engine and wait until it is ready."""
-        self._config = config
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - until close
         self._pipe, theirs = Pipe()
         multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(config.multiprocessing))}
@@ -157,7 +150,7 @@ class EngineProcess:
                 pass_fds=[theirs.fileno()],
             )
         try:
-            self._ask(config, config.start_timeout_s)
+            self._ask(config)
         except BaseException:
             self.close()
             raise
@@ -266,12 +259,12 @@ class EngineProcess:
         self._log.close()
 
     def _call(self, name: str, **arguments: Any) -> Any:
-        return self._ask((name, arguments), self._config.timeout_s)
+        return self._ask((name, arguments))
 
-    def _ask(self, message: object, timeout_s: float) -> Any:
+    def _ask(self, message: object) -> Any:
         try:
             self._pipe.send(message)
-            if self._pipe.poll(timeout_s):
+            if self._pipe.poll(ANSWER_TIMEOUT_S):
                 return self._pipe.recv()
         except (OSError, EOFError):
             with contextlib.suppress(subprocess.TimeoutExpired):  # it has yet to say why

@@ -11,9 +11,8 @@ from tests.e2e.engine_process import NONE, SHUTDOWN_TIMEOUT_S, EngineConfig, Gen
 
 SETTLE_ROUNDS = 50
 OF_VLLM = (
-    *("model", "dtype", "load_format", "max_model_len", "max_num_seqs", "tensor_parallel_size"),
-    *("kv_cache_memory_bytes", "block_size", "gpu_memory_utilization", "enforce_eager"),
-    *("attention_backend", "scheduler_cls"),
+    *("model", "dtype", "max_model_len", "tensor_parallel_size", "kv_cache_memory_bytes"),
+    *("block_size", "gpu_memory_utilization", "scheduler_cls"),
 )
 """Fields of the configuration that `LLM` takes as they are, unless they are None."""
 LABELS = {"engine", "model_name"}
@@ -33,6 +32,8 @@ class _Engine:
             chosen |= {"enable_lora": True, "max_lora_rank": config.max_lora_rank}
         self._llm = LLM(
             skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_num_seqs=16,
             enable_prefix_caching=True,
             disable_log_stats=False,
             max_num_batched_tokens=config.max_model_len,

@@ -36,33 +36,6 @@ Digests = dict[str, list[int]]
 """Digest of each token of a block, for each head of the model."""
 
 
-class TokenDigests:
-    """Digests of what tokens have in a worker's blocks."""
-
-    def __init__(self, caches: CanonicalKVCaches, description: CacheDescription) -> None:
-        self._caches = caches
-        self._places = [
-            _find_tokens(group.boxes, description.shard) for group in description.groups
-        ]
-
-    def copy(self, group: int, block_id: int) -> NDArray[np.uint8]:
-        """Copy the bytes of a block."""
-        return np.concatenate(
-            [
-                self._caches.tensors[ref.tensor_idx].tensor[block_id][: ref.page_size_bytes].cpu()
-                for ref in self._caches.group_data_refs[group]
-            ]
-        ).view(np.uint8)
-
-    def digest(self, group: int, payload: NDArray[np.uint8]) -> Digests:
-        """Digest the tokens of a block, or all of it where it has none."""
-        places = self._places[group] or {BLOCK: np.arange(len(payload))[None]}
-        return {
-            head: [xxhash.xxh3_64_intdigest(row.tobytes()) for row in payload[rows]]
-            for head, rows in places.items()
-        }
-
-
 def _find_tokens(boxes: Sequence[PageBox], shard: WorkerShard) -> dict[str, NDArray[np.int64]]:
     """Find the bytes of each token, `(tokens, bytes)`, for each head; nothing without tokens.
 
@@ -113,7 +86,9 @@ class AuditedHandover(Forwarding):
         self, inner: Handover, caches: CanonicalKVCaches, description: CacheDescription
     ) -> None:
         super().__init__(inner)
-        self._digests = TokenDigests(caches, description)
+        self._places = [
+            _find_tokens(group.boxes, description.shard) for group in description.groups
+        ]
         self._sizes = [group.tokens_per_block for group in description.groups]
         self._rank = description.shard.rank
         self._log = Log(f"handover{self._rank}")
@@ -127,11 +102,7 @@ class AuditedHandover(Forwarding):
         """See `Handover.offer`."""
         groups = list(map(group_of, keys))
         blocks = [
-            (
-                key.hex(),
-                self._sizes[group],
-                self._digests.digest(group, self._digests.copy(group, block)),
-            )
+            (key.hex(), self._sizes[group], self._digest(group, block))
             for key, group, block in zip(keys, groups, block_ids, strict=True)
         ]
         self._log.write("offer", blocks=blocks)
@@ -146,10 +117,7 @@ class AuditedHandover(Forwarding):
                 "keys": [key.hex() for key in wanted.keys[group]],
                 "first_block": wanted.first_blocks[group],
                 "blocks": [
-                    (
-                        index * self._sizes[group],
-                        self._digests.digest(group, self._digests.copy(group, block)),
-                    )
+                    (index * self._sizes[group], self._digest(group, block))
                     for index, block in enumerate(ids)
                     if block != self._null_block and block not in fetched.bad_blocks[group]
                     if (index + 1) * self._sizes[group] > wanted.first_token
@@ -161,6 +129,20 @@ class AuditedHandover(Forwarding):
         tokens = (wanted.first_token, wanted.num_tokens)
         self._log.write("load", rank=self._rank, tokens=tokens, groups=groups)
         return fetched
+
+    def _digest(self, group: int, block_id: int) -> Digests:
+        """Digest the tokens of a block, or all of it where it has none."""
+        refs = self._caches.group_data_refs[group]
+        pages = [
+            self._caches.tensors[ref.tensor_idx].tensor[block_id][: ref.page_size_bytes].cpu()
+            for ref in refs
+        ]
+        payload = np.concatenate(pages).view(np.uint8)
+        places = self._places[group] or {BLOCK: np.arange(len(payload))[None]}
+        return {
+            head: [xxhash.xxh3_64_intdigest(row.tobytes()) for row in payload[rows]]
+            for head, rows in places.items()
+        }
 
     def _alter(self, block_id: int) -> None:
         """Alter the page of the last layer."""

@@ -10,7 +10,6 @@ bit, and that one with what was computed, as closely as the data type allows.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 from tests.e2e.engine_process import EngineProcess, Generation
 
@@ -47,36 +46,27 @@ def run_reference(
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
-    advance: Callable[[str], Any] = lambda _: None,
+    advance: Callable[[], object] = lambda: None,
 ) -> Reference:
     """Run prompts that neither the device nor kvxfer knows, with and without the device's cache.
 
     Prompts round the blocks that they share each in its own way, so the first prompt of a block
     computes it for both caches, and the others take it from the device. Only after the device
     hits is every prompt computed as a whole; kvxfer stores nothing of that, as it has the keys.
-
-    Args:
-        engine: What runs the prompts.
-        prompts: Token ids.
-        max_tokens: Output tokens of each prompt.
-        advance: Called after each prompt with the name of a field of `Reference`.
+    `advance` is called after each hit, and after each prompt that was computed.
     """
-
-    def run(prompt: Sequence[int], name: str = "", *, read_cache: bool = True) -> Generation:
-        (generation,) = engine.generate([prompt], max_tokens=max_tokens, read_cache=read_cache)
-        if name:
-            advance(name)
-        return generation
-
-    first = [run(prompt) for prompt in prompts]
-    device_hits = [run(prompt, "device_hits") for prompt in prompts]
-    computed = []
+    first = run_one_by_one(engine, prompts, max_tokens=max_tokens)
+    device_hits: list[Generation] = []
+    for prompt in prompts:
+        device_hits += engine.generate([prompt], max_tokens=max_tokens)
+        advance()
+    computed: list[Generation] = []
     for prompt, generation in zip(prompts, first, strict=True):
         if generation.cached_tokens:
-            computed.append(run(prompt, "computed", read_cache=False))
+            computed += engine.generate([prompt], max_tokens=max_tokens, read_cache=False)
         else:
             computed.append(generation)
-            advance("computed")
+        advance()
     return Reference(computed, device_hits)
 
 

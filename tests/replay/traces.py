@@ -23,20 +23,18 @@ def trace_of(requests: Sequence[Sequence[int]], *, seconds_apart: float = 1) -> 
     return make_trace("made up", lines)
 
 
-def request_lists(
-    *, max_requests: int = 30, max_blocks: int = 12, num_unique: int = 20
-) -> st.SearchStrategy[list[list[int]]]:
+def request_lists() -> st.SearchStrategy[list[list[int]]]:
     """Draw requests of any blocks, also such as no chain of hashes would give."""
-    blocks = st.lists(st.integers(0, num_unique - 1), max_size=max_blocks, unique=True)
-    return st.lists(blocks, min_size=1, max_size=max_requests).filter(any)
+    blocks = st.lists(st.integers(0, 19), max_size=12, unique=True)
+    return st.lists(blocks, min_size=1, max_size=30).filter(any)
 
 
 @st.composite
-def prompt_lists(draw: st.DrawFn, *, max_requests: int = 30) -> list[list[int]]:
+def prompt_lists(draw: st.DrawFn) -> list[list[int]]:
     """Draw requests of which each goes on where some block of an earlier one ended."""
     requests: list[list[int]] = []
     fresh = 0
-    for _ in range(draw(st.integers(1, max_requests))):
+    for _ in range(draw(st.integers(1, 30))):
         head: list[int] = []
         goes_on = draw(st.booleans())
         if requests and goes_on:

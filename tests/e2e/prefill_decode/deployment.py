@@ -16,7 +16,6 @@ from tests.e2e.prefill_decode.engines import (
     LEASE_S,
     MAX_MODEL_LEN,
     POLL_S,
-    Answer,
     Engine,
     EngineShape,
     Failure,
@@ -179,7 +178,7 @@ class Deployment:
         engine: Engine | None = None,
         max_tokens: int = MAX_TOKENS,
         **options: Any,
-    ) -> Answer:
+    ) -> Generation:
         """Go on with a prompt where it is told."""
         return await (engine or self.decodes[0]).complete(
             prompt, max_tokens=max_tokens, params=params, **options
@@ -192,22 +191,19 @@ class Deployment:
         prefill: Engine | None = None,
         decode: Engine | None = None,
         **options: Any,
-    ) -> Answer:
+    ) -> Generation:
         """Both legs of a request."""
         first, second = self.pair()
         params = await self.prefill(prompt, engine=prefill or first, **options)
         return await self.decode(prompt, params, engine=decode or second, **options)
 
-    async def require_true(
-        self, prompts: Sequence[Prompt], answers: Sequence[Answer], *, dtype: str | None = None
-    ) -> None:
+    async def require_true(self, prompts: Sequence[Prompt], answers: Sequence[Generation]) -> None:
         """Fail unless answers are those of an engine alone."""
         if not self.shape.exact:
             return
-        name = dtype or self.shape.decodes[0].dtype
+        name = self.shape.decodes[0].dtype
         tolerance = TOLERANCE if name == "float32" else None
-        for prompt, answer in zip(prompts, answers, strict=True):
-            ours = answer.generation
+        for prompt, ours in zip(prompts, answers, strict=True):
             if self.shape.leaves_last:
                 wrong = await self._bit_difference(prompt, ours, name)
             else:

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from tests.e2e.engine_process import Generation
 from tests.e2e.prefill_decode.deployment import Deployment, Prompt
-from tests.e2e.prefill_decode.engines import TIMEOUT_S, Answer, Failure
+from tests.e2e.prefill_decode.engines import TIMEOUT_S, Failure
 from tests.e2e.prefill_decode.scenarios import at_once, require_clean, require_works
 
 ANSWER_WITHIN_S = TIMEOUT_S + 10.0
@@ -80,7 +81,7 @@ async def _end(
         again = await deployment.decode(prompts[0], params[0])  # perhaps of a P that is no more
         await deployment.require_true([*prompts, prompts[0]], [*answers, again])
         await require_clean(deployment)
-        slowest_s = max(slowest_s, *(answer.seconds for answer in answers))
+        slowest_s = max(slowest_s, *(answer.last_token_s for answer in answers))
         if slowest_s > ANSWER_WITHIN_S:
             raise Failure(f"an answer took {slowest_s:.1f} s")
     await require_works(deployment)
@@ -98,7 +99,7 @@ async def _prefilled(deployment: Deployment) -> tuple[list[Prompt], list[dict[st
 
 async def _decode(
     deployment: Deployment, prompts: list[Prompt], params: list[dict[str, Any]]
-) -> list[Answer]:
+) -> list[Generation]:
     """Let the first D go on with prompts, all at once."""
     pairs = zip(prompts, params, strict=True)
     return await at_once([deployment.decode(prompt, told) for prompt, told in pairs])

@@ -131,15 +131,6 @@ COMMON_ENVIRONMENT = ON_SHARED_CORES | {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a completion gave: its tokens, and `kv_transfer_params`, empty without any."""
-
-    generation: Generation
-    params: dict[str, Any]
-    seconds: float
-
-
 @dataclass(eq=False, slots=True)
 class Engine:
     """A server of one engine at addresses that stay the same when it is started again.
@@ -249,7 +240,7 @@ class Engine:
         limit_s: float = ANSWER_LIMIT_S,
         url: str = "",
         headers: Mapping[str, str] | None = None,
-    ) -> Answer:
+    ) -> Generation:
         """Complete a prompt greedily; a cancelled call closes the connection, as a client does.
 
         A router at `url` is asked in place of the engine.
@@ -309,14 +300,14 @@ def _options(shape: EngineShape, port: int) -> list[str]:
     ]
 
 
-def _answer(text: str, seconds: float) -> Answer:
+def _answer(text: str, seconds: float) -> Generation:
     response = json.loads(text)
     (choice,) = response["choices"]
-    generation = Generation(
+    return Generation(
         token_ids=choice["token_ids"],
         logprobs=choice["logprobs"]["token_logprobs"],
         cached_tokens=0,
         first_token_s=0,
         last_token_s=seconds,
+        params=response["kv_transfer_params"] or {},
     )
-    return Answer(generation, response["kv_transfer_params"] or {}, seconds)

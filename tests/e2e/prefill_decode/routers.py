@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvxfer.endpoint import free_ports
-from tests.e2e.engine_process import REPOSITORY, launch, signal_all
+from tests.e2e.engine_process import REPOSITORY, Generation, launch, signal_all
 from tests.e2e.prefill_decode.deployment import MAX_TOKENS, Deployment
-from tests.e2e.prefill_decode.engines import HOST, Answer, Engine, Failure
+from tests.e2e.prefill_decode.engines import HOST, Engine, Failure
 from tests.e2e.prefill_decode.scenarios import (
     LENGTHS,
     NUM_MANY,
@@ -74,7 +74,7 @@ def _overlapping(deployment: Deployment, port: int) -> list[str]:
     return _kvxfer(deployment, port, "--overlap")
 
 
-async def _complete(deployment: Deployment, url: str, prompt: list[int]) -> Answer:
+async def _complete(deployment: Deployment, url: str, prompt: list[int]) -> Generation:
     # llm-d's scheduler chooses the prefill engine, and tells it to the sidecar.
     chosen = {"x-prefiller-host-port": f"{HOST}:{deployment.prefills[0].port}"}
     return await deployment.decodes[0].complete(

@@ -9,8 +9,9 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
+from tests.e2e.engine_process import Generation
 from tests.e2e.prefill_decode.deployment import Counts, Deployment, Prompt
-from tests.e2e.prefill_decode.engines import Answer, Engine, Failure, Metrics
+from tests.e2e.prefill_decode.engines import Engine, Failure, Metrics
 
 T = TypeVar("T")
 
@@ -162,7 +163,7 @@ async def altered(deployment: Deployment) -> str:
 async def _require_true(
     deployment: Deployment,
     prompts: Sequence[Prompt],
-    answers: Sequence[Answer],
+    answers: Sequence[Generation],
     before: Counts,
     *,
     may_load: bool = True,
@@ -187,7 +188,7 @@ async def _blocks_since(engine: Engine, before: Metrics, bytes_per_block: int) -
 async def require_handed_over(
     deployment: Deployment,
     prompts: Sequence[Prompt],
-    answers: Sequence[Answer],
+    answers: Sequence[Generation],
     before: Counts,
     *,
     num_from_tiers: int = 0,
