@@ -1,5 +1,9 @@
 """Copy engines over the simulated GPU: their driver calls and failures, and any pair of devices."""
 
+import gc
+import logging
+import mmap
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,15 +12,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cuda.bindings import driver
+from cuda.bindings import driver as cuda
 from numpy.typing import NDArray
 
-from kvxfer.copy_engine import devices
+from kvxfer.copy_engine import devices, pinned_memory
 from kvxfer.copy_engine.calibration import measure_methods
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaEvent, CudaStream
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.method_table import MethodTable, Way
+from kvxfer.copy_engine.pinned_memory import PinnedMemory
 from kvxfer.errors import ClosedError, DeviceError, DeviceLostError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
@@ -170,7 +175,7 @@ def test_a_copy_whose_end_cannot_be_seen_is_never_said_to_be_over(
 
 def test_calls_leave_the_threads_own_context_alone(engine: CudaCopyEngine, memory: Memory) -> None:
     copy(engine, memory, Way.TO_HOST, scatter(0))
-    _, context = driver.cuCtxGetCurrent()
+    _, context = cuda.cuCtxGetCurrent()
     assert int(context) == 0
 
 
@@ -236,3 +241,82 @@ def test_methods_are_measured_unless_they_are_given(
     assert (measured, kernel.num_fragments > 0) == (([0], False) if given is None else ([], True))
     engine.close()
     kernel.close()
+
+
+# Pinned memory: all of it is pinned, or none and a warning tells the cost
+
+SIZE = 200704
+
+
+@pytest.fixture
+def driver(gpu: SimulatedGpu) -> Iterator[CudaDriver]:
+    driver = CudaDriver(0)
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def region() -> MemoryRegion:
+    memory = np.frombuffer(mmap.mmap(-1, SIZE), np.uint8)
+    return MemoryRegion(memory.ctypes.data, memory.nbytes, memory)
+
+
+def test_a_refusal_leaves_nothing_pinned_and_is_told(
+    gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.set("bytes_that_may_be_registered", SIZE - 1)
+    with caplog.at_level(logging.WARNING):
+        pinned = PinnedMemory(driver, region)
+    assert not pinned.is_pinned
+    assert gpu.get("registered_bytes") == 0
+    (message,) = caplog.messages
+    assert f"{SIZE} bytes of host memory cannot be pinned" in message
+    assert "slower" in message
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in message
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2])
+def test_what_others_have_pinned_in_part_or_in_pieces_is_not_pinned(
+    num_pieces: int, driver: CudaDriver, region: MemoryRegion, caplog: pytest.LogCaptureFixture
+) -> None:
+    half = SIZE // 2
+    pieces = [region.address + half * index for index in range(num_pieces)]
+    for address in pieces:
+        driver.register(address, half)
+    pinned = PinnedMemory(driver, region)
+    assert not pinned.is_pinned
+    assert "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED" in caplog.text
+    pinned.close()
+    for address in pieces:
+        driver.unregister(address)
+
+
+def test_memory_stays_where_it_is_as_long_as_it_is_registered(driver: CudaDriver) -> None:
+    """Other memory at its address would count as pinned, and the device would use the old pages."""
+    memory = np.frombuffer(mmap.mmap(-1, SIZE), np.uint8)
+    place, is_there = (memory.ctypes.data, SIZE), weakref.ref(memory)
+    pinned = PinnedMemory(driver, MemoryRegion(*place, memory))
+    del pinned, memory
+    gc.collect()
+    assert is_there() is not None
+    driver.unregister(place[0])
+    pinned_memory._registrations.pop(place)
+
+
+def test_pages_are_moved_where_the_device_is_near(
+    gpu: SimulatedGpu,
+    driver: CudaDriver,
+    region: MemoryRegion,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(pinned_memory, "num_nodes", lambda: 2)
+    gpu.set("numa_node", 0)
+    with caplog.at_level(logging.INFO):
+        PinnedMemory(driver, region).close()
+    assert not caplog.messages  # the kernel took the call: this machine has node 0
+    gpu.set("numa_node", 700)
+    with caplog.at_level(logging.INFO):
+        PinnedMemory(driver, region).close()
+    (message,) = caplog.messages
+    assert message.startswith("host memory was not moved to NUMA node 700: ")
