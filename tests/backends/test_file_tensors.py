@@ -222,7 +222,6 @@ def num_tensors(num: int) -> bytes:
 HOSTILE = {
     "length 0": struct.pack("<Q", 0) + b"{}",
     "length 2**64 - 1": struct.pack("<Q", 2**64 - 1) + b"{}",
-    "length 2**63": struct.pack("<Q", 2**63) + b"{" * 5000,
     "length 100 MB": struct.pack("<Q", 10**8) + b" " * 9000,
     "huge JSON": struct.pack("<Q", 1 << 20) + b"{" + b" " * (1 << 20),
     "thousands of tensors": struct.pack("<Q", len(num_tensors(5000))) + num_tensors(5000),
@@ -234,7 +233,6 @@ HOSTILE = {
     "huge numbers": head(b'{"blocks":{"dtype":"U8","shape":[1e999,' + b"9" * 3000 + b"]}}"),
     "no JSON": head(b"\xff" * 4000),
     "nothing": b"",
-    "seven bytes": b"1234567",
     "null": head(b"null"),
     "same key many times": head(b"{" + b'"blocks":{},' * 300 + b'"blocks":{}}'),
     "a gap": changed(b"[32,64]", b"[33,65]"),

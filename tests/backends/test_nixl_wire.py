@@ -535,7 +535,6 @@ GARBAGE = {
     "TLS": bytes.fromhex("16030100c8010000c40303") + bytes(200),
     "an empty frame": b"\0\0\0\0",
     "too much": (frames.MAX_UNPROVEN_FRAME_BYTES + 1).to_bytes(4, "big"),
-    "far too much": b"\xff\xff\xff\xff",
     "depth": (1 << 17).to_bytes(4, "big") + b"\x91" * (1 << 17),
     "a list of billions": b"\0\0\0\x05\xdd\xff\xff\xff\xff",
 }
