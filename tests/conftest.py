@@ -17,7 +17,6 @@ from tests.clock import Clock
 
 MAX_CALLBACK_S = 5.0  # wall time: a busy machine stops for a second now and then
 E2E_TIMEOUT_S = 600
-PROCESSES_TIMEOUT_S = 120
 SEED = 20
 
 examples.load_profile()
@@ -47,10 +46,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("needs")
         if item.get_closest_marker("property"):
             item.add_marker(pytest.mark.timeout(examples.LIMIT_S), append=False)
-        # The first test of a plug imports the engine, of which there may be no byte code.
-        slow_start = item.get_closest_marker("processes") or "integrations" in item.path.parts
-        if slow_start and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(PROCESSES_TIMEOUT_S))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
         if item.get_closest_marker("e2e"):

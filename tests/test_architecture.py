@@ -15,7 +15,6 @@ import pytest
 from kvxfer.runtime import Disk
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.timeout(120)  # the first test parses every file, beside other load
 FLOORS = (
     {
         *("checks", "configuration", "deprecation", "endpoint", "errors", "extras", "listener"),

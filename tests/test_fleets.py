@@ -44,7 +44,6 @@ ETCD = {f"etcd-{number}.etcd" for number in range(3)}
 """Names of etcd.yaml, which other manifests connect to."""
 
 WORKLOADS = ("Deployment", "StatefulSet")
-pytestmark = pytest.mark.timeout(120)  # importing vLLM takes a busy machine its time
 CITED = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 

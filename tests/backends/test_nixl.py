@@ -95,7 +95,6 @@ class NixlStateMachine(BackendStateMachine):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("way", WAYS)
 def test_random_sequences_of_calls_agree_with_a_dictionary(
     process: HolderProcess, way: str

@@ -203,7 +203,6 @@ async def test_a_peer_that_reconnects_costs_no_descriptor_on_either_side(
             assert now - then <= 4
 
 
-@pytest.mark.timeout(60)  # two processes, each waiting for the other, in asyncio's debug mode
 async def test_a_corrupt_block_in_one_of_several_runs_is_found(
     processes: list[HolderProcess],
 ) -> None:

@@ -338,7 +338,6 @@ def calls_of(client: Client, *, verifies: bool) -> list[Callable[[], Awaitable[N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("num_calls", NUM_CALLS)
 @pytest.mark.parametrize("grade", ["full", "fenced"])
 @pytest.mark.parametrize("stage", STAGES)

@@ -122,7 +122,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[ObjectServer]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("s3_credentials")
 async def test_the_simulated_bucket_answers_as_real_servers_do(server: ObjectServer) -> None:
     simulated = await ask_all(open_simulated()[1])

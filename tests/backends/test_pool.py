@@ -247,7 +247,6 @@ async def require_room_for_all(path: Path) -> None:
         assert await peers.load(last) == peers.PAYLOADS
 
 
-@pytest.mark.timeout(120)
 def test_no_byte_is_wrong_and_no_slot_is_lost_while_everything_is_killed(tmp_path: Path) -> None:
     path, before = tmp_path / "pool.sock", set(SHARED_MEMORY.glob("kvxfer-pool*"))
     with contextlib.ExitStack() as stack:

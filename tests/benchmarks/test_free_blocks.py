@@ -9,7 +9,6 @@ import pytest
 from benchmarks.free_blocks import BlockIds, FreeBlocks
 
 
-@pytest.mark.timeout(120)  # importing vLLM takes ten seconds of a busy machine
 def test_vllm_hands_out_the_same_blocks_when_they_are_full_and_cached() -> None:
     vllm = pytest.importorskip("vllm.v1.core.block_pool", reason="needs vLLM")
     pool = vllm.BlockPool(num_gpu_blocks=40, enable_caching=True, hash_block_size=16)

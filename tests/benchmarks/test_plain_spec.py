@@ -14,8 +14,6 @@ from vllm.v1.kv_offload.base import (
 
 from benchmarks.vllm.plain_spec import PlainWorker, Slots
 
-pytestmark = pytest.mark.timeout(120)  # importing vLLM takes ten seconds of a busy machine
-
 NUM_BLOCKS = 12
 
 

@@ -39,8 +39,8 @@ def test_the_page_has_the_rows_that_the_simulator_prints(run: Run) -> None:
 @pytest.mark.parametrize(
     "heading",
     [
-        pytest.param("Plan the capacity", marks=[pytest.mark.slow, pytest.mark.timeout(120)]),
-        pytest.param("Lists of tiers", marks=[pytest.mark.slow, pytest.mark.timeout(120)]),
+        pytest.param("Plan the capacity", marks=pytest.mark.slow),
+        pytest.param("Lists of tiers", marks=pytest.mark.slow),
         pytest.param("The simulator", marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)]),
     ],
 )

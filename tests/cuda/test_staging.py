@@ -196,7 +196,6 @@ async def test_the_host_pool_of_another_process_is_pinned_and_copied_to_without_
     assert gpu.get("registered_bytes") == 0
 
 
-@pytest.mark.timeout(15)
 async def test_a_device_that_is_lost_in_the_middle_leaves_memory_unsafe(
     gpu: SimulatedGpu, engine_caches: EngineCaches
 ) -> None:

@@ -54,7 +54,6 @@ def test_a_seed_is_sound_where_it_can_be_the_same_everywhere(
     expect(finding, severity, *words)
 
 
-@pytest.mark.timeout(120)  # importing vLLM takes a busy machine its time
 @pytest.mark.parametrize("hash_name", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
 @pytest.mark.parametrize("environ", [UNSET, EMPTY, TEXT, {"PYTHONHASHSEED": "7"}])
 def test_the_installed_vllm_has_the_seeds_that_the_check_says(

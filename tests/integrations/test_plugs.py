@@ -10,8 +10,6 @@ import pytest
 from kvxfer.errors import UnsupportedEngineError
 from tests.integrations.grown import NAME, grown
 
-pytestmark = pytest.mark.timeout(120)  # the first import of an engine
-
 OFFLOADING = "kvxfer.integrations.vllm.offloading"
 PLUGS = [
     ("lmcache", "kvxfer.integrations.lmcache", "KVXferL2Adapter", "L2AdapterInterface"),

@@ -294,7 +294,6 @@ def draw_requests(data: st.DataObject) -> tuple[list[list[list[int]]], list[list
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch.distributed, in dispatch
-@pytest.mark.timeout(120)  # importing vLLM takes ten seconds of a busy machine
 @examples(40)
 @given(data=st.data())
 def test_rows_and_slots_are_vllms(data: st.DataObject, vllm_tables: Any) -> None:
@@ -326,7 +325,6 @@ def test_rows_and_slots_are_vllms(data: st.DataObject, vllm_tables: Any) -> None
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("vllm_tables")
 def test_the_null_block_and_the_padding_are_vllms() -> None:
     from vllm.v1.attention.backends.utils import PAD_SLOT_ID

@@ -98,7 +98,6 @@ async def count_hits(trace: Trace, plans: list[TierPlan], folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", get_args(PolicyName))
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.timeout(60)
 def test_the_model_has_the_hits_of_real_backends(
     tmp_path: Path, case: str, policy: PolicyName
 ) -> None:

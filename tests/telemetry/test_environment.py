@@ -125,7 +125,6 @@ def hide_opentelemetry(folder: Path) -> str:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_spans_go_to_the_exporters_that_opentelemetrys_variables_name() -> None:
     pytest.importorskip("opentelemetry.sdk")
     said = store(OTEL_TRACES_EXPORTER="console")
@@ -138,7 +137,6 @@ def test_spans_go_to_the_exporters_that_opentelemetrys_variables_name() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_nothing_needs_opentelemetry(tmp_path: Path) -> None:
     first = hide_opentelemetry(tmp_path)
     assert "stored False" in store(FIRST=first).stdout

@@ -187,7 +187,6 @@ def publish(*events: Added | Removed, **how: Any) -> list[bytes]:
         return subscriber.payloads
 
 
-@pytest.mark.timeout(120)  # importing vLLM takes a busy machine its time
 def test_vllm_decodes_what_is_sent(vllm_events: Any) -> None:
     events = Added("file", KEYS[:2]), Removed("host_2", KEYS[:2], Removal.DELETED)
     payloads = publish(*events, Added("tape", KEYS[:1]), hashes="bytes")
@@ -205,7 +204,6 @@ def test_vllm_decodes_what_is_sent(vllm_events: Any) -> None:
     assert {batch.data_parallel_rank for batch in batches} == {None}
 
 
-@pytest.mark.timeout(120)
 def test_hashes_are_numbers_as_vllm_makes_them(
     vllm_events: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,6 @@ def test_a_file_that_is_cut_anywhere_has_the_records_before_the_cut(tmp_path: Pa
     assert counts == sorted(counts)
 
 
-@pytest.mark.timeout(120)  # it imports twice
 def test_a_process_that_is_killed_leaves_what_it_has_written(tmp_path: Path) -> None:
     environment = {**os.environ, "KVXFER_JOURNAL": str(tmp_path)}
     processes = [  # which do each other no harm
