@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_275,
     "kvxfer/storage": 5_153,
     "kvxfer/telemetry": 1_717,
-    "kvxfer/testing": 7_473,
+    "kvxfer/testing": 7_480,
     "kvxfer/tiering": 1_618,
     "kvxfer/transfer": 2_125,
 }

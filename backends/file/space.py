@@ -218,7 +218,7 @@ class Space:
         # Locked, so that nobody stores the key anew before it was told that it is gone.
         with contextlib.suppress(OSError), self._ledger.locked():
             was_there = self._quarantine(key, fd)
-            num_bytes = self._folder.quarantined_size(key)
+            num_bytes = self._folder.quarantined_size(key) if was_there else None
             if num_bytes is not None:
                 (file,) = self._files([key])
                 replaced = self._index.quarantine(file, padded(num_bytes))

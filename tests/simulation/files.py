@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import errno
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,13 @@ from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulat
 from kvxfer.testing.simulation.disk import CALLS, READS, WRITES
 from kvxfer.testing.simulation.processes import FIRST_PID
 from kvxfer.testing.simulation.scheduler import SimulatedProcess, SimulatedThread
-from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES, Part, World
+from kvxfer.testing.simulation.world import (
+    NUM_KEYS,
+    PAGE_SIZES_BYTES,
+    Part,
+    World,
+    draw_parts,
+)
 from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.transfer import TransferEngine
 from kvxfer.units import ByteSize
@@ -97,6 +103,9 @@ class FilesScenario(EngineScenario):
             given = {"after": random.choice((0, random.randrange(80)))}
             given["process"] = random.choice(names)
             steps.append(Step(random.random() * length_s, what, given))
+        for _ in range(random.choice((0, 0, 0, 2, 6))):
+            given = {"process": random.choice(names), "parts": draw_parts(random, 2)}
+            steps.append(Step(random.random() * length_s, "rot", given))
         for _ in range(random.choice((0, 0, 0, 1, 3))):
             given = {
                 "process": random.choice(names),
@@ -345,6 +354,15 @@ class _Store:
         self._require_survivors("lost by a power cut", self._disk.files(), math.inf)
         self.kill(name)
 
+    def rot(self, keys: Mapping[str, BlockKey]) -> None:
+        """Let the files of these names rot; what is there may be gone from now on."""
+        for path, size in self._disk.files().items():
+            key = keys.get(path.rpartition("/")[2])
+            if size and key is not None and "quarantine" not in path:
+                self._disk.damage(path)
+                self._history.may_be_torn = True
+                self._history.begin_removal(key)
+
     def require_flushed(self, since: float) -> None:
         """Check that a power cut could not take what was stored before a flush began.
 
@@ -523,6 +541,10 @@ class _FileRun(EngineRun):
             checked.clean_up()
 
         await self._aside(check)
+
+    async def _rot(self, parts: tuple[Part, ...]) -> None:
+        """Let files rot; whoever finds one corrupt removes it."""
+        self._store_of_all.rot({file_name(key): key for key in self._world.keys(parts)})
 
     async def _lose_count(self, after_s: float) -> None:
         """Let an operator remove the count, while files are counted."""

@@ -230,6 +230,12 @@ TABLE = """
 -        if self.num_losses != begun.num_losses or self.added < begun.added:
 +        if self.num_losses < begun.num_losses:
 --- backends/file/space.py
+@@ files 400 a corrupt block that two have found is taken off the count twice
+-            num_bytes = self._folder.quarantined_size(key) if was_there else None
++            num_bytes = self._folder.quarantined_size(key)
+@@ files 100 nobody is told of a corrupt block that is moved away
+-            self._reports.removed([key], Removal.CORRUPT)
++            pass
 @@ files 40 room is made for what is there, not for what comes
 -                self._ledger.used + total > self._capacity_bytes
 +                self._ledger.used > self._capacity_bytes

@@ -168,6 +168,13 @@ class SimulatedDisk:
             path: len(node.data) for path, node in self._paths(self._root) if not node.is_folder
         }
 
+    def damage(self, path: str) -> None:
+        """Flip a bit of a file that is not empty, as a medium that rots; nothing tells of it."""
+        folder, name = self._find(path, None)
+        data = folder.names[name].data
+        data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
+        folder.names[name].sync()
+
     def safe_files(self) -> list[str]:
         """List the paths of the files that a power cut would leave whole, whatever it takes."""
         paths = self._paths(self._root, is_safe=True)
