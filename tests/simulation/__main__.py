@@ -29,11 +29,9 @@ class VLLMScenario(Scenario):
     place: ClassVar[str]
 
     def plan(self, random: Random) -> list[Step]:
-        """See `Scenario.plan`."""
         return scenario_named(self.place).plan(random)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """See `Scenario.run`."""
         with (
             patch("importlib.metadata.entry_points", _entry_points),
             patch("importlib.metadata.version", _version),

@@ -88,8 +88,6 @@ class SimulatedEtcd:
     async def open_session(
         self, config: Any, endpoint: Any, timeout_s: float
     ) -> AsyncIterator["SimulatedEtcdSession"]:
-        """See `kvxfer.backends.nixl.discovery.open_session`."""
-        del config, endpoint
         yield SimulatedEtcdSession(self, timeout_s)
 
     # Faults.
@@ -225,8 +223,6 @@ class SimulatedEtcdSession:
         self._timeout_s = timeout_s
 
     async def entries(self, prefix: bytes) -> tuple[int, dict[bytes, bytes]]:
-        """See `EtcdSession.entries`."""
-
         def look() -> tuple[int, dict[bytes, bytes]]:
             entries = self._etcd.entries(prefix)
             return self._etcd.revision, entries
@@ -234,29 +230,23 @@ class SimulatedEtcdSession:
         return await self._call(look)
 
     async def has(self, key: bytes) -> bool:
-        """See `EtcdSession.has`."""
         return await self._call(lambda: b"" in self._etcd.entries(key))
 
     async def put(self, key: bytes, value: bytes, lease: int) -> None:
-        """See `EtcdSession.put`."""
         await self._call(lambda: self._etcd.put(key, value, lease))
 
     async def grant(self, ttl_s: int) -> int:
-        """See `EtcdSession.grant`."""
         return await self._call(lambda: self._etcd.grant(ttl_s))
 
     async def renew(self, lease: int) -> bool:
-        """See `EtcdSession.renew`."""
         return await self._call(lambda: self._etcd.renew(lease))
 
     async def revoke(self, lease: int) -> None:
-        """See `EtcdSession.revoke`."""
         await self._call(lambda: self._etcd.revoke(lease))
 
     async def changes(
         self, prefix: bytes, revision: int
     ) -> AsyncGenerator[Mapping[bytes, bytes | None], None]:
-        """See `EtcdSession.changes`."""
         etcd, num_cuts = self._etcd, self._etcd.num_cuts
         await self._call(lambda: None)
         if revision < etcd.compacted:

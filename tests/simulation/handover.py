@@ -63,7 +63,6 @@ class HandoverScenario(Scenario):
     share: ClassVar[float] = 0.2
 
     def plan(self, random: Random) -> list[Step]:
-        """See `Scenario.plan`."""
         steps, length_s = [], random.choice((0.3, 2.0, 6.0))
         moments = [random.random() * length_s for _ in range(random.choice((0, 1, 3)))]
         for number in range(random.choice((2, 8, 20))):
@@ -116,7 +115,6 @@ class HandoverScenario(Scenario):
         return steps
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """See `Scenario.run`."""
         run = _Run(simulation, steps)
         opened = partial(Handover, make_agent=run.make_agent)
         with patch.object(connector_module, "Handover", opened):
@@ -298,7 +296,7 @@ class _Run:
             self._simulation.num_calls += 1
             await self._request(**step.arguments)
         else:
-            await getattr(self, f"_{step.what}")(**step.arguments)
+            await self._fault(step.what, **step.arguments)
 
     def _stacks(self) -> str:
         return "\n" + self._simulation.runtime.scheduler.describe_waiting()
@@ -380,13 +378,30 @@ class _Run:
                 return None
         return engine.ended[name]
 
-    # Faults, by their names.
+    # Faults.
 
-    async def _kill_p(self, *, for_s: float, share: float) -> None:
-        await self._kill("p", for_s, share)
-
-    async def _kill_d(self, *, for_s: float, share: float) -> None:
-        await self._kill("d", for_s, share)
+    async def _fault(self, what: str, *, for_s: float, share: float) -> None:
+        match what.split("_"):
+            case ["kill", name]:
+                await self._kill(name, for_s, share)
+            case ["stop", name]:
+                await self._stop(name, for_s)
+            case ["partition"]:
+                self._network.partition("engine d", "engine p", for_s)
+            case ["cut"]:
+                self._network.cut("engine d", "engine p", share)
+            case ["refuse"]:
+                self._network.refuse("engine p", for_s)
+            case ["late", "reads"]:
+                random = self._simulation.random(f"late {self._simulation.now}")
+                delay_s = random.choice(LONG_DELAYS_S)
+                await self._trouble(lambda agent: setattr(agent, "delay_s", delay_s), for_s)
+            case ["failing", "reads"]:
+                await self._trouble(lambda agent: setattr(agent, "failing", True), for_s)
+            case ["held", "reads"]:
+                await self._trouble(lambda agent: agent.hold(), for_s + HELD_S)
+            case _:
+                await self._reset()
 
     async def _kill(self, name: str, for_s: float, share: float) -> None:
         async with self._starting:
@@ -399,37 +414,12 @@ class _Run:
                 await asyncio.sleep(for_s)
                 await self._start(name)
 
-    async def _stop_p(self, *, for_s: float, share: float) -> None:
-        await self._stop("p", for_s)
-
-    async def _stop_d(self, *, for_s: float, share: float) -> None:
-        await self._stop("d", for_s)
-
     async def _stop(self, name: str, for_s: float) -> None:
         life = self._lives.get(name)
         if life is not None and not life.process.process.is_stopped:
             life.process.stop()
             await asyncio.sleep(for_s)
             life.process.go_on()
-
-    async def _partition(self, *, for_s: float, share: float) -> None:
-        self._network.partition("engine d", "engine p", for_s)
-
-    async def _cut(self, *, for_s: float, share: float) -> None:
-        self._network.cut("engine d", "engine p", share)
-
-    async def _refuse(self, *, for_s: float, share: float) -> None:
-        self._network.refuse("engine p", for_s)
-
-    async def _late_reads(self, *, for_s: float, share: float) -> None:
-        delay_s = self._simulation.random(f"late {self._simulation.now}").choice(LONG_DELAYS_S)
-        await self._trouble(lambda agent: setattr(agent, "delay_s", delay_s), for_s)
-
-    async def _failing_reads(self, *, for_s: float, share: float) -> None:
-        await self._trouble(lambda agent: setattr(agent, "failing", True), for_s)
-
-    async def _held_reads(self, *, for_s: float, share: float) -> None:
-        await self._trouble(lambda agent: agent.hold(), for_s + HELD_S)
 
     async def _trouble(self, begin: Callable[[FakeNixlAgent], object], for_s: float) -> None:
         agents = [agent for _, agent in self._agents]
@@ -443,7 +433,7 @@ class _Run:
             agent.delay_s, agent.failing = 0.0, False
             agent.release()
 
-    async def _reset(self, *, for_s: float, share: float) -> None:
+    async def _reset(self) -> None:
         """Change the weights of both engines, as training does: nothing is computed meanwhile."""
         async with self._starting:
             self._is_open.clear()

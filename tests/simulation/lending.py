@@ -57,7 +57,6 @@ class StuckAgent(FakeNixlAgent):
         self._outlasts_end = outlasts_end
 
     async def aclose(self) -> None:
-        """See `TransferAgent.aclose`."""
         while self._outlasts_end and self._holding and self.in_flight:  # noqa: ASYNC110 - rare
             await asyncio.sleep(0.05)
         await super().aclose()
@@ -76,7 +75,6 @@ class WatchedLender(CacheLender):
 
     @asynccontextmanager
     async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
-        """See `CacheLender.lend`."""
         async with super().lend(wanted, fenced=fenced) as lent:
             addresses = [] if lent.blocks is None else lent.blocks.addresses.tolist()
             self.lent.update(addresses)
@@ -98,7 +96,6 @@ class LendingScenario(Scenario):
     share: ClassVar[float] = 0.15
 
     def plan(self, random: Random) -> list[Step]:
-        """See `Scenario.plan`."""
         steps, length_s = [], random.choice((0.5, 4.0))
         for number in range(random.choice((3, 10, 20))):
             kind = random.choices(list(KINDS), list(KINDS.values()))[0]
@@ -119,7 +116,6 @@ class LendingScenario(Scenario):
         return sorted(steps, key=lambda step: step.at_s)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """See `Scenario.run`."""
         run = _Run(simulation, steps)
         opened = partial(Handover, make_agent=run.make_agent)
         with (

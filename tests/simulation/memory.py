@@ -55,7 +55,6 @@ class MemoryScenario(EngineScenario):
         return sorted(steps, key=lambda step: step.at_s)
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
-        """See `EngineScenario.open`."""
         random = simulation.random("memory")
         is_roomy = random.random() < 0.6
         num_blocks = ROOM if is_roomy else random.choice((2, 4, 8))
@@ -67,7 +66,6 @@ class MemoryScenario(EngineScenario):
         return Opened(backend=backend, is_roomy=is_roomy)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """See `Scenario.run`."""
         world = World(simulation)
         opened = self.open(simulation, world.namespace)
         opened.excuse((), world.history)
@@ -77,7 +75,6 @@ class MemoryScenario(EngineScenario):
         simulation.run(self._run(run, steps))
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
-        """See `EngineScenario.leftovers`."""
         assert isinstance(opened.backend, HostBackend)
         return leftovers_of_engine(engine) + leftovers_of_host(opened.backend)
 

@@ -19,23 +19,12 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Added, Event, Observer, Removed, Reports
 from kvxfer.testing.simulation import EngineRun, EngineScenario, Opened, Simulation, Step
 from kvxfer.testing.simulation.engine_scenario import MOST_S, SLACK_S
-from kvxfer.testing.simulation.object_storage import (
-    REQUESTS,
-    BucketFault,
-    SimulatedBucket,
-)
+from kvxfer.testing.simulation.object_storage import REQUESTS, BucketFault, SimulatedBucket
 from kvxfer.testing.simulation.oracle import History
 from kvxfer.testing.simulation.world import Batch, Part, World, draw_parts
-from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.transfer import TransferEngine
 from kvxfer.units import ByteSize
-from tests.simulation.tiers import (
-    ROOM,
-    SLOT_BYTES,
-    leftovers_of_engine,
-    leftovers_of_host,
-    leftovers_of_tiers,
-)
+from tests.simulation.tiers import ROOM, SLOT_BYTES, join, leftovers_of_all, of_process
 
 NUM_PROCESSES = 2
 QUIET_S = 120.0
@@ -56,7 +45,6 @@ class ObjectsScenario(EngineScenario):
         return _Process(simulation, bucket, "alone", namespace).opened
 
     def plan(self, random: Random) -> list[Step]:
-        """See `Scenario.plan`."""
         steps: list[Step] = []
         for process in range(NUM_PROCESSES):
             made = super().plan(random)[:: random.choice((1, 1, 2))]
@@ -119,19 +107,12 @@ class ObjectsScenario(EngineScenario):
             add("store", moment_s, parts=parts, timeout_s=None, cancel_s=None)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """See `Scenario.run`."""
         simulation.run(_Run(self, simulation, steps).run())
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
-        """See `EngineScenario.leftovers`."""
-        left = leftovers_of_engine(engine)
-        if isinstance(opened.backend, TieredBackend):
-            left += leftovers_of_tiers(opened.backend)
+        left = leftovers_of_all(engine, opened)
         for tier in opened.tiers or [opened.backend]:
-            if isinstance(tier, HostBackend):
-                left += leftovers_of_host(tier)
-            elif isinstance(tier, S3Backend):
-                left += leftovers_of_bucket(tier)
+            left += leftovers_of_bucket(tier) if isinstance(tier, S3Backend) else []
         return left
 
 
@@ -175,17 +156,13 @@ class _World(World):
     salts: SaltedKeys
 
     def __init__(
-        self,
-        simulation: Simulation,
-        damage: _Damage,
-        history: History | None = None,
+        self, simulation: Simulation, damage: _Damage, history: History | None = None
     ) -> None:
         super().__init__(simulation, history)
         self.is_calm = False
         self._damage = damage
 
     def key(self, part: Part) -> BlockKey:
-        """See `World.key`."""
         return self.salts.name(super().key(part))
 
     def note_damage(self, key: BlockKey) -> None:
@@ -251,10 +228,8 @@ class _Process:
             config = HostConfig(capacity=capacity, scrub_mib_per_s=0)
             host = HostBackend(config, namespace)
             tiers: list[Backend] = [host, self.objects]
-            timeouts = TierTimeouts(lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=0.1)
-            backend = TieredBackend(tiers, namespace, staging_bytes=16384, timeouts=timeouts)
             self.opened = Opened(
-                backend=backend, tiers=tiers, is_roomy=is_roomy, may_delete_late=True
+                backend=join(tiers, namespace), tiers=tiers, is_roomy=is_roomy, may_delete_late=True
             )
 
 
@@ -382,7 +357,6 @@ class _EngineRun(EngineRun):
 
     async def _purge(self, timeout_s: float | None, cancel_s: float | None) -> None:
         """Remove the blocks whose keys begin like one of them."""
-        del timeout_s
         keys = self._salted.keys(self._salted.every_part())
         prefix = keys[len(keys) // 3][:5]
         chosen, began = [key for key in keys if key.startswith(prefix)], self._simulation.now
@@ -396,7 +370,6 @@ class _EngineRun(EngineRun):
 
     async def _reset(self, parts: tuple[Part, ...]) -> None:
         """Forget every block, and delete those that the process alone could find."""
-        del parts
         await self._idle.wait()  # a batch is judged by the keys that it began with
         salts, former = self._salted.salts, self._salted.salts.salt
         has_former = salts.renew()
@@ -482,7 +455,7 @@ class _Run:
             until_s = restarts[0].at_s if restarts else inf
             chosen = [step for step in mine if at_s < step.at_s < until_s]
             late_s = self._simulation.now - began
-            steps = [_of_process(step, late_s) for step in chosen]
+            steps = [of_process(step, late_s) for step in chosen]
             working = asyncio.create_task(engine.carry_out_all(steps))
             if restarts:
                 await asyncio.sleep(max(0.0, until_s - late_s))
@@ -522,11 +495,6 @@ class _Run:
             num = self._counting.num_added[key]
             if num != (key in there) and key not in self._late:
                 self._simulation.fail("events", f"{key.hex()} added {num} times, {key in there}")
-
-
-def _of_process(step: Step, late_s: float) -> Step:
-    arguments = {name: each for name, each in step.arguments.items() if name != "process"}
-    return Step(max(0.0, step.at_s - late_s), step.what, arguments)
 
 
 def leftovers_of_bucket(backend: S3Backend) -> list[str]:

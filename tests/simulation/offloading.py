@@ -15,12 +15,12 @@ from kvxfer.integrations.vllm.offloading.offloading_spec import KVXferOffloading
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.index import BlockState
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
-from kvxfer.testing.dict_backend import DictBackend, DictConfig
+from kvxfer.testing.dict_backend import DictConfig
 from kvxfer.testing.simulation import FaultyTier, Scenario, Simulation, Step, TierFault
 from kvxfer.testing.simulation.faults import CALLS as FAULTY_CALLS
 from kvxfer.tiering import TieredBackend
 from kvxfer.transfer import Slices
-from tests.simulation.tiers import leftovers_of_tiers
+from tests.simulation.tiers import PurgeableDict, leftovers_of_tiers
 from tests.simulation.vllm_engine import BLOCK, DeadEngineError, ModelEngine, Prefixes
 
 MOST_TOKENS = 48
@@ -68,17 +68,12 @@ class SimulatedSpec(KVXferOffloadingSpec):
         return worker
 
 
-class _Disk(DictBackend):
+class _Disk(PurgeableDict):
     """Tier whose blocks outlive the engines."""
 
     def __init__(self, blocks: dict[BlockKey, Any], max_blocks: int | None) -> None:
         super().__init__(DictConfig(max_blocks=max_blocks), Namespace(model="m", groups=()))
         self._blocks = blocks
-
-    async def purge(self, prefix: bytes = b"") -> None:
-        """See `Purgeable.purge`."""
-        for key in [each for each in self._blocks if each.startswith(prefix)]:
-            del self._blocks[key]
 
     async def aclose(self) -> None:
         """Keep the blocks."""
@@ -134,7 +129,6 @@ class OffloadingScenario(Scenario):
     share: ClassVar[float] = 0.3
 
     def plan(self, random: Random) -> list[Step]:
-        """See `Scenario.plan`."""
         steps, length_s = [], random.choice((0.3, 2.0, 8.0))
         num_requests, bursts = random.choice((6, 16, 40)), random.choice((0, 2, 4))
         moments = [random.random() * length_s for _ in range(bursts)]
@@ -175,7 +169,6 @@ class OffloadingScenario(Scenario):
         return sorted(steps, key=lambda step: step.at_s)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """See `Scenario.run`."""
         if simulation.random("lines").random() < 0.2:
             simulation.runtime.scheduler.switch_by_line(BY_LINE)
         tiers = _Tiers(simulation)

@@ -66,7 +66,6 @@ class PeersScenario(FleetScenario):
     gone_s: ClassVar[float] = LEASE_S + 1.0
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """See `Scenario.run`."""
         self._agents: list[tuple[Any, FakeNixlAgent]] = []
         self._unwanted: dict[tuple[int, int], float] = {}
         self._longest_s = 0.0
@@ -79,7 +78,6 @@ class PeersScenario(FleetScenario):
             super().run(simulation, steps)
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
-        """See `EngineScenario.open`."""
         random = simulation.random("peers")
         addresses = ",".join(f"127.0.0.1:{FIRST_PORT + at}" for at in range(self.num_holders))
         config = NixlConfig(
@@ -102,7 +100,6 @@ class PeersScenario(FleetScenario):
     def open_holder(
         self, simulation: Simulation, namespace: Namespace, number: int
     ) -> StandalonePeer:
-        """See `FleetScenario.open_holder`."""
         num_slots = ROOM if _is_roomy(simulation) else simulation.random("slots").choice((2, 6))
         capacity = ByteSize(num_slots * SLOT_BYTES)
         config = NixlConfig(
@@ -117,11 +114,9 @@ class PeersScenario(FleetScenario):
 
     def is_strict(self, simulation: Simulation, steps: Sequence[Step]) -> bool:
         """See `FleetScenario.is_strict`: what is cut off may be done all the same, and late."""
-        del simulation
         return not any(step.what in self.faults for step in steps)
 
     def known_holders(self, backend: Any) -> list[int] | None:
-        """See `FleetScenario.known_holders`."""
         if not isinstance(backend._discovery, discovery.EtcdDiscovery):
             return None
         roster = backend._discovery._follower.roster
@@ -177,15 +172,12 @@ class PeersScenario(FleetScenario):
                     asyncio.get_running_loop().call_later(LOST_S, agent.release)
 
     def end_faults(self, simulation: Simulation) -> None:
-        """See `FleetScenario.end_faults`."""
-        del simulation
         self._etcd.end_faults()
         for _, agent in self._agents:
             agent.delay_s, agent.failing = 0.0, False
             agent.release()
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
-        """See `EngineScenario.leftovers`."""
         left = leftovers_of_engine(engine)
         assert isinstance(opened.backend, NixlBackend)
         exchange = opened.backend._exchange
@@ -202,12 +194,10 @@ class PeersScenario(FleetScenario):
         return left + [f"{count} {what}" for what, count in counts.items() if count]
 
     def num_pins(self, holder: Any) -> int:
-        """See `FleetScenario.num_pins`."""
         assert isinstance(holder, StandalonePeer)
         return sum(each.num_pins for each in holder._server.sessions)
 
     def leftovers_of_holder(self, holder: Any) -> list[str]:
-        """See `FleetScenario.leftovers_of_holder`."""
         assert isinstance(holder, StandalonePeer)
         left = [f"a session of {each._channel.peer}" for each in holder._server.sessions]
         if holder._server.num_unproven:

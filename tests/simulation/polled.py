@@ -44,7 +44,6 @@ class PolledScenario(Scenario):
     num_faulty: ClassVar[int] = 3
 
     def plan(self, random: Random) -> list[Step]:
-        """See `Scenario.plan`."""
         steps, length_s = [], random.choice((0.5, 2.0))
         num_keys = random.choice((1, 3, NUM_KEYS))
         for _ in range(random.choice((10, 40))):
@@ -66,7 +65,6 @@ class PolledScenario(Scenario):
         return TiersScenario().open(simulation, namespace)
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """See `Scenario.run`."""
         run = _Run(self, simulation)
         run.opened.excuse((s.arguments for s in steps if s.what == "fault"), run.history)
         if simulation.random("lines").random() < 0.5:

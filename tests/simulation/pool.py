@@ -11,11 +11,12 @@ from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing.dict_backend import DictBackend, DictConfig
 from kvxfer.testing.simulation import FleetScenario, Opened, Simulation, Step
-from kvxfer.tiering import TieredBackend, TierTimeouts
+from kvxfer.tiering import TieredBackend
 from kvxfer.transfer import TransferEngine
 from tests.simulation.tiers import (
     ROOM,
     SLOT_BYTES,
+    join,
     leftovers_of_engine,
     leftovers_of_host,
     leftovers_of_tiers,
@@ -37,7 +38,6 @@ class PoolScenario(FleetScenario):
             super().run(simulation, steps)
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
-        """See `EngineScenario.open`."""
         timeout_s = simulation.random("pool").choice((0.5, 2.0, 5.0))
         config = PoolConfig(path=str(self._path), timeout_s=timeout_s)
         return Opened(
@@ -47,8 +47,6 @@ class PoolScenario(FleetScenario):
         )
 
     def open_holder(self, simulation: Simulation, namespace: Namespace, number: int) -> PoolServer:
-        """See `FleetScenario.open_holder`."""
-        del number
         num_slots = ROOM if _is_roomy(simulation) else simulation.random("slots").choice((2, 6))
         has_tier = _has_tier(simulation)
 
@@ -57,8 +55,7 @@ class PoolScenario(FleetScenario):
             if not has_tier:
                 return host
             below = DictBackend(DictConfig(max_blocks=ROOM), namespace)
-            timeouts = TierTimeouts(lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=0.1)
-            return TieredBackend([host, below], namespace, staging_bytes=16384, timeouts=timeouts)
+            return join([host, below], namespace)
 
         settled = namespace if simulation.random("settled").random() < 0.5 else None
         return PoolServer(self._path, num_slots * SLOT_BYTES, open_backend, namespace=settled)
@@ -69,7 +66,6 @@ class PoolScenario(FleetScenario):
         return not (has_faults or _has_tier(simulation))
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
-        """See `EngineScenario.leftovers`."""
         left = leftovers_of_engine(engine)
         assert isinstance(opened.backend, PoolBackend)
         if users := sum(opened.backend._users.values()):
@@ -77,12 +73,10 @@ class PoolScenario(FleetScenario):
         return left
 
     def num_pins(self, holder: Any) -> int:
-        """See `FleetScenario.num_pins`."""
         assert isinstance(holder, PoolServer)
         return sum(each.num_pins + len(each._rooms) for each in holder._sessions)
 
     def leftovers_of_holder(self, holder: Any) -> list[str]:
-        """See `FleetScenario.leftovers_of_holder`."""
         assert isinstance(holder, PoolServer)
         left = [f"{session} is attached" for session in holder._sessions]
         if holder._tiers.is_open:

@@ -57,7 +57,6 @@ class ProxyScenario(Scenario):
     name: ClassVar[str] = "proxy"
 
     def plan(self, random: Random) -> list[Step]:
-        """See `Scenario.plan`."""
         steps, length_s = [], random.choice((0.5, 4.0, 20.0))
         for number in range(random.choice((3, 8, 20))):
             request = {

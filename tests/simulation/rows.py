@@ -39,7 +39,6 @@ class RowsScenario(Scenario):
     num_faulty: ClassVar[int] = 3
 
     def plan(self, random: Random) -> list[Step]:
-        """See `Scenario.plan`."""
         if random.random() < 0.15:
             return self._plan_late_purges(random)
         steps, length_s = [], random.choice((0.5, 2.0))
@@ -68,7 +67,6 @@ class RowsScenario(Scenario):
         return steps
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        """See `Scenario.run`."""
         if simulation.random("lines").random() < 0.3:
             simulation.runtime.scheduler.switch_by_line(BY_LINE)
         run = _Run(simulation, has_faults=any(step.what == "fault" for step in steps))
@@ -87,7 +85,6 @@ class _Rows(RowPool):
         self._seal(range(num_rows))
 
     def take(self, most: int, timeout_s: float) -> list[int]:
-        """See `RowPool.take`."""
         rows = super().take(most, timeout_s)
         for row in rows:
             canary = self.canaries.pop(row, None)
@@ -98,7 +95,6 @@ class _Rows(RowPool):
         return rows
 
     def give_back(self, rows: Sequence[int]) -> None:
-        """See `RowPool.give_back`."""
         self._seal(rows)
         super().give_back(rows)
 

@@ -3,28 +3,19 @@
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from kvxfer import runtime
-from kvxfer.testing.simulation import Scenario, Simulation, Step, run_seed
+from kvxfer.testing.simulation import Simulation
 
 
-class Calls(Scenario):
-    """Scenario of some calls of files."""
-
-    name = "calls"
-
-    def __init__(self, body: Callable[[Simulation], None]) -> None:
-        self._body = body
-
-    def plan(self, random: Random) -> list[Step]:
-        return []
-
-    def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
-        self._body(simulation)
+def run_simulated(body: Callable[[Simulation], None], seed: int) -> None:
+    simulation = Simulation(seed)
+    with runtime.use(simulation.runtime):
+        simulation.runtime.scheduler.run(lambda: body(simulation))
+    assert not simulation.violations
 
 
 def answers(root: Path) -> list[object]:
@@ -82,8 +73,7 @@ def answers(root: Path) -> list[object]:
 
 def test_the_disk_of_a_simulation_answers_as_that_of_the_machine(tmp_path: Path) -> None:
     found: list[list[object]] = []
-    ended = run_seed(Calls(lambda _: found.append(answers(Path("/root")))), 1)
-    assert [str(each) for each in ended.violations] == []
+    run_simulated(lambda _: found.append(answers(Path("/root"))), 1)
     assert found == [answers(tmp_path)]
 
 
@@ -111,6 +101,6 @@ def test_a_power_cut_loses_what_was_not_synced_and_nothing_else() -> None:
         assert files == {}
 
     for seed in range(20):
-        assert [str(each) for each in run_seed(Calls(body), seed).violations] == []
+        run_simulated(body, seed)
     assert 0 < lost["name"] < 20
     assert lost["bytes"]

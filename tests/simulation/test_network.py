@@ -1,10 +1,11 @@
 """The simulated network does what that of the operating system does; its faults are as they say."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,14 @@ def connect_tcp(listening: socket.socket) -> tuple[socket.socket, socket.socket]
     return client, server
 
 
+@contextlib.contextmanager
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with listen_tcp() as listening:
+        client, server = connect_tcp(listening)
+        with client, server:
+            yield client, server
+
+
 def send_for_ever(connection: socket.socket, data: bytes | bytearray = BYTES) -> None:
     while True:
         connection.send(data)
@@ -66,46 +75,40 @@ def receive(connection: socket.socket, count: int) -> bytes:
 
 def test_bytes_arrive_in_order_and_then_the_end(run: Callable[[Body], None]) -> None:
     def body() -> None:
-        with listen_tcp() as listening:
-            client, server = connect_tcp(listening)
-            with client, server:
-                sender = runtime.start_thread(client.sendall, name="sender", args=(BYTES,))
-                assert receive(server, len(BYTES)) == BYTES
-                sender.join()
-                client.shutdown(socket.SHUT_WR)
-                assert server.recv(10) == b""
-                server.sendall(b"still open")
-                assert receive(client, 10) == b"still open"
+        with connected() as (client, server):
+            sender = runtime.start_thread(client.sendall, name="sender", args=(BYTES,))
+            assert receive(server, len(BYTES)) == BYTES
+            sender.join()
+            client.shutdown(socket.SHUT_WR)
+            assert server.recv(10) == b""
+            server.sendall(b"still open")
+            assert receive(client, 10) == b"still open"
 
     run(body)
 
 
 def test_who_does_not_read_makes_the_sender_wait(run: Callable[[Body], None]) -> None:
     def body() -> None:
-        with listen_tcp() as listening:
-            client, server = connect_tcp(listening)
-            with client, server:
-                client.settimeout(0.2)
-                with pytest.raises(TimeoutError):
-                    client.sendall(BYTES * 100)
-                client.setblocking(False)
-                with pytest.raises(BlockingIOError):
-                    send_for_ever(client)
+        with connected() as (client, _):
+            client.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                client.sendall(BYTES * 100)
+            client.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                send_for_ever(client)
 
     run(body)
 
 
 def test_a_send_that_fails_does_not_hold_its_buffer(run: Callable[[Body], None]) -> None:
     def body() -> None:
-        with listen_tcp() as listening:
-            client, server = connect_tcp(listening)
-            with client, server:
-                client.setblocking(False)
-                buffer = bytearray(BYTES)
-                with pytest.raises(BlockingIOError) as raised:
-                    send_for_ever(client, buffer)
-                buffer.clear()
-                assert raised.tb is not None  # and has the frame of the call
+        with connected() as (client, _):
+            client.setblocking(False)
+            buffer = bytearray(BYTES)
+            with pytest.raises(BlockingIOError) as raised:
+                send_for_ever(client, buffer)
+            buffer.clear()
+            assert raised.tb is not None  # and has the frame of the call
 
     run(body)
 
@@ -144,15 +147,13 @@ def test_to_close_with_unread_bytes_resets_the_other_end(run: Callable[[Body], N
 
 def test_a_thread_that_waits_is_woken_when_its_end_is_shut(run: Callable[[Body], None]) -> None:
     def body() -> None:
-        with listen_tcp() as listening:
-            client, server = connect_tcp(listening)
-            with client, server:
-                heard: list[bytes] = []
-                waiter = runtime.start_thread(lambda: heard.append(client.recv(1)), name="waiter")
-                runtime.sleep(0.05)
-                client.shutdown(socket.SHUT_RDWR)
-                waiter.join(5)
-                assert heard == [b""]
+        with connected() as (client, _):
+            heard: list[bytes] = []
+            waiter = runtime.start_thread(lambda: heard.append(client.recv(1)), name="waiter")
+            runtime.sleep(0.05)
+            client.shutdown(socket.SHUT_RDWR)
+            waiter.join(5)
+            assert heard == [b""]
 
     run(body)
 
@@ -216,14 +217,12 @@ def test_streams_of_asyncio_work_and_a_reader_waits_for_no_thread(
 
 def test_what_is_sent_in_a_partition_arrives_when_it_is_over() -> None:
     def body() -> None:
-        with listen_tcp() as listening:
-            client, server = connect_tcp(listening)
-            with client, server:
-                simulation.runtime.network.partition("main", "main", 5.0)
-                began = simulation.now
-                client.sendall(b"late")
-                assert receive(server, 4) == b"late"
-                assert 5.0 <= simulation.now - began < 5.1
+        with connected() as (client, server):
+            simulation.runtime.network.partition("main", "main", 5.0)
+            began = simulation.now
+            client.sendall(b"late")
+            assert receive(server, 4) == b"late"
+            assert 5.0 <= simulation.now - began < 5.1
 
     simulation = Simulation(1)
     with runtime.use(simulation.runtime):

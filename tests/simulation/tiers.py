@@ -1,7 +1,6 @@
 """Scenario of an engine over every list of tiers of this project."""
 
 from collections.abc import Callable, Iterable, Mapping
-from random import Random
 from typing import Any, ClassVar
 
 from kvxfer.backends.host import HostBackend, HostConfig, MemoryIntegrity
@@ -11,7 +10,7 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Added, Event, Observer, Removed, Reports
 from kvxfer.storage.staging_memory import StagingMemory
 from kvxfer.testing.dict_backend import DictBackend, DictConfig
-from kvxfer.testing.simulation import EngineScenario, FaultyTier, Opened, Simulation
+from kvxfer.testing.simulation import EngineScenario, FaultyTier, Opened, Simulation, Step
 from kvxfer.testing.simulation.world import NUM_KEYS, PAGE_SIZES_BYTES
 from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.transfer import TransferEngine
@@ -45,7 +44,6 @@ class TiersScenario(EngineScenario):
     has_storms: ClassVar[bool] = True
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
-        """See `EngineScenario.open`."""
         random, hashing = simulation.random("tiers"), simulation.random("hashing")
         kinds = random.choice(LISTS)
         is_roomy = random.random() < 0.6
@@ -59,7 +57,10 @@ class TiersScenario(EngineScenario):
             tiers.append(tier)
         is_alone = len(tiers) == 1 and random.random() < 0.5
         pause_s = random.choice((0.0, 0.1, 1.0))
-        backend = tiers[0] if is_alone else _join(tiers, namespace, random, pause_s)
+        backend = tiers[0]
+        if not is_alone:
+            staging_bytes = random.choice((8192, 16384, 65536))
+            backend = join(tiers, namespace, staging_bytes=staging_bytes, pause_s=pause_s)
         if isinstance(backend, TieredBackend):
             _watch_staging(simulation, backend._staging)
         return Opened(
@@ -73,23 +74,15 @@ class TiersScenario(EngineScenario):
         )
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
-        """See `EngineScenario.leftovers`."""
         may_lose = any(tier.has_refused_drain for tier in opened.faulty.values())
-        left = leftovers_of_engine(engine, may_lose=may_lose)
-        if isinstance(opened.backend, TieredBackend):
-            left += leftovers_of_tiers(opened.backend)
-        for tier in opened.tiers or [opened.backend]:
-            inner = tier.inner if isinstance(tier, FaultyTier) else tier
-            if isinstance(inner, HostBackend):
-                left += leftovers_of_host(inner)
-        return left
+        return leftovers_of_all(engine, opened, may_lose=may_lose)
 
 
 def _open_tier(
     kind: str, num_blocks: int, namespace: Namespace, integrity: MemoryIntegrity
 ) -> Backend:
     if kind == "dict":
-        return _PurgeableDict(DictConfig(max_blocks=num_blocks), namespace)
+        return PurgeableDict(DictConfig(max_blocks=num_blocks), namespace)
     return open_host(num_blocks, namespace, integrity=integrity)
 
 
@@ -113,11 +106,10 @@ def open_host(
     return backend
 
 
-class _PurgeableDict(DictBackend):
+class PurgeableDict(DictBackend):
     """Dictionary that can delete at once what it has of a prefix."""
 
     async def purge(self, prefix: bytes = b"") -> None:
-        """See `Purgeable.purge`."""
         for key in [each for each in self._blocks if each.startswith(prefix)]:
             del self._blocks[key]
 
@@ -138,7 +130,6 @@ class Mirror(Observer):
         self._present: dict[BlockKey, None] = {}
 
     def note(self, event: Event) -> None:
-        """See `Observer.note`."""
         if isinstance(event, Added):
             self._present |= dict.fromkeys(event.keys)
         elif isinstance(event, Removed) and not event.namespace:
@@ -155,11 +146,11 @@ class Mirror(Observer):
         return abs(self._gauges()[Gauge.STORED_BLOCKS] - len(self._present))
 
 
-def _join(
-    tiers: list[Backend], namespace: Namespace, random: Random, pause_s: float
+def join(
+    tiers: list[Backend], namespace: Namespace, *, staging_bytes: int = 16384, pause_s: float = 0.1
 ) -> TieredBackend:
+    """Join tiers, which have half a second for a lookup, and one for a move."""
     timeouts = TierTimeouts(lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=pause_s)
-    staging_bytes = random.choice((8192, 16384, 65536))
     return TieredBackend(tiers, namespace, staging_bytes=staging_bytes, timeouts=timeouts)
 
 
@@ -180,6 +171,26 @@ def _watch_staging(simulation: Simulation, staging: StagingMemory) -> None:
         give_back(buffer, share)
 
     vars(staging).update(_take=take_watched, _give_back=give_back_watched)
+
+
+def of_process(step: Step, late_s: float) -> Step:
+    """Make the step of the engine of a process that began late."""
+    arguments = {name: each for name, each in step.arguments.items() if name != "process"}
+    return Step(max(0.0, step.at_s - late_s), step.what, arguments)
+
+
+def leftovers_of_all(
+    engine: TransferEngine, opened: Opened, *, may_lose: bool = False
+) -> list[str]:
+    """Describe what an idle engine, its tiers and host memory in them still have."""
+    left = leftovers_of_engine(engine, may_lose=may_lose)
+    if isinstance(opened.backend, TieredBackend):
+        left += leftovers_of_tiers(opened.backend)
+    for tier in opened.tiers or [opened.backend]:
+        inner = tier.inner if isinstance(tier, FaultyTier) else tier
+        if isinstance(inner, HostBackend):
+            left += leftovers_of_host(inner)
+    return left
 
 
 def leftovers_of_engine(engine: TransferEngine, *, may_lose: bool = False) -> list[str]:

@@ -8,9 +8,10 @@ import copy
 import json
 import shutil
 import tempfile
+import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from multiprocessing.util import Finalize
 from os import getpid
@@ -66,6 +67,9 @@ MODEL = {
     "max_position_embeddings": 512,
     "torch_dtype": "bfloat16",
 }
+LAYER: dict[str, Any] = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(block_size=BLOCK, **LAYER)
+SLIDING = SlidingWindowSpec(block_size=BLOCK, sliding_window=WINDOW, **LAYER)
 MAX_LENGTH = 256
 NUM_OUTPUTS = 5
 """Different tokens that the model gives."""
@@ -156,7 +160,7 @@ class ModelEngine:
         self.ended: dict[str, Any] = {}
         self._simulation, self._prefixes = simulation, prefixes
         self._random, self._step_s = simulation.random(f"steps of {name}"), step_s
-        self._specs = [_full(), _sliding()] if has_window else [_full()]
+        self._specs = [FULL, SLIDING] if has_window else [FULL]
         self.config = _configure(connector, extra, num_blocks, batch_tokens)
         self._caches = _plan(self._specs, num_blocks)
         self.config.compilation_config = copy.copy(self.config.compilation_config)
@@ -235,15 +239,8 @@ class ModelEngine:
             for each in self.scheduler.requests.values()
         )
         preempts = also_running and not has_loaded
-
-        def reset() -> bool:
-            return bool(
-                self.scheduler.reset_prefix_cache(
-                    reset_running_requests=preempts, reset_connector=True
-                )
-            )
-
-        was_reset: bool = self._call("reset", reset)
+        reset = partial(self.scheduler.reset_prefix_cache, preempts, reset_connector=True)
+        was_reset = bool(self._call("reset", reset))
         if was_reset and has_new_weights and self.num_free == self._caches.num_blocks - 1:
             self.weights += 1
         return was_reset
@@ -280,7 +277,8 @@ class ModelEngine:
         try:
             return call()
         except Exception as exc:
-            self._simulation.fail("the engine died", f"{self.name}, {what}: {_say(exc)}")
+            said = "".join(traceback.format_exception(exc)[-6:])
+            self._simulation.fail("the engine died", f"{self.name}, {what}: {said}")
             raise DeadEngineError from exc
 
     def _step(self) -> None:
@@ -441,20 +439,6 @@ def _as_numbers(tensor: torch.Tensor) -> NDArray[np.int64]:
     return tensor.view(torch.int64).numpy()
 
 
-def _full() -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.bfloat16)
-
-
-def _sliding() -> SlidingWindowSpec:
-    return SlidingWindowSpec(
-        block_size=BLOCK,
-        num_kv_heads=1,
-        head_size=16,
-        dtype=torch.bfloat16,
-        sliding_window=WINDOW,
-    )
-
-
 def _plan(specs: Sequence[Any], num_blocks: int) -> KVCacheConfig:
     """Plan groups of one spec each, whose layers lie on top of each other."""
     names = [[f"group{g}.layer{i}" for i in range(NUM_LAYERS)] for g in range(len(specs))]
@@ -508,9 +492,3 @@ def _configure(connector: str, extra: Mapping[str, Any], num_blocks: int, batch_
         kv_connector_extra_config=dict(extra),
     )
     return config
-
-
-def _say(exc: BaseException) -> str:
-    import traceback
-
-    return "".join(traceback.format_exception(exc)[-6:])
