@@ -1,7 +1,7 @@
 """Isolated tier: one of several backends, called so that its failures do not reach the others."""
 
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -98,6 +98,8 @@ class IsolatedTier:
         self._suspension = Suspension(self.name, timeouts.pause_s)
         self._staging = staging
         self._share = Share(num_buffers)
+        self._num_given_up = 0  # stores that may still put blocks there until `drain`
+        self._num_drained = 0
 
     def observe(self, reports: Reports) -> None:
         """Tell these reports what is moved, and let the backend tell what it knows."""
@@ -162,8 +164,8 @@ class IsolatedTier:
         """See `delete_from`; every block may stay when the backend fails or is late."""
         deleted = None
         if self._may_call(Operation.DELETE, keys):
-            what, call = f"delete of {len(keys)} blocks", delete_from(self.backend, keys)
-            timeout_s = self._timeouts.move_s
+            what, timeout_s = f"delete of {len(keys)} blocks", self._timeouts.move_s
+            call = self._when_quiet(lambda: delete_from(self.backend, keys))
             deleted = await self._await_answer(Operation.DELETE, what, keys, timeout_s, call)
         return deleted or (set(), set(keys))
 
@@ -172,13 +174,21 @@ class IsolatedTier:
         purgeable = self.backend.provide(Purgeable)
         if purgeable is None or not (self.is_available and (prefix or can_purge_all(purgeable))):
             return False
-        purging = purgeable.purge(prefix) if prefix else purgeable.purge()
+        purge = partial(purgeable.purge, prefix) if prefix else purgeable.purge
         try:
-            await self._calls.wait_for(self._timeouts.close_s, purging)
+            await self._calls.wait_for(self._timeouts.close_s, self._when_quiet(purge))
         except Exception as exc:
             logger.warning("%s: not everything was deleted", self.name, exc_info=exc)
             return False
         return True
+
+    async def _when_quiet(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a call that removes blocks, once no store that was given up can bring them back."""
+        num_given_up = self._num_given_up
+        if num_given_up > self._num_drained:
+            await self.backend.drain()
+            self._num_drained = max(self._num_drained, num_given_up)
+        return await call()
 
     async def drain(self) -> None:
         """See `Backend.drain`; also waits for abandoned calls."""
@@ -295,7 +305,12 @@ class IsolatedTier:
             source = self.backend.provide(CopySource)
             move = self.backend.load if source is None else source.load_for_copy
         call = call_backend(move, keys, blocks, name=name)
-        outcomes = await self.reports.move(operation, keys, blocks, call, cause=cause)
+        is_quiet = False
+        try:
+            outcomes = await self.reports.move(operation, keys, blocks, call, cause=cause)
+            is_quiet = all(outcome.memory_safe for outcome in outcomes)
+        finally:
+            self._num_given_up += is_store and not is_quiet
         reasons = [outcome.reason for outcome in outcomes if outcome.status is Status.FAILED]
         if reasons:
             text = "%s of %d of %d blocks failed: %s"

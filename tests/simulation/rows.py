@@ -15,11 +15,12 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.simulation import Scenario, Simulation, Step
+from kvxfer.testing.simulation.faults import TierFault
 from kvxfer.testing.simulation.oracle import History
 from kvxfer.transfer import TransferEngine
 from kvxfer.transfer.job import Direction
 from tests.simulation.polled import carry_out_on_threads, draw_faults
-from tests.simulation.tiers import TiersScenario
+from tests.simulation.tiers import MOVE_S, TiersScenario
 
 NUM_THREADS = 3
 ROW_BYTES = 512
@@ -39,8 +40,11 @@ class RowsScenario(Scenario):
     num_faulty: ClassVar[int] = 3
 
     def plan(self, random: Random) -> list[Step]:
-        if random.random() < 0.15:
+        kind = random.random()
+        if kind < 0.15:
             return self._plan_late_purges(random)
+        if kind < 0.25:
+            return self._plan_late_stores(random)
         steps, length_s = [], random.choice((0.5, 2.0))
         num_keys = random.choice((1, 3, len(KEYS)))
         for _ in range(random.choice((10, 40))):
@@ -65,6 +69,18 @@ class RowsScenario(Scenario):
                 Step(at_s + 0.2, "load", {"thread": 2} | page),
             ]
         return steps
+
+    def _plan_late_stores(self, random: Random) -> list[Step]:
+        """Plan a purge about when the write-back of a page is given up, and still goes on."""
+        page: dict[str, Any] = {"limit_s": inf, "numbers": (0,)}
+        at_s = MOVE_S + random.random() * 0.3
+        fault = {"tier": random.choice((1, 2)), "fault": TierFault.LATE, "for_s": 1.5}
+        return [
+            Step(0.0, "fault", {"thread": 0} | fault),
+            Step(0.01, "store", {"thread": 1} | page),
+            Step(at_s, "purge", {"thread": 1, "limit_s": inf}),
+            Step(at_s + 0.5, "load", {"thread": 1} | page),
+        ]
 
     def run(self, simulation: Simulation, steps: Sequence[Step]) -> None:
         if simulation.random("lines").random() < 0.3:

@@ -85,6 +85,7 @@ FOUND = (
     ("files", 13809),  # a collection on a full disk left the folders of a walk open
     ("lending", 96),  # a hold was sent after one at another worker had failed, and was kept
     ("objects", 1243),  # a removal waited for its turn after its look at the object
+    ("rows", 2193),  # the write-back of a page that was given up brought it back after a purge
     ("tiers", 21804),  # a part took the place of its chunk, as a tier did not say it has that
     ("rows", 3),  # a purge that came too late deleted pages that were stored after it
     ("peers", 1011),  # a block that was deleted was read at a place that was told before

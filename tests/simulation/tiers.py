@@ -19,6 +19,7 @@ from kvxfer.units import ByteSize
 ROOM = NUM_KEYS * len(PAGE_SIZES_BYTES) + 4
 """Blocks for which a roomy tier has room, those that are being replaced included."""
 SLOT_BYTES = 8192
+MOVE_S = 1.0
 CANARY = 0xA7
 """Each byte of a staging buffer that nobody uses."""
 HASHING = (MemoryIntegrity.FULL, MemoryIntegrity.FULL, MemoryIntegrity.FENCED)
@@ -150,7 +151,7 @@ def join(
     tiers: list[Backend], namespace: Namespace, *, staging_bytes: int = 16384, pause_s: float = 0.1
 ) -> TieredBackend:
     """Join tiers, which have half a second for a lookup, and one for a move."""
-    timeouts = TierTimeouts(lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=pause_s)
+    timeouts = TierTimeouts(lookup_s=0.5, move_s=MOVE_S, close_s=20.0, pause_s=pause_s)
     return TieredBackend(tiers, namespace, staging_bytes=staging_bytes, timeouts=timeouts)
 
 
