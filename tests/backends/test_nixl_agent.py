@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.nixl.raw import TCP_ALONE
 from kvxfer.backends.nixl import choose_carrier, identify_host
-from kvxfer.backends.nixl.agents import NixlAgent, NixlLimits, SocketAgent, TransferAgent
+from kvxfer.backends.nixl.agents import NixlAgent, SocketAgent, TransferAgent
 from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Hello
@@ -62,7 +62,7 @@ def process() -> Iterator[PeerProcess]:
     process.end()
 
 
-SMALL_PIECES = NixlLimits(piece_bytes=1 << 20, piece_fragments=1000)
+SMALL_PIECES = {"piece_bytes": 1 << 20, "piece_fragments": 1000}
 """Pieces so small that pools are several, and more than are in flight at one time."""
 
 
@@ -72,7 +72,7 @@ class TestNixlAgentAndAnotherProcess(SharedAgentContract):
         self.process = process
 
     def make_agent(self) -> TransferAgent:
-        return NixlAgent(SMALL_PIECES)
+        return NixlAgent(**SMALL_PIECES)
 
     async def peers(self) -> AsyncIterator[Peer]:
         yield self.process
@@ -224,7 +224,7 @@ except BackendUnavailableError as exc:
 
 @pytest.fixture
 async def agent() -> AsyncIterator[NixlAgent]:
-    agent = NixlAgent(SMALL_PIECES)
+    agent = NixlAgent(**SMALL_PIECES)
     yield agent
     await agent.aclose()
 
@@ -242,7 +242,7 @@ class TestPeerInTrouble:
     ) -> None:
         pool = Pool()
         agent.register(pool.regions())
-        other = LocalPeer(NixlAgent(SMALL_PIECES))
+        other = LocalPeer(NixlAgent(**SMALL_PIECES))
         names = [await agent.add_peer(each.metadata) for each in (process, other)]
         moves = [asyncio.create_task(read_all(agent, names[0], pool, process)) for _ in range(50)]
         await moves[0]

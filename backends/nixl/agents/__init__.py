@@ -1,7 +1,7 @@
 """Transfer agents of the NIXL backend: what reads the memory of peers."""
 
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
-from kvxfer.backends.nixl.agents.nixl import NixlAgent, NixlLimits
+from kvxfer.backends.nixl.agents.nixl import NixlAgent
 from kvxfer.backends.nixl.agents.socket import MAX_LINES, Line, SocketAgent
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "Fragments",
     "Line",
     "NixlAgent",
-    "NixlLimits",
     "SocketAgent",
     "TransferAgent",
 ]

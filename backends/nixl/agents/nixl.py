@@ -67,80 +67,11 @@ POLL_WITHIN_S = 5e-3
 it. Polling lets other threads take the GIL, and so may cost a millisecond between two pieces."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NixlLimits:
-    """Limits of a NIXL agent.
+MAX_KEPT = 1024
+"""Most connections that are kept for peers that have left; the oldest is ended."""
 
-    Attributes:
-        piece_bytes: Most bytes of a piece of a read: pieces of several reads take turns, and a read
-            that is given up ends with those in flight.
-        piece_fragments: Most fragments of a piece, for which NIXL makes descriptors at once.
-        max_kept: Most connections that are kept for peers that have left; the oldest is ended.
-        max_unanswered: Most peers that may leave the read of their beacon unanswered: each keeps a
-            slot and its metadata.
-    """
-
-    piece_bytes: int = 64 << 20
-    piece_fragments: int = 4096
-    max_kept: int = 1024
-    max_unanswered: int = 512
-
-
-def register_memory(
-    agent: Any, regions: Sequence[MemoryRegion], errors: tuple[type[Exception], ...]
-) -> None:
-    """Register memory of the host and of GPUs with a NIXL agent, all of it or none.
-
-    Args:
-        agent: The agent.
-        regions: The memory.
-        errors: Errors of NIXL.
-
-    Raises:
-        DeviceUnavailableError: NIXL cannot reach the memory of a GPU.
-        TransferFailedError: NIXL cannot register host memory.
-    """
-    with contextlib.ExitStack() as undo:
-        for device in dict.fromkeys(region.device for region in regions):
-            on_device = [region for region in regions if region.device == device]
-            try:
-                registered = agent.register_memory(_rows(on_device), _kind(device))
-            except errors as exc:
-                raise _refusal(agent, device, exc) from exc
-            undo.callback(_deregister, agent, registered, errors)
-        undo.pop_all()
-
-
-def export_host_memory(agent: Any, regions: Sequence[MemoryRegion], backend: str) -> bytes:
-    """Make the metadata of a NIXL agent of which a GPU's memory was refused.
-
-    The whole metadata lists no memory under the GPU's kind then, and NIXL 1.5.1 refuses that where
-    a peer adds it.
-
-    Args:
-        agent: The agent.
-        regions: Host memory that it has registered.
-        backend: Backend that reaches it.
-    """
-    registered = agent.get_reg_descs(_rows(regions), "DRAM")
-    exported: bytes = agent.get_partial_agent_metadata(
-        registered, inc_conn_info=True, backends=[backend]
-    )
-    return exported
-
-
-def describe(agent: Any, device: torch.device, addresses: Words, lengths: Words) -> Any:
-    """Describe one side of a transfer."""
-    rows = np.zeros((len(addresses), 3), np.uint64)
-    rows[:, 0] = addresses
-    rows[:, 1] = lengths
-    rows[:, 2] = device.index or 0
-    return agent.get_xfer_descs(rows, _kind(device))
-
-
-def _deregister(agent: Any, registered: Any, errors: tuple[type[Exception], ...]) -> None:
-    with contextlib.suppress(*errors):  # the error that led here says more
-        agent.deregister_memory(registered)
+MAX_UNANSWERED = 512
+"""Most peers that may leave the read of their beacon unanswered: each keeps a slot and metadata."""
 
 
 def _rows(regions: Sequence[MemoryRegion]) -> list[tuple[int, int, int, str]]:
@@ -149,18 +80,6 @@ def _rows(regions: Sequence[MemoryRegion]) -> list[tuple[int, int, int, str]]:
 
 def _kind(device: torch.device) -> str:
     return "DRAM" if device.type == HOST.type else "VRAM"
-
-
-def _refusal(
-    agent: Any, device: torch.device, exc: Exception
-) -> DeviceUnavailableError | TransferFailedError:
-    if device.type == HOST.type:
-        return TransferFailedError(agent.name, f"cannot register host memory: {exc}")
-    return DeviceUnavailableError(
-        device.index,
-        f"NIXL cannot register its memory ({exc}); install the GPU's driver, and NIXL with a UCX "
-        f"for CUDA as in its wheels, or let blocks pass through host memory",
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,12 +131,7 @@ class PiecewiseRead:
 
 
 class Reads:
-    """Reads of one NIXL agent; for the agent's thread only.
-
-    Args:
-        nixl: NIXL's module.
-        agent: The agent.
-    """
+    """Reads of one NIXL agent; for the agent's thread only."""
 
     def __init__(self, nixl: Any, agent: Any) -> None:
         self._nixl = nixl
@@ -269,14 +183,22 @@ class Reads:
         try:
             handle = agent.initialize_xfer(
                 "READ",
-                describe(agent, piece.local_device, fragments.local, fragments.lengths),
-                describe(agent, piece.remote_device, fragments.remote, fragments.lengths),
+                self._describe(piece.local_device, fragments.local, fragments.lengths),
+                self._describe(piece.remote_device, fragments.remote, fragments.lengths),
                 reading.peer,
             )
             self.end_finished()  # who waits for them goes on during the copy, not before it
             self._judge(handle, reading, piece, agent.transfer(handle))
         except self._errors as exc:
             self._fail(reading, piece, exc)
+
+    def _describe(self, device: torch.device, addresses: Words, lengths: Words) -> Any:
+        """Describe one side of a transfer."""
+        rows = np.zeros((len(addresses), 3), np.uint64)
+        rows[:, 0] = addresses
+        rows[:, 1] = lengths
+        rows[:, 2] = device.index or 0
+        return self._agent.get_xfer_descs(rows, _kind(device))
 
     def poll(self) -> bool:
         """Check the pieces in flight; lets NIXL make progress, also as the target of peers."""
@@ -319,15 +241,12 @@ class Reads:
             reading.done.set_exception(TransferFailedError(reading.peer, "the agent was closed"))
 
     def _fail(self, reading: PiecewiseRead, piece: ReadPiece, exc: Exception) -> None:
-        reading.in_flight -= 1
-        reading.stop(self._translate(reading.peer, piece, exc))
-
-    def _translate(self, peer: str, piece: ReadPiece, exc: Exception) -> TransferFailedError:
         lost = isinstance(exc, self._nixl.nixlRemoteDisconnectError)
         reason = str(exc)
         if not piece.local_device == piece.remote_device == HOST:
             reason += f", reading memory of {piece.remote_device} into {piece.local_device}"
-        return (PeerLostError if lost else TransferFailedError)(peer, reason)
+        reading.in_flight -= 1
+        reading.stop((PeerLostError if lost else TransferFailedError)(reading.peer, reason))
 
 
 class Pace:
@@ -337,12 +256,7 @@ class Pace:
         self._active_at = runtime.monotonic()
 
     def pause_s(self, *, active: bool, waiting: bool) -> float:
-        """Compute the seconds until the next poll.
-
-        Args:
-            active: The last poll found something.
-            waiting: Reads are in flight.
-        """
+        """Compute the seconds until the next poll, by what the last one found, and by reads."""
         now = runtime.monotonic()
         if active:
             self._active_at = now
@@ -354,6 +268,10 @@ class Pace:
 
 def _digest(peer: AgentMetadata) -> bytes:
     return hashlib.sha256(peer.encode()).digest()
+
+
+def _region_of(array: NDArray[np.uint8]) -> MemoryRegion:
+    return MemoryRegion(array.ctypes.data, array.nbytes, array)
 
 
 @dataclass(slots=True, eq=False)
@@ -380,14 +298,6 @@ class NixlPeers:
     a peer that reconnects gets the connection that it had, or each time would cost a descriptor on
     both sides.
 
-    Args:
-        nixl: NIXL's module.
-        agent: The agent.
-        name: Name of the agent.
-        reads: Its reads.
-        register: Registers memory that beacons are read into.
-        limits: Limits of the agent.
-
     Attributes:
         regions: Registered memory of each peer, by name; any thread may read it.
     """
@@ -398,14 +308,12 @@ class NixlPeers:
         agent: Any,
         name: str,
         reads: Reads,
-        register: Callable[[NDArray[np.uint8]], None],
-        limits: NixlLimits,
+        register: Callable[[Sequence[MemoryRegion]], None],
     ) -> None:
         self.regions: dict[str, Regions] = {}
         self._name = name
         self._reads = reads
         self._register = register
-        self._limits = limits
         self._nixl = nixl
         self._errors = nixl_errors(nixl)
         self._agent = agent
@@ -445,11 +353,11 @@ class NixlPeers:
 
     def _begin_adding(self, peer: AgentMetadata) -> _NixlRemote:
         num_unanswered = sum(not each.added.done() for each in self._remotes.values())
-        if num_unanswered >= self._limits.max_unanswered:
+        if num_unanswered >= MAX_UNANSWERED:
             raise PeerLostError(peer.name, "too many peers do not answer")
         if not self._free_slots:
             slots = np.zeros((NUM_SLOTS, BEACON_BYTES), np.uint8)
-            self._register(slots)
+            self._register([_region_of(slots)])
             self._free_slots.extend(slots)
         regions = Regions(peer.regions)
         kept = self._connect(peer)
@@ -564,7 +472,7 @@ class NixlPeers:
     def _keep(self, peer: AgentMetadata) -> None:
         """Keep the connection to a peer that has left, which may be gone."""
         self._kept[peer.name] = _digest(peer)
-        if len(self._kept) > self._limits.max_kept:
+        if len(self._kept) > MAX_KEPT:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
             self._disconnect(oldest)
@@ -594,21 +502,16 @@ def _pass_on(ended: "Future[T]", *, to: "Future[T]") -> None:
 class NixlThread:
     """Thread that makes all calls of NIXL; methods run on it unless they say otherwise.
 
-    Args:
-        name: Name of the agent.
-        limits: Limits of the agent.
-
     Attributes:
         regions: Our registered memory; any thread may read it.
-        peers: The peers.
     """
 
     peers: NixlPeers
 
-    def __init__(self, name: str, limits: NixlLimits) -> None:
+    def __init__(self, name: str, piece: tuple[int, int]) -> None:
         self.regions = Regions()
         self._name = name
-        self._limits = limits
+        self._piece = piece
         self._memory: list[MemoryRegion] = []
         self._gpu_was_refused = False
         self._beacon = np.frombuffer(runtime.token_bytes(BEACON_BYTES), np.uint8)
@@ -666,13 +569,37 @@ class NixlThread:
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """See `TransferAgent.register`."""
         known = self.regions.extend(regions)
-        try:
-            register_memory(self._agent, regions, self._errors)
-        except DeviceUnavailableError:
-            self._gpu_was_refused = True
-            raise
-        self._memory.extend(regions)
+        self._register(regions)
         self.regions = known
+
+    def _register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Register memory of the host and of GPUs with NIXL, all of it or none, and keep it."""
+        with contextlib.ExitStack() as undo:
+            for device in dict.fromkeys(region.device for region in regions):
+                on_device = [region for region in regions if region.device == device]
+                try:
+                    registered = self._agent.register_memory(_rows(on_device), _kind(device))
+                except self._errors as exc:
+                    raise self._refuse(device, exc) from exc
+                undo.callback(self._deregister, registered)
+            undo.pop_all()
+        self._memory.extend(regions)
+
+    def _refuse(
+        self, device: torch.device, exc: Exception
+    ) -> DeviceUnavailableError | TransferFailedError:
+        if device.type == HOST.type:
+            return TransferFailedError(self._name, f"cannot register host memory: {exc}")
+        self._gpu_was_refused = True
+        return DeviceUnavailableError(
+            device.index,
+            f"NIXL cannot register its memory ({exc}); install the GPU's driver, and NIXL with a "
+            f"UCX for CUDA as in its wheels, or let blocks pass through host memory",
+        )
+
+    def _deregister(self, registered: Any) -> None:
+        with contextlib.suppress(*self._errors):  # the error that led here says more
+            self._agent.deregister_memory(registered)
 
     def list_plugins(self) -> list[str]:
         """See `NixlAgent.plugins`."""
@@ -681,7 +608,13 @@ class NixlThread:
     def describe(self) -> bytes:
         """See `TransferAgent.metadata`."""
         if self._gpu_was_refused and self.regions.devices == (HOST,):
-            opaque = export_host_memory(self._agent, self._memory, BACKEND)
+            # The whole metadata lists no memory under the GPU's kind then, and NIXL 1.5.1 refuses
+            # that where a peer adds it.
+            opaque = self._agent.get_partial_agent_metadata(
+                self._agent.get_reg_descs(_rows(self._memory), "DRAM"),
+                inc_conn_info=True,
+                backends=[BACKEND],
+            )
         else:
             opaque = self._agent.get_agent_metadata()
         return AgentMetadata(
@@ -707,7 +640,7 @@ class NixlThread:
                 deque(
                     ReadPiece(piece, *devices)
                     for *devices, group in run.group(ours, theirs)
-                    for piece in group.split(self._limits.piece_bytes, self._limits.piece_fragments)
+                    for piece in group.split(*self._piece)
                 ),
             )
             for run in Fragments.join(runs, ours.starts, theirs.starts)
@@ -765,26 +698,18 @@ class NixlThread:
             backends=[],
             sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
-        beacon = MemoryRegion(self._beacon.ctypes.data, self._beacon.nbytes, self._beacon)
+        beacon = _region_of(self._beacon)
         errors: tuple[type[Exception], ...] = (TransferFailedError, *self._errors)
         try:
             self._agent = nixl.nixl_agent(self._name, config)
             self._agent.create_backend(BACKEND, {"engine_config": choose_ucx_settings()})
-            register_memory(self._agent, [beacon], self._errors)
-            self._memory.append(beacon)
+            self._register([beacon])
         except errors as exc:
             raise BackendUnavailableError(
                 f"NIXL's {BACKEND} plug-in is missing or does not work here ({exc})"
             ) from exc
         self._reads = Reads(nixl, self._agent)
-        self.peers = NixlPeers(
-            nixl, self._agent, self._name, self._reads, self._add_slots, self._limits
-        )
-
-    def _add_slots(self, slots: NDArray[np.uint8]) -> None:
-        region = MemoryRegion(slots.ctypes.data, slots.nbytes, slots)
-        register_memory(self._agent, [region], self._errors)
-        self._memory.append(region)
+        self.peers = NixlPeers(nixl, self._agent, self._name, self._reads, self._register)
 
     def _obey(self, pause_s: float) -> bool:
         """Run the queued commands; wait up to `pause_s` for the first."""
@@ -815,15 +740,17 @@ class NixlAgent(TransferAgent):
     `add_peer` raises `PeerLostError`.
 
     Args:
-        limits: Limits of its reads, and of what peers may cost.
+        piece_bytes: Most bytes of a piece of a read: pieces of several reads take turns, and a read
+            that is given up ends with those in flight.
+        piece_fragments: Most fragments of a piece, for which NIXL makes descriptors at once.
 
     Raises:
         BackendUnavailableError: NIXL or its UCX plug-in is missing, or does not work here.
     """
 
-    def __init__(self, limits: NixlLimits = NixlLimits()) -> None:
+    def __init__(self, *, piece_bytes: int = 64 << 20, piece_fragments: int = 4096) -> None:
         self.name = f"kvxfer-{runtime.unique_id()}"
-        self._thread = NixlThread(self.name, limits)
+        self._thread = NixlThread(self.name, (piece_bytes, piece_fragments))
         # Also at the interpreter's exit, which a thread inside of NIXL would crash.
         self._finalizer = weakref.finalize(self, self._thread.stop)
 
