@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/file": 6_083,
     "backends/host": 2_087,
     "backends/mooncake": 720,
-    "backends/nixl": 8_925,
+    "backends/nixl": 8_836,
     "backends/object": 1_849,
     "backends/pool": 1_284,
     "benchmarks": 5_260,

@@ -17,14 +17,12 @@ from kvxfer.backends.nixl.exchange import Exchange
 from kvxfer.backends.nixl.local_node import LocalNode, why_not_straight
 from kvxfer.backends.nixl.peers import PeerDirectory, StaticPeers, rank
 from kvxfer.backends.nixl.probe import PeerProbe, probe_peer
-from kvxfer.backends.nixl.session import BlockStore
 from kvxfer.backends.nixl.standalone import StandalonePeer
 from kvxfer.endpoint import Endpoint
 
 __all__ = [
     "SECRET_VARIABLE",
     "Announcement",
-    "BlockStore",
     "Client",
     "Connection",
     "Discovery",

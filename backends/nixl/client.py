@@ -30,7 +30,7 @@ from kvxfer.runtime import Pause, outlive_caller, uniform, wait_despite_cancel
 from kvxfer.storage.backend import DONE, Outcome, Status, positions_done
 from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.leases import Held
+from kvxfer.storage.leases import Held, require_ticket
 from kvxfer.storage.lending import Fences
 from kvxfer.storage.staging_memory import Share, StagedBlocks, StagingMemory
 
@@ -144,12 +144,6 @@ class Client:
         """Whether the connection is open at this moment."""
         return self._connection is not None and self._connection.is_open
 
-    @property
-    def holds_tickets(self) -> bool:
-        """Whether the holder may hold tickets for the present connection."""
-        connection = self._connection
-        return connection is not None and connection.is_open and bool(connection.tickets)
-
     def leave(self, ticket: str) -> None:
         """Hold a ticket no more, which others release; at the latest when the connection ends."""
         if self._connection is not None:
@@ -239,8 +233,10 @@ class Client:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is under way, and no ticket held."""
-        return not (self._num_calls or self.holds_tickets)
+        """Whether no call is under way, and no ticket held for the present connection."""
+        connection = self._connection
+        holds = connection is not None and connection.is_open and bool(connection.tickets)
+        return not (self._num_calls or holds)
 
     def retire(self) -> None:
         """Close the connection for good as soon as no call is under way."""
@@ -276,7 +272,7 @@ class Client:
                 version of the protocol, which has none.
             TimeoutError: It did not answer in time.
         """
-        wire.require_tickets([ticket])
+        require_ticket("ticket", ticket)
         async with self._connected() as connection:
             connection.require_version(wire.TICKETS_VERSION)
             is_new = connection.version >= wire.PLACES_VERSION
@@ -304,7 +300,8 @@ class Client:
 
     async def release(self, tickets: Sequence[str]) -> None:
         """Ask the holder to end the leases of tickets; errors as `hold`."""
-        wire.require_tickets(tickets)
+        for ticket in tickets:
+            require_ticket("ticket", ticket)
         async with self._connected() as connection:
             connection.require_version(wire.TICKETS_VERSION)
             for ticket in tickets:
@@ -345,10 +342,6 @@ class Client:
         logger.info("connected to %s by %s", self.endpoint, connection.memory.carrier)
         self._connection = connection
         return connection
-
-    def _knows_place(self, key: BlockKey) -> bool:
-        """Whether the present connection knows where a block is."""
-        return self._connection is not None and key in self._connection.places
 
     @contextlib.asynccontextmanager
     async def _connected(
@@ -402,7 +395,9 @@ class Client:
         is_direct = self._is_direct(blocks)
         move = direct if is_direct else staged
         is_small = blocks.num_bytes < blocks.num_blocks * SMALL_FRAGMENT_BYTES
-        piece_bytes = PLACED_BYTES if self._knows_place(keys[0]) else PIECE_BYTES
+        connection = self._connection
+        is_placed = connection is not None and keys[0] in connection.places
+        piece_bytes = PLACED_BYTES if is_placed else PIECE_BYTES
         if is_small or not is_direct:
             piece_bytes = STAGED_BYTES
         # Whoever waits for staging memory, here or as our caller, has it before a slot.
@@ -483,23 +478,15 @@ class Client:
     ) -> list[Outcome]:
         """Read blocks into registered memory, and prove that they arrived.
 
+        Those that were found are read where they were then, and once more if they have moved since.
+
         Raises:
             KVXferError: The holder is gone, or answers what makes no sense.
         """
-        place = connection.places.take(keys, blocks)
-        if place is None:
+        found = connection.places.take(keys, blocks)
+        if found is None:
             return await self._read_pinned(connection, keys, blocks)
-        return await self._read_places(connection, keys, blocks, *place)
-
-    async def _read_places(
-        self,
-        connection: Connection,
-        keys: Sequence[BlockKey],
-        blocks: Descriptors,
-        theirs: Descriptors,
-        proofs: Proofs,
-    ) -> list[Outcome]:
-        """Read blocks where they were found; read those that have moved since once more."""
+        theirs, proofs = found
         intact = await self._read_proven(connection, theirs, blocks, proofs)
         outcomes = [DONE] * len(keys)
         if moved := [index for index in range(len(keys)) if index not in intact]:
@@ -533,7 +520,9 @@ class Client:
                 intact = await self._read_proven(connection, theirs, blocks.take(given), proofs)
                 for row, index in enumerate(given):
                     if row not in intact:
-                        outcomes[index] = _changed(keys[index], proofs)
+                        reason = f"{keys[index].hex()} arrived with other bytes"
+                        corrupt = Outcome(Status.CORRUPT, reason=reason)
+                        outcomes[index] = _OVERWRITTEN if isinstance(proofs, Fences) else corrupt
         finally:
             connection.release(pinned.request_id)
         return outcomes
@@ -644,9 +633,3 @@ def read_endings(
         DONE if ending.status is done else Outcome(ending.status, reason=ending.reason)
         for ending in endings
     ]
-
-
-def _changed(key: BlockKey, proofs: Proofs) -> Outcome:
-    if isinstance(proofs, Fences):
-        return _OVERWRITTEN
-    return Outcome(Status.CORRUPT, reason=f"{key.hex()} arrived with other bytes")

@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Self, TypeVar
 
@@ -108,7 +109,7 @@ class Connection:
         self._lending: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         if memory.carrier == "socket":
-            node.sockets.use(memory.peer, self._connect_data)
+            node.sockets.use(memory.peer, partial(self._open_data, reads=True))
 
     @classmethod
     async def open(cls, node: LocalNode, endpoint: Endpoint) -> Self:
@@ -256,9 +257,6 @@ class Connection:
         await end_tasks([*self._tasks, *self._lending])
         await self._channel.aclose()
         await self.memory.aclose()
-
-    async def _connect_data(self) -> DataConnection:
-        return await self._open_data(reads=True)
 
     async def _open_data(self, *, reads: bool) -> DataConnection:
         try:

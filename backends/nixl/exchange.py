@@ -60,6 +60,7 @@ class Exchange:
     Attributes:
         memory_kinds: Kinds of memory that blocks can be moved from and to, as of a `Backend`.
         clients: Clients of peers by endpoint, the least recently used first.
+        server: Server of the blocks of this process; None without.
         staging: Registered memory for blocks on their way, which callers may hold as well.
 
     Raises:
@@ -100,14 +101,14 @@ class Exchange:
         self._generations = generations_memory(self._quarantine.drain) if config.is_fenced else None
         self.clients: dict[Endpoint, Client] = {}
         self._former_clients: list[Client] = []
-        self._server: Server | None = None
+        self.server: Server | None = None
         self._starting = asyncio.Lock()
         self._started = False
         self._restarting: asyncio.Future[None] | None = None
         self._stuck: set[asyncio.Future[None]] = set()  # reads that no restart of NIXL has ended
         if own is not None and config.listen_endpoint is not None:
             self.attach(own.regions)
-            self._server = Server(self._node, self._open_store, config.listen_endpoint)
+            self.server = Server(self._node, self._open_store, config.listen_endpoint)
         if only_asks:
             return
         self.attach([self.staging.region])
@@ -135,18 +136,13 @@ class Exchange:
     def observe(self, reports: Reports) -> None:
         """See `Observable.observe`: peers that are connected, either way, and their pins."""
         reports.watch(self._gauges)
-        if self._server is not None:
-            reports.watch(self._server.gauges)
+        if self.server is not None:
+            reports.watch(self.server.gauges)
 
     @property
     def num_quarantined_bytes(self) -> int:
         """Bytes that reads may still change after their deadline."""
         return self._quarantine.num_bytes
-
-    @property
-    def server(self) -> Server | None:
-        """Server of the blocks of this process, if there is one."""
-        return self._server
 
     @property
     def memory(self) -> Regions:
@@ -191,8 +187,8 @@ class Exchange:
             if not self._started:
                 await self._node.open()
                 self._guard.check()
-                if self._server is not None:
-                    await self._server.start()
+                if self.server is not None:
+                    await self.server.start()
                 self._started = True
 
     def peer(self, endpoint: Endpoint) -> Client:
@@ -205,12 +201,16 @@ class Exchange:
         """
         self._guard.check()
         client = self.clients.pop(endpoint, None)
-        if client is not None:
-            self.clients[endpoint] = client  # at the end: the latest one
-            return client
-        if self._max_clients is not None:
-            self._close_idle(len(self.clients) + 1 - self._max_clients)
-        client = self.clients[endpoint] = self._open_client(endpoint)
+        if client is None:
+            self._close_idle()
+            client = Client(
+                self._node,
+                endpoint,
+                staging=self.staging,
+                quarantine=self._quarantine,
+                generations=self._generations,
+            )
+        self.clients[endpoint] = client  # at the end: the latest one
         return client
 
     def leave(self, endpoint: Endpoint) -> None:
@@ -266,8 +266,8 @@ class Exchange:
         await asyncio.sleep(0)  # from now on it is the next agent that peers are reached by
         for client in self.clients.values():
             client.disconnect()
-        if self._server is not None:
-            await self._server.disconnect()
+        if self.server is not None:
+            await self.server.disconnect()
         await ending
 
     async def drain(self, blocks: Descriptors | None = None) -> None:
@@ -280,15 +280,15 @@ class Exchange:
 
     async def _release(self) -> None:
         clients = [*self.clients.values(), *self._former_clients]
-        if self._server is not None:
-            self._server.close()
+        if self.server is not None:
+            self.server.close()
         for client in clients:
             client.close()
         await self._node.aclose()  # ends reads, also those that stall
         if self._restarting is not None:
             await asyncio.wait([self._restarting])
-        if self._server is not None:
-            await self._server.wait_closed()
+        if self.server is not None:
+            await self.server.wait_closed()
         for client in clients:
             await client.wait_closed()
         await self._quarantine.drain()
@@ -301,20 +301,13 @@ class Exchange:
             Gauge.QUARANTINED_BYTES: self._quarantine.num_bytes,
         }
 
-    def _close_idle(self, surplus: int) -> None:
-        """Close so many clients, the least recently used of those that are idle."""
-        idle = [endpoint for endpoint, client in self.clients.items() if client.is_idle]
-        for endpoint in idle[: max(surplus, 0)]:
-            self.leave(endpoint)
-
-    def _open_client(self, endpoint: Endpoint) -> Client:
-        return Client(
-            self._node,
-            endpoint,
-            staging=self.staging,
-            quarantine=self._quarantine,
-            generations=self._generations,
-        )
+    def _close_idle(self) -> None:
+        """Make room for a client: close the least recently used of those that are idle."""
+        if self._max_clients is not None and len(self.clients) >= self._max_clients:
+            surplus = len(self.clients) + 1 - self._max_clients
+            idle = [endpoint for endpoint, client in self.clients.items() if client.is_idle]
+            for endpoint in idle[:surplus]:
+                self.leave(endpoint)
 
     async def _open_store(self, namespace: Namespace) -> BlockStore:
         assert self._own is not None

@@ -14,7 +14,7 @@ from kvxfer.checks import require_integers
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.lending import GENERATION_BYTES, Fences, Lender
+from kvxfer.storage.lending import GENERATION_BYTES, Fences
 
 Proofs: TypeAlias = list[int] | Fences
 """What proves that the bytes of blocks arrived: XXH3-64 of each of them, or their generations."""
@@ -149,32 +149,6 @@ class Places:
         if not np.array_equal(places.blocks.block_sizes, blocks.block_sizes):
             return None
         return places.blocks, places.proofs
-
-
-def find_places(
-    lender: Lender, memory: Regions, request: wire.Lookup | wire.Hold
-) -> wire.Found | None:
-    """Find the places of the blocks of a request, as they are told to a peer.
-
-    Args:
-        lender: Lender of the blocks.
-        memory: Our registered memory.
-        request: The request.
-
-    Returns:
-        None where blocks have no places, or too many for an answer.
-    """
-    sight = lender.peek(request.keys, fenced=request.fenced)
-    if sight is None or sight.blocks is None or len(sight.blocks) > MAX_FRAGMENTS:
-        return None
-    return wire.Found(
-        request_id=request.request_id,
-        there=[outcome.done for outcome in sight.outcomes],
-        starts=sight.blocks.payload_starts.tolist(),
-        checksums=sight.checksums,
-        extents=memory.locate(sight.blocks),
-        fences=locate_fences(memory, sight.fences),
-    )
 
 
 def locate_fences(memory: Regions, fences: Fences | None) -> wire.Fencing | None:

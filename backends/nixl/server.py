@@ -97,16 +97,19 @@ class Server:
         open_store: Gets the store of a peer's namespace, or refuses others; opens it and adds its
             memory to the node, if need be.
         endpoint: Endpoint to listen at.
+
+    Attributes:
+        endpoint: As given; port 0 becomes the real port once it listens.
+        data_port: Port for data connections; likewise.
     """
 
     def __init__(self, node: LocalNode, open_store: OpenStore, endpoint: Endpoint) -> None:
         self._node = node
         self._config = node.config
         self._open_store = open_store
-        self._endpoint = endpoint
+        self.endpoint = endpoint
+        self.data_port = node.config.data_port
         self._accepting: list[asyncio.Task[None]] = []  # for control, and for data
-        self._port = endpoint.port
-        self._data_port = node.config.data_port
         self._tasks: set[asyncio.Task[None]] = set()
         # In the order of their arrival, with what is known of each: when, and where from.
         self._unproven: dict[asyncio.Task[None], tuple[float, str]] = {}
@@ -114,16 +117,6 @@ class Server:
         self._sessions: dict[bytes, tuple[ClientSession, asyncio.Task[None]]] = {}
         self._draining = self._closed = False
         self._refusals = RefusalLog()
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """Endpoint that peers connect to; port 0 becomes the real port once it listens."""
-        return Endpoint(self._endpoint.host, self._port)
-
-    @property
-    def data_port(self) -> int:
-        """Port for data connections; 0 becomes the real port once it listens."""
-        return self._data_port
 
     @property
     def sessions(self) -> list[ClientSession]:
@@ -134,11 +127,6 @@ class Server:
         """State of the server for observers; may be called on any thread."""
         return gauges_of(self.sessions)
 
-    @property
-    def num_unproven(self) -> int:
-        """Connections that have not authenticated yet."""
-        return len(self._unproven)
-
     async def start(self) -> None:
         """Begin to listen.
 
@@ -147,29 +135,28 @@ class Server:
                 not one of this machine.
             ClosedError: It was closed.
         """
-        at = self._endpoint
-        host, port = at.host, at.port
+        at = self.endpoint
         control: socket.socket | None = None
         try:
             # A name may have several addresses; use the first one for control and data.
             found = await asyncio.get_running_loop().getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                at.host, at.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
             if self._closed:
                 raise ClosedError(f"server at {at}")
             family, *_, address = found[0]
             waiting = self._config.max_connections
             control = runtime.listen(address, family=family, backlog=waiting)
-            self._port = control.getsockname()[1]
-            at = Endpoint(host, self._data_port)
+            at = Endpoint(at.host, self.data_port)
             data = runtime.listen(
-                (address[0], self._data_port, *address[2:]), family=family, backlog=waiting
+                (address[0], self.data_port, *address[2:]), family=family, backlog=waiting
             )
-            self._data_port = data.getsockname()[1]
         except OSError as exc:
             if control is not None:
                 control.close()
             raise BackendUnavailableError(f"cannot listen at {at}: {exc}") from exc
+        self.endpoint = Endpoint(at.host, control.getsockname()[1])
+        self.data_port = data.getsockname()[1]
         self._accepting = [
             self._run(self._accept(control, self._serve)),
             self._run(self._accept(data, self._serve_data)),
@@ -295,7 +282,7 @@ class Server:
             nonlocal store
             self._prove_current()
             store = await self._settle(theirs.namespace)
-            return await self._node.reach(data_port=self._data_port)
+            return await self._node.reach(data_port=self.data_port)
 
         try:
             channel = await FrameChannel.accept(plain, peer, tls, timeout_s)

@@ -13,7 +13,7 @@ import msgspec
 from kvxfer import runtime
 from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.places import find_places, locate_fences
+from kvxfer.backends.nixl.places import MAX_FRAGMENTS, locate_fences
 from kvxfer.backends.nixl.reads import RemoteMemory
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.data import DataConnection
@@ -57,11 +57,6 @@ class BlockStore:
     backend: Backend | CacheLender
     lender: Lender
 
-    @property
-    def desk(self) -> CacheLender | None:
-        """Lender that peers ask for tickets; None where there are none."""
-        return self.backend if isinstance(self.backend, CacheLender) else None
-
 
 @dataclass(frozen=True, slots=True)
 class _Unpublished:
@@ -91,14 +86,14 @@ class ClientSession:
         store: Store of the blocks.
 
     Attributes:
-        store: As given.
         session: Session that its data connections belong to.
     """
 
     def __init__(
         self, node: LocalNode, channel: FrameChannel, greeting: Greeting, store: BlockStore
     ) -> None:
-        self.store = store
+        self._backend, self._lender = store.backend, store.lender
+        self._desk = store.backend if isinstance(store.backend, CacheLender) else None
         self.session = greeting.session
         self._node = node
         self._channel = channel
@@ -263,23 +258,34 @@ class ClientSession:
         return answers.get(type(request), self._answer_ticket)(request)
 
     async def _delete(self, request: wire.Delete) -> wire.Deleted:
-        deleted = await self.store.backend.delete(request.keys)
+        deleted = await self._backend.delete(request.keys)
         return wire.Deleted(request_id=request.request_id, deleted=deleted)
 
     async def _lookup(self, request: wire.Lookup) -> wire.Found:
         found = self._find_places(request) if request.places else None
         if found is not None:
             return found
-        there = await self.store.backend.lookup(request.keys)
+        there = await self._backend.lookup(request.keys)
         return wire.Found(request_id=request.request_id, there=there)
 
     def _find_places(self, request: wire.Lookup | wire.Hold) -> wire.Found | None:
-        return find_places(self.store.lender, self._node.memory, request)
+        """Find the places of blocks; None where they have none, or too many for an answer."""
+        sight = self._lender.peek(request.keys, fenced=request.fenced)
+        if sight is None or sight.blocks is None or len(sight.blocks) > MAX_FRAGMENTS:
+            return None
+        return wire.Found(
+            request_id=request.request_id,
+            there=[outcome.done for outcome in sight.outcomes],
+            starts=sight.blocks.payload_starts.tolist(),
+            checksums=sight.checksums,
+            extents=self._node.memory.locate(sight.blocks),
+            fences=locate_fences(self._node.memory, sight.fences),
+        )
 
     async def _pin(self, request: wire.Pin) -> wire.Pinned:
         async with AsyncExitStack() as stack:
             wanted = BlockParts(request.keys, request.starts, request.sizes)
-            lend = self.store.lender.lend(wanted, fenced=request.fenced)
+            lend = self._lender.lend(wanted, fenced=request.fenced)
             loan = await stack.enter_async_context(lend)
             extents = _NOTHING if loan.blocks is None else self._node.memory.locate(loan.blocks)
             if loan.blocks is not None:
@@ -299,7 +305,7 @@ class ClientSession:
         theirs = self._theirs.regions.resolve(request.extents)
         offered = BlockParts(request.keys, request.starts, theirs.block_sizes.tolist())
         async with AsyncExitStack() as stack:
-            room = await stack.enter_async_context(self.store.lender.make_room(offered))
+            room = await stack.enter_async_context(self._lender.make_room(offered))
             if room.blocks is None:
                 return wire.Pulled(request_id=number, endings=_endings(room.outcomes))
             wanted = [index for index, outcome in enumerate(room.outcomes) if outcome is None]
@@ -345,7 +351,7 @@ class ClientSession:
         if self._greeting.version < wire.TICKETS_VERSION:
             wanted = f"at least {wire.TICKETS_VERSION} for a {type(request).__name__}"
             raise InvalidArgumentError("version", self._greeting.version, wanted)
-        desk = self.store.desk
+        desk = self._desk
         if desk is None:
             raise InvalidArgumentError("request", type(request).__name__, "none about tickets")
         if self._ended:
@@ -368,21 +374,17 @@ class ClientSession:
             found=self._find_places(request) if wants_places else None,
         )
 
-    def _drop_tickets(self) -> None:
-        """Tell the desk that the connection of the peer has ended."""
-        if self.store.desk is not None:
-            try:
-                self.store.desk.drop(self)
-            except Exception:
-                logger.exception("tickets of a peer that has gone may be held for ever")
-
     async def _refuse(self, number: int, reason: str) -> None:
         await self._channel.send(wire.Failed(request_id=number, reason=reason))
 
     async def _release_all(self) -> None:
         """Release the pins, cancel requests, and wait until nothing is read from the peer."""
         self._ended = True
-        self._drop_tickets()
+        if self._desk is not None:
+            try:
+                self._desk.drop(self)
+            except Exception:
+                logger.exception("tickets of a peer that has gone may be held for ever")
         await self._channel.aclose()
         await self._release_pins()  # at once, although the peer may stall
         tasks = [*self._jobs.values(), *self._lending]
@@ -398,8 +400,8 @@ class ClientSession:
         pins = numbers & self._pins.keys()
         for number in sorted(pins):
             await self._pins.pop(number).aclose()
-        if self.store.desk is not None and numbers != pins:
-            self.store.desk.drop(self, numbers - pins)
+        if self._desk is not None and numbers != pins:
+            self._desk.drop(self, numbers - pins)
 
     async def _release_pins(self) -> None:
         while self._pins:

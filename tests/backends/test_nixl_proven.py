@@ -386,7 +386,7 @@ async def test_mutated_messages_cost_who_says_them_and_nobody_else(
         assert desk.tickets == {"ours": OURS}
         assert holder.server is not None
         async with asyncio.timeout(LIMIT_S):
-            while holder.server.num_unproven:  # noqa: ASYNC110 - it notices by itself
+            while holder.server._unproven:  # noqa: ASYNC110 - it notices by itself
                 await asyncio.sleep(0)
         async with asking(tmp_path, holder, transport="socket") as newcomer:
             await require_served(newcomer, 60)

@@ -65,12 +65,7 @@ class Fragments:
     def group(
         self, ours: Regions, theirs: Regions
     ) -> "Iterator[tuple[torch.device, torch.device, Fragments]]":
-        """Group fragments by their local and their remote device, which come before each group.
-
-        Args:
-            ours: Regions of the local addresses.
-            theirs: Regions of the remote addresses.
-        """
+        """Group fragments by their local and their remote device, which come before each group."""
         if len(ours.devices) == len(theirs.devices) == 1:  # the usual case
             yield ours.devices[0], theirs.devices[0], self
             return
@@ -80,17 +75,17 @@ class Fragments:
             yield ours.devices[here], theirs.devices[there], self.take(chosen)
 
     @classmethod
-    def join(
-        cls, runs: "Sequence[Fragments]", local_bounds: Words, remote_bounds: Words
-    ) -> "list[Fragments]":
+    def join(cls, runs: "Sequence[Fragments]", ours: Regions, theirs: Regions) -> "list[Fragments]":
         """Join fragments of each run that touch on both sides, in the order of remote addresses.
 
-        Args:
-            runs: Runs of fragments.
-            local_bounds: Addresses at which regions begin, and fragments are not joined.
-            remote_bounds: The same, at the peer.
+        Those of different regions are not joined.
+
+        Raises:
+            InvalidArgumentError: One of them is not inside a region of its side.
         """
         whole = cls.concatenate(runs)
+        ours.require("local", whole.local, whole.lengths)
+        theirs.require("remote", whole.remote, whole.lengths)
         if len(whole) < 2:
             return list(runs)
         of_run = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
@@ -99,8 +94,8 @@ class Fragments:
         local, remote, lengths = whole.local, whole.remote, whole.lengths
         touching = touch(local, lengths) & touch(remote, lengths) & (of_run[1:] == of_run[:-1])
         if touching.any():
-            touching &= np.diff(local_bounds.searchsorted(local, "right")) == 0
-            touching &= np.diff(remote_bounds.searchsorted(remote, "right")) == 0
+            touching &= np.diff(ours.starts.searchsorted(local, "right")) == 0
+            touching &= np.diff(theirs.starts.searchsorted(remote, "right")) == 0
             firsts = run_starts(touching)
             of_run = of_run[firsts]
             whole = cls(*join(touching, local, remote, lengths))
@@ -135,7 +130,7 @@ class Flight:
     """
 
     done: "Future[None]"
-    cancel: Callable[[], None]
+    cancel: Callable[[], object]
 
 
 class TransferAgent(ABC):

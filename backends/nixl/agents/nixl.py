@@ -631,9 +631,6 @@ class NixlThread:
         theirs, ours = self.peers.regions.get(peer), self.regions
         if theirs is None:
             raise PeerLostError(peer, "it was not added, or is removed")
-        whole = Fragments.concatenate(runs)
-        ours.require("local", whole.local, whole.lengths)
-        theirs.require("remote", whole.remote, whole.lengths)
         return [
             PiecewiseRead(
                 peer,
@@ -643,7 +640,7 @@ class NixlThread:
                     for piece in group.split(*self._piece)
                 ),
             )
-            for run in Fragments.join(runs, ours.starts, theirs.starts)
+            for run in Fragments.join(runs, ours, theirs)
         ]
 
     def begin(self, readings: Sequence[PiecewiseRead], *, is_next: bool = False) -> None:

@@ -286,11 +286,8 @@ class SocketAgent(TransferAgent):
             else:
                 done.set_result(None)
 
-        def cancel() -> None:
-            reading.cancel()
-
         reading.add_done_callback(end)
-        return Flight(done, cancel)
+        return Flight(done, reading.cancel)
 
     async def _read_all(self, peer: str, remote: Remote, batches: "list[_Batch]") -> None:
         for batch in batches:
@@ -324,10 +321,7 @@ class SocketAgent(TransferAgent):
             raise ClosedError(f"agent {self.name}")
 
     def _prepare(self, remote: Remote, runs: Sequence[Fragments]) -> list[list[Fragments]]:
-        whole = Fragments.concatenate(runs)
-        self._regions.require("local", whole.local, whole.lengths)
-        remote.regions.require("remote", whole.remote, whole.lengths)
-        joined = Fragments.join(runs, self._regions.starts, remote.regions.starts)
+        joined = Fragments.join(runs, self._regions, remote.regions)
         return [list(run.split(*self._piece)) if len(run) else [] for run in joined]
 
     async def _take(self, peer: str, remote: Remote, wanted: int) -> list[Line]:

@@ -6,7 +6,6 @@ little-endian bytes. Unknown fields are refused, so any change of a message need
 in a `Hello` stay readable by all of them.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
@@ -400,7 +399,7 @@ class Hold(NumberedRequest, frozen=True, omit_defaults=True):
     It is let go when the connection ends, and by the number of the latest `Hold` of the ticket.
 
     Attributes:
-        ticket: The ticket; see `require_tickets`.
+        ticket: The ticket; see `require_ticket`.
         keys: Blocks to look for, each once; may be empty.
         places: As in `Lookup`. This and the next one only from `PLACES_VERSION` on: an earlier one
             refuses them.
@@ -414,7 +413,7 @@ class Hold(NumberedRequest, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         """Check the ticket, when it is sent and when it arrives."""
-        require_tickets([self.ticket])
+        require_ticket("ticket", self.ticket)
 
 
 class HeldTicket(Message, frozen=True, omit_defaults=True):
@@ -446,7 +445,8 @@ class Release(NumberedRequest, frozen=True):
 
     def __post_init__(self) -> None:
         """Check the tickets, when they are sent and when they arrive."""
-        require_tickets(self.tickets)
+        for ticket in self.tickets:
+            require_ticket("ticket", ticket)
 
 
 class Released(Message, frozen=True):
@@ -481,13 +481,3 @@ Request: TypeAlias = Lookup | Pin | Pull | Publish | Cancel | Delete | Ping | Ti
 Answer: TypeAlias = (
     Found | Pinned | Pulled | Deleted | Described | HeldTicket | Released | Pong | Failed
 )
-
-
-def require_tickets(tickets: Sequence[str]) -> None:
-    """Check tickets; see `require_ticket`.
-
-    Raises:
-        InvalidArgumentError: One of them is not.
-    """
-    for ticket in tickets:
-        require_ticket("ticket", ticket)
