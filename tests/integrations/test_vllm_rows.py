@@ -29,7 +29,7 @@ from kvxfer.integrations.vllm.common.worker_pages import (
 )
 from kvxfer.integrations.vllm.offloading.identity import row_namespace
 from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
-from kvxfer.integrations.vllm.prefill_decode.worker_caches import describe_worker
+from kvxfer.integrations.vllm.prefill_decode.groups import describe_worker
 from kvxfer.kvcache import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import CacheDescription, PageMapping

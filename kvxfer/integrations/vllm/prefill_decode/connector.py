@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.backends.nixl import Endpoint
@@ -16,6 +17,7 @@ from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
 from kvxfer.integrations.vllm.prefill_decode.groups import (
     Groups,
     can_report_failures,
+    describe_worker,
     fails_by_block,
     why_not,
 )
@@ -43,7 +45,6 @@ from kvxfer.integrations.vllm.prefill_decode.tiers import (
     open_tiers,
 )
 from kvxfer.integrations.vllm.prefill_decode.worker import Ended, PrefillDecodeWorker
-from kvxfer.integrations.vllm.prefill_decode.worker_caches import describe_worker
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import CacheDescription
 from kvxfer.lending.handover import Handover
@@ -56,17 +57,12 @@ PEERS = "nixl"
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class WorkerFacts(KVConnectorHandshakeMetadata):
-    """Facts about a worker that the scheduler needs.
+    """Description of a worker's caches, and the port at which it listens; 0 where it does not."""
 
-    Attributes:
-        description: Description of its caches.
-        port: Port at which it listens; 0 where it does not.
-    """
-
-    def __init__(self, description: bytes, port: int) -> None:
-        self.description = description
-        self.port = port
+    description: bytes
+    port: int
 
 
 class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
@@ -125,15 +121,9 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, WorkerFacts]) -> None:
         """Take what the workers say of themselves, by rank."""
-        self.set_xfer_handshake_metadata_pp_aware({(0, rank): metadata[rank] for rank in metadata})
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: Mapping[tuple[int, int], WorkerFacts]
-    ) -> None:
-        """Take what the workers say of themselves, by pipeline and tensor-parallel rank."""
         if not (self._reads or self._lends):
             return
-        facts = metadata.get((0, 0))
+        facts = metadata.get(0)
         if not isinstance(facts, WorkerFacts):
             rule = "what KVXferConnector's workers say, so this one first of a MultiConnector's"
             raise InvalidArgumentError("metadata[0, 0]", facts, rule)
@@ -441,23 +431,21 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         transfer, config = self._vllm_config.kv_transfer_config, self._kv_cache_config
         reads, lends = transfer.is_kv_consumer, transfer.is_kv_producer
         lends &= self._settings.exchange.listen_endpoint is not None
-        whys = []
         if why := why_not(config):
             reads = lends = False
-            whys = [f"prompts are neither read nor lent: {why}"]
+            why = f"prompts are neither read nor lent: {why}"
         elif reads and not can_report_failures(config):
             reads = False
-            whys = ["prompts are not read: before 0.30 vLLM lets no load of several groups fail"]
-        if is_scheduler:
-            for why in whys:
-                logger.warning("%s", why)
+            why = "prompts are not read: before 0.30 vLLM lets no load of several groups fail"
+        if why and is_scheduler:
+            logger.warning("%s", why)
         return reads, lends
 
     def _rest_of(self, request: Any, num_computed_tokens: int) -> int | None:
         """Count the tokens that P gives after some; None while it has not answered."""
         if self._decode is None:
             return 0
-        return self._decode.num_matched_tokens(request, num_computed_tokens)[0]
+        return self._decode.num_matched_tokens(request, num_computed_tokens)
 
     def _head_of(self, request: Any, num_external_tokens: int) -> int:
         return min(self._shares.get(request.request_id, Shares()).head, num_external_tokens)
@@ -488,6 +476,3 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         for request_id in ended.received & self._bad_blocks.keys():
             ended.bad_blocks[request_id] = self._bad_blocks.pop(request_id)
         return ended
-
-
-__all__ = ["KVConnectorRole", "KVXferConnector"]

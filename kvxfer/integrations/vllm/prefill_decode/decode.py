@@ -32,23 +32,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Asked:
-    """Request that P was asked about.
-
-    Attributes:
-        ticket: Where, and for which lease.
-        keys: Keys of the prompt.
-        answer: P's answer, when it comes.
-        deadline: Time until which it is waited for, on the clock of `runtime.monotonic`.
-        found: The answer, once it was used.
-        num_local_tokens: Tokens that were here when it was used.
-    """
+    """Request that P was asked about."""
 
     ticket: Ticket
     keys: PromptKeys
     answer: "Future[Found]"
-    deadline: float
-    found: Found | None = None
-    num_local_tokens: int = 0
+    deadline: float  # of the answer, on the clock of `runtime.monotonic`
+    found: Found | None = None  # the answer, once it was used
+    num_local_tokens: int = 0  # that were here then
 
 
 class DecodeScheduler:
@@ -59,11 +50,6 @@ class DecodeScheduler:
     prompt, to get at the next one; so that one is never loaded.
 
     Args:
-        handover: Asks P's workers, on a thread of its own.
-        settings: Settings of the connector.
-        groups: The groups whose blocks are loaded.
-        prompts: Makes their keys.
-        counters: Counters to add to.
         own: Endpoint at which this engine lends; a ticket that names it is a router's mistake.
         reports: Told of each request that is asked about, once.
     """
@@ -102,34 +88,23 @@ class DecodeScheduler:
         if wants_decode(request.kv_transfer_params):
             self._ask(request)
 
-    def num_matched_tokens(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Say how many tokens P has beyond those that are here.
-
-        Returns:
-            The tokens, and whether they are loaded while other requests are computed; None for the
-            tokens while the answer is under way.
-        """
+    def num_matched_tokens(self, request: Any, num_local_tokens: int) -> int | None:
+        """Count the tokens that P has beyond those that are here; None until it has answered."""
         if not wants_decode(request.kv_transfer_params) or request.request_id in self._settled:
-            return 0, False
+            return 0
         if getattr(request, "skip_reading_prefix_cache", False):  # it wants every log-probability
             return self._refuse(request, Reason.NOT_WANTED, "it reads no cache")
         asked = self._asked.get(request.request_id) or self._ask(request)
         if asked is None:
-            return 0, False
+            return 0
         if why := self._prompts.why_not(request):  # since it was asked about
             return self._refuse(request, Reason.NO_TOKENS, why)
         if asked.found is None and not asked.answer.done() and runtime.monotonic() < asked.deadline:
-            return None, False
+            return None
         return self._take_answer(request, asked, num_local_tokens)
 
     def on_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Plan the load of a request whose blocks are allocated.
-
-        Args:
-            request: A `vllm.v1.request.Request`.
-            blocks: Its `KVCacheBlocks`.
-            num_external_tokens: Tokens that are to be loaded, which may be fewer than P has.
-        """
+        """Plan the load of a request whose blocks are allocated, perhaps of less than P has."""
         asked = self._asked.get(request.request_id)
         if asked is None or asked.found is None or request.request_id in self._settled:
             return
@@ -176,9 +151,7 @@ class DecodeScheduler:
             if isinstance(ticket, Ticket):
                 self._release_ticket(ticket)
 
-    def _take_answer(
-        self, request: Any, asked: _Asked, num_local_tokens: int
-    ) -> tuple[int | None, bool]:
+    def _take_answer(self, request: Any, asked: _Asked, num_local_tokens: int) -> int:
         try:
             asked.found = asked.answer.result(timeout=0)
         except Exception as exc:  # noqa: BLE001 - whatever P says or does, or does not in time
@@ -188,10 +161,9 @@ class DecodeScheduler:
             return self._refuse(request, Reason.MISSING, "P has no page of the prompt")
         asked.num_local_tokens = num_local_tokens
         num_tokens = self._usable(request, asked.found) - num_local_tokens
-        if num_tokens > 0:
-            return num_tokens, True
-        self._settle(request.request_id)  # all of it is here already
-        return 0, False
+        if num_tokens <= 0:  # all of it is here already
+            self._settle(request.request_id)
+        return max(0, num_tokens)
 
     def _usable(self, request: Any, found: Found) -> int:
         """Tokens from the beginning of the prompt that can be loaded."""
@@ -240,12 +212,13 @@ class DecodeScheduler:
 
     def _refuse(
         self, request: Any, reason: Reason, text: str, *, level: int = logging.WARNING
-    ) -> tuple[int, bool]:
+    ) -> int:
+        """Let a request compute its prompt here; return the tokens that are loaded: none."""
         logger.log(level, "request %s computes its prompt here: %s", request.request_id, text)
-        self._counters.add_reason("refused", reason)
+        self._counters.add("refused", reason=reason)
         self._tell_refused(request, text)
         self._settle(request.request_id)
-        return 0, False
+        return 0
 
     def _tell_wanted(self, request_id: str, prompt: PromptKeys, wanted: Wanted) -> None:
         """Tell which blocks of a request P is to give; those before are here."""
@@ -303,8 +276,5 @@ def _writable(block: Any) -> int:
 
 
 def _state_block(block_ids: Sequence[int], index: int) -> int:
-    """Return the id of the block that is to have a state; no valid one where it may not be written.
-
-    So the load fails: a state that is not loaded must not pass for one that is there.
-    """
+    """Return the id of the block for a state; no valid one, to fail the load, if not writable."""
     return (block_ids[index] if index < len(block_ids) else 0) or -1

@@ -1,10 +1,20 @@
-"""Groups: the KV-cache groups of a model, and whether they can be handed over."""
+"""Groups: the KV-cache groups of a model, whether and as what they can be handed over."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm.common.release import installed_version
+from kvxfer.integrations.vllm.common.worker_pages import (
+    GroupLayers,
+    GroupPages,
+    describe_pages,
+    layer_kernels,
+)
 from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS, transfer_groups
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.portable import CacheDescription, GroupDescription, WorkerShard
 
 STATES = "MambaSpec"
 """Kind of groups that keep states of recurrent layers: Mamba, linear attention."""
@@ -40,7 +50,7 @@ class Groups:
         return cls(
             tokens_per_block=tuple(spec.block_size * num_token_shares for spec in specs),
             windows=tuple(_window(spec) for spec in specs),
-            has_states=tuple(map(has_states, specs)),
+            has_states=tuple(map(_has_states, specs)),
         )
 
     @property
@@ -88,6 +98,36 @@ def fails_by_block(kv_cache_config: Any) -> bool:
     return len(groups) == 1 and _window(groups[0].kv_cache_spec) is None
 
 
+def describe_worker(
+    caches: CanonicalKVCaches, kv_cache_config: Any, vllm_config: Any
+) -> CacheDescription:
+    """Describe the caches of this worker for other engines.
+
+    Raises:
+        InvalidArgumentError: There are more workers than divide the KV heads evenly.
+    """
+    parallel = vllm_config.parallel_config
+    groups = kv_cache_config.kv_cache_groups
+    layers = [GroupLayers(group.layer_names, group.kv_cache_spec.block_size) for group in groups]
+    pages = describe_pages(caches, layers, vllm_config, with_states=True)
+    shard = WorkerShard(
+        num_kv_heads=pages.num_kv_heads,
+        rank=parallel.rank % parallel.tensor_parallel_size,
+        tp_size=parallel.tensor_parallel_size,
+        dcp_size=getattr(parallel, "decode_context_parallel_size", 1),
+        interleave_tokens=pages.interleave_tokens,
+    )
+    if not pages.groups:
+        raise InvalidArgumentError("kv_cache_config", kv_cache_config, "at least one group")
+    return CacheDescription(
+        shard=shard,
+        groups=tuple(
+            _describe(each, group, shard.num_token_shares, vllm_config)
+            for each, group in zip(pages.groups, groups, strict=True)
+        ),
+    )
+
+
 def _layers(spec: Any) -> Sequence[Any]:
     """List the specs of a group's layers, or the one of all."""
     each = getattr(spec, "kv_cache_specs", None)
@@ -97,12 +137,30 @@ def _layers(spec: Any) -> Sequence[Any]:
 def _window(spec: Any) -> int | None:
     """Return `Groups.windows` of a group; 1 where it keeps states."""
     first = _layers(spec)[0]
-    if has_states(spec):
+    if _has_states(spec):
         return 1
     window = first.sliding_window if type(first).__name__.startswith("SlidingWindow") else None
     return None if window is None else int(window) - 1
 
 
-def has_states(spec: Any) -> bool:
+def _has_states(spec: Any) -> bool:
     """Whether the blocks of a group are states."""
     return type(_layers(spec)[0]).__name__ == STATES
+
+
+def _describe(
+    pages: GroupPages, group: Any, num_token_shares: int, vllm_config: Any
+) -> GroupDescription:
+    opaque, spec = "", group.kv_cache_spec
+    if not pages.boxes:  # to be read by equal workers of the same release only
+        layout = getattr(vllm_config.cache_config, "kv_cache_layout", None)
+        parts = (f"vLLM {installed_version()}", f"layout {layout}", repr(spec))
+        kernels = layer_kernels(group.layer_names, vllm_config)
+        opaque = "; ".join((*parts, kernels, pages.reason))
+    return GroupDescription(
+        tokens_per_block=spec.block_size * num_token_shares,
+        payload_size_bytes=pages.payload_size_bytes,
+        boxes=pages.boxes,
+        opaque=opaque,
+        has_states=_has_states(spec),
+    )

@@ -72,26 +72,17 @@ class Counters:
         self._stats = OffloadingConnectorStats()
         self._num_leases = 0
 
-    def add(self, name: str, number: int = 1) -> None:
-        """Add to a counter of `COUNTERS`."""
+    def add(self, name: str, number: int = 1, *, reason: str = "") -> None:
+        """Add to a counter of `COUNTERS`, or with a reason to one of `COUNTERS_BY_REASON`."""
         if number:
-            self._stats.increase_counter(PREFIX + name, number)
-
-    def add_reason(self, name: str, reason: str, number: int = 1) -> None:
-        """Add to a counter of `COUNTERS_BY_REASON`."""
-        if number:
-            self._stats.increase_counter(PREFIX + name, number, (str(reason),))
+            self._stats.increase_counter(PREFIX + name, number, (str(reason),) if reason else ())
 
     def add_load(self, seconds: float) -> None:
         """Note how long a load took."""
         self._stats.observe_histogram(PREFIX + LOAD_SECONDS, seconds)
 
     def take(self, num_leases: int | None = None) -> OffloadingConnectorStats:
-        """Return what was counted, in vLLM's form, and forget it.
-
-        Args:
-            num_leases: Leases that are held now; left out where this side does not know.
-        """
+        """Return what was counted, in vLLM's form, and the leases held now; forget the counts."""
         if num_leases is not None and num_leases != self._num_leases:
             self._stats.set_gauge(PREFIX + LEASES, num_leases)
             self._num_leases = num_leases
@@ -103,11 +94,7 @@ class PrefillDecodeMetrics(KVConnectorPromMetrics):
     """Metrics of Prometheus that the statistics of all engines are counted in.
 
     Args:
-        vllm_config: As of vLLM's base class, and so on.
-        metric_types: As there.
-        labelnames: As there.
-        per_engine_labelvalues: As there.
-        tiers: Metrics of the engines' own tiers; None without any.
+        tiers: Metrics of the engines' own tiers; None without any. All others as of vLLM's base.
     """
 
     def __init__(

@@ -28,23 +28,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Early:
-    """Request whose pages are lent while the rest of its prompt is computed.
-
-    Attributes:
-        request: vLLM's request.
-        num_preemptions: How often it had been preempted when it was noted.
-        lease: Name of its lease, given by the router or our own.
-        keys: Keys of its prompt.
-        block_ids: Its blocks so far, for each group.
-        num_offered: Blocks of each group that were offered.
-    """
+    """Request whose pages are lent while the rest of its prompt is computed."""
 
     request: Any
-    num_preemptions: int
-    lease: str
+    num_preemptions: int  # when it was noted
+    lease: str  # named by the router or by us
     keys: PromptKeys
-    block_ids: list[list[int]]
-    num_offered: list[int] = field(default_factory=list)
+    block_ids: list[list[int]]  # so far, for each group
+    num_offered: list[int] = field(default_factory=list)  # blocks of each group
 
     @property
     def was_preempted(self) -> bool:
@@ -53,15 +44,7 @@ class _Early:
 
 
 class PrefillScheduler:
-    """Scheduler's side of P.
-
-    Args:
-        groups: The groups whose blocks are lent.
-        prompts: Makes their keys.
-        endpoint: Endpoint of the worker of rank 0, as others reach it.
-        engine_id: vLLM's id of this engine.
-        tp_size: Workers.
-    """
+    """Scheduler's side of P, whose worker of rank 0 others reach at `endpoint`."""
 
     def __init__(
         self,
@@ -110,12 +93,7 @@ class PrefillScheduler:
             self._offers.append(Offer(request.request_id, lease, [], [], is_complete=False))
 
     def plan(self, step: StepData, output: Any) -> None:
-        """Add the offers of a step, those of chunks that earlier steps computed included.
-
-        Args:
-            step: Step data to add to.
-            output: vLLM's `SchedulerOutput` of the step.
-        """
+        """Add the offers of a step, those of chunks that earlier steps computed included."""
         for request_id, early in list(self._early.items()):
             if early.was_preempted:  # its blocks are gone
                 del self._early[request_id]
@@ -135,10 +113,6 @@ class PrefillScheduler:
         self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Lend the blocks of a request that is finished.
-
-        Args:
-            request: A `vllm.v1.request.Request` of P.
-            block_ids: Its blocks, for each group of vLLM.
 
         Returns:
             Whether vLLM is to keep the blocks until the workers report the request, and the

@@ -85,10 +85,7 @@ class Prompts:
 
         Whatever changes the bytes of pages at equal tokens is in the scope of the keys: images,
         whose placeholder tokens are those of every image, adapters, and the salt of a tenant.
-
-        Args:
-            request: A `vllm.v1.request.Request`.
-            num_left_out: Tokens at the end of the prompt that are left out.
+        `num_left_out` tokens at the end of the prompt have no keys.
 
         Returns:
             None for a prompt of embeddings, or of whatever else is not tokens, for one with
@@ -122,9 +119,6 @@ class Prompts:
         Its answer is of no use then but for its parameters. A request that could give another
         answer, or whose last tokens are not just tokens, is left as it is: D will not find its
         pages.
-
-        Args:
-            request: A `vllm.v1.request.Request` that is new.
 
         Source: `_truncate_request_for_prefill` of vLLM's NixlConnector; there is no interface for
         it.

@@ -85,29 +85,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             InvalidArgumentError: There are not as many ports.
         """
         exchange = self.exchange.at_rank(index * num_workers)
-        replica = msgspec.structs.replace(self, exchange=exchange)
-        replica.require_ports(num_workers)
-        return replica
-
-    def require_ports(self, num_workers: int) -> None:
-        """Check that there is a port for each worker.
-
-        Raises:
-            InvalidArgumentError: There is not.
-        """
-        listen, config = self.exchange.listen_endpoint, self.exchange
-        if listen is None or num_workers == 1:
-            return
-        for name, port, value in (
-            ("listen", listen.port, config.listen),
-            ("data_port", config.data_port, config.data_port),
-        ):
-            if name == "listen" and not port:
+        if (listen := exchange.listen_endpoint) is not None and num_workers > 1:
+            if not listen.port:
                 rule = f"a port: {num_workers} workers listen at this one and the next ones"
-                raise InvalidArgumentError(name, value, rule)
-            if port + num_workers - 1 > MAX_PORT:
-                rule = f"{num_workers} ports for as many workers, up to {MAX_PORT}"
-                raise InvalidArgumentError(name, value, rule)
+                raise InvalidArgumentError("listen", exchange.listen, rule)
+            for name, port in (("listen", listen.port), ("data_port", exchange.data_port)):
+                if port + num_workers - 1 > MAX_PORT:
+                    rule = f"{num_workers} ports for as many workers, up to {MAX_PORT}"
+                    raise InvalidArgumentError(name, getattr(exchange, name), rule)
+        return msgspec.structs.replace(self, exchange=exchange)
 
     @property
     def asking(self) -> NixlConfig:

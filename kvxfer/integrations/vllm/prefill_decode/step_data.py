@@ -11,40 +11,24 @@ from kvxfer.storage.keys import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Blocks of a request at P that may be read by others.
-
-    Attributes:
-        request_id: The request, which vLLM keeps the blocks of.
-        lease: Name of its lease.
-        keys: Keys of the blocks.
-        block_ids: One for each key.
-        is_complete: Whether these are the last blocks of the request; its lease begins to run.
-    """
+    """Blocks of a request at P that may be read by others, under a lease."""
 
     request_id: str
     lease: str
     keys: list[BlockKey]
     block_ids: list[int]
-    is_complete: bool
+    is_complete: bool  # these are the last blocks of the request: its lease begins to run
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Pages of a request at D to read.
-
-    Attributes:
-        request_id: The request.
-        endpoint: Endpoint of P's worker of rank 0.
-        lease: Name of the lease.
-        wanted: The pages, and our blocks for them.
-        waits: Whether pages that are not there yet are waited for.
-    """
+    """Pages of a request at D to read."""
 
     request_id: str
-    endpoint: Endpoint
+    endpoint: Endpoint  # of P's worker of rank 0
     lease: str
     wanted: Wanted
-    waits: bool
+    waits: bool  # for pages that are not there yet
 
 
 @dataclass(slots=True)
@@ -52,11 +36,9 @@ class StepData(KVConnectorMetadata):
     """Step data.
 
     Attributes:
-        offers: Blocks to lend.
         revoked: Leases to end before the step: vLLM is about to write to their blocks.
         given_up: Leases to end after the offers of the step: vLLM keeps their blocks until the
             request is reported, if they have any.
-        fetches: Pages to read.
         tiers: Step data of the engine's own tiers; None without any.
         loaded_by_both: Requests that begin to load from P and from the tiers in this step.
         kept_by_both: Finished requests whose blocks are lent and still being stored.

@@ -10,15 +10,10 @@ from kvxfer.integrations.vllm.prefill_decode.interface import KVConnectorBase_V1
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Tokens of a prompt beyond those on the device, by where they come from.
+    """Tokens of a prompt beyond those on the device, by where they come from."""
 
-    Attributes:
-        head: From the tiers.
-        rest: From P, after the head.
-    """
-
-    head: int = 0
-    rest: int = 0
+    head: int = 0  # from the tiers
+    rest: int = 0  # from P, after the head
 
 
 class Twice:

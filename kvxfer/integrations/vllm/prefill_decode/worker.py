@@ -135,13 +135,13 @@ class PrefillDecodeWorker:
         except Exception as exc:
             level = logging.WARNING if isinstance(exc, KVXferError) else logging.ERROR
             logger.log(level, "load of %s failed: %r", fetch.request_id, exc, exc_info=level > 30)
-            self._counters.add_reason("missing", "error", sum(map(len, fetch.wanted.keys)))
+            self._counters.add("missing", sum(map(len, fetch.wanted.keys)), reason="error")
             return [[block for block in ids if block] for ids in fetch.wanted.block_ids]
         self._counters.add_load(seconds)
         self._counters.add("loaded_bytes", fetched.num_bytes)
         self._counters.add("pages_verified", fetched.num_verified)
         for reason, number in fetched.missing.items():
-            self._counters.add_reason("missing", reason, number)
+            self._counters.add("missing", number, reason=reason)
         if fetched.reason:
             logger.warning("%s recomputes pages: %s", fetch.request_id, fetched.reason)
         return fetched.bad_blocks if any(fetched.bad_blocks) else []
