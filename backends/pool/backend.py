@@ -95,6 +95,7 @@ class Attachment:
         pool: The pool, mapped by this process.
         error: Why the attachment is of no use; empty while it is.
         timed_out: Whether that is because an answer took too long.
+        lost_at: Time of it.
 
     Raises:
         NamespaceMismatchError: The holder has blocks of another namespace, or speaks another
@@ -112,6 +113,7 @@ class Attachment:
     ) -> None:
         self.error = ""
         self.timed_out = False
+        self.lost_at = 0.0
         self._path = path
         self._timeout_s = timeout_s
         self._lock = runtime.lock()
@@ -247,6 +249,7 @@ class Attachment:
     def _lose(self, exc: Exception) -> BackendUnavailableError:
         if not self.error:
             self.timed_out = isinstance(exc, TimeoutError)
+            self.lost_at = runtime.monotonic()
             self.error = f"silent for {self._timeout_s:g} s" if self.timed_out else str(exc)
         return BackendUnavailableError(f"the host pool at {self._path}: {self.error}")
 
@@ -488,7 +491,7 @@ class PoolBackend(Backend):
         self._attachment = None
         if lost is not None:
             logger.warning("lost the host pool at %s: %s", self._config.path, lost.error)
-            self._wait(silent=lost.timed_out)
+            self._wait(lost.lost_at, silent=lost.timed_out)
             if lost not in self._users:
                 lost.close()
         now = runtime.monotonic()
@@ -502,10 +505,10 @@ class PoolBackend(Backend):
                 open_copy_engine=self._config.open_copy_engine,
             )
         except BackendUnavailableError as exc:
-            self._wait(silent=isinstance(exc.__cause__, TimeoutError))
+            self._wait(runtime.monotonic(), silent=isinstance(exc.__cause__, TimeoutError))
             raise
         except NamespaceMismatchError as exc:
-            self._wait(silent=True)
+            self._wait(runtime.monotonic(), silent=True)
             logger.warning("refused by the host pool at %s: %s", self._config.path, exc)
             raise BackendUnavailableError(str(exc)) from exc
         attachment.pool.attach(self._memory)
@@ -514,8 +517,8 @@ class PoolBackend(Backend):
         logger.info(text, self._config.path, attachment.pool.shape.num_slots)
         return attachment
 
-    def _wait(self, *, silent: bool) -> None:
-        (self._silence if silent else self._pause).begin(runtime.monotonic())
+    def _wait(self, since: float, *, silent: bool) -> None:
+        (self._silence if silent else self._pause).begin(since)
 
 
 _BUSY = Outcome(Status.FAILED, reason="another engine has been storing it for too long")

@@ -29,6 +29,7 @@ from tests.backends.test_host import capacity_for
 from tests.backends.worker_processes import move_blocks
 from tests.cli import peers
 from tests.cli.peers import ServeProcess, serving
+from tests.clock import Clock
 from tests.examples import examples
 
 MEMORY = BlockMemory(peers.PAGES, num_blocks=1)
@@ -88,6 +89,17 @@ async def test_engines_share_blocks_and_one_finds_the_corrupt_one_for_all(path: 
             assert outcome.status is Status.CORRUPT
             there = await other.lookup(peers.KEYS)
             assert there == [key != peers.KEYS[2] for key in peers.KEYS]
+
+
+async def test_a_pause_begins_when_the_holder_was_lost(path: Path, clock: Clock) -> None:
+    with running_pool(path):
+        one = attach(path)
+        assert all(outcome.done for outcome in await peers.store(one))
+    async with one:
+        assert not any(await one.lookup(peers.KEYS))
+        with running_pool(path):
+            clock.now += backend.RETRY_S
+            assert all(outcome.done for outcome in await peers.store(one))
 
 
 @pytest.mark.parametrize(

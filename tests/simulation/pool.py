@@ -38,8 +38,7 @@ class PoolScenario(FleetScenario):
             super().run(simulation, steps)
 
     def open(self, simulation: Simulation, namespace: Namespace) -> Opened:
-        timeout_s = simulation.random("pool").choice((0.5, 2.0, 5.0))
-        config = PoolConfig(path=str(self._path), timeout_s=timeout_s)
+        config = PoolConfig(path=str(self._path), timeout_s=_timeout_s(simulation))
         return Opened(
             backend=PoolBackend(config, namespace),
             is_roomy=_is_roomy(simulation),
@@ -62,7 +61,12 @@ class PoolScenario(FleetScenario):
 
     def is_strict(self, simulation: Simulation, steps: Sequence[Step]) -> bool:
         """See `FleetScenario.is_strict`: without its holder an engine finds nothing for a while."""
-        has_faults = any("holder" in step.what for step in steps)
+        limit_s = _timeout_s(simulation)
+        has_faults = any(
+            "holder" in step.what
+            or (step.what == "stop_engine" and step.arguments["for_s"] >= limit_s)
+            for step in steps
+        )
         return not (has_faults or _has_tier(simulation))
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
@@ -87,6 +91,10 @@ class PoolScenario(FleetScenario):
 
 
 _FOLDER = "kvxfer-simulation-"
+
+
+def _timeout_s(simulation: Simulation) -> float:
+    return simulation.random("pool").choice((0.5, 2.0, 5.0))
 
 
 def _is_roomy(simulation: Simulation) -> bool:
