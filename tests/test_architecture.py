@@ -48,7 +48,7 @@ BUDGETS = {
     "backends/mooncake": 720,
     "backends/nixl": 8_836,
     "backends/object": 1_849,
-    "backends/pool": 1_284,
+    "backends/pool": 1_287,
     "benchmarks": 5_260,
     "examples": 2_490,
     "kvxfer/cli": 1_854,
