@@ -5,7 +5,6 @@ import socket
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -206,27 +205,10 @@ _NO_BLOCKS = "Every lookup there is a miss, and nothing is stored."
 _CREDENTIALS = "docs/objects.md#credentials  # in the environment of the engine, never in the URL"
 
 
-@dataclass(frozen=True, slots=True)
-class _Access:
-    """What may be done in a bucket: the reason why not, or nothing.
-
-    Attributes:
-        answer_s: Time of a list.
-        store: Why nothing can be stored.
-        remove: Why nothing can be removed.
-        overwrites: Whether the server ignores `If-None-Match`.
-    """
-
-    answer_s: float
-    store: RequestFailedError | None = None
-    remove: RequestFailedError | None = None
-    overwrites: bool = False
-
-
 def check_bucket(config: ObjectConfig) -> Result:
     """Check that a bucket can be read and written: an object is made twice, and removed."""
     try:
-        access = runtime.run(_ask(config))
+        return runtime.run(_try_bucket(config))
     except MissingExtraError as exc:
         return error(str(exc), why=_NO_BLOCKS, mend="pip install 'kvxfer[object]'")
     except (BackendUnavailableError, InvalidArgumentError) as exc:
@@ -234,28 +216,9 @@ def check_bucket(config: ObjectConfig) -> Result:
     except RequestFailedError as exc:
         mend = _CREDENTIALS if exc.denied else f'kvxfer ls "{config.url}?..."  # when it answers'
         return error(str(exc), why=_NO_BLOCKS, mend=mend)
-    if access.store is not None:
-        why = "Blocks that others stored are hits; nothing is stored."
-        mend = "allow the engine's role to put objects below the prefix"
-        if access.store.denied:
-            return warning(f"may be read only: {access.store}", why=why, mend=mend)
-        return error(f"stores nothing: {access.store}", why=why, mend="mend what it names")
-    if access.remove is not None:
-        return warning(
-            f"objects cannot be removed: {access.remove}",
-            why="Corrupt blocks stay, and are misses until a lifecycle rule removes them.",
-            mend="allow the engine's role to delete objects below the prefix",
-        )
-    if access.overwrites:
-        return warning(
-            "the server ignores If-None-Match",
-            why="Every store asks first, a request more for each block.",
-            mend="a release of the server that honours If-None-Match: *",
-        )
-    return ok(f"answers within {access.answer_s * 1e3:.0f} ms; blocks can be read and stored")
 
 
-async def _ask(config: ObjectConfig) -> _Access:
+async def _try_bucket(config: ObjectConfig) -> Result:
     bucket = Bucket.open(config)
     began_at = runtime.monotonic()
     try:
@@ -266,14 +229,28 @@ async def _ask(config: ObjectConfig) -> _Access:
             # One that is left over is not made anew, either.
             overwrites = await bucket.create(name, text) and await bucket.create(name, text)
         except RequestFailedError as exc:
-            return _Access(answer_s, store=exc)
+            why = "Blocks that others stored are hits; nothing is stored."
+            if exc.denied:
+                mend = "allow the engine's role to put objects below the prefix"
+                return warning(f"may be read only: {exc}", why=why, mend=mend)
+            return error(f"stores nothing: {exc}", why=why, mend="mend what it names")
         try:
             await bucket.delete(name)
         except RequestFailedError as exc:
-            return _Access(answer_s, remove=exc, overwrites=overwrites)
-        return _Access(answer_s, overwrites=overwrites)
+            return warning(
+                f"objects cannot be removed: {exc}",
+                why="Corrupt blocks stay, and are misses until a lifecycle rule removes them.",
+                mend="allow the engine's role to delete objects below the prefix",
+            )
     finally:
         await bucket.aclose(config.timeout_s)
+    if overwrites:
+        return warning(
+            "the server ignores If-None-Match",
+            why="Every store asks first, a request more for each block.",
+            mend="a release of the server that honours If-None-Match: *",
+        )
+    return ok(f"answers within {answer_s * 1e3:.0f} ms; blocks can be read and stored")
 
 
 STEPS_OF_DISCOVERY = 5

@@ -34,20 +34,10 @@ def make_synthetic(workload: Workload, *, seed: int = 0, tokens_per_block: int =
     kind = next(name for name, each in WORKLOADS.items() if isinstance(workload, each))
     name = f"synthetic {kind}, seed {seed}"
     source = np.random.default_rng(seed)
-    blocks = _Blocks(tokens_per_block)
-    try:
-        if isinstance(workload, Rag):
-            lines = list(_rag(workload, source, blocks))
-        else:
-            lines = list(_sessions(workload, source, blocks))
-    except _TooManyBlocksError as exc:
-        problem = f"more than {MAX_BLOCKS:,} blocks; expected fewer or shorter prompts"
-        raise TraceError(name, problem) from exc
-    return make_trace(name, lines)
-
-
-class _TooManyBlocksError(Exception):
-    """More blocks than a trace may have."""
+    blocks = _Blocks(name, tokens_per_block)
+    if isinstance(workload, Rag):
+        return make_trace(name, list(_rag(workload, source, blocks)))
+    return make_trace(name, list(_sessions(workload, source, blocks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +60,13 @@ class _Blocks:
     """Numbers of blocks: equal ones for equal texts up to their end.
 
     Attributes:
+        trace: Name of the trace.
         tokens_per_block: Tokens of a block.
         num_texts: Texts that were made so far.
         num_used: Blocks of all requests so far.
     """
 
+    trace: str
     tokens_per_block: int
     num_texts: int = 0
     num_used: int = 0
@@ -90,8 +82,7 @@ class _Blocks:
         chain, tail = list(prompt.blocks), prompt.tail
         first, size = 0, self.tokens_per_block
         num_tail = sum(piece[2] for piece in tail)
-        if len(self._numbers) + (num_tail + num_tokens) // size > MAX_BLOCKS:
-            raise _TooManyBlocksError
+        self._require_room(len(self._numbers) + (num_tail + num_tokens) // size)
         while num_tail + num_tokens - first >= size:
             taken = size - num_tail
             parent = chain[-1] if chain else -1
@@ -105,8 +96,7 @@ class _Blocks:
     def request(self, arrival_s: float, prompt: _Prompt, output_tokens: int) -> TraceLine:
         """Make the line of a request in a trace."""
         self.num_used += len(prompt.blocks)
-        if self.num_used > MAX_BLOCKS:
-            raise _TooManyBlocksError
+        self._require_room(self.num_used)
         return TraceLine(
             timestamp=round(1000 * arrival_s, 3),
             input_length=prompt.num_tokens,
@@ -114,6 +104,11 @@ class _Blocks:
             hash_ids=list(prompt.blocks),
             tokens_per_block=self.tokens_per_block,
         )
+
+    def _require_room(self, num_blocks: int) -> None:
+        if num_blocks > MAX_BLOCKS:
+            problem = f"more than {MAX_BLOCKS:,} blocks; expected fewer or shorter prompts"
+            raise TraceError(self.trace, problem)
 
 
 def _tokens(source: np.random.Generator, mean: float) -> int:
