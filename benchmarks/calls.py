@@ -21,18 +21,17 @@ import msgspec
 import numpy as np
 import torch
 
+from benchmarks.batches import describe, make_namespace
 from benchmarks.engine_loop import Loop, open_engine
 from benchmarks.report import BenchRow, compare
 from kvxfer import runtime
 from kvxfer.backends.host import HostPool, PoolShape
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.eviction.policies import LRU
 from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
 from kvxfer.storage.index import BlockIndex
-from kvxfer.storage.keys import GroupIdentity, Namespace, make_block_key
+from kvxfer.storage.keys import make_block_key
 from kvxfer.units import ByteSize
 
 BLOCK_BYTES = 128 << 10
@@ -215,10 +214,9 @@ def _polled_store() -> Iterator[Callable[[], object]]:
 @contextlib.contextmanager
 def _peer_load() -> Iterator[Callable[[], object]]:
     """Open a holder and a backend that reads it through a socket; both sides are counted."""
-    namespace = _make_namespace(MESSAGE_BYTES)
+    namespace = make_namespace(MESSAGE_BYTES)
     memory = np.ones(MESSAGE_BYTES, np.uint8)
-    address = np.array([memory.ctypes.data], np.uint64)
-    block = Descriptors.of_pieces(address, [MESSAGE_BYTES], device=HOST, owners=(memory,))
+    block = describe(memory.ctypes.data, MESSAGE_BYTES, [0], owner=memory)
     capacity = ByteSize(NUM_SLOTS * MESSAGE_BYTES * 2)
     served = NixlConfig(listen="127.0.0.1:0", capacity=capacity, transport="socket")
     with contextlib.closing(runtime.new_event_loop()) as loop:
@@ -248,7 +246,7 @@ def _vllm_lookup() -> Iterator[Callable[[], object]]:
 
     keys = [make_block_key(b"%d" % number, 0) for number in range(NUM_CHUNKS)]
     shape = PoolShape(num_slots=NUM_CHUNKS, num_parts=1, part_size_bytes=MESSAGE_BYTES)
-    pool = HostPool(shape, _make_namespace(MESSAGE_BYTES), CPUCopyEngine(num_threads=1))
+    pool = HostPool(shape, make_namespace(MESSAGE_BYTES), CPUCopyEngine(num_threads=1))
     index = BlockIndex(NUM_CHUNKS, RetainingPolicy(LRU(NUM_CHUNKS), NUM_CHUNKS))
     manager = KVXferOffloadingManager(pool, index, emit_events=False)
     with contextlib.ExitStack() as stack:
@@ -267,11 +265,6 @@ def _vllm_lookup() -> Iterator[Callable[[], object]]:
             manager.on_request_finished(request)
 
         yield look_up
-
-
-def _make_namespace(block_bytes: int) -> Namespace:
-    groups = (GroupIdentity(page_sizes_bytes=(block_bytes,)),)
-    return Namespace(model="bench", revision="1", groups=groups)
 
 
 CASES = {

@@ -2,12 +2,11 @@
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from benchmarks import copy_cuda
+from benchmarks.batches import describe
 from benchmarks.report import BenchRow, compare, time_in_turn
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.kvcache.descriptors import Descriptors
 
 NUM_THREADS = 2
 KIB = 1 << 10
@@ -71,7 +70,7 @@ def _measure(
     num_bytes = count * fragment
     for case, (sources, destinations, goal) in cases.items():
         pair = [
-            _describe(memory, order, fragment)
+            describe(memory.data_ptr(), fragment, order, owner=memory)
             for memory, order in ((source, sources), (destination, destinations))
         ]
         ours, plain = time_in_turn(
@@ -86,9 +85,3 @@ def _measure(
         title = f"{case}, {fragment // KIB} KiB"
         rows.append(compare(title, to_rate, plain_rate, unit="ns/B", goal=goal))
     return rows
-
-
-def _describe(memory: torch.Tensor, order: NDArray[np.int64], fragment: int) -> Descriptors:
-    addresses = np.uint64(memory.data_ptr()) + order.astype(np.uint64) * np.uint64(fragment)
-    sizes = np.full(len(order), fragment)
-    return Descriptors.of_pieces(addresses, sizes, device=memory.device, owners=(memory,))

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from benchmarks.batches import describe
 from benchmarks.report import BenchRow, compare, time_in_turn
 from kvxfer.copy_engine.calibration import measure_methods
 from kvxfer.copy_engine.copy_stream import CopyStream
@@ -21,7 +21,7 @@ from kvxfer.copy_engine.devices import open_gpu
 from kvxfer.copy_engine.method_table import CopyMethod, MethodTable, Way
 from kvxfer.copy_engine.triton import FragmentKernel, open_kernel
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+from kvxfer.kvcache.memory_region import MemoryRegion
 
 Pair: TypeAlias = tuple[Descriptors, Descriptors]
 """Source and destination of a copy."""
@@ -32,8 +32,6 @@ GOALS = {4: ">= 0.7", 8: "", 16: ">= 0.85", 32: "", 64: ">= 0.95", 256: ">= 0.95
 """Goals by KiB of a fragment."""
 BOTH_WAYS_GOAL = ">= 1.6"
 BESIDE_GOAL = "<= 1.05"
-WAITED = (64 * KIB, 1 << 20, 8 << 20)
-"""Bytes of copies whose end is waited for."""
 CALIBRATION_S = 1.0
 """Longest time of the calibration."""
 
@@ -76,7 +74,6 @@ def run(
             for row in _measure_scattered(sides, way, fragment * KIB, rounds)
         ]
         rows.append(_measure_both_ways(sides, rounds))
-        rows += [_measure_waiting(sides, each, rounds) for each in WAITED if each <= num_bytes]
         rows += _measure_overhead(sides, rounds, max_fragments)
         if sides.gpu.has_kernel:
             rows.append(_measure_calibration(device_index))
@@ -104,8 +101,9 @@ class _Sides:
         """Describe source and destination, in fragments."""
         generator = np.random.default_rng(fragment_bytes)
         orders = [generator.permutation(count) if scattered else np.arange(count) for _ in range(2)]
-        on_host = _describe(self.host_address, HOST, fragment_bytes, orders[0])
-        on_device = _describe(self.device_address, self.gpu.device, fragment_bytes, orders[1])
+        on_host = describe(self.host_address, fragment_bytes, orders[0])
+        device = self.gpu.device
+        on_device = describe(self.device_address, fragment_bytes, orders[1], device=device)
         return (on_host, on_device) if way is Way.TO_DEVICE else (on_device, on_host)
 
     def copy_plainly(self, way: Way) -> None:
@@ -195,20 +193,6 @@ def _at_once(gpu: CudaCopyEngine, *pairs: Pair) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def _measure_waiting(sides: _Sides, num_bytes: int, rounds: int) -> BenchRow:
-    """Measure `Copy.wait`, which sleeps between two looks, against looks without a pause."""
-    pair = sides.pair(Way.TO_DEVICE, num_bytes, 1, scattered=False)
-
-    def look() -> None:
-        copy = sides.gpu.begin(*pair)
-        while not copy.has_ended():
-            pass
-
-    waited, seen = time_in_turn([partial(sides.gpu.copy, *pair), look], rounds=rounds)
-    case = f"to device, {num_bytes // KIB} KiB, waited for against looked at without a pause"
-    return compare(case, waited, seen, unit="us", scale=1e6, of_time=True)
 
 
 def _measure_calibration(device_index: int) -> BenchRow:
@@ -322,10 +306,3 @@ def _multiply_beside_copies(
         stop.set()
         for thread in threads:
             thread.join()
-
-
-def _describe(
-    address: int, device: torch.device, fragment_bytes: int, order: NDArray[np.int64]
-) -> Descriptors:
-    addresses = np.uint64(address) + order.astype(np.uint64) * np.uint64(fragment_bytes)
-    return Descriptors.of_pieces(addresses, np.full(len(order), fragment_bytes), device=device)

@@ -1,18 +1,18 @@
 """Benchmark of polled transfers in the loop of an engine, against one copy of the same bytes."""
 
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 
+from benchmarks.batches import make_keys
 from benchmarks.report import BenchRow, compare, time_in_turn
 from kvxfer.connect import connect
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.memory_region import HOST
-from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.storage.keys import Namespace
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import JobId
 
@@ -141,17 +141,16 @@ class Loop:
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
-        self._numbers = itertools.count()
 
     def loading(self, num_blocks: int) -> Callable[[], None]:
         """Make a call that loads blocks, which are stored now."""
-        keys, ids = self._make_keys(num_blocks), [np.arange(num_blocks)]
+        keys, ids = make_keys(num_blocks), [np.arange(num_blocks)]
         self._finish(self._engine.submit_store(keys, ids))
         return lambda: self._finish(self._engine.submit_load(keys, ids))
 
     def storing(self, num_blocks: int, num_calls: int) -> Callable[[], None]:
         """Make a call that stores blocks under new keys, for so many calls."""
-        batches = iter([self._make_keys(num_blocks) for _ in range(num_calls)])
+        batches = iter([make_keys(num_blocks) for _ in range(num_calls)])
         ids = [np.arange(num_blocks)]
         return lambda: self._finish(self._engine.submit_store(next(batches), ids))
 
@@ -162,7 +161,3 @@ class Loop:
                     if not job.done:
                         raise RuntimeError(f"a block was not moved: {job.outcomes}")
                     return
-
-    def _make_keys(self, count: int) -> list[BlockKey]:
-        numbers = itertools.islice(self._numbers, count)
-        return [make_block_key(number.to_bytes(16, "big"), 0) for number in numbers]

@@ -17,7 +17,6 @@ from kvxfer.storage.observer import AskGauges, Event, Observer
 from kvxfer.telemetry.journal import Journal
 from kvxfer.transfer.engine import TransferEngine
 
-GOAL = "<= 1.01"
 BATCH_BYTES = 64 << 20
 CASES = (
     ("host memory", 64 << 10, False),
@@ -71,18 +70,18 @@ def run(*, quick: bool) -> list[BenchRow]:
     without it, compared as a whole, differ by more than that from one to the next.) The store is
     full, so each block that is stored evicts another.
     """
-    rounds = 10 if quick else 60
     rows = []
     with tempfile.TemporaryDirectory(prefix="kvxfer-bench-") as folder:
         for medium, block_bytes, with_files in CASES:
             root = Path(folder) / f"{block_bytes}-{with_files}"
-            ours, theirs = _measure(root, block_bytes, rounds, with_files=with_files)
+            rounds = 10 if quick else 60
+            times = asyncio.run(_measure(root, block_bytes, rounds, with_files=with_files))
             case = f"{medium}, {BATCH_BYTES // block_bytes} blocks of {block_bytes >> 10} KiB"
-            rows.append(compare(case, ours, theirs, unit="ms", goal=GOAL, scale=1e3))
+            rows.append(compare(case, *times, unit="ms", goal="<= 1.01", scale=1e3))
     return rows
 
 
-def _measure(
+async def _measure(
     root: Path, block_bytes: int, rounds: int, *, with_files: bool
 ) -> tuple[list[float], list[float]]:
     """Measure processor seconds of each round, with the journal and without."""
@@ -93,7 +92,7 @@ def _measure(
     )
     seconds: list[float] = []
     before = 0.0
-    with asyncio.Runner() as runner, contextlib.ExitStack() as opened:
+    async with contextlib.AsyncExitStack() as opened:
         journal = TimedJournal(root / "journal")
         opened.callback(journal.close)
         engines = []
@@ -104,16 +103,14 @@ def _measure(
             engine = connect(
                 urls, caches, namespace=Namespace(model="m", revision="1"), observers=observers
             )
-            runner.run(engine.__aenter__())
-            opened.callback(_close, runner, engine)
-            engines.append(engine)
+            engines.append(await opened.enter_async_context(engine))
         for nth in range(rounds + 2):
             keys = [make_block_key(b"%8d%8d" % (nth, index), 0) for index in range(num_blocks)]
             if nth == 2:  # the stores are full
                 before = journal.take_seconds()
-            runner.run(_request(engines[0], keys))
+            await _request(engines[0], keys)
             began = time.process_time()
-            runner.run(_request(engines[1], keys))
+            await _request(engines[1], keys)
             seconds.append(time.process_time() - began)
         taken = (journal.take_seconds() - before) / rounds
     return [each + taken for each in seconds[2:]], seconds[2:]
@@ -126,7 +123,3 @@ async def _request(engine: TransferEngine, keys: list[BlockKey]) -> None:
     await engine.backend.flush()
     await engine.lookup(keys)
     await engine.load(keys, block_ids)
-
-
-def _close(runner: asyncio.Runner, engine: TransferEngine) -> None:
-    runner.run(engine.aclose())

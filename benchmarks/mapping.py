@@ -1,43 +1,24 @@
 """Benchmark of transfers through portable pages, against those of the same blocks unmapped."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from benchmarks.batches import describe
 from benchmarks.report import BenchRow, compare, time_in_turn
+from benchmarks.shapes import HND, EngineShape, WorkerCaches
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
-from kvxfer.kvcache.canonical import canonicalize
-from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import join, touch
-from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
-from kvxfer.kvcache.spec import FullAttentionSpec
+from kvxfer.kvcache.portable import PageMapping, map_caches
 
 NUM_THREADS = 2
-NUM_KV_HEADS, HEAD_DIM = 8, 128
-"""KV heads and their width in Llama-3.1-8B."""
 NUM_TOKENS = 1024
-SPARE = 3
-"""Size of a cache in halves of the moved blocks, which are scattered in it."""
-
-NHD = "kv block token head dim"
-HND = "kv block head token dim"
-PACKED = "block head token kv*dim"
-
-
-@dataclass(frozen=True, slots=True)
-class MappedEngine:
-    """Engine: the layout of its caches, its number of workers, and the size of its blocks."""
-
-    layout: str
-    tp_size: int = 1
-    tokens_per_block: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,33 +26,30 @@ class Case:
     """Case: two engines that exchange portable pages, and goals of their ratios."""
 
     name: str
-    writer: MappedEngine
-    reader: MappedEngine
+    writer: EngineShape
+    reader: EngineShape
     write_goal: str = ""
     read_goal: str = ""
 
 
 CASES = (
-    Case(name="HND -> HND", writer=MappedEngine(HND), reader=MappedEngine(HND)),
     Case(
         name="HND, TP 2 -> 4",
-        writer=MappedEngine(HND, tp_size=2),
-        reader=MappedEngine(HND, tp_size=4),
+        writer=EngineShape(order=HND, tp_size=2),
+        reader=EngineShape(order=HND, tp_size=4),
         read_goal=">= 0.8",
     ),
     Case(
-        name="NHD -> HND", writer=MappedEngine(NHD), reader=MappedEngine(HND), write_goal=">= 0.5"
+        name="NHD -> HND",
+        writer=EngineShape(),
+        reader=EngineShape(order=HND),
+        write_goal=">= 0.5",
     ),
-    Case(
-        name="NHD, TP 2 -> 4",
-        writer=MappedEngine(NHD, tp_size=2),
-        reader=MappedEngine(NHD, tp_size=4),
-    ),
-    Case(name="split -> packed K/V", writer=MappedEngine(HND), reader=MappedEngine(PACKED)),
+    Case(name="NHD, TP 2 -> 4", writer=EngineShape(tp_size=2), reader=EngineShape(tp_size=4)),
     Case(
         name="NHD, 16 -> 64 tokens a block",
-        writer=MappedEngine(NHD),
-        reader=MappedEngine(NHD, tokens_per_block=64),
+        writer=EngineShape(),
+        reader=EngineShape(tokens_per_block=64),
     ),
 )
 
@@ -79,93 +57,29 @@ CASES = (
 class Worker:
     """Worker of an engine: its blocks, scattered in its cache, and its part of the pages.
 
-    Args:
-        engine: Layout, workers and blocks of the engine.
-        rank: Rank of this worker.
-        pages: Memory for all portable pages, `(num_pages, page_size_bytes)`, int8.
-        num_layers: Layers of the model.
-        tokens_per_page: Tokens of a portable page.
+    The memory of all portable pages is `(num_pages, page_size_bytes)`, int8.
     """
 
     def __init__(
-        self,
-        engine: MappedEngine,
-        rank: int,
-        pages: torch.Tensor,
-        *,
-        num_layers: int,
-        tokens_per_page: int,
+        self, shape: EngineShape, rank: int, pages: torch.Tensor, tokens_per_page: int
     ) -> None:
-        num_pages = len(pages)
-        num_blocks = num_pages * tokens_per_page // engine.tokens_per_block
-        spec = FullAttentionSpec(
-            tokens_per_block=engine.tokens_per_block,
-            num_kv_heads=NUM_KV_HEADS // engine.tp_size,
-            head_dim=HEAD_DIM,
-            dtype=torch.bfloat16,
-        )
-        sizes = {"kv": 2, "block": num_blocks * SPARE // 2, "token": engine.tokens_per_block}
-        sizes |= {"head": spec.num_kv_heads, "dim": HEAD_DIM, "kv*dim": 2 * HEAD_DIM}
-        shape = [sizes[axis] for axis in engine.layout.split()]
-        self.tensors = {
-            f"layers.{index}": torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16)
-            for index in range(num_layers)
-        }
-        config = KVCacheConfig(
-            num_blocks=sizes["block"],
-            groups=(KVCacheGroup(layer_names=tuple(self.tensors), spec=spec),),
-        )
-        caches = canonicalize(
-            {name: tensor.view(torch.bfloat16) for name, tensor in self.tensors.items()},
-            config,
-            layouts=dict.fromkeys(self.tensors, engine.layout),
-        )
-        shard = WorkerShard(num_kv_heads=NUM_KV_HEADS, rank=rank, tp_size=engine.tp_size)
-        mappings = map_caches(caches, shard, tokens_per_page=tokens_per_page)
-        self.block_ids = np.random.default_rng(rank).permutation(sizes["block"])[:num_blocks]
-        self._mapped = BlockDescriber(caches, mappings=mappings)
-        self._plain = BlockDescriber(caches)
+        num_blocks = len(pages) * tokens_per_page // shape.tokens_per_block
+        num_bytes = 3 * num_blocks // 2 * shape.block_bytes  # among which the blocks are scattered
+        memory = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8)
+        worker = WorkerCaches(shape, rank, memory.numpy().view(np.uint8))
+        mappings = map_caches(worker.caches, worker.shard, tokens_per_page=tokens_per_page)
+        self._block_ids = np.random.default_rng(rank).permutation(worker.num_blocks)[:num_blocks]
+        self._mapped = BlockDescriber(worker.caches, mappings=mappings)
+        self._plain = BlockDescriber(worker.caches)
         self._parts = _describe_parts(pages, mappings[0])
-        slot = self._plain.block_size_bytes(0)
-        place = np.arange(num_blocks) + rank * num_blocks
-        self._slots = _describe_host(
-            pages, place * slot, np.full(num_blocks, slot), [1] * num_blocks
-        )
+        places = np.arange(num_blocks) + rank * num_blocks
+        self._slots = describe(pages.data_ptr(), shape.block_bytes, places, owner=pages)
 
     def describe(self, *, mapped: bool) -> tuple[Descriptors, Descriptors]:
         """Describe the worker's blocks, and its part of the pages or plain slots for blocks."""
         if mapped:
-            return self._mapped.describe(0, self.block_ids), self._parts
-        return self._plain.describe(0, self.block_ids), self._slots
-
-
-def make_workers(case: Case, num_layers: int) -> tuple[torch.Tensor, list[Worker], list[Worker]]:
-    """Make memory for the portable pages of a case, and the workers that write and read them."""
-    engines = case.writer, case.reader
-    tokens_per_page = max(engine.tokens_per_block for engine in engines)
-    token_bytes = 2 * num_layers * NUM_KV_HEADS * HEAD_DIM * torch.bfloat16.itemsize
-    shape = (NUM_TOKENS // tokens_per_page, tokens_per_page * token_bytes)
-    pages = torch.ones(shape, dtype=torch.int8)
-    writers, readers = (
-        [
-            Worker(engine, rank, pages, num_layers=num_layers, tokens_per_page=tokens_per_page)
-            for rank in range(engine.tp_size)
-        ]
-        for engine in engines
-    )
-    return pages, writers, readers
-
-
-def transfer(
-    engine: CopyEngine, writers: Sequence[Worker], readers: Sequence[Worker], *, mapped: bool
-) -> None:
-    """Copy blocks of the writers to the pages, or slots, and from there to the readers' blocks."""
-    for worker in writers:
-        blocks, host = worker.describe(mapped=mapped)
-        engine.copy(blocks, host)
-    for worker in readers:
-        blocks, host = worker.describe(mapped=mapped)
-        engine.copy(host, blocks)
+            return self._mapped.describe(0, self._block_ids), self._parts
+        return self._plain.describe(0, self._block_ids), self._slots
 
 
 def run(*, quick: bool) -> list[BenchRow]:
@@ -183,7 +97,14 @@ def run(*, quick: bool) -> list[BenchRow]:
 
 
 def _measure(engine: CopyEngine, case: Case, num_layers: int, rounds: int) -> list[BenchRow]:
-    pages, writers, readers = make_workers(case, num_layers)
+    shapes = [replace(each, num_layers=num_layers) for each in (case.writer, case.reader)]
+    tokens_per_page = max(shape.tokens_per_block for shape in shapes)
+    page_bytes = tokens_per_page * shapes[0].bytes_per_token
+    pages = torch.ones((NUM_TOKENS // tokens_per_page, page_bytes), dtype=torch.int8)
+    writers, readers = (
+        [Worker(shape, rank, pages, tokens_per_page) for rank in range(shape.tp_size)]
+        for shape in shapes
+    )
     steps: list[tuple[str, list[Worker], list[Worker], str]] = [
         ("written", writers, [], case.write_goal),
         ("read", [], readers, case.read_goal),
@@ -192,13 +113,25 @@ def _measure(engine: CopyEngine, case: Case, num_layers: int, rounds: int) -> li
     rows = []
     for step, from_, to, goal in steps:
         ours, plain = time_in_turn(
-            [partial(transfer, engine, from_, to, mapped=mapped) for mapped in (True, False)],
+            [partial(_transfer, engine, from_, to, mapped=mapped) for mapped in (True, False)],
             rounds=rounds,
         )
         num_bytes = pages.numel() * (bool(from_) + bool(to))
         name = f"{case.name}, {step}"
         rows.append(compare(name, ours, plain, unit="ns/B", goal=goal, scale=1e9 / num_bytes))
     return rows
+
+
+def _transfer(
+    engine: CopyEngine, writers: Sequence[Worker], readers: Sequence[Worker], *, mapped: bool
+) -> None:
+    """Copy blocks of the writers to the pages, or slots, and from there to the readers' blocks."""
+    for worker in writers:
+        blocks, host = worker.describe(mapped=mapped)
+        engine.copy(blocks, host)
+    for worker in readers:
+        blocks, host = worker.describe(mapped=mapped)
+        engine.copy(host, blocks)
 
 
 def _describe_parts(pages: torch.Tensor, mapping: PageMapping) -> Descriptors:
@@ -211,18 +144,9 @@ def _describe_parts(pages: torch.Tensor, mapping: PageMapping) -> Descriptors:
         offsets.append(places + index * pages.shape[1])
         lengths.append(sizes)
         counts.append(len(sizes))
-    return _describe_host(pages, np.concatenate(offsets), np.concatenate(lengths), counts)
-
-
-def _describe_host(
-    pages: torch.Tensor,
-    offsets: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    counts: Sequence[int],
-) -> Descriptors:
     return Descriptors(
-        addresses=np.uint64(pages.data_ptr()) + offsets.astype(np.uint64),
-        lengths=lengths.astype(np.uint64),
+        addresses=np.uint64(pages.data_ptr()) + np.concatenate(offsets).astype(np.uint64),
+        lengths=np.concatenate(lengths).astype(np.uint64),
         block_offsets=np.concatenate(([0], np.cumsum(counts))),
         payload_starts=np.zeros(len(counts), np.int64),
         device=pages.device,

@@ -14,12 +14,10 @@ import numpy as np
 import obstore
 import torch
 
-from benchmarks.batches import Batch, describe
+from benchmarks.batches import Batch, make_namespace
 from benchmarks.report import BenchRow, compare, time_in_turn
-from kvxfer.backends.object import S3Backend, S3Config
 from kvxfer.storage.integrity import Integrity
-from kvxfer.storage.keys import GroupIdentity, Namespace
-from tests.backends.object_servers import BUCKET, CREDENTIALS, REGION, ObjectServer, seaweedfs
+from tests.backends.object_servers import CREDENTIALS, ObjectServer, open_bucket, seaweedfs
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = 2 * MIB
@@ -36,7 +34,6 @@ VOLUME_MIB = 1024
 MAX_OTHER_REQUESTS = 8
 """Requests of the first store that are not those of blocks."""
 
-TIMEOUT_S = 60.0
 _places = itertools.count()
 
 
@@ -44,8 +41,8 @@ def run(*, quick: bool) -> list[BenchRow]:
     """Measure stores and loads of batches, on SeaweedFS in a process beside this one.
 
     Baselines: the plain client, obstore, with as many requests at a time; for smaller blocks, one
-    in an object, the same bytes in blocks of 2 MiB; for a part of a chunk, a range of obstore; for
-    sealed blocks, the same blocks with a checksum.
+    in an object, the same bytes in blocks of 2 MiB; for sealed blocks, the same blocks with a
+    checksum.
 
     Args:
         quick: Fewer rounds, less memory.
@@ -60,7 +57,6 @@ def run(*, quick: bool) -> list[BenchRow]:
         measure = functools.partial(_Measured, server, runner, min(num_bytes, 16 * MIB))
         for block_bytes in SMALL_BYTES:
             rows += _against_large_blocks(measure, block_bytes, rounds)
-        rows.append(_part_of_chunk(measure, rounds))
         with _secret_file() as secret_file:
             for block_bytes in SEALED_BYTES:
                 rows += _sealed(measure, block_bytes, secret_file, rounds)
@@ -76,29 +72,21 @@ class _Measured(Batch):
         runner: asyncio.Runner,
         num_bytes: int,
         block_bytes: int,
-        *,
-        blocks_per_chunk: int = 1,
         secret_file: str = "",
     ) -> None:
         self._block_bytes = block_bytes
         self._place = f"batch-{next(_places)}"  # of its own: what is there is not stored again
-        self.num_blocks = num_bytes // block_bytes
         self._memory = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
         self._received = np.zeros_like(self._memory)
         self._client = server.open_client()
-        group = GroupIdentity(page_sizes_bytes=(block_bytes // blocks_per_chunk,))
-        namespace = Namespace(model="bench", groups=(group,), blocks_per_chunk=blocks_per_chunk)
-        config = S3Config(
-            address=BUCKET,
+        backend = open_bucket(
+            server,
+            make_namespace(block_bytes),
             path=self._place,
             integrity=Integrity.SEALED if secret_file else Integrity.FAST,
             secret_file=secret_file,
-            endpoint=server.endpoint,
-            region=REGION,
-            timeout_s=TIMEOUT_S,
             max_requests=MAX_REQUESTS,
         )
-        backend = S3Backend(config, namespace)
         self._counts = backend.counts
         memory = torch.from_numpy(self._memory), torch.from_numpy(self._received)
         super().__init__(runner, backend, *memory, block_bytes)
@@ -110,24 +98,15 @@ class _Measured(Batch):
         if self._counts.requests - requests > self.num_blocks + MAX_OTHER_REQUESTS:
             raise RuntimeError("some blocks were there already")
 
-    def load_part(self, num_bytes: int) -> None:
-        """Load the first bytes of each block."""
-        memory = torch.from_numpy(self._received)
-        self.move(self._backend.load, describe(memory, self._block_bytes, num_bytes))
-
     def put(self) -> None:
         """Store objects with the plain client."""
-        batch = f"{self._place}/plain/{next(self._numbers)}"
+        batch = f"{self._place}/plain/{next(_places)}"
         self._names = [f"{batch}/{number}" for number in range(self.num_blocks)]
         rows = self._memory.reshape(self.num_blocks, self._block_bytes)
         self._each(lambda i: obstore.put_async(self._client, self._names[i], rows[i].data))
 
-    def get(self, *, to_place: bool = True) -> None:
-        """Load the objects that were stored last with the plain client.
-
-        Args:
-            to_place: Whether their bytes are copied to where they are wanted, as a load does.
-        """
+    def get(self) -> None:
+        """Load the objects that were stored last with the plain client, to where loads put them."""
         rows = self._received.reshape(self.num_blocks, self._block_bytes)
 
         async def get(index: int) -> None:
@@ -135,16 +114,9 @@ class _Measured(Batch):
             received: Any = await found.bytes_async()
             data = np.frombuffer(received, np.uint8)
             assert len(data) == self._block_bytes
-            if to_place:
-                rows[index] = data
+            rows[index] = data
 
         self._each(get)
-
-    def get_part(self, num_bytes: int) -> None:
-        """Load the first bytes of each object that was stored last with the plain client."""
-        self._each(
-            lambda i: obstore.get_range_async(self._client, self._names[i], start=0, end=num_bytes)
-        )
 
     def require_same(self) -> None:
         """Check that what is loaded is what was stored."""
@@ -171,9 +143,7 @@ def _against_client(measure: Callable[[int], _Measured], rounds: int) -> list[Be
     batch = measure(BLOCK_BYTES)
     # One after the other: a server that has just stored goes on working on that.
     stored, put = time_in_turn([batch.store, batch.put], rounds=rounds)
-    receive = functools.partial(batch.get, to_place=False)
-    loads: list[Callable[[], None]] = [batch.load, batch.get, receive]
-    loaded, got, received = time_in_turn(loads, rounds=LOADS_PER_STORE * rounds)
+    loaded, got = time_in_turn([batch.load, batch.get], rounds=LOADS_PER_STORE * rounds)
     batch.require_same()
     batch.close()
     case = f"{batch.num_blocks} x {BLOCK_BYTES // KIB} KiB, against the plain client"
@@ -181,7 +151,6 @@ def _against_client(measure: Callable[[int], _Measured], rounds: int) -> list[Be
     return [
         _to_ms(f"store {case}", stored, put, goal=goal),
         _to_ms(f"load {case}", loaded, got, goal=goal),
-        _to_ms(f"load {case}, its bytes left where they come", loaded, received),
     ]
 
 
@@ -201,20 +170,6 @@ def _against_large_blocks(
         _to_ms(f"store {size}, against the plain client", stored, put),
         _to_ms(f"load {size}, against the plain client", loaded, got),
     ]
-
-
-def _part_of_chunk(measure: Callable[..., _Measured], rounds: int) -> BenchRow:
-    part = BLOCK_BYTES // 8
-    batch = measure(BLOCK_BYTES, blocks_per_chunk=8)
-    batch.store()
-    batch.put()
-    loaded, got = time_in_turn(
-        [functools.partial(batch.load_part, part), functools.partial(batch.get_part, part)],
-        rounds=rounds,
-    )
-    batch.close()
-    case = f"load {part // KIB} KiB of each of {batch.num_blocks} x 2 MiB, against a plain range"
-    return _to_ms(case, loaded, got)
 
 
 def _sealed(

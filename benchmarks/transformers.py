@@ -1,17 +1,13 @@
 """Benchmark of prefixes for `generate()` of transformers, against computing them."""
 
 import copy
-import os
 import random
-import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.file import FOLDER_VARIABLE
+from benchmarks.disk import bench_folder
 from benchmarks.report import BenchRow, compare, time_in_turn
 from benchmarks.vllm.model import VOCAB_SIZE, find_model
 
@@ -43,17 +39,12 @@ def run(*, quick: bool) -> list[BenchRow]:
     model = AutoModelForCausalLM.from_pretrained(model_to_load.folder, dtype=dtype)
     source = random.Random(22)
     prompt = torch.tensor([[source.randrange(3, VOCAB_SIZE) for _ in range(PROMPT_TOKENS)]])
-    parent = Path(os.environ.get(FOLDER_VARIABLE, "build/bench"))
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="transformers-", dir=parent)).resolve()
-    try:
-        with (
-            PrefixCache(model, f"file://{folder}?capacity=4GiB") as files,
-            PrefixCache(model, "host://?capacity=1GiB") as host,
-        ):
-            return _measure(model, prompt, files, host, rounds=3 if quick else 9)
-    finally:
-        shutil.rmtree(folder)
+    with (
+        bench_folder("transformers") as folder,
+        PrefixCache(model, f"file://{folder}?capacity=4GiB") as files,
+        PrefixCache(model, "host://?capacity=1GiB") as host,
+    ):
+        return _measure(model, prompt, files, host, rounds=3 if quick else 9)
 
 
 def _measure(

@@ -49,7 +49,7 @@ BUDGETS = {
     "backends/nixl": 8_836,
     "backends/object": 1_849,
     "backends/pool": 1_287,
-    "benchmarks": 5_246,
+    "benchmarks": 4_776,
     "examples": 2_488,
     "kvxfer/cli": 1_854,
     "kvxfer/copy_engine": 2_472,

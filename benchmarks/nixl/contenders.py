@@ -47,13 +47,7 @@ def fragments(order: NDArray[np.int64], num_per_block: int) -> tuple[Indices, In
 
 
 class RawContender:
-    """Contender NIXL itself, between the two processes.
-
-    Args:
-        agent: Agent that moves blocks, connected.
-        order: Our block for each of theirs.
-        block_bytes: Bytes of a block.
-    """
+    """Contender NIXL itself; `order` has our block for each block of the other process."""
 
     def __init__(self, agent: RawAgent, order: NDArray[np.int64], block_bytes: int) -> None:
         self._agent = agent
@@ -97,10 +91,10 @@ async def open_raw(
 ) -> AsyncIterator[RawContender]:
     """Open NIXL itself in both processes; see `RawContender`."""
     agent = RawAgent(f"near-{uuid.uuid4()}", memory, own_progress=False)
-    agent.connect(await asyncio.to_thread(far.ask, "open_raw", f"far-{uuid.uuid4()}", False))
+    agent.connect(await far.ask("open_raw", f"far-{uuid.uuid4()}", False))
     raw = RawContender(agent, order, block_bytes)
     try:
         await asyncio.to_thread(raw.connect)
         yield raw
     finally:
-        await asyncio.to_thread(far.ask, "close_raw")
+        await far.ask("close_raw")

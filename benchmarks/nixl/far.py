@@ -28,11 +28,9 @@ not end any more after some 20 s, the time between two keep-alive messages of UC
 
 
 class FarProcess:
-    """Far process, which runs one command after the other.
+    """Far process, which makes `commands` and runs one after the other.
 
-    Args:
-        environment: Environment variables that are set in it before NIXL is imported.
-        commands: The commands that it knows; made in the process.
+    The environment variables are set in it before NIXL is imported.
     """
 
     def __init__(
@@ -54,25 +52,21 @@ class FarProcess:
         self._commands.close()
         self._process.join()
 
-    def ask(self, method: str, *arguments: object) -> Any:
-        """Call a method of its commands in the process; blocks.
+    async def ask(self, method: str, *arguments: object) -> Any:
+        """Call a method of its commands in the process.
 
         Raises:
             RuntimeError: The method failed.
         """
         self._commands.send((method, arguments))
-        answer, error = self._commands.recv()
+        answer, error = await asyncio.to_thread(self._commands.recv)
         if error:
             raise RuntimeError(f"{method} failed in the other process: {error}")
         return answer
 
 
 class Far:
-    """State of the far process, and the commands that it runs.
-
-    Args:
-        num_bytes: Bytes of its memory.
-    """
+    """State of the far process, and the commands that it runs."""
 
     def __init__(self, num_bytes: int = TOTAL_BYTES) -> None:
         self._memory = allocate(seed=1, num_bytes=num_bytes)

@@ -1,20 +1,17 @@
 """Near process of `make bench NAME=nixl`: the contenders that move blocks from and to a peer."""
 
-import asyncio
 import contextlib
-import hashlib
-import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
+from benchmarks.batches import make_keys, make_namespace, require_done
 from benchmarks.nixl.contenders import Contender, RawContender, fragments, open_raw
 from benchmarks.nixl.far import FarProcess
 from benchmarks.nixl.raw import (
@@ -28,21 +25,12 @@ from benchmarks.nixl.raw import (
 from kvxfer.backends.nixl import IntegrityGrade, NixlBackend, NixlConfig, Transport
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import Outcome
-from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 
 
 class Near:
     """Near process: its memory, and contenders that move it from and to the far process.
 
-    Args:
-        far: The far process.
-        block_bytes: Bytes of a block.
-
-    Attributes:
-        block_bytes: As given.
-        num_blocks: Blocks of a batch.
-        blocks: All blocks, in an order in which no two touch on both sides.
+    `blocks` are all of its memory, in an order in which no two touch on both sides.
     """
 
     def __init__(self, far: FarProcess, block_bytes: int) -> None:
@@ -51,25 +39,23 @@ class Near:
         self._memory = allocate(seed=2)
         self._memory[TOTAL_BYTES // block_bytes * block_bytes :] = 0
         self._endpoint = ""
-        self._nth = itertools.count()
         self.num_blocks = TOTAL_BYTES // block_bytes
         self._order = np.random.default_rng(block_bytes).permutation(self.num_blocks)
         self.blocks = self.described(block_bytes)
-        self._loaded_keys = self._make_keys()
+        self._loaded_keys = make_keys(self.num_blocks)
 
     @contextlib.asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:
         """Make the far process hold the blocks that contenders load."""
-        groups = (GroupIdentity(page_sizes_bytes=(self.block_bytes,)),)
-        self._namespace = Namespace(model="bench", groups=groups)
-        self._endpoint = await self._ask("open_holder", self._namespace)
+        self._namespace = make_namespace(self.block_bytes)
+        self._endpoint = await self._far.ask("open_holder", self._namespace)
         try:
             async with self.backend() as backend:
-                _require_done(await backend.store(self._loaded_keys, self.blocks))
+                require_done(await backend.store(self._loaded_keys, self.blocks))
                 await self._require_same_bytes(backend)
             yield
         finally:
-            await self._ask("close_holder")
+            await self._far.ask("close_holder")
 
     @contextlib.asynccontextmanager
     async def backend(
@@ -103,7 +89,7 @@ class Near:
             began = time.perf_counter()
             outcomes = await backend.load(keys, wanted)
             seconds = time.perf_counter() - began
-            _require_done(outcomes)
+            require_done(outcomes)
             return seconds
 
         return load
@@ -112,11 +98,11 @@ class Near:
         """Make a contender that stores blocks that the far process does not hold yet."""
 
         async def store() -> float:
-            keys = self._make_keys()
+            keys = make_keys(self.num_blocks)
             began = time.perf_counter()
             outcomes = await backend.store(keys, self.blocks)
             seconds = time.perf_counter() - began
-            _require_done(outcomes)
+            require_done(outcomes)
             await backend.delete(keys)
             return seconds
 
@@ -129,7 +115,7 @@ class Near:
     @contextlib.asynccontextmanager
     async def plain(self) -> AsyncIterator[tuple[Contender, Contender]]:
         """Open one TCP connection; yield contenders that load and store over it."""
-        port = await self._ask("serve_plain", self.block_bytes)
+        port = await self._far.ask("serve_plain", self.block_bytes)
         client = PlainClient(port, self._memory, self.block_bytes, self._order.tolist())
 
         async def move(call: Callable[[], None]) -> float:
@@ -144,20 +130,19 @@ class Near:
     async def over_tcp(self) -> AsyncIterator[dict[NixlOperation, Contender]]:
         """Open two processes that move the same blocks by UCX over TCP."""
         with FarProcess(TCP_ALONE) as one, FarProcess(TCP_ALONE) as other:
-            reach = await asyncio.to_thread(other.ask, "open_raw", f"tcp-{uuid.uuid4()}", True)
-            await asyncio.to_thread(one.ask, "open_raw", f"tcp-{uuid.uuid4()}", True)
-            await asyncio.to_thread(one.ask, "connect_raw", reach, self.block_bytes)
+            reach = await other.ask("open_raw", f"tcp-{uuid.uuid4()}", True)
+            await one.ask("open_raw", f"tcp-{uuid.uuid4()}", True)
+            await one.ask("connect_raw", reach, self.block_bytes)
             indices = self.fragments(self.block_bytes)
 
             async def move(operation: NixlOperation) -> float:
-                asked = ("move_raw", operation, self.block_bytes, *indices)
-                return float(await asyncio.to_thread(one.ask, *asked))
+                return float(await one.ask("move_raw", operation, self.block_bytes, *indices))
 
             yield {"READ": partial(move, "READ"), "WRITE": partial(move, "WRITE")}
 
     async def far_cpu_seconds(self) -> float:
         """Ask for the processor time of the far process so far."""
-        return float(await self._ask("cpu_seconds"))
+        return float(await self._far.ask("cpu_seconds"))
 
     def described(self, page_bytes: int) -> Descriptors:
         """Describe every block in pages of a size, as with a tensor for each layer."""
@@ -179,20 +164,6 @@ class Near:
     async def _require_same_bytes(self, backend: NixlBackend) -> None:
         expected = xxhash.xxh3_64_digest(self._memory.data)
         self._memory[:] = 0
-        _require_done(await backend.load(self._loaded_keys, self.blocks))
+        require_done(await backend.load(self._loaded_keys, self.blocks))
         if xxhash.xxh3_64_digest(self._memory.data) != expected:
             raise RuntimeError("the loaded bytes are not those that were stored")
-
-    def _make_keys(self) -> list[BlockKey]:
-        nth = f"{self.block_bytes} {next(self._nth)} ".encode()
-        hashes = (hashlib.sha256(nth + b.to_bytes(4, "big")) for b in range(self.num_blocks))
-        return [make_block_key(each.digest(), 0) for each in hashes]
-
-    async def _ask(self, method: str, *arguments: object) -> Any:
-        return await asyncio.to_thread(self._far.ask, method, *arguments)
-
-
-def _require_done(outcomes: Sequence[Outcome]) -> None:
-    for outcome in outcomes:
-        if not outcome.done:
-            raise RuntimeError(f"a block was not done: {outcome}")

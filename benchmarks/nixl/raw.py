@@ -84,13 +84,7 @@ class RawAgent:
     def move(
         self, operation: NixlOperation, fragment_bytes: int, ours: Indices, theirs: Indices
     ) -> None:
-        """Move fragments; blocks, and polls without a pause.
-
-        Args:
-            operation: Direction of the transfer.
-            fragment_bytes: Fragment size of the prepared lists.
-            ours: Indices of fragments on this side.
-            theirs: Indices of their counterparts at the peer.
+        """Move fragments of prepared lists by their indices; blocks, and polls without a pause.
 
         Raises:
             RuntimeError: It failed, or has not ended within `LIMIT_S`.
@@ -118,12 +112,7 @@ class RawAgent:
 
 
 class PlainServer:
-    """Server that sends and receives memory over one TCP connection, in the obvious way.
-
-    Args:
-        memory: Memory that is sent, and received into, in blocks.
-        block_bytes: Bytes of one call.
-    """
+    """Server that sends and receives memory over one TCP connection, a block in each call."""
 
     def __init__(self, memory: NDArray[np.uint8], block_bytes: int) -> None:
         self._memory = memory
@@ -149,14 +138,7 @@ class PlainServer:
 
 
 class PlainClient:
-    """Client of a `PlainServer`.
-
-    Args:
-        port: Port of the server on this machine.
-        memory: Memory that is received into, and sent.
-        block_bytes: Bytes of one call.
-        order: Order in which the blocks are moved.
-    """
+    """Client of a `PlainServer`, which moves blocks of its memory in a given order."""
 
     def __init__(
         self, port: int, memory: NDArray[np.uint8], block_bytes: int, order: Sequence[int]

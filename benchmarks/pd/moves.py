@@ -9,8 +9,8 @@ from benchmarks.nixl.contenders import in_turn
 from benchmarks.nixl.far import FarProcess
 from benchmarks.pd.decode import Decode
 from benchmarks.pd.prefill import NUM_BYTES, Prefill
-from benchmarks.pd.shapes import HND, ROWS, EngineShape
 from benchmarks.report import BenchRow, compare
+from benchmarks.shapes import HND, ROWS, EngineShape
 from kvxfer.backends.nixl import IntegrityGrade
 
 KIB = 1 << 10
@@ -25,13 +25,7 @@ PAGES = EngineShape()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeCase:
-    """Case: engines of two shapes; the baseline is two of the decode engine's.
-
-    Attributes:
-        name: Name of the case.
-        theirs: Shape of the prefill engine.
-        ours: Shape of the decode engine.
-    """
+    """Case: shapes of a prefill and a decode engine; the baseline is two of the latter."""
 
     name: str
     theirs: EngineShape

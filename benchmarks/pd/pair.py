@@ -49,16 +49,7 @@ class NotLoadedError(RuntimeError):
 
 
 class EnginePair:
-    """Pair of engines with one connector; use as a context manager.
-
-    Args:
-        model: Their model.
-        connector: As for `start_engines`.
-
-    Attributes:
-        prefill: The engine that computes prompts.
-        decode: The engine that goes on with them.
-    """
+    """Engine that computes prompts, and one that goes on with them; a context manager."""
 
     def __init__(self, model: EngineModel, connector: str) -> None:
         self.prefill, self.decode = start_engines(model, [connector] * 2)
@@ -126,11 +117,7 @@ class EnginePair:
 
 
 def start_engines(model: EngineModel, connectors: Sequence[str | None]) -> list[EngineProcess]:
-    """Start engines, all at once.
-
-    Args:
-        model: Their model.
-        connectors: `KVXferConnector`, `NixlConnector`, or None for an engine without a connector.
+    """Start engines, all at once: with `KVXferConnector`, `NixlConnector`, or None.
 
     Raises:
         EngineDiedError: One did not start; the others are closed.

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from benchmarks.nixl.far import Far
-from benchmarks.pd.shapes import EngineShape, WorkerCaches
+from benchmarks.shapes import EngineShape, WorkerCaches
 from kvxfer.backends.nixl import IntegrityGrade, NixlConfig
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.lending.handover import Handover

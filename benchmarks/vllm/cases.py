@@ -1,16 +1,12 @@
 """Benchmark of a real vLLM engine: first token of a hit, and throughput without a hit."""
 
-import os
 import random
-import shutil
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.file import FOLDER_VARIABLE
+from benchmarks.disk import bench_folder
 from benchmarks.report import BenchRow, compare
 from benchmarks.vllm.model import VOCAB_SIZE, find_model
 from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineConfig, EngineProcess
@@ -25,7 +21,7 @@ PAIRED_ROUNDS = 26
 """Rounds of throughput, the first of which warms up: nine did not tell 0.84 from 0.95."""
 
 COMPUTED, DEVICE, HOST, FILES = "computed", "device hit", "host hit", "hit in files"
-PLAIN, PLAIN_DEVICE = "host hit of a plain spec", "device hit beside a plain spec"
+PLAIN = "host hit of a plain spec"
 
 CONNECTOR = {
     "spec_name": "KVXferOffloadingSpec",
@@ -132,18 +128,19 @@ def _host_hits(
     *,
     quick: bool,
 ) -> list[BenchRow]:
-    turns = [(engine, HOST, DEVICE), (plain, PLAIN, PLAIN_DEVICE)]
-    for one, _, _ in turns:
+    turns = [(engine, HOST), (plain, PLAIN)]
+    for one, _ in turns:
         first.take(COMPUTED, one, prompt)
         one.settle()
     for nth in range(4 if quick else 7):
         if nth <= 1:  # the first round warms up
             first.forget_times()
         for _ in range(HITS_PER_ROUND):
-            for one, host, device in turns:
+            for one, hit in turns:
                 one.reset()
-                first.take(host, one, prompt)
-                first.take(device, one, prompt)
+                first.take(hit, one, prompt)
+                if one is engine:
+                    first.take(DEVICE, one, prompt)
             turns.reverse()
         first.take(COMPUTED, engine, prompt)
     seconds = first.seconds
@@ -154,9 +151,7 @@ def _host_hits(
         first.row(HOST, "1.05 device hits + 5 ms", "<= 1.0", seconds=bound),
         first.row(HOST, COMPUTED, "<= 0.04", seconds=computed),
         first.row(HOST, PLAIN, "<= 1.0"),
-        first.row(PLAIN, PLAIN_DEVICE),
         first.steps_row(HOST, DEVICE),
-        first.steps_row(PLAIN, PLAIN_DEVICE),
     ]
 
 
@@ -164,12 +159,10 @@ def _file_hits(
     start: Start, prompts: Iterator["_Source"], first: _FirstTokens, *, quick: bool
 ) -> list[BenchRow]:
     """Compare hits of an engine that finds the files of an earlier one, and empty host memory."""
-    parent = Path(os.environ.get(FOLDER_VARIABLE, "build/bench"))
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="vllm-", dir=parent)).resolve()
-    connector = CONNECTOR | {"backend": [CONNECTOR["backend"], f"file://{folder}?capacity=4GiB"]}
     warm_up, *measured = [next(prompts)(PROMPT_TOKENS) for _ in range(4 if quick else 7)]
-    try:
+    with bench_folder("vllm") as folder:
+        files = f"file://{folder}?capacity=4GiB"
+        connector = CONNECTOR | {"backend": [CONNECTOR["backend"], files]}
         with start(connector) as engine:
             for prompt in (warm_up, *measured):
                 first.take(COMPUTED, engine, prompt)
@@ -182,8 +175,6 @@ def _file_hits(
                     engine.reset()
                     taken.take(HOST, engine, prompt)
                     taken.take(DEVICE, engine, prompt)
-    finally:
-        shutil.rmtree(folder)
     return [first.row(FILES, DEVICE, "<= 2.0"), first.steps_row(FILES, DEVICE)]
 
 

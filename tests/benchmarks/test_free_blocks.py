@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.free_blocks import BlockIds, FreeBlocks
+from benchmarks.layout import BlockIds, FreeBlocks
 
 
 def test_vllm_hands_out_the_same_blocks_when_they_are_full_and_cached() -> None:

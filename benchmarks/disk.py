@@ -1,22 +1,27 @@
-"""Files of the benchmark: their paths, and the page cache."""
+"""Files of benchmarks: the folder that they are in, their paths, and the page cache."""
 
+import contextlib
 import os
+import shutil
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvxfer.backends.file import FileConfig
 from kvxfer.storage.keys import BlockKey, Namespace
 
-SETTLE_S = 0.5
 
-
-def block_paths(
-    config: FileConfig, namespace: Namespace, keys: Sequence[BlockKey]
-) -> Iterator[Path]:
-    """List the paths of blocks' files in a `FileBackend`."""
-    for key in keys:
-        yield block_path(config, namespace, key)
+@contextlib.contextmanager
+def bench_folder(name: str) -> Iterator[Path]:
+    """Make a folder, below that of `KVXFER_BENCH_DIR`, and remove it at the end."""
+    parent = Path(os.environ.get("KVXFER_BENCH_DIR", "build/bench"))
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent)).resolve()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 def block_path(config: FileConfig, namespace: Namespace, key: BlockKey) -> Path:
@@ -34,7 +39,7 @@ def make_folders(parent: Path) -> None:
 def settle() -> None:
     """Sync the data that the last contender left unwritten, and pause."""
     os.sync()
-    time.sleep(SETTLE_S)
+    time.sleep(0.5)
 
 
 def empty_files(paths: Iterable[Path]) -> None:

@@ -2,26 +2,25 @@
 
 import asyncio
 import functools
-import hashlib
 import mmap
-import os
 import random
 import shutil
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 
 import aiofiles
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.file import fio
-from benchmarks.file.disk import (
+from benchmarks.batches import describe, make_keys, make_namespace, require_done
+from benchmarks.disk import (
+    bench_folder,
     block_path,
-    block_paths,
     drop_from_cache,
     empty_files,
     make_folders,
@@ -30,10 +29,8 @@ from benchmarks.file.disk import (
 from benchmarks.report import BenchRow, compare, time_in_turn
 from kvxfer.backends.file import FileBackend, FileConfig, Integrity
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.units import ByteSize
 
-FOLDER_VARIABLE = "KVXFER_BENCH_DIR"
 NUM_BLOCKS = 1024
 NUM_BATCHES = 16
 NUM_THREADS = 16
@@ -56,29 +53,17 @@ def run(*, quick: bool) -> list[BenchRow]:
     (`build/bench` by default), past the page cache where the file system allows it. Rows against
     fio are left out, with a note, where fio is not installed.
     """
-    rounds = 2 if quick else 5
-    parent = Path(os.environ.get(FOLDER_VARIABLE, "build/bench"))
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="file-", dir=parent))
     rows: list[BenchRow] = []
-    try:
+    with bench_folder("file") as folder:
         for block_bytes in (64 * KIB, 256 * KIB, 2048 * KIB):
             num_blocks = min(NUM_BLOCKS, (256 << 20) // block_bytes) if quick else NUM_BLOCKS
-            rows += _Bench(folder, block_bytes, num_blocks).run(rounds)
-        rows += _measure_index(folder / "index", INDEX_BLOCKS // 10 if quick else INDEX_BLOCKS)
-    finally:
-        shutil.rmtree(folder)
+            rows += _Bench(folder, block_bytes, num_blocks).run(rounds=2 if quick else 5)
+        rows.append(_measure_index(folder / "index", INDEX_BLOCKS // (10 if quick else 1)))
     return rows
 
 
 class _Bench:
-    """Contenders for blocks of one size.
-
-    Args:
-        folder: Folder of the files.
-        block_bytes: Bytes of a block, contiguous and page-aligned as in a host pool.
-        num_blocks: Blocks of a round.
-    """
+    """Contenders for blocks of one size, contiguous and page-aligned as in a host pool."""
 
     def __init__(self, folder: Path, block_bytes: int, num_blocks: int) -> None:
         self._folder = folder
@@ -162,7 +147,8 @@ class _Bench:
         return asyncio.run(self._kvxfer_round(num_batches, integrity))
 
     async def _kvxfer_round(self, num_batches: int, integrity: Integrity) -> tuple[float, float]:
-        keys, namespace = self._keys(), self._namespace(integrity.value)
+        keys = make_keys(self._num_blocks)
+        namespace = make_namespace(self._block_bytes, model=f"bench-{integrity.value}")
         # A new folder, or the backend would still be indexing the files of all earlier rounds.
         config = self._config(integrity)
         per_batch = self._num_blocks // num_batches
@@ -173,20 +159,19 @@ class _Bench:
         async with FileBackend(config, namespace) as backend:
             # As in an engine that has run for a while: folders exist, threads are started.
             make_folders(Path(config.path, namespace.fingerprint))
-            warm = self._keys()[:NUM_THREADS]
+            warm = make_keys(NUM_THREADS)
             for move in (backend.store, backend.load):
                 each = (move([key], self._describe(n, n + 1)) for n, key in enumerate(warm))
                 await asyncio.gather(*each)
-            empty_files(block_paths(config, namespace, warm))
+            empty_files(block_path(config, namespace, key) for key in warm)
             settle()
             seconds = []
             for move in (backend.store, backend.load):
                 began = time.perf_counter()
                 outcomes = await asyncio.gather(*(move(*batch) for batch in batches))
                 seconds.append(time.perf_counter() - began)
-                if not all(outcome.done for batch in outcomes for outcome in batch):
-                    raise RuntimeError(f"a block was not done: {outcomes[0][0]}")
-        empty_files(block_paths(config, namespace, keys))
+                require_done([outcome for batch in outcomes for outcome in batch])
+        empty_files(block_path(config, namespace, key) for key in keys)
         return seconds[0], seconds[1]
 
     def _vllm(self, num_batches: int) -> tuple[float, float]:
@@ -194,7 +179,7 @@ class _Bench:
         from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 
         root = self._folder / f"vllm {self._block_bytes} {next(self._nth)}"  # new, as ours
-        paths = [root / key[:1].hex() / f"{key.hex()}.bin" for key in self._keys()]
+        paths = [root / key[:1].hex() / f"{key.hex()}.bin" for key in make_keys(self._num_blocks)]
         make_folders(root)
         view, per_batch = self._memory.data, self._num_blocks // num_batches
         pool = DualQueueThreadPool(NUM_THREADS, NUM_THREADS, thread_name_prefix="bench")
@@ -231,8 +216,8 @@ class _Bench:
         folder.mkdir(exist_ok=True)
         settle()
         size, total = self._block_bytes, self._total
-        stored = fio.seconds(folder, direction="write", block_bytes=size, total_bytes=total)
-        loaded = fio.seconds(folder, direction="read", block_bytes=size, total_bytes=total)
+        stored = _fio_seconds(folder, direction="write", block_bytes=size, total_bytes=total)
+        loaded = _fio_seconds(folder, direction="read", block_bytes=size, total_bytes=total)
         empty_files(folder.iterdir())
         return stored, loaded
 
@@ -243,7 +228,7 @@ class _Bench:
         """Measure the obvious code: per block a file opened, written or read, and closed."""
         folder = self._folder / "aiofiles"
         folder.mkdir(exist_ok=True)
-        paths = [folder / key.hex() for key in self._keys()]
+        paths = [folder / key.hex() for key in make_keys(self._num_blocks)]
         rows = self._memory.reshape(self._num_blocks, self._block_bytes)
 
         async def store(path: Path, row: NDArray[np.uint8]) -> None:
@@ -265,15 +250,6 @@ class _Bench:
         empty_files(paths)
         return seconds[0], seconds[1]
 
-    def _keys(self) -> list[BlockKey]:
-        nth = f"{self._block_bytes} {next(self._nth)} ".encode()
-        hashes = (hashlib.sha256(nth + b.to_bytes(4, "big")) for b in range(self._num_blocks))
-        return [make_block_key(each.digest(), 0) for each in hashes]
-
-    def _namespace(self, name: str) -> Namespace:
-        groups = (GroupIdentity(page_sizes_bytes=(self._block_bytes,)),)
-        return Namespace(model=f"bench-{name}", groups=groups)
-
     def _config(self, integrity: Integrity = Integrity.FAST) -> FileConfig:
         return FileConfig(
             path=str(self._folder / f"kvxfer {self._block_bytes} {next(self._nth)}"),
@@ -285,45 +261,63 @@ class _Bench:
         )
 
     def _describe(self, start: int, stop: int) -> Descriptors:
-        offsets = np.arange(start, stop, dtype=np.uint64) * np.uint64(self._block_bytes)
-        addresses = np.uint64(self._memory.ctypes.data) + offsets
-        sizes = np.full(stop - start, self._block_bytes)
-        return Descriptors.of_pieces(addresses, sizes, owners=(self._memory,))
+        address, places = self._memory.ctypes.data, range(start, stop)
+        return describe(address, self._block_bytes, places, owner=self._memory)
 
 
-def _measure_index(root: Path, num_blocks: int) -> list[BenchRow]:
+class _Transfers(msgspec.Struct):
+    bw_bytes: int
+
+
+class _Job(msgspec.Struct):
+    read: _Transfers
+    write: _Transfers
+
+
+class _Report(msgspec.Struct):
+    jobs: list[_Job]
+
+
+def _fio_seconds(folder: Path, *, direction: str, block_bytes: int, total_bytes: int) -> float:
+    """Time the better of one file at depth 16 and 16 jobs with a file each; io_uring, O_DIRECT.
+
+    The files of a read are written first, which does not count.
+    """
+    rates = []
+    for num_jobs, depth in ((1, 16), (16, 1)):
+        command = [
+            "fio",
+            f"--name=kvxfer-{num_jobs}",
+            f"--directory={folder}",
+            f"--rw={direction}",
+            f"--bs={block_bytes}",
+            f"--size={total_bytes // num_jobs}",
+            f"--numjobs={num_jobs}",
+            f"--iodepth={depth}",
+            "--ioengine=io_uring",
+            "--direct=1",
+            "--group_reporting",
+            "--output-format=json",
+        ]
+        printed = subprocess.run(command, check=True, capture_output=True).stdout  # noqa: S603 - of this machine
+        (job,) = msgspec.json.decode(printed[printed.index(b"{") :], type=_Report).jobs
+        rates.append((job.read if direction == "read" else job.write).bw_bytes)
+    return total_bytes / max(rates)
+
+
+def _measure_index(root: Path, num_blocks: int) -> BenchRow:
     """Measure the rebuild of a backend's index, with every inode in the page cache."""
-    namespace = Namespace(model="bench", groups=(GroupIdentity(page_sizes_bytes=(64 * KIB,)),))
+    namespace = make_namespace(64 * KIB)
     config = FileConfig(path=str(root), capacity=ByteSize(1 << 40))
     make_folders(root / namespace.fingerprint)
-    for block in range(num_blocks):
-        key = make_block_key(hashlib.sha256(block.to_bytes(4, "big")).digest(), 0)
+    for key in make_keys(num_blocks):
         block_path(config, namespace, key).touch(mode=0o600)
 
     async def rebuild() -> None:
         async with FileBackend(config, namespace):
             pass  # closing waits until the index is complete
 
-    def walk() -> int:
-        return sum(
-            entry.stat(follow_symlinks=False).st_size
-            for folder in os.scandir(root / namespace.fingerprint)
-            if folder.is_dir()
-            for entry in os.scandir(folder)
-        )
-
-    rebuilt, walked = time_in_turn((lambda: asyncio.run(rebuild()), walk), rounds=INDEX_ROUNDS)
-    case, limit_s = (
-        f"index of {num_blocks} blocks rebuilt",
-        INDEX_GOAL_S * num_blocks / INDEX_BLOCKS,
-    )
-    return [
-        compare(
-            f"{case}, against {limit_s:g} s",
-            rebuilt,
-            [limit_s] * INDEX_ROUNDS,
-            unit="s",
-            goal="<= 1.0",
-        ),
-        compare(f"{case}, against a plain walk with os.scandir", rebuilt, walked, unit="s"),
-    ]
+    (rebuilt,) = time_in_turn([lambda: asyncio.run(rebuild())], rounds=INDEX_ROUNDS)
+    limit_s = INDEX_GOAL_S * num_blocks / INDEX_BLOCKS
+    case = f"index of {num_blocks} blocks rebuilt, against {limit_s:g} s"
+    return compare(case, rebuilt, [limit_s] * INDEX_ROUNDS, unit="s", goal="<= 1.0")

@@ -1,4 +1,4 @@
-"""Shapes of engines in `make bench NAME=pd`: their caches, in given memory, and what they tell."""
+"""Shapes of engines without a model: their caches, in given memory, and what they tell."""
 
 from dataclasses import dataclass, replace
 
@@ -8,10 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
-from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
+from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.portable import CacheDescription, GroupDescription, WorkerShard, describe_caches
-from kvxfer.kvcache.spec import FullAttentionSpec
 
 NUM_KV_HEADS, HEAD_DIM = 8, 128
 """KV heads and their width in Llama-3.1-8B."""
@@ -56,29 +55,18 @@ class EngineShape:
 
 
 class WorkerCaches:
-    """Caches of one worker of an engine, in all of the given memory.
-
-    Args:
-        shape: Shape of the engine.
-        rank: Rank of the worker.
-        memory: The memory, uint8.
+    """Caches of one worker of an engine, in all of the given memory, uint8.
 
     Attributes:
-        caches: The caches.
-        description: What other engines must know of them.
-        num_blocks: Their blocks.
+        shard: Part of the model that this worker has.
+        description: What other engines must know of the caches.
     """
 
     def __init__(self, shape: EngineShape, rank: int, memory: NDArray[np.uint8]) -> None:
         self.num_blocks = memory.nbytes // shape.block_bytes
-        spec = FullAttentionSpec(
-            tokens_per_block=shape.tokens_per_block,
-            num_kv_heads=NUM_KV_HEADS // shape.tp_size,
-            head_dim=HEAD_DIM,
-            dtype=torch.bfloat16,
-        )
+        num_heads = NUM_KV_HEADS // shape.tp_size
         sizes = {"layer": shape.num_layers, "kv": 2, "block": self.num_blocks, "dim": HEAD_DIM}
-        sizes |= {"token": shape.tokens_per_block, "head": spec.num_kv_heads}
+        sizes |= {"token": shape.tokens_per_block, "head": num_heads}
         axes = shape.order.split()
         used = torch.from_numpy(memory[: self.num_blocks * shape.block_bytes])
         whole = used.view(torch.bfloat16).view([sizes[axis] for axis in axes])
@@ -86,13 +74,18 @@ class WorkerCaches:
         layout = " ".join(axis for axis in axes if axis != "layer")
         self.caches: CanonicalKVCaches = canonicalize(
             dict(zip(names, whole.unbind(axes.index("layer")), strict=True)),
-            KVCacheConfig(
-                num_blocks=self.num_blocks, groups=(KVCacheGroup(layer_names=names, spec=spec),)
+            KVCacheConfig.uniform(
+                self.num_blocks,
+                names,
+                tokens_per_block=shape.tokens_per_block,
+                num_kv_heads=num_heads,
+                head_dim=HEAD_DIM,
+                dtype=torch.bfloat16,
             ),
             layouts=dict.fromkeys(names, layout),
         )
-        shard = WorkerShard(num_kv_heads=NUM_KV_HEADS, rank=rank, tp_size=shape.tp_size)
-        described = describe_caches(self.caches, shard)
+        self.shard = WorkerShard(num_kv_heads=NUM_KV_HEADS, rank=rank, tp_size=shape.tp_size)
+        described = describe_caches(self.caches, self.shard)
         self.description = _pack_keys(described) if shape.packs_keys else described
 
 
