@@ -86,17 +86,13 @@ class Client:
     within the deadlines of the handshake.
 
     Args:
-        node: Node of this process.
-        endpoint: Endpoint of the holder.
         staging: Registered memory for blocks whose own memory is not registered.
         quarantine: Quarantine of memory that a read may still change after its deadline.
         generations: Registered memory for generations of blocks, with which blocks are fenced
             where the holder keeps generations; None to verify every block by its checksum.
 
     Attributes:
-        endpoint: As given.
         is_own: Whether this process itself listens at the endpoint.
-        statistics: Statistics so far.
     """
 
     def __init__(
@@ -598,10 +594,7 @@ class Client:
     def hold_staging(
         self, sizes: Sequence[int], starts: Sequence[int]
     ) -> AbstractAsyncContextManager[StagedBlocks]:
-        """Hold staging memory for blocks of this peer: never all, or one that stalls stops others.
-
-        Args and raises: as `StagingMemory.hold`.
-        """
+        """See `StagingMemory.hold`: never all for this peer, or one that stalls stops others."""
         return self._staging.hold(sizes, starts, share=self._share)
 
     def _hold(self, blocks: Descriptors) -> AbstractAsyncContextManager[StagedBlocks]:

@@ -45,12 +45,7 @@ _ANSWER: msgspec.msgpack.Decoder[wire.Answer] = msgspec.msgpack.Decoder(wire.Ans
 
 @dataclass(slots=True)
 class AskedTicket:
-    """Ticket that a holder was asked to hold.
-
-    Attributes:
-        keys: Blocks that it was asked for with the ticket.
-        number: Number of the latest request.
-    """
+    """Ticket that a holder was asked to hold: with which blocks, and by which request last."""
 
     keys: set[BlockKey] = field(default_factory=set)
     number: int = 0
@@ -61,19 +56,10 @@ class OwnEndpointError(PeerError):
 
 
 class Connection:
-    """Control connection to one incarnation of a holder.
-
-    Args:
-        node: Node of this process.
-        endpoint: Endpoint of the holder.
-        channel: The connection, after the handshake.
-        greeting: Result of the handshake.
-        memory: Its memory.
+    """Control connection to one incarnation of a holder, after the handshake.
 
     Attributes:
-        endpoint: As given.
-        memory: As given.
-        places: Places of blocks in it that the holder told.
+        places: Places of blocks in the holder's memory that it told.
         version: Version of the protocol that both speak.
         tickets: Tickets that the holder may hold for this connection.
         description: What a reader must know of the holder's blocks; None until it was asked.
@@ -197,10 +183,6 @@ class Connection:
 
     async def request(self, make: MakeRequest, answer_type: type[AnswerT]) -> AnswerT:
         """Send a request, and wait for the answer.
-
-        Args:
-            make: Makes the request.
-            answer_type: Type that the answer must have.
 
         Raises:
             PeerError: The connection ended before.

@@ -31,7 +31,7 @@ from kvxfer.endpoint import Endpoint, split_url
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.extras import installed_version, require_extra
 from kvxfer.named_files import read_named_file
-from kvxfer.runtime import DaemonThreads, LoopThread, Pause, end_tasks, fetch_error, uniform
+from kvxfer.runtime import LoopThread, Pause, begin_aside, end_tasks, fetch_error, uniform
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.integrity import read_secret
 from kvxfer.text import printable
@@ -61,7 +61,6 @@ MAX_WARNED = 64
 _MAX_CHARACTERS = 300
 _MAX_SHOWN = 8
 
-SCHEME = "etcd"
 USER_VARIABLE = "ETCDCTL_USER"
 PASSWORD_VARIABLE = "ETCDCTL_PASSWORD"  # noqa: S105 - the name of it
 TLS_VARIABLES = {"ca": "ETCDCTL_CACERT", "cert": "ETCDCTL_CERT", "key": "ETCDCTL_KEY"}
@@ -70,7 +69,6 @@ TLS_VARIABLES = {"ca": "ETCDCTL_CACERT", "cert": "ETCDCTL_CERT", "key": "ETCDCTL
 _FORM = "a URL such as etcd://10.0.0.5:2379/kvxfer, without credentials"
 _PREFIX = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
-EXTRA = "etcd"
 CLOSE_TIMEOUT_S = 1.0
 """Time that closing a connection may take; it ends all the same."""
 
@@ -146,11 +144,7 @@ _DECODER = msgspec.json.Decoder(Announcement)
 
 
 def decode_announcement(name: bytes, data: bytes) -> tuple[Endpoint, Announcement]:
-    """Read what may be an announcement; anybody may have written it.
-
-    Args:
-        name: Name of the entry, the address at which the holder is reached.
-        data: The announcement.
+    """Read an entry, and the address that is its name; anybody may have written it.
 
     Raises:
         InvalidArgumentError: It is none; the error says why, in printable characters.
@@ -328,7 +322,7 @@ class EtcdConfig:
             parts = split_url(url)
         except ValueError:
             raise InvalidArgumentError("discover", _hidden(url), _FORM) from None
-        strange = parts.query or parts.fragment or "@" in url or parts.scheme != SCHEME
+        strange = parts.query or parts.fragment or "@" in url or parts.scheme != "etcd"
         if strange or not _PREFIX.fullmatch(parts.path.rstrip("/")):
             raise InvalidArgumentError("discover", _hidden(url), _FORM)
         endpoints = tuple(Endpoint.parse("discover", each) for each in parts.netloc.split(","))
@@ -344,7 +338,7 @@ class EtcdConfig:
 
     def __str__(self) -> str:
         """Write it as a URL."""
-        return f"{SCHEME}://{','.join(map(str, self.endpoints))}{self.prefix.rstrip('/')}"
+        return f"etcd://{','.join(map(str, self.endpoints))}{self.prefix.rstrip('/')}"
 
     def read_credentials(self) -> Credentials:
         """Read the credentials; blocks.
@@ -434,11 +428,6 @@ class EtcdSession:
     - ignores that etcd cancels a watch, as for want of a permission, and waits on;
     - cannot ask whether a watch is still alive, and does not tell as of which revision a list is;
     - takes the answer that a lease is gone for its renewal.
-
-    Args:
-        rpc: Messages and stubs of aetcd.
-        channel: Channel to the member.
-        timeout_s: Time for each call.
     """
 
     def __init__(self, rpc: "ModuleType", channel: Any, timeout_s: float) -> None:
@@ -580,24 +569,19 @@ async def open_session(
 ) -> AsyncIterator[EtcdSession]:
     """Connect to a member, and prove who this process is.
 
-    Args:
-        config: Configuration, with the credentials.
-        endpoint: The member.
-        timeout_s: Time for each call, and for reading the credentials.
+    The time is that for each call, and for reading the credentials.
 
     Raises:
         EtcdError: It cannot be reached, refuses, does not answer in time, or the credentials cannot
             be read any more.
     """
     rpc = import_aetcd()
-    files = DaemonThreads("kvxfer-etcd-files", 1)
+    reading = begin_aside("kvxfer-etcd-files", config.read_credentials)
     try:
         async with asyncio.timeout(timeout_s):
-            credentials = await asyncio.wrap_future(files.submit(config.read_credentials))
+            credentials = await asyncio.wrap_future(reading)
     except (InvalidArgumentError, TimeoutError) as exc:
         raise EtcdError(f"cannot read the credentials: {exc}") from exc
-    finally:
-        files.shutdown()
     channel = _open_channel(endpoint, credentials)
     try:
         session = EtcdSession(rpc, channel, timeout_s)
@@ -616,7 +600,7 @@ def import_aetcd() -> "ModuleType":
     Raises:
         MissingExtraError: aetcd is not installed.
     """
-    require_extra(EXTRA, "aetcd", "grpc", "google.protobuf", what="discover=etcd://")
+    require_extra("etcd", "aetcd", "grpc", "google.protobuf", what="discover=etcd://")
     from aetcd import rpc
 
     module: ModuleType = rpc
@@ -729,11 +713,7 @@ class Discovery(ABC):
 
 
 async def look_once(config: EtcdConfig, timeout_s: float) -> Mapping[bytes, bytes]:
-    """List what is announced, by name, for those who look only once.
-
-    Args:
-        config: Where etcd is.
-        timeout_s: Time for each step.
+    """List what is announced, by name, for those who look only once; the time is for each step.
 
     Raises:
         InvalidArgumentError: The credentials cannot be read.
@@ -800,14 +780,14 @@ class EtcdDiscovery(Discovery):
 
     async def follow(self) -> None:
         """See `Discovery.follow`."""
-        if self._is_closed or self._follower.is_tried:
+        if self._is_closed or self._follower.tried.is_set():
             return
         now = runtime.monotonic()
         if self._waits_until is None:
             self._waits_until = now + FIRST_LIST_S
             self._follower.start()
         if now < self._waits_until:  # later calls wait no longer, whatever hangs
-            await run_there(self._follower.wait_until_tried, self._waits_until - now)
+            await run_there(self._follower.tried.wait, self._waits_until - now)
 
     async def announce(self, at: Endpoint, describe: Callable[[], Announcement]) -> None:
         """See `Discovery.announce`."""
@@ -844,6 +824,7 @@ class _EtcdTask(ABC):
 
     Attributes:
         is_begun: Whether it was started.
+        tried: Set once etcd has answered, or failed to.
     """
 
     def __init__(self, config: EtcdConfig, lease_s: int) -> None:
@@ -852,7 +833,7 @@ class _EtcdTask(ABC):
         self._lease_s = lease_s
         self._timeout_s = lease_s / 3
         self._task: asyncio.Task[None] | None = None
-        self._tried = asyncio.Event()
+        self.tried = asyncio.Event()
         self._failures: set[str] = set()
         self._pause = Pause(FIRST_RETRY_S, lease_s, uniform=uniform)
 
@@ -861,11 +842,6 @@ class _EtcdTask(ABC):
         """Whether the last call was not answered, or there was none yet."""
         return self.is_begun and not (self._is_working or self._is_ended)
 
-    @property
-    def is_tried(self) -> bool:
-        """Whether etcd has answered, or failed to."""
-        return self._tried.is_set()
-
     def start(self) -> None:
         """Start, once, from any thread."""
         self.is_begun = True
@@ -873,9 +849,6 @@ class _EtcdTask(ABC):
 
     def _start(self) -> None:
         self._task = asyncio.create_task(self._run())
-
-    async def wait_until_tried(self) -> None:
-        await self._tried.wait()
 
     async def end(self) -> None:
         """End the task; whatever hangs in gRPC is left behind."""
@@ -901,7 +874,7 @@ class _EtcdTask(ABC):
             self._failures.clear()
         self._is_working = True
         self._pause.reset()
-        self._tried.set()
+        self.tried.set()
 
     async def _run(self) -> None:
         for endpoint in itertools.cycle(self._config.endpoints):
@@ -924,7 +897,7 @@ class _EtcdTask(ABC):
                 "discovery by etcd at %s failed: %s; %s", endpoint, reason, self._meanwhile()
             )
         self._is_working = False
-        self._tried.set()
+        self.tried.set()
 
 
 class _Follower(_EtcdTask):

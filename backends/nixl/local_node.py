@@ -53,10 +53,6 @@ async def why_not_straight(
     machine no block came through. So only settings choose that.
 
     Blocks the event loop for up to a second, or for as long as registering takes.
-
-    Args:
-        memory: Memory of this process.
-        make_agent: Opens a NIXL agent.
     """
     if not has_active_port():
         return "no network card here does RDMA; transport=nixl with integrity=fenced tries CUDA IPC"
@@ -80,9 +76,6 @@ class LocalNode:
         make_agent: Opens a NIXL agent; it may block.
 
     Attributes:
-        config: As given.
-        secret: Secret of all peers, None without one.
-        tls: TLS contexts for the next connection.
         namespace: As given; a holder that accepts any sets it to the first peer's.
         memory: Memory that peers may read.
         sockets: Agent for peers that NIXL does not reach.

@@ -78,9 +78,6 @@ class Places:
     A found block is not pinned, so the bytes read at its place must have its checksum, or its
     generation must still be the same. Each place is used once: a loaded block is rarely loaded
     again soon.
-
-    Args:
-        remote: The peer's registered memory.
     """
 
     def __init__(self, remote: Regions) -> None:
@@ -129,12 +126,7 @@ class Places:
     ) -> tuple[Descriptors, Proofs] | None:
         """Take the places and proofs of blocks, and forget them.
 
-        Args:
-            keys: Keys of the blocks.
-            blocks: Memory to load them into, which says which bytes of them are wanted.
-
-        Returns:
-            None unless all places are known, and the blocks are wanted as they were stored.
+        None unless all places are known, and the blocks are wanted as they were stored.
         """
         taken = [place for key in keys if (place := self._rows.pop(key, None))]
         if len(taken) < len(keys):

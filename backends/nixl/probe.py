@@ -55,11 +55,6 @@ async def probe_peer(
     Nothing is stored, and no namespace settled: a holder without one is asked for its proof of the
     secret only, and logs that it refused a peer.
 
-    Args:
-        config: How engines reach it.
-        endpoint: One of its addresses.
-        make_agent: Opens the NIXL agent of this process.
-
     Raises:
         PeerError: It cannot be reached, is no holder, or refuses this process.
         InvalidArgumentError: The configuration cannot be used.

@@ -45,13 +45,7 @@ class BlockHasher:
     """Hasher of blocks: of those to send on a thread of its own, of those that land where they do.
 
     One thread hashes faster than blocks are moved; two would compete for memory bandwidth with each
-    other and with the transfers.
-
-    Args:
-        hash_run: See `NixlConfig`.
-
-    Attributes:
-        hash_run: As given.
+    other and with the transfers. For `hash_run` see `NixlConfig`.
     """
 
     def __init__(self, hash_run: int) -> None:
@@ -149,15 +143,7 @@ def generations_memory(drain: Drain) -> StagingMemory:
 
 
 class RemoteMemory:
-    """Registered memory of one peer.
-
-    Args:
-        agent: Agent that reads it.
-        peer: Name of the peer at the agent.
-        carrier: Carrier of the bytes.
-        regions: The memory.
-        hasher: Hasher of what has landed.
-    """
+    """Registered memory of one peer, which has the name `peer` at the agent that reads it."""
 
     def __init__(
         self,
@@ -183,14 +169,8 @@ class RemoteMemory:
         interpreter lock, and so it holds up the thread that reads for longer than the hashing
         takes.
 
-        Args:
-            theirs: Blocks in the peer's memory.
-            ours: Memory to copy them to.
-            late: Called with a read that goes on `GRACE_S` after this call was cancelled, and with
-                the memory that it may still change; None to wait for its end instead.
-
-        Returns:
-            XXH3-64 of each block.
+        A read that goes on `GRACE_S` after this call was cancelled is given to `late`, with the
+        memory that it may still change; without `late`, its end is waited for.
 
         Raises:
             TransferFailedError: Some bytes may have been copied; our memory is no longer touched.
@@ -217,17 +197,10 @@ class RemoteMemory:
     ) -> list[int]:
         """Copy blocks of the peer's memory to ours, then their generations, and compare these.
 
-        Args:
-            theirs: Blocks in the peer's memory.
-            ours: Memory to copy them to.
-            fences: Their generations when they were found.
-            staging: Registered memory for the present generations; see `generations_memory`.
-            late: As for `read`.
-
         Returns:
             Positions of the blocks that nobody has overwritten since they were found.
 
-        Raises: as `read`.
+        Raises: as `read`; for `staging` see `generations_memory`.
         """
         num_words = len(fences.addresses)
         lengths = np.full(num_words, GENERATION_BYTES, np.uint64)
@@ -242,10 +215,7 @@ class RemoteMemory:
         return intact
 
     async def copy(self, theirs: Descriptors, ours: Descriptors) -> None:
-        """Copy blocks of the peer's memory to ours, which proves nothing of their bytes.
-
-        Args and raises: as for `read`.
-        """
+        """Copy blocks as `read` does, which proves nothing of their bytes."""
         flight = self.agent.begin(self.peer, [_pair(ours, theirs)], _ignore)
         await _end(flight, ours, late=None)
 

@@ -65,13 +65,9 @@ class RefusalLog:
         self._num_left_out = 0
 
     def note(self, level: int, text: str, peer: str, reason: object) -> None:
-        """Write a line, unless there was one like it within the last second.
+        """Write a line, unless there was one of its text and address within the last second.
 
-        Args:
-            level: Level of the line.
-            text: The line, with `%s` for the reason; lines of one text are of one kind.
-            peer: Address and port of the other side.
-            reason: Reason; text of strangers in it is made printable and short.
+        Text of strangers in the reason is made printable and short.
         """
         now = runtime.monotonic()
         at = text, peer.rpartition(":")[0]
@@ -93,13 +89,11 @@ class Server:
     """Server of a holder's blocks.
 
     Args:
-        node: Node of this process.
         open_store: Gets the store of a peer's namespace, or refuses others; opens it and adds its
             memory to the node, if need be.
-        endpoint: Endpoint to listen at.
 
     Attributes:
-        endpoint: As given; port 0 becomes the real port once it listens.
+        endpoint: Endpoint to listen at; port 0 becomes the real port once it listens.
         data_port: Port for data connections; likewise.
     """
 

@@ -47,12 +47,7 @@ _NOTHING = wire.Extents(regions=b"", offsets=b"", lengths=b"", block_offsets=byt
 
 @dataclass(frozen=True, slots=True)
 class BlockStore:
-    """Store of a holder's blocks; each part is closed by its maker.
-
-    Attributes:
-        backend: Asked for lookups and deletions.
-        lender: Lender of the blocks, in place.
-    """
+    """Backend of a holder's blocks, and their lender; each is closed by its maker."""
 
     backend: Backend | CacheLender
     lender: Lender
@@ -78,12 +73,6 @@ class ClientSession:
 
     When its connection ends, or it was silent for `lease_s`, its pins are released, its requests
     ended, and its tickets no longer held.
-
-    Args:
-        node: Node of this process.
-        channel: The connection, after the handshake.
-        greeting: Result of the handshake.
-        store: Store of the blocks.
 
     Attributes:
         session: Session that its data connections belong to.

@@ -85,12 +85,6 @@ class Attachment:
     Every call has a deadline. After an error the attachment is of no use: its memory stays mapped
     until `close`, for those that read it, and nobody else writes what they have pinned.
 
-    Args:
-        path: Socket of the holder.
-        namespace: Namespace of the blocks.
-        timeout_s: Time for each answer.
-        open_copy_engine: Opens the engine that copies to and from the pool.
-
     Attributes:
         pool: The pool, mapped by this process.
         error: Why the attachment is of no use; empty while it is.

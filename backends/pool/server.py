@@ -104,11 +104,7 @@ class PoolSession:
 
     When the engine ends the connection, its pins are released at once: it is dead, or reads no
     more. Slots that it was writing are free when it said so, or its process has ended: a copy that
-    a GPU has begun outlives the connection.
-
-    Args:
-        connection: The connection, non-blocking; closed by its maker.
-        tiers: Tiers of the blocks, opened; engines have the memory of the first one mapped.
+    a GPU has begun outlives the connection, which its maker closes.
     """
 
     _numbers = itertools.count(1)
@@ -145,9 +141,7 @@ class PoolSession:
     async def serve(self, welcome: Message, memory: int) -> None:
         """Answer until the engine ends the connection, and release what it had.
 
-        Args:
-            welcome: The first answer.
-            memory: Descriptor of the pool's memory, which goes with it.
+        The descriptor of the pool's memory goes with the first answer.
         """
         said_bye, loop = False, asyncio.get_running_loop()
         if self._process >= 0:  # a child that it forked would keep its end open

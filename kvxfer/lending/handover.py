@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -66,9 +66,7 @@ class Handover:
     Args:
         config: How engines reach each other; with `listen`, blocks are lent.
         namespace: Namespace of the blocks, without groups; engines of another one are refused.
-        description: Description of our caches.
         caches: Our caches; None for a process that only asks, such as a scheduler.
-        make_agent: Opens a NIXL agent.
 
     Attributes:
         reader: Reader of the blocks of other engines.
@@ -184,11 +182,8 @@ class Handover:
     ) -> None:
         """Lend blocks, which must not change until `take_ended` returns the ticket.
 
-        Args:
-            ticket: The ticket; with `is_complete=False` more may be offered under it.
-            keys: Keys of the blocks, by the tokens of the prompt.
-            block_ids: Block of each key.
-            is_complete: Whether these are the last ones, so that the lease begins to run.
+        The keys are by the tokens of the prompt. With the last blocks of a ticket it is complete,
+        and its lease begins to run; until then more may be offered under it.
 
         Raises:
             InvalidArgumentError: The ticket cannot be one. Whatever else is wrong is logged, and
@@ -263,15 +258,6 @@ class Handover:
             self._loop.run_blocking(self._guard.aclose(self._shut_down))
         self._loop.stop()
 
-    def __enter__(self) -> Self:
-        """Start; closed when the context ends."""
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close; see `close`."""
-        self.close()
-
     def _offer(
         self, ticket: str, keys: list[BlockKey], block_ids: list[int], *, is_complete: bool
     ) -> None:
@@ -326,11 +312,7 @@ class Handover:
 def _choose_way(
     config: NixlConfig, memory: Sequence[MemoryRegion], make_agent: Callable[[], TransferAgent]
 ) -> tuple[NixlConfig, str, bool]:
-    """Choose how blocks of a GPU move, as far as the settings leave it open.
-
-    Returns:
-        The settings with the choice, the sentence on it, and whether blocks go straight.
-    """
+    """Choose how blocks of a GPU move where the settings leave it open, and whether straight."""
     where = f"blocks on {', '.join(sorted({str(region.device) for region in memory}))}"
     hashed = config.integrity == "full"
     if config.transport == "nixl" and config.is_fenced:

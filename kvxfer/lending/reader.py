@@ -245,14 +245,8 @@ class Found:
     ) -> Wanted:
         """Name the blocks of the other engine that have the pages of our blocks.
 
-        Args:
-            prompt: Keys of the prompt.
-            first_token: First token that is wanted.
-            num_tokens: Tokens of the prompt up to the last one that is wanted.
-            block_ids: Our blocks of each group, from the beginning of the prompt; the null block
-                for those that are not wanted. Of a state the one that is to have it after
-                `num_tokens`.
-            null_block_id: Id of our null block; None where there is none.
+        See `Wanted`; of a state the one of our blocks is wanted that is to have it after
+        `num_tokens`. Without a null block its id is None.
         """
         firsts, keys, kept = [], [], []
         for group, (theirs, ours, is_state) in enumerate(
@@ -320,11 +314,7 @@ class _Part:
     """Blocks of one group at one of the other engine's workers that are to be read.
 
     Attributes:
-        rank: The worker.
-        group: The group.
         indices: Index of each block in the prompt, in blocks of the other engine.
-        keys: Their keys.
-        outcomes: What has become of each.
         names: The keys by the tokens of the prompt alone.
     """
 
@@ -356,11 +346,9 @@ class Reader:
 
     Args:
         exchange: Exchange by which they are asked, and that our caches were attached to.
-        description: Description of our caches.
         caches: Our caches; None for a process that only asks.
         in_place: Whether blocks can be read to their places; else all of them are copied there.
-        copy_engine: Copies from staging memory into the caches.
-        threads: Threads that it copies on.
+        copy_engine: Copies from staging memory into the caches, on the threads.
         timeout_s: Time that a question may take, and a fetch.
 
     Raises:
@@ -487,13 +475,8 @@ class Reader:
         """Read pages of another engine into our blocks.
 
         Those of a GPU are written once it has done what the current stream of the thread that makes
-        this call had been given before.
-
-        Args:
-            endpoint: As for `ask`.
-            wanted: What is read, and where it goes.
-            waits_for: Ticket under which pages that are missing are still being computed; it is
-                kept until this ends.
+        this call had been given before. The ticket under which missing pages are still being
+        computed, `waits_for`, is kept until this ends.
 
         Returns:
             What arrived, at the latest after the time-out of the configuration and the time that

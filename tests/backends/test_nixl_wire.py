@@ -302,13 +302,13 @@ async def test_a_peer_that_reads_nothing_is_given_up() -> None:
 
 @pytest.mark.parametrize(
     "limit",
-    [frames.RateLimit(frames_per_second=20), frames.RateLimit(bytes_per_second=20 * 1000)],
+    [{"frames_per_second": 20}, {"bytes_per_second": 20 * 1000}],
     ids=["frames", "bytes"],
 )
 def test_a_second_worth_may_come_at_once_and_silence_saves_no_more(
-    limit: frames.RateLimit, clock: Clock
+    limit: dict[str, float], clock: Clock
 ) -> None:
-    pace = frames._Pace(limit)
+    pace = frames._Pace(**limit)
     for _ in range(2):
         for _ in range(20):
             assert pace.ahead_s() <= 1e-9

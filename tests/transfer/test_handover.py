@@ -520,7 +520,8 @@ class StateEngine:
         description = describe_caches(caches, WorkerShard(num_kv_heads=2, tp_size=tp_size))
         self.size = tokens_per_block
         self.handover = Handover(config, Namespace(model="m"), description, caches)
-        stack.enter_context(self.handover)
+        stack.callback(self.handover.close)
+        self.handover.start()
 
     def lend(self, num_tokens: int) -> None:
         prompt = PromptKeys(STATE_TOKENS)

@@ -279,7 +279,6 @@ class _NixlRemote:
     """Peer that NIXL knows.
 
     Attributes:
-        metadata: Its metadata.
         added: Ends with its name once its beacon was read.
         num_users: Calls of `add_peer` that were not undone.
         removed: Set while it is removed: ends once NIXL has forgotten it.

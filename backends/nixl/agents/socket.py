@@ -31,12 +31,7 @@ Connect = Callable[[], Awaitable[DataConnection]]
 
 
 class Line:
-    """Data connection with its thread.
-
-    Attributes:
-        connection: The connection.
-        ended: Set when it was closed.
-    """
+    """Data connection with its thread; `ended` is set when it was closed."""
 
     def __init__(self, connection: DataConnection) -> None:
         self.connection = connection
@@ -59,7 +54,6 @@ class Remote:
     """Peer whose memory is read, with the connections to it.
 
     Attributes:
-        regions: Its memory.
         connect: Opens another connection; None where the peer opens them.
         num_users: Calls of `add_peer` that were not undone.
     """
@@ -352,12 +346,7 @@ class SocketAgent(TransferAgent):
 
 
 class _Batch:
-    """Pieces of runs that several threads read.
-
-    Args:
-        runs: Pieces of each run.
-        landed: Called with the index of each run that has arrived.
-    """
+    """Pieces of runs that several threads read; `landed` is told which runs have arrived."""
 
     def __init__(self, runs: list[list[Fragments]], landed: Callable[[int], None]) -> None:
         self._runs = enumerate(runs)

@@ -47,10 +47,6 @@ class DataConnection:
 
     It is opened on the event loop, where no silent peer occupies a thread. Then `begin` makes it
     blocking, and `read` or `serve` are called on one thread. After a `PeerError` it must be closed.
-
-    Args:
-        connection: Connected socket, plain or TLS.
-        peer: Name of the other side, for errors.
     """
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
@@ -70,12 +66,7 @@ class DataConnection:
     async def connect(
         cls, endpoint: Endpoint, host: str, tls: ssl.SSLContext | None
     ) -> "DataConnection":
-        """Connect to a holder's port for data.
-
-        Args:
-            endpoint: Address of the port.
-            host: Name of the holder, which its certificate must have.
-            tls: TLS context, None without TLS.
+        """Connect to a holder's port for data; with TLS, its certificate must have its name.
 
         Raises:
             PeerClosedError: It cannot be reached, or the TLS handshake fails.
@@ -149,20 +140,13 @@ class DataConnection:
     def begin(self, timeout_s: float) -> None:
         """Make the connection blocking, for `read` and `serve`.
 
-        Args:
-            timeout_s: Seconds that the other side may take for a message, or for the bytes of one
-                `read`.
+        The other side may take the time for a message, or for the bytes of one `read`.
         """
         self._timeout_s = timeout_s
         self._socket.settimeout(timeout_s)
 
     def read(self, local: Addresses, remote: Addresses, lengths: Addresses) -> None:
         """Read fragments of the other side's memory; blocks.
-
-        Args:
-            local: Addresses to read to, uint64.
-            remote: Addresses at the other side.
-            lengths: Bytes of each fragment.
 
         Raises:
             TransferFailedError: The other side refuses; the connection can be used again.
@@ -178,10 +162,7 @@ class DataConnection:
             self._move(view_memory(local, lengths), stop, send=False)
 
     def serve(self, regions: Callable[[], Regions]) -> None:
-        """Send what the other side reads, until the connection ends; blocks.
-
-        Args:
-            regions: Returns the memory that may be read now.
+        """Send what the other side reads of the present regions, until the connection ends; blocks.
 
         Raises:
             PeerError: The connection ended.

@@ -77,9 +77,6 @@ class FrameCodec:
 
     To receive, read `HEADER_BYTES`, ask `body_size` how many bytes follow, read exactly those, and
     pass them to `open`. After an error the connection must be closed.
-
-    Args:
-        peer: Name of the other side, for errors.
     """
 
     def __init__(self, peer: str) -> None:
@@ -93,8 +90,7 @@ class FrameCodec:
     def secure(self, keys: FrameKeys) -> None:
         """Seal every frame from here on, in both directions, and permit larger ones.
 
-        Args:
-            keys: Keys that were never used before.
+        The keys were never used before.
         """
         assert self._seals is None, "a connection is secured once"
         self._seals = hmac.new(keys.sending, b"", "sha256"), hmac.new(keys.receiving, b"", "sha256")
@@ -149,11 +145,7 @@ class FrameCodec:
         return payload
 
     def decode(self, payload: memoryview, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
-        """Decode the message of a payload.
-
-        Args:
-            payload: Payload from `open`.
-            legal: Decoder of the messages that are legal now.
+        """Decode the message of a payload by the decoder of those that are legal now.
 
         Raises:
             ProtocolError: The message is not legal.
@@ -173,19 +165,6 @@ def _seal(keyed: hmac.HMAC, number: int, payload: memoryview) -> bytes:
     return seal.digest()[:SEAL_BYTES]
 
 
-@dataclass(frozen=True, slots=True)
-class RateLimit:
-    """Limit on the frames and bytes of a peer; a faster one is read more slowly, and has to wait.
-
-    Attributes:
-        frames_per_second: Frames on average; as many may arrive at once.
-        bytes_per_second: Bytes on average; as many may arrive at once.
-    """
-
-    frames_per_second: float = 20_000
-    bytes_per_second: float = 256 << 20
-
-
 class FrameChannel:
     """Channel that sends and receives messages over a pair of streams, which it owns.
 
@@ -193,14 +172,8 @@ class FrameChannel:
     a `PeerError` the connection is cut, and every later call raises the same error.
 
     Args:
-        reader: Open stream.
-        writer: Other half of the stream.
         frame_timeout_s: Time from the header of a frame to its last byte, and time for which the
             other side may leave a sent frame unread.
-
-    Attributes:
-        local: Endpoint of this side.
-        peer: Endpoint of the other side.
     """
 
     def __init__(
@@ -216,7 +189,7 @@ class FrameChannel:
         self._reader = reader
         self._writer = writer
         self._codec = FrameCodec(str(self.peer))
-        self._pace = _Pace(RateLimit())
+        self._pace = _Pace()
         self._frame_timeout_s = frame_timeout_s
         self._taking_a_frame = _CutOnError(self, "taking a frame", frame_timeout_s)
         self._reading_a_frame = _CutOnError(self, "the rest of a frame", frame_timeout_s)
@@ -231,12 +204,6 @@ class FrameChannel:
         cls, plain: socket.socket, peer: str, tls: ssl.SSLContext | None, timeout_s: float
     ) -> Self:
         """Open a channel on an accepted socket, which it owns, as server.
-
-        Args:
-            plain: The socket.
-            peer: Name of the other side, for errors.
-            tls: TLS context, None without TLS.
-            timeout_s: Seconds that the TLS handshake may take.
 
         Raises:
             PeerClosedError: The connection is gone; the socket is closed.
@@ -311,10 +278,7 @@ class FrameChannel:
             self._writer.write(frame)
 
     async def receive(self, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
-        """Wait for the next message.
-
-        Args:
-            legal: Decoder of the messages that are legal now.
+        """Wait for the next message, one of those that are legal now.
 
         Raises:
             ProtocolError: The frame is cut short or changed, or the message is not legal.
@@ -356,8 +320,7 @@ class FrameChannel:
     def cut(self, error: KVXferError) -> None:
         """End the connection at once, and drop what was not sent yet.
 
-        Args:
-            error: Reason, which later calls raise. The first reason counts.
+        Later calls raise the error; the first one counts.
         """
         self._error = self._error or error
         self._abort()
@@ -416,11 +379,6 @@ class _CutOnError:
     """Context that translates errors of the streams, and ends the connection on them.
 
     Entered for every message, so it is a class: generators cost several calls more.
-
-    Args:
-        channel: Channel whose connection it ends.
-        what: Name of the step, for the error of a timeout.
-        timeout_s: Time that the step may take, for the error.
     """
 
     def __init__(self, channel: FrameChannel, what: str, timeout_s: float) -> None:
@@ -454,17 +412,25 @@ class _CutOnError:
 
 
 class _Pace:
-    """Two token buckets, of one second each: for frames and for bytes."""
+    """Two token buckets, of one second each: a peer that sends faster has to wait.
 
-    def __init__(self, limit: RateLimit) -> None:
-        self._limit = limit
+    Args:
+        frames_per_second: Frames on average; as many may arrive at once.
+        bytes_per_second: Bytes, likewise.
+    """
+
+    def __init__(
+        self, *, frames_per_second: float = 20_000, bytes_per_second: float = 256 << 20
+    ) -> None:
+        self._frames_per_second = frames_per_second
+        self._bytes_per_second = bytes_per_second
         self._frames_until = self._bytes_until = runtime.monotonic()
 
     def count(self, num_bytes: int) -> None:
         """Charge one frame."""
         now = runtime.monotonic()
-        self._frames_until = max(self._frames_until, now) + 1 / self._limit.frames_per_second
-        spent_s = num_bytes / self._limit.bytes_per_second
+        self._frames_until = max(self._frames_until, now) + 1 / self._frames_per_second
+        spent_s = num_bytes / self._bytes_per_second
         self._bytes_until = max(self._bytes_until, now) + spent_s
 
     def ahead_s(self) -> float:

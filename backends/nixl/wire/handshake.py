@@ -66,11 +66,7 @@ class Role(enum.Enum):
 
 
 def mac(key: bytes, purpose: str, *parts: bytes) -> bytes:
-    """Compute the HMAC-SHA256 over a purpose and parts, with the length of each.
-
-    Returns:
-        32 bytes.
-    """
+    """Compute the HMAC-SHA256, 32 bytes, over a purpose and parts, with the length of each."""
     sized = (len(part).to_bytes(8, "big") + part for part in (purpose.encode(), *parts))
     return hmac.digest(key, b"".join(sized), "sha256")
 
@@ -115,10 +111,6 @@ class Session:
 
     def admit(self, attach: Attach, peer: str) -> None:
         """Check the first message of a data connection to the holder.
-
-        Args:
-            attach: The message; its `session` was used to find this object.
-            peer: Address of the sender, for the error.
 
         Raises:
             HandshakeError: The message was made without the key of this session, or was used
@@ -217,10 +209,7 @@ async def ask_hello(
 ) -> Hello:
     """Ask a holder for its greeting, which it gives before any proof; then end the connection.
 
-    Args:
-        channel: Fresh connection.
-        ours: Greeting of this side; with a namespace, one that differs is refused.
-        timeout_s: Time for the answer.
+    Where ours has a namespace, one that differs is refused.
 
     Raises: as `greet_as_client`.
     """
@@ -240,17 +229,10 @@ async def greet_as_server(
     reach: Callable[[Hello], Awaitable[Reach]],
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Greeting:
-    """Shake hands, as the side that a peer connected to.
+    """Shake hands as `greet_as_client`, as the side that a peer connected to.
 
-    Args:
-        channel: Fresh connection.
-        ours: Greeting of this side; without a namespace, any is served.
-        secret: Secret that both sides know; None without one.
-        reach: As in `greet_as_client`. It may raise `NamespaceMismatchError`, e.g. when another
-            peer has settled the namespace meanwhile; the other side is told.
-        timeout_s: Time for the whole handshake.
-
-    Raises: as `greet_as_client`.
+    Without a namespace in our greeting, any is served. `reach` may raise `NamespaceMismatchError`,
+    e.g. when another peer has settled the namespace meanwhile; the other side is told.
     """
     handshake = _Greeting(channel, ours, Role.SERVING, secret or b"")
     async with _closed_on_error(channel, timeout_s):
@@ -267,14 +249,7 @@ async def greet_as_server(
 
 
 class _Greeting:
-    """Steps of one handshake.
-
-    Args:
-        channel: The connection.
-        ours: Our greeting, without a nonce.
-        role: Role of this side.
-        secret: Secret that both sides know; empty without one.
-    """
+    """Steps of one handshake; the greeting gets its nonce here."""
 
     def __init__(self, channel: FrameChannel, ours: Hello, role: Role, secret: bytes) -> None:
         self.ours = msgspec.structs.replace(ours, nonce=runtime.token_bytes(NONCE_BYTES))

@@ -195,8 +195,6 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     """Metadata of an agent, for agents of peers.
 
     Attributes:
-        name: Name of the agent.
-        regions: The registered memory.
         opaque: Metadata of NIXL itself.
         beacon_address: Address of `beacon` in its memory.
         beacon: Random bytes there: a peer that reads them reaches the agent's memory.
