@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_538,
     "kvxfer/explain": 918,
     "kvxfer/face": 456,
-    "kvxfer/integrations": 10_852,
+    "kvxfer/integrations": 10_680,
     "kvxfer/kvcache": 5_885,
     "kvxfer/lending": 1_528,
     "kvxfer/pages": 1_250,

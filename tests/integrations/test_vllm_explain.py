@@ -1,6 +1,5 @@
 """Requests of vLLM are explained: what its scheduler was answered, and why."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from vllm.v1.kv_offload.base import ReqContext
 
+from kvxfer.integrations.vllm.offloading.metrics import OffloadingMetrics, looked_up
 from kvxfer.integrations.vllm.offloading.requests import Requests
 from kvxfer.storage.backend import MISSING
 from kvxfer.storage.keys import BlockKey
@@ -69,8 +69,8 @@ PART = keys_of(1, first=50)[0]
 def test_chunks_behind_a_miss_count_as_missed_where_they_were_needed(
     asked: dict[BlockKey, str], counted: dict[str, int]
 ) -> None:
-    counts: Counter[str] = Counter()
-    told = Requests(Reports(), count=lambda tier, n: counts.update({tier: n}))
+    metrics = OffloadingMetrics(chunk_bytes=1)
+    told = Requests(Reports(), metrics)
     context = ReqContext("a")
     if not hasattr(context, "set_offload_key_position"):
         pytest.skip("this vLLM does not say which chunks a request has")
@@ -82,7 +82,7 @@ def test_chunks_behind_a_miss_count_as_missed_where_they_were_needed(
     for key, tier in asked.items():
         told.note("a", key, tier)
     told.schedule(["a"])
-    assert +counts == counted
+    assert +metrics._counted == {looked_up(tier): number for tier, number in counted.items()}
 
 
 def test_a_tier_that_missed_a_deadline_and_is_suspended(

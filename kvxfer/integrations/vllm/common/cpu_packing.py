@@ -68,13 +68,8 @@ def cpu_packing(
     """Return the order of the keys and of the values of one head in a block of the CPU attention.
 
     The same instruction set is compiled several times, for AVX2, AVX-512 and other processors:
-    `kernel_packs_as` proves the answer for the kernel of this process.
-
-    Args:
-        isa: Instruction set, as vLLM names it.
-        tokens_per_block: Of the kernel's blocks: of the tensor, not of the block table.
-        head_dim: Elements of a key, and of a value.
-        itemsize: Bytes of an element of the cache.
+    `kernel_packs_as` proves the answer for the kernel of this process. `tokens_per_block` are those
+    of the tensor, not of the block table.
 
     Returns:
         The plane of keys and the plane of values; None where the order is not known.
@@ -126,12 +121,6 @@ def cpu_attention_isa(
 
     The answer holds for layers whose backend is `CPU_ATTN`, and for no others.
 
-    Args:
-        dtype: Of the model.
-        tokens_per_block: Of the kernel's blocks.
-        head_dim: Elements of a key, and of a value.
-        kv_cache_dtype: As in vLLM's `CacheConfig.cache_dtype`.
-
     Returns:
         vLLM's name of it. None where this vLLM does not run on a CPU, refuses such a cache, or has
         another interface for this question.
@@ -154,15 +143,8 @@ def cpu_attention_isa(
 def kernel_packs_as(planes: tuple[PackedPlane, PackedPlane], isa: str, dtype: torch.dtype) -> bool:
     """Test whether the kernel of this process packs keys and values in the order of `planes`.
 
-    The kernel writes distinct keys and values to a block of separate memory.
-
-    Args:
-        planes: Planes from `cpu_packing`.
-        isa: Instruction set that the kernel is to use.
-        dtype: Data type of the cache.
-
-    Returns:
-        Whether every element was in its place, bit by bit.
+    The kernel writes distinct keys and values to a block of separate memory; every element has to
+    be in its place, bit by bit.
 
     Raises:
         RuntimeError: The kernel has no such instruction set or head dimension.

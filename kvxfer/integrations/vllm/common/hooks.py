@@ -8,7 +8,7 @@ import torch
 
 from kvxfer.engine_side import NULL_BLOCK_ID
 from kvxfer.integrations.vllm.common.kv_config import convert_config
-from kvxfer.integrations.vllm.common.layouts import LayerCache, cross_layer_layout, layer_cache
+from kvxfer.integrations.vllm.common.layouts import cross_layer_layout, layer_cache
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -60,7 +60,7 @@ class KVCacheHooks(ABC):
             LayoutError: A tensor is not laid out as vLLM says, see `canonicalize`.
         """
         config = convert_config(self._kv_cache_config, kv_caches)
-        layers: dict[str, LayerCache] = {
+        layers = {
             name: layer_cache(name, kv_caches[name], config, self._vllm_config)
             for name in config.layer_names
         }

@@ -22,12 +22,9 @@ from kvxfer.kvcache.spec import (
 
 
 def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
-    """Convert the plan of a release from 0.20 on.
+    """Convert a `vllm.v1.kv_cache_interface.KVCacheConfig` of a release from 0.20 on.
 
-    Args:
-        config: A `vllm.v1.kv_cache_interface.KVCacheConfig`.
-        kv_caches: Tensors registered for each layer: from 0.27 on, the states of a recurrent layer
-            are one tensor of bytes.
+    From 0.27 on, the states of a recurrent layer are registered as one tensor of bytes.
 
     Raises:
         InvalidArgumentError: kvxfer has no spec for a layer's cache.
@@ -52,11 +49,7 @@ def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
 
 
 def convert_spec(spec: Any, entry: Any = None) -> KVCacheSpec:
-    """Convert the spec of a layer, or of all layers of a group, and check its size.
-
-    Args:
-        spec: A `vllm.v1.kv_cache_interface.KVCacheSpec`.
-        entry: Tensors registered for a layer with this spec.
+    """Convert the spec of a layer with these tensors, or of a whole group, and check its size.
 
     Raises:
         InvalidArgumentError: kvxfer has no spec for it: a page has other bytes than keys and

@@ -1,8 +1,7 @@
 """Layouts of registered KV caches, as vLLM tells them, in the notation of `KVLayout`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,14 +25,8 @@ AXIS_OF_SIZE = {1009: "block", 16: "token", 7: "head", 64: "dim", 128: "kv*dim",
 CPU_BACKEND = "CPU_ATTN"
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """Registered cache of a layer, and its layout.
-
-    Attributes:
-        entry: Its tensor, or the states of a recurrent layer.
-        layout: Axes of the tensor; empty where vLLM does not tell.
-    """
+class LayerCache(NamedTuple):
+    """Tensor of a layer with its axes, empty where vLLM does not tell; or states of a layer."""
 
     entry: RegisteredEntry
     layout: str = ""
@@ -42,14 +35,7 @@ class LayerCache:
 def layer_cache(
     name: str, entry: RegisteredEntry, config: KVCacheConfig, vllm_config: Any
 ) -> LayerCache:
-    """Find the layout of a layer's cache.
-
-    Args:
-        name: Name of the layer.
-        entry: Tensors registered for it.
-        config: KV-cache config that has the layer.
-        vllm_config: A `vllm.config.VllmConfig`.
-    """
+    """Find the layout of a layer's cache, of which `entry` was registered."""
     (group,) = [group for group in config.groups if name in group.layer_names]
     spec = group.spec.for_layer(name)
     if isinstance(spec, MambaSpec):

@@ -70,9 +70,6 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def identify_model(vllm_config: Any) -> ModelIdentity:
     """Identify the model of an engine, in words that are the same in every release of vLLM.
 
-    Args:
-        vllm_config: A `vllm.config.VllmConfig`.
-
     Raises:
         InvalidArgumentError: The revision of the weights is unknown; or as `require_telling_keys`.
     """
@@ -285,11 +282,8 @@ def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
     """Make the namespace in which engines hand pages over: of one model, whatever its engines.
 
     It has neither paths nor vLLM's release nor what the engine derives from the checkpoint, so that
-    engines of different releases, on different machines, can share it.
-
-    Args:
-        vllm_config: A `vllm.config.VllmConfig`.
-        revision: Revision of the weights, in place of the one that is found.
+    engines of different releases, on different machines, can share it. A `revision` takes the place
+    of the one that is found.
 
     Raises:
         InvalidArgumentError: The revision of the weights, or the scales of the cache, are unknown.

@@ -58,9 +58,7 @@ class PlannedNamespace(msgspec.Struct, frozen=True, kw_only=True):
 def plan_namespaces(arguments: Mapping[str, Any]) -> list[PlannedNamespace]:
     """Plan the namespaces of an engine: of what it hands over, and of each kind of tiers.
 
-    Args:
-        arguments: Arguments of vLLM's engine, with underscores; those that are not of the engine,
-            such as the port of its server, are ignored.
+    Of its arguments, with underscores, those of its server, such as a port, are ignored.
 
     Raises:
         InvalidArgumentError: No connector of kvxfer is in them, or the model cannot be identified.

@@ -26,19 +26,12 @@ MISSPELT_LIKENESS = 0.8
 
 
 class OffloadSettings(NamedTuple):
-    """Settings of an engine that offloads.
-
-    Attributes:
-        host: Configuration of the host pool.
-        lower: Types and configurations of the backends below it.
-        loads: Says which loads are faster than computing; None to load whatever is found.
-        purges: Whether a reset of vLLM's cache deletes everything in the backends below.
-    """
+    """Settings of an engine that offloads."""
 
     host: HostConfig
-    lower: list[tuple[BackendType, msgspec.Struct]]
-    loads: LoadOrCompute | None
-    purges: bool
+    lower: list[tuple[BackendType, msgspec.Struct]]  # the backends below it
+    loads: LoadOrCompute | None  # None to load whatever is found
+    purges: bool  # a reset of vLLM's cache deletes everything in the backends below
 
 
 logger = logging.getLogger("vllm.kvxfer")
@@ -47,12 +40,7 @@ logger = logging.getLogger("vllm.kvxfer")
 
 @dataclass(frozen=True, slots=True)
 class FoundSettings:
-    """Settings of a connector, and where each was found.
-
-    Attributes:
-        values: Values by name, as those of `kv_connector_extra_config`.
-        origins: Names of their sources, by the same names.
-    """
+    """Settings of a connector, as in `kv_connector_extra_config`, and the source of each."""
 
     values: dict[str, Any]
     origins: dict[str, str]

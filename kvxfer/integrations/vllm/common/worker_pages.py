@@ -79,17 +79,11 @@ class GroupPages(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerPages(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of the blocks of one worker.
-
-    Attributes:
-        groups: One for each group that is offloaded.
-        num_kv_heads: KV heads of the whole model.
-        interleave_tokens: Tokens that one worker keeps before the next one's turn.
-    """
+    """Description of the blocks of one worker."""
 
     groups: tuple[GroupPages, ...]
-    num_kv_heads: int
-    interleave_tokens: int = 1
+    num_kv_heads: int  # of the whole model
+    interleave_tokens: int = 1  # that one worker keeps before the next one's turn
 
 
 class GroupLayers(NamedTuple):
@@ -110,13 +104,7 @@ def describe_pages(
 
     Their layout is known from the tensors that vLLM bound to its layers. Each is canonicalized
     again, and must lie within the blocks that vLLM handed over; else its group is opaque bytes.
-
-    Args:
-        caches: The caches that vLLM handed over, which are bytes.
-        groups: Layers of each group of the caches.
-        vllm_config: A `vllm.config.VllmConfig`.
-        with_states: Whether to describe the states of recurrent layers, too, for engines with the
-            same kernels; else they are opaque.
+    States of recurrent layers, which need the same kernels, are opaque without `with_states`.
     """
     return WorkerPages(
         groups=tuple(
@@ -332,12 +320,8 @@ def unpack(
     """Describe keys and values that the CPU attention has packed.
 
     Orders without rows, such as AMX's pairs, stay as they are: pages of named axes would have a
-    piece of two bytes for each element. Heads can still be divided among other workers.
-
-    Args:
-        boxes: Keys and values as they would be without a packing, digits of tokens and dimensions
-            last.
-        isa: vLLM's name of the instruction set that they are packed for, None if it is not known.
+    piece of two bytes for each element. Heads can still be divided among other workers. `boxes` are
+    as they would be without a packing, digits of tokens and dimensions last.
 
     Returns:
         What they are, and the portable order of their axes.

@@ -58,12 +58,7 @@ def row_namespace(
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of one worker's model and pages, sent to the scheduler, which vLLM does not tell.
-
-    Attributes:
-        model: Identity of its model.
-        pages: Description of its blocks' bytes.
-    """
+    """Identity of one worker's model and pages, sent to the scheduler, which vLLM does not tell."""
 
     model: ModelIdentity
     pages: WorkerPages

@@ -166,11 +166,7 @@ def fence_blocks(connector: Any, block_ids: Iterable[int]) -> None:
 
     vLLM stores a request's blocks after it is finished and they are free; it ends such stores when
     it gives the blocks to a request that it computes or loads itself, and does not see those that
-    something else is about to write to.
-
-    Args:
-        connector: An `OffloadingConnector` of a scheduler.
-        block_ids: Blocks that somebody else writes to from this step on.
+    something else is about to write to: `block_ids`.
 
     Raises:
         UnsupportedEngineError: This release keeps no such list.

@@ -64,39 +64,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RowJob:
-    """Job of a transfer engine that moves rows.
-
-    Attributes:
-        void: Whether the tier was reset meanwhile.
-        names: Keys of the backend, of a store.
-    """
+    """Job of a transfer engine that moves rows."""
 
     direction: Direction
     keys: list[BlockKey]
     rows: list[int]
-    void: bool = False
-    names: Sequence[BlockKey] = ()
+    void: bool = False  # the tier was reset meanwhile
+    names: Sequence[BlockKey] = ()  # keys of the backend, of a store
 
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """Outcome of moving one row; reported once, when nothing touches the row any more.
-
-    Attributes:
-        job_id: As returned when it was submitted.
-        direction: `STORE` from host memory, `LOAD` to it.
-        key: Key of the row.
-        row: Index of the row.
-        outcome: Outcome of the row.
-        void: Whether the tier was reset meanwhile: the row's bytes are of no use.
-    """
+    """Outcome of moving one row; reported once, when nothing touches the row any more."""
 
     job_id: JobId
     direction: Direction
     key: BlockKey
     row: int
     outcome: Outcome
-    void: bool = False
+    void: bool = False  # the tier was reset meanwhile: the row's bytes are of no use
 
 
 @dataclass(slots=True)
@@ -106,22 +92,14 @@ class RowLookup:
     The event loop sets `answer` to running before it begins loads, and the caller gives a lookup
     up by cancelling `answer`: only one of the two succeeds. So nothing touches the rows of a
     lookup that was given up.
-
-    Attributes:
-        keys: The keys.
-        rows: Row of each key that is to be loaded at once.
-        deadline: Deadline of the lookup, on the clock of `runtime.monotonic`.
-        answer: For each key whether the backend has it.
-        jobs: Loads that were begun; complete when `answer` is done.
-        call: The coroutine on the event loop.
     """
 
     keys: list[BlockKey]
-    rows: Mapping[BlockKey, int]
-    deadline: float
-    answer: Future[list[bool]] = field(default_factory=Future)
-    jobs: dict[JobId, RowJob] = field(default_factory=dict)
-    call: Future[None] | None = None
+    rows: Mapping[BlockKey, int]  # of the keys that are to be loaded at once
+    deadline: float  # on the clock of `runtime.monotonic`
+    answer: Future[list[bool]] = field(default_factory=Future)  # for each key
+    jobs: dict[JobId, RowJob] = field(default_factory=dict)  # loads; complete with the answer
+    call: Future[None] | None = None  # the coroutine on the event loop
 
     @property
     def found(self) -> list[bool]:
@@ -207,8 +185,7 @@ class LowerTier:
         self._verify: Verify | None = None
         backend = self._checked = _CheckedStores(backend, self._check_rows)
         self._timeouts, self._reset_s = timeouts, reset_s
-        limit_s = self._timeouts.lookup_s
-        self._lookup_s = inf if limit_s is None else limit_s
+        self._lookup_s = inf if timeouts.lookup_s is None else timeouts.lookup_s
         self._engine = TransferEngine(
             caches,
             backend,
@@ -579,12 +556,8 @@ def _log_failure(call: Future[Any]) -> None:
 class _CheckedStores(WrappingBackend):
     """Backend that gets only rows whose bytes are intact: it would prove those of any others, too.
 
-    Args:
-        inner: The backend; closed with this one.
-        check: Verifies the rows of keys.
-
     Attributes:
-        hashes: Whether a thread calls it, since it reads all bytes of the rows.
+        hashes: Whether a thread verifies rows, since that reads all of their bytes.
     """
 
     passes_on = frozenset({Retaining})

@@ -67,12 +67,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChunkSlots(LoadStoreSpec):
-    """Slots of chunks in the pool, sent from the scheduler to the workers.
-
-    Attributes:
-        keys: vLLM's keys, group after group.
-        slots: One per key.
-    """
+    """Slots of chunks in the pool, group after group, sent from the scheduler to the workers."""
 
     keys: Sequence[BlockKey]
     slots: Sequence[int]
@@ -148,12 +143,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
             self._lower_reports = self._reports.of(tier.name)
             tier.verify_by(pool.verify, hashes=hashes)
         self._metrics.counted_by_manager = metrics.COUNTED_BY_MANAGER
-        self._requests = Requests(
-            self._reports,
-            count=lambda tier, number: self._metrics.add(metrics.looked_up(tier), number),
-            ignore=lambda parameter: self._metrics.add(metrics.ignored(parameter)),
-            trace=trace,
-        )
+        self._requests = Requests(self._reports, self._metrics, trace=trace)
         self._reports.watch(self._gauges)
 
     def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:
@@ -352,9 +342,7 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
 
     def _look_up_below(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
         tier = self._tier
-        if tier is None or self._write_back.is_taken(key):
-            return LookupResult.MISS
-        if not may_load_from_storage(req_context):
+        if tier is None or self._write_back.is_taken(key) or not may_load_from_storage(req_context):
             return LookupResult.MISS
         found = tier.lookup(key, req_context.req_id)
         if found is None:

@@ -79,15 +79,10 @@ DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
 
 
 class Count(NamedTuple):
-    """Counter of chunks, or of parameters, with its labels.
+    """Counter of chunks, or of parameters, with its labels."""
 
-    Attributes:
-        name: One of `COUNTERS`, or `IGNORED`.
-        labels: Values of its labels; of chunks the first is the tier.
-    """
-
-    name: str
-    labels: tuple[str, ...]
+    name: str  # one of `COUNTERS`, or `IGNORED`
+    labels: tuple[str, ...]  # values; of chunks the first is the tier
 
 
 def stored(tier: str, cause: Cause, status: Status) -> Count:
@@ -122,7 +117,6 @@ REFUSED = stored(HOST, Cause.REQUEST, Status.FAILED)
 """Not stored because every chunk in host memory was in use."""
 LOST = stored(HOST, Cause.REQUEST, Status.CANCELLED)
 """Not stored because some worker did not complete its store."""
-EVICTED = removed(Removal.EVICTED)
 DROPPED = removed(Removal.CORRUPT)
 PROMOTED = stored(HOST, Cause.PROMOTION, Status.DONE)
 NOT_PROMOTED = stored(HOST, Cause.PROMOTION, Status.FAILED)
@@ -177,11 +171,7 @@ class OffloadingMetrics(Observer):
         self._asked.append((tier, ask))
 
     def report(self, gauges: Mapping[str, float] | None = None) -> OffloadingConnectorStats:
-        """Return what was counted and told, in vLLM's form, and forget it.
-
-        Args:
-            gauges: Gauges of host memory.
-        """
+        """Return what was counted and told, in vLLM's form, and forget it; add host's gauges."""
         stats = OffloadingConnectorStats()
         for name, value in (gauges or {}).items():
             stats.set_gauge(PREFIX + name, value, (HOST,))

@@ -136,9 +136,6 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
 
     def _make_manager(self, pool: HostPool, workers: Sequence[WorkerIdentity]) -> OffloadingManager:
         num_slots = pool.shape.num_slots
-        index = BlockIndex(num_slots, self._pool_config.open_policy(num_slots))
-        emit_events = self.kv_events_config.enable_kv_cache_events
-        observers = journal_observers(None, engine=self._name)
         prefill: PrefillSpeed | None = None
         if self._lower and self._loads is not None:
             tokens_per_chunk = self.config.groups[0].tokens_per_block * self.blocks_per_chunk
@@ -146,11 +143,11 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
         tier = self._open_lower_tier(pool, workers, prefill) if self._lower else None
         return KVXferOffloadingManager(
             pool,
-            index,
+            BlockIndex(num_slots, self._pool_config.open_policy(num_slots)),
             tier,
-            emit_events=emit_events,
+            emit_events=self.kv_events_config.enable_kv_cache_events,
             trace=TraceRecorder.from_environment(),
-            observers=observers,
+            observers=journal_observers(None, engine=self._name),
             prefill=prefill,
         )
 

@@ -16,23 +16,11 @@ class PrefillSpeed:
 
     The chunks that a step computes are passed to be stored right after it was planned, and vLLM
     asks for the metrics when the step has ended. With asynchronous scheduling a step is planned
-    before the one before it has ended: then its time is that between the two ends.
-
-    Args:
-        loads: Told what was computed.
-        group: Group whose chunks are counted.
-        tokens_per_chunk: Tokens of a chunk of that group.
-
-    Attributes:
-        loads: As given.
+    before the one before it has ended: then its time is that between the two ends. Only chunks of
+    one group are counted, of `tokens_per_chunk` tokens; `loads` is told what was computed.
     """
 
-    def __init__(
-        self,
-        loads: LoadOrCompute,
-        group: int,
-        tokens_per_chunk: int,
-    ) -> None:
+    def __init__(self, loads: LoadOrCompute, group: int, tokens_per_chunk: int) -> None:
         self._group = group
         self._tokens_per_chunk = tokens_per_chunk
         self.loads = loads

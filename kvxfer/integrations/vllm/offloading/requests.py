@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
     key_positions,
     transfer_params,
 )
+from kvxfer.integrations.vllm.offloading.metrics import OffloadingMetrics, ignored, looked_up
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
 from kvxfer.storage.observer import Reports, Requested
@@ -29,19 +30,15 @@ class _Request:
     """Request that vLLM has announced and not finished.
 
     Attributes:
-        context: vLLM's context, which tells its chunks.
-        arrived_at: Wall-clock time of its arrival; 0 where nothing is recorded.
-        retention: Its wish for the chunks that it uses and stores, if it has one.
         tiers: Tier that gives each chunk that was looked up, empty for a miss; None once that was
             told.
-        is_stale: Whether it had begun to compute when the caches were reset.
     """
 
     context: ReqContext
-    arrived_at: float
-    retention: Retention | None
+    arrived_at: float  # wall-clock time; 0 where nothing is recorded
+    retention: Retention | None  # wish for the chunks that it uses and stores
     tiers: dict[BlockKey, str] | None = field(default_factory=dict)
-    is_stale: bool = False
+    is_stale: bool = False  # it had begun to compute when the caches were reset
 
 
 class Requests:
@@ -54,23 +51,20 @@ class Requests:
 
     Args:
         reports: Told each request once.
-        count: Counts chunks by the tier that gave them, empty for a miss; as misses also those that
-            vLLM did not ask for after one.
-        ignore: Called with the name of each parameter whose value is wrong, and so ignored.
+        metrics: Counts chunks by the tier that gave them, as misses also those that vLLM did not
+            ask for after one; and parameters that are ignored. Without it no wishes are read.
         trace: Records the requests; closed with this one.
     """
 
     def __init__(
         self,
         reports: Reports,
+        metrics: OffloadingMetrics | None = None,
         *,
-        count: Callable[[str, int], None] | None = None,
-        ignore: Callable[[str], None] | None = None,
         trace: TraceRecorder | None = None,
     ) -> None:
         self._reports = reports
-        self._count = count
-        self._ignore = ignore
+        self._metrics = metrics
         self._trace = trace
         self._cannot_record = False
         self._requests: dict[str, _Request] = {}
@@ -79,10 +73,7 @@ class Requests:
         """Note the arrival of a request, whose answers are kept from now on."""
         known = self._requests.get(context.req_id)
         if known is None or known.tiers is None:
-            retention = None
-            if self._ignore is not None:
-                params = transfer_params(context)
-                retention = parse_retention(context.req_id, params, self._ignore)
+            retention = None if self._metrics is None else _read_wish(context, self._metrics)
             arrived_at = 0.0 if self._trace is None else runtime.wall_time()
             self._requests[context.req_id] = _Request(context, arrived_at, retention)
 
@@ -93,24 +84,22 @@ class Requests:
 
     def note(self, req_id: str, key: BlockKey, tier: str) -> None:
         """Note the tier that gives a chunk, empty for a miss."""
-        request = self._requests.get(req_id)
-        if request is not None and request.tiers is not None:
-            request.tiers[key] = tier
+        if (tiers := self._untold(req_id)) is not None:
+            tiers[key] = tier
 
     def note_hit(self, req_id: str, key: BlockKey, tier: str) -> None:
         """Note a tier that has a chunk, perhaps only since another gave it for this request."""
-        request = self._requests.get(req_id)
-        if request is not None and request.tiers is not None:
-            request.tiers[key] = request.tiers.get(key) or tier
+        if (tiers := self._untold(req_id)) is not None:
+            tiers[key] = tiers.get(key) or tier
 
     def schedule(self, req_ids: Iterable[str]) -> None:
         """Tell and record the requests that are scheduled for the first time."""
         for req_id in req_ids:
-            request = self._requests.get(req_id)
-            if request is not None and request.tiers is not None:
+            if (tiers := self._untold(req_id)) is not None:
+                request = self._requests[req_id]
                 if self._trace is not None and not self._cannot_record:
                     self._record(self._trace, request)
-                self._tell(request, request.tiers, "")
+                self._tell(request, tiers, "")
 
     def note_reset(self) -> None:
         """Note that the caches were reset: what requests have computed until now is stale."""
@@ -133,16 +122,20 @@ class Requests:
         if self._trace is not None:
             self._trace.close()
 
+    def _untold(self, req_id: str) -> dict[BlockKey, str] | None:
+        request = self._requests.get(req_id)
+        return None if request is None else request.tiers
+
     def _tell(self, request: _Request, tiers: Mapping[BlockKey, str], reason: str) -> None:
         request.tiers = None
-        if self._count is None and not self._reports:
+        if self._metrics is None and not self._reports:
             return
         positions = key_positions(request.context) or {}
-        if self._count is not None:
+        if self._metrics is not None:
             counts = Counter(tiers.values())
             counts[""] += _num_not_asked(positions, tiers)
             for tier, number in counts.items():
-                self._count(tier, number)
+                self._metrics.add(looked_up(tier), number)
         if self._reports:
             keys = dict.fromkeys(positions) | dict.fromkeys(tiers)
             found = [tiers.get(key) for key in keys]
@@ -193,15 +186,9 @@ def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, s
     return number
 
 
-def parse_retention(req_id: str, params: Any, ignore: Callable[[str], None]) -> Retention | None:
-    """Read the wish of a request; a wrong value is logged, counted, and as if it were not there.
-
-    Args:
-        req_id: The request, for the log.
-        params: Its `kv_transfer_params`, whatever the client sent.
-        ignore: Called with the name of each parameter that is ignored.
-    """
-    fields: dict[str, Any] = {}
+def _read_wish(context: ReqContext, metrics: OffloadingMetrics) -> Retention | None:
+    """Read the wish of a request; a wrong value is logged, counted, and as if it were not there."""
+    params, fields = transfer_params(context), dict[str, Any]()
     for name, attribute in PARAMETERS.items():
         value = params.get(name) if isinstance(params, Mapping) else None
         if value is None:
@@ -209,8 +196,8 @@ def parse_retention(req_id: str, params: Any, ignore: Callable[[str], None]) -> 
         try:
             Retention(**{attribute: value})
         except InvalidArgumentError as exc:
-            logger.warning("request %s: %s is ignored: %s", req_id, name, exc)
-            ignore(name)
+            logger.warning("request %s: %s is ignored: %s", context.req_id, name, exc)
+            metrics.add(ignored(name))
         else:
             fields[attribute] = value
     return Retention(**fields) if fields else None

@@ -24,12 +24,7 @@ from kvxfer.kvcache.portable import (
 
 
 def num_copies(pages: WorkerPages | None, config: OffloadingConfig) -> int:
-    """Count the workers that keep the same bytes, so that a row has one part for all of them.
-
-    Args:
-        pages: A worker's description of its blocks, None if it has none.
-        config: vLLM's plan of the offloading.
-    """
+    """Count the workers that keep the same bytes, so that a row has one part for all of them."""
     parallel = config.parallel
     if workers_keep_the_same(config):
         return int(parallel.world_size)
@@ -53,12 +48,7 @@ def map_rows(
 
     A row has a part for each worker, or one for all where they keep the same. A group that cannot
     be mapped is stored as plain bytes: another engine reads it if it has the same `encoding`.
-
-    Args:
-        workers: Description of each worker's blocks, by rank.
-        config: vLLM's plan of the offloading.
-        shape: Shape of the pool.
-        encoding: Name that distinguishes this engine's plain bytes from other engines'.
+    `workers` are by rank.
     """
     position = {group_id: index for index, group_id in enumerate(group_ids(config))}
     mappings = []

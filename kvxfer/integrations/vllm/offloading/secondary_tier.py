@@ -105,14 +105,13 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
             replica = config.parallel.data_parallel_index
             backend_type, backend_config = parse_backend(backend, replica)
             backend = backend_type(backend_config, namespace)
-        emit_events = offloading_spec.kv_events_config.enable_kv_cache_events
         observers = environment_observers(namespace)
         self._tier = LowerTier(
             rows,
             len(namespace.groups),
             backend,
             chunk_sizes=namespace.chunk_sizes,
-            emit_events=emit_events,
+            emit_events=offloading_spec.kv_events_config.enable_kv_cache_events,
             observers=observers,
         )
         self._requests = Requests(Reports(observers, self._tier.name))
