@@ -18,7 +18,7 @@ from kvxfer.backends.file.file_index import (
     key_in,
 )
 from kvxfer.backends.file.folders.block_tree import BlockTree
-from kvxfer.backends.file.folders.ledger import Ledger
+from kvxfer.backends.file.folders.ledger import Ledger, RemovedCountError
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, require_known
 from kvxfer.pages.header import padded
@@ -333,9 +333,11 @@ class Space:
                     gone = self._index.admit(self._files(keys[:fitting]), needed[:fitting])
                     self._reports.removed(self._our_keys(gone), Removal.VANISHED)
                     self._ledger.reserve(sum(needed[:fitting]))
-        except BaseException:  # the ledger has counted nothing, so nothing is given back there
+        except BaseException as exc:  # the ledger has counted nothing: nothing is given back there
             self._index.settle(self._files(keys[:fitting]), stored=[False] * fitting)
-            raise
+            if not isinstance(exc, RemovedCountError):
+                raise
+            return 0  # a walk makes another one
         return fitting
 
     def _require_counted(self) -> None:
@@ -418,6 +420,7 @@ class Space:
                 reason = Removal.VANISHED if removed_bytes is None else victim.reason
                 self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)
             if removed_bytes is None:  # another process did, and has counted it
+                self._index.note_absent(victim)
                 return 0
             self._ledger.remove(removed_bytes)
             return 1 + (with_folder and folder.remove_if_empty(victim.key))

@@ -60,6 +60,10 @@ class Recount:
     reserved_by_others: int
 
 
+class RemovedCountError(OSError):
+    """The count was removed while bytes were added: nothing is counted, and a walk counts anew."""
+
+
 class Ledger:
     """Count of a store's bytes, in a small file that is locked while it is changed.
 
@@ -146,7 +150,9 @@ class Ledger:
             runtime.disk().pwrite(self._fd, add_checksum(changed), 0)
             # Others count in another file by now, from a walk that misses what is not written yet.
             if self.used > used and not self._has_name:
-                raise OSError(errno.ESTALE, f"{LEDGER_NAME} was removed", str(self._root))
+                self.known = False
+                text = f"{LEDGER_NAME} was removed"
+                raise RemovedCountError(errno.ESTALE, text, str(self._root))
 
     @contextlib.contextmanager
     def _locked_here(self, ends_at: float) -> Iterator[None]:
