@@ -79,8 +79,7 @@ class _Walk:
         gone: Files that this process has removed since it began, and whether from quarantine: the
             walk may have found them before.
         beside: Files that it found under names that this process is writing to.
-        num_foreign_bytes: Bytes of misplaced files, which only take room, and of files that may
-            have been moved to quarantine after it had looked there.
+        num_foreign_bytes: Bytes of misplaced files, which only take room.
         is_partial: Whether it may have missed files: those that it did not find stay known.
     """
 
@@ -230,12 +229,6 @@ class FileIndex:
             reason = self._policy.reason
         fingerprint = file[:FINGERPRINT_BYTES].hex()
         return Victim(fingerprint, key_in(file), entry.num_bytes, quarantined, reason)
-
-    def note_absent(self, victim: Victim) -> None:
-        """Note that a victim was not there: another process has removed it, or moved it away."""
-        with self._lock:
-            if self._walk is not None:
-                self._walk.num_foreign_bytes += victim.num_bytes
 
     def put_back(self, victim: Victim) -> None:
         """Keep a victim that could not be removed, as the last one that is chosen again."""

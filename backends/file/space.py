@@ -144,6 +144,8 @@ class Space:
         try:
             if fitting < len(keys) and self._rescan():
                 fitting += self._reserve(keys[fitting:], sizes[fitting:], spare)
+            if not self._ledger.known and self._rescan():  # it was lost during that walk
+                fitting += self._reserve(keys[fitting:], sizes[fitting:], spare)
         except BaseException:
             self.settle(keys[:fitting], stored=[False] * fitting)
             raise
@@ -223,6 +225,7 @@ class Space:
                 (file,) = self._files([key])
                 replaced = self._index.quarantine(file, padded(num_bytes))
                 self._ledger.remove(replaced)
+                self._ledger.move(padded(num_bytes))
         if was_there is not None:
             return was_there
         try:
@@ -420,7 +423,6 @@ class Space:
                 reason = Removal.VANISHED if removed_bytes is None else victim.reason
                 self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)
             if removed_bytes is None:  # another process did, and has counted it
-                self._index.note_absent(victim)
                 return 0
             self._ledger.remove(removed_bytes)
             return 1 + (with_folder and folder.remove_if_empty(victim.key))

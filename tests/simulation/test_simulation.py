@@ -78,6 +78,8 @@ FOUND = (
     ("files", 26),  # a count that was removed during a walk was too low after it
     ("files", 79),  # and so more was stored than the capacity
     ("files", 3092),  # a walk did not count what was moved to quarantine behind it
+    ("files", 6124),  # nor what was moved before a block was stored in its place
+    ("files", 6616),  # a store waited for a walk that had begun before the count was removed
     ("files", 3636),  # a store failed, as the count was removed while it was changed
     ("files", 243),  # a rotten block that two loads had found was taken off the count twice
     ("handover", 83),  # a lease whose release was lost was held by a worker that had read

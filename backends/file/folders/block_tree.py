@@ -174,8 +174,7 @@ class BlockTree:
             for fingerprint, parent in self._children(root, wanted):
                 if with_own:
                     yield fingerprint, "", parent
-                # Last, and wherever there is one by then: what is moved there meanwhile is found.
-                inner = {*filter(is_block_folder, self._names(parent)), QUARANTINE}
+                inner = filter(is_block_folder, self._names(parent))
                 for name, fd in self._children(parent, inner):
                     yield fingerprint, name, fd
         finally:

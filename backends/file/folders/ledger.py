@@ -198,6 +198,14 @@ class Ledger:
         """Count bytes that were removed; only inside `locked`."""
         self.used = max(0, self.used - num_bytes)
 
+    def move(self, num_bytes: int) -> None:
+        """Count bytes that are moved to where a walk may have been before; only inside `locked`.
+
+        The walks of other processes count them once more, until the next one.
+        """
+        self.added += num_bytes
+        self.added_here += num_bytes
+
     def begin_recount(self) -> Recount:
         """Note the state before a walk, for `end_recount`; only inside `locked`.
 
@@ -210,7 +218,7 @@ class Ledger:
     def end_recount(self, begun: Recount, num_bytes: int, *, is_partial: bool = False) -> None:
         """Set the count by a walk that has ended; only inside `locked`.
 
-        What other processes reserved or added during the walk is counted as well. A count that was
+        What others reserved, added or moved during the walk is counted as well. A count that was
         lost during it stays unknown, or as another process has made it anew: how much was added
         before it was lost, nobody knows. The next reservation counts anew. A walk that may have
         missed some lowers no count, and makes none where there is none.

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvxfer import runtime
@@ -59,7 +59,7 @@ class FolderStore(BlockStore):
     def namespace(self, fingerprint: str) -> Iterator[StoredNamespace]:
         """See `BlockStore.namespace`."""
         with self._tree.folder(fingerprint) as folder:
-            yield _Folder(folder)
+            yield _Folder(folder, self._root)
 
     def blocks(
         self, fingerprint: str = "", *, errors: list[OSError] | None = None
@@ -105,9 +105,10 @@ class FolderStore(BlockStore):
 
 
 class _Folder(StoredNamespace):
-    def __init__(self, folder: NamespaceFolder) -> None:
+    def __init__(self, folder: NamespaceFolder, root: Path) -> None:
         self.fingerprint = folder.fingerprint
         self._folder = folder
+        self._root = root
 
     def read_text(self, name: str) -> str:
         return self._folder.read_text(name)
@@ -121,7 +122,7 @@ class _Folder(StoredNamespace):
         try:
             # Verify the bytes on the disk, not those in the page cache.
             runtime.disk().posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            yield _OpenFile(fd, self._folder, block)
+            yield _OpenFile(fd, lambda: self._quarantine(block, fd))
         finally:
             runtime.disk().close(fd)
 
@@ -132,6 +133,13 @@ class _Folder(StoredNamespace):
         with contextlib.suppress(OSError):
             return self._folder.remove_empty(DESCRIPTIONS)
         return False
+
+    def _quarantine(self, block: FoundBlock, fd: int) -> bool:
+        with contextlib.closing(Ledger(self._root)) as count, count.locked():
+            was_there = self._folder.quarantine(block.key, fd, found_in=block.folder)
+            if was_there:
+                count.move(block.num_bytes_on_disk)
+        return was_there
 
     def _remove(self, block: FoundBlock) -> bool:
         try:
@@ -144,12 +152,9 @@ class _Folder(StoredNamespace):
 
 
 class _OpenFile(OpenBlock):
-    def __init__(
-        self, fd: int, folder: NamespaceFolder | None = None, block: FoundBlock | None = None
-    ) -> None:
+    def __init__(self, fd: int, quarantine: Callable[[], bool] = lambda: False) -> None:
         self._fd = fd
-        self._folder = folder
-        self._block = block
+        self._quarantine = quarantine
 
     def read_header(self) -> tuple[bytes, int]:
         return read_header(self._fd)
@@ -158,6 +163,4 @@ class _OpenFile(OpenBlock):
         return read_data(self._fd, offset)
 
     def quarantine(self) -> bool:
-        if self._folder is None or self._block is None:
-            return False
-        return self._folder.quarantine(self._block.key, self._fd, found_in=self._block.folder)
+        return self._quarantine()
