@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -71,23 +70,22 @@ def run(*, quick: bool) -> list[BenchRow]:
     return rows
 
 
-class _Counter(ABC):
-    """Counter of one kind of what calls do, in all threads.
-
-    Attributes:
-        what: What is counted.
-    """
+class _Counter:
+    """Counter of one kind of what calls do, in all threads."""
 
     what: str
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Make what is opened meanwhile be counted."""
         yield
 
-    @abstractmethod
     def total(self) -> int:
         """Count all until now."""
+        return next(self._numbers)
 
     def count(self, num_calls: int) -> Iterator[tuple[str, int]]:
         """Count each case several times; yield its name and the least."""
@@ -110,9 +108,6 @@ class _PythonCalls(_Counter):
 
     what = "Python calls"
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         threading.setprofile(self._note)
@@ -122,9 +117,6 @@ class _PythonCalls(_Counter):
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
-
-    def total(self) -> int:
-        return next(self._numbers)
 
     def _note(self, _frame: FrameType, event: str, _argument: object) -> None:
         if event == "call":
@@ -155,16 +147,10 @@ class _Locks(_Counter):
 
     what = "lock operations"
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         with runtime.use(_RuntimeOfLocks(self._numbers)):
             yield
-
-    def total(self) -> int:
-        return next(self._numbers)
 
 
 class _RuntimeOfLocks(runtime.OrdinaryRuntime):

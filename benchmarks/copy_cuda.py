@@ -57,12 +57,6 @@ def run(
     """Measure the copy engine of a GPU.
 
     Baseline: one `cudaMemcpyAsync` of the same bytes between pinned memory and the device.
-
-    Args:
-        quick: Fewer bytes and rounds.
-        device_index: Ordinal of the GPU.
-        num_bytes: Bytes of a batch; by default as `quick` says.
-        max_fragments: Most fragments of the batch whose processor time is measured.
     """
     num_bytes = num_bytes or (64 if quick else 512) << 20
     rounds = 5 if quick else 15

@@ -26,11 +26,7 @@ CASES = (
 
 
 class TimedJournal(Observer):
-    """Journal that measures the processor time that it takes on all threads.
-
-    Args:
-        folder: Its folder.
-    """
+    """Journal that measures the processor time that it takes on all threads."""
 
     def __init__(self, folder: Path) -> None:
         self._journal = Journal(str(folder))

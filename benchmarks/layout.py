@@ -34,8 +34,6 @@ class Workload:
     """Workload: prompts whose blocks are sent from prefill to decode, and published figures.
 
     Attributes:
-        num_requests: Number of requests, all different.
-        tokens_per_request: Tokens of each prompt.
         registered: Published descriptors of a transfer with a tensor for each layer.
         allocated: Published descriptors of a transfer with blocks of all layers.
         reused: Whether the requests have more blocks than the cache, so that blocks are reused.
@@ -63,9 +61,6 @@ class FreeBlocks:
 
     Blocks are taken from its head, and the full ones of a request go back to its end, last block
     first: the beginning of a prompt is the likeliest prefix hit. Block 0 is the null block.
-
-    Args:
-        num_blocks: Blocks of the cache.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -87,13 +82,7 @@ class FreeBlocks:
 def assign_blocks(
     num_blocks: int, num_requests: int, blocks_per_request: int
 ) -> Iterator[BlockIds]:
-    """Yield the blocks of each request; a prompt is computed while the one before is sent.
-
-    Args:
-        num_blocks: Blocks of the cache, all free at first.
-        num_requests: Number of requests, without common prefixes.
-        blocks_per_request: Blocks of each.
-    """
+    """Yield the blocks of each request; a prompt is computed while the one before is sent."""
     free, being_sent = FreeBlocks(num_blocks), None
     for _ in range(num_requests):
         block_ids = free.take(blocks_per_request)

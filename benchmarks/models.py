@@ -19,8 +19,6 @@ class PublishedModel:
 
     Attributes:
         name: Name of the model, and the tensor parallelism that was assumed.
-        num_layers: Layers with a cache.
-        spec: The cache of one layer.
         registered_bytes: Published size of one I/O with a tensor for each layer.
         allocated_bytes: Published size of one I/O with blocks of all layers.
         remark: Reason why the published sizes are not those of the model; empty if they are.

@@ -44,9 +44,6 @@ def run(*, quick: bool) -> list[BenchRow]:
     in an object, the same bytes in blocks of 2 MiB; for sealed blocks, the same blocks with a
     checksum.
 
-    Args:
-        quick: Fewer rounds, less memory.
-
     Raises:
         FileNotFoundError: SeaweedFS is not installed.
     """

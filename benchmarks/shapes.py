@@ -26,8 +26,6 @@ class EngineShape:
 
     Attributes:
         order: Axes of all caches in memory, the outermost first.
-        num_layers: Layers of the model.
-        tokens_per_block: Tokens of a block.
         tp_size: Workers that divide the heads.
         packs_keys: Whether keys are stored by dimensions, as the CPU attention of vLLM does.
     """

@@ -21,9 +21,6 @@ def run(*, quick: bool) -> list[BenchRow]:
     Baselines of the same rounds: the whole prompt is computed; or the prefix is a deep copy of a
     cache in the same process, as transformers' documentation has it.
 
-    Args:
-        quick: Fewer rounds.
-
     Raises:
         FileNotFoundError: There is no model.
         RuntimeError: A prefix was not found, or gave another token than the copy.

@@ -54,15 +54,6 @@ class RawContender:
         self._order = order
         self._block_bytes = block_bytes
 
-    def connect(self) -> None:
-        """Move a first block, upon which NIXL connects; blocks.
-
-        The other side must make progress meanwhile.
-        """
-        ours, theirs = fragments(self._order, 1)
-        self._agent.prepare(self._block_bytes)
-        self._agent.move("READ", self._block_bytes, ours[:1], theirs[:1])
-
     def moving(
         self,
         operation: NixlOperation,
@@ -94,7 +85,7 @@ async def open_raw(
     agent.connect(await far.ask("open_raw", f"far-{uuid.uuid4()}", False))
     raw = RawContender(agent, order, block_bytes)
     try:
-        await asyncio.to_thread(raw.connect)
+        await raw.moving("READ", num_blocks=1)()  # upon which NIXL connects
         yield raw
     finally:
         await far.ask("close_raw")

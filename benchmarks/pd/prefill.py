@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from benchmarks.nixl.far import Far
 from benchmarks.shapes import EngineShape, WorkerCaches
 from kvxfer.backends.nixl import IntegrityGrade, NixlConfig
-from kvxfer.errors import BackendUnavailableError
+from kvxfer.endpoint import free_ports
 from kvxfer.lending.handover import Handover
 from kvxfer.storage.keys import BlockKey, Namespace
 
@@ -15,7 +15,6 @@ NUM_BYTES = 1 << 30
 
 HOST = "127.0.0.1"
 NAMESPACE = Namespace(model="bench")
-NUM_ATTEMPTS = 20
 LEASE_S = 600.0
 
 
@@ -28,11 +27,6 @@ class Prefill(Far):
 
     async def open_engine(self, shape: EngineShape, integrity: IntegrityGrade) -> int:
         """Open an engine whose caches are all of the memory; return its first worker's port."""
-        for _ in range(NUM_ATTEMPTS - 1):
-            try:
-                return await asyncio.to_thread(self._open, shape, integrity)
-            except BackendUnavailableError:  # the port after the first one is taken
-                continue
         return await asyncio.to_thread(self._open, shape, integrity)
 
     async def offer(
@@ -55,7 +49,7 @@ class Prefill(Far):
 
     def _open(self, shape: EngineShape, integrity: IntegrityGrade) -> int:
         workers: list[Handover] = []
-        port = 0
+        port = free_ports(shape.tp_size)
         try:
             for rank, memory in enumerate(self._memory.reshape(shape.tp_size, -1)):
                 config = NixlConfig(
@@ -65,7 +59,6 @@ class Prefill(Far):
                 handover = Handover(config, NAMESPACE, worker.description, worker.caches)
                 workers.append(handover)
                 handover.start()
-                port = port or handover.port
         except BaseException:
             for handover in workers:
                 handover.close()

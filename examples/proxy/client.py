@@ -30,12 +30,7 @@ _NOT_FOR_CLIENTS = _OF_A_CONNECTION | {"date", "server"}
 
 
 class RefusedError(KVXferError):
-    """Request that ends with an error of the proxy's own.
-
-    Attributes:
-        status: HTTP status.
-        message: Description of the error, for the client.
-    """
+    """Request that ends with an error of the proxy's own."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         self.status = status
@@ -46,11 +41,7 @@ class RefusedError(KVXferError):
 class Client:
     """Client of one request.
 
-    Args:
-        request: Its request.
-
     Attributes:
-        request: As given.
         request_id: Name of the request, by the client or else made here.
         answer: Answer to it, once one has begun.
         is_answered: Whether an engine's answer was passed on completely.

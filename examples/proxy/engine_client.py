@@ -40,15 +40,6 @@ class EnginePoolClient:
 
     It closes each connection after its request: an engine closes idle ones, and a request that
     was sent at that moment would look like a failure.
-
-    Args:
-        leg: The leg, for metrics.
-        urls: Addresses of the engines.
-        connect_timeout_s: Seconds to connect, and for a probe.
-        metrics: Metrics to count in.
-
-    Attributes:
-        pool: The engines.
     """
 
     def __init__(
@@ -87,15 +78,7 @@ class EnginePoolClient:
         body: bytes | None,
         deadline_s: float,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request; the answer is valid within the context, leaving which ends the request.
-
-        Args:
-            engine: Engine of the pool.
-            method: HTTP method.
-            path: Path, with a query as it is.
-            headers: Headers.
-            body: Body; None without one.
-            deadline_s: Time of the event loop when all of it has to have ended.
+        """Send a request; leaving the context ends it. The deadline is a time of the event loop.
 
         Raises:
             EngineFailedError: It cannot be reached, or answered that it failed. It is ejected,

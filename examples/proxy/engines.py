@@ -15,11 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineFailedError(KVXferError):
-    """Engine that cannot be reached, broke off, or answered that it failed.
-
-    Attributes:
-        reason: Description of what happened.
-    """
+    """Engine that cannot be reached, broke off, or answered that it failed."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -32,12 +28,7 @@ class Engine:
     A failure ejects the engine for 0.5 s, each further one in a row for twice as long, up to 30 s.
     Then it is probed, and comes back or stays away for longer.
 
-    Args:
-        url: Address of its server, such as `http://node-1:8000`.
-
     Attributes:
-        url: As given.
-        num_requests: Requests under way.
         lenders: Addresses at which it lends its blocks, as its answers have named them since it was
             ejected last; several where it has replicas.
         ejected: Event that is set while the engine is ejected.
@@ -67,12 +58,7 @@ class Engine:
             self.num_requests -= 1
 
     def eject(self, reason: str, now_s: float) -> None:
-        """Leave the engine alone for a while, longer after each failure in a row.
-
-        Args:
-            reason: Description of the failure, for the log.
-            now_s: Time of the event loop.
-        """
+        """Leave the engine alone for a while, longer after each failure in a row."""
         back_off_s = min(FIRST_BACK_OFF_S * 2.0 ** min(self._num_failures, 32), MAX_BACK_OFF_S)
         self._num_failures += 1
         self.retry_at_s = now_s + back_off_s
@@ -97,7 +83,6 @@ class EnginePool:
     """Engines of one kind, each with its share of the requests.
 
     Args:
-        urls: Addresses of the engines.
         count_ejection: Called with each engine that is ejected.
     """
 
@@ -117,9 +102,6 @@ class EnginePool:
         """Choose as `choose`, or an ejected engine where there is no other; None without one.
 
         Of ejected engines it is the one whose time is next.
-
-        Args:
-            tried: Engines not to choose.
         """
         left = [each for each in self.engines if each not in tried]
         healthy = [each for each in left if not each.ejected.is_set()]
@@ -128,13 +110,7 @@ class EnginePool:
         )
 
     def failed(self, engine: Engine, reason: str, now_s: float) -> None:
-        """Eject an engine; nothing where it is: all its requests under way fail at the same time.
-
-        Args:
-            engine: One of the engines.
-            reason: Description of the failure, for the log.
-            now_s: Time of the event loop.
-        """
+        """Eject an engine once: all its requests under way fail at the same time."""
         if not engine.ejected.is_set():
             engine.eject(reason, now_s)
             self._count_ejection(engine)

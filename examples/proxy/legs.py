@@ -43,8 +43,6 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
     """Address at which a prefill engine lends the blocks of prompts, as its answers name it.
 
     Attributes:
-        remote_host: Host.
-        remote_port: TCP port.
         tp_size: Workers of the engine, which listen at successive ports.
     """
 

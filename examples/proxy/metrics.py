@@ -12,16 +12,7 @@ PREFILL_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class ProxyMetrics:
-    """Everything that the proxy counts.
-
-    Attributes:
-        requests: Requests that have ended, by outcome.
-        legs: Requests to engines that have ended, by leg, engine and outcome.
-        decoded_alone: Completions without a prefill engine, by reason.
-        ejections: Ejections of engines, by leg and engine.
-        prefill_seconds: Durations of prefill legs that gave parameters.
-        num_under_way: Requests that have not ended.
-    """
+    """Everything that the proxy counts."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -62,11 +53,7 @@ class ProxyMetrics:
         under_way.set_function(lambda: self.num_under_way)
 
     def text(self, engines: Mapping[str, Iterable[Engine]]) -> bytes:
-        """Format all of it, with the present state of the engines.
-
-        Args:
-            engines: The engines of each leg.
-        """
+        """Format all of it, with the present state of the engines."""
         for leg, members in engines.items():
             for engine in members:
                 self._ejected.labels(leg, engine.url).set(engine.ejected.is_set())

@@ -59,12 +59,8 @@ class NoParamsError(KVXferError):
 class Proxy:
     """Router for engines that compute prompts and engines that continue them.
 
-    Args:
-        config: Engines and limits.
-
     Attributes:
         endpoint: Endpoint that it listens at; port 0 becomes the real port.
-        metrics: What it counts.
     """
 
     def __init__(self, config: ProxyConfig) -> None:

@@ -26,23 +26,13 @@ CALLERS = {"with a deadline": DEADLINE_S, "without, as LMCache and SGLang call t
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """Fault that is injected between a storage and its caller.
-
-    Attributes:
-        what: What fails, as the table says it.
-        rates: The fault.
-    """
+    """Fault that is injected between a storage and its caller."""
 
     what: str
     rates: FaultRates
 
     async def run(self, storage: Storage, folder: Path, timeout_s: float | None) -> str:
         """Store blocks and load them with the fault, and load them again without.
-
-        Args:
-            storage: The storage.
-            folder: Folder for it.
-            timeout_s: Deadline of the caller, None for none.
 
         Returns:
             What the caller sees, in bold where it is wrong.
@@ -64,13 +54,7 @@ class Injection:
 
 
 class Caller:
-    """Engine above a storage, which uses memory again that it was given back.
-
-    Args:
-        caches: Its caches.
-        faulty: The storage, with faults that can be switched on.
-        engine: What it calls the storage by.
-    """
+    """Engine above a storage, which uses memory again that it was given back."""
 
     def __init__(self, caches: Caches, faulty: FaultyBackend, engine: TransferEngine) -> None:
         self._caches, self._faulty, self._engine = caches, faulty, engine

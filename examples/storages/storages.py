@@ -16,13 +16,7 @@ THIS_RELEASE = "(this release)"
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Storage in files.
-
-    Attributes:
-        name: Name in the table.
-        version: Version that is tested.
-        open: Opens it in a folder, for a namespace.
-    """
+    """Storage in files."""
 
     name: str
     version: str

@@ -10,7 +10,6 @@ class WrappedStorage(BytesBackend):
     """Backend over a storage of others in files, which is to be tested: it gets bytes alone.
 
     Args:
-        folder: Folder of the storage.
         namespace: Namespace of the blocks. A storage gets of it what its own keys have.
     """
 

@@ -137,9 +137,7 @@ class _Batch:
 
 
 def _aside(call: Callable[[], None]) -> Awaitable[None]:
-    from kvxfer.runtime import run_aside
-
-    return run_aside("raw medium", call)
+    return runtime.run_aside("raw medium", call)
 
 
 def _raw_medium(config: "msgspec.Struct", batch: _Batch) -> Raw:

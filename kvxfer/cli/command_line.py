@@ -64,12 +64,7 @@ def exit_statuses(done: str, bad: str = "") -> str:
 
 
 def run_command(program: str, command: Callable[[], int]) -> int:
-    """Run a command and return its exit status; an error is printed as one line.
-
-    Args:
-        program: Name of the command, as it stands before its errors.
-        command: The work; returns its exit status.
-    """
+    """Run a command and return its exit status; an error is printed as one line."""
     try:
         status = command()
         sys.stdout.flush()

@@ -12,7 +12,7 @@ from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.text import printable
 
 if TYPE_CHECKING:
-    from kvxfer.backends.file.maintenance import Finding, StoreCheck
+    from kvxfer.backends.file.maintenance import StoreCheck
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ def _verify(check: "StoreCheck", *, repair: bool, quiet: bool) -> Report:
             counts[finding.verdict] += 1
             report.quarantined_now += finding.quarantined
             if finding.bad:
-                note(_problem(finding))
+                note(Problem(finding.block.path, finding.reason))
             bar.update(finding.block.num_bytes)
     report.good = counts[Verdict.GOOD]
     report.keyed = counts[Verdict.KEYED]
@@ -100,10 +100,6 @@ def _verify(check: "StoreCheck", *, repair: bool, quiet: bool) -> Report:
     report.unchecked = counts[Verdict.UNCHECKED]
     report.gone = counts[Verdict.GONE]
     return report
-
-
-def _problem(finding: "Finding") -> Problem:
-    return Problem(finding.block.path, finding.reason)
 
 
 def _summary(report: Report) -> str:

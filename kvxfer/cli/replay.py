@@ -40,7 +40,10 @@ def main(argv: Sequence[str]) -> int:
     trace = _trace(arguments)
     machine = _machine(arguments)
     if arguments.fleet is not None:
-        _study_fleet(arguments, trace, machine)
+        from kvxfer.replay.fleet import format_fleet, parse_fleet, study_fleet
+
+        study = study_fleet(trace, machine, parse_fleet(arguments.fleet), seed=arguments.seed)
+        print(msgspec.json.encode(study).decode() if arguments.json else format_fleet(study))
         return 0
     budget = parse_budget(arguments.budget) if arguments.budget else None
     report = Report(
@@ -153,13 +156,6 @@ def _grid(
     else:
         slots = sorted({max(1, trace.num_unique // share) for share in SHARES})
     return policies, slots, [number * block or None for number in slots]
-
-
-def _study_fleet(arguments: argparse.Namespace, trace: "Trace", machine: "Machine") -> None:
-    from kvxfer.replay.fleet import format_fleet, parse_fleet, study_fleet
-
-    report = study_fleet(trace, machine, parse_fleet(arguments.fleet), seed=arguments.seed)
-    print(msgspec.json.encode(report).decode() if arguments.json else format_fleet(report))
 
 
 def _positive(name: str, text: str) -> int:

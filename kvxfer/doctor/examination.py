@@ -83,8 +83,6 @@ class PlannedCheck:
     """Check that is to be made.
 
     Attributes:
-        name: Name of the check.
-        subject: Thing that is examined.
         run: Makes the check; may block, and fail in any way.
         num_steps: Times that its deadline may pass.
     """

@@ -39,9 +39,7 @@ class Cause(NamedTuple):
     """Cause in one tier.
 
     Attributes:
-        answer: Kind of the cause.
         tier: Name of the tier; empty where it is none.
-        text: The cause in words.
         at_s: Seconds since the epoch; None where there is no such moment.
     """
 
@@ -56,7 +54,6 @@ class Explained:
     """Block that is explained.
 
     Attributes:
-        key: Its key.
         answer: Why it was found or missed; of several causes that of the slowest tier, which had it
             last.
         causes: What happened, tier by tier.
@@ -87,9 +84,7 @@ class _Tier:
     """State of a block in one tier, at a certain time.
 
     Attributes:
-        name: Name of the tier.
         stored_s: When it came there, None if it is not there.
-        absence: Why it is not there.
         trouble: Why the last lookup or load did not get it, whether or not it is there.
         removal: Why it was removed since it was stored last. A lookup that began before may
             still have found it.
@@ -207,12 +202,9 @@ class Explainer:
         self.tiers = [ENGINE, *self.history.tiers_of(self.place)]
 
     def explain(self, key: BlockKey, until_s: float, *, since_s: float = 0.0) -> Explained:
-        """Explain why a block was missed.
+        """Explain why a block was missed by a lookup at `until_s`.
 
-        Args:
-            key: The block.
-            until_s: Time of the lookup.
-            since_s: Time of the one before; what failed before it was of no effect on this one.
+        What failed before the lookup at `since_s`, the one before, was of no effect on this one.
         """
         tiers = {name: _Tier(name) for name in self._tiers_with_those_behind()}
         later: dict[str, Happening] = {}

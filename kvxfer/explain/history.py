@@ -68,8 +68,6 @@ class Happening(NamedTuple):
     Attributes:
         at_s: Seconds since the epoch.
         place: Where it was noted.
-        kind: What happened.
-        tier: Name of the tier.
         what: Status, operation, or reason of a removal.
         reason: Reason in words.
         namespace: Fingerprint of its namespace, where it is another one than the source's.
@@ -103,7 +101,6 @@ class History:
     Attributes:
         begins_s: Time from which on the journal of each process is complete, if nothing was lost.
         ends_s: Time of the last record.
-        num_requests: Requests in all.
         requests: Those that were asked for, in order of time.
         happenings: What happened to each block that was asked for, in order of time.
     """
@@ -167,13 +164,9 @@ class History:
 def read_history(
     folder: Path, *, request: str = "", keys: Collection[BlockKey] = frozenset()
 ) -> History:
-    """Read what the journals of a folder say.
+    """Read what the journals of a folder say of blocks, and of a request and its blocks.
 
-    Args:
-        folder: The folder.
-        request: Name of a request, or a part of it where no name is equal; its blocks are asked
-            for, too.
-        keys: Blocks to ask for.
+    The request is named by a part of its name where no name is equal.
 
     Raises:
         InvalidArgumentError: The folder has no journal.

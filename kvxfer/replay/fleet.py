@@ -90,10 +90,8 @@ class SimulatedHolders(SimulatedTier):
         names: Numbers of the holders in their fleet, which decide what is placed where.
         replicas: Holders that have a block.
         num_slots: Blocks that fit into a holder.
-        num_blocks: Blocks of the trace.
 
     Attributes:
-        stores: Store of each holder.
         placement: Place in `stores` of each holder of a block, the first choice first; int32
             `(replicas, num_blocks)`.
         num_lookups: Lookups that each holder has answered.
@@ -182,12 +180,7 @@ def replay_above(
 ) -> NDArray[np.int64]:
     """Replay a trace; return the hits of each request in its engine, and in the tier below it.
 
-    Args:
-        trace: The trace.
-        fleet: The fleet.
-        engines: Engine of each request.
-        num_slots: Blocks that fit into an engine's own memory.
-        groups: What the engines of each group share, or of all; empty.
+    The tiers below are empty, one for the engines of each group, or one for all.
 
     Returns:
         int64 `(num_requests, 2)`.

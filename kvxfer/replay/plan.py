@@ -122,15 +122,7 @@ def plan_capacities(
     slots: Sequence[int],
     capacities: Sequence[int | None],
 ) -> list[CapacityRow]:
-    """Plan host memory alone, for each policy and capacity.
-
-    Args:
-        trace: The trace.
-        machine: Model and machine.
-        policies: Policies to compare.
-        slots: Blocks that fit in each capacity.
-        capacities: The capacities in bytes, where they are known.
-    """
+    """Plan host memory alone, for each policy and capacity in blocks, and in bytes where known."""
     rows, ceiling = [], count_ceiling(trace)
     for policy in policies:
         for num_slots, capacity in zip(slots, capacities, strict=True):

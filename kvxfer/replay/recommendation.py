@@ -28,7 +28,6 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         budget: The budget, in bytes.
         row: The list, and what it gives; None where no tier is worth anything.
-        reasons: Reasons for it, in words.
     """
 
     budget: dict[Medium, int]

@@ -34,8 +34,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Report of a replay.
 
     Attributes:
-        trace: The trace.
-        machine: What was assumed of model and machine.
         capacities: Host memory alone, by policy and capacity.
         lists: Lists of tiers that were asked for.
         recommendation: Recommended list, where a budget was given.

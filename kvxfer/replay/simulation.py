@@ -34,11 +34,7 @@ class TierPlan:
 class SimulatedTier:
     """Blocks of one tier without their bytes, in the index of the real host memory.
 
-    Args:
-        plan: The tier.
-
     Attributes:
-        plan: The tier.
         num_hits: Hits that this tier gave: the blocks that it had, and no faster one.
         num_read: Blocks read from it, also on their way to other tiers.
         num_written: Blocks written to it, promoted ones included.
@@ -66,12 +62,7 @@ class SimulatedTier:
         return self.find(blocks)
 
     def load(self, blocks: Sequence[int], *, is_use: bool = True) -> None:
-        """Read blocks that are there; the first of them is used last.
-
-        Args:
-            blocks: The blocks.
-            is_use: False for a copy to a lower tier, which is no use of them.
-        """
+        """Read blocks that are there; the first is used last. A copy to a lower tier is no use."""
         if is_use:
             self._index.touch(_as_keys(blocks))
         self.num_read += len(blocks)
@@ -86,10 +77,9 @@ class SimulatedTier:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulation:
-    """Use of the tiers by a trace.
+    """Use of the tiers, the fastest first, by a trace.
 
     Attributes:
-        tiers: Fastest first.
         hits: int64 `(num_requests, num_tiers)`; hits of each request by tier.
     """
 
@@ -118,11 +108,7 @@ def simulate(trace: Trace, plans: Sequence[TierPlan]) -> Simulation:
 
 
 class SimulatedTiers:
-    """Tiers without bytes, which do what `TieredBackend` does, one request after the other.
-
-    Args:
-        tiers: The tiers, fastest first.
-    """
+    """Tiers without bytes, which do what `TieredBackend` does, one request after the other."""
 
     def __init__(self, tiers: Sequence[SimulatedTier]) -> None:
         self._tiers = tiers

@@ -21,11 +21,6 @@ def make_synthetic(workload: Workload, *, seed: int = 0, tokens_per_block: int =
 
     Only whole blocks have numbers, as in engines: the tokens behind the last one are computed.
 
-    Args:
-        workload: Kind and sizes.
-        seed: Seed of what is random.
-        tokens_per_block: Tokens of a block.
-
     Raises:
         InvalidArgumentError: The seed is negative.
         TraceError: The prompts are too short for a block, or have more than `MAX_BLOCKS`.
@@ -47,7 +42,6 @@ class _Prompt:
     Attributes:
         blocks: Number of each whole block.
         tail: Pieces of text behind them: `(text, first token, tokens)`.
-        num_tokens: Tokens in all.
     """
 
     blocks: tuple[int, ...] = ()
@@ -60,8 +54,6 @@ class _Blocks:
     """Numbers of blocks: equal ones for equal texts up to their end.
 
     Attributes:
-        trace: Name of the trace.
-        tokens_per_block: Tokens of a block.
         num_texts: Texts that were made so far.
         num_used: Blocks of all requests so far.
     """

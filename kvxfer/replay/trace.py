@@ -27,7 +27,6 @@ class TraceError(KVXferError, ValueError):
 
     Attributes:
         source: Name of the trace, with the line where there is one.
-        problem: What is wrong there.
     """
 
     def __init__(self, source: str, problem: str) -> None:
@@ -86,11 +85,7 @@ class Trace:
 
 
 def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
-    """Read a trace: a JSON object in each line, see `TraceLine`.
-
-    Args:
-        path: The file.
-        tokens_per_block: Tokens of a block, in place of what the trace says.
+    """Read a trace: a JSON object in each line, see `TraceLine`; `tokens_per_block` overrides it.
 
     Raises:
         OSError: The file cannot be read.
@@ -146,11 +141,8 @@ def make_trace(
 ) -> Trace:
     """Make a trace of requests, in the order of their timestamps.
 
-    Args:
-        name: Name for people.
-        lines: The requests.
-        tokens_per_block: Tokens of a block, in place of what the requests say.
-        line_numbers: Line of each request, for errors; by default they are counted.
+    Blocks have the tokens that the requests say, unless others are given; errors name the lines,
+    which are counted where no numbers are given.
 
     Raises:
         TraceError: There is no block in any request, a block occurs twice in one, a prompt has more

@@ -43,8 +43,6 @@ class _Replay:
     """Replay to one subscriber.
 
     Attributes:
-        next_sequence: Number of the next batch.
-        last_sequence: Number of the last one.
         took_s: When the subscriber took a message, on the clock of `runtime.monotonic`.
         pause: Pause since it could take nothing.
     """
@@ -64,7 +62,6 @@ class EventReplays:
     Args:
         socket: The socket, which is not bound yet.
         sent: Batches that can be asked for.
-        topic: Topic of all messages.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", sent: Sent, topic: bytes) -> None:

@@ -274,12 +274,7 @@ class Journal:
 
 
 class JournalObserver(Observer):
-    """Observer that writes to a journal.
-
-    Args:
-        journal: The journal.
-        number: Number of the observer in it.
-    """
+    """Observer that writes to a journal."""
 
     def __init__(self, journal: Journal, number: int) -> None:
         self.number = number

@@ -26,11 +26,7 @@ ALIVE_S = 86400.0
 system has no locks."""
 
 
-class _Record(msgspec.Struct, frozen=True):
-    """Record of a journal."""
-
-
-class Began(_Record, frozen=True, tag="began"):
+class Began(msgspec.Struct, frozen=True, tag="began"):
     """First record of every file.
 
     Attributes:
@@ -46,7 +42,7 @@ class Began(_Record, frozen=True, tag="began"):
     part: int
 
 
-class Source(_Record, frozen=True, tag="source"):
+class Source(msgspec.Struct, frozen=True, tag="source"):
     """Source of further records: a backend or an engine that is observed.
 
     Attributes:
@@ -62,13 +58,11 @@ class Source(_Record, frozen=True, tag="source"):
     tiers: tuple[str, ...]
 
 
-class Noted(_Record, frozen=True, tag="event"):
+class Noted(msgspec.Struct, frozen=True, tag="event"):
     """Event of an observer.
 
     Attributes:
         at_s: Seconds since the epoch.
-        source: Number of the source.
-        kind: Name of the event's class.
         event: The event. If all blocks of a batch have one outcome or tier, that is written once.
     """
 
@@ -78,12 +72,11 @@ class Noted(_Record, frozen=True, tag="event"):
     event: Any
 
 
-class Lost(_Record, frozen=True, tag="lost"):
+class Lost(msgspec.Struct, frozen=True, tag="lost"):
     """Events that the journal could not take.
 
     Attributes:
         at_s: Time of the first of them.
-        num_events: How many.
     """
 
     at_s: float
@@ -95,12 +88,7 @@ Record: TypeAlias = Began | Source | Noted | Lost
 
 @dataclass(frozen=True, slots=True)
 class JournalFile:
-    """File of a journal.
-
-    Attributes:
-        path: Where it is.
-        began: Its first record.
-    """
+    """File of a journal."""
 
     path: Path
     began: Began
@@ -148,13 +136,9 @@ def still_alive(file: IO[bytes]) -> None:
 
 
 def remove_ended(folder: Path, *, num_kept: int) -> None:
-    """Remove the files of the processes that ended first.
+    """Remove the files of the processes that ended first, but for the last `num_kept`.
 
     What cannot be removed, such as the files of another user, stays.
-
-    Args:
-        folder: Folder of the journal.
-        num_kept: Processes that have ended and whose files are kept.
     """
     last_parts: dict[str, Path] = {}
     for path in sorted(folder.glob(f"*{SUFFIX}")):
