@@ -167,7 +167,7 @@ def _measure_both_ways(sides: _Sides, rounds: int) -> BenchRow:
         [partial(_at_once, sides.gpu, up, down), partial(sides.gpu.copy, *up)], rounds=rounds
     )
     each = [seconds / 2 for seconds in both]
-    return compare("both directions at once", each, one, unit="ms", goal=BOTH_WAYS_GOAL, scale=1e3)
+    return compare("both directions at once", each, one, unit="ms", goal=BOTH_WAYS_GOAL)
 
 
 def _halves(sides: _Sides) -> list[Pair]:
@@ -197,7 +197,7 @@ def _measure_calibration(device_index: int) -> BenchRow:
     table = measure_methods(device_index, kernel)
     seconds = time.perf_counter() - began
     case = f"calibration, which finds {table}, against a second"
-    return compare(case, [seconds], [CALIBRATION_S], unit="s", goal="<= 1")
+    return compare(case, [seconds], CALIBRATION_S, unit="s", goal="<= 1")
 
 
 def _measure_overhead(sides: _Sides, rounds: int, max_fragments: int) -> list[BenchRow]:
@@ -213,15 +213,14 @@ def _measure_overhead(sides: _Sides, rounds: int, max_fragments: int) -> list[Be
         compare(
             "processor time of a batch, against its budget",
             for_one,
-            [BATCH_BUDGET_S] * rounds,
+            BATCH_BUDGET_S,
             unit="us",
             goal="<= 1",
-            scale=1e6,
         ),
         compare(
             "processor time per 1000 fragments, against its budget",
             for_each,
-            [FRAGMENT_BUDGET_S] * rounds,
+            FRAGMENT_BUDGET_S,
             unit="us",
             goal="<= 1",
             scale=1e9,
@@ -269,7 +268,7 @@ def _measure_beside_compute(
     for _ in range(rounds):
         beside.append(_multiply_beside_copies(matrix, gpu, pairs))
         alone.append(_multiply(matrix))
-    return compare(case, beside, alone, unit="ms", goal=goal, scale=1e3)
+    return compare(case, beside, alone, unit="ms", goal=goal)
 
 
 def _multiply(matrix: torch.Tensor) -> float:

@@ -65,7 +65,6 @@ def run(*, quick: bool) -> list[BenchRow]:
             few,
             unit="us",
             goal="<= 1.25",
-            scale=1e6,
         )
     )
     return rows

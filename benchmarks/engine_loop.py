@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from benchmarks.batches import make_keys
-from benchmarks.report import BenchRow, compare, time_in_turn
+from benchmarks.report import BenchRow, beyond, compare, time_in_turn
 from kvxfer.connect import connect
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.memory_region import HOST
@@ -26,8 +26,6 @@ LONG_HIT = (128, LARGE)
 
 HIT_GOAL = "<= 1.15"
 FIXED_COST_S = 60e-6
-TINY_S = 1e-9
-"""Least time that a ratio is made of."""
 
 
 def run(*, quick: bool) -> list[BenchRow]:
@@ -87,7 +85,7 @@ def _measure_verifying(rounds: int, device: torch.device) -> BenchRow:
         loads = [Loop(engine).loading(count) for engine in (verifying, trusting)]
         verified, trusted = time_in_turn(loads, rounds=rounds)
     case = f"load {size} polled, verified, against not"
-    return compare(case, verified, trusted, unit="ms", scale=1e3, of_time=True)
+    return compare(case, verified, trusted, unit="ms", of_time=True)
 
 
 def open_engine(memory: torch.Tensor, parameters: str = "") -> contextlib.closing[TransferEngine]:
@@ -113,9 +111,6 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 def _rows(
     case: str, ours: Sequence[float], copy: Sequence[float], *, is_hit: bool
 ) -> list[BenchRow]:
-    beyond = [max(own - one, TINY_S) for own, one in zip(ours, copy, strict=True)]
-    limits = [FIXED_COST_S] * len(beyond)
-    is_one = " 1 x " in case
     return [
         compare(
             f"{case} against one copy",
@@ -123,15 +118,13 @@ def _rows(
             copy,
             unit="us",
             goal=HIT_GOAL if is_hit else "",
-            scale=1e6,
         ),
         compare(
             f"{case} beyond one copy, against 60 us",
-            beyond,
-            limits,
+            beyond(ours, copy),
+            FIXED_COST_S,
             unit="us",
-            goal="<= 1.0" if is_one else "",
-            scale=1e6,
+            goal="<= 1.0" if " 1 x " in case else "",
         ),
     ]
 

@@ -73,7 +73,7 @@ def run(*, quick: bool) -> list[BenchRow]:
             rounds = 10 if quick else 60
             times = asyncio.run(_measure(root, block_bytes, rounds, with_files=with_files))
             case = f"{medium}, {BATCH_BYTES // block_bytes} blocks of {block_bytes >> 10} KiB"
-            rows.append(compare(case, *times, unit="ms", goal="<= 1.01", scale=1e3))
+            rows.append(compare(case, *times, unit="ms", goal="<= 1.01"))
     return rows
 
 

@@ -5,6 +5,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -183,7 +184,7 @@ def _transfers(
         *rows,
         _drop(f"{case}, drop", before, after, requests, goal=drop),
         _drop(f"{tokens}, shuffled blocks, drop", before, after, [shuffled], goal=of_a_block),
-        compare(f"{case}, time to describe one transfer", ours, theirs, unit="us", scale=1e6),
+        compare(f"{case}, time to describe one transfer", ours, theirs, unit="us"),
     ]
 
 
@@ -196,7 +197,7 @@ def _drop(
     goal: str,
 ) -> BenchRow:
     value, baseline = (_descriptors_per_transfer(each, requests) for each in (after, before))
-    return _row(case, value, baseline, unit=PER_TRANSFER, goal=goal)
+    return _row(case, [value], [baseline], unit=PER_TRANSFER, goal=goal)
 
 
 def _descriptors_per_transfer(describer: BlockDescriber, requests: Sequence[BlockIds]) -> float:
@@ -233,11 +234,7 @@ def _config(model: PublishedModel, num_blocks: int) -> KVCacheConfig:
 def _beside_published(
     case: str, value: float, published: float, *, unit: str, goal: str
 ) -> BenchRow:
-    return _row(f"{case}, {value / published - 1:+.1%}", value, published, unit=unit, goal=goal)
+    return _row(f"{case}, {value / published - 1:+.1%}", [value], [published], unit=unit, goal=goal)
 
 
-def _row(case: str, value: float, baseline: float, *, unit: str, goal: str) -> BenchRow:
-    ratio = value / baseline
-    return BenchRow(
-        case=case, value=value, unit=unit, baseline=baseline, ratio=ratio, spread=0.0, goal=goal
-    )
+_row = partial(compare, of_time=True)

@@ -45,7 +45,7 @@ def _measure(cluster: Cluster, block_bytes: int, num_bytes: int, rounds: int) ->
             ours.close()
             theirs.close()
     size = f"{block_bytes // KIB} KiB"
-    to_ms = functools.partial(compare, unit="ms", scale=1e3, goal=f">= {AS_MOONCAKE}")
+    to_ms = functools.partial(compare, unit="ms", goal=f">= {AS_MOONCAKE}")
     return [
         to_ms(f"load, {size}, against Mooncake's own client", *loaded),
         to_ms(f"store, {size}, against Mooncake's own client", *stored),

@@ -57,7 +57,7 @@ def _measure(block_bytes: int, num_blocks: int, rounds: int) -> list[BenchRow]:
                 pool.close()
                 host.close()
     size, goal = f"{block_bytes // KIB} KiB", f">= {AS_HOST}"
-    to_ms = functools.partial(compare, unit="ms", scale=1e3)
+    to_ms = functools.partial(compare, unit="ms")
     return [
         to_ms(f"load, {size}, against host://", of_pool, of_host, goal=goal),
         to_ms(f"load, {size}, against one copy", of_pool, of_copy),

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+UNITS = {"ms": 1e3, "us": 1e6}
+
 
 class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
     """Measured case and its baseline.
@@ -44,18 +46,22 @@ class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
 def compare(
     case: str,
     ours: Sequence[float],
-    baseline: Sequence[float],
+    baseline: Sequence[float] | float,
     *,
     unit: str,
     goal: str = "",
-    scale: float = 1.0,
+    scale: float | None = None,
     of_time: bool = False,
 ) -> BenchRow:
-    """Make a row of paired rounds; `scale` converts seconds to the unit.
+    """Make a row of paired rounds, or of rounds and a limit.
+
+    `scale` converts to the unit, by default seconds to one of `UNITS`.
 
     For a goal `>=`, or without one, the ratio is one of speed: the baseline's time over ours. For
     a goal `<=`, or `of_time`, it is one of time: ours over the baseline's.
     """
+    baseline = [baseline] * len(ours) if isinstance(baseline, float) else baseline
+    scale = UNITS.get(unit, 1.0) if scale is None else scale
     pairs = list(zip(ours, baseline, strict=True))
     of_time = of_time or goal.startswith("<=")
     ratios = sorted(mine / theirs if of_time else theirs / mine for mine, theirs in pairs)
@@ -69,6 +75,11 @@ def compare(
         spread=(quartiles[2] - quartiles[0]) / 2,
         goal=goal,
     )
+
+
+def beyond(ours: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    """Compute what each round took beyond the baseline, at least what a ratio is made of."""
+    return [max(own - theirs, 1e-9) for own, theirs in zip(ours, baseline, strict=True)]
 
 
 def time_in_turn(calls: Sequence[Callable[[], object]], *, rounds: int) -> list[list[float]]:

@@ -185,7 +185,7 @@ def _sealed(
     ]
 
 
-_to_ms = functools.partial(compare, unit="ms", scale=1e3)
+_to_ms = functools.partial(compare, unit="ms")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.disk import bench_folder
 from benchmarks.report import BenchRow, compare, time_in_turn
-from benchmarks.vllm.model import VOCAB_SIZE, find_model
+from benchmarks.vllm.model import find_model, random_prompt
 
 PROMPT_TOKENS = 1_500
 SPEED_GOAL = ">= 5"
@@ -34,8 +34,7 @@ def run(*, quick: bool) -> list[BenchRow]:
     model_to_load = find_model()
     dtype = getattr(torch, model_to_load.dtype)
     model = AutoModelForCausalLM.from_pretrained(model_to_load.folder, dtype=dtype)
-    source = random.Random(22)
-    prompt = torch.tensor([[source.randrange(3, VOCAB_SIZE) for _ in range(PROMPT_TOKENS)]])
+    prompt = torch.tensor([random_prompt(random.Random(22), PROMPT_TOKENS)])
     with (
         bench_folder("transformers") as folder,
         PrefixCache(model, f"file://{folder}?capacity=4GiB") as files,
@@ -80,7 +79,7 @@ def _measure(
         raise RuntimeError(f"prefixes gave different tokens: {sorted(tokens)}")
     case = f"first token of {prompt.shape[1]} tokens in {str(model.dtype).removeprefix('torch.')},"
     return [
-        compare(f"{case} {name}", ours, theirs, unit="ms", goal=goal, scale=1e3, of_time=not goal)
+        compare(f"{case} {name}", ours, theirs, unit="ms", goal=goal, of_time=not goal)
         for name, ours, theirs, goal in (
             ("prefix in files against computed", from_files, computed, SPEED_GOAL),
             ("prefix in host memory against computed", from_host, computed, SPEED_GOAL),

@@ -49,7 +49,7 @@ BUDGETS = {
     "backends/nixl": 8_625,
     "backends/object": 1_849,
     "backends/pool": 1_275,
-    "benchmarks": 4_715,
+    "benchmarks": 4_689,
     "examples": 2_396,
     "kvxfer/cli": 1_839,
     "kvxfer/copy_engine": 2_472,

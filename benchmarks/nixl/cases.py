@@ -3,14 +3,14 @@
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from functools import partial
 from typing import get_args
 
 from benchmarks.nixl.contenders import Contender, in_turn
 from benchmarks.nixl.far import FarProcess
 from benchmarks.nixl.near import Near
 from benchmarks.nixl.raw import TOTAL_BYTES
-from benchmarks.report import BenchRow, compare
+from benchmarks.report import BenchRow, beyond, compare
 from kvxfer.backends.nixl import IntegrityGrade
 
 KIB = 1 << 10
@@ -32,8 +32,6 @@ UCX_GOAL = 1.0
 IDLE_LIMIT_CORES = 0.05
 
 NUM_SINGLES = 20
-TINY_S = 1e-9
-"""Least time that a ratio is made of."""
 IDLE_S = 2.0
 
 MODELS = {
@@ -98,12 +96,11 @@ async def _one_block(near: Near, rounds: int) -> list[BenchRow]:
                 contenders = [_median(load), _median(raw.moving("READ", num_blocks=1))]
                 ours, theirs = await in_turn(contenders, rounds=rounds)
             case = f"load one block of 2048 KiB behind a lookup, {grade},"
-            beyond = [max(own - raw_s, TINY_S) for own, raw_s in zip(ours, theirs, strict=True)]
-            limits = [LATENCY_LIMIT_S] * rounds
             against = f"{case} against NIXL READ"
-            rows.append(compare(against, ours, theirs, unit="us", goal=LATENCY_GOAL, scale=1e6))
+            rows.append(compare(against, ours, theirs, unit="us", goal=LATENCY_GOAL))
             case = f"{case} beyond NIXL's own, against 0.4 ms"
-            rows.append(compare(case, beyond, limits, unit="us", goal="<= 1.0", scale=1e6))
+            longer = beyond(ours, theirs)
+            rows.append(compare(case, longer, LATENCY_LIMIT_S, unit="us", goal="<= 1.0"))
     return rows
 
 
@@ -123,8 +120,8 @@ async def _idle(near: Near) -> list[BenchRow]:
     rows = []
     for who, seconds in ("backend", near_s), ("holder", far_s):
         case = f"processor time of an idle {who} with one peer, against 0.05 cores"
-        cores, limit = [seconds / IDLE_S], [IDLE_LIMIT_CORES]
-        rows.append(compare(case, cores, limit, unit="cores", goal="<= 1.0"))
+        cores = [seconds / IDLE_S]
+        rows.append(compare(case, cores, IDLE_LIMIT_CORES, unit="cores", goal="<= 1.0"))
     return rows
 
 
@@ -168,5 +165,4 @@ async def _across_layers(near: Near, model: str, page_bytes: int, rounds: int) -
     return rows
 
 
-def _row(case: str, ours: Sequence[float], theirs: Sequence[float], *, goal: str = "") -> BenchRow:
-    return compare(case, ours, theirs, unit="ns/B", goal=goal, scale=1e9 / TOTAL_BYTES)
+_row = partial(compare, unit="ns/B", scale=1e9 / TOTAL_BYTES)

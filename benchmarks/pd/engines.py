@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.pd.pair import EnginePair, NotLoadedError, idle_cores, start_engines
 from benchmarks.report import BenchRow, compare
-from benchmarks.vllm.model import VOCAB_SIZE, EngineModel
+from benchmarks.vllm.model import EngineModel, random_prompt
 
 OURS, NIXL = "KVXferConnector", "NixlConnector"
 PROMPT_TOKENS = (2_100, 8_000)
@@ -42,11 +42,11 @@ def measure_engines(model: EngineModel, *, rounds: int) -> list[BenchRow]:
             nixl.pause()
             rows = []
             for num_tokens in PROMPT_TOKENS:
-                rows += _first_tokens(ours, nixl, _prompt(chance, num_tokens), rounds)
+                rows += _first_tokens(ours, nixl, random_prompt(chance, num_tokens), rounds)
             rows += _disturbance(ours, nixl, chance, rounds)
             cores = _idle_pair(ours) + _idle_pair(nixl)
         with start_engines(model, [None])[0] as without:
-            without.generate([_prompt(chance, BUSY_PROMPT_TOKENS)], max_tokens=2)
+            without.generate([random_prompt(chance, BUSY_PROMPT_TOKENS)], max_tokens=2)
             cores += idle_cores([without])
     return rows + _idle(cores)
 
@@ -71,7 +71,7 @@ def _first_tokens(
         turns.reverse()
     case = f"first token of the decode leg, {len(prompt)} tokens,"
     return [
-        compare(f"{case} {name}", mine, theirs, unit="ms", goal=goal, scale=1e3, of_time=True)
+        compare(f"{case} {name}", mine, theirs, unit="ms", goal=goal, of_time=True)
         for name, mine, theirs, goal in (
             (f"{OURS} against device hit", seconds[ours, "load"], seconds[ours, "hit"], "<= 1.2"),
             (f"{OURS} against {NIXL}", seconds[ours, "load"], seconds[nixl, "load"], "<= 1.0"),
@@ -85,7 +85,7 @@ def _disturbance(
 ) -> list[BenchRow]:
     """Measure the tokens of a busy D while other prompts are loaded, and while they are hits."""
     rows = []
-    prompts = [_prompt(chance, LOADED_TOKENS) for _ in STARTS]
+    prompts = [random_prompt(chance, LOADED_TOKENS) for _ in STARTS]
     for name, pair, goal in ((OURS, ours, "<= 1.1"), (NIXL, nixl, "")):
         times: dict[str, list[float]] = {"load": [], "hit": []}
         order = ["load", "hit"]
@@ -96,7 +96,7 @@ def _disturbance(
                     if what == "load":
                         params = {at: pair.offer(prompt) for at, prompt in enumerate(prompts, 1)}
                         pair.decode.reset()
-                    busy = _prompt(chance, BUSY_PROMPT_TOKENS)
+                    busy = random_prompt(chance, BUSY_PROMPT_TOKENS)
                     taken = _between_tokens(pair, [busy, *prompts], params)
                     if nth:
                         times[what].append(taken)
@@ -104,7 +104,7 @@ def _disturbance(
         case = f"mean time between tokens of a busy D that loads {len(STARTS)} prompts"
         case += f", against one that has them, {name}"
         mine, theirs = times.values()
-        rows.append(compare(case, mine, theirs, unit="ms", goal=goal, scale=1e3, of_time=True))
+        rows.append(compare(case, mine, theirs, unit="ms", goal=goal, of_time=True))
     return rows
 
 
@@ -149,19 +149,14 @@ def _idle(cores: Sequence[float]) -> list[BenchRow]:
     *pairs, without = cores
     names = (f"P, {OURS}", f"D, {OURS}", f"P, {NIXL}", f"D, {NIXL}")
     goals = ("<= 1.0", "<= 1.0", "", "")
-    limit = [IDLE_LIMIT_CORES]
     return [
         compare(
             f"cores of an idle {name}, beyond one without a connector, against 0.05",
             [max(each - without, LEAST_CORES)],
-            limit,
+            IDLE_LIMIT_CORES,
             unit="cores",
             goal=goal,
             of_time=True,
         )
         for name, each, goal in zip(names, pairs, goals, strict=True)
     ]
-
-
-def _prompt(chance: random.Random, num_tokens: int) -> Prompt:
-    return [chance.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]

@@ -1,8 +1,8 @@
 """Blocks handed over between two engines without models, against NIXL itself."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 from benchmarks.nixl.contenders import in_turn
@@ -125,7 +125,7 @@ async def _one_block(decode: Decode, rounds: int) -> list[BenchRow]:
             async with decode.fetching(shape, shape, integrity=grade, num_tokens=tokens) as fetch:
                 ours, theirs = await in_turn([fetch, baseline], rounds=rounds)
             case = f"fetch one block of {shape.block_bytes // KIB} KiB, {grade}, against NIXL READ"
-            rows.append(compare(case, ours, theirs, unit="us", scale=1e6, of_time=True))
+            rows.append(compare(case, ours, theirs, unit="us", of_time=True))
     return rows
 
 
@@ -144,5 +144,4 @@ def _size(shape: EngineShape) -> str:
     return f"{NUM_BYTES // shape.page_bytes} {what} of {shape.page_bytes // KIB} KiB"
 
 
-def _row(case: str, ours: Sequence[float], theirs: Sequence[float], *, goal: str = "") -> BenchRow:
-    return compare(case, ours, theirs, unit="ns/B", goal=goal, scale=1e9 / NUM_BYTES)
+_row = partial(compare, unit="ns/B", scale=1e9 / NUM_BYTES)

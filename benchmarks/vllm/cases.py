@@ -3,12 +3,12 @@
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.disk import bench_folder
 from benchmarks.report import BenchRow, compare
-from benchmarks.vllm.model import VOCAB_SIZE, find_model
+from benchmarks.vllm.model import find_model, random_prompt
 from tests.e2e.engine_process import TOKENS_PER_BLOCK, EngineConfig, EngineProcess
 
 CACHED_TOKENS = 19 * TOKENS_PER_BLOCK
@@ -63,15 +63,15 @@ def run(*, quick: bool) -> list[BenchRow]:
         )
 
     case = f"first token of {PROMPT_TOKENS} tokens in {model.dtype}"
-    prompts = _prompts()
+    chance = random.Random(0)
     with start(CONNECTOR) as engine, start(PLAIN_CONNECTOR) as plain:
         rows = _host_hits(
-            engine, plain, next(prompts)(PROMPT_TOKENS), _FirstTokens(case), quick=quick
+            engine, plain, random_prompt(chance, PROMPT_TOKENS), _FirstTokens(case), quick=quick
         )
         with start(None) as without:
             for num_requests in REQUESTS_AT_A_TIME:
-                rows += _throughput(engine, plain, without, prompts, num_requests, quick=quick)
-    return rows + _file_hits(start, prompts, _FirstTokens(case), quick=quick)
+                rows += _throughput(engine, plain, without, chance, num_requests, quick=quick)
+    return rows + _file_hits(start, chance, _FirstTokens(case), quick=quick)
 
 
 class _FirstTokens:
@@ -109,7 +109,6 @@ class _FirstTokens:
             seconds or self.seconds[baseline],
             unit="ms",
             goal=goal,
-            scale=1e3,
             of_time=True,
         )
 
@@ -156,10 +155,10 @@ def _host_hits(
 
 
 def _file_hits(
-    start: Start, prompts: Iterator["_Source"], first: _FirstTokens, *, quick: bool
+    start: Start, chance: random.Random, first: _FirstTokens, *, quick: bool
 ) -> list[BenchRow]:
     """Compare hits of an engine that finds the files of an earlier one, and empty host memory."""
-    warm_up, *measured = [next(prompts)(PROMPT_TOKENS) for _ in range(4 if quick else 7)]
+    warm_up, *measured = [random_prompt(chance, PROMPT_TOKENS) for _ in range(4 if quick else 7)]
     with bench_folder("vllm") as folder:
         files = f"file://{folder}?capacity=4GiB"
         connector = CONNECTOR | {"backend": [CONNECTOR["backend"], files]}
@@ -182,7 +181,7 @@ def _throughput(
     engine: EngineProcess,
     plain: EngineProcess,
     without: EngineProcess,
-    prompts: Iterator["_Source"],
+    chance: random.Random,
     num_requests: int,
     *,
     quick: bool,
@@ -193,8 +192,7 @@ def _throughput(
     hits = "vllm:external_prefix_cache_hits"
     before = engine.metrics()[hits]
     for nth in range(5 if quick else PAIRED_ROUNDS):
-        source = next(prompts)
-        batch = [source(BATCH_TOKENS) for _ in range(num_requests)]
+        batch = [random_prompt(chance, BATCH_TOKENS) for _ in range(num_requests)]
         for one in turns:
             taken = one.generate(batch, max_tokens=OUTPUT_TOKENS)
             if nth:
@@ -240,21 +238,4 @@ def _most_delayed_step(
 
     most = max(range(1, min(map(len, (*ours, *baseline)))), key=delay_s)
     case = f"longest step added, {at_a_time}"
-    return compare(case, *rounds_of(most), unit="ms", scale=1e3, of_time=True)
-
-
-class _Source:
-    """Source of random prompts that share no block with those of another source."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def __call__(self, num_tokens: int) -> list[int]:
-        return [self._random.randrange(3, VOCAB_SIZE) for _ in range(num_tokens)]
-
-
-def _prompts() -> Iterator[_Source]:
-    seed = 0
-    while True:
-        yield _Source(seed)
-        seed += 1
+    return compare(case, *rounds_of(most), unit="ms", of_time=True)

@@ -1,6 +1,7 @@
 """Model of the benchmarks with real engines, and the data type that it computes in."""
 
 import os
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import torch
 MODEL_VARIABLE = "KVXFER_BENCH_MODEL"
 DTYPE_VARIABLE = "KVXFER_BENCH_DTYPE"
 DEFAULT_MODEL = Path("build/models/smollm2")
-VOCAB_SIZE = 40_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,11 @@ def find_model() -> EngineModel:
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"no model at {folder}; name its folder in {MODEL_VARIABLE}")
     return EngineModel(folder, os.environ.get(DTYPE_VARIABLE) or fast_dtype())
+
+
+def random_prompt(chance: random.Random, num_tokens: int) -> list[int]:
+    """Make a prompt that shares no block with any other."""
+    return [chance.randrange(3, 40_000) for _ in range(num_tokens)]
 
 
 def fast_dtype() -> str:
