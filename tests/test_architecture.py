@@ -51,7 +51,7 @@ BUDGETS = {
     "backends/pool": 1_275,
     "benchmarks": 4_689,
     "examples": 2_396,
-    "kvxfer/cli": 1_839,
+    "kvxfer/cli": 1_833,
     "kvxfer/copy_engine": 2_472,
     "kvxfer/doctor": 1_589,
     "kvxfer/engine_side": 1_538,

@@ -52,9 +52,15 @@ class HTTPPages:
     ) -> None:
         self.endpoint = endpoint
         self._pages = pages
-        self._timeout_s = timeout_s
-        self._listener: Listener | None = None
         self._answering: set[asyncio.Task[None]] = set()
+        self._listener = Listener(
+            endpoint,
+            lambda: asyncio.StreamReaderProtocol(
+                asyncio.StreamReader(limit=MAX_REQUEST_BYTES), self._begin
+            ),
+            timeout_s=timeout_s,
+            max_connections=MAX_CONNECTIONS,
+        )
 
     async def __aenter__(self) -> Self:
         """Begin to listen.
@@ -62,34 +68,22 @@ class HTTPPages:
         Raises:
             BackendUnavailableError: The address is in use, or is not one of this machine.
         """
-        listener = Listener(
-            self.endpoint,
-            lambda: asyncio.StreamReaderProtocol(
-                asyncio.StreamReader(limit=MAX_REQUEST_BYTES), self._begin
-            ),
-            timeout_s=self._timeout_s,
-            max_connections=MAX_CONNECTIONS,
-        )
         try:
-            await listener.start()
+            await self._listener.start()
         except OSError as exc:
             raise BackendUnavailableError(f"cannot listen at {self.endpoint}: {exc}") from exc
-        self._listener, self.endpoint = listener, listener.endpoint
+        self.endpoint = self._listener.endpoint
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Stop listening, and end the answers under way; may be called again."""
-        if self._listener is not None:
-            self._listener.stop()
+        """Stop listening, and end the answers under way."""
+        self._listener.stop()
         await end_tasks(self._answering)
 
     @property
     def num_connections(self) -> int:
         """Connections that are open."""
-        return 0 if self._listener is None else self._listener.num_connections
+        return self._listener.num_connections
 
     def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(self._answer(reader, writer))
