@@ -13,6 +13,7 @@ from kvxfer import runtime
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.text import find_control
 
+ANY_HOSTS = ("0.0.0.0", "::")  # noqa: S104 - all addresses of a machine, that nobody connects to
 MAX_PORT = (1 << 16) - 1
 
 

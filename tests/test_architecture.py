@@ -42,13 +42,13 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 2_080,
+    "kvxfer": 2_081,
     "backends/file": 6_105,
     "backends/host": 2_087,
     "backends/mooncake": 720,
-    "backends/nixl": 8_625,
+    "backends/nixl": 8_562,
     "backends/object": 1_849,
-    "backends/pool": 1_275,
+    "backends/pool": 1_260,
     "benchmarks": 4_689,
     "examples": 2_396,
     "kvxfer/cli": 1_833,
@@ -59,7 +59,7 @@ BUDGETS = {
     "kvxfer/face": 456,
     "kvxfer/integrations": 10_680,
     "kvxfer/kvcache": 5_885,
-    "kvxfer/lending": 1_528,
+    "kvxfer/lending": 1_527,
     "kvxfer/pages": 1_250,
     "kvxfer/replay": 1_707,
     "kvxfer/runtime": 1_275,

@@ -348,13 +348,7 @@ def _chosen(keys: Sequence[BlockKey], indices: Sequence[int]) -> Sequence[BlockK
 def _by_home(
     homes: Sequence[Home], ranked: NDArray[np.intp], wanted: Sequence[int] | None = None
 ) -> list[tuple[Home, Sequence[int]]]:
-    """Group the columns of `ranked` by home, without homes that have none.
-
-    Args:
-        homes: Homes of blocks.
-        ranked: Indices of homes, a column for each block.
-        wanted: Columns to group, rising; all of them by default.
-    """
+    """Group blocks, columns of `ranked`, by home, without homes that have none; all by default."""
     if wanted is None:
         wanted = range(ranked.shape[1])
     if len(homes) == 1:

@@ -14,7 +14,7 @@ from kvxfer.backends.nixl.discovery import Discovery, EtcdConfig, EtcdDiscovery
 from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S
 from kvxfer.checks import require_integer, require_positive
 from kvxfer.configuration import Configuration
-from kvxfer.endpoint import MAX_PORT, Endpoint
+from kvxfer.endpoint import ANY_HOSTS, MAX_PORT, Endpoint
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.runtime import DaemonThreads, fetch_error
 from kvxfer.storage.integrity import read_secret
@@ -23,19 +23,6 @@ from kvxfer.units import ByteSize
 SECRET_VARIABLE = "KVXFER_SECRET"  # noqa: S105 - the name of it
 MIN_SECRET_BYTES = 16
 """Shortest secret: strangers can try secrets against a recorded handshake at leisure."""
-
-SECONDS = (
-    "timeout_s",
-    "lookup_timeout_s",
-    "lease_s",
-    "heartbeat_s",
-    "release_within_s",
-    "handshake_timeout_s",
-)
-
-ETCD_FILES = ("etcd_user_file", "etcd_ca", "etcd_cert", "etcd_key")
-
-ANY_HOSTS = ("0.0.0.0", "::")  # noqa: S104 - nobody can connect to them
 
 RENEW_S = 1.0
 """Time that a connection waits for the files of TLS: a disk that hangs costs that, not the peer."""
@@ -261,7 +248,10 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             secret = os.environb[SECRET_VARIABLE.encode()]
             argument, source = "environment variable", SECRET_VARIABLE
         if secret is None:
-            self._require_loopback()
+            for peer in self.peers:
+                self.require_proof("address", peer)
+            if self.listen_endpoint is not None:
+                self.require_proof("listen", self.listen_endpoint)
             return None
         secret = secret.rstrip(b"\r\n")
         if len(secret) < MIN_SECRET_BYTES:
@@ -274,8 +264,8 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
         require_integer("data_port", self.data_port, maximum=MAX_PORT)
-        for name in SECONDS:
-            if not 0 < getattr(self, name) < float("inf"):
+        for name in self.__struct_fields__:
+            if name.endswith("_s") and not 0 < getattr(self, name) < float("inf"):
                 raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
 
     def require_proof(self, argument: str, endpoint: Endpoint) -> None:
@@ -288,16 +278,10 @@ class NixlConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
             wanted = "a loopback address; any other needs secret_file or TLS"
             raise InvalidArgumentError(argument, str(endpoint), wanted)
 
-    def _require_loopback(self) -> None:
-        for peer in self.peers:
-            self.require_proof("address", peer)
-        if self.listen_endpoint is not None:
-            self.require_proof("listen", self.listen_endpoint)
-
     def _require_discovery(self) -> None:
         """Check what finds the peers, and how others find this process."""
         if self.etcd is None:
-            for name in ("advertise", *ETCD_FILES):
+            for name in ("advertise", "etcd_user_file", "etcd_ca", "etcd_cert", "etcd_key"):
                 if value := getattr(self, name):
                     raise InvalidArgumentError(name, value, "none without discover=etcd://...")
             return
@@ -319,9 +303,6 @@ class TLSContexts:
 
     Where the new files cannot be read, or are not of a kind, as between the renewal of a key and
     that of its certificate, the contexts of before are used, with a warning.
-
-    Args:
-        config: Configuration with the files, or without TLS.
 
     Raises:
         InvalidArgumentError: As `client_context`.

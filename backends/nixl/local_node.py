@@ -70,14 +70,9 @@ async def why_not_straight(
 class LocalNode:
     """Local node: owner of the agents and of the list of memory that peers may read.
 
-    Args:
-        config: Configuration, with the secret and the transport.
-        namespace: Namespace of the blocks; None as long as any is accepted.
-        make_agent: Opens a NIXL agent; it may block.
-
     Attributes:
-        namespace: As given; a holder that accepts any sets it to the first peer's.
-        memory: Memory that peers may read.
+        namespace: Namespace of the blocks; None as long as a holder accepts any, until the first
+            peer's.
         sockets: Agent for peers that NIXL does not reach.
         hasher: Hasher of blocks that are sent, and of those that have landed; closed by the owner
             of the node, once nothing is moved any more.
@@ -201,9 +196,11 @@ class LocalNode:
         peer = greeting.hello.incarnation.hex()
         try:
             regions = Regions(greeting.reach.regions)
-            return await self._link_by_nixl(greeting, regions) or await self._link_by_sockets(
-                greeting, regions
-            )
+            if memory := await self._link_by_nixl(greeting, regions):
+                return memory
+            name = greeting.session.session_id.hex()
+            at = await self.sockets.add_peer(AgentMetadata(name, list(regions)).encode())
+            return RemoteMemory(self.sockets, at, "socket", regions, self.hasher)
         except InvalidArgumentError as exc:
             raise ProtocolError(peer, f"sent {exc}") from exc
 
@@ -252,12 +249,6 @@ class LocalNode:
             logger.warning("NIXL does not reach a peer; using sockets: %s", text)
             return None
         return RemoteMemory(agent, name, carrier, regions, self.hasher)
-
-    async def _link_by_sockets(self, greeting: Greeting, regions: Regions) -> RemoteMemory:
-        name = greeting.session.session_id.hex()
-        metadata = AgentMetadata(name, list(regions)).encode()
-        peer = await self.sockets.add_peer(metadata)
-        return RemoteMemory(self.sockets, peer, "socket", regions, self.hasher)
 
     def _has(self, region: MemoryRegion) -> bool:
         stop = region.address + region.num_bytes

@@ -61,7 +61,8 @@ async def probe_peer(
         BackendUnavailableError: `transport=nixl`, and NIXL cannot be used.
     """
     async with _open_node(config, None, make_agent) as node:
-        hello = await _ask_hello(node, endpoint)
+        channel = await open_channel(node, endpoint)
+        hello = await ask_hello(channel, node.hello, timeout_s=config.handshake_timeout_s)
         is_here = bool(hello.boot_id) and hello.boot_id == node.hello.boot_id
         if hello.namespace is None:
             await _prove(node, endpoint)
@@ -109,12 +110,6 @@ def _some_memory() -> MemoryRegion:
     """Make memory, which a holder has to reach: one that only asks would be served in any case."""
     page = np.zeros(PAGE_BYTES, np.uint8)
     return MemoryRegion(page.ctypes.data, page.nbytes, owner=page)
-
-
-async def _ask_hello(node: LocalNode, endpoint: Endpoint) -> wire.Hello:
-    timeout_s = node.config.handshake_timeout_s
-    channel = await open_channel(node, endpoint)
-    return await ask_hello(channel, node.hello, timeout_s=timeout_s)
 
 
 async def _prove(node: LocalNode, endpoint: Endpoint) -> None:

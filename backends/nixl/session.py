@@ -232,9 +232,7 @@ class ClientSession:
             except InvalidArgumentError as exc:  # it is too large for a message
                 if pin := self._pins.pop(request.request_id, None):
                     await pin.aclose()
-                await self._channel.send(
-                    wire.Failed(request_id=request.request_id, reason=str(exc))
-                )
+                await self._refuse(request.request_id, str(exc))
 
     def _answer(self, request: wire.Request) -> Coroutine[Any, Any, wire.Answer]:
         answers: dict[type, Callable[[Any], Coroutine[Any, Any, wire.Answer]]] = {

@@ -169,17 +169,14 @@ class StandalonePeer:
     def _open(self, namespace: Namespace) -> Backend:
         """Reserve the memory, and let peers read it."""
         backend = self._open_backend(namespace)
-        lender = backend.provide(Lender) or self._stage(backend, namespace)
-        backend.attach(lender.regions)
-        self._node.add_memory(lender.regions)
-        self._lender = lender
-        return backend
-
-    def _stage(self, backend: Backend, namespace: Namespace) -> Lender:
-        return StagedLender(
+        lender = backend.provide(Lender) or StagedLender(
             backend,
             namespace,
             copy_engine=self._copy_engine,
             threads=self._hashing,
             max_bytes=LENDING_BYTES,
         )
+        backend.attach(lender.regions)
+        self._node.add_memory(lender.regions)
+        self._lender = lender
+        return backend

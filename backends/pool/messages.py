@@ -37,12 +37,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=False):
-    """First message of an engine; a newer version may add fields, which this one ignores.
-
-    Attributes:
-        version: `PROTOCOL_VERSION` of the engine.
-        namespace: Namespace of its blocks.
-    """
+    """First message of an engine; a newer version may add fields, which this one ignores."""
 
     version: int
     namespace: Namespace
@@ -80,7 +75,6 @@ class Lookup(Message, frozen=True):
     """Question which blocks are there; those of tiers below are brought into the pool first.
 
     Attributes:
-        keys: Keys of the blocks.
         within_s: Time for that; blocks that take longer are misses.
     """
 
@@ -125,9 +119,7 @@ class Reserve(Message, frozen=True):
 
     Attributes:
         number: Number of the reservation, chosen by the engine.
-        keys: Keys of the blocks.
-        starts: Byte of its chunk at which each begins.
-        sizes: Bytes of each.
+        starts: Byte of its chunk at which each block begins.
     """
 
     number: int
@@ -156,7 +148,6 @@ class Publish(Message, frozen=True):
     """Request to keep what was written into the slots of a reservation, and end of it.
 
     Attributes:
-        number: Number of the reservation.
         checksums: XXH3-64 of the block in each of its slots; empty to give the slots back.
     """
 

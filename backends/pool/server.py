@@ -86,13 +86,7 @@ _HELLO: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Slots that an engine is writing.
-
-    Attributes:
-        reserved: The slots; the blocks in them are kept at the end of the stack.
-        stack: Ends the reservation.
-        parts: The blocks for these slots.
-    """
+    """Slots that an engine is writing; the blocks in them are kept at the end of the stack."""
 
     reserved: ReservedBlocks
     stack: AsyncExitStack

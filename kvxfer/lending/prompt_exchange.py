@@ -18,6 +18,7 @@ from kvxfer.checks import (
     require_sequence,
     require_text,
 )
+from kvxfer.endpoint import ANY_HOSTS
 from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import WorkerShard, describe_caches
@@ -28,8 +29,6 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import require_ticket
 from kvxfer.storage.observer import Observer, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
-
-EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - to refuse them
 
 logger = logging.getLogger(__name__)
 
@@ -337,7 +336,7 @@ def _host(config: NixlConfig, shard: WorkerShard, advertise: str) -> str:
     if shard.num_workers > 1 and not listen.port:
         rule = f"a port, after which there are those of {shard.num_workers} workers"
         raise InvalidArgumentError("listen", config.listen, rule)
-    if not advertise and listen.host in EVERY_ADDRESS:
+    if not advertise and listen.host in ANY_HOSTS:
         rule = f"the host by which others reach listen={config.listen}"
         raise InvalidArgumentError("advertise", advertise, rule)
     return advertise or listen.host

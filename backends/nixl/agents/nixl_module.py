@@ -33,11 +33,8 @@ def import_nixl(*, otherwise: str) -> Any:
     silence errors of its logging, and write messages to standard output. None of it happens; what
     NIXL logs in Python goes where the application's messages go.
 
-    Args:
-        otherwise: Advice for a user without NIXL, for the error's text.
-
     Raises:
-        BackendUnavailableError: It cannot be imported.
+        BackendUnavailableError: It cannot be imported; `otherwise` is advice for the user.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -139,7 +139,6 @@ class Refusal(Message, frozen=True):
     theirs: str
 
     def __post_init__(self) -> None:
-        """Make the text fit for logs."""
         clip(self, "field", "ours", "theirs")
 
 
@@ -199,7 +198,6 @@ class Reading(Message, frozen=True):
     refusal: str = ""
 
     def __post_init__(self) -> None:
-        """Make the text fit for logs."""
         if self.refusal:
             clip(self, "refusal")
 
@@ -221,7 +219,6 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     reason: str = ""
 
     def __post_init__(self) -> None:
-        """Make the text fit for logs."""
         if self.reason:
             clip(self, "reason")
 
@@ -238,6 +235,12 @@ class NumberedRequest(Message, frozen=True, kw_only=True):
 
     request_id: int
     let_go: list[int] = msgspec.field(default_factory=list)
+
+
+class NumberedAnswer(Message, frozen=True):
+    """Base class of the answers to these requests."""
+
+    request_id: int
 
 
 class Lookup(NumberedRequest, frozen=True):
@@ -265,7 +268,7 @@ class Fencing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     generations: bytes
 
 
-class Found(Message, frozen=True):
+class Found(NumberedAnswer, frozen=True):
     """Answer `Lookup`: for each key whether the holder has it.
 
     Attributes:
@@ -278,7 +281,6 @@ class Found(Message, frozen=True):
         fences: Generations of the found blocks.
     """
 
-    request_id: int
     there: list[bool]
     starts: list[int] = msgspec.field(default_factory=list)
     checksums: list[int] = msgspec.field(default_factory=list)
@@ -301,7 +303,7 @@ class Pin(NumberedRequest, frozen=True):
     fenced: bool = False
 
 
-class Pinned(Message, frozen=True):
+class Pinned(NumberedAnswer, frozen=True):
     """Answer `Pin`; blocks that are `DONE` stay pinned until released, or until the lease expires.
 
     Attributes:
@@ -312,7 +314,6 @@ class Pinned(Message, frozen=True):
         fences: Their generations.
     """
 
-    request_id: int
     endings: list[Ending]
     checksums: list[int]
     extents: Extents
@@ -335,7 +336,7 @@ class Pull(NumberedRequest, frozen=True):
     hashed: bool
 
 
-class Pulled(Message, frozen=True):
+class Pulled(NumberedAnswer, frozen=True):
     """Answer `Pull` and `Publish`.
 
     Attributes:
@@ -344,7 +345,6 @@ class Pulled(Message, frozen=True):
             forgotten when the request is let go.
     """
 
-    request_id: int
     endings: list[Ending]
     waits: bool = False
 
@@ -371,10 +371,9 @@ class Delete(NumberedRequest, frozen=True):
     keys: list[BlockKey]
 
 
-class Deleted(Message, frozen=True):
+class Deleted(NumberedAnswer, frozen=True):
     """Answer `Delete`: for each key whether it was deleted."""
 
-    request_id: int
     deleted: list[bool]
 
 
@@ -382,14 +381,13 @@ class Describe(NumberedRequest, frozen=True):
     """Ask what a reader must know of the holder's blocks; answered by `Described`."""
 
 
-class Described(Message, frozen=True):
+class Described(NumberedAnswer, frozen=True):
     """Answer `Describe`.
 
     Attributes:
         description: The description, which only the two ends of the exchange read.
     """
 
-    request_id: int
     description: Annotated[bytes, msgspec.Meta(max_length=MAX_DESCRIPTION_BYTES)]
 
 
@@ -416,7 +414,7 @@ class Hold(NumberedRequest, frozen=True, omit_defaults=True):
         require_ticket("ticket", self.ticket)
 
 
-class HeldTicket(Message, frozen=True, omit_defaults=True):
+class HeldTicket(NumberedAnswer, frozen=True, omit_defaults=True):
     """Answer `Hold`; see `leases.Held`.
 
     Attributes:
@@ -427,7 +425,6 @@ class HeldTicket(Message, frozen=True, omit_defaults=True):
             and blocks have places.
     """
 
-    request_id: int
     is_known: bool
     is_complete: bool
     there: list[bool]
@@ -435,11 +432,7 @@ class HeldTicket(Message, frozen=True, omit_defaults=True):
 
 
 class Release(NumberedRequest, frozen=True):
-    """Ask to end the leases of tickets; answered by `Released`.
-
-    Attributes:
-        tickets: The tickets, at most `MAX_TICKETS`; unknown ones are ignored.
-    """
+    """Ask to end the leases of tickets, known or not; answered by `Released`."""
 
     tickets: Annotated[list[Ticket], msgspec.Meta(max_length=MAX_TICKETS)]
 
@@ -449,20 +442,16 @@ class Release(NumberedRequest, frozen=True):
             require_ticket("ticket", ticket)
 
 
-class Released(Message, frozen=True):
+class Released(NumberedAnswer, frozen=True):
     """Answer `Release`."""
 
-    request_id: int
 
-
-class Failed(Message, frozen=True):
+class Failed(NumberedAnswer, frozen=True):
     """Answer a request that the holder cannot do: nothing was moved."""
 
-    request_id: int
     reason: str
 
     def __post_init__(self) -> None:
-        """Make the text fit for logs."""
         clip(self, "reason")
 
 
@@ -470,10 +459,8 @@ class Ping(NumberedRequest, frozen=True):
     """Heartbeat, which renews the sender's leases; answered by `Pong`."""
 
 
-class Pong(Message, frozen=True):
+class Pong(NumberedAnswer, frozen=True):
     """Answer `Ping`."""
-
-    request_id: int
 
 
 TicketRequest: TypeAlias = Describe | Hold | Release

@@ -8,7 +8,7 @@ import msgspec
 
 from kvxfer.backends.nixl import Endpoint, NixlConfig
 from kvxfer.checks import require_number, require_text, require_texts
-from kvxfer.endpoint import MAX_PORT
+from kvxfer.endpoint import ANY_HOSTS, MAX_PORT
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.settings import OFFLOAD_SETTINGS
 from kvxfer.settings import convert_settings
@@ -58,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if getattr(self, name) is not None and not self.backend:
                 raise InvalidArgumentError(name, getattr(self, name), "tiers: `backend`")
         listen = self.exchange.listen_endpoint
-        if listen is not None and not self.advertise and listen.host in ("0.0.0.0", "::"):  # noqa: S104
+        if listen is not None and not self.advertise and listen.host in ANY_HOSTS:
             rule = "the host by which others reach listen=" + self.exchange.listen
             raise InvalidArgumentError("advertise", self.advertise, rule)
 
