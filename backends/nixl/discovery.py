@@ -576,13 +576,20 @@ async def open_session(
             be read any more.
     """
     rpc = import_aetcd()
+    import grpc.aio
+
     reading = begin_aside("kvxfer-etcd-files", config.read_credentials)
     try:
         async with asyncio.timeout(timeout_s):
             credentials = await asyncio.wrap_future(reading)
     except (InvalidArgumentError, TimeoutError) as exc:
         raise EtcdError(f"cannot read the credentials: {exc}") from exc
-    channel = _open_channel(endpoint, credentials)
+    if credentials.ca is None:
+        channel = grpc.aio.insecure_channel(str(endpoint), options=_CHANNEL_OPTIONS)
+    else:
+        key, certificate = credentials.pair or (None, None)
+        tls = grpc.ssl_channel_credentials(credentials.ca, key, certificate)
+        channel = grpc.aio.secure_channel(str(endpoint), tls, options=_CHANNEL_OPTIONS)
     try:
         session = EtcdSession(rpc, channel, timeout_s)
         if credentials.user is not None:
@@ -605,16 +612,6 @@ def import_aetcd() -> "ModuleType":
 
     module: ModuleType = rpc
     return module
-
-
-def _open_channel(endpoint: Endpoint, credentials: Credentials) -> Any:
-    import grpc.aio
-
-    if credentials.ca is None:
-        return grpc.aio.insecure_channel(str(endpoint), options=_CHANNEL_OPTIONS)
-    key, certificate = credentials.pair or (None, None)
-    tls = grpc.ssl_channel_credentials(credentials.ca, key, certificate)
-    return grpc.aio.secure_channel(str(endpoint), tls, options=_CHANNEL_OPTIONS)
 
 
 def _end(prefix: bytes) -> bytes:

@@ -81,11 +81,6 @@ class StandalonePeer:
         """Endpoint that peers connect to; known once it listens."""
         return self._server.endpoint
 
-    @property
-    def data_port(self) -> int:
-        """Port for data connections; known once it listens."""
-        return self._server.data_port
-
     def observe(self, reports: Reports) -> None:
         """See `Observable.observe`; the blocks are observed by whoever opens their backend."""
         reports.watch(self._server.gauges)
@@ -118,7 +113,7 @@ class StandalonePeer:
         logger.info(
             "listening at %s (port %d for data, secret %s, TLS %s)",
             self.endpoint,
-            self.data_port,
+            self._server.data_port,
             "off" if self._node.secret is None else "on",
             "on" if self._node.config.uses_tls else "off",
         )

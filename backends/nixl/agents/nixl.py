@@ -249,23 +249,6 @@ class Reads:
         reading.stop((PeerLostError if lost else TransferFailedError)(reading.peer, reason))
 
 
-class Pace:
-    """Pace of polling: longer pauses the longer polls have found nothing."""
-
-    def __init__(self) -> None:
-        self._active_at = runtime.monotonic()
-
-    def pause_s(self, *, active: bool, waiting: bool) -> float:
-        """Compute the seconds until the next poll, by what the last one found, and by reads."""
-        now = runtime.monotonic()
-        if active:
-            self._active_at = now
-        is_quiet = now - self._active_at > SOON_S
-        if waiting:
-            return LONG_PAUSE_S if is_quiet else SHORT_PAUSE_S
-        return IDLE_PAUSE_S if is_quiet else LONG_PAUSE_S
-
-
 def _digest(peer: AgentMetadata) -> bytes:
     return hashlib.sha256(peer.encode()).digest()
 
@@ -665,7 +648,7 @@ class NixlThread:
         if opened.done():
             return
         opened.set_result(None)
-        pace, pause_s, polled_at = Pace(), 0.0, 0.0
+        pause_s, polled_at, active_at = 0.0, 0.0, runtime.monotonic()
         try:
             while not self._stopping:
                 acted = self._obey(pause_s)
@@ -676,8 +659,9 @@ class NixlThread:
                     polled_at = runtime.monotonic()
                 self._reads.end_finished()
                 self.peers.end_removed()
-                acted |= posted
-                pause_s = pace.pause_s(active=acted, waiting=self._reads.in_flight)
+                now = runtime.monotonic()
+                active_at = now if acted or posted else active_at
+                pause_s = self._pause_s(is_quiet=now - active_at > SOON_S)
                 if posted:  # and there may be more to post
                     pause_s = 0.0
         finally:
@@ -706,6 +690,12 @@ class NixlThread:
             ) from exc
         self._reads = Reads(nixl, self._agent)
         self.peers = NixlPeers(nixl, self._agent, self._name, self._reads, self._register)
+
+    def _pause_s(self, *, is_quiet: bool) -> float:
+        """Find the seconds until the next poll: longer ones when polls found nothing for long."""
+        if self._reads.in_flight:
+            return LONG_PAUSE_S if is_quiet else SHORT_PAUSE_S
+        return IDLE_PAUSE_S if is_quiet else LONG_PAUSE_S
 
     def _obey(self, pause_s: float) -> bool:
         """Run the queued commands; wait up to `pause_s` for the first."""

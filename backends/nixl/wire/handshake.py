@@ -176,12 +176,8 @@ async def greet_as_client(
     Afterwards the frames of the channel are sealed. After an error, and when cancelled, it is
     closed.
 
-    Args:
-        channel: Fresh connection.
-        ours: Greeting of this side; the nonce is made here.
-        secret: Secret that both sides know; None without one.
-        reach: Makes the access to our memory, once the other side has authenticated.
-        timeout_s: Time for the whole handshake.
+    The greeting gets its nonce here. `reach` makes the access to our memory, once the other side
+    has authenticated. The time is for the whole handshake.
 
     Raises:
         NamespaceMismatchError: The other side has another namespace; names the field.
