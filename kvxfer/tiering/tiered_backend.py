@@ -85,28 +85,6 @@ class _Batch:
         return [i for i in chosen if outcomes[i].memory_safe and not outcomes[i].done]
 
 
-class _Look:
-    """What tiers said when they were asked for keys that are to be stored.
-
-    Attributes:
-        old: Keys that one of them has, or may have, as it gave no answer.
-        silent: Indices of the tiers that gave none.
-    """
-
-    def __init__(self) -> None:
-        self.old: set[BlockKey] = set()
-        self.silent: set[int] = set()
-
-    def note(
-        self, tier: IsolatedTier, keys: Sequence[BlockKey], answer: set[BlockKey] | None
-    ) -> set[BlockKey]:
-        """Note the answer of a tier; return the keys that it is known to have."""
-        self.old.update(keys if answer is None else answer)
-        if answer is None:
-            self.silent.add(tier.index)
-        return answer or set()
-
-
 class TieredBackend(Backend):
     """Backend of several tiers: blocks in the first, and copies of them in the tiers below.
 
@@ -260,21 +238,21 @@ class TieredBackend(Backend):
         A key joins `evicted` only once, and is looked up below from then on: the looks have an end.
         """
         keys = [batch.keys[index] for index in chosen]
-        look = _Look()
-        there = look.note(self._first, keys, await self._first.ask(keys)) - evicted
+        answer = await self._first.ask(keys)
+        there, silent = (answer or set()) - evicted, {0} if answer is None else set[int]()
         if moving := [key for key in keys if self._has_to_wait(key, there)]:
             await self._locks.wait_for_others(moving)
             return chosen
         busy = [index for index in chosen if self._is_busy(batch.keys[index], there)]
         free = sorted({*chosen}.difference(busy))
         with self._locks.hold([batch.keys[index] for index in free]):
-            left = await self._store_where_found(batch, free, there, look)
+            left = await self._store_where_found(batch, free, there, silent)
             answer = await self._first.ask([key for key in keys if key in there])
             lost = set() if answer is None else there - answer
             evicted |= lost
             # The first tier has the busy keys, but maybe not whole.
             kept = [i for i in sorted(left + busy) if batch.keys[i] not in lost]
-            await self._store_in_first_with_room(batch, kept, look)
+            await self._store_in_first_with_room(batch, kept, there, silent)
         return [index for index in chosen if batch.keys[index] in lost]
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -480,24 +458,28 @@ class TieredBackend(Backend):
         return {*verified, *in_part}
 
     async def _store_where_found(
-        self, batch: _Batch, left: Sequence[int], there: set[BlockKey], look: _Look
+        self, batch: _Batch, left: Sequence[int], there: set[BlockKey], silent: set[int]
     ) -> list[int]:
         """Store each block in the lower tier that has its key already, perhaps only a part of it.
+
+        Tiers that give no answer become `silent` ones.
 
         Returns:
             Indices of `left` that no lower tier has, or could store.
         """
         for tier in self._lower:
             keys = [key for key in (batch.keys[index] for index in left) if key not in there]
-            found = look.note(tier, keys, await tier.ask(keys))
+            answer = await tier.ask(keys)
+            found = answer or set()
+            silent |= {tier.index} if answer is None else set()
             held = [index for index in left if batch.keys[index] in found]
             await batch.move(tier.store, held)
-            self._write_back(batch, tier, held, look)
+            self._write_back(batch, tier, held, found, silent)
             left = batch.still_open(left)
         return list(left)
 
     async def _store_in_first_with_room(
-        self, batch: _Batch, left: Sequence[int], look: _Look
+        self, batch: _Batch, left: Sequence[int], there: set[BlockKey], silent: Collection[int]
     ) -> None:
         """Store blocks in the first tier, those it refuses in the next, and so on.
 
@@ -505,19 +487,25 @@ class TieredBackend(Backend):
         """
         for tier in self._tiers:
             await batch.move(tier.store, left)
-            self._write_back(batch, tier, left, look)
+            self._write_back(batch, tier, left, there, silent)
             left = batch.still_open(left)
 
     def _write_back(
-        self, batch: _Batch, tier: IsolatedTier, chosen: Sequence[int], look: _Look
+        self,
+        batch: _Batch,
+        tier: IsolatedTier,
+        chosen: Sequence[int],
+        old: set[BlockKey],
+        silent: Collection[int],
     ) -> None:
-        """Queue what a tier has stored for the tiers below, which may have it."""
+        """Queue what a tier has stored for the tiers below, which may have the `old` keys."""
         starts, sizes = batch.blocks.payload_starts.tolist(), batch.blocks.block_sizes.tolist()
         stored = {}
         for index in (each for each in chosen if batch.outcomes[each].done):
             key = batch.keys[index]
-            silent, is_new = frozenset(look.silent), key not in look.old
-            stored[key] = StoredBlock(tier.index, starts[index], sizes[index], is_new, silent)
+            stored[key] = StoredBlock(
+                tier.index, starts[index], sizes[index], key not in old, frozenset(silent)
+            )
         for writer in self._writers[tier.index :]:
             writer.add(stored)
 
