@@ -348,7 +348,7 @@ def _chosen(keys: Sequence[BlockKey], indices: Sequence[int]) -> Sequence[BlockK
 def _by_home(
     homes: Sequence[Home], ranked: NDArray[np.intp], wanted: Sequence[int] | None = None
 ) -> list[tuple[Home, Sequence[int]]]:
-    """Group blocks, columns of `ranked`, by home, without homes that have none; all by default."""
+    """Group blocks, which are columns of `ranked`, by home; leave out homes that have none."""
     if wanted is None:
         wanted = range(ranked.shape[1])
     if len(homes) == 1:

@@ -167,13 +167,8 @@ class Roster:
     """Roster of the holders of one namespace, from entries that anybody may have written.
 
     Whoever lists the entries can lose sight of them: after such a time, holders that are not listed
-    any more are kept until they had the time to announce themselves again, since the list may
-    have lost them, and not they their blocks.
-
-    Args:
-        namespace: Fingerprint of the namespace; holders that announce another one are left out.
-        require: Checks that an address may be connected to; raises `InvalidArgumentError` if not.
-        grace_s: Time that holders have to announce themselves again.
+    any more are kept until they had `grace_s` to announce themselves again, since the list may have
+    lost them, and not they their blocks.
 
     Attributes:
         endpoints: Endpoints of the holders, in a new tuple after each change.

@@ -40,11 +40,8 @@ class StandalonePeer:
 
     Args:
         config: Configuration, with the endpoint to listen at and the authentication of peers.
-        open_backend: Opens the backend that keeps the blocks; may block. A `Lender` lends them in
-            place; blocks of any other backend are lent by way of staging memory.
-        namespace: Namespace of the blocks; None for that of the first peer that connects.
-        prepare: Called with the backend when it was opened, before any peer uses it.
-        make_agent: Opens the agent that moves bytes between registered memory.
+        open_backend, namespace, prepare: See `HeldTiers`. A `Lender` lends blocks in place; those
+            of any other backend are lent by way of staging memory.
 
     Attributes:
         is_ready: Whether new peers are served.

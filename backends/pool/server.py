@@ -340,9 +340,7 @@ class PoolServer:
     Args:
         path: Socket that engines attach to; made with a mode that admits this user alone.
         capacity_bytes: Memory that the pool will have, checked when the server starts.
-        open_backend: Opens the tiers, the first of which is a shared `HostBackend`; may block.
-        namespace: Namespace of the blocks; None for that of the first engine that attaches.
-        prepare: Called with the tiers when they were opened, before any engine uses them.
+        open_backend, namespace, prepare: See `HeldTiers`; the first tier is a shared `HostBackend`.
 
     Attributes:
         is_ready: Whether new engines are served.

@@ -117,13 +117,9 @@ class Fetched:
 
 
 class PeerEngine:
-    """Engine that lends blocks.
-
-    Args:
-        encoded: Description that its worker of rank 0 gives, which may be anything.
+    """Engine that lends blocks, by the description that its worker of rank 0 gives.
 
     Attributes:
-        description: The same, decoded.
         groups: How its blocks become ours, for each group; empty as long as none is read.
 
     Raises:

@@ -294,7 +294,8 @@ class SocketAgent(TransferAgent):
             ended = asyncio.gather(*reads, return_exceptions=True)
             await wait_despite_cancel(ended, lambda: [read.cancel() for read in reads])
         finally:
-            await remote.give_back(lines, [_has_failed(read) for read in reads])
+            lost = [read.cancelled() or isinstance(read.exception(), PeerError) for read in reads]
+            await remote.give_back(lines, lost)
         for read in reads:
             if error := read.exception():
                 raise self._translate(peer, error)
@@ -392,8 +393,3 @@ class _Batch:
             is_whole = not self._num_missing[index]
         if is_whole:
             self._landed(index)
-
-
-def _has_failed(read: "asyncio.Task[object]") -> bool:
-    """Whether the connection of a read that has ended is lost."""
-    return read.cancelled() or isinstance(read.exception(), PeerError)

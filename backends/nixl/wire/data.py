@@ -66,7 +66,7 @@ class DataConnection:
     async def connect(
         cls, endpoint: Endpoint, host: str, tls: ssl.SSLContext | None
     ) -> "DataConnection":
-        """Connect to a holder's port for data; with TLS, its certificate must have its name.
+        """Connect to a holder's port for data; with TLS, its certificate must name `host`.
 
         Raises:
             PeerClosedError: It cannot be reached, or the TLS handshake fails.

@@ -88,10 +88,7 @@ class FrameCodec:
         self._encoder = msgspec.msgpack.Encoder()
 
     def secure(self, keys: FrameKeys) -> None:
-        """Seal every frame from here on, in both directions, and permit larger ones.
-
-        The keys were never used before.
-        """
+        """Seal every frame from here on by keys that were never used, and permit larger ones."""
         assert self._seals is None, "a connection is secured once"
         self._seals = hmac.new(keys.sending, b"", "sha256"), hmac.new(keys.receiving, b"", "sha256")
         self._max_frame_bytes = MAX_FRAME_BYTES
