@@ -53,7 +53,7 @@ BUDGETS = {
     "examples": 2_396,
     "kvxfer/cli": 1_833,
     "kvxfer/copy_engine": 2_472,
-    "kvxfer/doctor": 1_589,
+    "kvxfer/doctor": 1_584,
     "kvxfer/engine_side": 1_538,
     "kvxfer/explain": 903,
     "kvxfer/face": 456,

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from kvxfer import runtime
 from kvxfer.backends.file import BlockTree, load_namespace, read_namespaces
-from kvxfer.backends.nixl import NixlConfig, PeerProbe, probe_peer
+from kvxfer.backends.nixl import NixlConfig, probe_peer
 from kvxfer.connect import parse_backend
 from kvxfer.doctor.configuration import is_configuration, plan_namespaces
 from kvxfer.doctor.examination import NUM_STEPS, PlannedCheck, run_checks
@@ -72,10 +72,9 @@ class Party:
     namespaces: tuple[PlannedNamespace, ...]
     description: bytes | None = None
 
-    def of(self, kinds: Collection[str]) -> "Party":
-        """Choose the namespaces of these kinds."""
-        chosen = tuple(each for each in self.namespaces if each.kind in kinds)
-        return replace(self, namespaces=chosen)
+    def of(self, kind: str) -> "Party":
+        """Choose the namespaces of a kind."""
+        return replace(self, namespaces=tuple(n for n in self.namespaces if n.kind == kind))
 
     def name_of(self, chosen: PlannedNamespace) -> str:
         """Name one of the namespaces."""
@@ -150,10 +149,13 @@ def _find(arguments: Sequence[str], timeout_s: float) -> list[Result]:
         if _is_peer(argument):
             config, endpoint = _parse_peer(argument, timeout_s)
             try:
-                parties.append(_of_peer(argument, runtime.run(probe_peer(config, endpoint))))
+                probe = runtime.run(probe_peer(config, endpoint))
             except (PeerError, BackendUnavailableError) as exc:
                 refused = refuse_peer(endpoint, exc)
                 results.append(refused._replace(check=Check.PEER, subject=f"nixl://{endpoint}"))
+            else:
+                known = () if probe.namespace is None else (_known(probe.namespace),)
+                parties.append(Party(argument, known, probe.description))
         else:
             parties.append(_of_path(argument, timeout_s))
     if len(parties) == len(arguments):
@@ -167,11 +169,6 @@ def _parse_peer(argument: str, timeout_s: float) -> tuple[NixlConfig, Endpoint]:
     config.read_secret()  # what is wrong with it is wrong with the argument
     (endpoint,) = config.peers
     return hasten(config, timeout_s), endpoint
-
-
-def _of_peer(argument: str, probe: PeerProbe) -> Party:
-    found = () if probe.namespace is None else (_known(probe.namespace),)
-    return Party(argument, found, probe.description)
 
 
 def _of_path(argument: str, timeout_s: float) -> Party:
@@ -197,14 +194,12 @@ def _compare(ours: Party, theirs: Party) -> list[Result]:
     for party in (ours, theirs):
         if not party.namespaces:
             return [ok(f"{party.name} takes the model of the first engine that connects")]
-    kinds = [each.kind for each in ours.namespaces]
-    common = [kind for kind in dict.fromkeys(kinds) if kind and theirs.of([kind]).namespaces]
+    kinds = dict.fromkeys(each.kind for each in ours.namespaces)
+    common = [kind for kind in kinds if kind and theirs.of(kind).namespaces]
     if not common:
         return _compare_nearest(ours, theirs)
     return [
-        finding
-        for kind in common
-        for finding in _compare_nearest(ours.of([kind]), theirs.of([kind]))
+        finding for kind in common for finding in _compare_nearest(ours.of(kind), theirs.of(kind))
     ]
 
 
