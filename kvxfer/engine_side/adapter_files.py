@@ -27,19 +27,12 @@ Stats = tuple[tuple[str | int, ...], ...]
 
 
 class Adapter(NamedTuple):
-    """Adapter of a request.
+    """Adapter of a request."""
 
-    Attributes:
-        number: Number by which the engine knows what it has loaded.
-        name: Name by which requests ask for it.
-        path: Folder of its files.
-        loads_anew: Whether the engine reads its files again, although it has them loaded.
-    """
-
-    number: int
-    name: str
-    path: str
-    loads_anew: bool = False
+    number: int  # by which the engine knows what it has loaded
+    name: str  # by which requests ask for it
+    path: str  # folder of its files
+    loads_anew: bool = False  # the engine reads its files again, although it has them loaded
 
 
 def digest_adapter(path: str) -> str:

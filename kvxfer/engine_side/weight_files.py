@@ -39,14 +39,7 @@ def find_weights_revision(path: str, *, revision: str = "", commit: str = "") ->
 
 
 def config_facts(config: Any) -> dict[str, Any]:
-    """Collect the fields of a configuration of transformers that may change keys and values.
-
-    Args:
-        config: The configuration, as it is now.
-
-    Returns:
-        The fields by name, as JSON types.
-    """
+    """Collect what may change keys and values of a configuration of transformers, as JSON types."""
     facts = {key: value for key, value in config.to_dict().items() if key not in OF_NO_VALUE}
     return json.loads(json.dumps(facts, default=str))  # type: ignore[no-any-return]
 

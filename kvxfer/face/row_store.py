@@ -41,19 +41,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _RowJob:
-    """Pages of a call that are being moved, each in a row.
+    """Pages of a call that are being moved, each in a row."""
 
-    Attributes:
-        first: Index of the first page in the call.
-        rows: Row of each page.
-        num_purges: Purges when the call began.
-        outcomes: Result of the engine, once the job has begun.
-    """
-
-    first: int
+    first: int  # index of the first page in the call
     rows: Sequence[int]
-    num_purges: int
-    outcomes: Future[list[Outcome]] = field(default_factory=Future)
+    num_purges: int  # when the call began
+    outcomes: Future[list[Outcome]] = field(default_factory=Future)  # once the job has begun
 
     @property
     def pages(self) -> range:
@@ -251,16 +244,7 @@ class RowStore:
         copy: Copy,
         deadline: float,
     ) -> Future[list[Outcome]]:
-        """Begin a job, after the pages of a store were copied; errors are those of its future.
-
-        Args:
-            direction: Whether pages are loaded or stored.
-            group: Group of the pages.
-            job: The job.
-            keys: Keys of the call.
-            copy: Copies pages to rows before they are stored.
-            deadline: When the call ends.
-        """
+        """Begin a job, after the pages of a store were copied; errors are those of its future."""
         of_groups: list[Sequence[int]] = [()] * self._num_groups
         of_groups[group] = job.rows
         some = keys[job.first : job.pages.stop]

@@ -51,14 +51,10 @@ class SaltedKeys:
         return bool(self._former)
 
     async def delete_former(self, drain: Drain) -> None:
-        """Delete the blocks of earlier salts.
+        """Delete the blocks of earlier salts, once `drain` has ended the stores that have begun.
 
         Of the salts whose blocks cannot be deleted, the last `MAX_FAILED_SALTS` are tried again by
         the next call.
-
-        Args:
-            drain: Ends the stores that have begun: one that is late would put its blocks there
-                afterwards.
 
         Raises:
             Exception: As the backend raises for the last salt that it did not delete.

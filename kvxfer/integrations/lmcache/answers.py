@@ -63,11 +63,6 @@ class Answers(Generic[T]):
 class Task:
     """Task of a controller, which is answered once, whatever happens.
 
-    Args:
-        num_keys: Keys of the task.
-        deadline: Deadline on the clock of `runtime.monotonic`.
-        answer: Called once, with this task.
-
     Attributes:
         done: Whether each of the keys is done.
         num_bytes: Bytes that were stored.

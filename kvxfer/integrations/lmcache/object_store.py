@@ -43,23 +43,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredObject:
-    """Object of LMCache, where it lies in host memory.
-
-    Attributes:
-        key: LMCache's key.
-        address: Address of its first byte.
-        num_bytes: Bytes of it.
-        layout: Its shapes and types.
-        index: Its index within its task.
-        owner: Keeps the memory alive.
-    """
+    """Object of LMCache, where it lies in host memory."""
 
     key: ObjectKey
     address: int
     num_bytes: int
-    layout: str
-    index: int
-    owner: object
+    layout: str  # its shapes and types
+    index: int  # within its task
+    owner: object  # keeps the memory alive
 
     @property
     def header(self) -> bytes:
@@ -96,12 +87,8 @@ class ObjectStore:
     """Store of objects, on an event loop of its own. `begin` may be called on any thread.
 
     An object is there if and only if its first piece is, which is stored last. It is no `RowStore`:
-    pieces of one batch have several sizes, which blocks of an engine do not, and nobody waits.
-
-    Args:
-        backend: Backend of the pieces; closed with the store.
-        settings: Settings of the adapter.
-        residents: Told what is stored and what is gone where the backend does not tell it.
+    pieces of one batch have several sizes, which blocks of an engine do not, and nobody waits. The
+    backend is closed with the store, which tells `residents` what the backend does not.
     """
 
     def __init__(self, backend: Backend, settings: AdapterSettings, residents: Residents) -> None:

@@ -30,19 +30,14 @@ class _Resident:
     """Object of which the backend has some piece.
 
     Attributes:
-        tiers: For each piece the tiers that have it.
-        key: LMCache's key; None where nobody has told it.
-        num_bytes: Bytes of the object; 0 where only its pieces are known.
-        told_bytes: Bytes that LMCache was told; 0 while it was told nothing.
-        num_stores: Stores of it that have not ended.
         away: Pieces that were not found lately, although nobody has said that they are gone.
     """
 
-    key: ObjectKey | None
-    tiers: dict[int, set[str]] = field(default_factory=dict)
-    num_bytes: int = 0
-    told_bytes: int = 0
-    num_stores: int = 0
+    key: ObjectKey | None  # None where nobody has told it
+    tiers: dict[int, set[str]] = field(default_factory=dict)  # that have each piece
+    num_bytes: int = 0  # 0 where only its pieces are known
+    told_bytes: int = 0  # that LMCache was told; 0 while it was told nothing
+    num_stores: int = 0  # that have not ended
     away: set[int] = field(default_factory=set)
 
     @property
@@ -110,10 +105,7 @@ class Residents(Observer):
         """Note pieces that a tier has from now on."""
         with self._lock:
             for object_id, index in map(piece_of, keys):
-                resident = self._objects.get(object_id)
-                if resident is None:
-                    resident = _Resident(object_key_of(object_id))
-                    self._objects[object_id] = resident
+                resident = self._resident(object_id)
                 resident.tiers.setdefault(index, set()).add(tier)
                 self._note_back(object_id, index)
                 self._changed.append(object_id)
@@ -230,12 +222,9 @@ class Residents(Observer):
     def list_objects(
         self, after: bytes, number: int, model_name: str | None
     ) -> list[tuple[bytes, ObjectKey, int]]:
-        """List objects that LMCache was told of: id, key and bytes, ordered by id.
+        """List some objects of a model, or of any, that LMCache was told of: id, key and bytes.
 
-        Args:
-            after: Id that those listed come after.
-            number: Most of them.
-            model_name: Model of all of them; None for any.
+        They are ordered by id, and begin after one.
         """
         listed: list[tuple[bytes, ObjectKey, int]] = []
         with self._lock:
@@ -248,6 +237,11 @@ class Residents(Observer):
                     if len(listed) == number:
                         break
         return listed
+
+    def _resident(self, object_id: bytes) -> _Resident:
+        if object_id not in self._objects:
+            self._objects[object_id] = _Resident(object_key_of(object_id))
+        return self._objects[object_id]
 
     def _put_in_order(self) -> None:
         """Bring the list of ids up to date: a few changes move pointers, many sort it anew."""
@@ -268,8 +262,7 @@ class Residents(Observer):
 
     def _note_away(self, object_id: bytes, index: int) -> None:
         """Remember that a piece was not found; of the objects that are remembered, the latest."""
-        resident = self._objects.setdefault(object_id, _Resident(object_key_of(object_id)))
-        resident.away.add(index)
+        self._resident(object_id).away.add(index)
         self._away[object_id] = None
         self._away.move_to_end(object_id)
         if len(self._away) > MAX_AWAY:

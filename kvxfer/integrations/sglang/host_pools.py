@@ -60,11 +60,7 @@ class HostPages:
 
 
 def read_pool(name: str, pool: Any) -> HostPages:
-    """Read the pages of a host pool.
-
-    Args:
-        name: SGLang's name of the pool.
-        pool: The pool.
+    """Read the pages of a host pool, which has this name in SGLang.
 
     Raises:
         LayoutError: The pool is of a kind that is not known, or not as that kind is known.
@@ -127,12 +123,7 @@ def _read_axes(
 ) -> CanonicalKVCaches:
     """Read a pool of one buffer whose axes are known.
 
-    Args:
-        name: SGLang's name of the pool.
-        pool: The pool.
-        layouts: Axes of `kv_buffer` by SGLang's name of the layout.
-        spec: Spec of each layer.
-        num_groups: Groups of heads that a page has one after the other; each is read as a block.
+    A page has `num_groups` groups of heads one after the other; each is read as a block.
     """
     if pool.layout not in layouts:
         known = ", ".join(layouts)

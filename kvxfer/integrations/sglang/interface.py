@@ -32,29 +32,20 @@ except ImportError as exc:
 
 @dataclass(frozen=True, slots=True)
 class PublishedSetting:
-    """Setting of an engine, as SGLang resolved it.
+    """Setting of an engine, as SGLang resolved it."""
 
-    Attributes:
-        group: Group that the release has it in, such as `model`; of a group in a group the outer.
-        name: Its name.
-        value: Its value.
-        is_default: Whether that is what the release declares where nobody asks for anything.
-    """
-
-    group: str
+    group: str  # such as `model`; of a group in a group the outer
     name: str
     value: Any
-    is_default: bool
+    is_default: bool  # what the release declares where nobody asks for anything
 
 
 def published_settings(*required: str) -> list[PublishedSetting]:
     """List all settings of the engine of this process; none outside of an engine.
 
-    Args:
-        required: Groups that the release has to have.
-
     Raises:
-        UnsupportedEngineError: It has not, or does not tell its settings in this way.
+        UnsupportedEngineError: The release lacks a group that is required, or does not tell its
+            settings in this way.
     """
     context = runtime_context.get_context()
     try:

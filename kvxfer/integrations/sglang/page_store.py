@@ -37,8 +37,8 @@ class PageStore(RowStore):
         mappings: Page mapping of each of them.
         backend: As in `kvxfer.connect`.
         namespace: Identity of the pages, without groups.
-        timeout_s: Time that a call has, for the engine and for messages.
-        pause_s: Time that the backend is left alone.
+        timeout_s: As of `RowStore`, and for the engine.
+        pause_s: As of `RowStore`.
         staging_bytes: Bound on the memory of the rows; raised to two in each direction.
 
     Raises:

@@ -30,10 +30,6 @@ class PoolStores:
     All pools that are known when the backend is opened share one store. It is opened on a thread of
     its own, so whoever needs it waits no longer than its deadline. An opening that failed is tried
     again after a pause, unless its error lasts. Thread-safe.
-
-    Args:
-        config: What SGLang knows of the engine.
-        settings: Settings of the storage.
     """
 
     def __init__(self, config: HiCacheStorageConfig, settings: StorageSettings) -> None:
@@ -89,11 +85,7 @@ class PoolStores:
         """Find the store of a pool, and its group there; None if there is none by the deadline.
 
         Pools may come later than `open`, which some releases do not call. After a wait that was in
-        vain, nobody waits any more until the store is open.
-
-        Args:
-            name: Name of the pool.
-            deadline: Time of `runtime.monotonic`.
+        vain, nobody waits any more until the store is open. The deadline is on `runtime.monotonic`.
         """
         while True:
             self._retire()

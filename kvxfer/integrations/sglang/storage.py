@@ -166,38 +166,19 @@ class KVXferStorage(Plug, HiCacheStorage):
         """Return whether a page is there."""
         return self.batch_exists([key]) == 1
 
-    def get(
-        self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
-    ) -> torch.Tensor | None:
+    def get(self, key: str, *_: Any, **__: Any) -> torch.Tensor | None:
         """Return None: pages come by `batch_get_v1`, see `interface_v1`."""
         return None
 
-    def batch_get(
-        self,
-        keys: list[str],
-        target_locations: Any | None = None,
-        target_sizes: Any | None = None,
-    ) -> list[torch.Tensor | None]:
+    def batch_get(self, keys: list[str], *_: Any, **__: Any) -> list[torch.Tensor | None]:
         """Return None for every page, as `get`."""
         return [None] * len(keys)
 
-    def set(
-        self,
-        key: str,
-        value: Any | None = None,
-        target_location: Any | None = None,
-        target_sizes: Any | None = None,
-    ) -> bool:
+    def set(self, key: str, *_: Any, **__: Any) -> bool:
         """Return False: pages go by `batch_set_v1`, see `interface_v1`."""
         return False
 
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any | None = None,
-        target_locations: Any | None = None,
-        target_sizes: Any | None = None,
-    ) -> bool:
+    def batch_set(self, keys: list[str], *_: Any, **__: Any) -> bool:
         """Return False, as `set`."""
         return False
 

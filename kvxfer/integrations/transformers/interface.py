@@ -56,13 +56,9 @@ def require_interface() -> None:
 
 
 def give_layer(past: Past, at: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Give a layer of an empty cache its keys and values; `update` alone would copy them.
+    """Give the next layer of an empty cache its keys and values; `update` alone would copy them.
 
-    Args:
-        past: The cache; layers are given in their order.
-        at: Number of the layer.
-        keys: `(1, num_kv_heads, num_tokens, head_dim)`; the cache keeps this tensor.
-        values: The same, `head_dim_v` wide.
+    They are `(1, num_kv_heads, num_tokens, head_dim)`; the cache keeps these tensors.
     """
     past.update(keys[:, :, :0], values[:, :, :0], at)
     past.layers[at].keys, past.layers[at].values = keys, values

@@ -138,13 +138,7 @@ class _Walk:
             self.code.values[f"{place}.{name}"] = value
 
     def _follow_function(self, home: str, called: str, function: Any) -> None:
-        """Follow a function, and those that it wraps.
-
-        Args:
-            home: The module, or the class, whose code calls it.
-            called: The full name by which it is called.
-            function: The function.
-        """
+        """Follow a function, and those that it wraps, that the code of `home` calls by a name."""
         module, name = where_written(inspect.unwrap(function))
         if f"{module}.{name}" != called:
             is_import = called == f"{home}.{name}" and not module.startswith("transformers.models.")

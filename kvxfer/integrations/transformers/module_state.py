@@ -69,12 +69,7 @@ class ModuleState:
 
 
 def read_state(model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]) -> ModuleState:
-    """Read the state of a model's modules as it is now.
-
-    Args:
-        model: A `torch.nn.Module`.
-        hash_tensor: Hashes a tensor that is no parameter and no buffer.
-    """
+    """Read the state of a model's modules as it is now, with tensors that are no parameters."""
     names = ("_global_forward_hooks", "_global_forward_pre_hooks")
     has_hooks = any(getattr(torch_modules, name) for name in names)
     state = ModuleState(obstacle="a hook of all modules" if has_hooks else "")
@@ -130,12 +125,7 @@ def require_unchanged(model: Any) -> None:
 
 
 class _Encoder:
-    """Encoder of attributes as JSON types, the same in every process.
-
-    Args:
-        model: The model; its modules are named, and not looked into.
-        hash_tensor: Hashes a tensor.
-    """
+    """Encoder of attributes as JSON types, the same in every process; modules are named only."""
 
     def __init__(self, model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]) -> None:
         self._names: dict[int, str] = {id(each): name for name, each in model.named_modules()}

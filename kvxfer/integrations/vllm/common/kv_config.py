@@ -1,6 +1,7 @@
 """Conversion of vLLM's KV-cache configs and specs to kvxfer's."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,21 +79,15 @@ def convert_spec(spec: Any, entry: Any = None) -> KVCacheSpec:
 
 
 def _recurrent(spec: Any, entry: Any) -> KVCacheSpec:
-    shapes, dtypes = tuple(spec.shapes), tuple(spec.dtypes)
     whole = MambaSpec(
         tokens_per_block=spec.block_size,
-        shapes=shapes,
-        dtypes=dtypes,
+        shapes=tuple(spec.shapes),
+        dtypes=tuple(spec.dtypes),
         page_size_padded=spec.page_size_padded,
     )
     if not isinstance(entry, torch.Tensor):
         return whole
-    return MambaSpec(
-        tokens_per_block=spec.block_size,
-        shapes=((whole.unpadded_page_size_bytes,),),
-        dtypes=(torch.int8,),
-        page_size_padded=spec.page_size_padded,
-    )
+    return replace(whole, shapes=((whole.unpadded_page_size_bytes,),), dtypes=(torch.int8,))
 
 
 _ATTENTION = {

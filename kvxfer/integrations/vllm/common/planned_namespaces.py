@@ -28,8 +28,14 @@ OF_THE_MODEL = ("model", "revision", "dtype", "quantization", "config_hash")
 """Fields that do not depend on the layout of the caches, which an engine finds when it starts."""
 BRIDGED = ("layout", "blocks_per_chunk", "parallel", "instruction_set")
 """Fields that namespaces of portable pages leave empty; see `portable_namespace`."""
-SIZES = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
-"""Parts of `parallel` that arguments tell."""
+SIZES = {
+    "world_size": "world_size",
+    "tp_size": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "pcp_size": "prefill_context_parallel_size",
+    "dcp_size": "decode_context_parallel_size",
+}
+"""Parts of `parallel` that arguments tell, and vLLM's names of them."""
 
 HANDED_OVER, TIERS, SECONDARY = "hand-over", "tiers", "secondary tier"
 
@@ -109,19 +115,11 @@ def _of_tiers(config: Any, extra: Mapping[str, Any]) -> PlannedNamespace:
 def _of_secondary_tier(config: Any, extra: Mapping[str, Any], revision: str) -> PlannedNamespace:
     """Plan what is known of `row_namespace`."""
     require_telling_keys(config)
-    parallel = config.parallel_config
-    sizes = (
-        parallel.world_size,
-        parallel.tensor_parallel_size,
-        parallel.pipeline_parallel_size,
-        parallel.prefill_context_parallel_size,
-        parallel.decode_context_parallel_size,
-    )
     return PlannedNamespace(
         kind=SECONDARY,
         namespace=msgspec.structs.replace(
             ModelIdentity(revision=revision).namespace(config.model_config.model, _dtype(config)),
-            parallel=dict(zip(SIZES, sizes, strict=True)),
+            parallel={ours: getattr(config.parallel_config, each) for ours, each in SIZES.items()},
         ),
         fields=(*OF_THE_MODEL, "blocks_per_chunk", *(f"parallel.{name}" for name in SIZES)),
         keys=_keys(config, extra),
