@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import torch
-from numpy.typing import ArrayLike
 from safetensors import safe_open
 from transformers.utils import cached_file
 
@@ -22,7 +21,7 @@ from kvxfer.engine_side.weight_files import config_facts, find_weights_revision
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.keys import Namespace
 from kvxfer.storage.portable_namespace import portable_namespace
 
 PLAIN = ("", "weights None, cache auto")
@@ -42,10 +41,6 @@ class VLLMPages:
     def namespace_of_model(self) -> Namespace:
         """The namespace without its groups, which follow from the pool."""
         return msgspec.structs.replace(self.namespace, groups=())
-
-    def page_keys(self, tokens: ArrayLike) -> list[BlockKey]:
-        """Make the keys of all whole pages of a prompt; see `VLLMKeys.chunk_keys`."""
-        return self.keys.chunk_keys(tokens, tokens_per_chunk=self.tokens_per_page)
 
     def require_same_pages(
         self, caches: CanonicalKVCaches, mappings: Sequence[PageMapping]
@@ -131,12 +126,7 @@ def _read_pages(namespace: Namespace, keys: VLLMKeys) -> VLLMPages:
         sizes.add(tensor.shape[order.index("token")])
     if len(sizes) != 1 or axes.keys() != {"k", "v"}:
         raise InvalidArgumentError("namespace", sorted(axes), expected)
-    return VLLMPages(
-        namespace=namespace,
-        tokens_per_page=sizes.pop(),
-        axes=axes,
-        keys=keys,
-    )
+    return VLLMPages(namespace=namespace, tokens_per_page=sizes.pop(), axes=axes, keys=keys)
 
 
 def _require_weights_of_files(model: Any, path: str, revision: str) -> None:
@@ -168,10 +158,7 @@ def _require_weights_of_files(model: Any, path: str, revision: str) -> None:
 def _weight_files(path: str, revision: str) -> list[Path]:
     def find(name: str) -> Path | None:
         place = cached_file(
-            path,
-            name,
-            revision=revision or "main",
-            _raise_exceptions_for_missing_entries=False,
+            path, name, revision=revision or "main", _raise_exceptions_for_missing_entries=False
         )
         return Path(place) if place else None
 

@@ -160,6 +160,8 @@ def start() -> Iterator[Start]:
             2,
             backend,
             reset_s=0.1,
+            verify=pool.verify,
+            hashes=True,
             timeouts=TierTimeouts(**timeouts),
             emit_events=True,
             observers=[

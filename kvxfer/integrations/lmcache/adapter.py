@@ -88,9 +88,7 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         exact = (backend.provide(kind) for kind in (HostBackend, FileBackend))
         self._residents.is_exact = any(each is not None for each in exact)
         self._objects = ObjectStore(backend, settings, self._residents)
-        self._stored: Answers[Any] = Answers()
-        self._found: Answers[Any] = Answers()
-        self._loaded: Answers[Any] = Answers()
+        self._stored, self._found, self._loaded = Answers(), Answers(), Answers()
         self._deadlines = Deadlines()
         try:
             self._objects.start()
@@ -272,20 +270,18 @@ class KVXferL2Adapter(Plug, L2AdapterInterface):
         self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
     ) -> list[StoredObject]:
         """Find out where objects lie; those that are not in LMCache's memory are left out."""
-        located = [
-            _locate(index, *each) for index, each in enumerate(zip(keys, objects, strict=True))
-        ]
         first, stop = 0, math.inf
         if self._memory is not None:
             first, stop = self._memory.ptr, self._memory.ptr + self._memory.size
         inside = [
-            each
-            for each in located
-            if each is not None and first <= each.address <= stop - each.num_bytes
+            found
+            for index, each in enumerate(zip(keys, objects, strict=True))
+            if (found := _locate(index, *each)) is not None
+            and first <= found.address <= stop - found.num_bytes
         ]
-        if len(inside) < len(located):
+        if len(inside) < len(keys):
             text = "%d of %d objects are not in LMCache's host memory"
-            logger.warning(text, len(located) - len(inside), len(located))
+            logger.warning(text, len(keys) - len(inside), len(keys))
         return inside
 
     def _pin(self, keys: Sequence[ObjectKey]) -> None:

@@ -3,20 +3,18 @@
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from kvxfer import runtime
 from kvxfer.integrations.lmcache.interface import create_event_notifier
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 GRACE_S = 0.25
 """Time after a deadline in which whoever works on a task ends it first."""
 
 
-class Answers(Generic[T]):
+class Answers:
     """Answers to the tasks of one kind, each taken once; thread-safe.
 
     An answer is kept before the file descriptor is signalled, so that whoever is woken finds it.
@@ -24,7 +22,7 @@ class Answers(Generic[T]):
 
     def __init__(self) -> None:
         self._notifier: Any = create_event_notifier()
-        self._given: dict[int, T] = {}
+        self._given: dict[int, Any] = {}
         self._lock = runtime.lock()
         self._closed = False
 
@@ -33,7 +31,7 @@ class Answers(Generic[T]):
         """The event file descriptor."""
         return int(self._notifier.fileno())
 
-    def give(self, task_id: int, answer: T) -> None:
+    def give(self, task_id: int, answer: object) -> None:
         """Answer a task."""
         with self._lock:
             if self._closed:
@@ -41,12 +39,12 @@ class Answers(Generic[T]):
             self._given[task_id] = answer
             self._notifier.notify()
 
-    def take(self, task_id: int) -> T | None:
+    def take(self, task_id: int) -> Any:
         """Take the answer to a task; None while there is none."""
         with self._lock:
             return self._given.pop(task_id, None)
 
-    def take_all(self) -> dict[int, T]:
+    def take_all(self) -> dict[int, Any]:
         """Take the answers to all tasks that have one."""
         with self._lock:
             given, self._given = self._given, {}

@@ -18,7 +18,6 @@ try:
     from sglang.srt.mem_cache.hicache_storage import (
         HiCacheStorage,
         HiCacheStorageConfig,
-        HiCacheStorageExtraInfo,
         PoolHitPolicy,
         PoolName,
         PoolTransfer,

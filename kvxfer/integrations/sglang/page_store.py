@@ -42,9 +42,7 @@ class PageStore(RowStore):
         staging_bytes: Bound on the memory of the rows; raised to two in each direction.
 
     Raises:
-        InvalidArgumentError: The backend, or a parameter of it, is unknown or of no use.
-        CapacityError: There is not as much memory or disk as was configured.
-        BackendUnavailableError: The backend cannot start.
+        Exception: As `kvxfer.connect.open_backend`, and as the backend when it starts.
     """
 
     def __init__(

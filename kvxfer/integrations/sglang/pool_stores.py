@@ -48,12 +48,7 @@ class PoolStores:
         self._closed = False
 
     def register(self, name: str, pool: Any) -> None:
-        """Announce a pool.
-
-        Raises:
-            LayoutError: It is of a kind that is not known.
-            InvalidArgumentError: Its heads cannot be divided into `tp_lcm_size`.
-        """
+        """Announce a pool; errors as `KVXferStorage.register_mem_pool_host`."""
         pages = read_pool(name, pool)
         mapping = self._map(pages)
         with self._lock:
@@ -72,11 +67,7 @@ class PoolStores:
     def open(self) -> None:
         """Open the store of all registered pools that have none.
 
-        Raises:
-            InvalidArgumentError: The backend cannot be opened for these pools.
-            CapacityError: There is not as much memory or disk as was configured.
-            BackendUnavailableError: The backend cannot start.
-            UnsupportedEngineError: This release does not tell its settings as those known do.
+        Errors are those of `KVXferStorage.on_host_pools_registered`.
         """
         while opening := self._begin_opening():
             runtime.result(opening)

@@ -14,7 +14,6 @@ from kvxfer.integrations.sglang.interface import (
     SUPPORTED,
     HiCacheStorage,
     HiCacheStorageConfig,
-    HiCacheStorageExtraInfo,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
@@ -94,26 +93,18 @@ class KVXferStorage(Plug, HiCacheStorage):
         """
         self._stores.open()
 
-    def batch_exists(
-        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> int:
+    def batch_exists(self, keys: list[str], *_: Any, **__: Any) -> int:
         """Count the leading pages that are there: one question for all keys."""
         return _leading(self._look_up(keys, [KV])[KV])
 
     def batch_get_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, keys: list[str], host_indices: torch.Tensor, *_: Any, **__: Any
     ) -> list[bool]:
         """Load pages; return for each whether it is there, verified."""
         return self._move(Direction.LOAD, KV, keys, host_indices, self._deadline())
 
     def batch_set_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, keys: list[str], host_indices: torch.Tensor, *_: Any, **__: Any
     ) -> list[bool]:
         """Store pages; return for each whether that was done."""
         return self._move(Direction.STORE, KV, keys, host_indices, self._deadline())
@@ -122,7 +113,8 @@ class KVXferStorage(Plug, HiCacheStorage):
         self,
         keys: list[str],
         pool_transfers: list[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        *_: Any,
+        **__: Any,
     ) -> PoolTransferResult:
         """Find the prefixes of a hybrid model that can be restored from all of its pools."""
         transfers = pool_transfers or []
@@ -147,17 +139,13 @@ class KVXferStorage(Plug, HiCacheStorage):
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
     def batch_get_v2(
-        self,
-        transfers: list[PoolTransfer],
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, transfers: list[PoolTransfer], *_: Any, **__: Any
     ) -> dict[str, list[bool]]:
         """Load pages of several pools; return for each pool the results of its pages."""
         return self._move_all(Direction.LOAD, transfers)
 
     def batch_set_v2(
-        self,
-        transfers: list[PoolTransfer],
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, transfers: list[PoolTransfer], *_: Any, **__: Any
     ) -> dict[str, list[bool]]:
         """Store pages of several pools; return for each pool the results of its pages."""
         return self._move_all(Direction.STORE, transfers)
@@ -166,7 +154,7 @@ class KVXferStorage(Plug, HiCacheStorage):
         """Return whether a page is there."""
         return self.batch_exists([key]) == 1
 
-    def get(self, key: str, *_: Any, **__: Any) -> torch.Tensor | None:
+    def get(self, *_: Any, **__: Any) -> torch.Tensor | None:
         """Return None: pages come by `batch_get_v1`, see `interface_v1`."""
         return None
 
@@ -174,11 +162,11 @@ class KVXferStorage(Plug, HiCacheStorage):
         """Return None for every page, as `get`."""
         return [None] * len(keys)
 
-    def set(self, key: str, *_: Any, **__: Any) -> bool:
+    def set(self, *_: Any, **__: Any) -> bool:
         """Return False: pages go by `batch_set_v1`, see `interface_v1`."""
         return False
 
-    def batch_set(self, keys: list[str], *_: Any, **__: Any) -> bool:
+    def batch_set(self, *_: Any, **__: Any) -> bool:
         """Return False, as `set`."""
         return False
 

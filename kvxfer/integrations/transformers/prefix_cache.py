@@ -120,14 +120,12 @@ class PrefixCache:
             identity, axes = self._vllm.namespace_of_model, self._vllm.axes
             self.tokens_per_page = self._vllm.tokens_per_page
         else:
-            identity, axes = (
-                Namespace(  # of the weights in memory, wherever they came from
-                    model=type(model).__name__,
-                    revision=f"{revision} weights {self._weights.digest}".strip(),
-                    dtype=str(model.dtype).removeprefix("torch."),
-                    config_hash=self._config_hash,
-                ),
-                {},
+            axes = {}
+            identity = Namespace(  # of the weights in memory, wherever they came from
+                model=type(model).__name__,
+                revision=f"{revision} weights {self._weights.digest}".strip(),
+                dtype=str(model.dtype).removeprefix("torch."),
+                config_hash=self._config_hash,
             )
             self.tokens_per_page = tokens_per_page or DEFAULT_TOKENS_PER_PAGE
         self._pool = PagePool(self._layers, self.tokens_per_page, pool_bytes, axes)
@@ -142,11 +140,7 @@ class PrefixCache:
             observers=observers,
         )
         slots = RowPool(range(self._pool.num_pages))
-        self._pages = RowStore(
-            engine,
-            dict.fromkeys(Direction, slots),
-            name="prefix cache",
-        )
+        self._pages = RowStore(engine, dict.fromkeys(Direction, slots), name="prefix cache")
         self._guard = CallGuard("prefix cache")
         self._lock = runtime.lock()
         self._loaded: WeakKeyDictionary[Past, _Loaded] = WeakKeyDictionary()
@@ -334,7 +328,7 @@ class PrefixCache:
             return made.block_keys(0, self.tokens_per_page, whole)
         if change:  # the engine's keys do not name its weights: these are no longer the same
             return []
-        return self._vllm.page_keys(tokens[:whole])
+        return self._vllm.keys.chunk_keys(tokens[:whole], tokens_per_chunk=self.tokens_per_page)
 
 
 def _count_leading(done: Sequence[bool]) -> int:

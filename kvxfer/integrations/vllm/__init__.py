@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["KVXferConnector", "KVXferOffload", "KVXferOffloadingSpec", "KVXferTier"]
 
-_ROOMS = {"KVXferConnector": "prefill_decode"}
-
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_ROOMS.get(name, 'offloading')}"), name)
+    room = "prefill_decode" if name == "KVXferConnector" else "offloading"
+    return getattr(importlib.import_module(f"{__name__}.{room}"), name)

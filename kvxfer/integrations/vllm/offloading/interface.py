@@ -64,6 +64,7 @@ class _Medium(enum.StrEnum):
 
 Medium: Any = getattr(base, "Medium", _Medium)
 TransferJob: Any = getattr(tiering, "TransferJob", object)
+EVENT_FIELDS = frozenset(field.name for field in fields(OffloadingEvent))
 
 
 def engine_config() -> Any:
@@ -136,7 +137,7 @@ def event_of_failed_chunks(keys: Sequence[BlockKey]) -> OffloadingEvent | None:
     From 0.33 on vLLM remembers the chunks of which a lookup returned `HIT_PENDING`; earlier
     releases do not, and get no event: None.
     """
-    if "metadata_only" not in {field.name for field in fields(OffloadingEvent)}:
+    if "metadata_only" not in EVENT_FIELDS:
         return None
     return OffloadingEvent(keys=list(keys), medium=Medium.CPU, removed=True, metadata_only=True)
 
@@ -147,17 +148,16 @@ def event_of_tier(keys: Sequence[BlockKey], tier: str, *, removed: bool) -> Offl
     In older releases an event does not say whose chunks it means, so it cannot tell those in memory
     of a lower tier from those in host memory: None.
     """
-    known = {field.name for field in fields(OffloadingEvent)}
     medium, locality = place_of(tier)
-    if "ownership" not in known and medium == Medium.CPU.value:
+    if "ownership" not in EVENT_FIELDS and medium == Medium.CPU.value:
         return None
-    place = base.Locality(locality) if locality and "locality" in known else None
+    place = base.Locality(locality) if locality and "locality" in EVENT_FIELDS else None
     more = {"locality": place, "ownership": tier, "removal_expected": True}
     return OffloadingEvent(
         keys=list(keys),
         medium=Medium(medium),
         removed=removed,
-        **{name: value for name, value in more.items() if name in known},
+        **{name: value for name, value in more.items() if name in EVENT_FIELDS},
     )
 
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -23,7 +24,6 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.runtime import Pause, Suspension, Threads, begin_aside
 from kvxfer.storage.backend import (
-    DONE,
     Backend,
     Outcome,
     Purgeable,
@@ -139,6 +139,8 @@ class LowerTier:
         timeouts: Deadlines of the backend; a store has `STORE_TIMEOUT_S`.
         reset_s: Deadline of `reset`.
         purge_on_reset: Whether `reset` deletes everything in the backend, that of others, too.
+        verify: Verifies a row before it is stored: one that has changed is not.
+        hashes: Whether that reads all bytes of the row, which takes a thread.
         emit_events: Whether to keep events for `take_events`.
         observers: Told what happens to rows, under the keys that are used here.
 
@@ -162,6 +164,8 @@ class LowerTier:
         timeouts: TierTimeouts = TierTimeouts(),  # noqa: B008 - it is frozen
         reset_s: float = RESET_TIMEOUT_S,
         purge_on_reset: bool = False,
+        verify: Verify | None = None,
+        hashes: bool = False,
         emit_events: bool = False,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -182,8 +186,8 @@ class LowerTier:
         self._purgeable = purgeable if purge_on_reset and can_purge_all(purgeable) else None
         backend = observe(backend, Reports(told, self.name, chunk_sizes=chunk_sizes))
         self._storing: dict[BlockKey, tuple[int, BlockKey]] = {}  # row and key of a backend's key
-        self._verify: Verify | None = None
-        backend = self._checked = _CheckedStores(backend, self._check_rows)
+        if verify is not None:
+            backend = _CheckedStores(backend, partial(self._check_rows, verify), hashes=hashes)
         self._timeouts, self._reset_s = timeouts, reset_s
         self._lookup_s = inf if timeouts.lookup_s is None else timeouts.lookup_s
         self._engine = TransferEngine(
@@ -210,15 +214,6 @@ class LowerTier:
         self._row_size_bytes = int(row_size_bytes)
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
-
-    def verify_by(self, verify: Verify, *, hashes: bool) -> None:
-        """Verify each row before it is stored from now on; one that has changed is not stored.
-
-        Args:
-            verify: Verifies a row.
-            hashes: Whether that reads all of its bytes, which takes a thread.
-        """
-        self._verify, self._checked.hashes = verify, hashes
 
     def lookup(self, key: BlockKey, req_id: str) -> bool | None:
         """Whether the backend has a key; None while its lookup has not ended.
@@ -480,12 +475,10 @@ class LowerTier:
     def _loads(self) -> dict[JobId, RowJob]:
         return {id_: job for id_, job in self._jobs.items() if job.direction is Direction.LOAD}
 
-    def _check_rows(self, names: Sequence[BlockKey]) -> list[Outcome]:
+    def _check_rows(self, verify: Verify, names: Sequence[BlockKey]) -> list[Outcome]:
         """Verify rows that are being stored."""
-        if self._verify is None:
-            return [DONE] * len(names)
         rows = [self._storing.get(name) for name in names]
-        return [_ENDED if row is None else self._verify(*row) for row in rows]
+        return [_ENDED if row is None else verify(*row) for row in rows]
 
     async def _delete_in_the_end(self, names: Sequence[BlockKey]) -> None:
         """Delete keys of the backend, after pauses those that it still has."""
@@ -554,26 +547,21 @@ def _log_failure(call: Future[Any]) -> None:
 
 
 class _CheckedStores(WrappingBackend):
-    """Backend that gets only rows whose bytes are intact: it would prove those of any others, too.
-
-    Attributes:
-        hashes: Whether a thread verifies rows, since that reads all of their bytes.
-    """
+    """Backend that gets only rows whose bytes are intact, since it would prove those of others."""
 
     passes_on = frozenset({Retaining})
 
     def __init__(
-        self, inner: Backend, check: Callable[[Sequence[BlockKey]], list[Outcome]]
+        self, inner: Backend, check: Callable[[Sequence[BlockKey]], list[Outcome]], *, hashes: bool
     ) -> None:
         super().__init__(inner)
-        self._check = check
-        self.hashes = False
+        self._check, self._hashes = check, hashes
         self._threads = Threads("kvxfer-verify", 1)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; a row that has changed is `CORRUPT`."""
         check = self._check
-        checked = await self._threads.run(check, keys) if self.hashes else check(keys)
+        checked = await self._threads.run(check, keys) if self._hashes else check(keys)
         sound = positions_done(checked)
         names = [keys[index] for index in sound]
         stored = iter(await self.inner.store(names, blocks.take(sound)) if sound else ())

@@ -141,7 +141,6 @@ class KVXferOffloadingManager(VLLMPlug, OffloadingManager):
         else:
             self._wanted, self._metrics = tier.wanted, tier.metrics
             self._lower_reports = self._reports.of(tier.name)
-            tier.verify_by(pool.verify, hashes=hashes)
         self._metrics.counted_by_manager = metrics.COUNTED_BY_MANAGER
         self._requests = Requests(self._reports, self._metrics, trace=trace)
         self._reports.watch(self._gauges)
