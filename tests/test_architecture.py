@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/file": 6_105,
     "backends/host": 2_087,
     "backends/mooncake": 720,
-    "backends/nixl": 8_524,
+    "backends/nixl": 8_514,
     "backends/object": 1_849,
     "backends/pool": 1_258,
     "benchmarks": 4_689,

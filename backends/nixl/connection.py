@@ -371,8 +371,6 @@ async def open_channel(node: LocalNode, endpoint: Endpoint) -> FrameChannel:
             )
     except TimeoutError as exc:
         raise PeerTimeoutError(str(endpoint), "connecting", timeout_s) from exc
-    except OSError as exc:  # ssl.SSLError is one
+    except (OSError, UnicodeError) as exc:  # of TLS, or a name that cannot be one of a host
         raise PeerClosedError(str(endpoint), f"cannot connect: {describe_error(exc)}") from exc
-    except UnicodeError as exc:  # a name that cannot be one of a host
-        raise PeerClosedError(str(endpoint), f"cannot connect: {exc}") from exc
     return FrameChannel(reader, writer)

@@ -341,7 +341,4 @@ class Server:
             reason = f"{peer}: {str(exc) or 'silent'}"
             self._refusals.note(logging.INFO, "ended a data connection: %s", peer, reason)
         finally:
-            if connection is None:
-                plain.close()
-            else:
-                connection.close()
+            (connection or plain).close()

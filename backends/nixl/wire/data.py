@@ -74,19 +74,14 @@ class DataConnection:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-            plain = runtime.open_socket(found[0][0], socket.SOCK_STREAM)
+            with contextlib.ExitStack() as unless_connected:
+                plain = runtime.open_socket(found[0][0], socket.SOCK_STREAM)
+                unless_connected.callback(plain.close)
+                plain.setblocking(False)
+                await loop.sock_connect(plain, found[0][-1])
+                unless_connected.pop_all()
         except OSError as exc:
             raise PeerClosedError(str(endpoint), f"cannot connect: {describe_error(exc)}") from exc
-        plain.setblocking(False)
-        try:
-            await loop.sock_connect(plain, found[0][-1])
-        except BaseException as exc:
-            plain.close()
-            if isinstance(exc, OSError):
-                raise PeerClosedError(
-                    str(endpoint), f"cannot connect: {describe_error(exc)}"
-                ) from exc
-            raise
         return await cls.secured(plain, str(endpoint), tls, host=host)
 
     @classmethod

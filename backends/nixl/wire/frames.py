@@ -435,7 +435,7 @@ class _Pace:
         return max(self._frames_until, self._bytes_until) - runtime.monotonic() - 1
 
 
-def describe_error(error: OSError) -> str:
+def describe_error(error: Exception) -> str:
     """Describe an error of a socket, also one whose text is empty, as those of TLS may be."""
     text = str(error)
     return text if any(map(str.isalnum, text)) else type(error).__name__
