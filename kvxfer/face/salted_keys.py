@@ -20,13 +20,8 @@ class SaltedKeys:
     A reset can mean that the weights were changed in memory. A new salt is known to this process
     only: blocks of before are not found here, not even those that a hanging backend stores later,
     and the next engine does not take new blocks for blocks of the weights on disk. Blocks under
-    the salt of an earlier reset can be found by nobody any more, and may be deleted.
-
-    Args:
-        backend: Deletes blocks by the beginning of their names; None if the backend cannot.
-
-    Attributes:
-        salt: Present salt; empty before the first reset.
+    the salt of an earlier reset can be found by nobody any more, and may be deleted, if the backend
+    can do that. The present salt is empty before the first reset.
     """
 
     def __init__(self, backend: Purgeable | None) -> None:

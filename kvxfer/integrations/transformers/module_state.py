@@ -57,15 +57,10 @@ MAX_DEPTH = 12
 
 @dataclass(slots=True)
 class ModuleState:
-    """State of a model's modules.
-
-    Attributes:
-        facts: Type, and every attribute that counts, of each module by its name.
-        obstacle: The first part that cannot be hashed, in words; empty where there is none.
-    """
+    """State of a model's modules: type, and every attribute that counts, of each by its name."""
 
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    obstacle: str = ""
+    obstacle: str = ""  # the first part that cannot be hashed, in words
 
 
 def read_state(model: Any, hash_tensor: Callable[[str, torch.Tensor], bytes]) -> ModuleState:

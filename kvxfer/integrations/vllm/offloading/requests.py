@@ -164,11 +164,8 @@ def _num_not_asked(positions: Mapping[BlockKey, int], tiers: Mapping[BlockKey, s
 
     Of a group with full attention vLLM asks for one chunk after the other, up to the first miss; of
     a sliding window it asks from the end, and what is left is not needed. Keys for a part of a
-    chunk, which vLLM makes as it asks, come after those of the chunks.
-
-    Args:
-        positions: Token at the end of each chunk of the request, in the order of each group.
-        tiers: Tier that gave each chunk that was asked for, empty for a miss, in that order.
+    chunk, which vLLM makes as it asks, come after those of the chunks. `positions` has the token at
+    the end of each chunk, in the order of each group; `tiers` is in the order of the lookups.
     """
     if "" not in tiers.values():
         return 0

@@ -34,10 +34,8 @@ class KVXferOffloadingWorker(VLLMPlug, OffloadingWorker):
     are verified before the scheduler promises them.
 
     Args:
-        engine: Engine that moves blocks to slots; closed on `shutdown`.
+        engine: Engine that moves blocks to slots; closed on `shutdown`, as are `closes`.
         group_ids: Index in vLLM's keys of each group of the caches.
-        blocks_per_chunk: Blocks stored under one key.
-        closes: Segments that are closed on `shutdown`, too.
     """
 
     def __init__(

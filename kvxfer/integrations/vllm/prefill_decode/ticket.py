@@ -31,17 +31,11 @@ _TICKET = re.compile(r"[0-9A-Za-z_.:-]{16,128}")
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Ticket of D: the lease that it may read under, and where P's workers are asked.
+    """Ticket of D: the lease that it may read under, and where P's workers are asked."""
 
-    Attributes:
-        lease: Name of the lease, as P's workers know it.
-        endpoint: Endpoint of P's worker of rank 0; that of rank r listens at the r-th port after.
-        overlaps: Whether P may be computing still.
-    """
-
-    lease: str
-    endpoint: Endpoint
-    overlaps: bool = False
+    lease: str  # as P's workers know it
+    endpoint: Endpoint  # of P's worker of rank 0; that of rank r listens at the r-th port after
+    overlaps: bool = False  # P may be computing still
 
 
 def make_lease() -> str:

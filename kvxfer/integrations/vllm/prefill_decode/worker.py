@@ -19,17 +19,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Ended:
-    """Requests whose transfers ended since the last look.
+    """Requests whose transfers ended since the last look."""
 
-    Attributes:
-        sent: Requests whose lease is over and whose blocks nobody has pinned.
-        received: Requests whose load has ended, well or not.
-        bad_blocks: Our blocks that were not loaded, for each of those that were not loaded wholly
-            and each group.
-    """
-
-    sent: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)  # their leases are over, no block is pinned
+    received: set[str] = field(default_factory=set)  # well or not
+    # Our blocks that were not loaded, of each of these requests and each group.
     bad_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def end_load(self, request_id: str, bad_blocks: list[list[int]]) -> None:
@@ -42,10 +36,7 @@ class Ended:
 class PrefillDecodeWorker:
     """Worker's side of P and of D, called from the engine's thread; it never waits there.
 
-    Args:
-        handover: Lends and reads, on a thread of its own; closed with this.
-        counters: Counters to add to.
-        reports: Told of the blocks that are lent.
+    The hand-over has a thread of its own, and is closed with this; `reports` is told what is lent.
     """
 
     def __init__(
