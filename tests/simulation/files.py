@@ -105,7 +105,8 @@ class FilesScenario(EngineScenario):
             steps.append(Step(random.random() * length_s, what, given))
         for _ in range(random.choice((0, 0, 0, 2, 6))):
             given = {"process": random.choice(names), "parts": draw_parts(random, 2)}
-            steps.append(Step(random.random() * length_s, "rot", given))
+            load, at_s = given | {"timeout_s": None, "cancel_s": None}, random.random() * length_s
+            steps += [Step(at_s, "rot", given), *[Step(at_s + 0.01, "load", load)] * 2]
         for _ in range(random.choice((0, 0, 0, 1, 3))):
             given = {
                 "process": random.choice(names),

@@ -230,7 +230,7 @@ TABLE = """
 -            self._lock_file(ends_at)
 @@ files 20 reserved bytes are not counted
 -        self.used += num_bytes
-@@ files 60 a walk counts although the count was lost meanwhile
+@@ files 300 a walk counts although the count was lost meanwhile
 -        if self.num_losses != begun.num_losses or self.added < begun.added:
 +        if self.num_losses < begun.num_losses:
 --- backends/file/space.py
