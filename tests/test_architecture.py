@@ -54,7 +54,7 @@ BUDGETS = {
     "kvxfer/cli": 1_833,
     "kvxfer/copy_engine": 2_472,
     "kvxfer/doctor": 1_584,
-    "kvxfer/engine_side": 1_511,
+    "kvxfer/engine_side": 1_516,
     "kvxfer/explain": 903,
     "kvxfer/face": 431,
     "kvxfer/integrations": 10_511,

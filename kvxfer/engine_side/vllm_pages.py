@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import torch
+from numpy.typing import ArrayLike
 from safetensors import safe_open
 from transformers.utils import cached_file
 
@@ -21,7 +22,7 @@ from kvxfer.engine_side.weight_files import config_facts, find_weights_revision
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.portable_namespace import portable_namespace
 
 PLAIN = ("", "weights None, cache auto")
@@ -41,6 +42,10 @@ class VLLMPages:
     def namespace_of_model(self) -> Namespace:
         """The namespace without its groups, which follow from the pool."""
         return msgspec.structs.replace(self.namespace, groups=())
+
+    def page_keys(self, tokens: ArrayLike) -> list[BlockKey]:
+        """Make the keys of all whole pages of a prompt; see `VLLMKeys.chunk_keys`."""
+        return self.keys.chunk_keys(tokens, tokens_per_chunk=self.tokens_per_page)
 
     def require_same_pages(
         self, caches: CanonicalKVCaches, mappings: Sequence[PageMapping]

@@ -328,7 +328,7 @@ class PrefixCache:
             return made.block_keys(0, self.tokens_per_page, whole)
         if change:  # the engine's keys do not name its weights: these are no longer the same
             return []
-        return self._vllm.keys.chunk_keys(tokens[:whole], tokens_per_chunk=self.tokens_per_page)
+        return self._vllm.page_keys(tokens[:whole])
 
 
 def _count_leading(done: Sequence[bool]) -> int:
