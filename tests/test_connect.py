@@ -291,7 +291,6 @@ LASTING = [
 @pytest.mark.parametrize(
     ("open_it", "backend"),
     [*((connect, each) for each in LASTING), (exchange, "nixl://")],
-    ids=repr,
 )
 def test_the_revision_is_required_where_blocks_outlive_the_process(
     memory: BlockMemory, open_it: Callable[..., object], backend: Any
