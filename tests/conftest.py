@@ -98,7 +98,8 @@ class _LoopComplaints(logging.Handler):
         if spurious and "PollerCompletionQueue._handle_events" in record.getMessage():
             return
         if slow or record.levelno >= logging.ERROR:
-            self.messages.append(record.getMessage())
+            error = f" ({record.exc_info[1]!r})" if record.exc_info else ""
+            self.messages.append(record.getMessage() + error)
 
 
 @pytest.fixture
