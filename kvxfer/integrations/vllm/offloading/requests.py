@@ -84,22 +84,24 @@ class Requests:
 
     def note(self, req_id: str, key: BlockKey, tier: str) -> None:
         """Note the tier that gives a chunk, empty for a miss."""
-        if (tiers := self._untold(req_id)) is not None:
-            tiers[key] = tier
+        request = self._requests.get(req_id)
+        if request is not None and request.tiers is not None:
+            request.tiers[key] = tier
 
     def note_hit(self, req_id: str, key: BlockKey, tier: str) -> None:
         """Note a tier that has a chunk, perhaps only since another gave it for this request."""
-        if (tiers := self._untold(req_id)) is not None:
-            tiers[key] = tiers.get(key) or tier
+        request = self._requests.get(req_id)
+        if request is not None and request.tiers is not None:
+            request.tiers[key] = request.tiers.get(key) or tier
 
     def schedule(self, req_ids: Iterable[str]) -> None:
         """Tell and record the requests that are scheduled for the first time."""
         for req_id in req_ids:
-            if (tiers := self._untold(req_id)) is not None:
-                request = self._requests[req_id]
+            request = self._requests.get(req_id)
+            if request is not None and request.tiers is not None:
                 if self._trace is not None and not self._cannot_record:
                     self._record(self._trace, request)
-                self._tell(request, tiers, "")
+                self._tell(request, request.tiers, "")
 
     def note_reset(self) -> None:
         """Note that the caches were reset: what requests have computed until now is stale."""
@@ -121,10 +123,6 @@ class Requests:
         """Write what waits to be recorded."""
         if self._trace is not None:
             self._trace.close()
-
-    def _untold(self, req_id: str) -> dict[BlockKey, str] | None:
-        request = self._requests.get(req_id)
-        return None if request is None else request.tiers
 
     def _tell(self, request: _Request, tiers: Mapping[BlockKey, str], reason: str) -> None:
         request.tiers = None
