@@ -41,16 +41,9 @@ from kvxfer.testing.simulation.world import (
     World,
     draw_parts,
 )
-from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.transfer import TransferEngine
 from kvxfer.units import ByteSize
-from tests.simulation.tiers import (
-    Mirror,
-    leftovers_of_engine,
-    leftovers_of_host,
-    leftovers_of_reports,
-    leftovers_of_tiers,
-)
+from tests.simulation.tiers import Mirror, join, leftovers_of_all, leftovers_of_reports, of_process
 
 ROOT = Path("/new/store")
 PROCESSES = ("a", "b")
@@ -139,11 +132,8 @@ class FilesScenario(EngineScenario):
 
     def leftovers(self, engine: TransferEngine, opened: Opened) -> list[str]:
         """See `EngineScenario.leftovers`."""
-        left = leftovers_of_engine(engine)
-        if isinstance(opened.backend, TieredBackend):
-            left += leftovers_of_tiers(opened.backend)
+        left = leftovers_of_all(engine, opened)
         for each in opened.tiers or [opened.backend]:
-            left += leftovers_of_host(each) if isinstance(each, HostBackend) else []
             left += leftovers_of_files(each) if isinstance(each, FileBackend) else []
         return left
 
@@ -243,15 +233,7 @@ class _Store:
         engine = _FileRun(self._scenario, self._simulation, world, opened, self, name)
         await engine.start()
         began = self._simulation.now
-        shifted = [
-            Step(
-                max(0.0, step.at_s - began),
-                step.what,
-                {key: value for key, value in step.arguments.items() if key != "process"},
-            )
-            for step in steps
-        ]
-        await engine.carry_out_all(shifted)
+        await engine.carry_out_all([of_process(step, began) for step in steps])
         await engine.require_rest()
         await engine.close()
         world.watched.look()
@@ -273,9 +255,8 @@ class _Store:
             capacity = ByteSize(8 * FILE_BYTES)
             config = HostConfig(capacity=capacity, scrub_mib_per_s=0)
             host = HostBackend(config, namespace)
-            timeouts = TierTimeouts(lookup_s=0.5, move_s=1.0, close_s=20.0, pause_s=0.1)
             tiers: list[Backend] = [host, files]
-            backend = TieredBackend(tiers, namespace, staging_bytes=16384, timeouts=timeouts)
+            backend = join(tiers, namespace)
             return Opened(backend=backend, tiers=tiers, is_roomy=not self._is_limited)
         return None
 
