@@ -471,7 +471,8 @@ class TieredBackend(Backend):
             keys = [key for key in (batch.keys[index] for index in left) if key not in there]
             answer = await tier.ask(keys)
             found = answer or set()
-            silent |= {tier.index} if answer is None else set()
+            if answer is None:
+                silent.add(tier.index)
             held = [index for index in left if batch.keys[index] in found]
             await batch.move(tier.store, held)
             self._write_back(batch, tier, held, found, silent)
@@ -500,12 +501,10 @@ class TieredBackend(Backend):
     ) -> None:
         """Queue what a tier has stored for the tiers below, which may have the `old` keys."""
         starts, sizes = batch.blocks.payload_starts.tolist(), batch.blocks.block_sizes.tolist()
-        stored = {}
+        stored, unanswered = {}, frozenset(silent)
         for index in (each for each in chosen if batch.outcomes[each].done):
-            key = batch.keys[index]
-            stored[key] = StoredBlock(
-                tier.index, starts[index], sizes[index], key not in old, frozenset(silent)
-            )
+            key, place = batch.keys[index], (tier.index, starts[index], sizes[index])
+            stored[key] = StoredBlock(*place, key not in old, unanswered)
         for writer in self._writers[tier.index :]:
             writer.add(stored)
 
