@@ -90,7 +90,7 @@ class Space:
         self._walk_lock = runtime.lock()
         self._next_scan = 0.0
         self._must_rescan = False
-        self._is_uncounted = False  # as the last walk may have missed some, and there was no count
+        self._is_uncounted = False  # there is no count, and the last walk could not read all
         self._reports = Reports()
         self._gone: dict[tuple[str, Removal], list[BlockKey]] = {}  # and not told yet
         self._not_removed: list[Victim] = []  # and not candidates until the end of an eviction

@@ -256,8 +256,8 @@ class Client:
         """Ask the holder to keep the blocks of a ticket, until it is released.
 
         They are kept until `leave`, or the end of the connection: hold the ticket again on another
-        one. After an error or a cancellation they may be kept, too. Each block is looked for once;
-        there may be none.
+        one. After an error or a cancellation they may be kept, too. `keys` may be empty, and has
+        each block once.
 
         Raises:
             InvalidArgumentError: The ticket cannot be one.

@@ -89,7 +89,7 @@ class Attachment:
         pool: The pool, mapped by this process.
         error: Why the attachment is of no use; empty while it is.
         timed_out: Whether that is because an answer took too long.
-        lost_at: Time of it.
+        lost_at: Time at which it became of no use.
 
     Raises:
         NamespaceMismatchError: The holder has blocks of another namespace, or speaks another

@@ -112,7 +112,7 @@ class Scenario(ABC):
 
     Attributes:
         name: Name of the scenario, unique in a command.
-        share: Share of the seeds of a command that it gets beside others, for as much time as they.
+        share: Share of a command's seeds: less where one takes long, so that all get as much time.
     """
 
     name: ClassVar[str]
