@@ -431,14 +431,14 @@ class KVXferConnector(VLLMPlug, KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         transfer, config = self._vllm_config.kv_transfer_config, self._kv_cache_config
         reads, lends = transfer.is_kv_consumer, transfer.is_kv_producer
         lends &= self._settings.exchange.listen_endpoint is not None
+        text = "prompts are neither read nor lent: %s"
         if why := why_not(config):
             reads = lends = False
-            why = f"prompts are neither read nor lent: {why}"
         elif reads and not can_report_failures(config):
-            reads = False
-            why = "prompts are not read: before 0.30 vLLM lets no load of several groups fail"
+            reads, text = False, "prompts are not read: %s"
+            why = "before 0.30 vLLM lets no load of several groups fail"
         if why and is_scheduler:
-            logger.warning("%s", why)
+            logger.warning(text, why)
         return reads, lends
 
     def _rest_of(self, request: Any, num_computed_tokens: int) -> int | None:

@@ -276,5 +276,5 @@ def _writable(block: Any) -> int:
 
 
 def _state_block(block_ids: Sequence[int], index: int) -> int:
-    """Return the id of the block for a state; no valid one, to fail the load, if not writable."""
+    """Return the id of a state's block; -1, so that its load fails, where none may be written."""
     return (block_ids[index] if index < len(block_ids) else 0) or -1
