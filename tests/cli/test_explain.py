@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.storage.backend import NO_ROOM_REASON, PAUSED, Outcome, Status
-from kvxfer.storage.keys import Namespace, make_block_key
+from kvxfer.storage.keys import Namespace
 from kvxfer.storage.observer import (
     Added,
     Ended,
@@ -114,7 +114,6 @@ ANSWERS: list[tuple[list[Event], str, str]] = [
     ([moved(STORE, Status.FAILED, PAUSED.reason)], "paused tier", f"not in file: {PAUSED.reason}"),
     ([FULL], "back-pressure", "not in file: back-pressure (no room at all)"),
     ([IN_QUEUE], "back-pressure", "(no room among the bytes in flight in time)"),
-    ([NotWrittenBack("file", KEY)], "back-pressure", "back-pressure (not written back)"),
     ([HERE, NotLoaded("file", KEY)], "slower than computing", "longer than computing it"),
 ]
 
@@ -129,15 +128,6 @@ def test_a_key_that_was_missed_has_an_answer(
     (report,) = json.loads(printed)
     assert report["missed"] == {answer: 1}
     assert text in report["runs"][0]["text"]
-
-
-def test_groups_are_counted_each_from_its_first_block(folder: Path, note: Note, run: Run) -> None:
-    keys = [make_block_key(b"%d" % number, number % 2) for number in range(6)]
-    note(Requested("a", keys, ["host"] * 6))
-    lines = run("explain", "--journal", folder, "a")[1].splitlines()
-    assert [line.split("  ")[0] for line in lines[1:]] == [
-        *("group 0 blocks 0-2", "group 1 blocks 0-2")
-    ]
 
 
 def test_what_the_journal_lost_and_when_it_begins_are_said(
@@ -162,7 +152,6 @@ def test_names_cannot_give_orders_to_the_terminal(folder: Path, note: Note, run:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nobody"], "argument is 'nobody'; expected a key"),
         (["cmpl"], "argument is 'cmpl'; expected a part of the names of 4 requests at most"),
         ([KEYS[0].hex(), "xyz"], "arguments[1] is 'xyz'; expected a key"),
         (["a", "--journal", "/nowhere"], "journal is '/nowhere'; expected a folder"),
@@ -175,10 +164,3 @@ def test_bad_input_is_one_line(
     status, printed, error = run("explain", "--journal", folder, *arguments)
     assert (status, printed, error.count("\n")) == (2, "", 1)
     assert error.startswith(f"kvxfer explain: {said}")
-
-
-def test_without_a_journal_it_is_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVXFER_JOURNAL", raising=False)
-    status, _, said = run("explain", "a")
-    assert status == 2
-    assert "expected the folder of the journal, or KVXFER_JOURNAL=" in said

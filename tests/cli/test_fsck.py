@@ -2,7 +2,6 @@
 
 import json
 import os
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from tests.cli.stores import flip as flip_bit
 
 Damage = Callable[[Path], object]
 NUM_TENSORS = 160
-HEADER_BYTES = 3 * 4096
-"""Header that lists so many tensors."""
 
 
 def flip(offset: int) -> Damage:
@@ -29,19 +26,13 @@ def truncate(num_bytes: int) -> Damage:
 
 
 DAMAGES = {
-    "format": (flip(20), 0, "not a block file"),
-    "namespace": (flip(90), 0, ""),
     "padding": (flip(4090), 0, "not a block file"),
     "start": (break_seal, 0, "seal"),
-    "first byte": (flip(4096), 0, "checksum"),
     "last byte": (flip(4096 + DATA_BYTES - 1), 0, "checksum"),
     "empty": (truncate(0), 0, "too few"),
-    "header only": (truncate(4096), 0, "too few"),
     "truncated": (truncate(8000), 0, "bytes: "),
-    "extended": (truncate(1 << 20), 0, "bytes: "),
     "zeros": (lambda path: path.write_bytes(bytes(9000)), 0, "not a block file"),
     "second page of the header": (flip(4096), NUM_TENSORS, ""),
-    "end of the header": (flip(HEADER_BYTES - 1), NUM_TENSORS, ""),
 }
 
 
@@ -73,27 +64,10 @@ def test_a_damaged_file_is_named_and_repaired(
     assert run("fsck", store.root)[:2] == (0, whole)
 
 
-def test_a_file_in_the_place_of_another_one_is_found(store: Store, run: Run) -> None:
-    ours, theirs = store.fill(), store.fill(model="another", num_blocks=1)
-    path = store.path(ours, store.keys[0])
-    path.write_bytes(store.path(theirs, store.keys[0]).read_bytes())
-    other = store.path(ours, store.keys[1])
-    other.rename(other.parents[1] / "07" / other.name)
-    status, printed, _ = run("fsck", store.root, "--repair")
-    assert status == 1
-    assert f"namespace: the file says {theirs.fingerprint}, expected {ours.fingerprint}" in printed
-    assert f"07/{other.name}: lookups do not find it in the folder '07'" in printed
-    assert store.quarantined() == {path.name, other.name}
-    assert run("fsck", store.root)[0] == 0
-
-
 def test_foreign_files_and_links_are_left_alone(store: Store, run: Run, tmp_path: Path) -> None:
     namespace = store.fill()
     folder = store.root / namespace.fingerprint
     foreign = [
-        store.root / "notes.txt",
-        store.root / ("0" * 32),
-        folder / "weights.safetensors",
         folder / "01" / f"01{'AB' * 20}.safetensors",
         folder / "01" / f"{'01' * 121}.safetensors",
         folder / "01" / "0102.safetensors",
@@ -234,45 +208,20 @@ def test_a_file_that_cannot_be_read_is_named_and_stays(
     assert run("ls", store.root)[0] == run("gc", store.root, "--capacity", "20KiB")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["{}/nothing"], "{}/nothing: No such file or directory"),
-        (["{}/file"], "{}/file: Not a directory"),
-        (["{}", "--secret-file", "{}/nothing"], "secret_file is '{}/nothing'"),
-        (["{}", "--secret-file", "{}/file"], "secret_file is '5 bytes'"),
-        (["{}", "--tenant", "somebody"], "tenant is 'somebody'"),
-    ],
-)
-def test_misuse_is_said_in_one_line(
-    tmp_path: Path, run: Run, arguments: list[str], said: str
-) -> None:
-    (tmp_path / "file").write_text("short")
-    (tmp_path / "usage.ledger").touch()
-    status, printed, error = run("fsck", *(each.format(tmp_path) for each in arguments))
-    assert (status, printed, error.count("\n")) == (2, "", 1)
-    assert error.startswith(f"kvxfer fsck: {said.format(tmp_path)}")
-
-
-@pytest.mark.parametrize("num_tensors", [0, NUM_TENSORS])
-def test_a_good_block_is_shown_with_its_namespace(store: Store, run: Run, num_tensors: int) -> None:
-    namespace = store.fill(num_tensors=num_tensors)
+def test_a_good_block_is_shown_with_its_namespace(store: Store, run: Run) -> None:
+    namespace = store.fill(num_tensors=2)
     status, printed, _ = run("inspect", store.path(namespace, store.keys[3]))
     lines = [(line[:14].strip(), line[14:]) for line in printed.splitlines()]
     tensors = [text for name, text in lines if name == "tensor"]
-    listed = ["layers.0.k: U8 [31]", "layers.0.v: U8 [32]", "layers.1.k: U8 [32]"]
-    assert tensors[:3] == (listed if num_tensors else [f"blocks: U8 [1, {DATA_BYTES}]"])
-    assert (status, len(tensors)) == (0, num_tensors or 1)
+    assert (status, tensors) == (0, ["layers.0.k: U8 [2548]", "layers.0.v: U8 [2548]"])
     said = dict(line for line in lines if line[0] != "tensor")
     assert said.pop("checksum").endswith(" holds")
-    header = HEADER_BYTES if num_tensors else 4096
-    size = "17384 (17.0 KiB)" if num_tensors else "9192 (9.0 KiB)"
     assert said == {
         "namespace": namespace.fingerprint,
         "key": f"{store.keys[3].hex()} (group 0)",
         "in the chunk": f"bytes 0 to {DATA_BYTES}",
-        "data offset": str(header),
-        "file size": size,
+        "data offset": "4096",
+        "file size": "9192 (9.0 KiB)",
         "integrity": "fast",
         "seal": "holds",
         "model": "example/model",
@@ -281,22 +230,8 @@ def test_a_good_block_is_shown_with_its_namespace(store: Store, run: Run, num_te
     }
 
 
-def make_safetensors(path: Path, header_bytes: int) -> None:
-    tensor = {"dtype": "U8", "shape": [5000], "data_offsets": [0, 5000]}
-    header = json.dumps({"weights": tensor}).encode().ljust(header_bytes)
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(5000))
-
-
 @pytest.mark.parametrize(
-    "make",
-    [
-        Path.touch,
-        lambda path: path.write_bytes(b"\xff" * 10000),
-        lambda path: make_safetensors(path, 4088),
-        lambda path: make_safetensors(path, 1 << 20),
-        Path.mkdir,
-        os.mkfifo,
-    ],
+    "make", [lambda path: path.write_bytes(b"\xff" * 10000), Path.mkdir, os.mkfifo]
 )
 def test_what_is_no_block_file_is_said_to_be_none(
     tmp_path: Path, run: Run, make: Callable[[Path], object]

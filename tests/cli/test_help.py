@@ -76,23 +76,6 @@ def test_what_cannot_be_parsed_is_one_line_and_status_2(
     assert not printed.out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "meant"),
-    [
-        (["sevre"], "serve"),
-        (["Doctor"], "doctor"),
-        (["serve", "--listen", "x:1", "--capacity", "1GiB", "--transport", "socks"], "socket"),
-        (["gc", "--capasity=1GiB", "/nowhere"], "--capacity"),
-    ],
-)
-def test_a_name_that_is_nearly_right_is_suggested(
-    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    assert f" (did you mean '{meant}'?); see kvxfer" in capsys.readouterr().err
-
-
 def test_public_names_are_there_when_they_are_asked_for() -> None:
     run(USE_NAMES)
 

@@ -22,20 +22,6 @@ def run_page(heading: str) -> tuple[list[str], str]:
     return shlex.split(command)[1:], shown
 
 
-def names_of_rows(printed: str) -> list[str]:
-    """Names in the first column, which two spaces end."""
-    return [re.split(r"  +", line)[0] for line in printed.splitlines()]
-
-
-@pytest.mark.slow
-def test_the_page_has_the_rows_that_the_simulator_prints(run: Run) -> None:
-    command, shown = run_page("The simulator")
-    few = {"requests=40000": "requests=400", "requests_per_s=2000": "requests_per_s=20"}
-    small = "holders=20,engines=50,capacity=64MiB,engine_capacity=16MiB"
-    status, printed, _ = run(*(few.get(word, word) for word in command[:-1]), small)
-    assert (status, names_of_rows(printed)) == (0, names_of_rows(shown))
-
-
 @pytest.mark.parametrize(
     "heading",
     [
@@ -83,18 +69,13 @@ def test_a_synthetic_trace_can_be_kept(tmp_path: Path, run: Run) -> None:
         (["/no/such/trace"], "/no/such/trace: No such file or directory"),
         ([*CHATS, "--set", "docs=3"], "there is no 'docs', only requests"),
         ([*CHATS, "--seed", "-1"], "seed is -1; expected a whole number, 0 or more"),
-        ([*CHATS, "--host-bandwidth", "lots"], "size is 'lots'; expected a positive size"),
-        ([*CHATS, "--blocks", "10,none"], "blocks is 'none'; expected positive integers"),
         ([*CHATS, "--policies", "lru,fifo"], "policies is 'fifo'; expected some of lru, arc"),
         ([*CHATS, "--capacities", "4GiB"], "expected the bytes of a token for sizes"),
         ([*CHATS, "--save", "/no/such/folder/t"], "/no/such/folder/t: No such file"),
-        ([*SIZED, "--backend", "file:///kv"], "capacity"),
         ([*SIZED, "--backend", "file:///kv?capacity=4KiB"], "capacity is 4096; expected"),
         ([*SIZED, "--backend", "nixl://127.0.0.1:1"], "expected a host://, file://, s3://"),
         ([*SIZED, "--budget", "tape=4GiB"], "budget is 'tape=4GiB'; expected host=SIZE"),
-        ([*SIZED, "--budget", "host=4GiB,host=5GiB"], "host=5GiB"),
         ([*SIZED, "--fleet", "holders=0"], "holders is 0"),
-        ([*SIZED, "--fleet", "groups=2000"], "groups is 2000"),
         ([*SIZED, "--fleet", "replicas=9,groups=200"], "replicas is 9"),
     ],
 )
@@ -112,17 +93,10 @@ def test_what_cannot_be_replayed_is_one_line_that_names_it(
     [
         ("--bytes-per-token", HUGE),
         ("--prefill-tokens-per-s", "1e-320"),
-        ("--file-bandwidth", HUGE),
         ("--capacities", "9" * 5000),
-        ("--capacities", "1." + HUGE),
-        ("--blocks", "\N{ARABIC-INDIC DIGIT THREE}"),
         ("--budget", f"file={HUGE}GiB"),
-        ("--fleet", f"holders={HUGE}"),
         ("--fleet", "engines=1000000000000"),
         ("--set", "user_tokens=1000000000000"),
-        ("--set", f"requests={HUGE}"),
-        ("--set", "requests_per_s=1e-320"),
-        ("--backend", f"host://?capacity={HUGE}"),
     ],
     ids=lambda text: text[:30],
 )

@@ -25,15 +25,6 @@ def test_urls_become_the_configuration_in_one_line(run: Run) -> None:
     }
 
 
-def test_without_urls_it_is_that_of_the_environment(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVXFER_BACKEND", " ".join(URLS))
-    for given, expected in (([], URLS), (URLS[:1], URLS[:1])):
-        extra = json.loads(run("vllm-args", *given)[1])["kv_connector_extra_config"]
-        assert extra == {"backend": expected}
-
-
 def test_where_vllm_leaves_the_plug_in_out_the_module_is_named(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
