@@ -19,7 +19,13 @@ from tests.cuda.gpu import Gpu
 NUM_BYTES = 1 << 20
 FRAGMENT_BYTES = 4099
 GPU = torch.device("cuda", 0)
-WAYS = [(HOST, GPU), (GPU, HOST), (GPU, GPU)]
+WAYS = {
+    "to host": [(HOST, GPU)],
+    "from host": [(GPU, HOST)],
+    "on GPU": [(GPU, GPU)],
+    "of every kind": [(HOST, GPU), (GPU, HOST), (GPU, GPU), (HOST, HOST)],
+}
+"""Devices to which fragments of a read go, and those that they come from."""
 
 
 class DeviceMemory:
@@ -107,35 +113,17 @@ class DeviceAgentContract(ABC):
         yield agent
         await agent.aclose()
 
-    @pytest.mark.parametrize(("local", "remote"), WAYS, ids=str)
-    async def test_fragments_arrive_whole_and_nothing_else_changes(
-        self,
-        agent: TransferAgent,
-        peer: DevicePeer,
-        memory: DeviceMemory,
-        local: torch.device,
-        remote: torch.device,
-    ) -> None:
-        await self._check(agent, peer, memory, [(local, remote)])
-
-    async def test_one_read_may_have_fragments_of_every_kind(
-        self, agent: TransferAgent, peer: DevicePeer, memory: DeviceMemory
-    ) -> None:
-        await self._check(agent, peer, memory, [*WAYS, (HOST, HOST)])
-
     async def test_metadata_says_on_which_device_each_region_is(
         self, agent: TransferAgent, memory: DeviceMemory
     ) -> None:
         wanted = [(each.address, NUM_BYTES, str(each.device)) for each in memory.regions()]
         assert AgentMetadata.decode(agent.metadata).regions == wanted
 
-    async def _check(
-        self,
-        agent: TransferAgent,
-        peer: DevicePeer,
-        memory: DeviceMemory,
-        ways: list[tuple[torch.device, torch.device]],
+    @pytest.mark.parametrize("kind", WAYS)
+    async def test_fragments_arrive_whole_and_nothing_else_changes(
+        self, agent: TransferAgent, peer: DevicePeer, memory: DeviceMemory, kind: str
     ) -> None:
+        ways = WAYS[kind]
         await peer.fill(1)
         memory.fill(2)
         expected = {device: memory.content(device) for device in (HOST, GPU)}

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.backends.nixl import Endpoint, Exchange, NixlBackend, NixlConfig, identify_host
+from kvxfer.backends.nixl import Endpoint, Exchange, NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.frames import FrameChannel
@@ -27,7 +27,7 @@ from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
-from tests.backends.nixl_wire import HOST, SECRET, hello
+from tests.backends.nixl_wire import HOST, SECRET, local_hello
 
 LIMIT_S = 10.0
 MEMORY = BlockMemory([[4096]], num_blocks=16)
@@ -59,25 +59,15 @@ class ProvenPeer:
 
 @contextlib.asynccontextmanager
 async def proven(
-    endpoint: Endpoint,
-    reach: wire.Reach,
-    *,
-    incarnation: bytes = b"p" * 16,
-    version: int = wire.PROTOCOL_VERSION,
+    holder: Exchange, reach: wire.Reach, *, version: int = wire.PROTOCOL_VERSION
 ) -> AsyncIterator[ProvenPeer | None]:
     """Shake hands with a holder as a peer of this machine; yield None when it ends that."""
 
     async def offer(_: wire.Hello) -> wire.Reach:
         return reach
 
-    boot_id, pid, pid_namespace = identify_host()
-    ours = msgspec.structs.replace(
-        hello(incarnation, NAMESPACE),
-        version=version,
-        boot_id=boot_id,
-        pid=pid,
-        pid_namespace=pid_namespace,
-    )
+    ours = local_hello(b"p" * 16, NAMESPACE, version=version)
+    endpoint = endpoint_of(holder)
     channel = FrameChannel(*await asyncio.open_connection(endpoint.host, endpoint.port))
     peer: ProvenPeer | None = None
     try:
@@ -205,9 +195,10 @@ async def require_served(client: NixlBackend, first_key: int = 0) -> list[BlockK
 
 
 async def until_alone(holder: Exchange, num_peers: int = 0) -> None:
-    assert holder.server is not None
+    server = holder.server
+    assert server is not None
     async with asyncio.timeout(LIMIT_S):
-        while len(holder.server.sessions) > num_peers:  # noqa: ASYNC110 - it notices by itself
+        while len(server.sessions) > num_peers or server._unproven:  # noqa: ASYNC110 - it notices
             await asyncio.sleep(0)
 
 

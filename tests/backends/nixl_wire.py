@@ -3,34 +3,51 @@
 import datetime as dt
 import inspect
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from kvxfer import Namespace
-from kvxfer.backends.nixl import NixlConfig
-from kvxfer.backends.nixl.wire.messages import (
-    OLDEST_VERSION,
-    PROTOCOL_VERSION,
-    Hello,
-)
+from kvxfer.backends.nixl import NixlConfig, identify_host
+from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Extents, Hello
 
 HOST = "127.0.0.1"
 SECRET = bytes(range(32))
 NAMESPACE = Namespace(model="example/model", parallel={"tp_size": 2})
 
 
-def hello(name: bytes, namespace: Namespace | None = NAMESPACE) -> Hello:
-    return Hello(
-        version=PROTOCOL_VERSION,
-        oldest_version=OLDEST_VERSION,
-        incarnation=name,
-        namespace=namespace,
+def hello(name: bytes, namespace: Namespace | None = NAMESPACE, **fields: Any) -> Hello:
+    fields = {"version": PROTOCOL_VERSION, "oldest_version": OLDEST_VERSION} | fields
+    return Hello(incarnation=name, namespace=namespace, **fields)
+
+
+def local_hello(name: bytes, namespace: Namespace | None, **fields: Any) -> Hello:
+    """Make the greeting of this process."""
+    boot_id, pid, pid_namespace = identify_host()
+    host = {"boot_id": boot_id, "pid": pid, "pid_namespace": pid_namespace}
+    return hello(name, namespace, **host | fields)
+
+
+def extents(
+    *offsets: int,
+    length: int | Sequence[int] = 4096,
+    regions: int | Sequence[int] = 0,
+    ends: Sequence[int] | None = None,
+) -> Extents:
+    """Make extents, each a block of its own unless `ends` are the block offsets."""
+    ends = range(len(offsets) + 1) if ends is None else ends
+    return Extents(
+        regions=np.full(len(offsets), regions, "<u4").tobytes(),
+        offsets=np.array(offsets, "<u8").tobytes(),
+        lengths=np.full(len(offsets), length, "<u8").tobytes(),
+        block_offsets=np.array(ends, "<i8").tobytes(),
     )
 
 

@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -14,10 +13,10 @@ import torch
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, client
-from kvxfer.backends.nixl.places import MAX_FRAGMENTS, Places, read_proofs
+from kvxfer.backends.nixl.places import MAX_FRAGMENTS, Places
 from kvxfer.backends.nixl.session import ClientSession
 from kvxfer.backends.nixl.wire import messages as wire
-from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions
+from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.kvcache.descriptors import Descriptors
@@ -30,6 +29,7 @@ from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
 from tests.backends.agent_contract import words
 from tests.backends.host_blocks import flip
+from tests.backends.nixl_wire import extents
 
 KEYS = make_keys(4)
 MEMORY = [[4096, 512]]
@@ -47,7 +47,7 @@ class Pair:
     holder_agent: FakeNixlAgent
     memory: BlockMemory
     payloads: list[bytes]
-    open_client: Callable[[], NixlBackend]
+    open_client: Callable[..., NixlBackend]
 
 
 @contextlib.asynccontextmanager
@@ -60,11 +60,16 @@ async def open_pair(*, attached: bool = True, **fields: Any) -> AsyncIterator[Pa
     async with host, holder:
         await holder.start()
         assert holder.server is not None
-        config = NixlConfig(address=str(holder.server.endpoint), **fields)
-        open_client = partial(NixlBackend, config, namespace, make_agent=FakeNixlAgent)
-        async with open_client() as client:
+        address = str(holder.server.endpoint)
+
+        def open_client(**changes: Any) -> NixlBackend:
+            config = NixlConfig(address=address, **fields | changes)
+            client = NixlBackend(config, namespace, make_agent=FakeNixlAgent)
             if attached:
                 client.attach(memory_regions(memory.caches))
+            return client
+
+        async with open_client() as client:
             payloads = await store_generated(client, KEYS, memory.describe(0, range(4)))
             yield Pair(host, holder, client, agent, memory, payloads, open_client)
 
@@ -76,15 +81,6 @@ async def load(
     write_payloads(target, [b"\x5a" * BLOCK_BYTES] * len(keys))
     outcomes = await (backend or pair.client).load(list(keys), target)
     return statuses(outcomes), read_payloads(target)
-
-
-async def open_other(pair: Pair, integrity: str) -> NixlBackend:
-    assert pair.holder.server is not None
-    address = str(pair.holder.server.endpoint)
-    config = NixlConfig(address=address, integrity=integrity)  # type: ignore[arg-type]
-    other = NixlBackend(config, pair.memory.namespace(), make_agent=FakeNixlAgent)
-    other.attach(memory_regions(pair.memory.caches))
-    return other
 
 
 @pytest.mark.parametrize("grade", GRADES)
@@ -117,7 +113,7 @@ async def test_only_a_checksum_catches_a_bit_that_flipped_in_memory(
 async def test_peers_of_either_grade_load_what_those_of_the_other_one_stored(
     writer: str, reader: str
 ) -> None:
-    async with open_pair(integrity=writer) as pair, await open_other(pair, reader) as other:
+    async with open_pair(integrity=writer) as pair, pair.open_client(integrity=reader) as other:
         for looks_up in (False, True, True):
             if looks_up:
                 assert await other.lookup(KEYS) == [True] * 4
@@ -194,17 +190,8 @@ async def test_a_holder_that_answers_with_generations_unasked_is_not_believed(
         assert (await load(pair, KEYS))[0] == [FAILED] * 4
 
 
-ADDRESS, SIZE = 1 << 20, 8
-REGIONS = Regions([(ADDRESS, 64)])
-
-
-def extents(*offsets: int, length: int = SIZE, regions: Sequence[int] = ()) -> wire.Extents:
-    return wire.Extents(
-        regions=np.array(regions or [0] * len(offsets), np.uint32).tobytes(),
-        offsets=np.array(offsets, np.uint64).tobytes(),
-        lengths=np.full(len(offsets), length, np.uint64).tobytes(),
-        block_offsets=np.arange(len(offsets) + 1).tobytes(),
-    )
+SIZE = 8
+REGIONS = Regions([(1 << 20, 64)])
 
 
 def found(*offsets: int | None, **fields: Any) -> wire.Found:
@@ -215,28 +202,22 @@ def found(*offsets: int | None, **fields: Any) -> wire.Found:
         there=[offset is not None for offset in offsets],
         starts=[0] * len(present),
         checksums=list(range(len(present))),
-        extents=extents(*present),
+        extents=extents(*present, length=SIZE),
     )
     return msgspec.structs.replace(answer, **fields)
 
 
-def wanted(num_blocks: int, size: int = SIZE, start: int = 0) -> Descriptors:
-    blocks = BlockMemory([[SIZE]], num_blocks=num_blocks).describe(0, range(num_blocks))
-    return Descriptors(
-        addresses=blocks.addresses,
-        lengths=np.full(num_blocks, size, np.uint64),
-        block_offsets=blocks.block_offsets,
-        payload_starts=np.full(num_blocks, start, np.int64),
-        device=blocks.device,
-        owners=blocks.owners,
-    )
+def fencing(*offsets: int, length: int = SIZE, num_bytes: int) -> wire.Fencing:
+    return wire.Fencing(extents=extents(*offsets, length=length), generations=bytes(num_bytes))
 
 
 @pytest.mark.parametrize(("size", "start"), [(SIZE - 1, 0), (SIZE - 1, 1), (SIZE, 1)])
 def test_a_part_of_what_was_stored_has_no_checksum_and_so_no_place(size: int, start: int) -> None:
     places = Places(REGIONS)
     places.note(KEYS[:1], found(0))
-    assert places.take(KEYS[:1], wanted(1, size, start)) is None
+    blocks = Descriptors.of_pieces(words(1 << 20), [size])
+    part = replace(blocks, payload_starts=np.array([start]))
+    assert places.take(KEYS[:1], part) is None
 
 
 @pytest.mark.parametrize(
@@ -247,6 +228,11 @@ def test_a_part_of_what_was_stored_has_no_checksum_and_so_no_place(size: int, st
         (found(0, checksums=[1, 2]), "checksums is 2"),
         (found(0, there=[False]), "0 blocks"),
         (found(*[0] * (MAX_FRAGMENTS + 1)), "fragments is 65537"),
+        (found(0, fences=fencing(8, num_bytes=16)), "bytes of generations is 16"),
+        (found(0, fences=fencing(8, num_bytes=7)), "bytes of generations is 7"),
+        (found(0, fences=fencing(8, 16, num_bytes=8)), "extents of generations"),
+        (found(0, fences=fencing(8, length=16, num_bytes=8)), "extents of generations"),
+        (found(0, fences=fencing(64, num_bytes=8)), "region"),
     ],
 )
 def test_an_answer_that_cannot_be_is_refused_and_changes_nothing(
@@ -256,28 +242,6 @@ def test_an_answer_that_cannot_be_is_refused_and_changes_nothing(
     with pytest.raises(InvalidArgumentError, match=shown):
         places.note(KEYS[:1], answer)
     assert len(places) == 0
-
-
-def generations(*values: int) -> bytes:
-    return np.array(values, np.uint64).tobytes()
-
-
-@pytest.mark.parametrize(
-    ("places", "words_of_generations", "shown"),
-    [
-        (extents(8), generations(1, 2), "extents of generations"),
-        (extents(8, 16), generations(1), "bytes of generations is 8"),
-        (extents(8, 16), b"\1" * 15, "bytes of generations is 15"),
-        (extents(8, 16, length=16), generations(1, 2), "extents of generations"),
-        (extents(8, 64), generations(1, 2), "region"),
-    ],
-)
-def test_generations_that_cannot_be_are_refused(
-    places: wire.Extents, words_of_generations: bytes, shown: str
-) -> None:
-    fences = wire.Fencing(extents=places, generations=words_of_generations)
-    with pytest.raises(InvalidArgumentError, match=shown):
-        read_proofs(REGIONS, found(0, 8, fences=fences), 2)
 
 
 def gpu_region() -> MemoryRegion:
@@ -318,18 +282,16 @@ def test_extents_are_those_of_one_device_and_their_sum_does_not_wrap() -> None:
     pairs = zip(starts, devices, strict=True)
     regions = Regions().extend(MemoryRegion(start, 100, None, device) for start, device in pairs)
     for index in range(3):
-        told = extents(7, 7, regions=[index] * 2)
+        told = extents(7, 7, length=SIZE, regions=index)
         blocks = regions.resolve(told)
         assert blocks.device == devices[index]
         assert blocks.addresses.tolist() == [starts[index] + 7] * 2
         assert regions.contains(blocks)
         assert regions.locate(blocks) == told
     with pytest.raises(InvalidArgumentError, match="'cuda:1, cuda:0'; expected one"):
-        regions.resolve(extents(7, 7, regions=[2, 0]))
+        regions.resolve(extents(7, 7, length=SIZE, regions=(2, 0)))
     half = 1 << 62
-    lengths = np.array([half, half, half, half + 4096], "<u8").tobytes()
-    ends = np.array([0, 4], "<i8").tobytes()
-    wrapping = msgspec.structs.replace(extents(0, 0, 0, 0), lengths=lengths, block_offsets=ends)
+    wrapping = extents(0, 0, 0, 0, length=[half, half, half, half + 4096], ends=(0, 4))
     with pytest.raises(InvalidArgumentError, match="fewer bytes in all"):
         Regions([(100, (1 << 63) - 100)]).resolve(wrapping)
     sent = msgspec.msgpack.encode(wire.Reach(regions=list(regions)))
@@ -341,18 +303,3 @@ def test_a_device_that_is_neither_the_host_nor_a_gpu_is_refused_by_name(device: 
     with pytest.raises(InvalidArgumentError, match="device of a region") as caught:
         Regions([wire.Region(100, 100), wire.Region(300, 100, device)])
     assert caught.value.value == device
-
-
-def test_metadata_may_leave_out_the_device_of_host_memory_and_nothing_else() -> None:
-    for region, is_one in (
-        ([9, 9], True),
-        ([9, 9, 0], False),
-        ([9], False),
-        ([9, 9, "cpu", 1], False),
-    ):
-        metadata = msgspec.msgpack.encode(["name", [region], b"", 0, b""])
-        if is_one:
-            assert AgentMetadata.decode(metadata).regions == [wire.Region(9, 9, "cpu")]
-            continue
-        with pytest.raises(InvalidArgumentError, match="metadata"):
-            AgentMetadata.decode(metadata)

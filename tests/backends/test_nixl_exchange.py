@@ -54,11 +54,9 @@ ABOUT_TICKETS = [
 
 
 @contextlib.asynccontextmanager
-async def reading(
-    tmp_path: Path, namespace: Namespace = NAMESPACE, **options: Any
-) -> AsyncIterator[Exchange]:
+async def reading(tmp_path: Path, **options: Any) -> AsyncIterator[Exchange]:
     config = NixlConfig(transport="socket", secret_file=str(tmp_path / "secret"), timeout_s=2.0)
-    async with Exchange(config, namespace, largest_block_bytes=4096, **options) as exchange:
+    async with Exchange(config, NAMESPACE, largest_block_bytes=4096, **options) as exchange:
         yield exchange
 
 
@@ -81,19 +79,6 @@ async def test_a_ticket_that_cannot_be_one_is_refused_by_name_and_not_sent(
         assert client.carrier == "not connected"
         assert desk.num_holds == 0
         assert "ours" in desk.tickets
-
-
-async def test_a_holder_without_a_desk_says_so(tmp_path: Path) -> None:
-    async with holding(tmp_path, transport="socket") as holder:
-        async with reading(tmp_path, GROUPLESS) as other:
-            with pytest.raises(KVXferError, match="namespaces differ"):
-                await other.peer(endpoint_of(holder)).describe()
-        async with proven(endpoint_of(holder), wire.Reach()) as peer:
-            assert peer is not None
-            for request in ABOUT_TICKETS:
-                answer = await peer.ask(request)
-                assert isinstance(answer, wire.Failed)
-                assert f"request is '{type(request).__name__}'; expected none" in answer.reason
 
 
 LISTEN = "127.0.0.1:0"
@@ -153,15 +138,22 @@ async def test_a_backend_of_version_4_stores_and_loads_and_asks_for_no_tickets(
             assert await client.delete(keys) == [True] * 4
 
 
-async def test_a_session_of_version_4_refuses_requests_about_tickets(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [(4, "version is 4; expected at least 5"), (wire.PROTOCOL_VERSION, "expected none")],
+    ids=["version 4", "no desk"],
+)
+async def test_an_old_session_and_a_holder_without_a_desk_refuse_requests_about_tickets(
+    version: int, told: str, tmp_path: Path
+) -> None:
     desk = RecordingDesk({"t": KEYS})
-    async with holding(tmp_path, desk, transport="socket") as holder:
-        async with proven(endpoint_of(holder), wire.Reach(), version=4) as peer:
+    async with holding(tmp_path, desk if version == 4 else None, transport="socket") as holder:
+        async with proven(holder, wire.Reach(), version=version) as peer:
             assert peer is not None
             for request in ABOUT_TICKETS:
                 answer = await peer.ask(request)
                 assert isinstance(answer, wire.Failed)
-                assert "version is 4; expected at least 5" in answer.reason
+                assert told in answer.reason
             assert await peer.ask(wire.Ping(request_id=2)) == wire.Pong(request_id=2)
             assert isinstance(await peer.ask(wire.Lookup(request_id=3, keys=KEYS)), wire.Found)
         assert desk.num_holds == 0

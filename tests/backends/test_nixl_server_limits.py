@@ -25,7 +25,6 @@ from tests.backends.nixl_proven import (
     REGION,
     ProvenPeer,
     asking,
-    endpoint_of,
     holding,
     proven,
     require_served,
@@ -144,7 +143,7 @@ async def attach(holder: Exchange, peer: ProvenPeer, message: Attach) -> DataCon
 async def test_a_session_has_so_many_data_connections_and_no_more(tmp_path: Path) -> None:
     async with (
         holding(tmp_path, transport="socket") as holder,
-        proven(endpoint_of(holder), Reach(regions=[REGION])) as peer,
+        proven(holder, Reach(regions=[REGION])) as peer,
     ):
         assert peer is not None
         session = peer.greeting.session
@@ -173,7 +172,7 @@ async def test_a_data_connection_that_was_not_made_by_the_peer_is_refused(
 ) -> None:
     async with (
         holding(tmp_path, transport="socket") as holder,
-        proven(endpoint_of(holder), Reach(regions=[REGION])) as peer,
+        proven(holder, Reach(regions=[REGION])) as peer,
     ):
         assert peer is not None
         message = peer.greeting.session.attach(reads=True)
@@ -190,8 +189,8 @@ NASTY = "\x1b[2J\x1b]0;title\x07\n2026-01-01 WARNING kvxfer all is well\r\x9b31m
 
 def greetings() -> dict[str, dict[str, object]]:
     """Make greetings of a stranger with text that no log should have as it is."""
-    said = msgspec.to_builtins(hello(b"x" * 16, NAMESPACE), builtin_types=(bytes,))
-    said |= {"nonce": bytes(32)}
+    greeting = hello(b"x" * 16, NAMESPACE, nonce=bytes(32))
+    said = msgspec.to_builtins(greeting, builtin_types=(bytes,))
     space = said["namespace"]
     return {
         "long model": said | {"namespace": space | {"model": NASTY * 1000}},

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -20,9 +19,10 @@ from kvxfer.backends.nixl.wire.data import MAX_VIEWS, DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameCodec, FrameKeys
 from kvxfer.backends.nixl.wire.handshake import Role, Session
 from kvxfer.backends.nixl.wire.messages import Message, Read, Reading
-from kvxfer.backends.nixl.wire.regions import Regions, Words
+from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import PeerError, TransferFailedError
 from kvxfer.runtime import OrdinaryRuntime
+from tests.backends.agent_contract import words
 from tests.backends.nixl_wire import HOST, Authority
 
 MEMORY_BYTES = 1 << 20
@@ -35,21 +35,18 @@ Bytes = NDArray[np.uint8]
 class Ends:
     """Both ends of a sealed connection, with their sockets, and the memory that is served."""
 
-    sockets: dict[Role, socket.socket]
+    client_socket: socket.socket
+    server_socket: socket.socket
     executor: ThreadPoolExecutor
     memory: Bytes = field(init=False)
 
     def __post_init__(self) -> None:
         self.memory = np.random.default_rng(7).integers(0, 256, MEMORY_BYTES, np.uint8)
-        connections = {role: DataConnection(s, role.name) for role, s in self.sockets.items()}
-        for role, connection in connections.items():
+        self.client = DataConnection(self.client_socket, "server")
+        self.server = DataConnection(self.server_socket, "client")
+        for connection, role in ((self.client, Role.ASKING), (self.server, Role.SERVING)):
             connection.secure(keys(role))
             connection.begin(LIMIT_S)
-        self.client, self.server = connections[Role.ASKING], connections[Role.SERVING]
-        self.client_socket, self.server_socket = (
-            self.sockets[Role.ASKING],
-            self.sockets[Role.SERVING],
-        )
 
     def serve(self) -> "Future[None]":
         regions = Regions([(address(self.memory), MEMORY_BYTES)])
@@ -58,8 +55,8 @@ class Ends:
     def require_served(self) -> None:
         """Check that a read takes the bytes that it asks for, and no other ones."""
         into = np.zeros(MEMORY_BYTES, np.uint8)
-        places = words([address(into) + 3]), words([address(self.memory) + 3])
-        self.client.read(*places, words([5]))
+        places = words(address(into) + 3), words(address(self.memory) + 3)
+        self.client.read(*places, words(5))
         assert np.array_equal(into[3:8], self.memory[3:8])
         assert not into[:3].any()
         assert not into[8:].any()
@@ -67,10 +64,6 @@ class Ends:
 
 def address(memory: Bytes) -> int:
     return int(memory.ctypes.data)
-
-
-def words(values: list[int]) -> Words:
-    return np.array(values, np.uint64)
 
 
 def keys(role: Role) -> FrameKeys:
@@ -85,39 +78,27 @@ def frames(role: Role, *messages: Message) -> bytes:
 
 
 def a_read(memory: Bytes, num_bytes: int) -> Read:
-    return Read(addresses=words([address(memory)]).tobytes(), lengths=words([num_bytes]).tobytes())
-
-
-def contexts(authority: Authority) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    config = authority.config()
-    client, server = client_context(config), server_context(config)
-    assert client is not None
-    assert server is not None
-    return client, server
-
-
-@contextlib.contextmanager
-def both_ends(tls: Authority | None) -> Iterator[Ends]:
-    """Open both ends of a connection, with TLS if there is an authority for it."""
-    with socket.create_server((HOST, 0)) as listener, ThreadPoolExecutor(2) as executor:
-        accepted = executor.submit(lambda: listener.accept()[0])
-        asking: socket.socket = socket.create_connection(listener.getsockname())
-        serving = accepted.result()
-        if tls is not None:
-            client, server = contexts(tls)
-            wrapped = executor.submit(server.wrap_socket, serving, server_side=True)
-            asking = client.wrap_socket(asking, server_hostname=HOST)
-            serving = wrapped.result()
-        both = Ends({Role.ASKING: asking, Role.SERVING: serving}, executor)
-        yield both
-        both.client.close()
-        both.server.close()
+    return Read(addresses=words(address(memory)).tobytes(), lengths=words(num_bytes).tobytes())
 
 
 @pytest.fixture(params=["plain", "TLS"])
 def ends(request: pytest.FixtureRequest, authority: Authority) -> Iterator[Ends]:
-    with both_ends(authority if request.param == "TLS" else None) as both:
+    with socket.create_server((HOST, 0)) as listener, ThreadPoolExecutor(2) as executor:
+        accepted = executor.submit(lambda: listener.accept()[0])
+        asking: socket.socket = socket.create_connection(listener.getsockname())
+        serving = accepted.result()
+        if request.param == "TLS":
+            client = client_context(authority.config())
+            server = server_context(authority.config())
+            assert client is not None
+            assert server is not None
+            wrapped = executor.submit(server.wrap_socket, serving, server_side=True)
+            asking = client.wrap_socket(asking, server_hostname=HOST)
+            serving = wrapped.result()
+        both = Ends(asking, serving, executor)
         yield both
+        both.client.close()
+        both.server.close()
 
 
 @pytest.mark.parametrize(
@@ -144,9 +125,9 @@ def test_a_read_of_other_bytes_is_refused_and_the_next_one_is_not(
     start = address(ends.memory)
     wrong = 2**64 - 1 if offset is None else start + offset
     into = np.zeros(MEMORY_BYTES, np.uint8)
-    local = words([address(into)] * (others + 1))
+    local = words(*[address(into)] * (others + 1))
     with pytest.raises(TransferFailedError, match="expected"):
-        ends.client.read(local, words([start] * others + [wrong]), words([1] * others + [length]))
+        ends.client.read(local, words(*[start] * others, wrong), words(*[1] * others, length))
     assert not into.any()
     ends.require_served()
 
@@ -161,7 +142,7 @@ def test_arrays_that_do_not_fit_are_refused_and_the_next_read_is_not(
     into = np.zeros(64, np.uint8)
     remote, sizes = np.zeros(addresses, np.uint8), np.ones(lengths, np.uint8)
     with pytest.raises(TransferFailedError, match="8 for each fragment"):
-        ends.client.read(words([address(into)]), remote, sizes)  # type: ignore[arg-type]
+        ends.client.read(words(address(into)), remote, sizes)  # type: ignore[arg-type]
     assert not into.any()
     ends.require_served()
 
@@ -205,6 +186,6 @@ def test_a_read_that_is_closed_at_any_step_takes_the_right_bytes_or_none(
 
     into = np.zeros(1000, np.uint8)
     with contextlib.suppress(PeerError), runtime.use(Closing()):
-        ends.client.read(words([address(into)]), words([address(there)]), words([1000]))
+        ends.client.read(words(address(into)), words(address(there)), words(1000))
         assert np.array_equal(into, there)
     assert not into.any() or np.array_equal(into, there)
