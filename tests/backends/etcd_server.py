@@ -1,10 +1,8 @@
-"""A real etcd for tests, and waiting for what it brings about."""
+"""A real etcd for tests."""
 
-import asyncio
 import contextlib
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ PROGRAM = shutil.which("etcd")
 HOST = "127.0.0.1"
 PREFIX = "/kvxfer/test"
 LIMIT_S = 30.0
-PAUSE_S = 0.05
 
 
 class EtcdServer(Program):
@@ -68,7 +65,7 @@ class EtcdServer(Program):
             return bool(exc.code() != grpc.StatusCode.UNAVAILABLE)  # it answers, and refuses
         return True
 
-    def call(self, stub: Any, method: str, request: Any, token: str = "") -> Any:
+    def call(self, stub: Any, method: str, request: Any) -> Any:
         """Make a call, such as that of a user who has a shell."""
         at = f"{HOST}:{self.port}"
         options = [("grpc.use_local_subchannel_pool", 1)]
@@ -77,33 +74,23 @@ class EtcdServer(Program):
             if self._credentials
             else grpc.insecure_channel(at, options)
         ) as channel:
-            metadata = (("token", token),) if token else ()
-            return getattr(stub(channel), method)(request, timeout=5, metadata=metadata)
+            return getattr(stub(channel), method)(request, timeout=5)
 
-    def put(self, name: str, value: bytes) -> int:
-        """Put an entry under the prefix; return the revision."""
+    def put(self, name: str, value: bytes) -> None:
+        """Put an entry under the prefix."""
         request = rpc.PutRequest(key=f"{PREFIX}/{name}".encode(), value=value)
-        revision: int = self.call(rpc.KVStub, "Put", request).header.revision
-        return revision
-
-    def delete(self, name: str = "") -> None:
-        first = f"{PREFIX}/{name}".encode()
-        end = b"" if name else f"{PREFIX}0".encode()
-        self.call(rpc.KVStub, "DeleteRange", rpc.DeleteRangeRequest(key=first, range_end=end))
+        self.call(rpc.KVStub, "Put", request)
 
     def entries(self) -> dict[str, bytes]:
         first, end = f"{PREFIX}/".encode(), f"{PREFIX}0".encode()
         found = self.call(rpc.KVStub, "Range", rpc.RangeRequest(key=first, range_end=end)).kvs
         return {entry.key[len(first) :].decode(): entry.value for entry in found}
 
-    def leases(self) -> list[int]:
-        answer = self.call(rpc.LeaseStub, "LeaseLeases", rpc.LeaseLeasesRequest())
-        return [lease.ID for lease in answer.leases]
-
     def revoke_leases(self) -> None:
         """End all leases, as if their holders had been silent."""
-        for lease in self.leases():
-            self.call(rpc.LeaseStub, "LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease))
+        answer = self.call(rpc.LeaseStub, "LeaseLeases", rpc.LeaseLeasesRequest())
+        for lease in answer.leases:
+            self.call(rpc.LeaseStub, "LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease.ID))
 
 
 @contextlib.contextmanager
@@ -135,12 +122,3 @@ def etcd_cluster(folder: Path, num_members: int) -> Iterator[list[EtcdServer]]:
 
 def _peer_url(port: int) -> str:
     return f"http://{HOST}:{port + 1}"
-
-
-async def until(holds: Callable[[], bool], limit_s: float = LIMIT_S) -> float:
-    """Wait until something holds; return how long that took."""
-    began = time.monotonic()
-    async with asyncio.timeout(limit_s):
-        while not holds():  # noqa: ASYNC110 - other processes set no event
-            await asyncio.sleep(PAUSE_S)
-    return time.monotonic() - began

@@ -16,12 +16,10 @@ from kvxfer.backends.host import (
     Integrity,
     MemoryIntegrity,
     PoolShape,
-    SlotMover,
-    slot_key,
 )
 from kvxfer.backends.host.available_memory import AvailableMemory
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.errors import CapacityError, ClosedError, InvalidArgumentError
+from kvxfer.errors import CapacityError, InvalidArgumentError
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
@@ -147,23 +145,12 @@ async def test_a_key_of_another_group_and_a_block_of_another_size_are_refused() 
         assert await backend.lookup(KEYS[:1]) == [False]
 
 
-@pytest.mark.parametrize(
-    ("capacity", "namespace", "words"),
-    [
-        (CAPACITY, Namespace(model="model"), r"namespace\.groups"),
-        (ByteSize(8192), BlockMemory([[8192]], num_blocks=8).namespace(), "16416 bytes or more"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(
-    capacity: ByteSize, namespace: Namespace, words: str
-) -> None:
-    with pytest.raises(InvalidArgumentError, match=words):
-        HostBackend(HostConfig(capacity=capacity), namespace)
-
-
-def test_no_more_memory_is_taken_than_the_system_says_there_is(
+def test_memory_is_enough_for_a_block_and_no_more_than_the_system_says_there_is(
     memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    large = BlockMemory([[8192]], num_blocks=8).namespace()
+    with pytest.raises(InvalidArgumentError, match="16416 bytes or more"):
+        HostBackend(HostConfig(capacity=ByteSize(8192)), large)
     with pytest.raises(CapacityError) as info:
         HostBackend(HostConfig(capacity=ByteSize.parse("100TiB")), memory.namespace())
     assert info.value.needed_bytes > info.value.available_bytes > 0
@@ -211,12 +198,6 @@ KEY, OTHER = make_block_key(b"one", 0), make_block_key(b"other", 0)
 CHUNKS = BlockMemory([[1000, 24]], num_blocks=8, blocks_per_chunk=2)
 
 
-def open_pool(num_parts: int) -> HostPool:
-    shape = PoolShape(num_slots=4, num_parts=num_parts, part_size_bytes=4096)
-    engine = CPUCopyEngine(num_threads=1)
-    return HostPool(shape, CHUNKS.namespace(), engine, integrity=MemoryIntegrity.FULL)
-
-
 @pytest.mark.parametrize("part", range(2))
 @pytest.mark.parametrize("offset", [0, 1023, 2047])
 def test_each_part_of_a_slot_gives_back_its_own_bytes_or_says_that_they_changed(
@@ -224,7 +205,10 @@ def test_each_part_of_a_slot_gives_back_its_own_bytes_or_says_that_they_changed(
 ) -> None:
     source, target = CHUNKS.describe(0, [1, 2]), CHUNKS.describe(0, [5, 6])
     payloads = [make_payload(KEY, CHUNKS.chunk_size_bytes(0), version=each) for each in range(2)]
-    with contextlib.closing(open_pool(2)) as pool:
+    shape = PoolShape(num_slots=4, num_parts=2, part_size_bytes=4096)
+    engine, space = CPUCopyEngine(num_threads=1), CHUNKS.namespace()
+    pool = HostPool(shape, space, engine, integrity=MemoryIntegrity.FULL)
+    with contextlib.closing(pool):
 
         def read(key: BlockKey, part: int) -> Outcome:
             """Read a part of the slot; what is not done must write nothing."""
@@ -244,22 +228,6 @@ def test_each_part_of_a_slot_gives_back_its_own_bytes_or_says_that_they_changed(
         assert pool.verify(3, KEY).status is Status.CORRUPT
         assert read(KEY, part).status is Status.CORRUPT
         assert read(KEY, 1 - part).done
-
-
-async def test_keys_name_their_slot_and_are_checked_like_any_other() -> None:
-    async with SlotMover(open_pool(1), part=0) as slots:
-        blocks, target = CHUNKS.describe(0, [1, 2, 3, 4]), CHUNKS.describe(0, [6, 7, 0, 5])
-        named = [slot_key(KEY, 2, 0), slot_key(OTHER, 0, 0)]
-        payloads = [make_payload(key, CHUNKS.chunk_size_bytes(0)) for key in (KEY, OTHER)]
-        write_payloads(blocks, payloads)
-        assert all(outcome.done for outcome in await slots.store(named, blocks))
-        swapped = [slot_key(OTHER, 2, 0), slot_key(OTHER, 0, 0)]
-        outcomes = await slots.load(swapped, target)
-        assert [outcome.status for outcome in outcomes] == [Status.MISSING, Status.DONE]
-        assert read_payloads(target)[1] == payloads[1]
-    for move in (slots.load, slots.store):
-        with pytest.raises(ClosedError):
-            await move(named, blocks)
 
 
 GIB = 1 << 30

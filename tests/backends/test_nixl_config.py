@@ -1,4 +1,4 @@
-"""A configuration that cannot work is refused by name; the roster of announced holders."""
+"""Configurations that cannot work, the roster of announced holders, and placement at them."""
 
 import contextlib
 import logging
@@ -18,12 +18,13 @@ from kvxfer.backends.nixl import (
     Endpoint,
     NixlBackend,
     NixlConfig,
-    StaticPeers,
+    rank,
 )
 from kvxfer.backends.nixl.discovery import MAX_PEERS, Roster, decode_announcement
 from kvxfer.connect import parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.extras import MissingExtraError
+from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.units import ByteSize
 
@@ -75,31 +76,6 @@ def test_what_is_no_endpoint_is_refused_by_name(text: str) -> None:
     assert (caught.value.argument, caught.value.value) == ("listen", text)
 
 
-@given(st.text())
-def test_any_text_is_an_endpoint_or_an_error(text: str) -> None:
-    try:
-        endpoint = Endpoint.parse("listen", text)
-    except InvalidArgumentError:
-        return
-    assert Endpoint.parse("listen", str(endpoint)) == endpoint
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [
-        ("localhost", True),
-        ("127.0.0.1", True),
-        ("::ffff:127.0.0.1", True),
-        ("10.0.0.1", False),
-        ("0.0.0.0", False),  # noqa: S104 - not bound to
-        ("::ffff:10.0.0.1", False),
-        ("localhost.example.com", False),
-    ],
-)
-def test_loopback_is_what_is_on_this_machine_for_sure(host: str, *, loopback: bool) -> None:
-    assert Endpoint(host, 7000).is_loopback is loopback
-
-
 @pytest.mark.parametrize(
     ("parameters", "argument"),
     [
@@ -110,20 +86,12 @@ def test_loopback_is_what_is_on_this_machine_for_sure(host: str, *, loopback: bo
         ({"address": "a:1", "tls_ca": "ca.pem"}, "tls_cert, tls_key, tls_ca"),
         ({"address": "a:1", "replicas": 0}, "replicas"),
         ({"address": "a:1", "timeout_s": 0.0}, "timeout_s"),
-        ({"address": "a:1", "timeout_s": float("nan")}, "timeout_s"),
-        ({"address": "a:1", "lease_s": -1.0}, "lease_s"),
-        ({"address": "a:1", "heartbeat_s": 0.0}, "heartbeat_s"),
-        ({"address": "a:1", "handshake_timeout_s": 0.0}, "handshake_timeout_s"),
-        ({"address": "a:1", "release_within_s": -1.0}, "release_within_s"),
+        ({"address": "a:1", "lease_s": float("nan")}, "lease_s"),
         ({"address": "a:1", "hash_run": 0}, "hash_run"),
-        ({"address": "a:1", "staging": 0}, "staging"),
-        ({"address": "a:1", "max_connections": 0}, "max_connections"),
-        ({"address": "a:1", "max_unauthenticated": 0}, "max_unauthenticated"),
         ({"address": "a:1", "lease_s": 3.0, "heartbeat_s": 2.0}, "lease_s"),
         ({"address": "a:1", "transport": "tcp"}, "transport"),
         ({"address": "a:1", "quarantine": -1}, "quarantine"),
         ({"address": "a:1", "data_port": 7001}, "data_port"),
-        ({"listen": "127.0.0.1:7000", "capacity": 0}, "capacity"),
         ({"listen": "127.0.0.1:7000", "capacity": GIB, "data_port": 7000}, "data_port"),
         ({"listen": "127.0.0.1:7000", "capacity": GIB, "data_port": 1 << 16}, "data_port"),
         ({"discover": URL, "address": "127.0.0.1:1"}, "address"),
@@ -174,13 +142,15 @@ def test_a_secret_that_is_too_short_is_refused_and_not_shown(
 
 
 def test_without_a_secret_and_tls_every_address_is_on_this_machine() -> None:
-    local = NixlConfig(address="127.0.0.1:1,[::1]:2", listen="localhost:0", capacity=GIB)
+    hosts = "127.0.0.1:1,[::1]:2,[::ffff:127.0.0.1]:3"
+    local = NixlConfig(address=hosts, listen="localhost:0", capacity=GIB)
     assert local.read_secret() is None
     for strange in (
         NixlConfig(address="127.0.0.1:1,10.0.0.1:1"),
         NixlConfig(listen="0.0.0.0:1", capacity=GIB),
         NixlConfig(listen="[::]:1", capacity=GIB),
-        NixlConfig(address="node-1:1"),
+        NixlConfig(address="[::ffff:10.0.0.1]:1"),
+        NixlConfig(address="localhost.example.com:1"),
     ):
         with pytest.raises(InvalidArgumentError, match="a loopback address; any other needs"):
             strange.read_secret()
@@ -228,16 +198,7 @@ def test_a_file_without_name_and_password_is_an_error_that_tells_neither(
     assert "word" not in str(caught.value).replace("name:password", "")
 
 
-def test_credentials_do_not_show_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ETCDCTL_USER", "root:hunter2")
-    etcd = NixlConfig(discover=URL).etcd
-    assert etcd is not None
-    credentials = etcd.read_credentials()
-    assert credentials.user == ("root", "hunter2")
-    assert "hunter2" not in f"{credentials} {credentials!r} {etcd!r}"
-
-
-def test_a_password_that_goes_over_the_network_without_tls_is_warned_about(
+def test_a_password_is_not_shown_and_is_warned_about_where_it_goes_over_the_network_without_tls(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ETCDCTL_USER", "root:hunter2")
@@ -246,22 +207,10 @@ def test_a_password_that_goes_over_the_network_without_tls_is_warned_about(
         assert etcd is not None
         etcd.check()
         assert len(caplog.records) == num_warnings
+        credentials = etcd.read_credentials()
+        assert credentials.user == ("root", "hunter2")
+        assert "hunter2" not in f"{credentials} {credentials!r} {etcd!r} {caplog.text}"
     assert "without TLS" in caplog.text
-    assert "hunter2" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("advertise", "reached"),
-    [("node-1:8000", Endpoint("node-1", 8002)), ("node-1:0", Endpoint("node-1", 7002))],
-)
-def test_workers_advertise_their_own_ports(advertise: str, reached: Endpoint) -> None:
-    config = NixlConfig(listen="[::]:7000", capacity=GIB, discover=URL, advertise=advertise)
-    assert config.at_rank(2).advertised(Endpoint("::", 7002)) == reached
-
-
-def test_a_directory_of_ones_own_is_not_taken_beside_discovery() -> None:
-    with pytest.raises(InvalidArgumentError, match="directory"):
-        NixlBackend(NixlConfig(discover=URL), NAMESPACE, directory=StaticPeers([]))
 
 
 def test_without_aetcd_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,16 +220,18 @@ def test_without_aetcd_one_line_says_how_to_install_it(monkeypatch: pytest.Monke
         NixlBackend(NixlConfig(discover=URL), NAMESPACE)
 
 
-def test_a_port_for_data_that_a_worker_would_listen_at_is_named() -> None:
+def test_workers_advertise_their_own_ports_and_none_is_taken_twice() -> None:
+    config = NixlConfig(listen="[::]:7000", capacity=GIB, discover=URL, advertise="node-1:8000")
+    for advertise, port in (("node-1:8000", 8002), ("node-1:0", 7002)):
+        worker = msgspec.structs.replace(config, advertise=advertise).at_rank(2)
+        assert worker.advertised(Endpoint("::", 7002)) == Endpoint("node-1", port)
     config = NixlConfig(listen="127.0.0.1:7000", capacity=GIB, data_port=7002)
-    assert config.at_rank(1).data_port == 7003
     with pytest.raises(InvalidArgumentError, match="data_port is 7002"):
         config.at_rank(2)
 
 
 GRACE_S = 10.0
 OURS = "ours"
-MIB = ByteSize(1 << 20)
 
 
 def name_of(port: int) -> bytes:
@@ -352,3 +303,34 @@ def test_the_number_of_holders_and_of_warnings_is_bounded(
     roster.settle(1.0 + GRACE_S)
     roster.change({b"x": b""}, 20.0)  # those that are gone are forgotten
     assert "announced as x:" in caplog.text
+
+
+ENDPOINTS = st.builds(
+    Endpoint, st.sampled_from(["10.0.0.1", "::1", "node-1", "node-2"]), st.integers(1, 99)
+)
+
+
+@given(
+    keys=st.lists(st.binary(min_size=5, max_size=40).map(BlockKey), min_size=1, unique=True),
+    endpoints=st.lists(ENDPOINTS, min_size=2, max_size=8, unique=True),
+    replicas=st.integers(1, 4),
+    data=st.data(),
+)
+def test_when_a_peer_leaves_only_its_keys_move_and_each_to_one_new_peer(
+    keys: list[BlockKey], endpoints: list[Endpoint], replicas: int, data: st.DataObject
+) -> None:
+    gone = data.draw(st.sampled_from(endpoints))
+    rest = [endpoint for endpoint in endpoints if endpoint != gone]
+    columns = rank(keys, endpoints, replicas).T, rank(keys, rest, replicas).T
+    for before, after in zip(*columns, strict=True):
+        stayed = [endpoints[peer] for peer in before if endpoints[peer] != gone]
+        assert [rest[peer] for peer in after[: len(stayed)]] == stayed
+
+
+def test_the_placement_is_that_of_the_protocol() -> None:
+    endpoints = [Endpoint("10.0.0.1", 7000), Endpoint("::1", 7001), Endpoint("node-3", 7002)]
+    keys = [make_block_key(index.to_bytes(32, "big"), 0) for index in range(8)]
+    assert rank(keys, endpoints, 2).tolist() == [
+        [2, 2, 2, 1, 0, 2, 1, 1],
+        [0, 0, 0, 2, 2, 0, 0, 2],
+    ]

@@ -14,8 +14,6 @@ from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
 from kvxfer.runtime import wait_despite_cancel
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.portable_backend import PortableBackend
-from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import (
     make_keys,
@@ -25,13 +23,10 @@ from kvxfer.testing.conformance.suite import (
     yield_to_loop,
 )
 from kvxfer.testing.payloads import read_payloads
-from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
 from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
 from tests.backends.nixl_wire import Authority
 from tests.backends.test_nixl import WAYS
-from tests.storage import portable_workers
-from tests.storage.portable_workers import Worker, make_engine, make_values
 
 pytestmark = pytest.mark.processes
 SOCKET = WAYS["socket"]
@@ -290,30 +285,3 @@ async def test_a_directory_that_hangs_costs_one_deadline_although_it_cannot_be_c
         await yield_to_loop(9)
         assert await client.lookup(KEYS[:4]) == [True] * 4
         assert num_asked == 3
-
-
-LAYOUTS = ("block kv token head dim", "kv block head token dim")
-"""Layouts; in the first, no two tokens of a head are neighbours: a page is many small pieces."""
-
-
-@pytest.mark.parametrize(("stores", "loads"), [LAYOUTS, LAYOUTS[::-1]])
-async def test_a_peer_serves_another_parallelism_block_size_and_layout(
-    processes: list[HolderProcess], stores: str, loads: str
-) -> None:
-    keys, values = portable_workers.KEYS, make_values()
-    workers = make_engine(stores, tp_size=2, tokens_per_block=32)
-    namespace = portable_namespace(portable_workers.NAMESPACE, workers[0].mappings)
-    holder = await asyncio.to_thread(processes[0].open, namespace)
-
-    async def move(worker: Worker, direction: str) -> None:
-        backend = PortableBackend(open_client(namespace, holder), worker.mappings)
-        async with TransferEngine(worker.caches, backend, mappings=worker.mappings) as engine:
-            outcomes = await getattr(engine, direction)(keys, [range(worker.num_blocks)])
-            assert all(outcome.done for outcome in outcomes), outcomes
-
-    for worker in workers:
-        worker.fill(values)
-        await move(worker, "store")
-    for worker in make_engine(loads, tp_size=4, tokens_per_block=8):
-        await move(worker, "load")
-        assert (worker.values == worker.part(values)).all()

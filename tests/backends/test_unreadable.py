@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,18 +289,6 @@ async def test_a_store_that_was_emptied_may_have_another_secret_and_engines_that
             assert all("secret_file" in outcome.reason for outcome in outcomes)
             assert folder.blocks() == before
             assert (await load(theirs, KEYS[:3]))[0] == [DONE] * 3
-
-
-async def test_with_a_secret_a_bit_flip_that_was_sealed_again_is_found(folder: Folder) -> None:
-    path = path_of(folder.root, NAMESPACE, KEYS[0])
-    async with folder.open("keyed") as backend:
-        await fill(backend, KEYS[:1])
-        folder.flip(KEYS[0])
-        header, data = path.read_bytes()[:PAGE_BYTES], path.read_bytes()[PAGE_BYTES:]
-        forger = Digester(Integrity.KEYED, b"a guess".ljust(32))
-        forged = replace(BlockHeader.decode(header), checksum=forger.checksum([memoryview(data)]))
-        path.write_bytes(forged.encode(forger) + data)
-        assert (await load(backend, KEYS[:1]))[0] == [CORRUPT]
 
 
 FAST = Digester(Integrity.FAST)
