@@ -5,15 +5,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
-from kvxfer import runtime
 from kvxfer.errors import BackendUnavailableError, ClosedError, ForkedError, InvalidArgumentError
 from kvxfer.face import RowPool, RowStore
-from kvxfer.runtime import OrdinaryRuntime
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
@@ -45,7 +42,6 @@ class Pages:
         direction: Direction,
         keys: Sequence[BlockKey] = KEYS,
         *,
-        limit_s: float = math.inf,
         then: Callable[[], object] = lambda: None,
     ) -> list[bool]:
         """Store or load pages; `then` is called after the first copy."""
@@ -58,10 +54,7 @@ class Pages:
             call, then = then, lambda: None
             call()
 
-        return self.store.move(direction, keys, copy, time.monotonic() + limit_s)
-
-    def break_down(self, **rates: float) -> None:
-        self.backend.rates = FaultRates(**rates, operations=frozenset({Operation.LOAD}))
+        return self.store.move(direction, keys, copy, math.inf)
 
     def num_free(self) -> int:
         rows = self.free.take(2 * NUM_ROWS, 0)
@@ -75,7 +68,7 @@ class Pages:
             assert time.monotonic() < deadline
 
 
-def interrupt(*_: object) -> None:
+def interrupt() -> None:
     raise KeyboardInterrupt
 
 
@@ -127,45 +120,9 @@ def test_what_a_backend_raises_is_a_miss(
     assert pages.pages[:, 0].tolist() == [1, 2, 3, 4, 5, 6]
 
 
-class PurgedLate(DictBackend):
-    """Backend whose purge waits for its test."""
-
-    may_purge: threading.Event
-
-    async def purge(self, prefix: bytes = b"") -> None:
-        await asyncio.to_thread(self.may_purge.wait)
-        await self.delete([key for key in self._blocks if key.startswith(prefix)])
-
-
-class Interrupted(OrdinaryRuntime):
-    """Runtime in which an interrupt comes while a thread waits for a result."""
-
-    def wait_futures(self, *_: object) -> Any:
-        raise KeyboardInterrupt
-
-
-def test_a_purge_whose_caller_was_interrupted_deletes_the_pages_all_the_same() -> None:
-    rows = BlockMemory([[ROW_BYTES]], num_blocks=NUM_ROWS)
-    backend = PurgedLate(DictConfig(), rows.namespace())
-    backend.may_purge = threading.Event()
-    both = dict.fromkeys(Direction, RowPool(range(NUM_ROWS)))
-    store = RowStore(TransferEngine(rows.caches, backend), both, name="pages")
-    try:
-        assert store.move(STORE, KEYS, lambda pages, rows: None, math.inf) == [True] * 6
-        with runtime.use(Interrupted()), pytest.raises(KeyboardInterrupt):
-            store.purge(math.inf)
-        backend.may_purge.set()
-        deadline = time.monotonic() + 10
-        while any(store.lookup(KEYS, math.inf)):
-            assert time.monotonic() < deadline
-    finally:
-        backend.may_purge.set()
-        store.close()
-
-
 def test_a_call_that_runs_while_the_store_is_closed_ends(pages: Pages) -> None:
     done: list[list[bool]] = []
-    pages.break_down(hang=1.0)
+    pages.backend.rates = FaultRates(hang=1.0, operations=frozenset({Operation.LOAD}))
     thread = threading.Thread(target=lambda: done.append(pages.move(LOAD)))
     thread.start()
     asyncio.run(pages.backend.until_waiting())

@@ -1,16 +1,20 @@
-"""Calls that end although their caller was cancelled."""
+"""Calls that end although their caller was cancelled; threads, which keep no process alive."""
 
 import asyncio
 import gc
+import subprocess
+import sys
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import BackendUnavailableError
-from kvxfer.runtime import end_tasks, outlive_caller, wait_despite_cancel
+from kvxfer.runtime import LoopThread, outlive_caller, wait_despite_cancel
 from kvxfer.testing.conformance.suite import yield_to_loop
 
 LIMIT_S = 10.0
@@ -111,20 +115,57 @@ def test_a_call_that_outlives_its_caller_ends_whatever_becomes_of_him(
         assert happened.index(ended_by) < happened.index(end), "he waits for it"
 
 
-async def test_tasks_that_are_ended_have_ended_and_their_errors_are_nobodys() -> None:
-    async def fail_when_cancelled() -> None:
+@pytest.mark.processes
+def test_a_process_exits_although_a_function_hangs() -> None:
+    code = """
+import asyncio, threading
+from kvxfer.runtime import LoopThread, Threads, run_aside
+
+async def main():
+    threads, entered = Threads("test", 1), threading.Event()
+    def hang():
+        entered.set()
+        threading.Event().wait()
+    asyncio.ensure_future(threads.ask(hang))
+    await asyncio.to_thread(entered.wait)
+    assert await threads.aclose(timeout_s=0.01) == 1
+
+asyncio.run(main())
+print("exits", flush=True)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ended.stdout == "exits\n"
+
+
+def test_a_coroutine_runs_on_the_loop_and_its_caller_waits_no_longer_than_told() -> None:
+    thread = LoopThread("loop")
+
+    async def wait_for(ended: asyncio.Event) -> str:
+        await ended.wait()
+        return "through"
+
+    ended = asyncio.Event()
+    with pytest.raises(TimeoutError):
+        thread.run(wait_for(ended), 0.01)
+    going_on = thread.submit(wait_for(ended))
+    thread.loop.call_soon_threadsafe(ended.set)
+    assert going_on.result(10) == thread.run(wait_for(ended)) == "through"
+    thread.stop()
+
+
+def test_stop_cancels_what_is_left_and_lets_it_end() -> None:
+    thread, begun, ended = LoopThread("loop"), threading.Event(), threading.Event()
+
+    async def wait_and_tidy_up() -> None:
+        begun.set()
         try:
             await asyncio.Event().wait()
         finally:
-            raise KeyError(0)
+            await asyncio.sleep(0)
+            ended.set()
 
-    complaints: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda *args: complaints.append(args))
-    tasks = [asyncio.ensure_future(fail_when_cancelled()) for _ in range(2)]
-    await yield_to_loop(2)
-    await end_tasks(tasks)
-    assert all(task.done() for task in tasks)
-    del tasks
-    gc.collect()
-    assert complaints == []
-    await end_tasks([])
+    left = thread.submit(wait_and_tidy_up())
+    assert begun.wait(10)
+    thread.stop()
+    assert ended.is_set()
+    assert left.cancelled()

@@ -22,14 +22,10 @@ def pack(number: int) -> bytes:
 class EventSubscriber:
     """Subscriber that notices lost messages by their numbers, and asks for them again."""
 
-    def __init__(
-        self, endpoint: str, replay: str, *, is_lost: Callable[[int], bool] = lambda _: False
-    ) -> None:
+    def __init__(self, endpoint: str, replay: str) -> None:
         self.kept: dict[str, set[BlockKey]] = defaultdict(set)
         self.mistakes: list[Any] = []
         self.payloads: list[bytes] = []
-        self.num_replays = 0
-        self._is_lost = is_lost
         self._next = 0
         self._context = zmq.Context()
         self._live = self._context.socket(zmq.SUB)
@@ -40,8 +36,8 @@ class EventSubscriber:
 
     @classmethod
     @contextmanager
-    def opened(cls, endpoint: str, replay: str, **more: Any) -> Iterator[Self]:
-        subscriber = cls(endpoint, replay, **more)
+    def opened(cls, endpoint: str, replay: str) -> Iterator[Self]:
+        subscriber = cls(endpoint, replay)
         try:
             yield subscriber
         finally:
@@ -52,7 +48,7 @@ class EventSubscriber:
         while self._live.poll(0):
             _, sequence, payload = self._live.recv_multipart()
             number = int.from_bytes(sequence, "big")
-            if self._is_lost(number) or number < self._next:
+            if number < self._next:
                 continue
             if number > self._next:
                 self.catch_up()
@@ -61,7 +57,6 @@ class EventSubscriber:
 
     def catch_up(self) -> list[int]:
         """Ask for all batches from the next one on; return the numbers of those that came."""
-        self.num_replays += 1
         self._replay.send_multipart([b"", pack(self._next)])
         came: list[int] = []
         while True:

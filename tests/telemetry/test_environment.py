@@ -4,8 +4,7 @@ import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,61 +19,48 @@ from kvxfer.telemetry import environment
 NAMESPACE = Namespace(model="model", groups=(GroupIdentity(page_sizes_bytes=(64,)),))
 TIMEOUT_S = 30.0
 
-STORING = """
+ENGINE = """
 import asyncio, logging, sys
 from kvxfer.connect import open_backend
 from kvxfer.storage.keys import make_block_key
 from kvxfer.testing import BlockMemory
 logging.basicConfig(level=logging.INFO)
 memory = BlockMemory([[64]], num_blocks=2)
+keys = [make_block_key(b"%d" % number, 0) for number in range(int(sys.argv[1]) + 1)]
 
 async def main():
     async with open_backend("host://?capacity=1MiB", memory.namespace()) as backend:
-        (outcome,) = await backend.store([make_block_key(b"a", 0)], memory.describe(0, [0]))
+        (outcome,) = await backend.store(keys[:1], memory.describe(0, [0]))
         assert outcome.done
-        assert await backend.lookup([make_block_key(b"a", 0)]) == [True]
-
-asyncio.run(main())
-print("stored", "opentelemetry" in sys.modules)
-"""
-
-ENGINE = """
-import asyncio, sys
-from kvxfer.connect import open_backend
-from kvxfer.storage.keys import GroupIdentity, Namespace, make_block_key
-namespace = Namespace(model="model", groups=(GroupIdentity(page_sizes_bytes=(64,)),))
-
-async def main():
-    async with open_backend("host://?capacity=1MiB", namespace) as backend:
-        names = [b"%d" % number for number in range(int(sys.argv[1]))]
-        await backend.lookup([make_block_key(name, 0) for name in names])
-        async with open_backend("host://?capacity=1MiB", namespace) as other:
-            await other.lookup([make_block_key(b"other", 0)])
-        print("ready", flush=True)
+        assert await backend.lookup(keys) == [True] + [False] * (len(keys) - 1)
+        async with open_backend("host://?capacity=1MiB", memory.namespace()) as other:
+            await other.lookup(keys[:1])
+        print("ready", "opentelemetry" in sys.modules, flush=True)
         sys.stdin.read()
 
 asyncio.run(main())
 """
 
 
-@contextmanager
-def engine(endpoint: str, num_lookups: int) -> Iterator[None]:
-    """Run a process whose environment asks for metrics, until they can be read."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, str(num_lookups)],
-        env={environment.VARIABLE: endpoint, "PYTHONPATH": ":".join(sys.path)},
+def run_engine(num_misses: int, **variables: str) -> "subprocess.Popen[str]":
+    """Run a process with two backends, one block, and lookups, until its input is closed."""
+    paths = [variables.pop("FIRST", ""), *sys.path]
+    return subprocess.Popen(
+        [sys.executable, "-c", ENGINE, str(num_misses)],
+        env={"PYTHONPATH": ":".join(filter(None, paths)), **variables},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    with process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        try:
-            assert process.stdout.readline() == b"ready\n"
-            yield
-        finally:
-            process.stdin.close()
-    assert process.returncode == 0
+
+
+def told_by_engine(**variables: str) -> tuple[str, str]:
+    """Return what a process says that runs to its end, which must be a good one."""
+    engine = run_engine(0, **variables)
+    said = engine.communicate()
+    assert engine.returncode == 0, said
+    return said
 
 
 def misses(port: int) -> float:
@@ -88,10 +74,16 @@ def misses(port: int) -> float:
 @pytest.mark.slow
 def test_each_process_shows_all_its_backends_at_the_next_free_port() -> None:
     first = free_ports(2)
-    with ExitStack() as engines:
+    endpoint = f"127.0.0.1:{first}"
+    engines: list[subprocess.Popen[str]] = []
+    with ExitStack() as running:
         for number in range(2):
-            engines.enter_context(engine(f"127.0.0.1:{first}", 10 * number + 1))
+            engine = run_engine(10 * number + 1, KVXFER_METRICS=endpoint)
+            engines.append(running.enter_context(engine))
+            assert engine.stdout is not None
+            assert engine.stdout.readline().startswith("ready")
         assert [misses(first), misses(first + 1)] == [2, 12]
+    assert [each.returncode for each in engines] == [0, 0]
 
 
 @pytest.mark.parametrize("text", ["9400", "node", "127.0.0.1:99999"])
@@ -107,42 +99,26 @@ def test_an_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch)
         open_backend("host://?capacity=1MiB", NAMESPACE)
 
 
-def store(**variables: str) -> "subprocess.CompletedProcess[str]":
-    paths = ":".join([variables.pop("FIRST", ""), *sys.path]).lstrip(":")
-    return subprocess.run(
-        [sys.executable, "-c", STORING],
-        env={"PYTHONPATH": paths, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-
-
-def hide_opentelemetry(folder: Path) -> str:
-    """Make a folder that, in front of all others, hides OpenTelemetry; return its path."""
-    (folder / "opentelemetry.py").write_text("raise ImportError('no OpenTelemetry here')\n")
-    return str(folder)
-
-
 @pytest.mark.processes
 def test_spans_go_to_the_exporters_that_opentelemetrys_variables_name() -> None:
     pytest.importorskip("opentelemetry.sdk")
-    said = store(OTEL_TRACES_EXPORTER="console")
-    assert '"name": "kvxfer.store host"' in said.stdout
-    assert '"name": "kvxfer.lookup"' in said.stdout
-    unknown = store(OTEL_TRACES_EXPORTER="nowhere")
-    assert "spans do not go to 'nowhere': pip install opentelemetry-exporter-nowhere" in (
-        unknown.stderr
-    )
+    printed, _ = told_by_engine(OTEL_TRACES_EXPORTER="console")
+    assert '"name": "kvxfer.store host"' in printed
+    assert '"name": "kvxfer.lookup"' in printed
+    _, logged = told_by_engine(OTEL_TRACES_EXPORTER="nowhere")
+    assert "spans do not go to 'nowhere': pip install opentelemetry-exporter-nowhere" in logged
 
 
 @pytest.mark.processes
 def test_nothing_needs_opentelemetry(tmp_path: Path) -> None:
-    first = hide_opentelemetry(tmp_path)
-    assert "stored False" in store(FIRST=first).stdout
-    asked = store(FIRST=first, OTEL_TRACES_EXPORTER="console")
-    assert "stored False" in asked.stdout
-    assert "no spans: OpenTelemetry is not installed" in asked.stderr
+    (tmp_path / "opentelemetry.py").write_text("raise ImportError('no OpenTelemetry here')\n")
+    for exporters, told in (
+        ({}, ""),
+        ({"OTEL_TRACES_EXPORTER": "console"}, "no spans: OpenTelemetry is not installed"),
+    ):
+        printed, logged = told_by_engine(FIRST=str(tmp_path), **exporters)
+        assert printed == "ready False\n"
+        assert told in logged
 
 
 def test_a_misspelt_variable_is_named_once_with_the_one_that_was_meant(

@@ -10,9 +10,7 @@ import pytest
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import make_block_key
-from kvxfer.storage.observer import (
-    Added,
-)
+from kvxfer.storage.observer import Added
 from kvxfer.telemetry import journal as journal_module
 from kvxfer.telemetry import journal_file
 from kvxfer.telemetry.journal import Journal

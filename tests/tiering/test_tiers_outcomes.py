@@ -1,6 +1,5 @@
 """Tiers: which outcome is given, what stays where, and what cannot be tiers at all."""
 
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -8,20 +7,13 @@ import pytest
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
-from kvxfer.storage.eviction.policies import PolicyName
+from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend
-from kvxfer.testing.conformance.suite import make_keys, store_generated
+from kvxfer.testing.conformance.suite import store_generated
 from kvxfer.tiering import TieredBackend
 from tests.backends.test_host import capacity_for
-from tests.tiering.opened_tiers import (
-    KEYS,
-    load_from,
-    open_dict,
-    open_host,
-    settle,
-)
+from tests.tiering.opened_tiers import KEYS, load_from, open_dict, open_host, settle
 
 
 @pytest.fixture
@@ -116,63 +108,26 @@ async def test_a_block_that_is_corrupt_in_the_first_tier_heals(memory: BlockMemo
         assert await first.lookup(KEYS) == [True] * 8
 
 
-NUM_SLOTS = 8
-MANY = make_keys(200)
-
-
-class Archive(DictBackend):
-    """Backend that is written to, and gives nothing back."""
-
-    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return [False] * len(keys)
-
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        return [MISSING] * len(keys)
-
-
-def skewed_requests() -> list[BlockKey]:
-    """Draw a few keys again and again, between others that come once."""
-    rng = random.Random(7)
-    scan = iter(MANY[10:])
-    return [MANY[rng.randrange(6)] if rng.random() < 0.5 else next(scan) for _ in range(120)]
-
-
-async def run(backend: Backend, memory: BlockMemory) -> list[bool]:
-    """Load each key, or store it; return which were hits."""
-    hits, block = [], memory.describe(0, [0])
-    for key in skewed_requests():
-        (outcome,) = await backend.load([key], block)
-        if not outcome.done:
-            await backend.store([key], block)
-        hits.append(outcome.done)
-        if isinstance(backend, TieredBackend):
-            await backend.flush()
-    return hits
-
-
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-async def test_copies_to_a_lower_tier_change_no_hit_of_the_first(policy: PolicyName) -> None:
-    memory = BlockMemory([[48, 16]], num_blocks=1)
+async def test_a_copy_to_a_lower_tier_is_no_use_of_a_block(memory: BlockMemory) -> None:
     namespace = memory.namespace()
-
-    def open_first(namespace: Namespace) -> HostBackend:
-        capacity = capacity_for(namespace, NUM_SLOTS)
-        return HostBackend(HostConfig(capacity=capacity, eviction=policy), namespace)
-
-    async with open_first(namespace) as alone:
-        expected = await run(alone, memory)
-    archive = Archive(None, namespace)
-    async with TieredBackend([open_first(namespace), archive], namespace) as tiered:
-        assert await run(tiered, memory) == expected
-        assert len(archive._blocks) > NUM_SLOTS
+    config = HostConfig(capacity=capacity_for(namespace, 2), eviction="arc")
+    tiers = [HostBackend(config, namespace), open_dict(namespace)]
+    async with TieredBackend(tiers, namespace) as backend:
+        await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
+        await load_from(backend, memory, KEYS[:1])  # the only one that is used
+        for index in (1, 2):
+            await store_generated(backend, KEYS[index : index + 1], memory.describe(0, [index]))
+            await settle(backend)
+        assert await tiers[0].lookup(KEYS[:3]) == [True, False, True]
 
 
-async def test_a_purge_that_a_tier_cannot_make_says_so_and_removes_the_rest() -> None:
-    memory, keys = BlockMemory([[4096]], num_blocks=16), make_keys(8)
+async def test_a_purge_that_a_tier_cannot_make_says_so_and_removes_the_rest(
+    memory: BlockMemory,
+) -> None:
     namespace = memory.namespace()
     tiers = [open_host(namespace, 8), DictBackend(None, namespace)]
     async with TieredBackend(tiers, namespace) as backend:
-        await store_generated(backend, keys, memory.describe(0, range(8)))
+        await store_generated(backend, KEYS, memory.describe(0, range(8)))
         with pytest.raises(BackendUnavailableError, match="not everything was deleted"):
             await backend.purge()
-        assert await backend.tiers[0].lookup(keys) == [False] * 8
+        assert await backend.tiers[0].lookup(KEYS) == [False] * 8
