@@ -19,11 +19,7 @@ import xxhash
 
 from kvxfer import runtime
 from kvxfer.backends.file import BlockHeader, FileBackend, FileConfig, Integrity
-from kvxfer.backends.file.io import (
-    FileIO,
-    IOVector,
-    UringFileIO,
-)
+from kvxfer.backends.file.io import FileIO, IOVector, UringFileIO
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, StoredTensor, make_block_key
@@ -161,9 +157,9 @@ def flip_bit(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
-def hashed_keys(num_keys: int, *, group: int = 0, first: int = 0) -> list[BlockKey]:
+def hashed_keys(num_keys: int, *, first: int = 0) -> list[BlockKey]:
     names = [f"block-{first + n}".encode() for n in range(num_keys)]
-    return [make_block_key(xxhash.xxh3_128_digest(name), group) for name in names]
+    return [make_block_key(xxhash.xxh3_128_digest(name), 0) for name in names]
 
 
 def bytes_on_disk(root: Path) -> int:

@@ -21,6 +21,7 @@ from tests.backends.file_store import (
     path_of,
     places,
     sealed,
+    secret_of,
     temporary_folder,
 )
 from tests.examples import examples
@@ -70,9 +71,8 @@ class TestFileBackendKeyed(FileBackendTests):
     }
 
     @pytest.fixture(autouse=True)
-    def _secret(self, tmp_path: Path, _place: None) -> None:
-        secret = tmp_path / "secret"
-        secret.write_bytes(bytes(range(32)))
+    def _secret(self, _place: None) -> None:
+        secret = secret_of(self.root, "secret")
         self.own_fields |= {"integrity": Integrity.KEYED, "secret_file": str(secret)}
 
 

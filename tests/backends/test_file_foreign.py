@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvxfer.cli import main
@@ -113,54 +112,24 @@ async def test_links_planted_at_names_that_were_written_to_are_not_overwritten(
 
 
 @pytest.mark.parametrize(
-    ("mode", "owner", "said"),
+    ("mode", "said"),
     [
-        (0o777, None, "anybody can write to it"),
-        (0o1777, None, "anybody can write to it"),
-        (0o702, None, "anybody can write to it"),
-        (0o700, 4711, "user 4711 owns it"),
-        *((mode, None, "") for mode in (0o700, 0o755, 0o750)),
+        *((mode, "anybody can write to it") for mode in (0o777, 0o1777, 0o702)),
+        *((mode, "") for mode in (0o700, 0o755, 0o750)),
     ],
 )
 async def test_a_root_that_others_can_write_to_and_no_other_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, owner: int | None, said: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, said: str
 ) -> None:
-    if owner is not None and os.geteuid():
-        pytest.skip("only root can give folders away")
     root = tmp_path / "store"
     root.mkdir()
     root.chmod(mode)
-    if owner is not None:
-        os.chown(root, owner, -1)
     with caplog.at_level(logging.WARNING, "kvxfer"):
         async with open_store(root, NAMESPACE):
             pass
-    told = [record for record in caplog.records if record.name.startswith("kvxfer")]
+    told = [each.getMessage() for each in caplog.records if each.name.startswith("kvxfer")]
     assert len(told) == bool(said)
-    for record in told:
-        assert str(root) in record.getMessage()
-        assert said in record.getMessage()
-        assert "chmod 700" in record.getMessage() or "chown" in record.getMessage()
-
-
-async def test_blocks_of_another_namespace_are_misses_whose_reason_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    others = {
-        "instruction_set": msgspec.structs.replace(NAMESPACE, instruction_set="packed for amx"),
-        "model": msgspec.structs.replace(NAMESPACE, model="another one"),
-    }
-    for other in others.values():
-        async with open_store(tmp_path, other) as backend:
-            await backend.wait_indexed()
-    await fill(tmp_path)
-    caplog.clear()
-    with caplog.at_level(logging.INFO, logger="kvxfer"):
-        async with open_store(tmp_path, NAMESPACE) as backend:
-            await backend.wait_indexed()
-    (message,) = [text for text in caplog.messages if "are not found here" in text]
-    assert others["instruction_set"].fingerprint in message
-    assert "differ in instruction_set: ours is '', theirs is 'packed for amx'" in message
+    assert all(str(root) in each and said in each for each in told)
 
 
 async def test_files_and_folders_are_their_owners_alone_whatever_the_umask(tmp_path: Path) -> None:

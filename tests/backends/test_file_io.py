@@ -1,10 +1,10 @@
 """The engines of the file backend move the same bytes and report the same failures."""
 
+import contextlib
 import errno
 import mmap
 import os
 import stat
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,30 +23,22 @@ from kvxfer.backends.file.io import (
     UringFileIO,
     open_engine,
 )
-from kvxfer.backends.host.segment import SHARED_MEMORY
-from tests.backends.file_store import has_uring, open_descriptors
+from tests.backends.file_store import ENGINES, has_uring, open_descriptors, temporary_folder
 
 PAGE = 4096
 IOV_MAX = 1024
 
 
-@pytest.fixture(params=["posix", "uring"])
+@pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[FileIO]:
-    try:
-        file_io: FileIO = PosixFileIO() if request.param == "posix" else UringFileIO()
-    except OSError as exc:
-        pytest.skip(str(exc))
-    yield file_io
-    file_io.close()
+    with contextlib.closing(open_engine(request.param)) as file_io:
+        yield file_io
 
 
-@pytest.fixture(params=["disk", "memory"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    if request.param == "disk":
-        yield tmp_path
-    else:
-        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as path:
-            yield Path(path)
+@pytest.fixture(params=["ext4", "tmpfs"])
+def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
+    with temporary_folder(request.param) as folder:
+        yield folder
 
 
 class Memory:

@@ -18,13 +18,9 @@ from kvxfer.backends.file.io import EngineName, open_engine, probe_direct
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, StoredTensor
+from kvxfer.storage.keys import GroupIdentity, Namespace, StoredTensor
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.payloads import (
-    describe_buffer,
-    read_payloads,
-    write_payloads,
-)
+from kvxfer.testing.payloads import describe_buffer, read_payloads, write_payloads
 from tests.backends.file_store import (
     ENGINES,
     PAGE_BYTES,
@@ -153,30 +149,6 @@ def make_header(num_tensors: int) -> BlockHeader:
     )
 
 
-@pytest.mark.parametrize("num_tensors", [1, 2, 40, 41, 160, 1000])
-def test_a_header_fills_whole_pages_and_every_byte_of_them_is_verified(num_tensors: int) -> None:
-    header = make_header(num_tensors)
-    data = header.encode(FAST)
-    assert len(data) == header.data_offset
-    assert len(data) % PAGE_BYTES == 0
-    assert BlockHeader.verify(data, FAST) == header
-    for index in [*range(0, len(data), 101), len(data) - 1]:
-        changed = bytearray(data)
-        changed[index] ^= 1
-        with pytest.raises(BlockFileError):
-            BlockHeader.verify(bytes(changed), FAST)
-    keyed = Digester(Integrity.KEYED, bytes(32))
-    longest = replace(
-        header,
-        start=2**63,
-        key=BlockKey(b"\xff" * 119),
-        integrity=Integrity.KEYED,
-        checksum="f" * 64,
-    )
-    assert len(longest.encode(keyed)) == len(data)
-    assert BlockHeader.verify(longest.encode(keyed), keyed) == longest
-
-
 async def test_a_file_that_lists_other_tensors_is_corrupt_though_its_seal_holds(
     tmp_path: Path,
 ) -> None:
@@ -214,33 +186,21 @@ def changed(old: bytes, new: bytes) -> bytes:
     return head(TEXT.replace(old, new))
 
 
-def num_tensors(num: int) -> bytes:
-    one = {"dtype": "U8", "shape": [1, 1], "data_offsets": [0, 1]}
-    return json.dumps({f"t{index}": one for index in range(num)}).encode()
-
-
+ONE = {"dtype": "U8", "shape": [1, 1], "data_offsets": [0, 1]}
 HOSTILE = {
-    "length 0": struct.pack("<Q", 0) + b"{}",
     "length 2**64 - 1": struct.pack("<Q", 2**64 - 1) + b"{}",
     "length 100 MB": struct.pack("<Q", 10**8) + b" " * 9000,
-    "huge JSON": struct.pack("<Q", 1 << 20) + b"{" + b" " * (1 << 20),
-    "thousands of tensors": struct.pack("<Q", len(num_tensors(5000))) + num_tensors(5000),
-    "many tensors in one page": head(num_tensors(40)),
+    "many tensors in one page": head(json.dumps({f"t{each}": ONE for each in range(40)}).encode()),
     "nested arrays": head(b"[" * 4000),
-    "nested objects": head(b'{"a":' * 700),
     "nested in place of a field": head(b'{"__metadata__":' + b"[" * 4000),
-    "nested in a field": head(b'{"__metadata__":{"format":' + b"[" * 3900),
     "huge numbers": head(b'{"blocks":{"dtype":"U8","shape":[1e999,' + b"9" * 3000 + b"]}}"),
     "no JSON": head(b"\xff" * 4000),
     "nothing": b"",
-    "null": head(b"null"),
     "same key many times": head(b"{" + b'"blocks":{},' * 300 + b'"blocks":{}}'),
     "a gap": changed(b"[32,64]", b"[33,65]"),
-    "an overlap": changed(b"[32,64]", b"[31,63]"),
     "another order": changed(K + b"," + V, V + b"," + K),
     "fewer bytes than the shape": changed(b"[0,32]", b"[0,31]"),
     "an unknown data type": changed(K, K.replace(b"BF16", b"BF17")),
-    "no such shape": changed(K, K.replace(b"[2,8]", b"[-2,-8]")),
     "a shape of 65 axes": changed(K, K.replace(b"[2,8]", b"[2,8" + b",1" * 63 + b"]")),
     "a name that is none": changed(b'"layers.0.k"', b'""'),
     "no metadata": head(b"{" + K + b"," + V + b"}"),

@@ -1,27 +1,27 @@
-"""Disks that are full, broken, hung or forbidden: each error is an outcome, and stores go on."""
+"""Disks that are full, broken or hung, and what the store counts: errors are outcomes."""
 
 import asyncio
 import contextlib
 import errno
 import os
+import random
+import struct
 import subprocess
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
-from kvxfer.backends.file.maintenance import (
-    FolderStore,
-    GarbageCollection,
-)
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.backends.file.maintenance import FolderStore, GarbageCollection
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.testing import BlockMemory
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
 from tests.backends.file_store import (
+    ENGINES,
     bytes_on_disk,
     counted_bytes,
     fail_to,
@@ -32,18 +32,17 @@ from tests.backends.file_store import (
     one_page_memory,
     open_store,
     path_of,
-    places,
     remove_folder,
     store,
     temporary_files,
-    temporary_folder,
+    tmpfs,
 )
 from tests.clock import Clock
 
 MIB = 1 << 20
-NOBODY = 65534
+FILE_BYTES = 8192
 NUM_TOLERATED = 5  # errors in a row, after which storing is paused
-DONE, FAILED, MISSING = Status.DONE, Status.FAILED, Status.MISSING
+DONE, FAILED = Status.DONE, Status.FAILED
 
 
 def call(*arguments: str | Path) -> None:
@@ -54,53 +53,6 @@ def statuses(outcomes: Sequence[Outcome]) -> list[Status]:
     assert all(outcome.memory_safe for outcome in outcomes)
     assert all(outcome.reason for outcome in outcomes if not outcome.done)
     return [outcome.status for outcome in outcomes]
-
-
-def make_image(tmp_path: Path, *options: str) -> Path:
-    image = tmp_path / "image"
-    with image.open("wb") as file:
-        file.truncate(32 * MIB)
-    call("mkfs.ext4", "-q", *options, image)
-    return image
-
-
-@pytest.fixture
-def folder_of_nobody() -> Iterator[Path]:
-    """A folder of a process that is nobody: root may do everything."""
-    if os.getuid() != 0:
-        pytest.skip("needs root, to become nobody")
-    with temporary_folder("ext4") as folder:  # not below pytest's, which only its owner may enter
-        os.chown(folder, NOBODY, NOBODY)
-        os.seteuid(NOBODY)  # of all threads
-        try:
-            yield folder
-        finally:
-            os.seteuid(0)
-
-
-async def test_missing_permissions_are_outcomes(folder_of_nobody: Path) -> None:
-    memory, keys, root = one_page_memory(), hashed_keys(4), folder_of_nobody / "store"
-    file = path_of(root, memory.namespace(), keys[0])
-    async with open_store(root, memory.namespace()) as backend:
-        await store(backend, keys[:2], memory.describe(0, [0, 1]))
-        flip_bit(path_of(root, memory.namespace(), keys[1]), 8 * 4100)
-        file.chmod(0)
-        (outcome,) = await backend.load(keys[:1], memory.describe(0, [1]))
-        assert outcome.reason == "PermissionError: Permission denied"
-        file.chmod(0o600)
-        for inner in [*file.parents[1].iterdir(), file.parents[1]]:
-            inner.chmod(0o500)
-        outcomes = await store(backend, keys[2:], memory.describe(0, [0, 1]))
-        assert [each.reason for each in outcomes] == ["PermissionError: Permission denied"] * 2
-        for _ in range(2):  # what is corrupt cannot be put away
-            loaded = await load_verified(backend, keys, memory.describe(0, [1, 2, 3, 4]))
-            assert loaded == [DONE, Status.CORRUPT, MISSING, MISSING]
-        with pytest.raises(BackendUnavailableError, match="Permission denied"):
-            await backend.delete(keys[:1])
-        file.parents[1].chmod(0o700)
-    root.chmod(0o500)
-    with pytest.raises(BackendUnavailableError, match="Permission denied"):
-        open_store(root, memory.namespace(revision="another"))
 
 
 ERRORS = [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EIO, errno.ESTALE]
@@ -130,7 +82,7 @@ async def test_what_cannot_be_told_of_a_block_is_not_said_to_be_absent(
                 loaded = await load_verified(backend, keys, target)
                 assert loaded == [DONE] * 3 + [FAILED]
         assert await backend.lookup(keys) == [True] * 4
-        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * FILE_BYTES
 
 
 async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
@@ -164,17 +116,10 @@ async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", places("posix-ext4", "uring-tmpfs"))
-async def test_files_are_evicted_where_there_can_be_no_more_of_them(
-    tmp_path: Path, place: str
-) -> None:
-    engine, file_system = place.split("-")
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_files_are_evicted_where_there_can_be_no_more_of_them(engine: str) -> None:
     memory, keys = one_page_memory(), hashed_keys(600)
-    if file_system == "ext4":
-        arguments = ["-o", "loop", str(make_image(tmp_path, "-N", "300"))]
-    else:
-        arguments = ["-t", "tmpfs", "-o", "size=32m,nr_inodes=300", "tmpfs"]
-    with mounted(*arguments) as folder:
+    with mounted("-t", "tmpfs", "-o", "size=32m,nr_inodes=300", "tmpfs") as folder:
         for _ in range(2):  # the second one finds everything full
             async with open_store(folder, memory.namespace(), engine=engine) as backend:
                 await backend.wait_indexed()
@@ -223,23 +168,6 @@ async def test_one_name_that_cannot_be_written_stops_no_other_store(tmp_path: Pa
             assert [outcome.status for outcome in outcomes] == [FAILED, DONE]
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "wrong"),
-    [
-        ("a\0b", {}, "path"),
-        ("\ud800", {}, "path"),
-        ("store", {"rescan_factor": float("nan")}, "rescan_factor is .*; expected 0 or more"),
-        ("store", {"close_timeout_s": float("inf")}, "close_timeout_s is .*; expected 0 or more"),
-        ("store", {"capacity": ByteSize(8191)}, "8192 bytes or more"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(
-    tmp_path: Path, name: str, fields: dict[str, Any], wrong: str
-) -> None:
-    with pytest.raises(InvalidArgumentError, match=wrong):
-        open_store(tmp_path / name, one_page_memory().namespace(), **fields)
-
-
 def freeze(folder: Path) -> None:
     """Let every write to a file system hang until it is thawed."""
     done = subprocess.run(["fsfreeze", "-f", folder], capture_output=True, check=False)
@@ -250,7 +178,10 @@ def freeze(folder: Path) -> None:
 async def test_a_hung_disk_times_out_and_everything_goes_on_when_it_is_back(
     tmp_path: Path, clock: Clock
 ) -> None:
-    image = make_image(tmp_path)
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(32 * MIB)
+    call("mkfs.ext4", "-q", image)
     memory, keys = BlockMemory([[65536]], num_blocks=16), hashed_keys(8)
     with mounted("-o", "loop", str(image)) as folder:
         backend = open_store(folder / "store", memory.namespace())
@@ -295,3 +226,139 @@ async def test_what_others_store_in_a_folder_made_anew_is_found(
             assert await ours.lookup(keys) == [True] * 4
             target = memory.describe(0, [4])
             assert await load_verified(ours, keys[:1], target, version=version) == [DONE]
+
+
+# Capacity, free space, and the count of bytes
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+async def test_a_store_opened_again_evicts_the_oldest_first(tmp_path: Path, eviction: str) -> None:
+    memory, keys = one_page_memory(), hashed_keys(7)
+    fields = {"capacity": ByteSize(4 * FILE_BYTES), "eviction": eviction}
+    async with open_store(tmp_path, memory.namespace(), **fields) as backend:
+        await store(backend, keys[:4], memory.describe(0, range(4)))
+    ages = [200, 400, 100, 300]
+    for key, age in zip(keys, ages, strict=False):
+        os.utime(path_of(tmp_path, memory.namespace(), key), (time.time() - age,) * 2)
+    async with open_store(tmp_path, memory.namespace(), **fields) as backend:
+        await backend.wait_indexed()
+        for number, key in enumerate(keys[4:], 1):
+            await store(backend, [key], memory.describe(0, [0]))
+            there = await backend.lookup(keys[:4])
+            gone = sorted((age for age, found in zip(ages, there, strict=True) if not found))
+            assert gone == sorted(ages)[-number:]
+
+
+async def test_the_free_space_floor_is_kept_by_evicting(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[256 << 10]], num_blocks=4), hashed_keys(30)
+    floor = 3 * MIB
+    with tmpfs(8 * MIB) as folder:
+        async with open_store(folder, memory.namespace(), min_free=ByteSize(floor)) as backend:
+            for key in keys:
+                (outcome,) = await store(backend, [key], memory.describe(0, [0]))
+                assert outcome.done, outcome
+                found = os.statvfs(folder)
+                assert found.f_bavail * found.f_frsize >= floor
+            assert sum(await backend.lookup(keys)) > 10
+            num_before = sum(await backend.lookup(keys))
+            (folder / "filler").write_bytes(bytes(5 * MIB // 2))  # somebody else takes the room
+            (outcome,) = await store(backend, keys[:1], memory.describe(0, [0]))
+            assert outcome.done
+            found = os.statvfs(folder)
+            assert found.f_bavail * found.f_frsize >= floor
+            assert 0 < sum(await backend.lookup(keys)) < num_before
+        async with open_store(folder, memory.namespace(), min_free=ByteSize(8 * MIB)) as backend:
+            (outcome,) = await store(backend, keys[1:2], memory.describe(0, [0]))
+            assert "no room" in outcome.reason
+            assert outcome.status is FAILED
+
+
+async def test_files_of_a_dead_namespace_make_room(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(6)
+    capacity = ByteSize(4 * FILE_BYTES)
+    dead = memory.namespace(model="dead")
+    async with open_store(tmp_path, dead, capacity=capacity) as backend:
+        await store(backend, keys[:4], memory.describe(0, range(4)))
+        flip_bit(path_of(tmp_path, dead, keys[0]), 8 * 4100)
+        await load_verified(backend, keys[:1], memory.describe(0, [5]))
+    async with open_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
+        for key in keys:
+            assert all(o.done for o in await store(backend, [key], memory.describe(0, [0])))
+            assert bytes_on_disk(tmp_path) <= capacity
+        assert sum(await backend.lookup(keys)) == 4
+        assert not list(tmp_path.glob(f"{dead.fingerprint}/*/*.safetensors"))  # noqa: ASYNC240 - few
+
+
+NUM_STORED = 30
+MOST = (1 << 64) - 1
+OLD_FORMATS = [
+    struct.pack("<8sQQ", b"kvxfer01", 0, MOST),
+    struct.pack("<8sQQ", b"kvxfer01", MOST, 0),
+    struct.pack("<QI", MOST, 3) + b"\xc1\xc1\xc1",
+]
+
+
+def damages(whole: bytes) -> list[bytes]:
+    """Contents of a damaged count: bits flipped, cut off, noise, and other formats."""
+    rng, num_bits = random.Random(1), 8 * len(whole)
+    number = int.from_bytes(whole, "little")
+    return [
+        *(
+            (number ^ 1 << bit).to_bytes(len(whole), "little")
+            for bit in range(0, num_bits, 1 + num_bits // 25)
+        ),
+        *(whole[:length] for length in range(0, len(whole), 1 + len(whole) // 6)),
+        *(rng.randbytes(rng.randrange(1, 40 << 10)) for _ in range(5)),
+        *OLD_FORMATS,
+        whole.ljust(1 << 20, b"\0"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["usage.ledger", "*.claim"])
+async def test_no_damage_to_the_count_or_to_claims_evicts_or_raises(
+    tmp_path: Path, name: str
+) -> None:
+    memory = one_page_memory()
+    key, *keys = hashed_keys(NUM_STORED + 1)
+    async with (
+        open_store(tmp_path, memory.namespace()),
+        open_store(tmp_path, memory.namespace()) as backend,
+    ):
+        await backend.wait_indexed()
+        paths = list(tmp_path.glob(name))  # noqa: ASYNC240 - few
+        outcomes = await store(backend, keys, memory.describe(0, range(NUM_STORED)))
+        assert all(outcome.done for outcome in outcomes)
+        for damage in damages(paths[0].read_bytes()):
+            for path in paths:
+                path.write_bytes(damage)  # in place: processes keep the same file open
+            (outcome,) = await store(backend, [key], memory.describe(0, [40]))
+            assert outcome.done, outcome
+            assert await backend.lookup([key, *keys]) == [True] * (NUM_STORED + 1)
+            assert await load_verified(backend, [key], memory.describe(0, [41])) == [DONE]
+            assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
+            await backend.delete([key])
+    async with open_store(tmp_path, memory.namespace()) as backend:  # after a restart
+        assert await backend.lookup(keys) == [True] * NUM_STORED
+
+
+def make_link(path: Path) -> None:
+    (path.parent / "theirs").write_bytes(b"precious")
+    path.symlink_to("theirs")
+
+
+def make_hard_link(path: Path) -> None:
+    (path.parent / "theirs").write_bytes(b"precious")
+    path.hardlink_to(path.parent / "theirs")
+
+
+@pytest.mark.parametrize("make", [make_link, make_hard_link, os.mkfifo, os.mkdir])
+def test_a_count_that_is_no_file_of_its_own_is_refused_and_left_alone(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "usage.ledger"
+    make(path)
+    with pytest.raises(BackendUnavailableError, match=r"usage\.ledger .* regular file of one name"):
+        open_store(tmp_path, one_page_memory().namespace())
+    assert path.is_symlink() or path.is_dir() or path.is_fifo() or path.read_bytes() == b"precious"
+    if (tmp_path / "theirs").exists():
+        assert (tmp_path / "theirs").read_bytes() == b"precious"
