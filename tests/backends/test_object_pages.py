@@ -1,18 +1,14 @@
-"""What is in a bucket, and what it costs: pages that others read, shards, requests, credentials."""
+"""What is in a bucket, and what it costs: pages that others read, requests, credentials."""
 
 import asyncio
 import logging
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors import safe_open
 
-import kvxfer
 from kvxfer.backends.file import load_namespace
 from kvxfer.storage.backend import Status
-from kvxfer.storage.gauge import Gauge
-from kvxfer.storage.observer import Reports
 from kvxfer.testing.conformance.suite import (
     make_keys,
     make_large_memory,
@@ -24,16 +20,12 @@ from kvxfer.testing.payloads import read_payloads
 from tests.backends.file_store import open_store, sealed
 from tests.backends.object_servers import READER, Place, open_bucket, seaweedfs
 from tests.backends.outages import require_back
-from tests.recorder import Recorder
-from tests.storage import portable_workers
-from tests.storage.portable_workers import Worker, make_engine, make_values
 
 pytestmark = pytest.mark.processes
 
 MEMORY, LARGE = make_memory(), make_large_memory()
 NAMESPACE = MEMORY.namespace()
 KEYS = make_keys(8)
-LAYOUT = "block kv head token dim"
 
 
 def become_reader(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,30 +59,15 @@ async def test_a_bucket_copied_to_a_folder_is_a_file_store(
         assert read_payloads(target) == payloads
 
 
-async def test_a_corrupt_page_that_a_reader_may_not_remove_is_a_miss_to_it(
+async def test_a_reader_loads_and_neither_stores_nor_removes(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with place.open(NAMESPACE) as backend:
-        await store_generated(backend, KEYS, MEMORY.describe(0, range(8)))
-    place.flip(place.path(NAMESPACE, KEYS[0]), 5000)
-    become_reader(monkeypatch)
-    async with place.open(NAMESPACE, missing_ttl_s=60.0) as reader:
-        outcomes = await reader.load(KEYS, MEMORY.describe(0, range(8, 16)))
-        assert statuses(outcomes) == [Status.CORRUPT] + [Status.DONE] * 7
-        assert await reader.lookup(KEYS) == [False] + [True] * 7
-    assert place.path(NAMESPACE, KEYS[0]) in place.paths()
-    assert "cannot remove corrupt block" in caplog.text
-    assert "AccessDenied" in caplog.text
-
-
-async def test_a_reader_loads_and_does_not_store(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with place.open(NAMESPACE) as backend:
         await store_generated(backend, KEYS[:4], MEMORY.describe(0, range(4)))
+    place.flip(place.path(NAMESPACE, KEYS[0]), 5000)
     before = place.paths()
     become_reader(monkeypatch)
-    async with place.open(NAMESPACE) as reader:
+    async with place.open(NAMESPACE, missing_ttl_s=60.0) as reader:
         blocks = MEMORY.describe(0, range(4, 8))
         first = await reader.store(KEYS[4:], blocks)
         sent, requests = reader.counts.sent_bytes, reader.counts.requests
@@ -100,9 +77,11 @@ async def test_a_reader_loads_and_does_not_store(
         assert "paused" in again[0].reason
         assert (reader.counts.sent_bytes, reader.counts.requests) == (sent, requests)
         loaded = await reader.load(KEYS[:4], MEMORY.describe(0, range(8, 12)))
-        assert statuses(loaded) == [Status.DONE] * 4
-        assert await reader.delete(KEYS[:4]) == [False] * 4
-        assert await reader.lookup(KEYS[:4]) == [True] * 4
+        assert statuses(loaded) == [Status.CORRUPT] + [Status.DONE] * 3
+        assert "cannot remove corrupt block" in caplog.text
+        assert await reader.lookup(KEYS[:4]) == [False] + [True] * 3
+        assert await reader.delete(KEYS[1:4]) == [False] * 3
+        assert await reader.lookup(KEYS[1:4]) == [True] * 3
     assert place.paths() == before
 
 
@@ -111,8 +90,7 @@ async def test_credentials_are_in_no_reason_and_in_no_log(
 ) -> None:
     wrong_secret = "a-secret-that-is-wrong"
     with caplog.at_level(logging.DEBUG):
-        for variable, value in READER.items():
-            monkeypatch.setenv(variable, value)
+        become_reader(monkeypatch)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong_secret)
         async with place.open(NAMESPACE) as backend:
             assert await backend.lookup(KEYS) == [False] * 8
@@ -165,56 +143,10 @@ async def test_a_frozen_server_costs_one_timeout_and_then_nothing() -> None:
             await require_back(backend, LARGE)
 
 
-async def test_requests_are_paced_and_counted(place: Place) -> None:
-    async with place.open(NAMESPACE, max_requests_per_s=100.0, missing_ttl_s=60.0) as backend:
-        recorder = Recorder()
-        backend.observe(Reports([recorder], "s3"))
+async def test_requests_are_paced(place: Place) -> None:
+    async with place.open(NAMESPACE, max_requests_per_s=100.0) as backend:
         began = asyncio.get_running_loop().time()
-        payloads = await store_generated(backend, KEYS, MEMORY.describe(0, range(8)))
-        assert statuses(await backend.load(KEYS, MEMORY.describe(0, range(8)))) == [Status.DONE] * 8
-        # The description twice, to find out whether the server overwrites; the kind of our pages,
-        # asked for and noted; a list of the kinds; eight pages, and eight loads.
-        others = 2 + 2 + 1
-        assert asyncio.get_running_loop().time() - began >= (others + 8 + 8 - 2) / 100
-        gauges = recorder.gauges("s3")
-        assert gauges[Gauge.REQUESTS] == others + 8 + 8
-        pages = sum(len(payload) + 4096 for payload in payloads)
-        assert gauges[Gauge.RECEIVED_BYTES] == pages
-        texts = 2 * len(backend._pages.description) + len("fast\n")
-        assert gauges[Gauge.SENT_BYTES] == pages + texts
-        assert not gauges[Gauge.BREAKER_OPEN]
-        assert await backend.delete(KEYS[:2]) == [True, True]
-        assert recorder.kept["s3"] == set(KEYS[2:])
-        assert not recorder.mistakes
-
-
-pytestmark = pytest.mark.processes
-
-
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-async def test_each_worker_reads_its_share_of_the_bytes(place: Place, tp_size: int) -> None:
-    keys, num_shards, values = portable_workers.KEYS, 4, make_values()
-
-    async def move(worker: Worker, direction: str) -> dict[Gauge, float]:
-        recorder = Recorder()
-        async with kvxfer.connect(
-            place.url,
-            worker.caches,
-            namespace=portable_workers.NAMESPACE,
-            mappings=worker.mappings,
-            observers=[recorder],
-        ) as engine:
-            moved = await getattr(engine, direction)(keys, [range(worker.num_blocks)])
-            assert statuses(moved) == [Status.DONE] * len(keys)
-            return recorder.gauges("s3")
-
-    (whole,) = make_engine(LAYOUT, tp_size=1, tokens_per_block=16)
-    whole.fill(values)
-    await move(whole, "store")
-    pages = place.pages()
-    assert len(pages) == len(keys) * num_shards
-    for worker in make_engine(LAYOUT, tp_size=tp_size, tokens_per_block=16):
-        gauges = await move(worker, "load")
-        assert torch.equal(worker.values, worker.part(values))
-        assert gauges[Gauge.RECEIVED_BYTES] == sum(map(len, pages.values())) // tp_size
-        assert gauges[Gauge.REQUESTS] == len(keys) * num_shards // tp_size
+        await store_generated(backend, KEYS, MEMORY.describe(0, range(8)))
+        took_s = asyncio.get_running_loop().time() - began
+        assert took_s >= (backend.counts.requests - 2) / 100
+        assert backend.counts.requests > len(KEYS)
