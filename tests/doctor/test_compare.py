@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.cli import peers
 from tests.cli.peers import serving
 from tests.cli.stores import Store
 from tests.doctor.findings import ERROR, OK, TIMEOUT_S, expect
-from tests.storage.test_keys import NAMESPACE, changed
 
 URL = "host://?capacity=1GiB"
 FILES = {"type": "file", "path": "/var/cache/kv", "capacity": "1GiB"}
@@ -106,14 +104,6 @@ def test_the_backends_of_the_environment_are_found(
     assert read_backends(write(tmp_path / "a.json", explicit)) == ["host://"]
 
 
-def test_a_field_of_a_group_that_differs_is_named(tmp_path: Path) -> None:
-    ours, theirs = write(tmp_path / "a.json", NAMESPACE), changed("layer_names")
-    expect(one(ours, write(tmp_path / "c.json", NAMESPACE)), OK, NAMESPACE.fingerprint)
-    finding = one(ours, write(tmp_path / "b.json", theirs))
-    expect(finding, ERROR)
-    assert finding.subject.startswith("groups[0].layer_names")
-
-
 def test_a_store_is_compared_by_its_namespace_that_is_nearest(tmp_path: Path) -> None:
     store, other = Store(tmp_path / "store"), Store(tmp_path / "other")
     first, second = store.fill(num_blocks=1), store.fill(model="another", num_blocks=1)
@@ -145,33 +135,6 @@ def test_peers_are_compared_with_each_other_and_with_descriptions(tmp_path: Path
     finding = one(urls[0], ours)
     assert finding.check is Check.PEER
     expect(finding, ERROR)
-
-
-def test_a_path_that_hangs_is_a_finding_within_its_deadline(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    (finding,) = compare([str(pipe), str(pipe)], timeout_s=0.02)
-    assert finding.check is Check.SHARING
-    expect(finding, ERROR, "does not answer within")
-    writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-    pipe.unlink()  # so that its reader ends, and does not begin again
-    os.close(writer)
-
-
-@pytest.mark.parametrize(
-    ("argument", "expected"),
-    [
-        ("nixl://node:7000?secret_file=/etc/secret", True),
-        ("nixl://?listen=127.0.0.1:0", False),
-        ("file:///var/cache/kv", True),
-        ("file:///var/cache/kv?capacity=1GiB", False),
-        ("/var/cache/kv", True),
-        ("host://?capacity=1GiB", False),
-        ("nixl://[", False),
-    ],
-)
-def test_what_has_a_namespace_and_is_no_tier_is_comparable(argument: str, expected: bool) -> None:  # noqa: FBT001 - a parameter of the test
-    assert is_comparable(argument) is expected
 
 
 @pytest.mark.processes

@@ -38,12 +38,9 @@ SET_IT = "(?m)^export PYTHONHASHSEED=0  # in all engines$"
     ("environ", "version", "hash_name", "severity", "words"),
     [
         (UNSET, "0.26.0", "sha256", ERROR, ["is not set", SET_IT]),
-        (UNSET, "0.29.0", "xxhash", ERROR, ["with xxhash, every process of vLLM 0.29.0", SET_IT]),
         (TEXT, "0.32.0", "xxhash", ERROR, ["is 'random'", SET_IT]),
         (TEXT, "0.32.0", "sha256", ERROR, ["is 'random'", f"(?m){UNSET_IT}"]),
         (UNSET, "0.29.0", "sha256", OK, ["has to be in no engine: with sha256, vLLM 0.29.0"]),
-        (UNSET, "(not installed)", "sha256", OK, ["vLLM is not installed here"]),
-        (SET, "0.32.0", "xxhash", OK, ["=42, which has to be the same in all"]),
         (SET, "0.32.0", "sha256", OK, ["is not set, vLLM 0.32.0 has other keys"]),
     ],
 )
@@ -76,26 +73,23 @@ def test_the_installed_vllm_has_the_seeds_that_the_check_says(
     assert is_random == ("random seed" in finding.found)
 
 
-def limited(locked: str, capabilities: str = "0") -> dict[str, str]:
+def limited(locked: str) -> dict[str, str]:
     """Files of a process with a limit of locked memory, on a machine with a card."""
     return {
         "proc/self/limits": "Limit                     Soft Limit           Hard Limit\n"
         f"Max locked memory         {locked}              {locked}              bytes\n",
-        "proc/self/status": f"Name:\tpython\nCapEff:\t{capabilities:0>16}\n",
+        "proc/self/status": "Name:\tpython\nCapEff:\t0000000000000000\n",
         "card/mlx5_0/ports/1/state": "4: ACTIVE\n",
     }
 
 
-def grouped(version: str, **files: str) -> dict[str, str]:
-    """Files of a process in the group `a` of a version of control groups."""
-    folder, kind, options = {
-        "1": ("sys/fs/cgroup/cpu", "cgroup", "rw,cpu,cpuacct"),
-        "2": ("sys/fs/cgroup", "cgroup2", "rw,nsdelegate"),
-    }[version]
+def grouped(**files: str) -> dict[str, str]:
+    """Files of a process in the control group `a`."""
+    folder = "sys/fs/cgroup"
     return {
         "proc/meminfo": f"MemAvailable: {8 * GIB // 1024} kB\n",
         "proc/self/cgroup": "0::/a\n5:cpu,cpuacct:/a\n",
-        "proc/self/mountinfo": f"30 24 0:26 / /{folder} rw - {kind} {kind} {options}\n",
+        "proc/self/mountinfo": f"30 24 0:26 / /{folder} rw - cgroup2 cgroup2 rw,nsdelegate\n",
         **{f"{folder}/{name.replace('__', '/')}": text for name, text in files.items()},
     }
 
@@ -118,8 +112,6 @@ def runs(num_threads: int) -> Callable[[Path], Result]:
 
 SHORT = quota(NUM_CPUS - 0.5)
 IN_2 = {"a__cpu.max": f"{SHORT} 100000\n"}
-ABOVE = {"a__cpu.max": "max 100000\n", "cpu.max": f"{SHORT} 100000\n"}
-IN_1 = {"a__cpu.cfs_quota_us": f"{SHORT}\n", "a__cpu.cfs_period_us": "100000\n"}
 ENOUGH = {"a__cpu.max": f"{quota(NUM_CPUS)} 100000\n"}
 FULL = {"a__memory.max": f"{2 * GIB}\n", "a__memory.current": f"{GIB}\n"}
 NO_ROOM = FULL | {"a__memory.current": f"{2 * GIB - 4096}\n"}
@@ -131,16 +123,12 @@ BY_GROUP = "1.0 GiB available by /sys/fs/cgroup/a/memory.max"
     [
         (locks(GIB, "none"), limited("65536"), OK, []),
         (locks(GIB), limited("65536"), WARNING, ["64.0 KiB"]),
-        (locks(GIB), limited("unlimited"), OK, []),
-        (locks(GIB), limited("65536", capabilities="4000"), OK, []),
-        (check_cpus, grouped("2", **IN_2), WARNING, [f"quota of {NUM_CPUS - 0.5:g}"]),
-        (check_cpus, grouped("2", **ABOVE), WARNING, [f"quota of {NUM_CPUS - 0.5:g}"]),
-        (check_cpus, grouped("1", **IN_1), WARNING, [f"quota of {NUM_CPUS - 0.5:g}"]),
-        (runs(NUM_CPUS), grouped("2", **ENOUGH), OK, []),
-        (runs(NUM_CPUS + 1), grouped("2", **ENOUGH), WARNING, []),
-        (needs(GIB), grouped("2", **FULL), OK, [BY_GROUP]),
-        (needs(GIB + 1), grouped("2", **FULL), ERROR, [BY_GROUP, "(?m)^capacity=1024MiB"]),
-        (needs(0), grouped("2", **NO_ROOM), ERROR, []),  # staging memory does not fit
+        (check_cpus, grouped(**IN_2), WARNING, [f"quota of {NUM_CPUS - 0.5:g}"]),
+        (runs(NUM_CPUS), grouped(**ENOUGH), OK, []),
+        (runs(NUM_CPUS + 1), grouped(**ENOUGH), WARNING, []),
+        (needs(GIB), grouped(**FULL), OK, [BY_GROUP]),
+        (needs(GIB + 1), grouped(**FULL), ERROR, [BY_GROUP, "(?m)^capacity=1024MiB"]),
+        (needs(0), grouped(**NO_ROOM), ERROR, []),  # staging memory does not fit
     ],
 )
 def test_a_limit_that_is_too_low_is_named(
@@ -168,13 +156,7 @@ def test_shared_memory_of_a_container_or_less_than_asked_for_is_named(tmp_path: 
 
 @pytest.mark.parametrize(
     ("name", "version", "severity"),
-    [
-        ("xxhash", "4.0.9", ERROR),
-        ("xxhash", "4.1.0", OK),
-        ("nixl", None, WARNING),
-        ("nixl", "1.4.2", ERROR),
-        ("nixl", "1.10.0rc1", OK),
-    ],
+    [("xxhash", "4.0.9", ERROR), ("nixl", None, WARNING), ("nixl", "1.4.2", ERROR)],
 )
 def test_a_package_that_is_missing_or_of_another_release_is_named_alone(
     name: str, version: str | None, severity: Severity
@@ -192,15 +174,7 @@ def test_a_package_that_is_missing_or_of_another_release_is_named_alone(
         expect(finding, severity if is_it else OK, *mend)
 
 
-@pytest.mark.parametrize(
-    ("version", "severity"),
-    [
-        ("(not installed)", OK),
-        ("0.26.0", OK),
-        ("0.33.2+cpu", OK),
-        ("0.34.0", ERROR),
-    ],
-)
+@pytest.mark.parametrize(("version", "severity"), [("0.33.2+cpu", OK), ("0.34.0", ERROR)])
 def test_another_release_of_vllm_is_named(version: str, severity: Severity) -> None:
     expect(check_vllm(lambda: version), severity)
 
@@ -225,25 +199,13 @@ def test_a_gpu_whose_driver_cannot_be_used_is_named(tmp_path: Path) -> None:
         expect(check_cuda(tmp_path), ERROR, "cuda:0")
 
 
-@pytest.mark.parametrize(
-    ("chosen", "mend"), [("other", "other,kvxfer"), ("", "kvxfer"), ("a b", "'a b,kvxfer'")]
-)
+@pytest.mark.parametrize(("chosen", "mend"), [("other", "other,kvxfer"), ("a b", "'a b,kvxfer'")])
 def test_a_choice_of_plug_ins_without_ours_is_named(chosen: str, mend: str) -> None:
     environ = {"VLLM_PLUGINS": chosen}
     finding = check_plugin(environ, find_version=lambda: "0.32.0")
     found = f"^VLLM_PLUGINS is {chosen!r}, without 'kvxfer'\n"
     expect(finding, ERROR, found, f"(?m)^export VLLM_PLUGINS={mend}$")
     expect(check_plugin(environ, find_version=lambda: "(not installed)"), OK)
-
-
-def test_an_installed_kvxfer_without_the_plug_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check() -> Result:
-        return check_plugin({}, find_version=lambda: "0.32.0")
-
-    expect(check(), OK, "^vLLM knows KVXferOffload and KVXferConnector")
-    nothing = importlib.metadata.EntryPoints()
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: nothing)
-    expect(check(), ERROR, "the installed kvxfer has no entry point in vllm.general_plugins")
 
 
 def test_what_hangs_or_fails_is_a_finding_and_the_worst_is_first() -> None:

@@ -2,7 +2,6 @@
 
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 
 from kvxfer.backends.nixl import Announcement
 from kvxfer.doctor import Check, Finding, Severity, examine
-from kvxfer.endpoint import free_ports
 from tests import needs
 from tests.backends.etcd_server import EtcdServer, etcd
 from tests.backends.mooncake_servers import mooncake_cluster
@@ -118,11 +116,6 @@ def find_holders(server: EtcdServer, timeout_s: float = TIMEOUT_S) -> Finding:
     return find(f"nixl://?discover={server.url}", Check.DISCOVERY, timeout_s, subject=server.url)
 
 
-def test_credentials_of_etcd_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
-    url = f"nixl://?discover=etcd://127.0.0.1:1/kvxfer&etcd_user_file={tmp_path}/missing"
-    expect(find(url, Check.DISCOVERY), ERROR, "^etcd_user_file is ")
-
-
 # Mooncake
 
 
@@ -134,13 +127,6 @@ def test_a_master_answers_and_a_frozen_one_does_not() -> None:
         expect(find(url, Check.MOONCAKE, subject=url), OK)
         cluster.master.freeze()
         expect(find(url, Check.MOONCAKE, 1.0), ERROR)
-
-
-@needs.mooncake
-def test_a_master_that_is_not_there_is_named_with_the_command_that_starts_it() -> None:
-    port = free_ports()
-    told = "refused", f"(?m)^mooncake_master -rpc_port={port}"
-    expect(find(f"mooncake://127.0.0.1:{port}", Check.MOONCAKE), ERROR, *told)
 
 
 # Host pools
@@ -214,42 +200,24 @@ def test_a_peer_in_a_container_of_its_own_on_this_machine_is_named(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("who", ["nobody", "a deaf one", "a web server"])
-def test_what_is_no_peer_is_named(who: str) -> None:
-    def answer(server: socket.socket) -> None:
-        connection, _ = server.accept()
-        with connection:
-            connection.recv(1)
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
+def test_what_is_no_peer_is_named() -> None:
     with socket.create_server((peers.HOST, 0)) as server:
         endpoint = f"{peers.HOST}:{server.getsockname()[1]}"
-        thread = threading.Thread(target=answer, args=[server])
-        if who == "nobody":
-            server.close()
-        elif who == "a web server":
-            thread.start()
-        told = {
-            "nobody": ["cannot connect: .Errno 111", f"kvxfer serve --listen {endpoint}"],
-            "a deaf one": ["the handshake took longer than 0.3 s", "restart the peer"],
-            "a web server": ["something else listens"],
-        }[who]
-        finding, carrier = find_peer(endpoint, timeout_s=0.3 if who == "a deaf one" else TIMEOUT_S)
-        if thread.ident:
-            thread.join()
-    expect(finding, ERROR, *told)
-    assert carrier is None
+        finding, carrier = find_peer(endpoint, timeout_s=0.3)
+        told = "the handshake took longer than 0.3 s", "restart the peer"
+        expect(finding, ERROR, *told)
+        assert carrier is None
+    told = "cannot connect: .Errno 111", f"kvxfer serve --listen {endpoint}"
+    expect(find_peer(endpoint)[0], ERROR, *told)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("settled", [True, False], ids=["settled", "not settled"])
-def test_another_secret_is_named(tmp_path: Path, namespace_file: str, *, settled: bool) -> None:
+def test_another_secret_is_named(tmp_path: Path) -> None:
     right, wrong = (tmp_path / name for name in ("right", "wrong"))
     for path in (right, wrong):
         path.write_text(f"the {path.name} secret of all peers")
         path.chmod(0o600)
-    options = ["--namespace", namespace_file] if settled else []
-    with serving(*SMALL, "--secret-file", str(right), *options) as peer:
+    with serving(*SMALL, "--secret-file", str(right)) as peer:
         expect(find_peer(peer.endpoint, f"?secret_file={right}")[0], OK)
         finding, carrier = find_peer(peer.endpoint, f"?secret_file={wrong}")
     expect(finding, ERROR, "secret differs", "the same secret_file")

@@ -15,7 +15,6 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from tests.cli.peers import LIMIT_S, RETRY_S, serving
-from tests.cli.stores import flip
 from tests.explain.conftest import Ask
 
 KEYS = make_keys(12)
@@ -78,18 +77,6 @@ async def test_evicted_by_the_wish_of_a_caller_says_which(
     assert sorted(told) == sorted(f"evicted from {medium} {each}" for each in how)
 
 
-async def test_evicted_from_files_by_another_engine_that_shares_them(
-    memory: BlockMemory, tmp_path: Path, ask: Ask
-) -> None:
-    url = f"file://{tmp_path}/kv?capacity={3 * 8192 + 4096}&min_free=1"
-    ours, theirs = (open_backend(url, memory.namespace()) for _ in range(2))
-    async with ours, theirs:
-        await store(ours, memory, KEYS[:1])
-        await store(theirs, memory, KEYS[1:4])
-        assert await ours.lookup(KEYS[:1]) == [False]
-    assert answers(ask(KEYS[:1])) == [(0, 0, "evicted")]
-
-
 async def test_another_namespace_is_known_from_the_journal_of_its_engine(
     memory: BlockMemory, ask: Ask
 ) -> None:
@@ -116,21 +103,6 @@ async def test_a_part_lacks_bytes(ask: Ask) -> None:
         (outcome,) = await engine.load(KEYS[:1], [[2, 3]])
     assert outcome.status is Status.MISSING
     assert answers(ask(KEYS[:1])) == [(0, 0, "partial")]
-
-
-async def test_corrupt_in_files_after_a_restart(
-    memory: BlockMemory, tmp_path: Path, ask: Ask
-) -> None:
-    async with open_backend(tiers(tmp_path / "kv"), memory.namespace()) as backend:
-        await store(backend, memory, KEYS[:2])
-        await backend.flush()
-    (path,) = tmp_path.rglob(f"{KEYS[1].hex()}*")  # noqa: ASYNC240
-    flip(path, -1)
-    async with open_backend(tiers(tmp_path / "kv"), memory.namespace()) as backend:
-        assert await backend.lookup(KEYS[:2]) == [True, False]
-    report = ask(KEYS[:2])
-    assert answers(report) == [(0, 0, "found"), (1, 1, "corrupt")]
-    assert "corrupt in file at" in report["runs"][1]["text"]
 
 
 async def store_and_miss(url: str, memory: BlockMemory) -> None:

@@ -1,4 +1,4 @@
-"""Simulated tiers: against the index of the real stores, and against lists."""
+"""Simulated tiers: against the index of the real stores."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.replay import Medium, TierPlan, count_ceiling, simulate
+from kvxfer.replay import TierPlan, simulate
 from kvxfer.storage.eviction.policies import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import make_block_key
 from tests.replay.traces import prompt_lists, request_lists, trace_of
 
 policies = pytest.mark.parametrize("policy", get_args(PolicyName))
-media = pytest.mark.parametrize("medium", ["host", "file"])
 
 
 def index_hits(
@@ -45,16 +44,3 @@ def test_host_memory_is_simulated_as_the_index_of_the_real_one_decides(
     (tier,) = simulate(trace_of(requests), [TierPlan("host", policy, num_slots)]).tiers
     expected = index_hits(list(trace_of(requests).requests()), policy, num_slots)
     assert (tier.num_hits, tier.num_written, tier.num_evicted) == expected
-
-
-@policies
-@media
-@given(requests=prompt_lists())
-def test_a_store_with_room_for_all_blocks_has_every_hit_and_evicts_nothing(
-    policy: PolicyName, medium: Medium, requests: list[list[int]]
-) -> None:
-    trace = trace_of(requests)
-    (tier,) = simulate(trace, [TierPlan(medium, policy, trace.num_unique)]).tiers
-    assert tier.num_hits == tier.num_read == count_ceiling(trace)
-    assert tier.num_written == trace.num_unique
-    assert tier.num_evicted == tier.num_promoted == 0
