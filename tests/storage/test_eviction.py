@@ -1,14 +1,10 @@
-"""Eviction policies: LRU and ARC against their definitions, wishes against a model."""
+"""Eviction policies: LRU and ARC against their definitions, and wishes of callers."""
 
-import math
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer import runtime
 from kvxfer.storage.eviction.policies import ARC, LRU, EvictionPolicy
@@ -17,7 +13,6 @@ from kvxfer.storage.eviction.retention import NORMAL, Retention
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, make_block_key
 from tests.clock import Clock
-from tests.examples import examples
 
 NUM_SLOTS = 4
 
@@ -93,169 +88,82 @@ def test_arc_evicts_what_the_paper_evicts(requests: list[int]) -> None:
         assert store(index, [number]) == ([] if victim is None else [victim])
 
 
-RETAINED_SLOTS = 6
-MAX_SPARED = 2  # no more than lapse at one eviction
 HALF_LIFE_S = 10.0
+WISHES = [
+    *(Retention(priority=3), Retention(ttl_s=5), Retention(priority=-1), Retention(priority=-2)),
+    *(NORMAL, Retention(ttl_s=3)),
+]
 
 
-@dataclass
-class Block:
-    """Block of the model: its wish and whether it is held."""
-
-    normal_at: float = -math.inf
-    priority: float = 0.0
-    expires_at: float = math.inf
-    held: bool = True
-    has_wish: bool = False
+def retaining(policy: EvictionPolicy, num_slots: int) -> BlockIndex:
+    return BlockIndex(
+        num_slots,
+        RetainingPolicy(policy, num_slots, priority_share=1.0, priority_half_life_s=HALF_LIFE_S),
+    )
 
 
-class RetainingMachine(RuleBasedStateMachine):
-    """State machine of LRU with wishes; the model sorts all blocks anew at every eviction."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.undo = ExitStack()
-        self.clock = self.undo.enter_context(runtime.use(Clock()))
-        self.policy = RetainingPolicy(
-            LRU(RETAINED_SLOTS),
-            RETAINED_SLOTS,
-            priority_share=MAX_SPARED / RETAINED_SLOTS,
-            priority_half_life_s=HALF_LIFE_S,
-        )
-        self.blocks: dict[BlockKey, Block] = {}
-        self.order: list[BlockKey] = []  # least recently used first
-        self.number = 0
-
-    def spared(self) -> list[BlockKey]:
-        return [k for k, block in self.blocks.items() if block.normal_at > -math.inf]
-
-    def candidates(self) -> list[BlockKey]:
-        return [k for k in self.order if not self.blocks[k].held]
-
-    def expected_victim(self) -> BlockKey:
-        """Find what must be evicted; ends priorities that are used up."""
-        now, free = self.clock.now, self.candidates()
-        expired = [k for k in free if self.blocks[k].expires_at < now]
-        low = [k for k in free if self.blocks[k].priority < 0 and k not in self.spared()]
-        if expired:
-            return min(expired, key=lambda k: self.blocks[k].expires_at)
-        if low:
-            return min(low, key=lambda k: self.blocks[k].priority)
-        for each in self.blocks.values():
-            if not each.held and each.normal_at < now:
-                each.normal_at = -math.inf
-        if normal := [k for k in free if k not in self.spared()]:
-            return normal[0]
-        return min(free, key=lambda k: self.blocks[k].normal_at)
-
-    def keep_share(self) -> None:
-        free = [k for k in self.spared() if not self.blocks[k].held]
-        if len(self.spared()) > MAX_SPARED and free:
-            self.blocks[min(free, key=lambda k: self.blocks[k].normal_at)].normal_at = -math.inf
-
-    @rule(number=st.integers(0, 9))
-    def store(self, number: int) -> None:
-        new = key(number)
-        if new in self.blocks or (len(self.blocks) == RETAINED_SLOTS and not self.candidates()):
-            return
-        if len(self.blocks) < RETAINED_SLOTS:
-            self.policy.admit(new)
-        else:
-            victim = self.policy.replace(new)
-            assert victim == self.expected_victim()
-            del self.blocks[victim]
-            self.order.remove(victim)
-        self.blocks[new] = Block()
-
-    @precondition(lambda self: self.candidates())
-    @rule()
-    def evict(self) -> None:
-        victim = self.policy.evict()
-        assert victim == self.expected_victim()
-        del self.blocks[victim]
-        self.order.remove(victim)
-
-    @rule(number=st.integers(0, 9))
-    def hold_or_release(self, number: int) -> None:
-        block = self.blocks.get(key(number))
-        if block is None:
-            return
-        (self.policy.release if block.held else self.policy.hold)(key(number))
-        block.held = not block.held
-        if key(number) not in self.order:
-            self.order.append(key(number))
-        if not block.held:
-            self.keep_share()
-
-    @rule(number=st.integers(0, 9), priority=st.integers(-2, 3), ttl_s=st.sampled_from([None, 3]))
-    def wish(self, number: int, priority: int, ttl_s: float | None) -> None:
-        block = self.blocks.get(key(number))
-        if block is None:
-            return
-        self.clock.now += 1e-6  # no two ranks are equal
-        self.number += 1
-        low = priority - self.number * 1e-6 if priority < 0 else 0.0
-        retention = Retention(priority=low or priority, ttl_s=ttl_s)
-        self.policy.retain(key(number), retention)
-        if not block.has_wish and retention == NORMAL:
-            return
-        now = self.clock.now
-        normal_at = now + priority * HALF_LIFE_S if priority > 0 else -math.inf
-        normal_at = max(block.normal_at, normal_at)
-        block.normal_at = normal_at if normal_at > now else -math.inf
-        expires_at = math.inf if ttl_s is None else now + ttl_s
-        if block.has_wish:
-            low, expires_at = max(block.priority, low), max(block.expires_at, expires_at)
-        block.priority, block.expires_at, block.has_wish = low, expires_at, True
-        self.keep_share()
-
-    @rule(number=st.integers(0, 9))
-    def touch(self, number: int) -> None:
-        used = key(number)
-        if used not in self.blocks:
-            return
-        self.policy.touch(used)
-        if used in self.order:
-            self.order.remove(used)
-            self.order.append(used)
-        block = self.blocks[used]
-        if block.priority < 0 or block.expires_at <= self.clock.now:
-            self.blocks[used] = Block(held=block.held)
-
-    @rule(number=st.integers(0, 9))
-    def remove(self, number: int) -> None:
-        if self.blocks.pop(key(number), None):
-            self.policy.remove(key(number))
-            if key(number) in self.order:
-                self.order.remove(key(number))
-
-    @rule(seconds=st.sampled_from([1.0, 4.0, 25.0]))
-    def wait(self, seconds: float) -> None:
-        self.clock.now += seconds
-
-    @invariant()
-    def every_block_that_is_not_held_can_be_evicted(self) -> None:
-        assert len(self.policy) == len(self.candidates())
-        for each, block in self.blocks.items():
-            assert self.policy.is_held(each) == block.held
-
-    def teardown(self) -> None:
-        self.undo.close()
+def test_what_has_expired_goes_first_then_low_then_old_and_at_last_high(clock: Clock) -> None:
+    index = retaining(LRU(len(WISHES)), len(WISHES))
+    for number, wish in enumerate(WISHES):
+        store(index, [number], wish)
+    clock.now += 6
+    evicted = [store(index, [number]) for number in range(6, 12)]
+    assert evicted == [[key(number)] for number in (5, 1, 3, 2, 4, 6)]
+    clock.now += 3 * HALF_LIFE_S
+    assert store(index, [12]) == [key(0)], "its priority is used up"
 
 
-TestRetainingMachine = RetainingMachine.TestCase
-TestRetainingMachine.settings = examples(60, steps=60)
+def test_a_use_disproves_a_wish_and_of_two_wishes_the_longer_one_holds(clock: Clock) -> None:
+    index = retaining(LRU(4), 4)
+    for number, wish in enumerate([Retention(ttl_s=1), *[Retention(priority=-1)] * 2, NORMAL]):
+        store(index, [number], wish)
+    index.retain([key(2)], Retention(priority=1))
+    clock.now += 2
+    used = [key(0), key(1)]
+    index.pin(used)
+    index.touch(used)
+    index.unpin(used)
+    evicted = [store(index, [number]) for number in range(4, 7)]
+    assert evicted == [[key(number)] for number in (3, 1, 0)]
+
+
+STEPS = st.tuples(
+    st.sampled_from(["store", "pin", "unpin", "use", "wait"]),
+    st.integers(0, 9),
+    st.sampled_from(WISHES),
+)
+
+
+@given(st.lists(STEPS, max_size=60))
+def test_blocks_in_use_are_never_evicted_and_all_others_can_be(
+    steps: list[tuple[str, int, Retention]],
+) -> None:
+    pinned: set[BlockKey] = set()
+    with runtime.use(Clock()) as clock:
+        index = retaining(LRU(NUM_SLOTS), NUM_SLOTS)
+        for what, number, wish in steps:
+            [is_there], each = index.are_ready([key(number)]), key(number)
+            if what == "wait":
+                clock.now += number
+            elif what == "store" and (is_there or len(pinned) < NUM_SLOTS):
+                assert pinned.isdisjoint(store(index, [number], wish))
+            elif what == "pin" and is_there and each not in pinned:
+                index.pin([each])
+                pinned.add(each)
+            elif what == "unpin" and each in pinned:
+                index.unpin([each])
+                pinned.remove(each)
+            elif what == "use":
+                index.touch([each])
+        store(index, list(range(10, 10 + NUM_SLOTS - len(pinned))))
+        assert all(index.are_ready(list(pinned)))
 
 
 @pytest.mark.parametrize("policy_type", [LRU, ARC])
 def test_a_prompt_above_normal_loses_its_end_first(
-    policy_type: Callable[[int], EvictionPolicy],
-    clock: Clock,
+    policy_type: Callable[[int], EvictionPolicy], clock: Clock
 ) -> None:
-    policy = RetainingPolicy(
-        policy_type(8), 8, priority_share=1.0, priority_half_life_s=HALF_LIFE_S
-    )
-    index = BlockIndex(8, policy)
+    index = retaining(policy_type(8), 8)
     store(index, [0, 1, 2, 3], Retention(priority=1))
     store(index, [4, 5, 6, 7], Retention(priority=1))
     assert store(index, [8, 9]) == [key(3), key(2)]

@@ -1,13 +1,11 @@
 """Observers are told what happens to blocks, in batches and in order, and disturb nobody."""
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file import FileBackend
 from kvxfer.backends.host import HostBackend
 from kvxfer.connect import connect, open_backend
 from kvxfer.storage.backend import Backend, Status
@@ -29,7 +27,6 @@ from kvxfer.storage.observer import (
 from kvxfer.testing import BackendTests, BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.transfer import TransferEngine
-from tests.backends.file_store import config
 from tests.recorder import Failing, Recorder, keys_of
 from tests.tiering.opened_tiers import open_host
 
@@ -90,59 +87,18 @@ async def test_evicted_deleted_and_replaced_blocks_are_told_with_the_reason(
     assert gauges[Gauge.USED_BYTES] * 2 == gauges[Gauge.CAPACITY_BYTES]
 
 
-async def test_files_tell_what_was_evicted_removed_corrupted_and_found(
+async def test_an_observer_that_fails_is_told_nothing_more_and_others_are(
     memory: BlockMemory, recorder: Recorder, tmp_path: Path
-) -> None:
-    namespace, capacity = memory.namespace(), 3 * 8192 + 4096
-    async with FileBackend(config(tmp_path), namespace) as earlier:
-        await earlier.wait_indexed()
-        await earlier.store(KEYS[:1], memory.describe(0, [0]))
-    inner = FileBackend(config(tmp_path, capacity=capacity), namespace)
-    async with observed(inner, Reports([recorder])) as backend:
-        await inner.wait_indexed()
-        for index in range(1, 4):
-            await backend.store(KEYS[index : index + 1], memory.describe(0, [index]))
-        there = [key for key, found in zip(KEYS, await backend.lookup(KEYS), strict=True) if found]
-        corrupt, deleted = there[:2]
-        (path,) = tmp_path.rglob(f"{corrupt.hex()}*")  # noqa: ASYNC240
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-        await backend.load([corrupt], memory.describe(0, [8]))
-        await backend.delete([deleted])
-        gauges = recorder.gauges("file")
-        await inner.purge()
-    assert [(each.keys, each.reason) for each in recorder.of(Removed)] == [
-        (KEYS[:1], Removal.EVICTED),
-        ([corrupt], Removal.CORRUPT),
-        ([deleted], Removal.DELETED),
-        (there[2:], Removal.CLEARED),
-    ]
-    assert not recorder.mistakes
-    assert not recorder.kept["file"]
-    assert gauges[Gauge.CAPACITY_BYTES] == capacity
-    assert 0 < gauges[Gauge.USED_BYTES] <= capacity
-    assert gauges[Gauge.STORED_BLOCKS] == gauges[Gauge.QUARANTINED_BLOCKS] == 1
-    assert gauges[Gauge.BREAKER_OPEN] == 0
-
-
-async def test_an_observer_that_fails_is_logged_once_and_told_nothing_more(
-    memory: BlockMemory, recorder: Recorder, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     failing = Failing()
     tiers = ["host://?capacity=1MiB", f"file://{tmp_path}?capacity=1MiB&min_free=1"]
     opening = open_backend(tiers, memory.namespace(), observers=[failing, recorder])
-    with caplog.at_level(logging.WARNING, "kvxfer"):
-        async with opening as backend:
-            outcomes = await backend.store(KEYS[:2], memory.describe(0, [0, 1]))
-            assert await backend.lookup(KEYS[:2]) == [True, True]
+    async with opening as backend:
+        outcomes = await backend.store(KEYS[:2], memory.describe(0, [0, 1]))
+        assert await backend.lookup(KEYS[:2]) == [True, True]
     assert [outcome.status for outcome in outcomes] == [DONE, DONE]
     assert len(failing.events) == 1
     assert recorder.of(LookedUp)
-    said = [each.getMessage() for each in caplog.records if "observer" in each.name]
-    (told,) = (each.splitlines() for each in said)
-    assert told[0] == "Failing failed, and is told nothing from now on"
-    assert told[-1] == "RuntimeError: an observer that fails"
 
 
 async def test_the_end_of_a_batch_is_told_once_awaited_or_polled(
