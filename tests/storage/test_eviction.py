@@ -114,17 +114,19 @@ def test_what_has_expired_goes_first_then_low_then_old_and_at_last_high(clock: C
 
 
 def test_a_use_disproves_a_wish_and_of_two_wishes_the_longer_one_holds(clock: Clock) -> None:
-    index = retaining(LRU(4), 4)
-    for number, wish in enumerate([Retention(ttl_s=1), *[Retention(priority=-1)] * 2, NORMAL]):
+    low, short, long = Retention(priority=-1), Retention(ttl_s=1), Retention(ttl_s=100)
+    index = retaining(LRU(6), 6)
+    for number, wish in enumerate([short, low, low, NORMAL, low, long]):
         store(index, [number], wish)
-    index.retain([key(2)], Retention(priority=1))
+    for number, wish in ((2, Retention(priority=1)), (4, NORMAL), (5, short)):
+        index.retain([key(number)], wish)
     clock.now += 2
     used = [key(0), key(1)]
     index.pin(used)
     index.touch(used)
     index.unpin(used)
-    evicted = [store(index, [number]) for number in range(4, 7)]
-    assert evicted == [[key(number)] for number in (3, 1, 0)]
+    evicted = [store(index, [number]) for number in range(6, 11)]
+    assert evicted == [[key(number)] for number in (3, 4, 5, 1, 0)]
 
 
 STEPS = st.tuples(
