@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,17 +10,14 @@ import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import (
-    Connection,
     Endpoint,
     Exchange,
-    LocalNode,
     NixlBackend,
     NixlConfig,
     StandalonePeer,
     local_node,
     probe_peer,
 )
-from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
 from kvxfer.storage.backend import Backend, Status
@@ -41,6 +37,8 @@ from tests.backends.nixl_proven import (
     proven,
     require_served,
 )
+from tests.cli import peers
+from tests.cli.test_serve import pin
 
 pytestmark = pytest.mark.usefixtures("nixl")
 
@@ -211,28 +209,17 @@ def engine(peer: StandalonePeer, namespace: Namespace = NAMESPACE) -> NixlBacken
     return NixlBackend(config, namespace)
 
 
-@contextlib.asynccontextmanager
-async def pinned(peer: StandalonePeer) -> AsyncIterator[None]:
-    """Act as a peer that keeps a block pinned."""
-    config = NixlConfig(address=str(peer.endpoint), transport="socket")
-    node = LocalNode(config, NAMESPACE, make_agent=NixlAgent)
-    connection = await Connection.open(node, peer.endpoint)
-    async with contextlib.aclosing(node), contextlib.aclosing(connection):
-        await connection.request(
-            partial(wire.Pin, keys=KEYS[:1], starts=[0], sizes=[4096]), wire.Pinned
-        )
-        yield
-
-
 async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture) -> None:
     async with standing() as peer:
-        async with engine(peer) as backend:
-            await backend.store(KEYS, MEMORY.describe(0, range(4)))
-            async with pinned(peer):
-                await peer.drain(0.1)
+        async with engine(peer, peers.namespace()) as backend:
+            await peers.store(backend)
+            connection, pinned = await pin(peer)
+            await peer.drain(0.1)
             assert "still in use after 0.1 s" in caplog.text
             caplog.clear()
+            connection.release(pinned.request_id)
             await peer.drain(LIMIT_S)
+            await connection.aclose()
             assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
         assert not peer.is_ready
 

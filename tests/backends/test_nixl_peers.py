@@ -25,7 +25,6 @@ from kvxfer.testing.conformance.suite import (
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
 from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
-from tests.backends.nixl_wire import Authority
 from tests.backends.test_nixl import WAYS
 
 pytestmark = pytest.mark.processes
@@ -139,21 +138,6 @@ async def test_who_does_not_know_the_secret_is_not_let_in(
             assert await backend.lookup(KEYS[:1]) == [expected]
     async with open_client(memory.namespace(), holder, **SOCKET) as backend:
         assert await backend.lookup(KEYS[:1]) == [False]
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_with_tls_blocks_come_and_go_as_without(
-    processes: list[HolderProcess], memory: BlockMemory, authority: Authority, way: str
-) -> None:
-    tls = authority.files()
-    holder = await asyncio.to_thread(processes[0].open, memory.namespace(), **tls)
-    async with open_client(memory.namespace(), holder, **WAYS[way], **tls) as backend:
-        payloads = await store_generated(backend, KEYS[:4], memory.describe(0, range(4)))
-        target = memory.describe(0, range(8, 12))
-        assert statuses(await backend.load(KEYS[:4], target)) == [Status.DONE] * 4
-        assert read_payloads(target) == payloads
-    async with open_client(memory.namespace(), holder, **WAYS[way]) as backend:
-        assert await backend.lookup(KEYS[:4]) == [False] * 4
 
 
 @pytest.mark.parametrize("way", WAYS)

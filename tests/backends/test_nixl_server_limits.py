@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from kvxfer.backends.nixl import Endpoint, Exchange, NixlConfig
-from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.server import MAX_ADDRESSES, RefusalLog
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameCodec
@@ -140,28 +139,6 @@ async def attach(holder: Exchange, peer: ProvenPeer, message: Attach) -> DataCon
     return connection
 
 
-async def test_a_session_has_so_many_data_connections_and_no_more(tmp_path: Path) -> None:
-    async with (
-        holding(tmp_path, transport="socket") as holder,
-        proven(holder, Reach(regions=[REGION])) as peer,
-    ):
-        assert peer is not None
-        session = peer.greeting.session
-        open_ones = [
-            await attach(holder, peer, session.attach(reads=reads))
-            for reads in [True, False] * 2 * MAX_LINES
-        ]
-        with pytest.raises(PeerClosedError):
-            await attach(holder, peer, session.attach(reads=True))
-        open_ones.pop(0).close()
-        async with asyncio.timeout(LIMIT_S):
-            while len(open_ones) < 4 * MAX_LINES:  # the holder learns of the end soon
-                with contextlib.suppress(PeerClosedError):
-                    open_ones.append(await attach(holder, peer, session.attach(reads=True)))
-        for connection in open_ones:
-            connection.close()
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"reads": False}, {"serial": 2}, {"mac": bytes(32)}, {"session": bytes(32)}],
@@ -225,16 +202,10 @@ def test_refusals_are_a_line_a_second_for_each_address_and_fill_neither_log_nor_
 ) -> None:
     log = RefusalLog()
     caplog.set_level(logging.INFO, "kvxfer")
-    for at in [HOST] * 50 + ["127.0.0.2"] * 50 + ["later"]:
-        if at == "later":
-            clock.now += 1
-        log.note(logging.INFO, "refused: %s", f"{HOST if at == 'later' else at}:1", at)
+    for at in [HOST] * 50 + ["127.0.0.2"] * 50:
+        log.note(logging.INFO, "refused: %s", f"{at}:1", at)
     said = [each.getMessage() for each in caplog.records]
-    assert said == [
-        f"refused: {HOST}",
-        "refused: 127.0.0.2 (49 more were left out)",
-        "refused: later (49 more were left out)",
-    ]
+    assert said == [f"refused: {HOST}", "refused: 127.0.0.2 (49 more were left out)"]
     for second in range(3):
         clock.now += 1
         caplog.clear()

@@ -37,7 +37,6 @@ from kvxfer.errors import (
 )
 from tests.backends.nixl_proven import asking, holding, require_served
 from tests.backends.nixl_wire import HOST, NAMESPACE, SECRET, Authority, hello
-from tests.clock import Clock
 
 REQUEST: msgspec.msgpack.Decoder[wire.Request] = msgspec.msgpack.Decoder(wire.Request)
 HANDSHAKE: msgspec.msgpack.Decoder[wire.Handshake] = msgspec.msgpack.Decoder(wire.Handshake)
@@ -289,25 +288,6 @@ async def test_a_peer_that_reads_nothing_is_given_up() -> None:
         with pytest.raises(PeerTimeoutError) as two:
             await ends.client.send(wire.Ping(request_id=1))
         assert one.value is two.value
-
-
-@pytest.mark.parametrize(
-    "limit",
-    [{"frames_per_second": 20}, {"bytes_per_second": 20 * 1000}],
-    ids=["frames", "bytes"],
-)
-def test_a_second_worth_may_come_at_once_and_silence_saves_no_more(
-    limit: dict[str, float], clock: Clock
-) -> None:
-    pace = frames._Pace(**limit)
-    for _ in range(2):
-        for _ in range(20):
-            assert pace.ahead_s() <= 1e-9
-            pace.count(1000)
-        for _ in range(5):
-            pace.count(1000)
-        assert pace.ahead_s() == pytest.approx(5 / 20)
-        clock.now += 3600
 
 
 OTHER_SECRET = bytes(32)

@@ -15,7 +15,14 @@ import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.backends.nixl import Connection, LocalNode, NixlBackend, NixlConfig, Transport
+from kvxfer.backends.nixl import (
+    Connection,
+    LocalNode,
+    NixlBackend,
+    NixlConfig,
+    StandalonePeer,
+    Transport,
+)
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.wire.messages import Pin, Pinned
 from kvxfer.backends.pool import PoolBackend, PoolConfig
@@ -60,7 +67,7 @@ async def load(config: NixlConfig) -> list[bytes | None]:
         return await peers.load(backend)
 
 
-async def pin(peer: ServeProcess) -> tuple[Connection, Pinned]:
+async def pin(peer: ServeProcess | StandalonePeer) -> tuple[Connection, Pinned]:
     """Act as a peer that keeps a block pinned."""
     config = NixlConfig(address=str(peer.endpoint), transport="socket")
     node = LocalNode(config, peers.namespace(), make_agent=NixlAgent)
