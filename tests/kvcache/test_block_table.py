@@ -1,12 +1,10 @@
 """Block tables: all of their operations against plain lists, and what they refuse."""
 
-import sys
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from numpy.typing import ArrayLike
@@ -237,97 +235,7 @@ TestBlockTableMachine = BlockTableMachine.TestCase
 TestBlockTableMachine.settings = examples(60, steps=30)
 
 
-# Block tables against vLLM's own: the same requests get the same ids and slots.
-
-TOKENS_PER_BLOCK, NUM_VLLM_BLOCKS = (16, 48), 50
-MAX_REQUESTS, MAX_LENGTH, MAX_BATCH = 4, 200, 96
-
-
-@pytest.fixture(scope="module")
-def vllm_tables() -> Any:
-    module = pytest.importorskip("vllm.v1.worker.block_table", reason="needs vLLM")
-    from vllm.platforms import current_platform
-
-    # vLLM looks for its kernels in every module, and trips over what llvmlite has in its own:
-    # LMCache imports it, and its tests may have run in this process.
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if "llvmlite" in name}
-    current_platform.register_triton_kernel_overrides()
-    sys.modules.update(hidden)
-    return module
-
-
-def make_theirs(vllm_tables: Any) -> Any:
-    return vllm_tables.MultiGroupBlockTable(
-        max_num_reqs=MAX_REQUESTS,
-        max_num_batched_tokens=MAX_BATCH,
-        pin_memory=False,
-        device=torch.device("cpu"),
-        block_sizes=list(TOKENS_PER_BLOCK),
-        max_num_blocks=[-(-MAX_LENGTH // tokens) for tokens in TOKENS_PER_BLOCK],
-    )
-
-
-def make_ours() -> MultiGroupBlockTable:
-    specs = [
-        FullAttentionSpec(tokens_per_block=t, num_kv_heads=1, head_dim=1, dtype=torch.int8)
-        for t in TOKENS_PER_BLOCK
-    ]
-    return MultiGroupBlockTable(
-        config_of((specs[0], "a"), (specs[1], "b"), num_blocks=NUM_VLLM_BLOCKS),
-        max_num_requests=MAX_REQUESTS,
-        max_tokens_per_request=MAX_LENGTH,
-        max_num_batched_tokens=MAX_BATCH,
-    )
-
-
-def draw_requests(data: st.DataObject) -> tuple[list[list[list[int]]], list[list[int]]]:
-    num_requests = data.draw(st.integers(1, MAX_REQUESTS))
-    blocks, positions = [], []
-    for _ in range(num_requests):
-        num_tokens = data.draw(st.integers(1, MAX_LENGTH))
-        start = data.draw(st.integers(max(0, num_tokens - 24), num_tokens - 1))
-        ids = st.integers(1, NUM_VLLM_BLOCKS - 1)
-        counts = [-(-num_tokens // tokens) for tokens in TOKENS_PER_BLOCK]
-        blocks.append([data.draw(st.lists(ids, min_size=n, max_size=n)) for n in counts])
-        positions.append(list(range(start, num_tokens)))
-    return blocks, positions
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch.distributed, in dispatch
-@examples(40)
-@given(data=st.data())
-def test_rows_and_slots_are_vllms(data: st.DataObject, vllm_tables: Any) -> None:
-    blocks, positions = draw_requests(data)
-    ours, theirs = make_ours(), make_theirs(vllm_tables)
-    for row, block_ids in enumerate(blocks):
-        split = data.draw(st.integers(0, 2))
-        for tables in (ours, theirs):
-            tables.add_row([ids[:split] for ids in block_ids], row)
-            tables.append_row([ids[split:] for ids in block_ids], row)
-    rows = st.integers(0, len(blocks) - 1)
-    first, second = data.draw(rows), data.draw(rows)
-    blocks[first], blocks[second] = blocks[second], blocks[first]
-    positions[first], positions[second] = positions[second], positions[first]
-    for tables in (ours, theirs):
-        tables.swap_row(first, second)
-
-    starts = np.cumsum([0, *map(len, positions)])
-    places = [place for request in positions for place in request]
-    mappings = ours.compute_slot_mapping(starts, places)
-    theirs.commit_block_table(len(blocks))
-    theirs.compute_slot_mapping(
-        len(blocks), torch.tensor(starts, dtype=torch.int32), torch.tensor(places)
-    )
-    for group, committed in enumerate(ours.commit(len(blocks))):
-        table = theirs[group]
-        assert torch.equal(committed, table.get_device_tensor(len(blocks)))
-        assert torch.equal(mappings[group], table.slot_mapping.gpu[: len(places)])
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.usefixtures("vllm_tables")
 def test_the_null_block_and_the_padding_are_vllms() -> None:
-    from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-    from vllm.v1.worker.gpu_model_runner import NULL_BLOCK_ID as THEIR_NULL_BLOCK_ID
-
-    assert (PAD_SLOT, NULL_BLOCK_ID) == (PAD_SLOT_ID, THEIR_NULL_BLOCK_ID)
+    utils = pytest.importorskip("vllm.v1.attention.backends.utils", reason="needs vLLM")
+    runner = pytest.importorskip("vllm.v1.worker.gpu_model_runner", reason="needs vLLM")
+    assert (PAD_SLOT, NULL_BLOCK_ID) == (utils.PAD_SLOT_ID, runner.NULL_BLOCK_ID)

@@ -1,6 +1,6 @@
 """Cache mappings: the portable pages of workers, and the reasons of caches without any."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -54,7 +54,7 @@ from tests.kvcache.worlds import (
     start_engine,
     worlds,
 )
-from tests.kvcache.zoo_engines import ZOO, ZooGroup, plan_groups
+from tests.kvcache.zoo_engines import ZOO, ZooGroup, named, plan_groups
 
 NUM_BLOCKS, TOKENS, HEADS, DIM = 12, 8, 2, 4
 NHD = "block kv token head dim"
@@ -472,17 +472,6 @@ class MappedEngine:
             )
             for worker, mappings in zip(self.engine.workers, self.mappings, strict=True)
         ]
-
-
-@pytest.fixture(scope="module")
-def copies() -> Iterator[CPUCopyEngine]:
-    engine = CPUCopyEngine(num_threads=1)
-    yield engine
-    engine.close()
-
-
-def named(entry: EngineLayout) -> str:
-    return f"{entry.engine}, {entry.name}"
 
 
 def check_pages(

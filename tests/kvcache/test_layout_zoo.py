@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,35 +10,19 @@ from hypothesis import strategies as st
 
 from kvxfer.engine_side import LAYOUT_ZOO, EngineLayout
 from kvxfer.errors import InvalidArgumentError, LayoutError, UnknownLayoutError
-from kvxfer.kvcache.canonical import CanonicalKVCaches, attest, canonicalize
+from kvxfer.kvcache.canonical import attest, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.describer import describe
 from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, MLASpec, UniformTypeKVCacheSpecs
-from kvxfer.testing.payloads import read_payloads
 from tests.examples import examples
 from tests.kvcache.layout_page import DOCS, IMAGES, PAGE, layout_page
-from tests.kvcache.zoo_engines import ZOO, AttentionEngine, numbers, with_kernel_blocks
-
-
-def payload(caches: CanonicalKVCaches, block_id: int) -> list[int]:
-    (joined,) = read_payloads(describe(caches, 0, [block_id]))
-    numbers: list[int] = np.frombuffer(joined, np.int32).tolist()
-    return numbers
-
-
-def named(entry: EngineLayout) -> str:
-    return f"{entry.engine}, {entry.name}"
+from tests.kvcache.zoo_engines import ZOO, AttentionEngine, named, with_kernel_blocks
 
 
 @pytest.mark.parametrize("entry", ZOO, ids=named)
-def test_a_block_of_an_engine_is_what_its_views_wrote(entry: EngineLayout) -> None:
+def test_a_block_of_an_engine_is_its_pieces_and_what_its_views_write(entry: EngineLayout) -> None:
     engine = AttentionEngine(entry)
-    engine.number()
     caches = canonicalize(engine.kv_caches, engine.config, layouts=engine.layouts)
-    inside = [axis for axis in entry.order if axis != "block"]
-    expected = numbers(engine.sizes, ["block", *inside], {})
-    for block_id in range(engine.config.num_blocks):
-        assert payload(caches, block_id) == expected[block_id].ravel().tolist()
     assert len(describe(caches, 0, [1])) == entry.runs_per_block(engine.sizes)
     attest(engine.kv_caches, engine.config, caches, layouts=engine.layouts)
 
@@ -55,11 +38,8 @@ def test_strides_alone_say_which_layout_it_is(entry: EngineLayout) -> None:
         with pytest.raises(InvalidArgumentError, match="kv_caches"):
             canonicalize(engine.kv_caches, engine.config)
         return
-    engine.number()
     recognised = canonicalize(engine.kv_caches, engine.config)
-    told = canonicalize(engine.kv_caches, engine.config, layouts=engine.layouts)
-    for block_id in range(engine.config.num_blocks):
-        assert payload(recognised, block_id) == payload(told, block_id)
+    attest(engine.kv_caches, engine.config, recognised, layouts=engine.layouts)
 
 
 @pytest.mark.parametrize("entry", [e for e in ZOO if "kv" in e.allocations], ids=named)
@@ -137,8 +117,6 @@ def test_layers_of_other_widths_may_lie_in_the_same_row(widths: list[int]) -> No
     layouts = dict.fromkeys(specs, "block token dim")
     caches = canonicalize(kv_caches, config, layouts=layouts)
     attest(kv_caches, config, caches, layouts=layouts)
-    for block_id in range(5):
-        assert payload(caches, block_id) == rows[block_id].tolist()
     assert len(describe(caches, 0, [1])) == 1
 
 

@@ -1,6 +1,6 @@
 """Peer blocks: raw blocks of any engine's workers become those of any other engine's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,17 +43,10 @@ from tests.kvcache.worlds import (
     start_engine,
     worlds,
 )
-from tests.kvcache.zoo_engines import ZOO
+from tests.kvcache.zoo_engines import ZOO, named
 
 NHD = "block kv token head dim"
 LAYOUTS = (NHD, "block kv head token dim", "block head kv token dim", "block head token kv dim")
-
-
-@pytest.fixture(scope="module")
-def copies() -> Iterator[CPUCopyEngine]:
-    engine = CPUCopyEngine(num_threads=1)
-    yield engine
-    engine.close()
 
 
 def described(worker: Worker) -> CacheDescription:
@@ -95,7 +88,7 @@ def load(
         del staged
 
 
-@pytest.mark.parametrize("entry", ZOO, ids=lambda entry: f"{entry.engine}, {entry.name}")
+@pytest.mark.parametrize("entry", ZOO, ids=named)
 @examples(6)
 @given(data=st.data())
 def test_a_model_moves_to_an_engine_of_any_shape(
@@ -361,22 +354,8 @@ def test_states_are_read_from_the_same_rank_whatever_their_tokens_are() -> None:
     assert destination.addresses.tolist() == [caches.tensors[0].tensor.data_ptr() + 48]
 
 
-SHARD = WorkerShard(num_kv_heads=2)
-
-
-def small_caches() -> CanonicalKVCaches:
-    spec = FullAttentionSpec(tokens_per_block=4, num_kv_heads=2, head_dim=2, dtype=torch.bfloat16)
-    config = KVCacheConfig(3, (KVCacheGroup(spec, ("layers.0",)),))
-    cache = torch.zeros(3, 2, 4, 2, 2, dtype=torch.bfloat16)
-    return canonicalize(
-        {"layers.0": cache}, config, layouts={"layers.0": "block kv token head dim"}
-    )
-
-
-CACHES = small_caches()
-TOLD = describe_caches(CACHES, SHARD)
-assert [box.part for box in TOLD.groups[0].boxes] == ["k", "v"]
-ENCODED = TOLD.encode()
+CACHES = numbered()[0]
+ENCODED = DESCRIBED.encode()
 
 
 @pytest.mark.parametrize(
@@ -401,7 +380,7 @@ def test_a_description_arrives_as_it_was(dtype: torch.dtype) -> None:
     assert CacheDescription.decode(told.encode()) == told
     long = GroupDescription(tokens_per_block=1, payload_size_bytes=1, opaque="x" * (1 << 20))
     with pytest.raises(InvalidArgumentError, match="description"):
-        CacheDescription(shard=SHARD, groups=(long,)).encode()
+        CacheDescription(shard=whole(), groups=(long,)).encode()
     assert told.at_rank(7).shard.rank == 7
     assert told.at_rank(7).groups == told.groups
 
@@ -445,7 +424,7 @@ def read_or_refuse(encoded: bytes) -> None:
     """Decode and match; where that succeeds, all bytes that would be read are staged ones."""
     try:
         theirs = CacheDescription.decode(encoded)
-        matched = match_caches(CACHES, TOLD, [theirs])
+        matched = match_caches(CACHES, DESCRIBED, [theirs])
     except KVXferError:
         return
     for blocks, group in zip(matched, theirs.groups, strict=True):
@@ -455,7 +434,11 @@ def read_or_refuse(encoded: bytes) -> None:
             ends = source.addresses + source.lengths
             assert not len(source) or source.addresses.min() >= 1 << 20
             assert not len(source) or ends.max() <= (1 << 20) + group.payload_size_bytes
-            assert source.num_bytes == destination.num_bytes <= 2 * 64
+            assert (
+                source.num_bytes
+                == destination.num_bytes
+                <= 2 * DESCRIBED.groups[0].payload_size_bytes
+            )
 
 
 @pytest.mark.parametrize(

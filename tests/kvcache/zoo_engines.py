@@ -1,14 +1,12 @@
 """Engines of the layout zoo: the tensors that they would register."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvxfer.engine_side import LAYOUT_ZOO, EngineLayout
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
@@ -135,13 +133,6 @@ class AttentionEngine:
         whole = self.tensors[()]
         return whole.select(self.entry.shape.split().index("layer"), self.positions[layer_name])
 
-    def number(self) -> None:
-        """Write a number of its own into each element, through the registered tensors."""
-        outside = (*self.entry.allocations.split(), *self.steps)
-        for index, tensor in self.tensors.items():
-            at = dict(zip(outside, index, strict=True))
-            tensor.copy_(torch.from_numpy(numbers(self.sizes, self.shape, at)).view(tensor.shape))
-
 
 def with_kernel_blocks(entry: EngineLayout) -> EngineLayout:
     """Make the same engine with kernel blocks, where it has a block to itself."""
@@ -168,16 +159,5 @@ def factors(axes: str) -> list[str]:
     return axes.replace("*", " ").split()
 
 
-def numbers(
-    sizes: Mapping[str, int], axes: Sequence[str], at: Mapping[str, int]
-) -> NDArray[np.int32]:
-    """Number each element by its place, whatever the order of axes."""
-    result = np.zeros([sizes[axis] for axis in axes], np.int32)
-    for place, name in enumerate(("layer", "block", "kv", "kernel", "token", "head", "dim")):
-        weight = 10**place
-        if name in axes:
-            steps = np.arange(sizes[name], dtype=np.int32) * weight
-            result += steps.reshape([-1 if axis == name else 1 for axis in axes])
-        else:
-            result += np.int32(at.get(name, 0) * weight)
-    return result
+def named(entry: EngineLayout) -> str:
+    return f"{entry.engine}, {entry.name}"

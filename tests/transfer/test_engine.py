@@ -108,16 +108,20 @@ def test_a_step_loop_submits_lookups_and_closes_the_engine_at_the_end_of_a_block
         engine.submit_lookup(keys_of(1))
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "said"), [(0, "was freed"), (128, "was resized"), (1 << 20, "was resized")]
+)
 @pytest.mark.parametrize("name", ["store", "load"])
-async def test_blocks_of_a_tensor_that_was_freed_fail_by_its_name(
-    memory: BlockMemory, name: str
+async def test_blocks_of_a_tensor_that_was_freed_or_resized_fail_by_its_name(
+    memory: BlockMemory, name: str, num_bytes: int, said: str
 ) -> None:
     backend = Untouched(DictConfig(), memory.namespace())
     async with TransferEngine(memory.caches, backend) as engine:
-        memory.caches.tensors[1].tensor.untyped_storage().resize_(0)
+        memory.caches.tensors[1].tensor.untyped_storage().resize_(num_bytes)
         outcomes = await getattr(engine, name)(keys_of(2), [[1, 2]])
         assert statuses(outcomes) == {Status.FAILED}
         assert all("tensor 1 of the caches" in outcome.reason for outcome in outcomes)
+        assert all(said in outcome.reason for outcome in outcomes)
         assert all(outcome.memory_safe for outcome in outcomes)
 
 
