@@ -271,6 +271,3 @@ def _serve(orders: Connection, args: tuple[Any, ...], options: dict[str, Any]) -
     port = engine.endpoint.port
     answer(orders, port, lambda order: getattr(engine, order[0])(*order[1], **order[2]))
     engine.close()
-
-
-__all__ = ["HND", "LIMIT_S", "NHD", "NULL", "Engine", "EngineProcess", "get", "prompt"]

@@ -317,15 +317,6 @@ TOLD = CacheDescription(shard=WorkerShard(num_kv_heads=2, tp_size=2), groups=(GR
 PEER_KEYS = [BlockKey(b"one"), BlockKey(b"other")]
 
 
-def test_keys_are_those_under_which_each_worker_offers_its_blocks() -> None:
-    engine = reader.PeerEngine(TOLD.encode())
-    for rank in range(2):
-        assert engine.worker_keys(rank, PEER_KEYS) == reader.worker_keys(
-            TOLD.at_rank(rank), PEER_KEYS
-        )
-    assert engine.worker_keys(0, PEER_KEYS) != engine.worker_keys(1, PEER_KEYS)
-
-
 def test_an_engine_of_a_release_with_fewer_fields_offers_under_the_keys_that_are_asked_for() -> (
     None
 ):

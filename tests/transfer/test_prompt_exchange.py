@@ -10,7 +10,7 @@ import torch
 
 import kvxfer
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache import CanonicalKVCaches, SlidingWindowSpec
+from kvxfer.kvcache import CanonicalKVCaches
 from kvxfer.lending import PromptExchange
 
 MODEL = kvxfer.Namespace(model="m", revision="1")
@@ -18,24 +18,13 @@ TOKENS = list(range(100, 122))
 NUM_BLOCKS = 16
 
 
-def caches(
-    tokens_per_block: int = 4, num_heads: int = 3, window: int | None = None
-) -> tuple[CanonicalKVCaches, torch.Tensor]:
-    fields: dict[str, Any] = {
-        "tokens_per_block": tokens_per_block,
-        "num_kv_heads": num_heads,
-        "head_dim": 5,
-        "dtype": torch.int32,
-    }
-    spec = (
-        kvxfer.FullAttentionSpec(**fields)
-        if window is None
-        else SlidingWindowSpec(**fields, sliding_window=window)
+def caches() -> tuple[CanonicalKVCaches, torch.Tensor]:
+    spec = kvxfer.FullAttentionSpec(
+        tokens_per_block=4, num_kv_heads=3, head_dim=5, dtype=torch.int32
     )
-    memory = torch.full((NUM_BLOCKS, 2, tokens_per_block, num_heads, 5), -1, dtype=torch.int32)
-    plan = kvxfer.KVCacheConfig(
-        NUM_BLOCKS, (kvxfer.KVCacheGroup(spec, ("layers.0",)),), null_block_id=0
-    )
+    memory = torch.full((NUM_BLOCKS, 2, 4, 3, 5), -1, dtype=torch.int32)
+    groups = (kvxfer.KVCacheGroup(spec, ("layers.0",)),)
+    plan = kvxfer.KVCacheConfig(NUM_BLOCKS, groups, null_block_id=0)
     layouts = {"layers.0": "block kv token head dim"}
     return kvxfer.canonicalize({"layers.0": memory}, plan, layouts=layouts), memory
 
