@@ -19,6 +19,7 @@ from kvxfer.integrations.transformers import PrefixCache  # noqa: E402
 from tests.integrations.tiny_transformers import (  # noqa: E402
     FAMILIES,
     TOKENS_PER_PAGE,
+    changing,
     files_url,
     fill,
     generate,
@@ -100,40 +101,27 @@ def test_keys_called_vllm_are_those_of_an_engine_with_the_seed_of_this_process(
     alone = generate(model, prompt)
     for seed, hit in ((KEYS.seed, 64), ("another", 0), (KEYS.seed, 64)):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        with kvxfer_cache(model, files) as cache:
+        with PrefixCache(model, files_url(files), engine_keys="vllm") as cache:
             assert num_loaded(cache, prompt) == hit
             output = cache.generate(prompt, max_new_tokens=20, do_sample=False)
             assert output[0, prompt.shape[1] :].tolist() == alone
-
-
-def kvxfer_cache(model: Any, files: Path) -> PrefixCache:
-    return PrefixCache(model, files_url(files), engine_keys="vllm")
-
-
-def scale_attention(model: Any) -> None:
-    model.model.layers[1].self_attn.scaling *= 2
 
 
 def train_a_weight(model: Any) -> None:
     model.model.layers[2].mlp.down_proj.weight.data[3, 4] += 1
 
 
-def add_a_layer(model: Any) -> None:
-    model.model.layers[0].self_attn.extra = torch.nn.Linear(2, 2)
-
-
-def change_the_configuration(model: Any) -> None:
-    model.config.rms_norm_eps *= 2
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (scale_attention, r"another model\.layers\.1\.self_attn"),
+        (changing("model.layers.1.self_attn.scaling", 9.0), r"another model\.layers\.1\.self_attn"),
         (lambda model: model.train(), "with another training"),
         (train_a_weight, r"with another model\.layers\.2\.mlp\.down_proj"),
-        (add_a_layer, r"self_attn\.extra\.\w+, which is in no file"),
-        (change_the_configuration, "a configuration with another rms_norm_eps"),
+        (
+            changing("model.layers.0.self_attn.extra", torch.nn.Linear(2, 2)),
+            r"self_attn\.extra\.\w+, which is in no file",
+        ),
+        (changing("config.rms_norm_eps", 0.5), "a configuration with another rms_norm_eps"),
     ],
 )
 def test_a_model_that_is_not_that_of_the_files_finds_nothing_and_is_refused(

@@ -1,7 +1,8 @@
 """Tiny models of transformers with random weights, whose tokens depend on the prompt."""
 
 import functools
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,6 @@ _LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-_LINEAR = {
-    "num_experts": 4,
-    "shared_expert_intermediate_size": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "num_hidden_layers": 4,
-}
 FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
@@ -70,7 +62,6 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", _LATENT | _EXPERTS | {"q_lora_rank": 32}),
 }  # fmt: skip
 REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
-    "qwen3_next": ("Qwen3NextConfig", _LINEAR | _EXPERTS, "layer 0: LinearAttentionLayer"),
     "mamba": ("MambaConfig", {"state_size": 8}, "layer 0: LinearAttentionLayer"),
     "jamba": (
         "JambaConfig",
@@ -119,6 +110,12 @@ def make_model(config_class: str, settings: Mapping[str, Any]) -> Any:
     encodes = config.is_encoder_decoder
     kind = transformers.AutoModelForSeq2SeqLM if encodes else transformers.AutoModelForCausalLM
     return kind.from_config(config, attn_implementation="eager").eval()
+
+
+def changing(path: str, value: Any) -> Callable[[Any], None]:
+    """Make what sets an attribute of a model, by its path."""
+    parent, _, name = path.rpartition(".")
+    return lambda model: setattr(operator.attrgetter(parent)(model), name, value)
 
 
 @functools.cache
