@@ -18,7 +18,6 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 
 from kvxfer.integrations.vllm.common.cpu_packing import (
-    KERNEL_FEATURES,
     MEASURED_ITEMSIZES,
     TOKEN_UNITS,
     cpu_attention_isa,
@@ -177,13 +176,3 @@ def test_the_isa_is_unknown_where_vllm_does_not_tell(monkeypatch: pytest.MonkeyP
     assert cpu_attention_isa(**sizes) is None
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     assert cpu_attention_isa(**sizes) is None
-
-
-def test_the_kernels_are_not_those_of_aten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ATEN_CPU_CAPABILITY` changes nothing of what vLLM packs for, and AMX does."""
-    for name in KERNEL_FEATURES:
-        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda: True)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert cpu_kernels().endswith(" avx512 avx512_bf16 amx_tile")
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert cpu_kernels().endswith(" avx512 avx512_bf16")

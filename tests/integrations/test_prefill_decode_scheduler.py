@@ -1,6 +1,5 @@
 """The connector under vLLM's own scheduler: no assert of vLLM, every block free at the end."""
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,6 @@ from kvxfer.integrations.vllm.prefill_decode.metrics import PREFIX, Counters
 from kvxfer.integrations.vllm.prefill_decode.prompts import Prompts
 from kvxfer.integrations.vllm.prefill_decode.step_data import Offer, StepData
 from kvxfer.integrations.vllm.prefill_decode.worker import PrefillDecodeWorker
-from kvxfer.lending.reader import Fetched
 from kvxfer.storage.keys import group_of
 from kvxfer.storage.prompt_keys import PromptKeys
 from tests.clock import Clock
@@ -320,28 +318,6 @@ def test_blocks_on_a_device_are_lent_when_their_request_is_finished() -> None:
     assert handover.offers == [(LEASE, [], [], False), (LEASE, keys, [5, 6], True)]
 
 
-def test_the_log_says_how_blocks_on_a_gpu_move(
-    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    way = "blocks on cuda:0 go straight by NIXL"
-    monkeypatch.setattr(FakeHandover, "way", way)
-    of_vllm = logging.getLogger("vllm")  # which passes nothing on, so pytest may listen to it, too
-    monkeypatch.setattr(of_vllm, "propagate", caplog.handler not in of_vllm.handlers)
-    with caplog.at_level(logging.INFO, "vllm.kvxfer"):
-        start_engine(full())
-    assert [line for line in caplog.messages if way in line] == [f"KVXferConnector: {way}"]
-
-
-def test_before_030_loads_end_in_two_sets(start_engine: StartEngine) -> None:
-    engine = start_engine(full())
-    _, end = load(engine)
-    end.set_result(Fetched([[7]]))
-    assert engine.worker.get_finished(set()) == (set(), {"d"})
-    assert engine.worker.get_block_ids_with_load_errors() == {7}
-    assert engine.worker.get_finished(set()) == (set(), set())
-    assert engine.worker.get_block_ids_with_load_errors() == set()
-
-
 @pytest.mark.parametrize(
     ("specs", "reason"),
     [
@@ -360,7 +336,6 @@ def test_a_model_that_cannot_be_handed_over_is_refused_with_one_warning(
     assert caplog.text.count(reason) == 1
     worker.use_kv_caches(None)  # type: ignore[arg-type] # they are not looked at
     assert worker.get_handshake_metadata() is None
-    scheduler.set_xfer_handshake_metadata_pp_aware({})
     assert not scheduler.requires_kv_delivery
     request: Any = SimpleNamespace(
         request_id="x", kv_transfer_params=ticket_params(do_remote_decode=True)
@@ -426,7 +401,6 @@ def test_a_child_of_a_multi_connector_wants_what_its_own_workers_say(
 @pytest.mark.parametrize(
     ("named", "parallel", "settings"),
     [
-        ("listen", "tensor_parallel_size", {"listen": "127.0.0.1:0"}),
         ("listen", "tensor_parallel_size", {"listen": "127.0.0.1:65535"}),
         ("data_port", "tensor_parallel_size", {"listen": LISTEN, "data_port": 65535}),
         ("pipeline_parallel_size", "pipeline_parallel_size", {"listen": LISTEN}),

@@ -38,9 +38,7 @@ HAS_GROUP_IDS = "group_id" in {field.name for field in fields(OffloadingGroupCon
 SECOND_GROUP_ID = 2 if HAS_GROUP_IDS else 1
 
 
-def make_config(
-    *, rank: int = 0, world_size: int = 1, replica: int = 0, **extra: object
-) -> OffloadingConfig:
+def make_config(*, rank: int = 0, world_size: int = 1, **extra: object) -> OffloadingConfig:
     groups = [("a", 0), ("b", SECOND_GROUP_ID)]
     return OffloadingConfig(
         groups=tuple(
@@ -63,7 +61,7 @@ def make_config(
             pp_size=1,
             pcp_size=1,
             dcp_size=1,
-            data_parallel_index=replica,
+            data_parallel_index=0,
             data_parallel_size=1,
             data_parallel_rank_local=None,
             is_parallelism_agnostic=False,
@@ -194,12 +192,6 @@ def test_a_load_of_what_is_not_there_fails_and_writes_nothing(engine: Engine) ->
         assert memory.snapshot() == before
 
 
-def test_a_load_of_no_blocks_is_done_at_once(engine: Engine) -> None:
-    worker = engine.workers[0]
-    worker.submit_load(3, ChunkSlots([], []), GPULoadStoreSpec([], [0, 0], [0, 0]))
-    assert [(result.job_id, result.success) for result in worker.get_finished()] == [(3, True)]
-
-
 def test_two_schedulers_cannot_share_a_pool(engine: Engine) -> None:
     with pytest.raises(InvalidArgumentError, match="a name no other engine uses"):
         KVXferOffloadingSpec(engine.spec.config).get_manager()
@@ -211,8 +203,6 @@ HOST = "host://?capacity=1MiB"
 @pytest.mark.parametrize(
     ("named", "settings"),
     [
-        ("backend", {"backend": None}),
-        ("backend", {"backend": "nowhere://?x=1"}),
         ("backend", {"backend": "host://?capacity=4GiB&speed=fast"}),
         ("backend", {"backend": ["file:///x?capacity=1GiB"]}),
         ("purge_on_reset", {"purge_on_reset": True}),

@@ -6,14 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvxfer.backends.file import BlockTree, FileBackend, refuse_partial_walk
 from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.storage.observer import Added, Removal, Removed
 from tests.backends.file_store import config
-from tests.cli.stores import flip
 
 pytest.importorskip(
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.events", reason="needs vLLM"
@@ -21,7 +19,7 @@ pytest.importorskip(
 
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
-from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, ReqContext
+from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
 
 from kvxfer.errors import UnsupportedEngineError
 from kvxfer.integrations.vllm.offloading import interface, tier_events
@@ -30,7 +28,6 @@ from tests.integrations.test_vllm_tier import Tiers
 from tests.integrations.two_tiers import Start, keys_of, make_namespace, start
 
 __all__ = ["start"]
-HAS_OWNERS = "ownership" in BlockStored.__struct_fields__
 
 
 class Router:
@@ -40,12 +37,10 @@ class Router:
             OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=False)
         )
         self.kept: dict[str, set[BlockKey]] = defaultdict(set)
-        self.owners: set[tuple[str, str | None]] = set()
 
     def take(self, events: Iterable[Any]) -> None:
         for event in self._tracker.take_events(events):
             kept = self.kept[event.medium]
-            self.owners.add((event.medium, getattr(event, "ownership", None)))
             keys = {make_block_key(each, event.group_idx) for each in event.block_hashes}
             if isinstance(event, BlockStored):
                 kept |= keys
@@ -62,35 +57,6 @@ def files_of(root: Path) -> dict[BlockKey, Path]:
     found = BlockTree(root, on_error=refuse_partial_walk).blocks()
     keys = [each.key for each in found if not each.quarantined]
     return {key: next(root.rglob(f"{key.hex()}.safetensors")) for key in keys}
-
-
-def test_an_index_of_both_tiers_is_the_truth_after_chaos(
-    start: Start, router: Router, tmp_path: Path
-) -> None:
-    chaos, keys = np.random.default_rng(0), keys_of(24)
-    backend = FileBackend(config(tmp_path, capacity=10 * 12288 + 4096), make_namespace())
-    scheduler = start(backend)
-    for turn in range(60):
-        first = int(chaos.integers(len(keys) - 3))
-        some = keys[first : first + 3]
-        match chaos.choice(["store", "resolve", "flip"]):
-            case "store":
-                scheduler.store(some)
-            case "resolve":
-                scheduler.resolve(some, f"request {turn}")
-                scheduler.manager.on_request_finished(ReqContext(f"request {turn}"))
-            case "flip" if files := sorted(files_of(tmp_path).values()):
-                flip(files[int(chaos.integers(len(files)))], -1)
-            case _:
-                pass
-        scheduler.settle()
-        router.take(scheduler.manager.take_events())
-    router.take(scheduler.manager.take_events())
-    in_files = set(files_of(tmp_path))
-    assert router.kept["CPU"] == set(scheduler.index.keys())
-    assert router.kept["STORAGE"] == in_files
-    assert router.owners == {("CPU", None), ("STORAGE", "file" if HAS_OWNERS else None)}
-    assert in_files
 
 
 def test_a_reset_tells_the_last_blocks_of_a_bucket_that_has_no_bound(

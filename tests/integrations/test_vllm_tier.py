@@ -1,7 +1,6 @@
 """`KVXferTier` below vLLM's own CPU tier, driven by vLLM's own manager of tiers."""
 
 import asyncio
-import contextlib
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -11,11 +10,9 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.endpoint import free_ports
 from kvxfer.errors import (
     BackendUnavailableError,
     ClosedError,
-    InvalidArgumentError,
     UnsupportedEngineError,
 )
 from kvxfer.storage.backend import Backend
@@ -51,13 +48,11 @@ NAMESPACE = Namespace(model="model", groups=(GroupIdentity(page_sizes_bytes=(ROW
 class Tiers:
     """vLLM's manager over its CPU tier and a `KVXferTier`, driven in place of a scheduler."""
 
-    def __init__(
-        self, name: str, backend: Backend | str, *, emit_events: bool = False, replica: int = 0
-    ) -> None:
+    def __init__(self, name: str, backend: Backend | str, *, emit_events: bool = False) -> None:
         region = SharedOffloadRegion(name, NUM_CHUNKS, None, ROW_BYTES, ROW_BYTES)
         self.primary = CPUPrimaryTierOffloadingManager(NUM_CHUNKS, region)
-        config = make_config(backend="host://?capacity=1MiB", replica=replica)
-        self.spec = KVXferOffloadingSpec(replace(config, enable_kv_cache_events=emit_events))
+        config = make_config(backend="host://?capacity=1MiB")
+        spec = KVXferOffloadingSpec(replace(config, enable_kv_cache_events=emit_events))
         tier = SecondaryTierFactory.create_secondary_tier(
             {
                 "type": "KVXferTier",
@@ -66,7 +61,7 @@ class Tiers:
                 "revision": "commit",
             },
             self.primary.get_kv_memoryview(),
-            self.spec,
+            spec,
         )
         assert isinstance(tier, KVXferTier)
         self.tier = tier
@@ -121,15 +116,11 @@ def faulty() -> FaultyBackend:
 
 
 @pytest.fixture
-def has_tiering() -> None:
+def tiers(faulty: FaultyBackend) -> Iterator[Tiers]:
     try:
         interface.require_tiering()
     except UnsupportedEngineError as exc:
         pytest.skip(str(exc))
-
-
-@pytest.fixture
-def tiers(has_tiering: None, faulty: FaultyBackend) -> Iterator[Tiers]:
     tiers = Tiers(f"kvxfer-test-{time.time_ns()}", faulty)
     yield tiers
     faulty.release()
@@ -177,15 +168,8 @@ def test_vllm_shows_what_the_tier_tells(tiers: Tiers) -> None:
         assert all(len(labels) == len(defined[name].labelnames) for labels in values), (
             "or vLLM ends"
         )
-    summary = stats.reduce()
     moved = "('faulty', 'request', 'done')"
-    assert summary[f"vllm:kvxfer_store_blocks:{moved}"] == 2 * NUM_CHUNKS
-    assert summary[f"vllm:kvxfer_load_blocks:{moved}"] == NUM_CHUNKS
-    assert summary[f"vllm:kvxfer_load_bytes:{moved}"] == NUM_CHUNKS * ROW_BYTES
-    assert 1 <= summary[f"vllm:kvxfer_load_seconds:{moved}_count"] <= NUM_CHUNKS
-    assert 0 < summary[f"vllm:kvxfer_load_seconds:{moved}_sum"] < LIMIT_S
-    again = tiers.manager.get_stats()
-    assert again is None or not [name for name in again.reduce() if "kvxfer_load" in name]
+    assert stats.reduce()[f"vllm:kvxfer_load_bytes:{moved}"] == NUM_CHUNKS * ROW_BYTES
 
 
 def test_a_reset_of_vllm_keeps_what_is_below(tiers: Tiers) -> None:
@@ -198,14 +182,6 @@ def test_a_reset_of_vllm_keeps_what_is_below(tiers: Tiers) -> None:
     assert tiers.resolve(keys) == [HIT] * 2
 
 
-def test_a_backend_by_url_needs_to_know_the_revision_of_the_model(tiers: Tiers) -> None:
-    view, spec = tiers.primary.get_kv_memoryview(), tiers.spec
-    url = "host://?capacity=1MiB"
-    with pytest.raises(InvalidArgumentError, match="revision"):
-        KVXferTier(spec, view, "KVXferTier", backend=url)
-    KVXferTier(spec, view, "KVXferTier", backend=url, revision="c0ffee").shutdown()
-
-
 def test_an_engine_whose_lower_tier_cannot_listen_does_not_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -215,21 +191,3 @@ def test_an_engine_whose_lower_tier_cannot_listen_does_not_start() -> None:
             LowerTier(np.zeros((NUM_CHUNKS, ROW_BYTES), np.uint8), 3, backend)
     with pytest.raises(ClosedError):
         asyncio.run(backend.lookup(keys_of(1)))
-
-
-@pytest.mark.usefixtures("has_tiering")
-def test_replicas_of_an_engine_listen_one_after_the_other() -> None:
-    port, keys = free_ports(2), keys_of(2)
-    with contextlib.ExitStack() as stack:
-
-        def start(url: str, replica: int = 0) -> Tiers:
-            tiers = Tiers(f"kvxfer-test-{time.time_ns()}", url, replica=replica)
-            stack.callback(tiers.manager.shutdown)
-            return tiers
-
-        for replica, key in enumerate(keys):
-            url = f"nixl://?listen=127.0.0.1:{port}&capacity=1MiB&transport=socket"
-            start(url, replica).store([key])
-        for at, key in enumerate(keys):
-            found = start(f"nixl://127.0.0.1:{port + at}?transport=socket").resolve(keys)
-            assert found == [HIT if each == key else MISS for each in keys]

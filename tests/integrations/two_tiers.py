@@ -15,7 +15,6 @@ from kvxfer.storage.eviction.policies import LRU
 from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
-from kvxfer.telemetry.journal import journal_observers
 from kvxfer.testing import (
     BlockMemory,
     DictBackend,
@@ -33,7 +32,6 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
-from kvxfer.tiering import TierTimeouts
 
 NUM_SLOTS = 4
 PART_BYTES = 4096
@@ -143,18 +141,11 @@ Start = Callable[..., Scheduler]
 def start() -> Iterator[Start]:
     started: list[tuple[Scheduler, Backend]] = []
 
-    def open_over(
-        backend: Backend,
-        *,
-        num_slots: int = NUM_SLOTS,
-        prefill: PrefillSpeed | None = None,
-        **timeouts: float,
-    ) -> Scheduler:
-        shape = PoolShape(num_slots=num_slots, num_parts=NUM_PARTS, part_size_bytes=PART_BYTES)
+    def open_over(backend: Backend, *, prefill: PrefillSpeed | None = None) -> Scheduler:
+        shape = PoolShape(num_slots=NUM_SLOTS, num_parts=NUM_PARTS, part_size_bytes=PART_BYTES)
         copy_engine = CPUCopyEngine(num_threads=1)
         pool = HostPool(shape, make_namespace(), copy_engine, integrity=MemoryIntegrity.FULL)
-        index = BlockIndex(num_slots, RetainingPolicy(LRU(num_slots), num_slots))
-        observers = journal_observers(engine="engine")
+        index = BlockIndex(NUM_SLOTS, RetainingPolicy(LRU(NUM_SLOTS), NUM_SLOTS))
         tier = LowerTier(
             pool.slots.reshape(pool.shape.num_slots, -1),
             2,
@@ -162,16 +153,10 @@ def start() -> Iterator[Start]:
             reset_s=0.1,
             verify=pool.verify,
             hashes=True,
-            timeouts=TierTimeouts(**timeouts),
             emit_events=True,
-            observers=[
-                *journal_observers(make_namespace(), engine="engine"),
-                *([prefill.loads] if prefill else []),
-            ],
+            observers=[prefill.loads] if prefill else [],
         )
-        manager = KVXferOffloadingManager(
-            pool, index, tier, emit_events=True, observers=observers, prefill=prefill
-        )
+        manager = KVXferOffloadingManager(pool, index, tier, emit_events=True, prefill=prefill)
         started.append((Scheduler(manager, tier, pool, index), backend))
         return started[-1][0]
 
@@ -192,12 +177,8 @@ def keys_of(count: int, *, first: int = 0, group: int = 0) -> list[BlockKey]:
     return [make_block_key(f"hash-{first + n:04}".encode(), group) for n in range(count)]
 
 
-def payload_of(key: BlockKey, part: int, version: int = 0) -> bytes:
-    return make_payload(key, PART_BYTES, version=10 * version + part)
-
-
 def payloads_of(key: BlockKey, version: int = 0) -> list[bytes]:
-    return [payload_of(key, part, version) for part in range(NUM_PARTS)]
+    return [make_payload(key, PART_BYTES, version=10 * version + part) for part in range(NUM_PARTS)]
 
 
 def broken(operation: Operation, **rates: float) -> FaultyBackend:
