@@ -3,7 +3,6 @@
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,14 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.platform import consume_fd
 
-from kvxfer.connect import open_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.lmcache import KVXferL2Adapter
-from kvxfer.integrations.lmcache.object_keys import object_id_of, object_key_of, piece_of
+from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_of
 from kvxfer.storage.backend import Backend
-from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Observer, Operation, Reports
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend
-from kvxfer.tiering.tiered_backend import TieredBackend, observe
+from kvxfer.tiering.tiered_backend import observe
 
 LIMIT_S = 15.0
 
@@ -298,8 +295,6 @@ def test_objects_are_listed_page_by_page(driver: Driver, memory: Memory) -> None
     ]
     with pytest.raises(ValueError, match="page_size"):
         driver.adapter.list_l2_keys(page_size=0)
-    with pytest.raises(ValueError, match="cursor"):
-        driver.adapter.list_l2_keys(cursor="no token")
 
 
 def test_files_of_before_are_found_counted_and_listed(tmp_path: Path, memory: Memory) -> None:
@@ -322,77 +317,30 @@ def test_files_of_before_are_found_counted_and_listed(tmp_path: Path, memory: Me
     second.adapter.close()
 
 
-def test_eviction_by_the_backend_is_told(tmp_path: Path, memory: Memory) -> None:
-    params = params_of(tmp_path) | {"backend": f"file://{tmp_path}?capacity=400KiB"}
-    driver = Driver.open(plugin(params), memory)
-    stored = [memory.fill(100_000, number) for number in range(8)]
-    for number, each in enumerate(stored):
-        driver.store([make_key(number)], [each])
-    keys = [make_key(number) for number in range(8)]
-
-    def agrees() -> bool:
-        found = driver.lookup(keys)
-        driver.adapter.submit_unlock(keys)
-        used = driver.adapter.get_usage().total_bytes_used
-        return bool(used == 100_000 * sum(found) and 0 < used < 500_000)
-
-    until(agrees)
-    driver.adapter.close()
-
-
 LAYOUT = MemoryLayoutDesc([torch.Size([2, 4, 16, 64])], [torch.bfloat16])
 OBJECT_BYTES = 2 * 4 * 16 * 64 * 2
 
 
-@contextmanager
-def managed(params: dict[str, Any], **eviction: Any) -> Iterator[StorageManager]:
+def test_a_capacity_lets_lmcache_evict(tmp_path: Path) -> None:
     """LMCache's own manager: its memory, its controllers, and its eviction from the adapter."""
-    memory = L1MemoryManagerConfig(16 << 20, use_lazy=False, shm_name="")
-    adapter = make_config(plugin(params, eviction=eviction | {"eviction_ratio": 0.5}))
+    eviction = {"eviction_policy": "LRU", "trigger_watermark": 0.8, "eviction_ratio": 0.5}
+    params = params_of(tmp_path, capacity=4 * OBJECT_BYTES)
     manager = StorageManager(
         StorageManagerConfig(
-            l1_manager_config=DRAML1ManagerConfig(memory),
+            l1_manager_config=DRAML1ManagerConfig(
+                L1MemoryManagerConfig(16 << 20, use_lazy=False, shm_name="")
+            ),
             eviction_config=EvictionConfig("LRU"),
-            l2_adapter_config=L2AdaptersConfig([adapter]),
+            l2_adapter_config=L2AdaptersConfig([make_config(plugin(params, eviction=eviction))]),
         )
     )
-    yield manager
-    manager.close()
-
-
-def put(manager: StorageManager, salt: str = "") -> None:
-    """Write six objects to LMCache's memory; it stores them by itself."""
-    keys: list[ObjectKey] = [make_key(number, cache_salt=salt) for number in range(6)]
+    (adapter,) = manager._l2_adapters.values()
+    keys = [make_key(number) for number in range(6)]
     assert len(manager.reserve_write(keys, LAYOUT)) == 6
-    manager.finish_write(keys)
-
-
-def test_quotas_evict_what_is_over_them(tmp_path: Path) -> None:
-    eviction = {"eviction_policy": "IsolatedLRU", "trigger_watermark": 1.0}
-    with managed(params_of(tmp_path), **eviction) as manager:
-        (adapter,) = manager._l2_adapters.values()
-        manager.quota_manager.set_quota("a", 100 * OBJECT_BYTES)
-        manager.quota_manager.set_quota("b", 4 * OBJECT_BYTES)
-        put(manager, "a")
-        put(manager, "b")
-        until(lambda: adapter.get_usage().bytes_by_cache_salt.get("a", 0) == 6 * OBJECT_BYTES)
-        until(lambda: 0 < adapter.get_usage().bytes_by_cache_salt.get("b", 0) < 4 * OBJECT_BYTES)
-        assert manager.report_status()["is_healthy"]
-
-
-def test_a_capacity_lets_lmcache_evict(tmp_path: Path) -> None:
-    params = params_of(tmp_path, capacity=4 * OBJECT_BYTES)
-    with managed(params, eviction_policy="LRU", trigger_watermark=0.8) as manager:
-        (adapter,) = manager._l2_adapters.values()
-        put(manager)
-        until(lambda: 0 < adapter.get_usage().total_bytes_used < 4 * OBJECT_BYTES)
-
-
-def test_ids_tell_their_keys() -> None:
-    key = make_key(7, model_name="ä/model", cache_salt="salt", object_group_id=3, kv_rank=1 << 40)
-    assert object_key_of(object_id_of(key)) == key
-    assert object_key_of(object_id_of(make_key(7, cache_salt="s" * 128))) is None
-    assert object_key_of(b"") is None
+    manager.finish_write(keys)  # it stores them by itself
+    until(lambda: 0 < adapter.get_usage().total_bytes_used < 4 * OBJECT_BYTES)
+    assert manager.report_status()["is_healthy"]
+    manager.close()
 
 
 HOST = "host://?capacity=1MiB"
@@ -482,22 +430,18 @@ class PartlyAway(DictBackend):
 
 
 class PartlyAwayAdapter(KVXferL2Adapter):
-    """Adapter over such a backend, below others."""
+    """Adapter over such a backend."""
 
-    above: tuple[str, ...] = ()
     backend: PartlyAway
 
     def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
         self.backend = PartlyAway(namespace)
-        tiers = [*(open_backend(url, namespace) for url in self.above), self.backend]
-        opened = tiers[0] if len(tiers) == 1 else TieredBackend(tiers, namespace)
-        return observe(opened, Reports(observers))
+        return observe(self.backend, Reports(observers))
 
 
 @pytest.fixture
-def partly_away(memory: Memory, request: pytest.FixtureRequest) -> Iterator[PartlyAwayAdapter]:
-    kind = type("Adapter", (PartlyAwayAdapter,), {"above": getattr(request, "param", ())})
-    made = kind(PARAMS | {"timeout_s": 5.0}, l1_memory_desc=memory.desc)
+def partly_away(memory: Memory) -> Iterator[PartlyAwayAdapter]:
+    made = PartlyAwayAdapter(PARAMS | {"timeout_s": 5.0}, l1_memory_desc=memory.desc)
     yield made
     made.close()
 
@@ -524,24 +468,6 @@ def test_an_object_of_which_a_piece_is_away_is_a_miss_and_there_again_with_it(
     assert bytes_of(loaded) == bytes_of(stored)
     assert len(partly_away.backend._blocks) == num_blocks
     assert partly_away.get_usage().total_bytes_used == 2 * SIZE
-
-
-@pytest.mark.parametrize("partly_away", [("host://?capacity=512KiB",)], indirect=True)
-def test_what_leaves_host_memory_stays_in_a_tier_that_tells_nothing(
-    partly_away: PartlyAwayAdapter, memory: Memory
-) -> None:
-    driver, keys = Driver(partly_away), [make_key(number) for number in range(5)]
-    stored = [memory.fill(3 * (65_536 - 32), number) for number in range(5)]  # of which two fit
-    for key, each in zip(keys, stored, strict=True):
-        driver.store([key], [each])
-        partly_away._objects.ask(partly_away._objects._backend.flush()).result(10)
-    assert len(partly_away.backend._blocks) == 15
-    for key, each in zip(keys, stored, strict=True):
-        assert driver.lookup([key]) == [True]
-        expected = bytes_of([each])
-        assert driver.load([key], [each]) == [True]
-        assert bytes_of([each]) == expected
-    assert len(partly_away.backend._blocks) == 15
 
 
 @pytest.mark.parametrize(
@@ -605,21 +531,3 @@ def test_closing_answers_and_ends_in_time(memory: Memory) -> None:
     assert not adapter.query_load_result(later)
     adapter.close()
     adapter.faulty.release()
-
-
-def test_an_open_circuit_breaker_is_no_health(memory: Memory) -> None:
-    class Broken(KVXferL2Adapter):
-        def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
-            Reports(observers).of("file").watch(self.gauges)
-            return DictBackend(DictConfig(), namespace)
-
-        def gauges(self) -> dict[Gauge, float]:
-            return {Gauge.BREAKER_OPEN: self.is_open}
-
-        is_open = 0.0
-
-    adapter = Broken(PARAMS, l1_memory_desc=memory.desc)
-    assert adapter.report_status()["is_healthy"] is True
-    adapter.is_open = 1.0
-    assert adapter.report_status()["is_healthy"] is False
-    adapter.close()

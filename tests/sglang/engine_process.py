@@ -28,8 +28,6 @@ FIXED: dict[str, Any] = {
     "context_length": 2048,
     "random_seed": 0,
     "log_level": "warning",
-}
-HIERARCHICAL: dict[str, Any] = {
     "enable_hierarchical_cache": True,
     "hicache_ratio": 2.0,
     "hicache_io_backend": "direct",
@@ -37,8 +35,6 @@ HIERARCHICAL: dict[str, Any] = {
     "hicache_write_policy": "write_through",
     "hicache_storage_prefetch_policy": "wait_complete",
 }
-
-
 FLUSH_S = 30.0
 
 
@@ -53,8 +49,7 @@ def flush_cache(engine: Engine) -> None:
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    shared = HIERARCHICAL if "hicache_storage_backend" in asked else {}
-    engine = Engine(**(FIXED | shared | asked))
+    engine = Engine(**(FIXED | asked))
     try:
         print("READY", flush=True)
         for line in sys.stdin:

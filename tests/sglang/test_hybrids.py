@@ -26,7 +26,6 @@ from tests.sglang.storages import (
     file_url,
     opened,
     rows_of,
-    storage_config,
 )
 
 KV, SWA, MAMBA = PoolName.KV, PoolName.SWA, PoolName.MAMBA
@@ -134,20 +133,6 @@ def test_a_pool_that_comes_late_is_stored_too_and_never_taken_for_another_one(
         assert storage.batch_exists(KEYS) == 0
         assert storage.batch_set_v1(KEYS[:2], rows_of(kv, PAGES[:2])) == [True] * 2
         assert storage.batch_exists_v2(KEYS, given).kv_hit_pages == 2
-
-
-def test_a_release_that_does_not_say_when_all_pools_are_known_stores_them_all(
-    tmp_path: Path,
-) -> None:
-    pools = make_pools()
-    storage = KVXferStorage(storage_config(extra_config(file_url(tmp_path))), {})
-    storage.register_mem_pool_host(pools[KV])
-    for name, pool in pools.items():
-        storage.register_mem_host_pool_v2(pool, name)
-    store(storage, pools, swa=[0], mamba=[0])
-    storage.close()
-    with opened(pools, extra_config(file_url(tmp_path))) as storage:
-        assert storage.batch_exists(KEYS) == 4
 
 
 def pools_of_sparse_attention(layout: str, *, first: int = 0) -> dict[str, Any]:

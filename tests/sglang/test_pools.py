@@ -1,6 +1,7 @@
 """Pages of SGLang's own host pools, byte by byte: layouts, parallelism, identity."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -95,58 +96,34 @@ def test_what_two_ranks_stored_one_rank_loads_and_the_reverse(layout: str, tmp_p
             assert torch.equal(logical_page(half, page), share)
 
 
-def test_latents_have_one_writer_and_every_rank_reads_them(tmp_path: Path) -> None:
-    extra = extra_config(file_url(tmp_path))
-    pools = [latent_pool("page_first_direct") for _ in range(2)]
-    fill(pools[0])
-    for rank, pool in enumerate(pools):
-        with opened(pool, extra, tp_rank=rank, tp_size=2, is_mla_model=True) as storage:
-            move = storage.batch_get_v1 if rank else storage.batch_set_v1
-            assert move(KEYS, rows_of(pool)) == [True] * 4
-    assert all(torch.equal(*(logical_page(pool, page) for pool in pools)) for page in PAGES)
-
-
-@pytest.mark.parametrize(
-    ("extra", "config"),
-    [
-        ({"revision": "2"}, {}),
-        ({}, {"model_name": "another"}),
-        ({}, {"pp_size": 2, "pp_rank": 0}),
-        ({}, {"pp_size": 2, "pp_rank": 1}),
-        ({}, {"attn_cp_size": 2, "attn_cp_rank": 1}),
-        ({}, {"tp_size": 2}),
-    ],
-)
-def test_pages_of_another_identity_are_not_found(
-    extra: dict[str, Any], config: dict[str, Any], tmp_path: Path
-) -> None:
-    pool = attention_pool("page_first")
-    with opened(pool, extra_config(file_url(tmp_path))) as storage:
-        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
-        assert storage.batch_exists(KEYS) == 4
-    with opened(pool, extra_config(file_url(tmp_path), **extra), **config) as storage:
-        assert storage.batch_exists(KEYS) == 0
-
-
 def shift(pool: Any) -> Any:
     pool.start_layer = 3  # a later stage of a pipeline
     return pool
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("extra", "config", "make"),
     [
-        lambda: attention_pool("page_first", heads=2),
-        lambda: attention_pool("page_first", dtype=torch.float16),
-        lambda: shift(attention_pool("page_first")),
+        ({"revision": "2"}, {}, attention_pool),
+        ({}, {"model_name": "another"}, attention_pool),
+        ({}, {"pp_size": 2, "pp_rank": 0}, attention_pool),
+        ({}, {"pp_size": 2, "pp_rank": 1}, attention_pool),
+        ({}, {"attn_cp_size": 2, "attn_cp_rank": 1}, attention_pool),
+        ({}, {"tp_size": 2}, attention_pool),
+        ({}, {}, partial(attention_pool, heads=2)),
+        ({}, {}, partial(attention_pool, dtype=torch.float16)),
+        ({}, {}, lambda layout: shift(attention_pool(layout))),
     ],
-    ids=["heads", "data type", "stage"],
 )
-def test_pages_of_another_shape_or_data_type_are_not_found(make: Make, tmp_path: Path) -> None:
+def test_pages_of_another_identity_shape_or_data_type_are_not_found(
+    extra: dict[str, Any], config: dict[str, Any], make: Make, tmp_path: Path
+) -> None:
     pool = attention_pool("page_first")
     with opened(pool, extra_config(file_url(tmp_path))) as storage:
         assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
-    with opened(make(), extra_config(file_url(tmp_path))) as storage:
+        assert storage.batch_exists(KEYS) == 4
+    other = make("page_first")
+    with opened(other, extra_config(file_url(tmp_path), **extra), **config) as storage:
         assert storage.batch_exists(KEYS) == 0
 
 
@@ -202,17 +179,5 @@ def test_a_setting_of_no_use_is_refused_by_name(
     with (
         pytest.raises(InvalidArgumentError, match=message),
         opened(attention_pool("page_first"), extra),
-    ):
-        pass
-
-
-def test_host_memory_alone_needs_no_revision_and_tiers_below_it_do(tmp_path: Path) -> None:
-    pool = attention_pool("page_first")
-    with opened(pool, extra_config(HOST, revision="")) as storage:
-        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
-        assert storage.batch_exists(KEYS) == 4
-    with (
-        pytest.raises(InvalidArgumentError, match="revision"),
-        opened(pool, extra_config([HOST, file_url(tmp_path)], revision="")),
     ):
         pass
