@@ -22,12 +22,7 @@ from kvxfer.engine_side import (
     TokenBatch,
     VLLMKeys,
 )
-from kvxfer.kvcache import (
-    AllocationCondition,
-    AttentionLayout,
-    CopyRun,
-    UniformTypeKVCacheSpecs,
-)
+from kvxfer.kvcache import AllocationCondition, AttentionLayout, CopyRun, UniformTypeKVCacheSpecs
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage import PromptKeys, StoredTensor
 from kvxfer.storage.backend import Purgeable
@@ -279,7 +274,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "sizes": dict.fromkeys(("layer", "kv", "token", "head", "dim", "kernel"), 2)
     },
     "GroupIdentity": {"tensors": (TENSOR,)},
-    "KVCacheConfig.uniform": {"null_block_id": 0},
     "KVCacheSpec.merge_alike": {"specs": [LATENT]},
     "LoadOrCompute": {"prefill_tokens_per_s": 1000},
     "LoadOrCompute.pays": {"queued_bytes": 8},
@@ -289,7 +283,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Namespace": {"groups": (IDENTITY,), "parallel": {"tp_size": 2}},
     "PolledEngine.submit_load": MOVES,
     "PolledEngine.submit_store": MOVES | {"retention": WISH},
-    "PolledEngine.wait": {"timeout_s": 1},
     "PromptExchange": {"config": NixlConfig()},
     "PromptExchange.fetch": {"block_ids": [[5]]},
     "PromptKeys.block_keys": {"tokens_per_block": 2},
@@ -297,15 +290,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "SlidingWindowMLASpec": {"num_kv_heads": 3},
     "Slices": {"load_bytes": 8, "store_bytes": 8, "share": 0.5},
     "StoredTensor": {"dtype": "F32", "shape": (2, 4)},
-    "TierTimeouts": {"lookup_s": 1, "move_s": 1, "close_s": 1, "pause_s": 1},
     "TieredBackend": {"namespace": NAMESPACE},
-    "TieredBackend.purge": {"prefix": b"salt"},
     "TokenBatch": {"query_start_loc": [0, 2], "positions": [0, 1]},
     "TokenBatch.of": {"positions": [[0, 1]]},
-    "TransferEngine.flush": {"timeout_s": 1},
     "TransferEngine.load": MOVES,
     "TransferEngine.store": MOVES | {"retention": WISH},
-    "TransferEngine.submit_lookup": {"timeout_s": 1},
     "VLLMKeys": {"hash": "sha256", "seed": "0", "tokens_per_block": 2},
     "connect": {"backend": "host://?capacity=64KiB"},
     "describe": {"block_ids": [1, 2]},

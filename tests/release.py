@@ -105,14 +105,10 @@ def notes_of(root: Path, version: str) -> str:
 
 def overdue(root: Path, version: str) -> list[str]:
     """Names that should have gone with a release or an earlier one, and are still there."""
-    files = [path for folder in ("kvxfer", "backends") for path in (root / folder).rglob("*.py")]
-    return [name for path in files for name in overdue_in(path.read_text(), version)]
-
-
-def overdue_in(source: str, version: str) -> list[str]:
-    """Names of one module that should have gone with a release or an earlier one."""
     now = Version(Version(version).base_version)
-    return [name for name, gone_in in _deprecations(source) if gone_in <= now]
+    files = [path for folder in ("kvxfer", "backends") for path in (root / folder).rglob("*.py")]
+    found = (each for path in files for each in _deprecations(path.read_text()))
+    return [name for name, gone_in in found if gone_in <= now]
 
 
 def _deprecations(source: str) -> Iterator[tuple[str, Version]]:

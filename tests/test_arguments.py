@@ -142,34 +142,26 @@ NAMESPACE = kvxfer.Namespace(model="m", parallel={"tp_size": 2})
     [
         ("Namespace", "model", "\ud800"),
         ("Namespace", "model", None),
-        ("Namespace", "dtype", torch.float16),
         ("Namespace", "parallel", {"tp_size": 2.0}),
-        ("Namespace", "groups", [None]),
         ("KVCacheGroup", "layer_names", "abc"),
-        ("KVCacheConfig", "num_blocks", True),
         ("verify_mappings", "mappings", []),
         ("TieredBackend.lookup", "keys", (key for key in VALID_CALLS["TieredBackend.lookup"])),
         ("TieredBackend.lookup", "keys", {*VALID_CALLS["TieredBackend.lookup"].arguments["keys"]}),
         ("TieredBackend.lookup", "keys", [b"ab"]),
-        ("canonicalize", "layouts", []),
-        ("map_caches", "tokens_per_page", 0),
         ("BlockTable", "tokens_per_kernel_block", 0),
         ("TokenBatch.of", "positions", [[0.5]]),
         ("make_block_key", "content_hash", "a"),
         ("make_block_key", "content_hash", b""),
         ("make_block_key", "group", 2**32),
         ("LoadOrCompute", "max_load_ratio", 0),
-        ("LoadOrCompute", "max_load_ratio", math.inf),
+        ("TransferEngine.load", "timeout_s", -1),
         ("KVCacheConfig", "null_block_id", 6),
-        ("Retention", "priority", 11),
         ("Retention", "ttl_s", "soon"),
         ("group_of", "key", "text of some length"),
         ("PromptKeys", "tokens", [1.5]),
         ("PromptKeys", "tokens", [2**63]),
-        ("PromptKeys", "scope", "tenant"),
         ("PromptKeys.block_keys", "num_tokens", 4),
         ("PromptKeys.block_keys", "first_token", 4),
-        ("PromptKeys.state_key", "num_tokens", -1),
     ],
 )
 def test_what_would_only_fail_later_or_mean_another_thing_is_refused(
@@ -202,13 +194,6 @@ def test_a_timeout_is_any_real_number_and_as_long_as_can_be_waited() -> None:
         assert require_timeout("timeout_s", timeout_s) == threading.TIMEOUT_MAX
 
 
-@pytest.mark.parametrize("wrong", [-1, -0.5, float("nan"), "5", b"5", True, np.True_, 1j, [1]])
-def test_no_other_timeout_is_one(wrong: Any) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        require_timeout("timeout_s", wrong)
-    assert str(caught.value).startswith(f"timeout_s is {wrong!r};")
-
-
 def test_a_value_that_cannot_be_shown_is_named_by_its_type() -> None:
     with pytest.raises(InvalidArgumentError, match="num_kv_heads is <int>"):
         kvxfer.WorkerShard(num_kv_heads=10**5000)
@@ -225,7 +210,7 @@ VALID_CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VALID_CONFIGS)
-def test_a_configuration_made_in_python_takes_no_other_type_than_the_declared_one(
+def test_a_configuration_made_in_python_takes_no_other_value_than_the_declared_ones(
     name: str,
 ) -> None:
     [entry_point] = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
@@ -234,48 +219,27 @@ def test_a_configuration_made_in_python_takes_no_other_type_than_the_declared_on
     valid = VALID_CONFIGS[name]
     config_type(**valid)
     for field in msgspec.structs.fields(config_type):
-        wrong: list[Any] = [object(), float("nan"), b"5", ["a"], {}, "mru", 1.5e300, -1.5]
-        wrong += [True] if field.type is not bool and field.type != (bool | None) else ["no", 1]
-        wrong += [None] if type(None) not in getattr(field.type, "__args__", ()) else []
+        kinds = {field.type, *getattr(field.type, "__args__", ())}
+        wrong: list[Any] = [object(), float("nan"), b"5", ["a"], {}, -1.5]
+        wrong += ["no", 1] if bool in kinds else [True]
+        wrong += [] if type(None) in kinds else [None]
+        wrong += [] if field.type is str else ["mru"]
+        wrong += [] if field.type is float else [1.5e300]
+        wrong += ["a\nb", "a\tb", "\0a"] if str in kinds else []
         for value in wrong:
-            if (field.type is str and value == "mru") or (field.type is float and value == 1.5e300):
-                continue
             with pytest.raises(InvalidArgumentError) as caught:
                 config_type(**valid | {field.name: value})
             assert caught.value.argument == field.name
             assert repr(value) in str(caught.value)
-
-
-@pytest.mark.parametrize("name", VALID_CONFIGS)
-def test_a_configuration_made_in_python_has_no_control_character_and_no_endless_number(
-    name: str,
-) -> None:
-    [entry_point] = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
-    config_type = entry_point.load().config_type
-    for field in msgspec.structs.fields(config_type):
-        kinds = {field.type, *getattr(field.type, "__args__", ())}
-        for value in ("a\nb", "a\tb", "\0a") if str in kinds else ():
-            with pytest.raises(InvalidArgumentError) as caught:
-                config_type(**VALID_CONFIGS[name] | {field.name: value})
-            assert caught.value.argument == field.name
         for number in (math.inf, 10**400, -math.inf, -(10**400)) if float in kinds else ():
             with contextlib.suppress(InvalidArgumentError):  # whatever it is, no other error
-                made = config_type(**VALID_CONFIGS[name] | {field.name: number})
+                made = config_type(**valid | {field.name: number})
                 assert 0 < getattr(made, field.name) <= threading.TIMEOUT_MAX
 
 
 def test_a_backend_has_a_valid_configuration_here() -> None:
     found = {each.name for each in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
     assert found == VALID_CONFIGS.keys()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("integrity", "fast"), ("capacity", "1MiB"), ("capacity", 1.5e6), ("methods", 5)],
-)
-def test_text_is_no_member_of_an_enumeration_no_size_and_no_table(name: str, value: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=name):
-        HostConfig(**VALID_CONFIGS["host"] | {name: value})
 
 
 def test_numbers_and_texts_of_numpy_make_the_same_configuration() -> None:
@@ -293,14 +257,3 @@ def test_no_address_of_a_server_loses_a_control_character(control: str) -> None:
         S3Config(address="bucket", endpoint=f"http://127.0.0.1{control}:8333")
     with pytest.raises(InvalidArgumentError, match="prefill"):
         ProxyConfig(prefill=(f"http://127.0.0.1{control}:80",), decode=("http://127.0.0.1:81",))
-
-
-def test_of_a_long_value_only_its_beginning_is_shown() -> None:
-    kv_caches = {f"layers.{index}": torch.zeros(2, 2, 16, 8, 4) for index in range(80)}
-    with pytest.raises(InvalidArgumentError) as caught:
-        kvxfer.connect("host://?capacity=4MiB", kv_caches, namespace=NAMESPACE)  # type: ignore[arg-type]
-    said = str(caught.value)
-    assert said.startswith("caches is {'layers.0': tensor([[")
-    assert said.endswith(" characters); expected a CanonicalKVCaches")
-    assert len(said) < 300
-    assert caught.value.value is kv_caches

@@ -5,20 +5,13 @@ from pathlib import Path
 
 import kvxfer
 from kvxfer.deprecation import warn_deprecated
-from tests.release import overdue, overdue_in
+from tests.release import overdue
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_what_should_have_gone_with_this_release_is_gone() -> None:
     assert overdue(ROOT, kvxfer.__version__) == []
-
-
-def test_a_deprecation_whose_release_has_come_is_found() -> None:
-    source = "warn_deprecated('a(old=)', replacement='a(new=)', gone_in='0.3.0')"
-    assert overdue_in(source, "0.2.9") == []
-    for version in ("0.3.0.dev7+g1234567", "0.3.0", "0.4.0"):
-        assert overdue_in(source, version) == ["a(old=)"]
 
 
 def deprecated_function() -> int:

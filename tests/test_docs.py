@@ -6,14 +6,12 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
 
 from kvxfer.storage.backend import Status
 from kvxfer.storage.observer import Cause, Operation, Removal
@@ -145,22 +143,6 @@ def test_links_of_pages_beside_the_documentation_lead_somewhere() -> None:
         target = page.parent / name if name else page
         assert target.exists(), (page.name, name)
         assert not anchor or anchor in slugs(target), (page.name, name, anchor)
-
-
-def test_the_citation_is_of_this_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    names = {"title": "name", "abstract": "description"}
-    names |= {name: name for name in ("authors", "license", "keywords")}
-    declared = {name: project[theirs] for name, theirs in names.items()}
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    released = re.findall(r"^## \[(\d[^\]]*)\]", changelog, re.MULTILINE)
-    declared["version"] = [*released, "0.1.0"][0]
-    assert citation == {
-        **{name: citation[name] for name in ("cff-version", "message", "type")},
-        **declared,
-        "url": project["urls"]["Homepage"],
-    }
 
 
 def constants(path: Path) -> dict[str, Any]:

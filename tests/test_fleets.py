@@ -232,21 +232,6 @@ def test_the_tests_that_the_page_cites_exist() -> None:
     ] == []
 
 
-def test_the_image_of_serve_starts_commands_of_this_release() -> None:
-    text = (ROOT / "examples" / "Dockerfile").read_text().replace("\\\n#", "")
-    entry, default = (
-        json.loads(re.findall(rf"^{name} (.+)$", text, re.MULTILINE)[-1])
-        for name in ("ENTRYPOINT", "CMD")
-    )
-    runs = [shlex.split(line) for line in re.findall(r"^#   docker run (.+)$", text, re.MULTILINE)]
-    given = [words[words.index("kvxfer") + 1 :] for words in runs if "kvxfer" in words]
-    assert [bool(words) for words in given] == [False, True]
-    for words in (default, given[1]):
-        check_command([*entry, *words])
-    [exposed] = re.findall(r"^EXPOSE (.+)$", text, re.MULTILINE)
-    assert {*exposed.split()} == {*re.findall(r"\b\d{4}\b", " ".join(default))}
-
-
 @pytest.fixture
 def helm(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(needs.HELM))
@@ -316,8 +301,6 @@ def test_the_chart_starts_a_command_of_this_release_and_probes_where_it_answers(
     ("values", "named"),
     [
         ({"capactiy": "1GiB"}, "capactiy"),
-        ({"replicas": "four"}, "replicas"),
-        ({"capacity": "much"}, "capacity"),
         ({"tiers": ["/var/cache/kv"]}, "tiers"),
         ({"etcd": {"members": ["10.0.0.5"]}}, "members"),
     ],

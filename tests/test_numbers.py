@@ -33,11 +33,6 @@ DESCRIPTOR_TYPES = {
 }
 
 
-def test_every_width_of_integers_is_tried() -> None:
-    widths = {(np.dtype(kind).kind, np.dtype(kind).itemsize) for kind in INTEGER_TYPES}
-    assert widths == {(kind, width) for kind in "iu" for width in (1, 2, 4, 8)}
-
-
 @pytest.fixture(scope="module")
 def far_caches() -> CanonicalKVCaches:
     """Caches with blocks gigabytes apart, in memory that is mapped and never touched."""
@@ -112,9 +107,7 @@ def test_descriptors_of_any_integers_are_descriptors(name: str, kind: Any) -> No
         assert np.shares_memory(array, made)
 
 
-def test_numbers_that_do_not_fit_are_refused_and_not_wrapped(
-    far_caches: CanonicalKVCaches,
-) -> None:
+def test_numbers_that_do_not_fit_are_refused_and_not_wrapped(far_caches: CanonicalKVCaches) -> None:
     with pytest.raises(InvalidArgumentError, match="blocks_per_chunk"):
         describe(far_caches, 0, [1], blocks_per_chunk=1 << 60)
     with pytest.raises(InvalidArgumentError, match="bool"):
@@ -126,9 +119,7 @@ def test_numbers_that_do_not_fit_are_refused_and_not_wrapped(
 
 
 @pytest.mark.parametrize("kind", INTEGER_TYPES)
-def test_a_selection_near_the_end_of_its_type_is_what_was_asked_for(
-    kind: Any,
-) -> None:
+def test_a_selection_near_the_end_of_its_type_is_what_was_asked_for(kind: Any) -> None:
     blocks = descriptors(
         addresses=np.arange(1, 129, dtype=np.uint64),
         lengths=np.ones(128, np.uint64),

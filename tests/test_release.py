@@ -1,7 +1,5 @@
 """`make release`: notes, golden files and a tag, from which a build takes the version."""
 
-import json
-import os
 import re
 import shutil
 import subprocess
@@ -98,20 +96,6 @@ def test_a_release_joins_the_changelog_and_tags_what_it_wrote(clone: Path) -> No
     for version in ("0.1.1", "0.2.0rc1"):
         with pytest.raises(CannotReleaseError, match=r"v0\.2\.0rc1 is there already"):
             release.prepare(clone, version)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1200)
-def test_the_site_of_a_release_lists_all_of_them(clone: Path) -> None:
-    folder = Path(sys.executable).parent
-    path = {"PATH": f"{folder}:{os.environ['PATH']}", "KVXFER_DOCS": "mike"}
-    mike = [str(folder / "mike"), "deploy", "--update-aliases", "--alias-type", "copy"]
-    for version in ("0.1", "0.2"):
-        subprocess.run([*mike, version, "latest"], cwd=clone, env=os.environ | path, check=True)
-    listed = json.loads(git(clone, "show", "gh-pages:versions.json"))
-    assert {each["version"]: each["aliases"] for each in listed} == {"0.1": [], "0.2": ["latest"]}
-    for name in ("0.1", "latest"):
-        assert '"provider": "mike"' in git(clone, "show", f"gh-pages:{name}/index.html")
 
 
 def test_a_version_that_is_none_and_what_should_have_gone_keep_a_release_from_being_made(

@@ -14,15 +14,10 @@ from kvxfer.units import ByteSize, Duration, format_duration, format_size
     ("text", "num_bytes"),
     [
         ("65536", 65536),
-        ("7B", 7),
-        ("2KB", 2000),
         ("2KiB", 2048),
-        ("512MiB", 512 * 1024**2),
         ("4GB", 4 * 1000**3),
-        ("1TiB", 1024**4),
         ("1.5 GB", 1_500_000_000),
         ("4G", 4 * 1024**3),
-        ("64Gi", 64 * 1024**3),
         ("8 k", 8 * 1024),
         ("  4 GiB ", 4 * 1024**3),
         (4096, 4096),
@@ -77,8 +72,7 @@ def test_a_duration_out_of_bounds_is_refused_by_name(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "30", "d", "-1d", "1y", "1 d 2 h", "1e3s", "nan s", "9" * 400 + "s"],
+    "text", ["", "30", "d", "-1d", "1y", "1 d 2 h", "1e3s", "nan s", "9" * 400 + "s"]
 )
 def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="30d"):

@@ -7,7 +7,6 @@
 import importlib.metadata
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 PACKAGES = (
     *("aiofiles", "cuda-bindings", "hypothesis", "msgspec", "nixl", "numpy", "pytest"),
@@ -26,27 +25,14 @@ def main(packages: Sequence[str]) -> int:
         return 1
     import torch
 
-    if reason := why_not(torch):
-        print(reason, file=sys.stderr)
+    if not torch.cuda.is_available():
+        build = f"torch {torch.__version__} of {sys.executable}, for CUDA {torch.version.cuda},"
+        mend = "see `nvidia-smi`, or let `make setup` install a torch for the GPU"
+        print(f"{build} finds no GPU: {mend}; {OTHER}", file=sys.stderr)
         return 1
     shown = (f"{package} {_release(package) or 'not installed'}" for package in SHOWN)
     print(torch.cuda.get_device_name(0), *shown, sep=", ")
     return 0
-
-
-def why_not(torch: Any) -> str:
-    """Say why tests of a GPU cannot run with this torch; empty where they can."""
-    if not torch.version.cuda:
-        return (
-            f"torch {torch.__version__} of {sys.executable} is a build without CUDA: `make setup` "
-            f"installs one with CUDA where there is a GPU; {OTHER}"
-        )
-    if not torch.cuda.is_available():
-        return (
-            f"torch {torch.__version__} finds no GPU, or no driver for CUDA {torch.version.cuda}: "
-            "see `nvidia-smi`"
-        )
-    return ""
 
 
 def _release(package: str) -> str:

@@ -44,7 +44,5 @@
     )
       .filter(([, size]) => size < %d)
       .map(([source, size]) => `${source}: ${size.toFixed(1)} pixels`),
-    links: [...document.querySelectorAll("a[href]")].map((each) => each.href),
-    ids: [...document.querySelectorAll("[id]")].map((each) => each.id),
   };
 })()
