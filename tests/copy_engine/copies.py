@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvxfer.kvcache.descriptors import Descriptors
@@ -55,11 +54,4 @@ class Copy:
 
 
 def describe_side(side: Side, lengths: Sequence[int]) -> Descriptors:
-    return Descriptors(
-        addresses=side.addresses,
-        lengths=np.array(lengths, np.uint64),
-        block_offsets=np.arange(len(lengths) + 1),
-        payload_starts=np.zeros(len(lengths), np.int64),
-        device=torch.device("cpu"),
-        owners=(side.buffer,),
-    )
+    return Descriptors.of_pieces(side.addresses, lengths, owners=(side.buffer,))

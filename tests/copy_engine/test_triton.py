@@ -36,16 +36,14 @@ def lay_out(
     return Side(memory[aligned : aligned + position], starts)
 
 
-def make_copy(
-    lengths: Sequence[int], from_: Sequence[int], to: Sequence[int], *, seed: int = 0
-) -> Copy:
-    generator = np.random.default_rng(seed)
+def make_copy(lengths: Sequence[int], from_: Sequence[int], to: Sequence[int]) -> Copy:
+    generator = np.random.default_rng(0)
     source, destination = (lay_out(lengths, side, generator) for side in (from_, to))
     return Copy(source, destination, list(lengths))
 
 
-def aligned_copy(lengths: Sequence[int], *, seed: int = 0) -> Copy:
-    return make_copy(lengths, [0] * len(lengths), [0] * len(lengths), seed=seed)
+def aligned_copy(lengths: Sequence[int]) -> Copy:
+    return make_copy(lengths, [0] * len(lengths), [0] * len(lengths))
 
 
 def make_table(copy: Copy) -> NDArray[np.uint64]:
@@ -79,7 +77,7 @@ def test_every_length_is_copied_by_any_number_of_programs(
 
 def test_every_alignment_of_either_side_is_copied() -> None:
     from_, to = np.divmod(np.arange(256), 16)
-    lengths = np.random.default_rng(1).integers(1, 300, 256)
+    lengths = np.random.default_rng(1).integers(1, 2 * TILE_BYTES, 256)
     check(make_copy(lengths.tolist(), from_.tolist(), to.tolist()))
 
 
@@ -124,17 +122,6 @@ def test_accesses_are_as_wide_as_addresses_and_length_allow(
         check(make_copy([num_bytes], [from_], [to]))
         bits = 16 | from_ | to | num_bytes
         assert store_widths == {bits & -bits}
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_fragments_are_copied(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    count = int(generator.integers(1, 60))
-    widths = 1 << generator.integers(0, 5, count)
-    lengths = widths * generator.integers(0, 4 * TILE_BYTES // 16, count)
-    from_, to = (widths * generator.integers(0, 16 // widths) for _ in range(2))
-    copy = make_copy(lengths.tolist(), from_.tolist(), to.tolist(), seed=seed)
-    check(copy, num_programs=int(generator.integers(1, 20)))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.units import ByteSize
 from tests.backends.file_store import flip_bit, open_store, path_of
 from tests.examples import examples
-from tests.testing.test_dict_backend import Blocks, KeptBackend
+from tests.testing.test_backend_tests import Blocks, KeptBackend
 from tests.tiering.opened_tiers import open_dict, open_host, open_tiers, settle
 
 MAX_LOOKUPS = 10_000

@@ -22,6 +22,10 @@ IDS = [[0, 1, 2, 3]]
 ELSEWHERE = [[8, 9, 10, 11]]
 
 
+ONE_BLOCK = Slices(load_bytes=8192, store_bytes=4096, spare_bytes=4096, share=0)
+"""Slices of one block, and no more of them after a long pause."""
+
+
 class ToldBackend(SlotMover):
     """Backend of slots that notes on which thread it moves what, and how much."""
 
@@ -46,6 +50,11 @@ class ToldBackend(SlotMover):
 
 
 @pytest.fixture
+def slices() -> Slices:
+    return Slices()
+
+
+@pytest.fixture
 def memory() -> BlockMemory:
     return BlockMemory([[4096]], num_blocks=16)
 
@@ -54,11 +63,6 @@ def memory() -> BlockMemory:
 def backend(memory: BlockMemory) -> ToldBackend:
     shape = PoolShape(num_slots=4, num_parts=1, part_size_bytes=4096)
     return ToldBackend(HostPool(shape, memory.namespace(), CPUCopyEngine()))
-
-
-@pytest.fixture
-def slices() -> Slices:
-    return Slices()
 
 
 @pytest.fixture
@@ -108,24 +112,17 @@ async def test_an_event_loop_that_runs_on_the_thread_is_not_held_up(
     await asyncio.to_thread(engine.close)
 
 
-class TestLongJobs:
-    """A long job goes on slice by slice, whenever the engine polls."""
-
-    @pytest.fixture
-    def slices(self) -> Slices:
-        """Slices of one block, and no more of them after a long pause."""
-        return Slices(load_bytes=8192, store_bytes=4096, spare_bytes=4096, share=0)
-
-    def test_each_poll_moves_one_slice(
-        self, engine: PolledEngine[ToldBackend], backend: ToldBackend, memory: BlockMemory
-    ) -> None:
-        payloads = [make_payload(key, 4096) for key in KEYS]
-        write_payloads(memory.describe(0, IDS[0]), payloads)
-        job_id = engine.submit_store(KEYS, IDS)
-        polls = [engine.get_finished() for _ in range(4)]
-        assert [len(jobs) for jobs in polls] == [0, 0, 1, 0]
-        assert (polls[2][0].job_id, polls[2][0].done) == (job_id, True)
-        assert backend.num_stored == [1, 1, 1, 1]
-        assert all(backend.was_here)
-        assert submit(engine, ELSEWHERE).done
-        assert read_payloads(memory.describe(0, ELSEWHERE[0])) == payloads
+@pytest.mark.parametrize("slices", [ONE_BLOCK])
+def test_each_poll_moves_one_slice(
+    engine: PolledEngine[ToldBackend], backend: ToldBackend, memory: BlockMemory
+) -> None:
+    payloads = [make_payload(key, 4096) for key in KEYS]
+    write_payloads(memory.describe(0, IDS[0]), payloads)
+    job_id = engine.submit_store(KEYS, IDS)
+    polls = [engine.get_finished() for _ in range(4)]
+    assert [len(jobs) for jobs in polls] == [0, 0, 1, 0]
+    assert (polls[2][0].job_id, polls[2][0].done) == (job_id, True)
+    assert backend.num_stored == [1, 1, 1, 1]
+    assert all(backend.was_here)
+    assert submit(engine, ELSEWHERE).done
+    assert read_payloads(memory.describe(0, ELSEWHERE[0])) == payloads

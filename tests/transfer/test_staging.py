@@ -1,18 +1,81 @@
-"""Staging: what did not arrive changes no memory of a device, and what cannot be is refused."""
+"""Staging keeps every promise of `Backend`; what did not arrive changes no memory of a device."""
 
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
 
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import DeviceError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
-from kvxfer.storage.keys import BlockKey
-from kvxfer.testing import BlockMemory, DictBackend, DictConfig
+from kvxfer.kvcache.memory_region import HOST
+from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.testing import (
+    BackendStateMachine,
+    BackendTests,
+    BlockMemory,
+    DictBackend,
+    DictConfig,
+    WrapperTests,
+)
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.transfer.staged_backend import StagedBackend
-from tests.transfer.pretended_device import PretendedCopyEngine, on_device
+from kvxfer.units import ByteSize
+from tests.backends.file_store import capacity_of, flip_bit, open_store, path_of
+from tests.examples import examples
+from tests.tiering.opened_tiers import open_tiers
+
+DEVICE = torch.device("cuda", 0)
+
+
+def on_device(blocks: Descriptors) -> Descriptors:
+    """Relabel blocks as if a device held them."""
+    return dataclasses.replace(blocks, device=DEVICE)
+
+
+class PretendedCopyEngine(CopyEngine):
+    """Copy engine between a device and the host, which fails as it is told."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.begun: list[int] = []
+        self._cpu = CPUCopyEngine(num_threads=1)
+
+    def copy(self, source: Descriptors, destination: Descriptors) -> None:
+        assert {source.device, destination.device} == {HOST, DEVICE}
+        self.begun.append(source.num_bytes)
+        if self.error is not None:
+            raise self.error
+        sides = (dataclasses.replace(side, device=HOST) for side in (source, destination))
+        self._cpu.copy(*sides)
+
+    def close(self) -> None:
+        self._cpu.close()
+
+
+class StagedFromDevice(StagedBackend):
+    """Staging for callers that label a device's memory as the host's."""
+
+    def __init__(self, inner: Backend, namespace: Namespace, *, staging_bytes: int) -> None:
+        sizes = [namespace.chunk_size_bytes(group) for group in range(len(namespace.groups))]
+        self.copy_engine = PretendedCopyEngine()
+        super().__init__(inner, self.copy_engine, max(sizes), staging_bytes=staging_bytes)
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        outcomes = await super().store(keys, on_device(blocks))
+        assert self.copy_engine.begun, "the backend was given the memory of the device"
+        return outcomes
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        return await super().load(keys, on_device(blocks))
+
 
 BLOCK_BYTES = 4096
 NUM_BUFFERS = 4
@@ -112,3 +175,84 @@ async def test_blocks_that_the_backend_reaches_go_there_without_a_copy(staged: S
     assert await staged.backend.load(make_keys(2), blocks) == [DONE] * 2
     assert staged.inner.addresses == 2 * blocks.addresses.tolist()
     assert staged.copies.begun == []
+
+
+FEW_BYTES = 1  # two buffers of the largest block
+MANY_BYTES = 1 << 20
+
+
+class TestStagedDictBackend(BackendTests):
+    max_blocks: ClassVar[int | None] = 5
+    staging_bytes: ClassVar[int] = MANY_BYTES
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return self.stage(DictConfig(), namespace)
+
+    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
+        return self.stage(DictConfig(max_blocks=self.max_blocks), namespace)
+
+    def stage(self, config: DictConfig, namespace: Namespace) -> Backend:
+        inner = DictBackend(config, namespace)
+        return StagedFromDevice(inner, namespace, staging_bytes=self.staging_bytes)
+
+    async def corrupt(self, backend: Backend, key: BlockKey) -> None:
+        assert isinstance(backend, StagedFromDevice)
+        assert isinstance(backend.inner, DictBackend)
+        backend.inner.corrupt(key)
+
+
+class TestStagedDictBackendThroughFewBuffers(TestStagedDictBackend):
+    """Suite in which a large batch is several to the backend, which may evict one for the next."""
+
+    max_blocks = None
+    staging_bytes = FEW_BYTES
+
+
+class TestStagedFileBackend(BackendTests):
+    persistent = True
+    max_blocks = 5
+
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.root = tmp_path / "store"
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        self.namespace = namespace
+        inner = open_store(self.root, namespace)
+        return StagedFromDevice(inner, namespace, staging_bytes=MANY_BYTES)
+
+    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
+        inner = open_store(self.root, namespace, capacity=capacity_of(namespace, self.max_blocks))
+        return StagedFromDevice(inner, namespace, staging_bytes=MANY_BYTES)
+
+    async def corrupt(self, backend: Backend, key: BlockKey) -> None:
+        flip_bit(path_of(self.root, self.namespace, key), 8 * 4096)
+
+
+class TestStagedTiers(BackendTests):
+    """Suite over host memory and files, whose tiers have staging memory of their own."""
+
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.root = tmp_path / "store"
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        # Room for every block of a test: what is evicted before it was written back is lost.
+        first = HostBackend(HostConfig(capacity=ByteSize(40 << 20)), namespace)
+        tiers = open_tiers([first, open_store(self.root, namespace)], namespace)
+        return StagedFromDevice(tiers, namespace, staging_bytes=FEW_BYTES)
+
+
+class TestStagingAroundABackend(WrapperTests):
+    def wrap(self, inner: Backend, namespace: Namespace) -> Backend:
+        return StagedFromDevice(inner, namespace, staging_bytes=FEW_BYTES)
+
+
+class StagedStateMachine(BackendStateMachine):
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        inner = DictBackend(DictConfig(), namespace)
+        return StagedFromDevice(inner, namespace, staging_bytes=FEW_BYTES)
+
+
+TestStagedStateMachine = StagedStateMachine.TestCase
+TestStagedStateMachine.settings = examples(10, steps=20)
