@@ -147,7 +147,10 @@ class RecordingDesk(CacheLender):
 async def holding(
     tmp_path: Path, desk: RecordingDesk | None = None, **fields: Any
 ) -> AsyncIterator[Exchange]:
-    config = NixlConfig(listen=f"{HOST}:0", secret_file=write_secret(tmp_path), **fields)
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_bytes(SECRET)
+    config = NixlConfig(listen=f"{HOST}:0", secret_file=str(secret), **fields)
     async with (
         HostBackend(HostConfig(capacity=CAPACITY), NAMESPACE) as blocks,
         Exchange(
@@ -158,13 +161,6 @@ async def holding(
         ) as holder,
     ):
         yield holder
-
-
-def write_secret(folder: Path) -> str:
-    path = folder / "secret"
-    path.write_bytes(SECRET)
-    path.chmod(0o600)
-    return str(path)
 
 
 def endpoint_of(holder: Exchange | NixlBackend) -> Endpoint:

@@ -81,26 +81,18 @@ class TestNixlFenced(FencedBackendTests):
     fields = WAYS["nixl-fenced"]
 
 
-class NixlStateMachine(BackendStateMachine):
-    fields: ClassVar[dict[str, Any]] = {}
-    process: ClassVar[HolderProcess]
-
-    async def make_backend(self, namespace: Namespace) -> Backend:
-        self.holder = self.process.open(namespace, capacity=int(capacity_for(namespace, 12)))
-        return open_client(namespace, self.holder, **self.fields)
-
-    def teardown(self) -> None:
-        super().teardown()
-        self.holder.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_random_sequences_of_calls_agree_with_a_dictionary(
     process: HolderProcess, way: str
 ) -> None:
-    class Machine(NixlStateMachine):
-        pass
+    class Machine(BackendStateMachine):
+        async def make_backend(self, namespace: Namespace) -> Backend:
+            self.holder = process.open(namespace, capacity=int(capacity_for(namespace, 12)))
+            return open_client(namespace, self.holder, **WAYS[way])
 
-    Machine.fields, Machine.process = WAYS[way], process
+        def teardown(self) -> None:
+            super().teardown()
+            self.holder.close()
+
     run_state_machine_as_test(Machine, settings=examples(10, steps=20))

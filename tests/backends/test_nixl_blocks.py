@@ -159,16 +159,21 @@ async def test_a_batch_of_several_pieces_is_moved_whole_and_a_piece_that_fails_c
     assert "MemoryError" in caplog.text
 
 
+def alter(monkeypatch: pytest.MonkeyPatch, method: str, **changes: Any) -> None:
+    """Change the requests that a method of a holder's sessions is given."""
+    original = getattr(ClientSession, method)
+
+    async def altered(self: ClientSession, request: wire.Message) -> Any:
+        return await original(self, msgspec.structs.replace(request, **changes))
+
+    monkeypatch.setattr(ClientSession, method, altered)
+
+
 async def test_a_store_is_published_with_a_checksum_for_each_block_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original = ClientSession._publish
-
-    async def publish(self: ClientSession, request: wire.Publish) -> wire.Pulled:
-        return await original(self, msgspec.structs.replace(request, checksums=[7]))
-
     async with open_pair() as pair:
-        monkeypatch.setattr(ClientSession, "_publish", publish)
+        alter(monkeypatch, "_publish", checksums=[7])
         keys = make_keys(2, first=50)
         outcomes = await pair.client.store(keys, pair.memory.describe(0, [8, 9]))
         assert statuses(outcomes) == [FAILED] * 2
@@ -179,13 +184,8 @@ async def test_a_store_is_published_with_a_checksum_for_each_block_or_not_at_all
 async def test_a_holder_that_answers_with_generations_unasked_is_not_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original = ClientSession._lookup
-
-    async def lookup(self: ClientSession, request: wire.Lookup) -> wire.Found:
-        return await original(self, msgspec.structs.replace(request, fenced=True))
-
     async with open_pair() as pair:
-        monkeypatch.setattr(ClientSession, "_lookup", lookup)
+        alter(monkeypatch, "_lookup", fenced=True)
         assert await pair.client.lookup(KEYS) == [True] * 4
         assert (await load(pair, KEYS))[0] == [FAILED] * 4
 

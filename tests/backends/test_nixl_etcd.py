@@ -19,7 +19,6 @@ from kvxfer.backends.nixl.discovery import (
     EtcdError,
     look_once,
 )
-from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observer import Reports
 from kvxfer.telemetry.metrics import Metrics
@@ -284,16 +283,3 @@ async def test_who_cannot_be_trusted_is_not_told_anything(
     }[case]
     with pytest.raises(EtcdError):
         await look_once(configure([encrypted], **fields), 5.0)
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_files_that_are_no_certificates_are_errors_at_once(
-    authority: Authority, tmp_path: Path, name: str
-) -> None:
-    (tmp_path / "noise").write_text("noise")
-    for path, wanted in (("noise", "in PEM"), ("missing", "a readable file")):
-        fields = authority.files(*OWN) | {name: str(tmp_path / path)}
-        config = NixlConfig(discover="etcd://127.0.0.1:1/kvxfer", **fields).etcd
-        assert config is not None
-        with pytest.raises(InvalidArgumentError, match=wanted):
-            EtcdDiscovery(config)

@@ -555,9 +555,11 @@ async def test_a_server_does_not_talk_to_a_client_that_it_cannot_trust(
         assert not listener.writers
 
 
-def test_a_private_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(
-    authority: Authority, tmp_path: Path
+def test_a_key_of_another_certificate_or_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(
+    authority: Authority, stranger: Authority, tmp_path: Path
 ) -> None:
+    with pytest.raises(InvalidArgumentError, match="KEY_VALUES_MISMATCH"):
+        server_context(authority.config(**stranger.files("tls_key")))
     config = authority.config()
     key = serialization.load_pem_private_key(Path(config.tls_key).read_bytes(), None)
     encryption = serialization.BestAvailableEncryption(b"passphrase")
@@ -593,13 +595,6 @@ def test_a_file_that_is_not_what_it_must_be_is_named(
         with pytest.raises(InvalidArgumentError, match=name) as caught:
             make_context(config)
         assert str(path) in str(caught.value)
-
-
-def test_a_certificate_and_the_key_of_another_one_are_refused(
-    authority: Authority, stranger: Authority
-) -> None:
-    with pytest.raises(InvalidArgumentError, match="KEY_VALUES_MISMATCH"):
-        server_context(authority.config(**stranger.files("tls_key")))
 
 
 def replace(files: dict[str, Any], authority: Authority) -> None:

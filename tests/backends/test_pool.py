@@ -18,7 +18,7 @@ from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, backend, s
 from kvxfer.backends.pool.messages import Message, Pin, Pinned, Reserve, Reserved
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
-from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from tests.backends.host_blocks import flip
@@ -74,19 +74,6 @@ def attached(path: Path) -> Iterator[PoolBackend]:
         yield backend
     finally:
         asyncio.run(backend.aclose())
-
-
-async def test_engines_share_blocks_and_one_finds_the_corrupt_one_for_all(path: Path) -> None:
-    with running_pool(path) as hosts:
-        async with attach(path) as one, attach(path) as other:
-            assert all(outcome.done for outcome in await peers.store(one))
-            assert await peers.load(other) == peers.PAYLOADS
-            flip(hosts[0], peers.KEYS[2])
-            blocks = MEMORY.describe(0, [0])
-            [outcome] = await one.load(peers.KEYS[2:3], blocks)
-            assert outcome.status is Status.CORRUPT
-            there = await other.lookup(peers.KEYS)
-            assert there == [key != peers.KEYS[2] for key in peers.KEYS]
 
 
 @pytest.mark.parametrize(
