@@ -317,6 +317,17 @@ def test_files_of_before_are_found_counted_and_listed(tmp_path: Path, memory: Me
     second.adapter.close()
 
 
+def test_eviction_by_the_backend_is_told(tmp_path: Path, memory: Memory) -> None:
+    params = params_of(tmp_path) | {"backend": f"file://{tmp_path}?capacity=400KiB"}
+    driver, keys = Driver.open(plugin(params), memory), [make_key(number) for number in range(8)]
+    for number, key in enumerate(keys):
+        driver.store([key], [memory.fill(100_000, number)])
+    usage = driver.adapter.get_usage
+    until(lambda: usage().total_bytes_used == 100_000 * sum(driver.lookup(keys)))
+    assert 0 < usage().total_bytes_used < 500_000
+    driver.adapter.close()
+
+
 LAYOUT = MemoryLayoutDesc([torch.Size([2, 4, 16, 64])], [torch.bfloat16])
 OBJECT_BYTES = 2 * 4 * 16 * 64 * 2
 

@@ -330,9 +330,9 @@ LORA = changes_to("lora_config", object()), "enable_lora is True"
 IMAGES_BY_COUNT = count_images, "mm_processor_cache_gb is 0"
 
 
-def open_tier() -> None:
+def open_tier(revision: str = "commit") -> None:
     spec = KVXferOffloadingSpec(make_config(backend=[HOST]))
-    tier = {"backend": HOST, "revision": "commit"}
+    tier = {"backend": HOST, "revision": revision}
     KVXferTier(spec, np.zeros((4, 4096), np.int8).data, "KVXferTier", **tier)
 
 
@@ -380,6 +380,12 @@ def test_an_engine_whose_keys_do_not_tell_all_does_not_start(
     monkeypatch.setattr(interface, "get_current_vllm_config_or_none", lambda: told(vllm_config))
     with pytest.raises(InvalidArgumentError, match=named):
         begin()
+
+
+@has_tier
+def test_a_tier_by_url_needs_the_revision_of_the_model() -> None:
+    with pytest.raises(InvalidArgumentError, match="revision"):
+        open_tier(revision="")
 
 
 def test_rows_of_other_shapes_or_parallel_sizes_are_in_other_namespaces() -> None:

@@ -123,8 +123,7 @@ class Scheduler:
         self.manager._write_back.forget(removed)
 
     def bytes_of(self, key: BlockKey) -> list[bytes]:
-        rows = self.pool.slots[self.index.slot_of(key)]
-        return [row.tobytes() for row in rows]
+        return [row.tobytes() for row in self.pool.slots[self.index.slot_of(key)]]
 
     def counts(self) -> dict[tuple[str, tuple[str, ...]], Any]:
         """Read statistics by name and labels; a tier below is called `LOWER`."""
