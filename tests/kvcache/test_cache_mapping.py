@@ -43,18 +43,21 @@ from kvxfer.kvcache.spec import (
 from kvxfer.testing.payloads import read_payloads
 from tests.examples import examples
 from tests.kvcache.engine_views import states
-from tests.kvcache.worlds import (
+from tests.kvcache.zoo_engines import (
+    ZOO,
     Values,
     Worker,
     WorldEngine,
+    ZooGroup,
     divisors,
     engine_options,
     generators,
+    named,
     page_tokens,
+    plan_groups,
     start_engine,
     worlds,
 )
-from tests.kvcache.zoo_engines import ZOO, ZooGroup, named, plan_groups
 
 NUM_BLOCKS, TOKENS, HEADS, DIM = 12, 8, 2, 4
 NHD = "block kv token head dim"

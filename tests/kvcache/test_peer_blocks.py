@@ -35,15 +35,16 @@ from kvxfer.kvcache.portable import (
 )
 from kvxfer.kvcache.spec import FullAttentionSpec, MambaSpec
 from tests.examples import examples
-from tests.kvcache.worlds import (
+from tests.kvcache.zoo_engines import (
+    ZOO,
     Worker,
     WorldEngine,
     engine_options,
     generators,
+    named,
     start_engine,
     worlds,
 )
-from tests.kvcache.zoo_engines import ZOO, named
 
 NHD = "block kv token head dim"
 LAYOUTS = (NHD, "block kv head token dim", "block head kv token dim", "block head token kv dim")

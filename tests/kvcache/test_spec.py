@@ -1,15 +1,13 @@
 """Specs and configs: sizes, validation and merging."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from kvxfer.errors import InvalidArgumentError, SpecMergeError
-from kvxfer.kvcache.cache_tensor import CacheTensorForm
-from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.quantization import KVQuantization
 from kvxfer.kvcache.spec import (
@@ -179,24 +177,3 @@ def test_a_window_and_a_chunk_do_not_merge() -> None:
     specs = [replace(FULL, sliding_window=128), replace(FULL, attention_chunk_tokens=128)]
     with pytest.raises(SpecMergeError, match="sliding_window and attention_chunk_tokens"):
         KVCacheSpec.merge(specs)
-
-
-def test_a_new_family_is_one_class() -> None:
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class IndexerSpec(KVCacheSpec):
-        width: int
-
-        @property
-        def cache_tensors(self) -> tuple[CacheTensorForm, ...]:
-            form = CacheTensorForm(
-                dtype=torch.uint8,
-                axis_sizes={"token": self.tokens_per_block, "dim": self.width},
-                layouts=("block token dim",),
-                parts=(("indexer", self.width),),
-            )
-            return (form,)
-
-    spec = IndexerSpec(tokens_per_block=4, width=132)
-    config = KVCacheConfig(3, (KVCacheGroup(spec, ("a",)),))
-    caches = canonicalize({"a": torch.zeros(3, 4, 132, dtype=torch.uint8)}, config)
-    assert tuple(caches.tensors[0].tensor.shape) == (3, 4 * 132)

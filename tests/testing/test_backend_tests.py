@@ -357,14 +357,6 @@ def test_every_test_of_the_suite_catches_something() -> None:
     assert {test for _, test in CAUGHT_BY} == tests - {needs_a_medium}
 
 
-async def test_a_suite_that_cannot_corrupt_skips_and_says_so() -> None:
-    class Incorruptible(SuiteOf):
-        corrupt = BackendTests.corrupt
-
-    with pytest.raises(pytest.skip.Exception, match="Incorruptible cannot corrupt"):
-        await Incorruptible(DictBackend).test_corrupt_bytes_are_reported_once_and_then_a_miss()
-
-
 Blocks = dict[BlockKey, Any]
 
 

@@ -47,7 +47,6 @@ from kvxfer.storage.prompt_keys import PromptKeys
 from tests.transfer.handover_engines import (
     HND,
     LIMIT_S,
-    NHD,
     NULL,
     Engine,
     EngineProcess,
@@ -92,14 +91,9 @@ def ids(engine: Engine, blocks: list[int]) -> list[list[int]]:
 
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "equal": ({}, {}),
-    "larger blocks": ({"tokens_per_block": 8}, {}),
     "smaller blocks": ({}, {"tokens_per_block": 8}),
     "blocks that share no edge": ({"tokens_per_block": 6}, {}),
-    "TP 2 to 1": ({"tp_size": 2}, {}),
-    "TP 1 to 2": ({}, {"tp_size": 2}),
-    "TP 2 to 2": ({"tp_size": 2}, {"tp_size": 2}),
     "TP 4 to 2, larger blocks": ({"tp_size": 4, "tokens_per_block": 8}, {"tp_size": 2}),
-    "HND to NHD": ({"layout": HND}, {"layout": NHD}),
     "NHD to HND, TP 2 to 1": ({"tp_size": 2}, {"layout": HND}),
     "two groups": ({"windows": (None, None)}, {"windows": (None, None)}),
 }
