@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvxfer.copy_engine.triton import NUM_WARPS, FragmentKernel, open_kernel
 from kvxfer.errors import BackendUnavailableError, DeviceError, InvalidArgumentError
-from tests.copy_engine.copies import Copy, Side
+from tests.copy_engine.test_cpu import Copy, Side
 
 pytest.importorskip("triton", reason="needs triton, which CUDA builds of torch bring along")
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.cuda.engine_caches import Compute, EngineCaches
-from tests.cuda.simulated_gpu import SimulatedGpu, build
+from tests.cuda.simulated_gpu import Compute, EngineCaches, SimulatedGpu, build
 
 
 @pytest.fixture(scope="session")

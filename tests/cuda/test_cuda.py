@@ -41,8 +41,7 @@ from tests.cuda.copies import (
     opened,
     scatter,
 )
-from tests.cuda.engine_caches import KEYS, NAMESPACE, Compute, EngineCaches
-from tests.cuda.simulated_gpu import COUNTS, SimulatedGpu
+from tests.cuda.simulated_gpu import COUNTS, KEYS, NAMESPACE, Compute, EngineCaches, SimulatedGpu
 
 
 class KernelOfTheDriver:

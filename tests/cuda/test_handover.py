@@ -21,8 +21,7 @@ from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import CacheLender
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.testing import FakeNixlAgent
-from tests.cuda.engine_caches import Compute, EngineCaches
-from tests.cuda.simulated_gpu import SimulatedGpu
+from tests.cuda.simulated_gpu import Compute, EngineCaches, SimulatedGpu
 
 TOKENS = list(range(200))
 """A prompt of twelve blocks and a half."""

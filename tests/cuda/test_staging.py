@@ -23,9 +23,16 @@ from kvxfer.transfer.job import FinishedJob, JobId
 from kvxfer.units import ByteSize
 from tests.backends.device_agent_contract import DeviceAgentContract, DevicePeer, LocalDevicePeer
 from tests.backends.pool_servers import running_pool
-from tests.cuda.engine_caches import KEYS, NAMESPACE, NUM_BLOCKS, Compute, EngineCaches
 from tests.cuda.gpu import Gpu
-from tests.cuda.simulated_gpu import COUNTS, SimulatedGpu
+from tests.cuda.simulated_gpu import (
+    COUNTS,
+    KEYS,
+    NAMESPACE,
+    NUM_BLOCKS,
+    Compute,
+    EngineCaches,
+    SimulatedGpu,
+)
 
 BLOCK_BYTES = 3 * 2 * 16 * 4 * 32 * 2
 NUM_BUFFERS = 4

@@ -28,7 +28,7 @@ from kvxfer.errors import BlockIdError, InvalidArgumentError
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from tests.examples import examples
-from tests.kvcache.engine_views import config_of
+from tests.kvcache.test_canonical import config_of
 
 FULL = FullAttentionSpec(tokens_per_block=16, num_kv_heads=1, head_dim=2, dtype=torch.float16)
 SMALL = FullAttentionSpec(tokens_per_block=4, num_kv_heads=1, head_dim=2, dtype=torch.float16)

@@ -42,7 +42,7 @@ from kvxfer.kvcache.spec import (
 )
 from kvxfer.testing.payloads import read_payloads
 from tests.examples import examples
-from tests.kvcache.engine_views import states
+from tests.kvcache.test_canonical import states
 from tests.kvcache.zoo_engines import (
     ZOO,
     Values,

@@ -22,7 +22,6 @@ from kvxfer.errors import (
     BlockIdError,
     CacheMismatchError,
     DuplicateError,
-    InvalidArgumentError,
     KVXferError,
     NamespaceMismatchError,
     PeerError,
@@ -47,7 +46,6 @@ from kvxfer.storage.prompt_keys import PromptKeys
 from tests.transfer.handover_engines import (
     HND,
     LIMIT_S,
-    NULL,
     Engine,
     EngineProcess,
     get,
@@ -150,21 +148,6 @@ def test_a_last_block_that_begins_before_what_is_wanted_is_not_cleared(stack: Ex
     ours.compute(TOKENS, wanted)
     ours.fetch(theirs.endpoint, TICKET, TOKENS, wanted, first_token=20)
     assert ours.all_good(TOKENS, wanted)
-
-
-def test_a_window_needs_only_the_end_of_a_prompt(stack: ExitStack) -> None:
-    windows = (None, 8)
-    theirs, ours = (open_engine(stack, windows=windows) for _ in range(2))
-    blocks = [THEIRS, [NULL, NULL, NULL, *THEIRS[:3]]]
-    theirs.lend(TICKET, TOKENS, blocks)
-    assert ours.ask(theirs.endpoint, TICKET, TOKENS).num_tokens == len(TOKENS)
-    wanted = [OURS, [NULL, NULL, NULL, 20, 21, 22]]
-    [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, wanted)
-    assert not any(fetched.bad_blocks)
-    assert fetched.num_verified == 9
-    [good] = ours.good(TOKENS, wanted)
-    assert good == [[True] * 6, [False] * 3 + [True] * 3]
-    assert ours.is_untouched([OURS, [20, 21, 22]])
 
 
 @pytest.mark.usefixtures("in_place_bytes")
@@ -384,14 +367,6 @@ def lying(stack: ExitStack, description: bytes) -> Engine:
     lender.description = description
     theirs.lend(TICKET, TOKENS, [THEIRS])
     return theirs
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("description", [b"", b"garbage", b"\xc1", bytes(1000)])
-def test_a_description_that_is_none_is_refused(description: bytes, stack: ExitStack) -> None:
-    theirs, ours = lying(stack, description), open_engine(stack)
-    with pytest.raises(InvalidArgumentError, match="a CacheDescription"):
-        ours.ask(theirs.endpoint, TICKET, TOKENS)
 
 
 @pytest.mark.processes
