@@ -42,7 +42,7 @@ TOP = {
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
     "kvxfer": 2_081,
-    "backends/file": 6_105,
+    "backends/file": 6_111,
     "backends/host": 2_087,
     "backends/mooncake": 720,
     "backends/nixl": 8_514,
@@ -64,7 +64,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_275,
     "kvxfer/storage": 5_153,
     "kvxfer/telemetry": 1_693,
-    "kvxfer/testing": 7_480,
+    "kvxfer/testing": 7_483,
     "kvxfer/tiering": 1_620,
     "kvxfer/transfer": 2_125,
 }

@@ -248,14 +248,13 @@ class FileIndex:
             self._note_gone(file, quarantined=False)
             self._forget(file)
 
-    def quarantine(self, file: FileId, num_bytes: int) -> int:
-        """Move a file to quarantine; return the bytes of the one that it replaced there."""
+    def quarantine(self, file: FileId, num_bytes: int) -> None:
+        """Move a file to quarantine, where it may replace another one."""
         with self._lock:
             self._note_gone(file, quarantined=False)
             self._forget(file)
-            replaced = self._quarantined.pop(file, None)
+            self._quarantined.pop(file, None)  # the last one to be evicted of them
             self._quarantine(file, num_bytes)
-            return replaced.num_bytes if replaced else 0
 
     def begin_walk(self) -> None:
         """Begin to note what this process removes, until `end_walk`."""

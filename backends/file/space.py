@@ -20,7 +20,7 @@ from kvxfer.backends.file.file_index import (
 from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import Ledger, RemovedCountError
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, require_known
+from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS
 from kvxfer.pages.header import padded
 from kvxfer.pages.names import QUARANTINE
 from kvxfer.runtime import Threads
@@ -219,13 +219,13 @@ class Space:
         was_there: bool | None = None
         # Locked, so that nobody stores the key anew before it was told that it is gone.
         with contextlib.suppress(OSError), self._ledger.locked():
+            replaced = self._folder.size(key, QUARANTINE) or 0
+            num_bytes = padded(runtime.disk().fstat(fd).st_size)
             was_there = self._quarantine(key, fd)
-            num_bytes = self._folder.quarantined_size(key) if was_there else None
-            if num_bytes is not None:
+            if was_there:
                 (file,) = self._files([key])
-                replaced = self._index.quarantine(file, padded(num_bytes))
-                self._ledger.remove(replaced)
-                self._ledger.move(padded(num_bytes))
+                self._index.quarantine(file, num_bytes)
+                self._ledger.move(num_bytes, replaced=padded(replaced))
         if was_there is not None:
             return was_there
         try:
@@ -274,16 +274,15 @@ class Space:
         """Remove files; return for each whether it was there, or why it cannot be removed."""
         removed: list[bool | OSError] = [False] * len(keys)
         with self._ledger.locked():
-            sizes = self._folder.sizes(keys)
-            for index, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+            for index, key in enumerate(keys):
                 try:
-                    if isinstance(size, OSError):
-                        raise size
-                    removed[index] = size is not None and self._folder.remove(key)
+                    num_bytes = self._folder.remove(key)
                 except OSError as exc:
                     removed[index] = exc
-                if removed[index] is True and isinstance(size, int):
-                    self._ledger.remove(padded(size))
+                    continue
+                if num_bytes is not None:
+                    removed[index] = True
+                    self._ledger.remove(padded(num_bytes))
                     self._index.remove(*self._files([key]))
             gone = [key for key, is_gone in zip(keys, removed, strict=True) if is_gone is True]
             self._reports.removed(gone, reason)
@@ -412,7 +411,8 @@ class Space:
             if victim.fingerprint != folder.fingerprint:
                 folder = opened.enter_context(self._tree.folder(victim.fingerprint))
             try:
-                removed_bytes = _remove(folder, victim)
+                found_in = QUARANTINE if victim.quarantined else ""
+                num_bytes = folder.remove(victim.key, found_in)  # which others may have changed
             except OSError as exc:
                 self._not_removed.append(victim)
                 if exc.errno not in DAMAGE_ERRORS:
@@ -420,11 +420,11 @@ class Space:
                 logger.warning("cannot evict block %s: %s", victim.key.hex(), exc.strerror)
                 return 0
             if self._reports and not victim.quarantined:
-                reason = Removal.VANISHED if removed_bytes is None else victim.reason
+                reason = Removal.VANISHED if num_bytes is None else victim.reason
                 self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)
-            if removed_bytes is None:  # another process did, and has counted it
+            if num_bytes is None:  # another process removed it, and has counted it
                 return 0
-            self._ledger.remove(removed_bytes)
+            self._ledger.remove(padded(num_bytes))
             return 1 + (with_folder and folder.remove_if_empty(victim.key))
 
     def _rescan(self) -> bool:
@@ -453,11 +453,3 @@ class Space:
 
     def _files(self, keys: Iterable[BlockKey]) -> list[FileId]:
         return file_ids(self._folder.fingerprint, keys)
-
-
-def _remove(folder: NamespaceFolder, victim: Victim) -> int | None:
-    """Remove a victim; return its bytes, which another process may have changed meanwhile."""
-    if victim.quarantined:
-        return victim.num_bytes if folder.remove_found(victim.key, QUARANTINE) else None
-    (size,) = require_known(folder.sizes([victim.key]))
-    return padded(size) if size is not None and folder.remove(victim.key) else None

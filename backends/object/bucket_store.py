@@ -257,9 +257,9 @@ class _BucketNamespace(StoredNamespace):
         name, away = self._prefix + block.path, f"{self._folder}{QUARANTINE}/{file_name(block.key)}"
         yield _OpenObject(self._requests, name, block.num_bytes, away)
 
-    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[bool]:
+    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | None]:
         _delete(self._requests, [self._prefix + block.path for block in blocks])
-        return iter([True] * len(blocks))
+        return iter([block.num_bytes_on_disk for block in blocks])
 
     def remove_empty(self) -> bool:
         texts = dict[str, bytes]()

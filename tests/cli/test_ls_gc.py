@@ -167,15 +167,15 @@ def test_a_signal_between_two_files_leaves_the_count_right(
     store: Store, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
 ) -> None:
     store.fill()
-    remove = NamespaceFolder.remove_found
+    remove = NamespaceFolder.remove
 
     def remove_and_signal(*arguments: Any) -> bool:
-        monkeypatch.setattr(NamespaceFolder, "remove_found", remove)
+        monkeypatch.setattr(NamespaceFolder, "remove", remove)
         was_there = remove(*arguments)
         os.kill(os.getpid(), number)
         return was_there
 
-    monkeypatch.setattr(NamespaceFolder, "remove_found", remove_and_signal)
+    monkeypatch.setattr(NamespaceFolder, "remove", remove_and_signal)
     # A shell ignores them for what it starts in the background, and the tests may be that.
     default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     inherited = signal.signal(number, default)

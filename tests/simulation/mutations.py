@@ -234,9 +234,14 @@ TABLE = """
 -        if self.num_losses != begun.num_losses or self.added < begun.added:
 +        if self.num_losses < begun.num_losses:
 --- backends/file/space.py
+@@ files 60 what a corrupt block replaces is taken off the count from memory
+-            replaced = self._folder.size(key, QUARANTINE) or 0
++            replaced = getattr(self._index._quarantined.get(self._files([key])[0]), "num_bytes", 0)
 @@ files 400 a corrupt block that two have found is taken off the count twice
--            num_bytes = self._folder.quarantined_size(key) if was_there else None
-+            num_bytes = self._folder.quarantined_size(key)
+-            if was_there:
+-                (file,) = self._files([key])
++            if True:
++                (file,) = self._files([key])
 @@ files 100 nobody is told of a corrupt block that is moved away
 -            self._reports.removed([key], Removal.CORRUPT)
 +            pass
@@ -244,7 +249,9 @@ TABLE = """
 -                self._ledger.used + total > self._capacity_bytes
 +                self._ledger.used > self._capacity_bytes
 @@ files 100 an evicted file stays counted
--            self._ledger.remove(removed_bytes)
+-            self._ledger.remove(padded(num_bytes))
+-            return 1 + (with_folder and folder.remove_if_empty(victim.key))
++            return 1 + (with_folder and folder.remove_if_empty(victim.key))
 @@ files 60 an evicted file is not told
 -                self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)
 +                pass

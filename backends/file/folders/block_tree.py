@@ -174,7 +174,8 @@ class BlockTree:
             for fingerprint, parent in self._children(root, wanted):
                 if with_own:
                     yield fingerprint, "", parent
-                inner = filter(is_block_folder, self._names(parent))
+                # Quarantine last, also if made since: without a count, no walk is told of moves.
+                inner = {*filter(is_block_folder, self._names(parent)), QUARANTINE}
                 for name, fd in self._children(parent, inner):
                     yield fingerprint, name, fd
         finally:

@@ -198,13 +198,19 @@ class Ledger:
         """Count bytes that were removed; only inside `locked`."""
         self.used = max(0, self.used - num_bytes)
 
-    def move(self, num_bytes: int) -> None:
+    def move(self, num_bytes: int, *, replaced: int) -> None:
         """Count bytes that are moved to where a walk may have been before; only inside `locked`.
 
         The walks of other processes count them once more, until the next one.
+
+        Args:
+            num_bytes: The bytes.
+            replaced: Bytes of what was there.
         """
-        self.added += num_bytes
-        self.added_here += num_bytes
+        self.remove(replaced)
+        if self.known:
+            self.added += num_bytes
+            self.added_here += num_bytes
 
     def begin_recount(self) -> Recount:
         """Note the state before a walk, for `end_recount`; only inside `locked`.

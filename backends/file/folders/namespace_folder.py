@@ -136,10 +136,6 @@ class NamespaceFolder:
         """
         runtime.disk().sync_file_system(self._folders.root_fd)
 
-    def remove(self, key: BlockKey) -> bool:
-        """Remove the file of a key; return whether it was there."""
-        return self._unlink(file_name(key), file_name(key)[:2])
-
     def quarantine(self, key: BlockKey, fd: int, *, found_in: str = "") -> bool:
         """Move the open file of a key to quarantine, where no lookup finds it.
 
@@ -167,17 +163,37 @@ class NamespaceFolder:
         name, unlink = file_name(key), runtime.disk().unlink
         return self._if_named(name, name[:2], fd, lambda folder: unlink(name, dir_fd=folder))
 
-    def quarantined_size(self, key: BlockKey) -> int | None:
-        """Get the bytes of a key's file in quarantine; None when there is none.
+    def size(self, key: BlockKey, found_in: str = "") -> int | None:
+        """Get the bytes of a key's file in a folder; None when there is none.
 
         Raises:
             OSError: That cannot be told.
         """
-        return require_known([self._size(file_name(key), QUARANTINE)])[0]
+        return require_known([self._size(file_name(key), found_in)])[0]
 
-    def remove_found(self, key: BlockKey, found_in: str) -> bool:
-        """Remove a key's file from the folder it was found in; return whether it was there."""
-        return self._unlink(file_name(key), found_in)
+    def remove(self, key: BlockKey, found_in: str = "") -> int | None:
+        """Remove a key's file from the folder it was found in, that of its key by default.
+
+        Returns:
+            The bytes that it had; None when it was not there.
+
+        Raises:
+            OSError: They cannot be told, or it cannot be removed.
+        """
+        name = file_name(key)
+
+        def remove(fd: int) -> int | None:
+            size = regular_size(fd, name)
+            if size is not None:
+                runtime.disk().unlink(name, dir_fd=fd)
+            return size
+
+        try:
+            return self._folders.within(found_in or name[:2], remove)
+        except OSError as exc:
+            if is_absent(exc):
+                return None
+            raise
 
     def remove_if_empty(self, key: BlockKey) -> bool:
         """Remove the folder of a key if it is empty; return whether it was removed."""
@@ -304,17 +320,6 @@ class NamespaceFolder:
             return self._folders.within(folder, check_and_act)
         except FileNotFoundError:
             return False
-
-    def _unlink(self, name: str, folder: str) -> bool:
-        try:
-            self._folders.within(folder, lambda fd: runtime.disk().unlink(name, dir_fd=fd))
-        except IsADirectoryError:  # such a folder is foreign
-            return False
-        except OSError as exc:
-            if is_absent(exc):
-                return False
-            raise
-        return True
 
 
 def _write_text(name: str, text: str, folder_fd: int) -> None:

@@ -117,8 +117,8 @@ class StoredNamespace(ABC):
         """
 
     @abstractmethod
-    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[bool]:
-        """Remove files; yield for each, once it is gone, whether it was there.
+    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | None]:
+        """Remove files; yield for each, once it is gone, the bytes that it took; None for none.
 
         Raises:
             OSError: One cannot be removed.

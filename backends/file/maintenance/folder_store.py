@@ -24,7 +24,8 @@ from kvxfer.backends.file.maintenance.block_store import (
     OtherEntry,
     StoredNamespace,
 )
-from kvxfer.pages.names import is_block_folder
+from kvxfer.pages.header import padded
+from kvxfer.pages.names import QUARANTINE, is_block_folder
 from kvxfer.pages.verification import read_data, read_header
 
 NUM_THREADS = 8
@@ -126,7 +127,7 @@ class _Folder(StoredNamespace):
         finally:
             runtime.disk().close(fd)
 
-    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[bool]:
+    def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | None]:
         return map(self._remove, blocks)
 
     def remove_empty(self) -> bool:
@@ -136,19 +137,21 @@ class _Folder(StoredNamespace):
 
     def _quarantine(self, block: FoundBlock, fd: int) -> bool:
         with contextlib.closing(Ledger(self._root)) as count, count.locked():
+            replaced = self._folder.size(block.key, QUARANTINE) or 0
             was_there = self._folder.quarantine(block.key, fd, found_in=block.folder)
             if was_there:
-                count.move(block.num_bytes_on_disk)
+                count.move(block.num_bytes_on_disk, replaced=padded(replaced))
         return was_there
 
-    def _remove(self, block: FoundBlock) -> bool:
+    def _remove(self, block: FoundBlock) -> int | None:
         try:
-            return self._folder.remove_found(block.key, block.folder)
+            size = self._folder.remove(block.key, block.folder)
+            return None if size is None else padded(size)
         except OSError as exc:
             if exc.errno not in DAMAGE_ERRORS:
                 raise
             logger.warning("%s cannot be removed: %s", block.path, exc.strerror)
-            return False
+            return None
 
 
 class _OpenFile(OpenBlock):

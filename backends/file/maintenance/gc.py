@@ -50,10 +50,10 @@ class RemovedCounts:
     num_bytes: int = 0
     num_bytes_left: int = 0
 
-    def add(self, fate: Fate, block: FoundBlock) -> None:
-        """Count a block."""
+    def add(self, fate: Fate, num_bytes: int) -> None:
+        """Count a block of so many bytes on the disk."""
         setattr(self, fate, getattr(self, fate) + 1)
-        self.num_bytes += block.num_bytes_on_disk
+        self.num_bytes += num_bytes
 
 
 class GarbageCollection:
@@ -117,7 +117,7 @@ class GarbageCollection:
                 if not entry.abandoned and not entry.goes_along:
                     kept.add(entry.fingerprint)
             elif fate := self._fate(entry):
-                removed.add(fate, entry)
+                removed.add(fate, entry.num_bytes_on_disk)
             else:
                 removed.num_bytes_left += entry.num_bytes_on_disk
                 kept.add(entry.fingerprint)
@@ -203,9 +203,9 @@ class GarbageCollection:
     def _remove(self, namespace: StoredNamespace, some: Sequence[tuple[FoundBlock, Fate]]) -> None:
         """Remove files, and count each as it goes."""
         removed = namespace.remove([block for block, _ in some])
-        for (block, fate), was_there in zip(some, removed, strict=True):
-            if was_there:
-                self._removed.add(fate, block)
+        for (_, fate), num_bytes in zip(some, removed, strict=True):
+            if num_bytes is not None:
+                self._removed.add(fate, num_bytes)
 
 
 class _UseOrder:
