@@ -186,7 +186,7 @@ def leftovers_of_all(
     """Describe what an idle engine, its tiers and host memory in them still have."""
     left = leftovers_of_engine(engine, may_lose=may_lose)
     if isinstance(opened.backend, TieredBackend):
-        left += leftovers_of_tiers(opened.backend)
+        left += leftovers_of_tiers(opened.backend, may_lose=may_lose)
     for tier in opened.tiers or [opened.backend]:
         inner = tier.inner if isinstance(tier, FaultyTier) else tier
         if isinstance(inner, HostBackend):
@@ -208,13 +208,17 @@ def leftovers_of_engine(engine: TransferEngine, *, may_lose: bool = False) -> li
     return [f"{count} {what}" for what, count in counts.items() if count]
 
 
-def leftovers_of_tiers(backend: TieredBackend) -> list[str]:
-    """Describe locks, buffers, calls and queued blocks that idle tiers still have."""
+def leftovers_of_tiers(backend: TieredBackend, *, may_lose: bool = False) -> list[str]:
+    """Describe locks, buffers, calls and queued blocks that idle tiers still have.
+
+    The end gives up a buffer that a tier may still write to, as it refuses to be drained.
+    """
     staging = backend._staging
+    gives_up = may_lose and staging._closing.is_set()
     counts = {
         "locked keys": len(backend._locks),
         "keys to delete": len(backend._to_delete),
-        "missing staging buffers": staging.num_buffers - len(staging._idle),
+        "missing staging buffers": 0 if gives_up else staging.num_buffers - len(staging._idle),
         "late calls": sum(tier._calls.num_late for tier in backend._tiers),
         "abandoned calls": sum(len(tier._calls._abandoned) for tier in backend._tiers),
         "queued blocks": sum(len(writer.queue) for writer in backend._writers),

@@ -28,6 +28,7 @@ from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step, run_s
 MOST_CUTS = 200
 """Most runs for cutting down one plan."""
 MOST_REPORTS = 5
+"""Most failures that are told in full; of more, only which seed failed, and how."""
 SEEDS_PER_SHARE = 10
 LAST_LINES = 60
 
@@ -164,8 +165,8 @@ def _run_all(chosen: Sequence[Scenario], given: argparse.Namespace) -> int:
         total = totals[ran.name]
         for at, more in enumerate((ran.num_seeds, ran.num_calls, ran.virtual_s, len(ran.failed))):
             total[at] += more
-        for _, report in ran.failed[: MOST_REPORTS - num_said]:
-            _say(report)
+        for _, report in ran.failed:
+            _say(report if num_said < MOST_REPORTS else report.partition("\n")[0])
             num_said += 1
     _say_totals(totals, time.monotonic() - began)
     return int(any(each[3] for each in totals.values()))

@@ -721,6 +721,8 @@ class EngineRun:
             assert batch is not None
             blocks = self._world.memory.describe(group, batch.ids_by_group[group])
             outcomes = await tier.load(self._world.keys(parts), blocks)
+            if any(each.status is Status.FAILED for each in outcomes):  # paused: see above
+                outcomes = await tier.load(self._world.keys(parts), blocks)
             for part, ids, outcome in zip(parts, batch.block_ids, outcomes, strict=True):
                 if outcome.done:
                     key, began = self._world.key(part), self._simulation.now
