@@ -1,6 +1,8 @@
 """The simulation repeats, ends what hangs, cuts plans down, and finds nothing wrong."""
 
 import asyncio
+import gc
+import logging
 import os
 import runpy
 import subprocess
@@ -82,6 +84,8 @@ FOUND = (
     ("files", 6616),  # a store waited for a walk that had begun before the count was removed
     ("files", 3636),  # a store failed, as the count was removed while it was changed
     ("files", 243),  # a rotten block that two loads had found was taken off the count twice
+    ("files", 19),  # what a rotten block replaced in quarantine was taken off the count from memory
+    ("files", 1348),  # a move was counted although there was no count, and a walk took it off
     ("handover", 83),  # a lease whose release was lost was held by a worker that had read
     ("files", 9508),  # a purge passed over a folder that it could not read, and said nothing
     ("files", 21604),  # a delete failed, as the count was removed while it was changed
@@ -102,10 +106,15 @@ FOUND = (
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.filterwarnings("ignore")  # vLLM warns when it is imported
 @pytest.mark.parametrize(("name", "seed"), FOUND)
-def test_a_seed_that_has_found_a_fault_finds_it_mended(name: str, seed: int) -> None:
+def test_a_seed_that_has_found_a_fault_finds_it_mended(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps errors
     for scenario in SCENARIOS:
         if scenario.name == name:
-            assert run_seed(scenario, seed).violations == []
+            violations = run_seed(scenario, seed).violations
+            gc.collect()  # what nobody awaits any more, while warnings are ignored
+            assert violations == []
             return
     pytest.skip(f"{name} needs vLLM")
 
