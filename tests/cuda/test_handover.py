@@ -106,13 +106,10 @@ def hand_over(prefill: Side, decode: Side) -> Fetched:
     [
         (True, FakeNixlAgent, {}, STRAIGHT, ""),
         (True, FakeNixlAgent, {"integrity": "fenced"}, STRAIGHT, ""),
-        (True, FakeNixlAgent, {"transport": "nixl"}, STRAIGHT, ""),
         (True, BlindAgent, {}, THROUGH_HOST, BLIND),
         (True, BlindAgent, {"transport": "nixl"}, THROUGH_HOST, BLIND),
-        (True, BlindAgent, {"integrity": "fenced"}, THROUGH_HOST, BLIND),
         (True, BlindAgent, {"integrity": "full"}, THROUGH_HOST, "integrity=full"),
         (True, BlindAgent, {"transport": "socket"}, THROUGH_HOST, "transport=socket"),
-        (True, BlindAgent, {"transport": "nixl", "integrity": "full"}, THROUGH_HOST, "=full"),
         # Memory that was registered may be out of reach: on an H100 nothing came through.
         (False, FakeNixlAgent, {}, THROUGH_HOST, "no network card"),
         (False, FakeNixlAgent, {"transport": "nixl", "integrity": "fenced"}, STRAIGHT, ""),

@@ -106,39 +106,25 @@ async def test_a_device_that_is_lost_in_the_middle_is_an_outcome_of_every_block(
     await engine.aclose()
 
 
-async def test_a_store_reads_what_the_engine_had_the_device_write_before(
+async def test_moves_wait_for_what_the_engine_had_the_device_do_before(
     gpu: SimulatedGpu, engine_caches: EngineCaches, compute: Compute
 ) -> None:
+    """A store reads what was written before, and a load does not write over what is still read."""
     page = engine_caches.tensors["layers.1"]
     written = np.random.default_rng(5).integers(0, 256, page.nbytes // NUM_BLOCKS, np.uint8)
-    elsewhere = np.zeros_like(written)
-    before = engine_caches.blocks
+    elsewhere, expected = np.zeros_like(written), engine_caches.blocks.copy()
     gpu.set("delay_us", 2000)
     async with open_engine(engine_caches) as engine:
         compute.copy(elsewhere.ctypes.data, written.ctypes.data, written.nbytes, times=50)
         compute.copy(page.data_ptr(), written.ctypes.data, written.nbytes, times=1)
         assert await engine.store(KEYS[:1], [[0]]) == [DONE]
-        gpu.set("delay_us", 0)
+        read, last = np.zeros_like(written), page.data_ptr() + 9 * written.nbytes
+        compute.copy(read.ctypes.data, last, read.nbytes, times=50)
         assert await engine.load(KEYS[:1], [[9]]) == [DONE]
-    expected = before.copy()
+    assert np.array_equal(read, expected[1, 9])
     expected[1, 0] = written
     expected[:, 9] = expected[:, 0]
     assert np.array_equal(engine_caches.blocks, expected)
-
-
-async def test_a_load_does_not_write_over_what_the_device_still_reads(
-    gpu: SimulatedGpu, engine_caches: EngineCaches, compute: Compute
-) -> None:
-    page = engine_caches.tensors["layers.0"]
-    read = np.zeros(page.nbytes // NUM_BLOCKS, np.uint8)
-    before = engine_caches.blocks
-    async with open_engine(engine_caches) as engine:
-        assert await engine.store(KEYS[:1], [[1]]) == [DONE]
-        gpu.set("delay_us", 2000)
-        compute.copy(read.ctypes.data, page.data_ptr(), read.nbytes, times=50)
-        assert await engine.load(KEYS[:1], [[0]]) == [DONE]
-    assert np.array_equal(read, before[0, 0])
-    assert np.array_equal(engine_caches.blocks, moved(before, [1], [0]))
 
 
 async def test_portable_pages_pass_through_staging(engine_caches: EngineCaches, url: str) -> None:

@@ -259,24 +259,24 @@ async def enter(admission: Admission, priority: int, num_bytes: int, log: list[i
         await asyncio.sleep(0)
 
 
-async def test_those_who_wait_enter_by_priority_and_then_in_order() -> None:
+@pytest.mark.parametrize(
+    ("held", "waiting", "entered"),
+    [
+        (10, [(3, 10), (1, 10), (2, 10), (1, 10)], [1, 1, 2, 3]),
+        (5, [(1, 10), (2, 1)], [1, 2]),  # a small one does not overtake a large one
+    ],
+)
+async def test_those_who_wait_enter_by_priority_and_then_in_order(
+    held: int, waiting: list[tuple[int, int]], entered: list[int]
+) -> None:
     admission, log = Admission(10), list[int]()
-    async with asyncio.TaskGroup() as group, admission.admit(0, 10):
-        for priority in (3, 1, 2, 1):
-            group.create_task(enter(admission, priority, 10, log))
-        await asyncio.sleep(0)
-    assert log == [1, 1, 2, 3]
-    assert admission.bytes_in_flight == 0
-
-
-async def test_a_small_one_does_not_overtake_a_large_one_of_its_priority() -> None:
-    admission, log = Admission(10), list[int]()
-    async with asyncio.TaskGroup() as group, admission.admit(0, 5):
-        group.create_task(enter(admission, 1, 10, log))
-        group.create_task(enter(admission, 2, 1, log))
+    async with asyncio.TaskGroup() as group, admission.admit(0, held):
+        for priority, num_bytes in waiting:
+            group.create_task(enter(admission, priority, num_bytes, log))
         await asyncio.sleep(0)
         assert log == []
-    assert log == [1, 2]
+    assert log == entered
+    assert admission.bytes_in_flight == 0
 
 
 # Fork

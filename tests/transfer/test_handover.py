@@ -17,7 +17,6 @@ import torch
 
 from kvxfer.backends.nixl import Endpoint, NixlConfig
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
-from kvxfer.endpoint import free_ports
 from kvxfer.errors import (
     BlockIdError,
     CacheMismatchError,
@@ -39,7 +38,6 @@ from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import CacheDescription, GroupDescription, describe_caches
 from kvxfer.lending import reader
 from kvxfer.lending.handover import Handover
-from kvxfer.lending.reader import Fetched, Found
 from kvxfer.storage import Namespace
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.prompt_keys import PromptKeys
@@ -446,12 +444,11 @@ def test_a_hand_over_can_be_closed_when_the_interpreter_ends(transport: str, how
 # States of recurrent layers: one for the whole prompt, found by its tokens, never by a part
 
 STATE_TOKENS = list(range(10))
-STATE_WINDOWS = (None, 1)
 STATE_BLOCK = 3
 
 
-class StateEngine:
-    """StateEngine of one worker with a group of tokens and one of states."""
+class StateEngine(Engine):
+    """Engine with a group of tokens and one of states."""
 
     def __init__(
         self,
@@ -462,44 +459,35 @@ class StateEngine:
         dtype: torch.dtype = torch.float16,
         tp_size: int = 1,
     ) -> None:
-        heads = 2 // tp_size
-        full = FullAttentionSpec(
-            tokens_per_block=tokens_per_block, num_kv_heads=heads, head_dim=6, dtype=torch.float16
-        )
-        states = MambaSpec(tokens_per_block=4096, shapes=(state,), dtypes=(dtype,))
-        groups = (KVCacheGroup(full, ("layers.0",)), KVCacheGroup(states, ("layers.1",)))
-        self.tokens = torch.zeros(8, 2, tokens_per_block, heads, 6, dtype=torch.float16)
         self.states = torch.zeros(8, *state, dtype=dtype)
-        caches = canonicalize(
-            {"layers.0": self.tokens, "layers.1": [self.states]},
-            KVCacheConfig(8, groups, null_block_id=0),
-            layouts={"layers.0": "block kv token head dim"},
-        )
-        self.endpoint = Endpoint("127.0.0.1", free_ports())
-        config = NixlConfig(listen=str(self.endpoint), transport="socket", timeout_s=5.0)
-        description = describe_caches(caches, WorkerShard(num_kv_heads=2, tp_size=tp_size))
-        self.size = tokens_per_block
-        self.handover = Handover(config, Namespace(model="m"), description, caches)
-        stack.callback(self.handover.close)
-        self.handover.start()
+        super().__init__(tokens_per_block, tp_size=tp_size, windows=(None, 1))
+        stack.callback(self.close)
 
-    def lend(self, num_tokens: int) -> None:
+    def _add_worker(self, rank: int, layout: str, model: str, config: NixlConfig) -> None:
+        size, heads, states = self.tokens_per_block, 2 // self.tp_size, self.states
+        full = FullAttentionSpec(
+            tokens_per_block=size, num_kv_heads=heads, head_dim=6, dtype=torch.float16
+        )
+        shapes, dtypes = (tuple(states.shape[1:]),), (states.dtype,)
+        spec = MambaSpec(tokens_per_block=4096, shapes=shapes, dtypes=dtypes)
+        groups = (KVCacheGroup(full, ("layers.0",)), KVCacheGroup(spec, ("layers.1",)))
+        self.tokens = torch.zeros(8, 2, size, heads, 6, dtype=torch.float16)
+        caches = canonicalize(
+            {"layers.0": self.tokens, "layers.1": [states]},
+            KVCacheConfig(8, groups, null_block_id=0),
+            layouts={"layers.0": layout},
+        )
+        shard = WorkerShard(num_kv_heads=2, rank=rank, tp_size=self.tp_size)
+        described = describe_caches(caches, shard)
+        self.workers.append(Handover(config, Namespace(model=model), described, caches))
+        self.workers[-1].start()
+
+    def lend_state(self, num_tokens: int) -> None:
         prompt = PromptKeys(STATE_TOKENS)
-        keys = prompt.block_keys(0, self.size, len(STATE_TOKENS))
+        keys = prompt.block_keys(0, self.tokens_per_block, len(STATE_TOKENS))
         blocks = [*range(1, len(keys) + 1), STATE_BLOCK]
         keys.append(prompt.state_key(1, num_tokens))
-        self.handover.offer(TICKET, keys, blocks, is_complete=True)
-
-    def ask(self, other: "StateEngine", tokens: list[int] = STATE_TOKENS) -> Found:
-        asking = self.handover.reader.ask(other.endpoint, TICKET, PromptKeys(tokens), STATE_WINDOWS)
-        return get(self.handover.submit(asking))
-
-    def fetch(
-        self, other: "StateEngine", found: Found, blocks: list[list[int]], **how: Any
-    ) -> Fetched:
-        first, stop = how.get("first_token", 0), how.get("num_tokens", len(STATE_TOKENS))
-        wanted = found.wanted(PromptKeys(STATE_TOKENS), first, stop, blocks)
-        return get(self.handover.submit(self.handover.reader.fetch(other.endpoint, wanted)))
+        self.workers[0].offer(TICKET, keys, blocks, is_complete=True)
 
 
 @pytest.mark.parametrize("first_token", [0, 4, 8])
@@ -510,10 +498,12 @@ def test_the_state_comes_with_the_tokens(
     theirs, ours = StateEngine(stack, tokens_per_block=their_size), StateEngine(stack)
     theirs.states[STATE_BLOCK] = torch.arange(15).reshape(3, 5)
     theirs.tokens.normal_()
-    theirs.lend(len(STATE_TOKENS))
-    found = ours.ask(theirs)
+    theirs.lend_state(len(STATE_TOKENS))
+    found = ours.ask(theirs.endpoint, TICKET, STATE_TOKENS)
     assert (found.num_tokens, found.has_states) == (len(STATE_TOKENS), (False, True))
-    fetched = ours.fetch(theirs, found, [[5, 6, 7], [2]], first_token=first_token)
+    [fetched] = ours.fetch(
+        theirs.endpoint, TICKET, STATE_TOKENS, [[5, 6, 7], [2]], first_token=first_token
+    )
     assert fetched.bad_blocks == [[], []]
     assert torch.equal(ours.states[2], theirs.states[STATE_BLOCK])
     assert int(ours.states.count_nonzero()) == 14
@@ -523,15 +513,16 @@ def test_the_state_comes_with_the_tokens(
 
 def test_a_state_after_other_tokens_is_not_there(stack: ExitStack) -> None:
     theirs, ours = StateEngine(stack), StateEngine(stack)
-    theirs.lend(len(STATE_TOKENS) - 1)
-    assert ours.ask(theirs).num_tokens == 0
-    assert ours.ask(theirs, STATE_TOKENS[:-1]).num_tokens == 0  # its last block has one token more
+    theirs.lend_state(len(STATE_TOKENS) - 1)
+    assert ours.ask(theirs.endpoint, TICKET, STATE_TOKENS).num_tokens == 0
+    # The last block has one token more.
+    assert ours.ask(theirs.endpoint, TICKET, STATE_TOKENS[:-1]).num_tokens == 0
 
 
 def test_a_part_of_the_prompt_has_no_state(stack: ExitStack) -> None:
     theirs, ours = StateEngine(stack), StateEngine(stack)
-    theirs.lend(len(STATE_TOKENS))
-    fetched = ours.fetch(theirs, ours.ask(theirs), [[5, 6], [2]], num_tokens=8)
+    theirs.lend_state(len(STATE_TOKENS))
+    [fetched] = ours.fetch(theirs.endpoint, TICKET, STATE_TOKENS, [[5, 6], [2]], num_tokens=8)
     assert fetched.bad_blocks == [[], [2]]
 
 
@@ -548,6 +539,6 @@ def test_other_states_are_refused_by_field_and_both_values(
 ) -> None:
     other, ours = StateEngine(stack, **theirs), StateEngine(stack)
     with pytest.raises(CacheMismatchError) as caught:
-        ours.ask(other)
+        ours.ask(other.endpoint, TICKET, STATE_TOKENS)
     assert caught.value.group == 1
     assert (caught.value.field, caught.value.ours, caught.value.theirs) == (field, *values)
