@@ -152,13 +152,27 @@ def test_a_device_that_staging_is_not_for_is_refused(
         TransferEngine(caches, Reaching(DictConfig(), memory.namespace()))
 
 
-AT_THE_END = """
+CLOSE_AT_THE_END = """
 import atexit, sys, threading
-import kvxfer
+
+def refuse(_):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+def close():
+    if sys.argv[-1] == "without new threads":  # as Python 3.12 and later
+        threading.Thread.start = refuse
+    for each in opened:
+        each.close()
+    print("closed")
+
+atexit.register(close)
+"""
+AT_THE_END = """
+import sys, kvxfer
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, write_payloads
 
-folder, backend, how = sys.argv[1:]
+folder, backend, _ = sys.argv[1:]
 memory = BlockMemory([[4096]], num_blocks=64)
 keys = [kvxfer.make_block_key(bytes([number]) * 8, 0) for number in range(40)]
 write_payloads(memory.describe(0, range(40)), [make_payload(key, 4096) for key in keys])
@@ -168,17 +182,16 @@ engine = kvxfer.connect(urls, memory.caches, namespace=kvxfer.Namespace(model="m
 if backend != "unused":
     engine.wait([engine.submit_store(keys, [range(40)])])
     assert all(job.done for job in engine.get_finished())
-
-def refuse(_):
-    raise RuntimeError("can't create new thread at interpreter shutdown")
-
-def close():
-    if how == "without new threads":  # as Python 3.12 and later
-        threading.Thread.start = refuse
-    engine.close()
-
-atexit.register(close)
+opened = [engine]
 """
+
+
+def check_that_it_is_closed_at_the_end(script: str, *arguments: str) -> None:
+    """Run a script in an interpreter that closes at its end what the script has `opened`."""
+    command = [sys.executable, "-c", script + CLOSE_AT_THE_END, *arguments]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
 
 
 @pytest.mark.processes
@@ -187,9 +200,7 @@ atexit.register(close)
 def test_an_engine_that_is_closed_when_the_interpreter_ends_loses_nothing(
     tmp_path: Path, backend: str, how: str
 ) -> None:
-    command = [sys.executable, "-c", AT_THE_END, str(tmp_path), backend, how]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    check_that_it_is_closed_at_the_end(AT_THE_END, str(tmp_path), backend, how)
     assert len(list(tmp_path.rglob("*.safetensors"))) == (40 if backend != "unused" else 0)
     assert list(tmp_path.glob("*.claim")) == []
 

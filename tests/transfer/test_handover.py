@@ -2,13 +2,10 @@
 
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -49,6 +46,7 @@ from tests.transfer.handover_engines import (
     get,
     prompt,
 )
+from tests.transfer.test_engine import check_that_it_is_closed_at_the_end
 
 TICKET = "0123456789abcdef"
 TOKENS = prompt(22)
@@ -405,28 +403,17 @@ def test_blocks_that_do_not_fit_into_staging_memory_are_refused_by_both_sizes(
 
 
 AT_THE_END = """
-import atexit, sys, threading
+import sys
 from tests.transfer.handover_engines import Engine, prompt
 
-transport, how = sys.argv[1:]
+transport = sys.argv[1]
 tokens, ids = prompt(22), [[3, 9, 4, 12, 7, 1]]
 prefill, decode = Engine(transport=transport), Engine(transport=transport, lends=False)
 prefill.lend("0123456789abcdef", tokens, ids)
 if transport == "socket":
     decode.fetch(prefill.endpoint, "0123456789abcdef", tokens, ids)
     assert decode.all_good(tokens, ids)
-
-def refuse(_):
-    raise RuntimeError("can't create new thread at interpreter shutdown")
-
-def close():
-    if how == "without new threads":  # as Python 3.12 and later
-        threading.Thread.start = refuse
-    decode.close()
-    prefill.close()
-    print("closed")
-
-atexit.register(close)
+opened = [decode, prefill]
 """
 
 
@@ -435,10 +422,7 @@ atexit.register(close)
 @pytest.mark.parametrize("transport", ["socket", "nixl"])
 def test_a_hand_over_can_be_closed_when_the_interpreter_ends(transport: str, how: str) -> None:
     """Its leases run still, and its connections are open."""
-    command = [sys.executable, "-c", AT_THE_END, transport, how]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
+    check_that_it_is_closed_at_the_end(AT_THE_END, transport, how)
 
 
 # States of recurrent layers: one for the whole prompt, found by its tokens, never by a part
