@@ -85,6 +85,7 @@ FOUND = (
     ("files", 3636),  # a store failed, as the count was removed while it was changed
     ("files", 243),  # a rotten block that two loads had found was taken off the count twice
     ("files", 19),  # what a rotten block replaced in quarantine was taken off the count from memory
+    ("files", 2873),  # room was reserved in a removed count, as much as was evicted for it
     ("files", 1348),  # a move was counted although there was no count, and a walk took it off
     ("handover", 83),  # a lease whose release was lost was held by a worker that had read
     ("files", 9508),  # a purge passed over a folder that it could not read, and said nothing

@@ -128,12 +128,12 @@ class Ledger:
                 self.known = len(record) == _RECORD.size and record.startswith(_MAGIC)
                 self.num_losses += was_known and not self.known
                 _, self.used, self.added = _RECORD.unpack(record) if self.known else (b"", 0, 0)
-                used, reserved, added_here = self.used, self.reserved, self.added_here
+                reserved, added_here = self.reserved, self.added_here
                 try:
                     yield
                 finally:
                     try:
-                        self._write(record, used, reserved)
+                        self._write(record, reserved)
                     except BaseException:
                         self.reserved, self.added_here = reserved, added_here
                         raise
@@ -141,7 +141,7 @@ class Ledger:
                 with contextlib.suppress(OSError, MemoryError):  # what is done stays so
                     runtime.disk().flock(self._fd, fcntl.LOCK_UN)
 
-    def _write(self, record: bytes, used: int, reserved: int) -> None:
+    def _write(self, record: bytes, reserved: int) -> None:
         """Write what has changed since the count was read."""
         if reserved != self.reserved:  # first: a recount must never miss reserved bytes
             self._claim.reserve(self.reserved)
@@ -149,7 +149,7 @@ class Ledger:
         if self.known and changed != record:
             runtime.disk().pwrite(self._fd, add_checksum(changed), 0)
             # Others count in another file by now, from a walk that misses what is not written yet.
-            if self.used > used and not self._has_name:
+            if self.reserved > reserved and not self._has_name:
                 self.known = False
                 text = f"{LEDGER_NAME} was removed"
                 raise RemovedCountError(errno.ESTALE, text, str(self._root))
