@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import aiohttp
-from aiohttp import web
+from aiohttp import web, web_app
 
 from examples.proxy.config import ProxyConfig
 from examples.proxy.engines import MAX_BACK_OFF_S, EnginePool
@@ -100,6 +100,7 @@ class ProxyScenario(Scenario):
 
         with patch("aiohappyeyeballs.start_connection", connect):
             simulation.run(_Run(simulation, steps).run())
+        web_app._cached_build_middleware.cache_clear()  # it keeps the worlds of a thousand seeds
 
 
 @dataclass(slots=True, eq=False)
@@ -454,12 +455,14 @@ class _Run:
             self._simulation.fail("legs", f"{asked}: {legs}")
 
     def _judge_answer(self, asked: _Asked, legs: Sequence[_Leg], status: int, body: bytes) -> None:
+        num_whole = sum(each.kind == "decode" and each.is_whole for each in legs)
         if status != 200:
             if status not in ERRORS or self._decodes_well:
                 self._simulation.fail("undocumented error", f"{asked}")
         elif not any(body == _whole(asked.number, each.name) for each in self._engines):
             self._simulation.fail("wrong answer", asked)
-        elif sum(each.kind == "decode" and each.is_whole for each in legs) != 1:
+        # The network may have lost the first one, of which the proxy has seen nothing.
+        elif not (num_whole == 1 or (num_whole and self._is_hindered)):
             self._simulation.fail("number of answers", f"{asked}: {legs}")
 
     def _judge_legs(self, asked: _Asked, legs: list[_Leg]) -> None:
@@ -479,8 +482,8 @@ class _Run:
             (each for each in legs if each.kind == "decode"), key=lambda each: each.began_at
         )
         for earlier, later in pairwise(decoding):
-            was_begun = earlier.has_begun and not self._is_hindered
-            if earlier.is_whole or was_begun or self._decodes_well:
+            was_seen = (earlier.is_whole or earlier.has_begun) and not self._is_hindered
+            if was_seen or self._decodes_well:
                 self._simulation.fail("decoded twice", f"{earlier}, {later}")
 
 
