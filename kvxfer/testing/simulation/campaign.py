@@ -23,7 +23,7 @@ from multiprocessing.queues import SimpleQueue
 
 from kvxfer.checks import require_number, require_positive
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step, run_seed
+from kvxfer.testing.simulation.scenario import Scenario, Simulation, Step, Violation, run_seed
 
 MOST_CUTS = 200
 """Most runs for cutting down one plan."""
@@ -106,17 +106,32 @@ def cut_down(scenario: Scenario, seed: int, kind: str) -> list[Step]:
     return steps
 
 
-def _run(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None) -> Simulation:
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What is known of a run when its world is gone; see `Simulation`."""
+
+    seed: int
+    now: float
+    num_calls: int
+    violations: Sequence[Violation]
+    trace: Sequence[str]
+    digest: str
+
+
+def _run(scenario: Scenario, seed: int, steps: Sequence[Step] | None = None) -> _Ended:
     """Run a seed without the collector of garbage, whose moments no seed decides."""
     gc.disable()
     try:
-        return run_seed(scenario, seed, steps)
+        run = run_seed(scenario, seed, steps)
+        ended = _Ended(seed, run.now, run.num_calls, run.violations, run.trace, run.digest())
+        del run
+        return ended
     finally:
-        gc.collect(0)  # what this run has made
+        gc.collect(0)  # all that the run has made, while it is young and nobody has it any more
         gc.enable()
 
 
-def _report(scenario: Scenario, failed: Simulation) -> str:
+def _report(scenario: Scenario, failed: _Ended) -> str:
     first = failed.violations[0]
     steps = cut_down(scenario, failed.seed, first.kind)
     shortest = _run(scenario, failed.seed, steps)
@@ -182,7 +197,7 @@ def _run_one(scenarios: Sequence[Scenario], seed: int, *, is_traced: bool) -> in
         if ended.violations:
             _say(_report(scenario, ended))
         else:
-            _say(f"{scenario.name}, seed {seed}: nothing is wrong, {ended.digest()}")
+            _say(f"{scenario.name}, seed {seed}: nothing is wrong, {ended.digest}")
     return int(num_failed > 0)
 
 

@@ -81,6 +81,13 @@ class _Object:
         }
 
 
+class _Config(S3Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    client: object
+
+    def open_store(self) -> ObjectStore:
+        return cast("ObjectStore", self.client)
+
+
 class SimulatedBucket:
     """Bucket of S3 in memory, strongly consistent; processes share it by a client each.
 
@@ -118,12 +125,7 @@ class SimulatedBucket:
         """
         timeout_s = float(fields.get("timeout_s", S3Config(address="bucket").timeout_s))
         client = SimulatedStore(self, name, timeout_s)
-
-        class _Config(S3Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-            def open_store(self) -> ObjectStore:
-                return cast("ObjectStore", client)
-
-        return _Config(address="bucket", **fields), client
+        return _Config(address="bucket", client=client, **fields), client
 
     def names(self, prefix: str = "") -> list[str]:
         """List the names below a prefix, which ends with a whole part of a path."""
