@@ -152,11 +152,14 @@ def test_a_seed_repeats_in_another_process_with_other_hashes_on_one_core() -> No
     assert len(first.splitlines()) == 3 * len(SCENARIOS)
 
 
-def test_of_many_seeds_that_fail_the_first_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_many_seeds_that_fail_all_are_named_and_the_first_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     scenario = Written(lambda simulation, steps: simulation.fail("wrong"))
     assert main([scenario], ["--seeds", "12"]) == 1
     said = capsys.readouterr().out
-    assert [f"seed {seed}: wrong" in said for seed in range(12)] == [True] * 5 + [False] * 7
+    assert all(f"seed {seed}: wrong" in said for seed in range(12))
+    assert [f"SEED={seed}\n" in said for seed in range(12)] == [True] * 5 + [False] * 7
     assert "12 seeds failed" in said
 
 
