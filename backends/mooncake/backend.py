@@ -115,7 +115,7 @@ class MooncakeBackend(Backend):
                 "lookup", lambda store: store.batch_is_exist(names), self._config.lookup_timeout_s
             )
         except CallFailedError as exc:
-            logger.debug("%s", exc)
+            logger.debug("blocks are taken to be missing: %s", exc)
             return [False] * len(keys)
         return [code == 1 for code in codes]
 

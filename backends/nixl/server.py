@@ -288,7 +288,7 @@ class Server:
                 timeout_s=timeout_s,
             )
         except (PeerClosedError, PeerTimeoutError) as exc:  # such as a health check
-            logger.debug("%s", printable(exc, MAX_CHARACTERS))
+            logger.debug("no greeting came: %s", printable(exc, MAX_CHARACTERS))
             return
         except ProtocolError as exc:  # somebody who is no peer
             self._refusals.note(logging.INFO, "refused a stranger: %s", peer, exc)

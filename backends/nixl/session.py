@@ -135,7 +135,7 @@ class ClientSession:
                 while True:
                     await self._take(await self._channel.receive(_REQUEST))
             except (PeerError, ClosedError) as exc:
-                logger.info("%s", exc)
+                logger.info("serving has ended: %s", exc)
             finally:
                 self._lease.cancel()
         finally:  # a server that ends cancels again what has not ended
