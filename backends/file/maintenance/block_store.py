@@ -118,7 +118,7 @@ class StoredNamespace(ABC):
 
     @abstractmethod
     def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | None]:
-        """Remove files; yield for each, once it is gone, the bytes that it took; None for none.
+        """Remove files; yield the bytes of each once it is gone, None where it was not there.
 
         Raises:
             OSError: One cannot be removed.
