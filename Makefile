@@ -122,11 +122,11 @@ gpu-pd:
 	$(GPU_PYTHON) -m tests.e2e.demo_pd; shown=$$?; \
 	$(GPU_PYTHON) -m benchmarks pd --check && exit $$shown
 
-# Engines over tiers of host, files and peers, and all that can happen to them: `make chaos SECONDS=60 SEED=7
-# WITHOUT=kill-worker,gc`. Ends at most three minutes after that.
+# Engines over tiers of host, files and peers, and all that can happen to them: `make chaos SECONDS=60 SEED=7`. Ends
+# at most three minutes after that.
 SECONDS ?= 600
 chaos: $(INSTALLED)
-	$(BIN)/python -m tests.chaos.run --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) --without "$(WITHOUT)"
+	$(BIN)/python -m tests.chaos.run --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 # The real code on a clock, threads and tiers that a seed decides: `make simulate SEEDS=1000`, `SECONDS=60`, or one
 # seed again: `make simulate SCENARIO=tiers SEED=17`.

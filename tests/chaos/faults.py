@@ -6,11 +6,10 @@ import json
 import logging
 import os
 import re
-import sys
-from asyncio import AbstractEventLoop, Task, all_tasks
+from asyncio import AbstractEventLoop, all_tasks
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from kvxfer.cli.service import LOG_FORMAT
 from kvxfer.errors import BackendUnavailableError
@@ -52,10 +51,9 @@ def report(kind: Kind, text: str, *, exc: BaseException | None = None) -> None:
 def report_hang(what: str, loops: Iterable[AbstractEventLoop | None]) -> NoReturn:
     """Report a call that does not end, with all stacks, and end the process."""
     report(Kind.HANG, what)
-    for loop in loops:
-        if loop is not None:
-            for task in all_tasks(loop):
-                _print_awaited(task)
+    for loop in filter(None, loops):
+        for task in all_tasks(loop):
+            task.print_stack()
     faulthandler.dump_traceback(all_threads=True)
     os._exit(HUNG_STATUS)
 
@@ -70,18 +68,3 @@ def _is_news(record: logging.LogRecord) -> bool:
     """Whether a log record is unexpected: about another error than a backend that is gone."""
     exc = record.exc_info[1] if record.exc_info else None
     return not isinstance(exc, BackendUnavailableError)
-
-
-def _print_awaited(task: Task[Any]) -> None:
-    """Print a task and the chain of coroutines that it waits for."""
-    sys.stderr.write(f"{task.get_name()}:\n")
-    awaited: Any = task.get_coro()
-    while awaited is not None:
-        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
-        if frame is not None:
-            code = frame.f_code
-            sys.stderr.write(f"  {code.co_filename}:{frame.f_lineno} in {code.co_qualname}\n")
-        else:
-            sys.stderr.write(f"  {awaited!r:.300}\n")
-        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
-    sys.stderr.flush()

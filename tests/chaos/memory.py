@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
@@ -13,6 +14,7 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, group_of, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from kvxfer.testing.simulation.oracle import WatchedMemory
 from kvxfer.transfer.job import Direction
 from tests.chaos.faults import Kind, report
 
@@ -80,11 +82,12 @@ def payload(number: int, key: BlockKey) -> bytes:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Blocks of one key in a batch."""
+    """Blocks of one key in a batch, and their bytes when they were lent."""
 
     key: BlockKey
-    blocks: Descriptors
     block_ids: Sequence[int]
+    blocks: Descriptors
+    before: bytes
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,9 @@ class Batch:
 
 
 class CheckedMemory:
-    """Caches full of canaries, with a record of the call that may touch each block.
+    """Caches whose free blocks are watched, with a record of the call that may touch each other.
 
-    A block that is lent to a call comes back with its outcome, and is checked then. A block that is
-    not lent holds canaries: a write there is detected when the block is lent next, or at the end.
+    A block that is lent to a call comes back with its outcome, and is checked then.
     """
 
     def __init__(self, shape: Shape, rng: random.Random, counts: Counter[str]) -> None:
@@ -116,29 +118,28 @@ class CheckedMemory:
             blocks_per_chunk=shape.blocks_per_chunk,
         )
         self._memory.fill(CANARY)
-        self._free = [set(range(shape.num_blocks)) for _ in shape.groups]
+        to_tell: Any = self
+        self._watched = WatchedMemory(to_tell, self._memory, rng)
         self.caches = self._memory.caches
         self.tiers = ""
+
+    def fail(self, kind: str, text: str) -> None:
+        """Report what `WatchedMemory` has found in blocks that are not lent."""
+        report(Kind.WRONG, f"{kind}: {text}; tiers {self.tiers}")
 
     def lend(self, direction: Direction) -> Batch | None:
         """Draw a batch and take its blocks; None when there are not enough."""
         batch = Batch(direction, [], [])
         size = self._shape.blocks_per_chunk
-        for group, free in enumerate(self._free):
-            num_chunks = min(self._rng.randint(0, MAX_CHUNKS), len(free) // size)
-            ids = self._rng.sample(sorted(free), num_chunks * size)
+        for group in self._shape.groups:
+            ids = self._watched.take(group, self._rng.randint(0, MAX_CHUNKS) * size)
             batch.block_ids.append(ids)
-            if not ids:
-                continue
-            blocks = self._memory.describe(group, ids)
-            for index, key in enumerate(self.draw_keys(group, num_chunks)):
+            for index, key in enumerate(self.draw_keys(group, len(ids) // size)):
                 its_ids = ids[index * size : (index + 1) * size]
-                batch.chunks.append(Chunk(key, blocks.select(index, index + 1), its_ids))
-        for chunk in batch.chunks:
-            self._free[group_of(chunk.key)] -= set(chunk.block_ids)
-            self._require(chunk, self._canaries(chunk), "lent to nobody")
-            if direction is Direction.STORE:
-                write_payloads(chunk.blocks, [payload(self._shape.number, chunk.key)])
+                blocks = self._memory.describe(group, its_ids)
+                if direction is Direction.STORE:
+                    write_payloads(blocks, [payload(self._shape.number, key)])
+                batch.chunks.append(Chunk(key, its_ids, blocks, *read_payloads(blocks)))
         return batch if batch.chunks else None
 
     def draw_keys(self, group: int, num_keys: int) -> list[BlockKey]:
@@ -154,42 +155,30 @@ class CheckedMemory:
         if len(outcomes) != len(batch.chunks):
             report(Kind.EXCEPTION, f"{len(outcomes)} outcomes for {len(batch.chunks)} keys")
             return batch.chunks
-        unsafe = []
         for chunk, outcome in zip(batch.chunks, outcomes, strict=True):
             self._counts[f"{batch.direction.name.lower()} {outcome.status.name}"] += 1
             self._judge(batch.direction, outcome)
-            expected = payload(self._shape.number, chunk.key)
-            if batch.direction is Direction.STORE and outcome.memory_safe:
-                self._require(chunk, expected, "stored, and changed by that")
-            elif outcome.done:
-                self._require(chunk, expected, "DONE")
-            elif outcome.status is Status.MISSING and outcome.memory_safe:
-                self._require(chunk, self._canaries(chunk), "MISSING")
-            if outcome.memory_safe:
-                self.give_back([chunk])
-            else:
-                unsafe.append(chunk)
-        return unsafe
+            if outcome.done and batch.direction is Direction.LOAD:
+                self._require(chunk, payload(self._shape.number, chunk.key), "DONE")
+            elif batch.direction is Direction.STORE or (
+                outcome.memory_safe and outcome.status is Status.MISSING
+            ):
+                self._require(chunk, chunk.before, "as it was")
+        pairs = list(zip(batch.chunks, outcomes, strict=True))
+        self.give_back([chunk for chunk, outcome in pairs if outcome.memory_safe])
+        return [chunk for chunk, outcome in pairs if not outcome.memory_safe]
 
     def give_back(self, chunks: Sequence[Chunk]) -> None:
         """Reclaim blocks that no call touches any more."""
         for chunk in chunks:
-            write_payloads(chunk.blocks, [self._canaries(chunk)])
-            self._free[group_of(chunk.key)] |= set(chunk.block_ids)
+            self._watched.give_back(group_of(chunk.key), chunk.block_ids)
 
     def check(self) -> None:
-        """Check that the canaries of all blocks that are not lent, and between them, are intact."""
-        for group, free in enumerate(self._free):
-            for block_id in sorted(free):
-                [found] = read_payloads(self._memory.describe(group, [block_id]))
-                if found.count(CANARY) < len(found):
-                    report(Kind.WRONG, f"late write into block {block_id} of group {group}")
+        """Check that all blocks that are not lent, and what lies between them, are intact."""
+        self._watched.look()
         for tensor, storage in zip(self.caches.tensors, self._memory._storages, strict=True):
             if (storage.numpy()[:, tensor.page_size_bytes - 4 :] != CANARY).any():
                 report(Kind.WRONG, f"written behind the pages of blocks; tiers {self.tiers}")
-
-    def _canaries(self, chunk: Chunk) -> bytes:
-        return bytes([CANARY]) * chunk.blocks.num_bytes
 
     def _judge(self, direction: Direction, outcome: Outcome) -> None:
         """Check an outcome against the rules of the interface."""
@@ -209,5 +198,4 @@ class CheckedMemory:
             ]
             where = f"key {chunk.key.hex()[:8]} of shape {self._shape.number}; tiers {self.tiers}"
             wrong = f"{len(differ)} of {len(found)} bytes wrong, from {differ[0]} to {differ[-1]}"
-            canaries = f"{found.count(CANARY)} are canaries"
-            report(Kind.WRONG, f"{state}: {where}: {wrong}, {canaries}")
+            report(Kind.WRONG, f"{state}: {where}: {wrong}")

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.faults import COUNTS, FAULT, Kind
-
-CANNOT = 2
-EXCUSES = "No space left on device", "expected the root of a store"
-"""Texts of errors that a full disk, or a folder that was just removed, may bring about."""
 
 # Forked from a process that has imported everything and started no thread: that takes no time.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -35,41 +30,27 @@ class Fault:
 
 
 class ChaosProcess:
-    """Process to disturb, whose log is read as it grows."""
+    """Process to disturb, whose log is read as it grows; it may end only when it is told to."""
 
-    def __init__(
-        self,
-        name: str,
-        logs: Path,
-        main: Callable[..., int],
-        *arguments: Any,
-        expected: frozenset[int] = frozenset(),
-    ) -> None:
+    def __init__(self, name: str, logs: Path, main: Callable[..., int], *arguments: Any) -> None:
         self.name, self._log = name, logs / f"{name}.log"
-        self._expected = expected
         self._read = 0
-        self.killed = self.stopped = self._is_faulty = False
+        self.may_end = self.killed = self.stopped = self._is_faulty = False
         self._process = _CONTEXT.Process(
             target=_enter, args=(self._log, main, arguments), daemon=True
         )
         self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-        self.started = time.monotonic()
 
     @property
     def ended(self) -> bool:
         """Whether it has ended."""
         return not self._process.is_alive()
 
-    def expect_end(self, *statuses: int) -> None:
-        """Allow these exit statuses from now on."""
-        self._expected |= set(statuses)
-
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, unless it has ended."""
         if not self.ended:
-            os.kill(self.pid, number)
+            assert self._process.pid is not None
+            os.kill(self._process.pid, number)
             self.stopped = number is signal.SIGSTOP
             self.killed |= number is signal.SIGKILL
 
@@ -101,10 +82,7 @@ class ChaosProcess:
     def judge_end(self, counts: Counter[str]) -> list[Fault]:
         """Read the rest of an ended process's log; add a fault if its exit status is unexpected."""
         faults, status = self.read_log(counts), self._process.exitcode
-        excused = self.killed or self._is_faulty or status in self._expected
-        # A command that looks after files may say so, and that it can do nothing.
-        excused |= status == CANNOT and any(each in self._log.read_text() for each in EXCUSES)
-        if not excused:
+        if not (self.killed or self._is_faulty or (self.may_end and status == 0)):
             faults.append(Fault(Kind.EXCEPTION, f"ended with status {status}", self._log.name))
         return faults
 

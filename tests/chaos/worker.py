@@ -39,7 +39,6 @@ most, and the machine may be busy."""
 
 TIMEOUT_S = 10.0
 COUNTS_EVERY_S = 1.0
-CANCEL, REOPEN = "cancel", "reopen"
 NUM_TASKS = 3
 NUM_SWEEPS = 50
 SWEPT_WITHIN_S = 20.0
@@ -49,12 +48,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Plan:
-    """Orders of a worker."""
+    """Orders of a worker: its seed, the URLs of `file://`, and for each shape the holders."""
 
     seed: int
     folders: tuple[str, ...]
     holders: tuple[tuple[str, ...], ...]
-    without: frozenset[str]
 
 
 def main(plan: Plan) -> int:
@@ -73,9 +71,8 @@ def main(plan: Plan) -> int:
             stopping.wait(0.2)
             continue
         counts["engine opened"] += 1
-        length_s = 1e9 if REOPEN in plan.without else rng.uniform(1, 10)
-        user = User(engine, memory, shape, rng, counts, cancels=CANCEL not in plan.without)
-        asyncio.run(user.run(stopping, time.monotonic() + length_s))
+        user = User(engine, memory, shape, rng, counts, cancels=True)
+        asyncio.run(user.run(stopping, time.monotonic() + rng.uniform(1, 10)))
         memory.check()
         report_counts(counts)
     return 0
@@ -146,7 +143,7 @@ class User:
         rng: random.Random,
         counts: Counter[str],
         *,
-        cancels: bool = False,
+        cancels: bool,
     ) -> None:
         self._engine, self._memory, self._shape = engine, memory, shape
         self._rng, self._counts, self._cancels = rng, counts, cancels
@@ -214,7 +211,7 @@ class User:
         """Draw the seconds after which a call is cancelled, None for never."""
         if not self._cancels or self._rng.random() > 0.1:
             return None
-        self._counts[CANCEL] += 1
+        self._counts["cancel"] += 1
         return self._rng.choice((0.0, self._rng.uniform(0, 0.01), self._rng.uniform(0, 0.3)))
 
     async def _drain(self, chunks: list[Chunk]) -> None:
@@ -283,7 +280,7 @@ async def _sweep_url(
             await asyncio.sleep(1)
             continue
         async with engine:
-            user = User(engine, memory, shape, rng, counts)
+            user = User(engine, memory, shape, rng, counts, cancels=False)
             for _ in range(NUM_SWEEPS):
                 await user.move(Direction.LOAD)
             for _ in range(NUM_SWEEPS):
