@@ -2,11 +2,13 @@
 
 import os
 import select
+import ssl
 import stat
 from errno import EFBIG, EISDIR, ETIMEDOUT
 from typing import NamedTuple
 
 from kvxfer import runtime
+from kvxfer.errors import InvalidArgumentError
 
 MAX_BYTES = 16 << 20
 """Bytes of such a file at most."""
@@ -47,6 +49,26 @@ def read_named_file(path: str | os.PathLike[str]) -> NamedFile:
         return NamedFile(bytes(data), stat.S_IMODE(mode))
     finally:
         os.close(fd)
+
+
+def load_certificates(context: ssl.SSLContext, name: str, ca: str, cert: str, key: str) -> None:
+    """Load PEM files: of an authority and, unless `cert` is empty, of a certificate and its key.
+
+    Raises:
+        InvalidArgumentError: `{name}_ca`, or `{name}_cert, {name}_key`, cannot be read, or is
+            something else.
+    """
+    try:
+        if cert:
+            context.load_cert_chain(cert, key, password="")  # asks nobody
+    except OSError as exc:  # ssl.SSLError is one
+        wanted = f"a certificate and its private key, not encrypted, in PEM: {exc}"
+        raise InvalidArgumentError(f"{name}_cert, {name}_key", f"{cert}, {key}", wanted) from exc
+    try:
+        context.load_verify_locations(ca)
+    except OSError as exc:
+        wanted = f"a certificate of an authority in PEM: {exc}"
+        raise InvalidArgumentError(f"{name}_ca", ca, wanted) from exc
 
 
 def _read(fd: int, stop_s: float, *, is_pipe: bool) -> bytes:

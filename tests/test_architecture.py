@@ -41,11 +41,11 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 2_081,
+    "kvxfer": 2_103,
     "backends/file": 6_111,
     "backends/host": 2_087,
     "backends/mooncake": 720,
-    "backends/nixl": 8_514,
+    "backends/nixl": 8_494,
     "backends/object": 1_849,
     "backends/pool": 1_258,
     "benchmarks": 4_689,

@@ -16,6 +16,7 @@ from kvxfer.checks import require_integer, require_positive
 from kvxfer.configuration import Configuration
 from kvxfer.endpoint import ANY_HOSTS, MAX_PORT, Endpoint
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.named_files import load_certificates
 from kvxfer.runtime import DaemonThreads, fetch_error
 from kvxfer.storage.integrity import read_secret
 from kvxfer.units import ByteSize
@@ -392,15 +393,5 @@ def _context(config: NixlConfig, protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
-    try:
-        context.load_cert_chain(config.tls_cert, config.tls_key, password="")  # asks nobody
-    except OSError as exc:  # ssl.SSLError is one
-        files = f"{config.tls_cert}, {config.tls_key}"
-        wanted = f"a certificate and its private key, not encrypted, in PEM: {exc}"
-        raise InvalidArgumentError("tls_cert, tls_key", files, wanted) from exc
-    try:
-        context.load_verify_locations(config.tls_ca)
-    except OSError as exc:
-        wanted = f"a certificate of an authority in PEM: {exc}"
-        raise InvalidArgumentError("tls_ca", config.tls_ca, wanted) from exc
+    load_certificates(context, "tls", config.tls_ca, config.tls_cert, config.tls_key)
     return context

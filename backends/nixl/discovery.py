@@ -30,7 +30,7 @@ from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION
 from kvxfer.endpoint import Endpoint, split_url
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.extras import installed_version, require_extra
-from kvxfer.named_files import read_named_file
+from kvxfer.named_files import load_certificates, read_named_file
 from kvxfer.runtime import LoopThread, Pause, begin_aside, end_tasks, fetch_error, uniform
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.integrity import read_secret
@@ -359,18 +359,7 @@ class EtcdConfig:
                 logger.warning("%s: the password goes there without TLS; see etcd_ca", self)
             return
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        try:
-            context.load_verify_locations(self.ca)
-        except OSError as exc:  # ssl.SSLError is one
-            wanted = f"a certificate of an authority in PEM: {exc}"
-            raise InvalidArgumentError("etcd_ca", self.ca, wanted) from exc
-        try:
-            if self.cert:
-                context.load_cert_chain(self.cert, self.key, password="")  # asks nobody
-        except OSError as exc:
-            files = f"{self.cert}, {self.key}"
-            wanted = f"a certificate and its private key, not encrypted, in PEM: {exc}"
-            raise InvalidArgumentError("etcd_cert, etcd_key", files, wanted) from exc
+        load_certificates(context, "etcd", self.ca, self.cert, self.key)
 
     def _read_user(self) -> tuple[str, str] | None:
         if self.user_file:
