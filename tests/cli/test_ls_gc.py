@@ -169,11 +169,11 @@ def test_a_signal_between_two_files_leaves_the_count_right(
     store.fill()
     remove = NamespaceFolder.remove
 
-    def remove_and_signal(*arguments: Any) -> bool:
+    def remove_and_signal(*arguments: Any) -> int | None:
         monkeypatch.setattr(NamespaceFolder, "remove", remove)
-        was_there = remove(*arguments)
+        num_bytes = remove(*arguments)
         os.kill(os.getpid(), number)
-        return was_there
+        return num_bytes
 
     monkeypatch.setattr(NamespaceFolder, "remove", remove_and_signal)
     # A shell ignores them for what it starts in the background, and the tests may be that.
