@@ -92,7 +92,7 @@ class Connection:
         self._opening = asyncio.Lock()
         self._needs_data = False
         self._letting = asyncio.Lock()
-        self._lending: set[asyncio.Task[None]] = set()
+        self._lending: dict[asyncio.Task[None], DataConnection] = {}
         self._tasks: list[asyncio.Task[None]] = []
         if memory.carrier == "socket":
             node.sockets.use(memory.peer, partial(self._open_data, reads=True))
@@ -228,7 +228,7 @@ class Connection:
             while len(self._lending) < MAX_LINES:
                 data = await self._open_data(reads=False)
                 lending = asyncio.create_task(self._lend(data))
-                self._lending.add(lending)
+                self._lending[lending] = data
                 lending.add_done_callback(self._replace)
 
     async def aclose(self) -> None:
@@ -269,7 +269,7 @@ class Connection:
 
     def _replace(self, lent: "asyncio.Task[None]") -> None:
         """Replace a data connection that has ended, which a store may be waiting for already."""
-        self._lending.discard(lent)
+        self._lending.pop(lent).close()  # a task that is cancelled at once never began
         if self._waiting and self._error is None:
             opening = asyncio.create_task(self.let_read())
             self._tasks.append(opening)

@@ -13,6 +13,7 @@ import pytest
 
 from kvxfer.backends.nixl import Exchange, NixlConfig, Transport
 from kvxfer.backends.nixl.agents import NixlAgent
+from kvxfer.backends.nixl.agents.socket import MAX_LINES
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.frames import FrameCodec
@@ -360,3 +361,20 @@ async def test_mutated_messages_cost_who_says_them_and_nobody_else(
         async with asking(tmp_path, holder, transport="socket") as newcomer:
             await require_served(newcomer, 60)
     require_quiet_log(caplog)
+
+
+async def test_a_data_connection_is_closed_by_an_end_that_comes_as_it_is_lent(
+    tmp_path: Path,
+) -> None:
+    async with (
+        holding(tmp_path, transport="socket") as holder,
+        asking(tmp_path, holder, transport="socket") as backend,
+    ):
+        await backend.lookup(make_keys(1))
+        [client] = backend._exchange.clients.values()
+        connection = client._connection
+        assert connection is not None
+        await connection.let_read()  # the task that serves the last one has not begun
+        lent = [*connection._lending.values()]
+        await connection.aclose()
+        assert [each._closed for each in lent] == [True] * MAX_LINES
