@@ -253,7 +253,7 @@ class FileIndex:
         with self._lock:
             self._note_gone(file, quarantined=False)
             self._forget(file)
-            self._quarantined.pop(file, None)  # the last one to be evicted of them
+            self._quarantined.pop(file, None)  # else it would be evicted in the turn of that one
             self._quarantine(file, num_bytes)
 
     def begin_walk(self) -> None:

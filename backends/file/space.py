@@ -216,28 +216,24 @@ class Space:
         Raises:
             OSError: It can be neither moved nor removed.
         """
-        was_there: bool | None = None
+        moved, is_known = None, False
         # Locked, so that nobody stores the key anew before it was told that it is gone.
         with contextlib.suppress(OSError), self._ledger.locked():
-            replaced = self._folder.size(key, QUARANTINE) or 0
-            num_bytes = padded(runtime.disk().fstat(fd).st_size)
-            was_there = self._quarantine(key, fd)
-            if was_there:
+            moved, is_known = self._quarantine(key, fd), True
+            if moved is not None:
                 (file,) = self._files([key])
-                self._index.quarantine(file, num_bytes)
-                self._ledger.move(num_bytes, replaced=padded(replaced))
-        if was_there is not None:
-            return was_there
+                self._index.quarantine(file, moved[0])
+                self._ledger.move(*moved)
         try:
-            return self._quarantine(key, fd)
+            return (moved if is_known else self._quarantine(key, fd)) is not None
         except OSError:
             return self.discard(key, fd, reason=Removal.CORRUPT)
 
-    def _quarantine(self, key: BlockKey, fd: int) -> bool:
-        was_there = self._folder.quarantine(key, fd)
-        if was_there:
+    def _quarantine(self, key: BlockKey, fd: int) -> tuple[int, int] | None:
+        moved = self._folder.quarantine(key, fd)
+        if moved is not None:
             self._reports.removed([key], Removal.CORRUPT)
-        return was_there
+        return moved
 
     def discard(self, key: BlockKey, fd: int, *, reason: Removal = Removal.REPLACED) -> bool:
         """Remove the open file of a key.

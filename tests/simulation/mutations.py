@@ -235,13 +235,14 @@ TABLE = """
 +        if self.num_losses < begun.num_losses:
 --- backends/file/space.py
 @@ files 60 what a corrupt block replaces is taken off the count from memory
--            replaced = self._folder.size(key, QUARANTINE) or 0
-+            replaced = getattr(self._index._quarantined.get(self._files([key])[0]), "num_bytes", 0)
+-                self._index.quarantine(file, moved[0])
+-                self._ledger.move(*moved)
++                known = self._index._quarantined.get(file)
++                self._index.quarantine(file, moved[0])
++                self._ledger.move(moved[0], known.num_bytes if known else 0)
 @@ files 400 a corrupt block that two have found is taken off the count twice
--            if was_there:
--                (file,) = self._files([key])
-+            if True:
-+                (file,) = self._files([key])
+-            moved, is_known = self._quarantine(key, fd), True
++            moved, is_known = self._quarantine(key, fd) or (8192, 8192), True
 @@ files 100 nobody is told of a corrupt block that is moved away
 -            self._reports.removed([key], Removal.CORRUPT)
 +            pass

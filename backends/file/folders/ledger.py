@@ -198,14 +198,11 @@ class Ledger:
         """Count bytes that were removed; only inside `locked`."""
         self.used = max(0, self.used - num_bytes)
 
-    def move(self, num_bytes: int, *, replaced: int) -> None:
-        """Count bytes that are moved to where a walk may have been before; only inside `locked`.
+    def move(self, num_bytes: int, replaced: int) -> None:
+        """Count bytes that were moved to where a walk may have been before; only inside `locked`.
 
-        The walks of other processes count them once more, until the next one.
-
-        Args:
-            num_bytes: The bytes.
-            replaced: Bytes of what was there.
+        The walks of other processes count them once more, until the next one. The bytes of what was
+        `replaced` there are gone.
         """
         self.remove(replaced)
         if self.known:

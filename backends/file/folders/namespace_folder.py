@@ -24,6 +24,7 @@ from kvxfer.backends.file.io.file_io import (
     sizes_in,
     write_whole,
 )
+from kvxfer.pages.header import padded
 from kvxfer.pages.names import (
     OWNER_BYTES,
     QUARANTINE,
@@ -136,7 +137,7 @@ class NamespaceFolder:
         """
         runtime.disk().sync_file_system(self._folders.root_fd)
 
-    def quarantine(self, key: BlockKey, fd: int, *, found_in: str = "") -> bool:
+    def quarantine(self, key: BlockKey, fd: int, *, found_in: str = "") -> tuple[int, int] | None:
         """Move the open file of a key to quarantine, where no lookup finds it.
 
         Args:
@@ -145,31 +146,26 @@ class NamespaceFolder:
             found_in: Folder in which it was found, that of its key by default.
 
         Returns:
-            False when another process removed or replaced it since it was opened.
+            Bytes that it takes on the disk, and those of the file that it replaced there; None when
+            another process removed or replaced it since it was opened.
 
         Raises:
-            OSError: The file cannot be moved.
+            OSError: The file cannot be moved, or the bytes cannot be told.
         """
         name = file_name(key)
+        (replaced,) = require_known([self._size(name, QUARANTINE)])
+        sizes = padded(runtime.disk().fstat(fd).st_size), padded(replaced or 0)
 
         def move(folder: int) -> None:
             rename = functools.partial(runtime.disk().rename, name, name, src_dir_fd=folder)
             self._folders.within(QUARANTINE, lambda fd: rename(dst_dir_fd=fd), create=True)
 
-        return self._if_named(name, found_in or name[:2], fd, move)
+        return sizes if self._if_named(name, found_in or name[:2], fd, move) else None
 
     def remove_open(self, key: BlockKey, fd: int) -> bool:
         """Remove the open file of a key; False when another process removed or replaced it."""
         name, unlink = file_name(key), runtime.disk().unlink
         return self._if_named(name, name[:2], fd, lambda folder: unlink(name, dir_fd=folder))
-
-    def size(self, key: BlockKey, found_in: str = "") -> int | None:
-        """Get the bytes of a key's file in a folder; None when there is none.
-
-        Raises:
-            OSError: That cannot be told.
-        """
-        return require_known([self._size(file_name(key), found_in)])[0]
 
     def remove(self, key: BlockKey, found_in: str = "") -> int | None:
         """Remove a key's file from the folder it was found in, that of its key by default.
@@ -182,14 +178,14 @@ class NamespaceFolder:
         """
         name = file_name(key)
 
-        def remove(fd: int) -> int | None:
+        def unlink(fd: int) -> int | None:
             size = regular_size(fd, name)
             if size is not None:
                 runtime.disk().unlink(name, dir_fd=fd)
             return size
 
         try:
-            return self._folders.within(found_in or name[:2], remove)
+            return self._folders.within(found_in or name[:2], unlink)
         except OSError as exc:
             if is_absent(exc):
                 return None

@@ -25,7 +25,7 @@ from kvxfer.backends.file.maintenance.block_store import (
     StoredNamespace,
 )
 from kvxfer.pages.header import padded
-from kvxfer.pages.names import QUARANTINE, is_block_folder
+from kvxfer.pages.names import is_block_folder
 from kvxfer.pages.verification import read_data, read_header
 
 NUM_THREADS = 8
@@ -137,11 +137,10 @@ class _Folder(StoredNamespace):
 
     def _quarantine(self, block: FoundBlock, fd: int) -> bool:
         with contextlib.closing(Ledger(self._root)) as count, count.locked():
-            replaced = self._folder.size(block.key, QUARANTINE) or 0
-            was_there = self._folder.quarantine(block.key, fd, found_in=block.folder)
-            if was_there:
-                count.move(block.num_bytes_on_disk, replaced=padded(replaced))
-        return was_there
+            moved = self._folder.quarantine(block.key, fd, found_in=block.folder)
+            if moved is not None:
+                count.move(*moved)
+        return moved is not None
 
     def _remove(self, block: FoundBlock) -> int | None:
         try:
