@@ -193,19 +193,19 @@ class Attachment:
         if user not in (os.geteuid(), 0):
             raise ValueError(f"its user is {user}, that of this process is {os.geteuid()}")
         self._send(Hello(version=PROTOCOL_VERSION, namespace=namespace))
-        # The descriptor comes with the first byte; no child may inherit it.
-        flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_WAITALL
-        header, found, *_ = socket.recv_fds(self._socket, HEADER.size, 1, flags)
+        # With the first byte comes the descriptor. `socket.recv_fds` would let a child inherit it.
+        room, flags = socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
+        begun, given, *_ = self._socket.recvmsg(HEADER.size, room, flags)
+        found = [fd for *_, data in given for fd in memoryview(data).cast("i")]
         try:
-            return self._hear_welcome(header, has_memory=bool(found)), found[0]
+            return self._hear_welcome(begun, has_memory=bool(found)), found[0]
         except BaseException:
             for fd in found:
                 os.close(fd)
             raise
 
-    def _hear_welcome(self, header: bytes, *, has_memory: bool) -> Welcome:
-        if len(header) < HEADER.size:
-            raise ConnectionError("it ended the connection")
+    def _hear_welcome(self, begun: bytes, *, has_memory: bool) -> Welcome:
+        header = begun + self._receive_exactly(HEADER.size - len(begun))
         welcome = _WELCOME.decode(self._receive_exactly(body_bytes(header)))
         if isinstance(welcome, Welcome) and not has_memory:  # the kernel drops it
             raise ConnectionError("its memory did not come: no descriptor is left")

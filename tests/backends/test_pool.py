@@ -136,6 +136,17 @@ def test_what_is_no_request_ends_its_own_session_only(path: Path) -> None:
         assert all(each.done for each in asyncio.run(peers.store(good)))
 
 
+def test_no_child_inherits_the_memory(path: Path) -> None:
+    with running_pool(path), attached(path):
+        fds: list[int] = []
+        for each in list(Path("/proc/self/fd").iterdir()):
+            with contextlib.suppress(FileNotFoundError):  # the one that lists them
+                if "kvxfer-pool" in str(each.readlink()):
+                    fds.append(int(each.name))
+        assert fds
+        assert not any(map(os.get_inheritable, fds))
+
+
 def test_memory_that_somebody_could_cut_is_not_mapped() -> None:
     for seals, wanted in ((0, "a sealed size"), (fcntl.F_SEAL_SHRINK, "expected 8192")):
         fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)

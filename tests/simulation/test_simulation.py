@@ -98,6 +98,7 @@ FOUND = (
     ("rows", 2193),  # the write-back of a page that was given up brought it back after a purge
     ("tiers", 21804),  # a part took the place of its chunk, as a tier did not say it has that
     ("rows", 3),  # a purge that came too late deleted pages that were stored after it
+    ("pool", 13082),  # an answer that came in parts was taken for the end of the holder
     ("peers", 1011),  # a block that was deleted was read at a place that was told before
     ("peers", 263),  # a block was said to be deleted that stayed at one of two peers, in use there
 )

@@ -578,8 +578,6 @@ class SimulatedSocket(Waitable):
             self._timeout_s = 0.0
         try:
             self._wait(lambda: self.ready()[0])
-            if flags & socket.MSG_WAITALL:
-                self._wait(lambda: self._is_there(num_bytes))
         finally:
             self._timeout_s = limit_s
         if self.peer is None:
@@ -652,13 +650,6 @@ class SimulatedSocket(Waitable):
     def _arrived(self) -> list[_Segment]:
         now = self.network.now
         return [each for each in self.incoming.segments if each.arrives_at <= now]
-
-    def _is_there(self, num_bytes: int) -> bool:
-        """Whether so many bytes have arrived, or no more will."""
-        arrived = sum(len(each.data) for each in self._arrived())
-        ends_at = self.incoming.ends_at
-        has_ended = ends_at is not None and ends_at <= self.network.now
-        return arrived >= num_bytes or has_ended or self._is_ended or bool(self._error())
 
     def _arrival(self) -> float:
         """Time at which something arrives that is sent now."""
