@@ -1,184 +1,135 @@
-"""Listener for clients that may be anybody: bounded in number, and silent ones make room."""
+"""Listener: accepts connections, serves each in a task, and bounds those that prove nothing."""
 
 import asyncio
-import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from math import inf
+from typing import Any
 
 from kvxfer import runtime
-from kvxfer.endpoint import Endpoint
+from kvxfer.runtime import end_tasks
 
 ACCEPT_PAUSE_S = 0.1
-"""Pause of a server that cannot accept a connection, for want of room or of a descriptor."""
-LOG_PAUSE_S = 60.0
-BACKLOG = 128
+"""Pause of a server that cannot accept a connection, for want of a descriptor."""
 
-logger = logging.getLogger(__name__)
+Serve = Callable[[socket.socket, Any], Coroutine[Any, Any, None]]
+"""Serves a connection, which does not block and which it owns; with the address of the client."""
 
 
 class Listener:
-    """Accepts the connections of a server, and ends those from which no request comes in time.
+    """Listener that serves each connection to its sockets in a task of its own.
 
-    At the limit, and where no descriptor is left, the connection whose request has been expected
-    for longest is closed. Where none is, all are served, newcomers stay in the kernel's queue.
+    No task waits for a connection, since it could lose one when it is cancelled. Clients that may
+    not be accepted now stay in the kernel's queue.
 
     Args:
-        endpoint: Endpoint to listen at; every address of its host.
-        make_protocol: Makes the protocol of a connection.
-        timeout_s: Time for the first request of a connection to arrive.
-        max_connections: Most connections at a time.
+        note_failure: Called when a connection cannot be accepted; the next attempt follows a pause.
+        note_cut: Called with the address of a client that is cut off.
+        max_unproven: Most clients at a time that have not called `prove`; at this limit a newcomer
+            waits until one has, or is gone, or until the oldest one had `prove_s` and is cut off.
+            So clients that come all at once do not cut each other off, and silent ones keep nobody
+            waiting for long.
+        prove_s: Time that each client has in any case.
 
     Attributes:
-        endpoint: As given; port 0 becomes the real port.
+        tasks: Tasks of all connections.
+        unproven: Time and address of each connection that has not called `prove`, oldest first.
     """
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        make_protocol: Callable[[], asyncio.Protocol],
+        note_failure: Callable[[OSError], object],
         *,
-        timeout_s: float,
-        max_connections: int,
+        note_cut: Callable[[Any], object] = lambda _: None,
+        max_unproven: float = inf,
+        prove_s: float = 0.0,
     ) -> None:
-        self.endpoint = endpoint
-        self._make_protocol = make_protocol
-        self._timeout_s = timeout_s
-        self._max_connections = max_connections
-        self._listening: list[socket.socket] = []
-        self._beginning: set[asyncio.Task[object]] = set()
-        self._open: set[asyncio.BaseTransport] = set()
-        self._expected: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
-        self._log_at_s = 0.0
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.unproven: dict[asyncio.Task[None], tuple[float, Any]] = {}
+        self._note_failure = note_failure
+        self._note_cut = note_cut
+        self._max_unproven = max_unproven
+        self._prove_s = prove_s
+        self._listening: dict[socket.socket, Serve] = {}
 
-    @property
-    def num_connections(self) -> int:
-        """Connections that are open, or about to be."""
-        return len(self._open) + len(self._beginning)
+    def add(self, listening: socket.socket, serve: Serve) -> None:
+        """Accept the connections to a socket that listens; it is owned by this from now on."""
+        listening.setblocking(False)
+        self._listening[listening] = serve
+        self._look_at(listening)
 
-    async def start(self) -> None:
-        """Begin to listen.
+    def stop(self, *listening: socket.socket) -> None:
+        """Close these sockets, or all, and accept no connection to them; may be called again."""
+        for each in listening or list(self._listening):
+            if self._listening.pop(each, None):
+                asyncio.get_running_loop().remove_reader(each)
+                each.close()
 
-        Raises:
-            OSError: The address is in use, or is not one of this machine.
+    def prove(self) -> None:
+        """Note that the client whose task is running has proven itself."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._leave(task)
+
+    def cut_oldest(self) -> float:
+        """Cut off the oldest client that has not proven itself; return 0.
+
+        If it has not had its time yet, it stays; return the seconds that are left.
         """
-        loop = asyncio.get_running_loop()
-        host, port = self.endpoint.host, self.endpoint.port
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        try:
-            for family, _, _, _, address in dict.fromkeys(found):
-                at = address[0], self.endpoint.port, *address[2:]
-                made = runtime.listen(at, family=family, backlog=BACKLOG)
-                self._listening.append(made)
-                made.setblocking(False)
-                self.endpoint = Endpoint(host, made.getsockname()[1])
-        except OSError:
-            self.stop()
-            raise
-        for each in self._listening:
-            loop.add_reader(each, self._accept, each)
+        for task, (since, address) in self.unproven.items():
+            left_s = since + self._prove_s - runtime.monotonic()
+            if left_s > 0:
+                return left_s
+            del self.unproven[task]  # its end takes a while
+            task.cancel()
+            self._note_cut(address)
+            break
+        return 0.0
 
-    def stop(self) -> None:
-        """Accept no more connections; may be called again. Those that are open stay so."""
-        for listening in self._listening:
-            asyncio.get_running_loop().remove_reader(listening)
-            listening.close()
-        self._listening.clear()
+    def close(self) -> None:
+        """Stop, and begin to end every connection; may be called again."""
+        self.stop()
+        # Not at once: a task that never began would leave its connection open.
+        asyncio.get_running_loop().call_soon(self._cancel_all)
 
-    def expect(self, transport: asyncio.BaseTransport | None, timeout_s: float) -> None:
-        """Close a connection whose next request, or whose end, does not come in time."""
-        if transport in self._open:
-            self.begin(transport)
-            later = asyncio.get_running_loop().call_later
-            self._expected[transport] = later(timeout_s, _abort, transport)
-
-    def begin(self, transport: asyncio.BaseTransport | None) -> None:
-        """Note that a request has arrived; its answer has the time that it takes."""
-        if transport in self._expected:
-            self._expected.pop(transport).cancel()
+    async def wait_closed(self) -> None:
+        """End every connection, after `stop` or `close`, and wait for the end."""
+        await asyncio.sleep(0)  # see `close`
+        await end_tasks(self.tasks)
 
     def _accept(self, listening: socket.socket) -> None:
-        """Take a connection; no task waits for one, which could lose it when it is cancelled."""
-        if self.num_connections >= self._max_connections and not self._close_silent():
-            self._pause(listening, f"{self.num_connections} are open")
-            return
-        try:
-            connection, _ = listening.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as exc:
-            self._close_silent()
-            self._pause(listening, exc)
-            return
-        connection.setblocking(False)
-        loop = asyncio.get_running_loop()
-        task: asyncio.Task[object] = loop.create_task(
-            loop.connect_accepted_socket(
-                lambda: _Connection(self, self._make_protocol()), connection
-            )
-        )
-        self._beginning.add(task)
-        task.add_done_callback(self._beginning.discard)
-
-    def _close_silent(self) -> bool:
-        """Close the connection whose request has been expected for longest; False without one."""
-        for transport in self._expected:
-            self.begin(transport)
-            _abort(transport)
-            return True
-        return False
-
-    def _pause(self, listening: socket.socket, reason: object) -> None:
-        loop = asyncio.get_running_loop()
-        if loop.time() >= self._log_at_s:
-            logger.warning("connections to %s wait: %s", self.endpoint, reason)
-            self._log_at_s = loop.time() + LOG_PAUSE_S
+        loop, pause_s = asyncio.get_running_loop(), 0.0
+        if len(self.unproven) >= self._max_unproven:
+            pause_s = self.cut_oldest()
+        if not pause_s:
+            try:
+                connection, address = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as exc:
+                self._note_failure(exc)
+                pause_s = ACCEPT_PAUSE_S
+            else:
+                connection.setblocking(False)
+                task = loop.create_task(self._listening[listening](connection, address))
+                self.tasks.add(task)
+                self.unproven[task] = runtime.monotonic(), address
+                task.add_done_callback(self.tasks.discard)
+                task.add_done_callback(self._leave)
+                return
         loop.remove_reader(listening)
-        loop.call_later(ACCEPT_PAUSE_S, self._resume, listening)
+        loop.call_later(pause_s, self._look_at, listening)
 
-    def _resume(self, listening: socket.socket) -> None:
+    def _leave(self, task: "asyncio.Task[None]") -> None:
+        """Let a newcomer in, for a client that has proven itself or is gone."""
+        if self.unproven.pop(task, None):
+            for listening in self._listening:
+                self._look_at(listening)
+
+    def _look_at(self, listening: socket.socket) -> None:
         if listening in self._listening:
             asyncio.get_running_loop().add_reader(listening, self._accept, listening)
 
-    def opened(self, transport: asyncio.BaseTransport) -> None:
-        """Note a connection that has begun."""
-        self._open.add(transport)
-        self.expect(transport, self._timeout_s)
-
-    def closed(self, transport: asyncio.BaseTransport) -> None:
-        """Note a connection that has ended."""
-        self.begin(transport)
-        self._open.discard(transport)
-
-
-class _Connection(asyncio.Protocol):
-    """Protocol of a server, whose listener is told of the begin and the end of the connection."""
-
-    def __init__(self, listener: Listener, protocol: asyncio.Protocol) -> None:
-        self._listener = listener
-        self._protocol = protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-        self._listener.opened(transport)
-        self._protocol.connection_made(transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._listener.closed(self._transport)
-        self._protocol.connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        self._protocol.data_received(data)
-
-    def eof_received(self) -> bool | None:
-        return self._protocol.eof_received()
-
-    def pause_writing(self) -> None:
-        self._protocol.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._protocol.resume_writing()
-
-
-def _abort(transport: asyncio.BaseTransport) -> None:
-    assert isinstance(transport, asyncio.WriteTransport)
-    transport.abort()
+    def _cancel_all(self) -> None:
+        for task in self.tasks:
+            task.cancel()

@@ -41,16 +41,16 @@ TOP = {
 # Most lines of Python in a room. A budget is lowered when its room gets smaller; what exceeds one
 # is joined with what the house already has, or the commit says why the room has to grow.
 BUDGETS = {
-    "kvxfer": 2_103,
+    "kvxfer": 2_054,
     "backends/file": 6_099,
     "backends/host": 2_087,
     "backends/mooncake": 720,
-    "backends/nixl": 8_494,
+    "backends/nixl": 8_430,
     "backends/object": 1_849,
-    "backends/pool": 1_258,
+    "backends/pool": 1_233,
     "benchmarks": 4_689,
     "examples": 2_396,
-    "kvxfer/cli": 1_833,
+    "kvxfer/cli": 1_842,
     "kvxfer/copy_engine": 2_472,
     "kvxfer/doctor": 1_584,
     "kvxfer/engine_side": 1_516,

@@ -14,25 +14,19 @@ LIMIT_S = 30
 NUM_CLIENTS = 100
 SERVE = """
 import asyncio, logging, os, resource
+from kvxfer.cli import http_pages
 from kvxfer.endpoint import Endpoint
-from kvxfer.listener import Listener
 
 logging.basicConfig()
-
-class Echo(asyncio.Protocol):
-    def connection_made(self, transport):
-        self.transport = transport
-    def data_received(self, data):
-        self.transport.write(data)
+http_pages.MAX_CONNECTIONS = 10_000
 
 async def main():
-    listener = Listener(Endpoint("127.0.0.1", 0), Echo, timeout_s=600, max_connections=10_000)
-    await listener.start()
-    used = len(os.listdir("/proc/self/fd"))
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))
-    print(listener.endpoint.port, flush=True)
-    await asyncio.Event().wait()
+    async with http_pages.HTTPPages(Endpoint("127.0.0.1", 0), {}, timeout_s=600) as pages:
+        used = len(os.listdir("/proc/self/fd"))
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))
+        print(pages.endpoint.port, flush=True)
+        await asyncio.Event().wait()
 
 asyncio.run(main())
 """
@@ -56,8 +50,8 @@ def test_silent_clients_make_room_where_no_descriptor_is_left(
         for _ in range(NUM_CLIENTS):
             stack.enter_context(socket.create_connection(address, timeout=LIMIT_S))
         asking = stack.enter_context(socket.create_connection(address, timeout=LIMIT_S))
-        asking.sendall(b"echo")
-        assert asking.recv(4) == b"echo"
+        asking.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert asking.recv(12) == b"HTTP/1.1 404"
     server.kill()
     said = server.stderr.read()
     assert said.count("Too many open files") == said.count("\n") == 1, said

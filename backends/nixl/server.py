@@ -1,11 +1,11 @@
 """Server: listens for peers, and serves the blocks of this process to each of them."""
 
 import asyncio
-import contextlib
 import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ from kvxfer.errors import (
     PeerTimeoutError,
     ProtocolError,
 )
-from kvxfer.listener import ACCEPT_PAUSE_S
+from kvxfer.listener import Listener
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
 from kvxfer.text import printable
@@ -103,11 +103,13 @@ class Server:
         self._open_store = open_store
         self.endpoint = endpoint
         self.data_port = node.config.data_port
-        self._accepting: list[asyncio.Task[None]] = []  # for control, and for data
-        self._tasks: set[asyncio.Task[None]] = set()
-        # In the order of their arrival, with what is known of each: when, and where from.
-        self._unproven: dict[asyncio.Task[None], tuple[float, str]] = {}
-        self._proven = asyncio.Event()
+        self._listener = Listener(
+            self._note_failure,
+            note_cut=self._note_cut,
+            max_unproven=node.config.max_unauthenticated,
+            prove_s=PROVE_S,
+        )
+        self._control: socket.socket | None = None
         self._sessions: dict[bytes, tuple[ClientSession, asyncio.Task[None]]] = {}
         self._draining = self._closed = False
         self._refusals = RefusalLog()
@@ -130,7 +132,6 @@ class Server:
             ClosedError: It was closed.
         """
         at = self.endpoint
-        control: socket.socket | None = None
         try:
             # A name may have several addresses; use the first one for control and data.
             found = await asyncio.get_running_loop().getaddrinfo(
@@ -141,20 +142,18 @@ class Server:
             family, *_, address = found[0]
             waiting = self._config.max_connections
             control = runtime.listen(address, family=family, backlog=waiting)
+            self._listener.add(control, partial(self._meet, self._serve))
             at = Endpoint(at.host, self.data_port)
             data = runtime.listen(
                 (address[0], self.data_port, *address[2:]), family=family, backlog=waiting
             )
+            self._listener.add(data, partial(self._meet, self._serve_data))
         except OSError as exc:
-            if control is not None:
-                control.close()
+            self._listener.stop()
             raise BackendUnavailableError(f"cannot listen at {at}: {exc}") from exc
+        self._control = control
         self.endpoint = Endpoint(at.host, control.getsockname()[1])
         self.data_port = data.getsockname()[1]
-        self._accepting = [
-            self._run(self._accept(control, self._serve)),
-            self._run(self._accept(data, self._serve_data)),
-        ]
 
     async def drain(self, timeout_s: float) -> None:
         """Accept no new peers, lookups and transfers, and wait until no block is pinned or stored.
@@ -162,8 +161,8 @@ class Server:
         Blocks that are still in use after `timeout_s` are a warning.
         """
         self._draining = True
-        for accepting in self._accepting[:1]:
-            accepting.cancel()
+        if self._control is not None:
+            self._listener.stop(self._control)
         await drain_sessions("peers", lambda: self.sessions, timeout_s)
 
     async def disconnect(self) -> None:
@@ -173,94 +172,31 @@ class Server:
     def close(self) -> None:
         """Begin to end every connection; may be called again."""
         self._closed = True
-        for accepting in self._accepting:
-            accepting.cancel()
-        # Not at once: a task that never began would leave its connection open.
-        asyncio.get_running_loop().call_soon(self._cancel_all)
+        self._listener.close()
 
     async def wait_closed(self) -> None:
         """Wait until every connection has ended, and nothing is read for one any more."""
-        if self._accepting:
-            await asyncio.wait(self._accepting)
-        self._cancel_all()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._listener.wait_closed()
 
-    def _cancel_all(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+    def _note_failure(self, exc: OSError) -> None:
+        text = "cannot accept a connection: %s"
+        self._refusals.note(logging.WARNING, text, "", describe_error(exc))
 
-    def _run(self, work: Coroutine[Any, Any, None], *, stranger: str = "") -> "asyncio.Task[None]":
-        """Run what ends with the server; for a stranger until he has authenticated."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        if stranger:
-            self._unproven[task] = runtime.monotonic(), stranger
-            task.add_done_callback(self._prove)
-        return task
+    def _note_cut(self, address: tuple[Any, ...]) -> None:
+        peer, most = str(Endpoint(*address[:2])), self._config.max_unauthenticated
+        reason = f"{peer} did not prove itself within {PROVE_S:g} s, and {most} wait to"
+        self._refusals.note(logging.INFO, "cut a connection: %s", peer, reason)
 
-    def _prove(self, task: "asyncio.Task[None]") -> None:
-        """Note that the peer of a task has authenticated, or is gone."""
-        if self._unproven.pop(task, None):
-            self._proven.set()
-
-    def _prove_current(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._prove(task)
-
-    async def _make_room(self) -> None:
-        """Wait until another connection may authenticate; cut the oldest one when it had its time.
-
-        So peers that come all at once, as to a holder that was restarted, do not cut each other
-        off, and strangers that say nothing keep nobody waiting for long.
-        """
-        most = self._config.max_unauthenticated
-        while len(self._unproven) >= most:
-            oldest, (since, peer) = next(iter(self._unproven.items()))
-            left_s = since + PROVE_S - runtime.monotonic()
-            if left_s > 0:
-                self._proven.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(left_s):
-                        await self._proven.wait()
-                continue
-            del self._unproven[oldest]  # its end takes a while
-            oldest.cancel()
-            reason = f"{peer} did not prove itself within {PROVE_S:g} s, and {most} wait to"
-            self._refusals.note(logging.INFO, "cut a connection: %s", peer, reason)
-
-    async def _accept(self, listener: socket.socket, serve: Serve) -> None:
-        """Accept connections, and serve each in a task of its own; own the listener."""
-        loop = asyncio.get_running_loop()
-        listener.setblocking(False)
-        with listener:
-            while True:
-                try:
-                    connection, address = await loop.sock_accept(listener)
-                except OSError as exc:
-                    text = "cannot accept a connection: %s"
-                    self._refusals.note(logging.WARNING, text, "", describe_error(exc))
-                    await asyncio.sleep(ACCEPT_PAUSE_S)
-                    continue
-                peer = str(Endpoint(*address[:2]))
-                if len(self._tasks) < self._config.max_connections:
-                    try:
-                        await self._make_room()
-                    except BaseException:
-                        connection.close()
-                        raise
-                    self._run(self._meet(connection, peer, serve), stranger=peer)
-                else:
-                    reason = f"{self._config.max_connections} are open"
-                    self._refusals.note(logging.WARNING, "refused a connection: %s", peer, reason)
-                    connection.close()
-                await asyncio.sleep(0)  # let it begin, and others run: many may wait
-
-    async def _meet(self, plain: socket.socket, peer: str, serve: Serve) -> None:
-        """Begin with a connection that was accepted."""
+    async def _meet(self, serve: Serve, plain: socket.socket, address: tuple[Any, ...]) -> None:
+        """Begin with a connection that was accepted, unless there are too many."""
+        most = self._config.max_connections
         try:
+            peer = str(Endpoint(*address[:2]))
+            if len(self._listener.tasks) > most:
+                reason = f"{most} are open"
+                self._refusals.note(logging.WARNING, "refused a connection: %s", peer, reason)
+                plain.close()
+                return
             tls = await self._node.tls.server()
         except BaseException:
             plain.close()
@@ -274,7 +210,7 @@ class Server:
         async def reach(theirs: Hello) -> Reach:
             """Prepare for a peer that has authenticated, and return the access to our memory."""
             nonlocal store
-            self._prove_current()
+            self._listener.prove()
             store = await self._settle(theirs.namespace)
             return await self._node.reach(data_port=self.data_port)
 
@@ -335,7 +271,7 @@ class Server:
             for session in self.sessions:
                 if session.session.session_id == attach.session:
                     session.session.admit(attach, peer)
-                    self._prove_current()
+                    self._listener.prove()
                     await session.serve_data(attach, connection)
         except (KVXferError, TimeoutError) as exc:
             reason = f"{peer}: {str(exc) or 'silent'}"

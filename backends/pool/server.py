@@ -53,8 +53,8 @@ from kvxfer.errors import (
     NamespaceMismatchError,
 )
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.listener import ACCEPT_PAUSE_S
-from kvxfer.runtime import await_call, end_tasks
+from kvxfer.listener import Listener
+from kvxfer.runtime import await_call
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -359,9 +359,8 @@ class PoolServer:
         self._path = path
         self._capacity_bytes = capacity_bytes
         self._tiers = HeldTiers(open_backend, namespace, prepare=prepare)
-        self._listening: tuple[socket.socket, os.stat_result] | None = None
-        self._pause: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._socket: tuple[socket.socket, os.stat_result] | None = None
+        self._listener = Listener(lambda exc: logger.warning("cannot accept an engine: %s", exc))
         self._sessions: dict[PoolSession, None] = {}
 
     def observe(self, reports: Reports) -> None:
@@ -376,13 +375,13 @@ class PoolServer:
             BackendUnavailableError: The socket cannot be made, or another process has it.
         """
         listening = _make_socket(self._path)
-        self._listening = listening, self._path.stat()
+        self._socket = listening, self._path.stat()
         if not self._tiers.is_open:
             require_memory(self._capacity_bytes, "capacity")
         if self._tiers.namespace is not None:
             await self._tiers.settle(self._tiers.namespace)
         listening.listen()
-        self._listen(listening)
+        self._listener.add(listening, self._serve)
         self.is_ready = True
         logger.info("host pool at %s (mode %o)", self._path, MODE)
 
@@ -394,41 +393,17 @@ class PoolServer:
     async def aclose(self) -> None:
         """End every session and close the tiers; may be called again."""
         self.is_ready = False
-        if self._pause is not None:
-            self._pause.cancel()
-        if self._listening is not None:
-            asyncio.get_running_loop().remove_reader(self._listening[0])
-        await asyncio.sleep(0)  # a task that never began would leave its connection open
-        await end_tasks(self._tasks)
-        if self._listening is not None:
-            (listening, made), self._listening = self._listening, None
+        self._listener.stop()
+        await self._listener.wait_closed()
+        if self._socket is not None:
+            (listening, made), self._socket = self._socket, None
             listening.close()
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(made, self._path.stat()):
                     self._path.unlink()
         await self._tiers.aclose()
 
-    def _accept(self, listening: socket.socket) -> None:
-        """Take a connection that waits; no task, which could lose one when it is cancelled."""
-        loop = asyncio.get_running_loop()
-        try:
-            connection, _ = listening.accept()
-        except BlockingIOError:
-            return
-        except OSError as exc:
-            logger.warning("cannot accept an engine: %s", exc)
-            loop.remove_reader(listening)
-            self._pause = loop.call_later(ACCEPT_PAUSE_S, self._listen, listening)
-            return
-        connection.setblocking(False)
-        task = asyncio.create_task(self._serve(connection))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _listen(self, listening: socket.socket) -> None:
-        asyncio.get_running_loop().add_reader(listening, self._accept, listening)
-
-    async def _serve(self, connection: socket.socket) -> None:
+    async def _serve(self, connection: socket.socket, _: object) -> None:
         """Serve one engine until it ends."""
         with connection:
             try:

@@ -3,21 +3,25 @@
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Self
 
+from kvxfer import runtime
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.listener import Listener
-from kvxfer.runtime import end_tasks
 
 MAX_REQUEST_BYTES = 8192
 """Bytes of a request at most, the limit of nginx and Apache for its head."""
 
 MAX_CONNECTIONS = 64
-"""Connections of each address at a time."""
+"""Connections of each address at a time; where there is no room, the oldest one is cut."""
+
+BACKLOG = 128
+LOG_PAUSE_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +56,9 @@ class HTTPPages:
     ) -> None:
         self.endpoint = endpoint
         self._pages = pages
-        self._answering: set[asyncio.Task[None]] = set()
-        self._listener = Listener(
-            endpoint,
-            lambda: asyncio.StreamReaderProtocol(
-                asyncio.StreamReader(limit=MAX_REQUEST_BYTES), self._begin
-            ),
-            timeout_s=timeout_s,
-            max_connections=MAX_CONNECTIONS,
-        )
+        self._timeout_s = timeout_s
+        self._listener = Listener(self._note_failure, max_unproven=MAX_CONNECTIONS)
+        self._log_at_s = 0.0
 
     async def __aenter__(self) -> Self:
         """Begin to listen.
@@ -68,38 +66,49 @@ class HTTPPages:
         Raises:
             BackendUnavailableError: The address is in use, or is not one of this machine.
         """
+        host, port = self.endpoint.host, self.endpoint.port
         try:
-            await self._listener.start()
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, _, _, _, address in dict.fromkeys(found):
+                at = address[0], self.endpoint.port, *address[2:]
+                listening = runtime.listen(at, family=family, backlog=BACKLOG)
+                self._listener.add(listening, self._answer)
+                self.endpoint = Endpoint(host, listening.getsockname()[1])
         except OSError as exc:
+            self._listener.stop()
             raise BackendUnavailableError(f"cannot listen at {self.endpoint}: {exc}") from exc
-        self.endpoint = self._listener.endpoint
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Stop listening, and end the answers under way."""
         self._listener.stop()
-        await end_tasks(self._answering)
+        await self._listener.wait_closed()
 
     @property
     def num_connections(self) -> int:
         """Connections that are open."""
-        return self._listener.num_connections
+        return len(self._listener.tasks)
 
-    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._answer(reader, writer))
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+    def _note_failure(self, exc: OSError) -> None:
+        """Make room where no descriptor is left, and say so once a minute."""
+        self._listener.cut_oldest()
+        if runtime.monotonic() >= self._log_at_s:
+            logger.warning("connections to %s wait: %s", self.endpoint, exc)
+            self._log_at_s = runtime.monotonic() + LOG_PAUSE_S
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A request that is empty or too large is not answered; one that is too slow, or whose
-        # answer is not read, is ended by the listener.
-        with (
-            contextlib.closing(writer),
-            contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError),
-        ):
-            request = await reader.readuntil(b"\r\n\r\n")
-            writer.write(_response(self._page(request)))
-            await writer.drain()
+    async def _answer(self, connection: socket.socket, _: object) -> None:
+        """Answer a request, unless it is empty, too large or too slow."""
+        loop, request = asyncio.get_running_loop(), b""
+        with connection, contextlib.suppress(OSError):
+            async with asyncio.timeout(self._timeout_s):
+                while b"\r\n\r\n" not in request:
+                    data = await loop.sock_recv(connection, MAX_REQUEST_BYTES + 1 - len(request))
+                    request += data
+                    if not data or len(request) > MAX_REQUEST_BYTES:
+                        return
+                await loop.sock_sendall(connection, _response(self._page(request)))
 
     def _page(self, request: bytes) -> Page:
         method, _, rest = request.partition(b" ")

@@ -194,7 +194,7 @@ async def until_alone(holder: Exchange, num_peers: int = 0) -> None:
     server = holder.server
     assert server is not None
     async with asyncio.timeout(LIMIT_S):
-        while len(server.sessions) > num_peers or server._unproven:  # noqa: ASYNC110 - it notices
+        while len(server.sessions) > num_peers or server._listener.unproven:  # noqa: ASYNC110 - it notices
             await asyncio.sleep(0)
 
 

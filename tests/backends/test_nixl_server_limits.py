@@ -125,6 +125,20 @@ async def test_the_oldest_unproven_connection_makes_room_for_the_next_and_the_lo
     assert "did not prove itself" in caplog.text
 
 
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_a_connection_that_comes_as_the_holder_ends_is_closed(
+    num_turns: int, tmp_path: Path
+) -> None:
+    async with holding(tmp_path, transport="socket") as holder:
+        assert holder.server is not None
+        with socket.create_connection((HOST, port(holder, "control"))) as stranger:
+            stranger.setblocking(False)
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            holder.server.close()
+            assert await ends(stranger)
+
+
 async def attach(holder: Exchange, peer: ProvenPeer, message: Attach) -> DataConnection:
     """Open a data connection by a message; close it and raise unless the holder takes it."""
     connection = await DataConnection.connect(Endpoint(HOST, port(holder, "data")), HOST, None)

@@ -205,8 +205,8 @@ class PeersScenario(FleetScenario):
     def leftovers_of_holder(self, holder: Any) -> list[str]:
         assert isinstance(holder, StandalonePeer)
         left = [f"a session of {each._channel.peer}" for each in holder._server.sessions]
-        if holder._server._unproven:
-            left.append(f"{len(holder._server._unproven)} connections without proof")
+        if holder._server._listener.unproven:
+            left.append(f"{len(holder._server._listener.unproven)} connections without proof")
         if holder._tiers.is_open:
             left += leftovers_of_host(holder._tiers.host)
         return left
