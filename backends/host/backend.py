@@ -12,10 +12,9 @@ import numpy as np
 
 from kvxfer import runtime
 from kvxfer.backends.host.config import HostConfig
-from kvxfer.backends.host.pool import HostPool
-from kvxfer.backends.host.pool_shape import PoolShape
+from kvxfer.backends.host.memory import SharedMemory
+from kvxfer.backends.host.pool import HostPool, PoolShape
 from kvxfer.backends.host.scrubber import Scrubber
-from kvxfer.backends.host.shared_memory import SharedMemory
 from kvxfer.checks import require_instance
 from kvxfer.copy_engine.engine import SHORTEST_WAIT_S
 from kvxfer.errors import BackendUnavailableError

@@ -1,18 +1,16 @@
 """Slots of host memory, each tagged with the block it holds and the checksum of its bytes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvxfer.backends.host.mapped_memory import PrivateMemory
-from kvxfer.backends.host.pool_shape import TAG, PoolShape
-from kvxfer.backends.host.segment import SharedSegment
-from kvxfer.backends.host.shared_memory import SharedMemory
+from kvxfer.backends.host.memory import HEADER_BYTES, PrivateMemory, SharedMemory, SharedSegment
 from kvxfer.checks import INT64_MAX
 from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.errors import InvalidArgumentError
@@ -22,12 +20,70 @@ from kvxfer.storage.backend import DONE, MISSING, PARTIAL, Outcome, Status, posi
 from kvxfer.storage.integrity import MemoryIntegrity
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import Generations
+from kvxfer.storage.staging_memory import ALIGNMENT_BYTES, aligned
 
 FORMAT_VERSION = 1
 """Version of the layout of a segment; processes of another version do not share it."""
 
 RUN_BYTES = 4 << 20
 """Bytes of blocks that are verified and then copied, while they are in the processor's cache."""
+
+TAG = np.dtype([("key", "<u8"), ("start", "<u8"), ("stop", "<u8"), ("checksum", "<u8")])
+"""Tag of one part of a slot: digest of the key (0: empty), start and stop of the payload bytes in
+it, and their XXH3-64. Source: https://github.com/Cyan4973/xxHash, XXH3."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Division of a pool of host memory into slots and parts.
+
+    Attributes:
+        num_slots: Blocks (chunks) that fit.
+        num_parts: Workers that each keep their own part of every block.
+        part_size_bytes: Bytes of one part, a multiple of 4096.
+    """
+
+    num_slots: int
+    num_parts: int
+    part_size_bytes: int
+
+    @classmethod
+    def fit(cls, *, capacity_bytes: int, num_parts: int, part_size_bytes: int) -> "PoolShape":
+        """Divide a capacity into as many slots as fit, with their tags and the header.
+
+        Raises:
+            InvalidArgumentError: Not even one slot fits.
+        """
+        part = aligned(part_size_bytes)
+        per_slot = num_parts * (part + TAG.itemsize)
+        overhead = HEADER_BYTES + ALIGNMENT_BYTES
+        num_slots = (capacity_bytes - overhead) // per_slot
+        if num_slots < 1:
+            needed = per_slot + overhead
+            raise InvalidArgumentError("capacity", capacity_bytes, f"{needed} bytes or more")
+        return cls(int(num_slots), num_parts, part)
+
+    @property
+    def slot_size_bytes(self) -> int:
+        """Bytes of one slot: all of its parts."""
+        return self.num_parts * self.part_size_bytes
+
+    @property
+    def data_offset_bytes(self) -> int:
+        """Offset of the first slot, after the header and the tags."""
+        return HEADER_BYTES + aligned(self.num_slots * self.num_parts * TAG.itemsize)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.data_offset_bytes + self.num_slots * self.slot_size_bytes
+
+    def divide(self, memory: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+        """View the memory of a pool as its tags and as the bytes of its slots, part by part."""
+        parts = self.num_slots, self.num_parts
+        tags = memory[HEADER_BYTES:][: self.num_slots * self.num_parts * TAG.itemsize]
+        slots = memory[self.data_offset_bytes :]
+        return tags.view(TAG).reshape(parts), slots.reshape(*parts, self.part_size_bytes)
 
 
 class HostPool:

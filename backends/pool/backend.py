@@ -14,7 +14,7 @@ import msgspec
 
 from kvxfer import runtime
 from kvxfer.backends.host import HostPool, Integrity, MemoryIntegrity, PoolShape
-from kvxfer.backends.host.shared_memory import SharedMemory
+from kvxfer.backends.host.memory import SharedMemory
 from kvxfer.backends.pool.messages import (
     HEADER,
     MAX_RECEIVE_BYTES,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.backends.host.mapped_memory import PrivateMemory
+from kvxfer.backends.host.memory import PrivateMemory
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 
 TOTAL_BYTES = 64 << 20

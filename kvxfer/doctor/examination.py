@@ -9,7 +9,7 @@ import msgspec
 from kvxfer import runtime
 from kvxfer.backends.file import FileConfig
 from kvxfer.backends.host import HostConfig
-from kvxfer.backends.host.segment import SHARED_MEMORY
+from kvxfer.backends.host.memory import SHARED_MEMORY
 from kvxfer.backends.mooncake import MooncakeConfig
 from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.object import ObjectConfig

@@ -22,9 +22,9 @@ from kvxfer.backends.host import (
     MemoryIntegrity,
     PoolShape,
 )
-from kvxfer.backends.host import segment as segment_module
+from kvxfer.backends.host import memory as memory_module
 from kvxfer.backends.host.available_memory import AvailableMemory
-from kvxfer.backends.host.segment import SHARED_MEMORY, SharedSegment
+from kvxfer.backends.host.memory import SHARED_MEMORY, SharedSegment
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, CapacityError, InvalidArgumentError
 from kvxfer.storage.backend import Backend, Outcome, Status
@@ -281,7 +281,7 @@ SIZE = 1 << 16
 
 
 def map_segment(name: str, folder: Path, told: Connection) -> None:
-    segment_module.SHARED_MEMORY = folder
+    memory_module.SHARED_MEMORY = folder
     with contextlib.closing(SharedSegment(name, b"header", SIZE)) as segment:
         segment.memory[5000] += 1
         told.send("ready")
@@ -295,8 +295,8 @@ def create_for_ever(name: str, folder: Path, told: Connection) -> None:
         told.send("ready")
         told.recv()
 
-    segment_module.SHARED_MEMORY = folder
-    segment_module._reserve = reserve
+    memory_module.SHARED_MEMORY = folder
+    memory_module._reserve = reserve
     SharedSegment(name, b"header", SIZE)
 
 
@@ -304,13 +304,13 @@ def create_for_ever(name: str, folder: Path, told: Connection) -> None:
 def name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Name of a segment, in a folder of our own: others clean up the common one."""
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
-        monkeypatch.setattr(segment_module, "SHARED_MEMORY", Path(folder))
+        monkeypatch.setattr(memory_module, "SHARED_MEMORY", Path(folder))
         yield "test"
         assert not path_of("test").exists()
 
 
 def path_of(name: str) -> Path:
-    return segment_module.SHARED_MEMORY / f"kvxfer-{name}"
+    return memory_module.SHARED_MEMORY / f"kvxfer-{name}"
 
 
 @contextlib.contextmanager
@@ -318,7 +318,7 @@ def child_with(
     name: str, work: Callable[..., None] = map_segment
 ) -> Iterator[tuple[BaseProcess, Connection]]:
     told, its_end = multiprocessing.Pipe()
-    child = start(work, name, segment_module.SHARED_MEMORY, its_end)
+    child = start(work, name, memory_module.SHARED_MEMORY, its_end)
     try:
         assert told.recv() == "ready"
         yield child, told
@@ -377,7 +377,7 @@ def test_a_process_that_expects_something_else_is_refused_with_both_values(
 def test_a_process_that_stops_while_it_creates_is_waited_for_until_a_deadline_or_its_death(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment_module, "CREATION_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(memory_module, "CREATION_TIMEOUT_S", 0.2)
     with (
         child_with(name, create_for_ever),
         pytest.raises(BackendUnavailableError, match=f"{path_of(name)}: another process"),

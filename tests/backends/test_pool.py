@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.host.shared_memory import SharedMemory
+from kvxfer.backends.host.memory import SharedMemory
 from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, backend, server
 from kvxfer.backends.pool.messages import Message, Pin, Pinned, Reserve, Reserved
 from kvxfer.copy_engine.cpu import CPUCopyEngine

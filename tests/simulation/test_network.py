@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer import runtime
-from kvxfer.backends.host.shared_memory import SharedMemory
+from kvxfer.backends.host.memory import SharedMemory
 from kvxfer.testing.simulation import Simulation
 
 BYTES = os.urandom(300_000)

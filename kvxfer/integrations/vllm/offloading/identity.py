@@ -5,7 +5,7 @@ import zlib
 import msgspec
 import torch
 
-from kvxfer.backends.host.segment import HEADER_BYTES, SharedSegment
+from kvxfer.backends.host.memory import HEADER_BYTES, SharedSegment
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import ModelIdentity
 from kvxfer.integrations.vllm.common.release import installed_version

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.host import SlotMover, slot_key
-from kvxfer.backends.host.segment import SharedSegment
+from kvxfer.backends.host.memory import SharedSegment
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.offloading.interface import (

@@ -1,5 +1,6 @@
-"""Shared memory of several processes, removed with the last of them."""
+"""Memory that this process maps: its own, shared under a name, or shared by a descriptor."""
 
+import contextlib
 import ctypes
 import fcntl
 import logging
@@ -12,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer import runtime
-from kvxfer.backends.host.available_memory import require_memory
-from kvxfer.backends.host.mapped_memory import MappedMemory
+from kvxfer.backends.host.available_memory import AvailableMemory, require_memory
 from kvxfer.errors import (
     BackendUnavailableError,
     CapacityError,
+    ClosedError,
     InvalidArgumentError,
 )
+from kvxfer.kvcache.memory_region import MemoryRegion
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +32,137 @@ CREATION_TIMEOUT_S = 600.0
 CREATION_PAUSE_S = 0.01
 # Source: Linux, include/uapi/asm-generic/mman-common.h.
 MADV_POPULATE_WRITE = 23
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Seals of its size: a process that maps memory which another one cuts would crash."""
 
 _madvise = ctypes.CDLL(None).madvise  # unlike that of `mmap` without the interpreter lock
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class MappedMemory:
+    """Memory that is mapped until `close`.
+
+    Args:
+        mapping: The mapping, which this object unmaps.
+        what: Name of the memory in errors.
+    """
+
+    def __init__(self, mapping: mmap.mmap, what: str) -> None:
+        self._map = mapping
+        self._what = what
+        self._bytes: NDArray[np.uint8] | None = np.frombuffer(mapping, np.uint8)
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The whole memory, uint8, `(num_bytes,)`; valid until `close`.
+
+        Raises:
+            ClosedError: The memory was closed.
+        """
+        if self._bytes is None:
+            raise ClosedError(self._what)
+        return self._bytes
+
+    @property
+    def region(self) -> MemoryRegion:
+        """Address and size of the memory in this process."""
+        return MemoryRegion(self.memory.ctypes.data, self.memory.nbytes, self.memory)
+
+    def close(self) -> None:
+        """Unmap the memory, once the last array over it is gone; may be called again."""
+        if self._bytes is not None:
+            self._bytes = None
+            with contextlib.suppress(BufferError):
+                self._map.close()
+            del self._map  # else the mapping would last as long as this object
+
+
+class PrivateMemory(MappedMemory):
+    """Zeroed memory in huge pages, where the system has any; reserved when it is created.
+
+    Its page table is 512 times as short, which makes copying, hashing, pinning and sending faster.
+    Forked processes do not inherit it: they would share pages that network cards and GPUs may be
+    writing to.
+
+    Args:
+        num_bytes: Size.
+
+    Raises:
+        CapacityError: The machine, or a control group of this process, has less memory left.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        require_memory(num_bytes)
+        try:
+            mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as exc:
+            available = AvailableMemory.read().num_bytes
+            raise CapacityError("memory", num_bytes, available) from exc
+        mapping.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        super().__init__(mapping, "private memory")
+        self.memory[:: mmap.PAGESIZE] = 0  # without the GIL, which calls of `mmap` hold
+
+
+class SharedMemory(MappedMemory):
+    """Zeroed memory of fixed size that other processes map; gone with the last of them.
+
+    It has no name in any folder, so no process can leave it behind, and only those map it that the
+    maker passes its descriptor to. Forked processes do not inherit the mapping.
+
+    Args:
+        fd: Descriptor of the memory; closed with this.
+        num_bytes: Size that it must have.
+
+    Raises:
+        InvalidArgumentError: It has another size, or its size is not sealed.
+    """
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        self.fd = fd
+        try:
+            _require_fixed_size(fd, num_bytes)
+            mapping = mmap.mmap(fd, num_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        mapping.madvise(mmap.MADV_DONTFORK)
+        super().__init__(mapping, "shared memory")
+        map_pages(self.memory)
+
+    @classmethod
+    def create(cls, num_bytes: int) -> "SharedMemory":
+        """Reserve memory: a lack of it is an error now, not a crash when a page is touched.
+
+        Raises:
+            CapacityError: The machine, or a control group of this process, has less memory left.
+        """
+        require_memory(num_bytes)
+        fd = os.memfd_create("kvxfer-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        except OSError as exc:
+            os.close(fd)
+            raise CapacityError("memory", num_bytes, AvailableMemory.read().num_bytes) from exc
+        return cls(fd, num_bytes)
+
+    def close(self) -> None:
+        """See `MappedMemory.close`; closes the descriptor, too."""
+        is_open = self._bytes is not None
+        super().close()
+        if is_open:
+            os.close(self.fd)
+
+
+def _require_fixed_size(fd: int, num_bytes: int) -> None:
+    found = os.fstat(fd).st_size
+    if found != num_bytes:
+        raise InvalidArgumentError("bytes of shared memory", found, str(num_bytes))
+    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise InvalidArgumentError("seals of shared memory", seals, "a sealed size")
 
 
 class SharedSegment(MappedMemory):
