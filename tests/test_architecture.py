@@ -43,7 +43,7 @@ TOP = {
 BUDGETS = {
     "kvxfer": 2_054,
     "backends/file": 6_099,
-    "backends/host": 2_053,
+    "backends/host": 2_039,
     "backends/mooncake": 720,
     "backends/nixl": 8_430,
     "backends/object": 1_849,
