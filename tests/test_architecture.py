@@ -62,7 +62,7 @@ BUDGETS = {
     "kvxfer/pages": 1_250,
     "kvxfer/replay": 1_707,
     "kvxfer/runtime": 1_275,
-    "kvxfer/storage": 5_153,
+    "kvxfer/storage": 5_081,
     "kvxfer/telemetry": 1_693,
     "kvxfer/testing": 7_500,
     "kvxfer/tiering": 1_620,
