@@ -16,7 +16,6 @@ from kvxfer.backends.host.memory import SharedMemory
 from kvxfer.backends.host.pool import HostPool, PoolShape
 from kvxfer.backends.host.scrubber import Scrubber
 from kvxfer.checks import require_instance
-from kvxfer.copy_engine.engine import SHORTEST_WAIT_S
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
@@ -520,12 +519,6 @@ class _SharedBegun(Begun):
             if isinstance(self._ended, Exception):
                 raise self._ended
             return self._ended
-
-    def wait(self) -> Sequence[Outcome]:
-        """See `Begun.wait`."""
-        while (outcomes := self.poll()) is None:
-            runtime.sleep(SHORTEST_WAIT_S)
-        return outcomes
 
 
 def _slices(blocks: Descriptors) -> Iterator[tuple[int, int]]:

@@ -1,17 +1,29 @@
 """Interface of copy engines, which copy bytes between described blocks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from kvxfer import runtime
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
+
+T = TypeVar("T")
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 20e-6, 500e-6
 """Pauses between two looks at a copy."""
 
 WAIT_SHARE = 1 / 8
 """Pause after a look, as a share of the time since the copy began: at most so much is lost."""
+
+
+def ask_until_answered(ask: Callable[[], T | None]) -> T:
+    """Ask again and again until the answer is not None, and return it; blocks the thread."""
+    began = runtime.monotonic()
+    while (answer := ask()) is None:
+        share_s = WAIT_SHARE * (runtime.monotonic() - began)
+        runtime.sleep(min(max(share_s, SHORTEST_WAIT_S), LONGEST_WAIT_S))
+    return answer
 
 
 class Copy:
@@ -30,10 +42,7 @@ class Copy:
 
     def wait(self) -> None:
         """Block until the copy has ended; errors as `has_ended`."""
-        began = runtime.monotonic()
-        while not self.has_ended():
-            share_s = WAIT_SHARE * (runtime.monotonic() - began)
-            runtime.sleep(min(max(share_s, SHORTEST_WAIT_S), LONGEST_WAIT_S))
+        ask_until_answered(lambda: self.has_ended() or None)
 
 
 class CopyEngine(ABC):

@@ -65,26 +65,12 @@ class Pieces:
         touching = touch(self.addresses, self.lengths)
         return Pieces(*join(touching, self.addresses, self.lengths))
 
-    def series(self, row_bytes: int) -> Indices:
-        """Find the first of each series: a piece, or rows spaced as the first two pieces are."""
-        if len(self) == 1:
-            return np.zeros(1, np.int64)
-        steps = np.diff(self.addresses).astype(np.int64)
-        goes_on = (steps == steps[:1]) & (steps >= 0)
-        goes_on &= (self.lengths[1:] == row_bytes) & (self.lengths[:-1] == row_bytes)
-        return run_starts(goes_on)
-
-
-def common_row_bytes(source: Pieces, destination: Pieces) -> int:
-    """Find the longest row length that divides every piece of both sides."""
-    return gcd(_divisor(source.lengths), _divisor(destination.lengths))
-
 
 def plan_rows(source: Pieces, destination: Pieces) -> "RowCopy | None":
     """Plan a copy of the same bytes as rows; None if they would be many and short."""
     num_bytes, count = source.num_bytes, max(len(source), len(destination))
     source, destination = source.runs(), destination.runs()
-    row_bytes = common_row_bytes(source, destination)
+    row_bytes = gcd(_divisor(source.lengths), _divisor(destination.lengths))
     if row_bytes < min(SMALLEST_ROW_BYTES, num_bytes // count // MOST_SMALL_ROWS):
         return None
     most_series = num_bytes // SMALLEST_SHARE_BYTES
@@ -104,7 +90,7 @@ class RowSeries:
     Attributes:
         pieces: Pieces that have the rows.
         row_bytes: Length of a row.
-        firsts: First piece of each series.
+        firsts: First piece of each series: a piece, or rows spaced as the first two pieces are.
     """
 
     pieces: Pieces
@@ -114,7 +100,12 @@ class RowSeries:
     @classmethod
     def of(cls, pieces: Pieces, row_bytes: int) -> "RowSeries":
         """Find the series of pieces whose lengths `row_bytes` divides."""
-        return cls(pieces, row_bytes, pieces.series(row_bytes))
+        if len(pieces) == 1:
+            return cls(pieces, row_bytes, np.zeros(1, np.int64))
+        steps = np.diff(pieces.addresses).astype(np.int64)
+        are_rows = pieces.lengths == row_bytes
+        goes_on = (steps == steps[:1]) & (steps >= 0) & are_rows[1:] & are_rows[:-1]
+        return cls(pieces, row_bytes, run_starts(goes_on))
 
     @property
     def are_pieces(self) -> bool:

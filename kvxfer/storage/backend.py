@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self, TypeGuard, TypeVar, runtime_checkable
 
 from kvxfer.checks import find_repeated, require_instance, require_sequence
-from kvxfer.copy_engine.engine import Copy
+from kvxfer.copy_engine.engine import Copy, ask_until_answered
 from kvxfer.errors import (
     DeviceLostError,
     DuplicateError,
@@ -336,14 +336,7 @@ class Begun:
 
     def wait(self) -> Sequence[Outcome]:
         """Block until the copy has ended; instead of `poll`, with its errors."""
-        try:
-            if self._copy is not None:
-                self._copy.wait()
-        except BaseException:
-            self._end(has_landed=False)
-            raise
-        self._end(has_landed=True)
-        return self._outcomes
+        return ask_until_answered(self.poll)
 
     def _end(self, *, has_landed: bool) -> None:
         try:

@@ -21,7 +21,6 @@ from kvxfer.storage.lending import NOT_ARRIVED, BlockParts, Lender, LentBlocks, 
 from kvxfer.storage.observer import Asked, Observable, Operation, Reports
 
 T = TypeVar("T")
-OutcomesT = TypeVar("OutcomesT", bound=Sequence[Outcome] | None)
 
 
 def medium_of(backend: Backend) -> str:
@@ -116,15 +115,8 @@ class _ObservedBegun(Begun):
 
     def poll(self) -> Sequence[Outcome] | None:
         """See `Begun.poll`."""
-        return self._told(self._begun.poll)
-
-    def wait(self) -> Sequence[Outcome]:
-        """See `Begun.wait`."""
-        return self._told(self._begun.wait)
-
-    def _told(self, ask: Callable[[], OutcomesT]) -> OutcomesT:
         try:
-            outcomes = ask()
+            outcomes = self._begun.poll()
         except Exception as exc:
             self._tell([Outcome(Status.FAILED, reason=repr(exc))] * self._num_blocks)
             raise
