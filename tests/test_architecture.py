@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/host": 2_032,
     "backends/mooncake": 720,
     "backends/nixl": 8_430,
-    "backends/object": 1_849,
+    "backends/object": 1_779,
     "backends/pool": 1_233,
     "benchmarks": 4_689,
     "examples": 2_396,

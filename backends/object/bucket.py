@@ -19,8 +19,6 @@ from kvxfer.runtime import CircuitBreaker, Pause, Threads
 from kvxfer.storage.backend import Status
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
-
     from kvxfer.backends.object.config import ObjectConfig
 
 FIRST_BACKOFF_S = 0.1
@@ -104,59 +102,32 @@ class Bucket:
     After answers in a row that it cannot store, as with a full disk, only those that store do.
 
     Args:
-        store: Client of the cloud.
-        place: Name of the bucket in the log.
-        timeout_s: Seconds for one request, repetitions included.
-        retry_after_s: Seconds for which a server that has failed several times is left alone.
-        max_requests: Most calls in `slot` at a time.
-        max_requests_per_s: Most requests that begin in a second; 0 for no bound.
+        config: Where it is, and the time and requests that it may take; see `ObjectConfig`.
 
     Attributes:
         counts: What was asked of it.
         stores: Circuit breaker for requests that store.
+
+    Raises:
+        MissingExtraError: obstore is not installed.
+        BackendUnavailableError: The cloud's client refuses what is in the environment.
     """
 
-    def __init__(
-        self,
-        store: "ObjectStore",
-        place: str,
-        *,
-        timeout_s: float,
-        retry_after_s: float,
-        max_requests: int,
-        max_requests_per_s: float = 0.0,
-    ) -> None:
+    def __init__(self, config: "ObjectConfig") -> None:
+        self._store = open_client(config.open_store)
         from obstore import exceptions
 
         self._is_there = exceptions.AlreadyExistsError, exceptions.PreconditionError
-        self._store = store
-        self._place = place
-        self._timeout_s = timeout_s
-        self._slots = asyncio.Semaphore(max_requests)
-        self._pause_s = 1 / max_requests_per_s if max_requests_per_s else 0.0
+        self._place, pause_s = config.url, config.retry_after_s
+        self._timeout_s = config.timeout_s
+        self._slots = asyncio.Semaphore(config.max_requests)
+        self._pause_s = 1 / config.max_requests_per_s if config.max_requests_per_s else 0.0
         self._next_at = 0.0
         self._turns = asyncio.Lock()
-        self._breaker = CircuitBreaker(f"requests to {place}", pause_s=retry_after_s)
-        self.stores = CircuitBreaker(f"storing to {place}", pause_s=retry_after_s)
+        self._breaker = CircuitBreaker(f"requests to {self._place}", pause_s=pause_s)
+        self.stores = CircuitBreaker(f"storing to {self._place}", pause_s=pause_s)
         self._lists = Threads("kvxfer-object-list", 1)
         self.counts = Counts()
-
-    @classmethod
-    def open(cls, config: "ObjectConfig") -> "Bucket":
-        """Open the bucket of a configuration, without a request.
-
-        Raises:
-            MissingExtraError: obstore is not installed.
-            BackendUnavailableError: The cloud's client refuses what is in the environment.
-        """
-        return cls(
-            open_client(config.open_store),
-            config.url,
-            timeout_s=config.timeout_s,
-            retry_after_s=config.retry_after_s,
-            max_requests=config.max_requests,
-            max_requests_per_s=config.max_requests_per_s,
-        )
 
     @property
     def is_available(self) -> bool:
@@ -176,28 +147,6 @@ class Bucket:
         except FileNotFoundError:
             return None
         return ObjectVersion.of(found)
-
-    async def get(self, path: str, max_bytes: int) -> tuple[ObjectVersion, Any] | None:
-        """Read an object.
-
-        Returns:
-            Its version and its bytes, which are not read where they are more than `max_bytes`;
-            None where there is no object.
-        """
-
-        async def read() -> tuple[ObjectVersion, Any]:
-            found = await self._store.get_async(path)
-            version = ObjectVersion.of(found.meta)
-            if version.size_bytes > max_bytes:
-                return version, b""
-            return version, await found.bytes_async()
-
-        try:
-            version, data = await self._request("GET", read)
-        except FileNotFoundError:
-            return None
-        self.counts.received_bytes += len(data)
-        return version, data
 
     async def read_begin(
         self, path: str, num_bytes: int, timeout_s: float | None = None
@@ -226,7 +175,7 @@ class Bucket:
     async def read_range(self, path: str, start: int, stop: int) -> memoryview | None:
         """Read bytes of an object, fewer where it ends before; None where there is no object.
 
-        One answer, where `get` has to wait for two: its version, and its bytes.
+        One answer, where `read_begin` has to wait for two: its version, and its bytes.
         """
         try:
             data = await self._request(

@@ -60,9 +60,9 @@ class BlockingBucket:
     """
 
     def __init__(self, config: ObjectConfig) -> None:
-        self.bucket = Bucket.open(config)
+        self.bucket = Bucket(config)
         self._place = config.url.rstrip("/")
-        self._root = self._place.removesuffix(config.prefix.rstrip("/"))
+        self._root = f"{config.scheme}://{config.address}/"
         self._close_timeout_s = config.close_timeout_s
         self._thread = LoopThread("kvxfer-bucket")
 
@@ -87,6 +87,27 @@ class BlockingBucket:
         while listed := self.ask(_take(answers)):
             yield from listed
 
+    def read_begin(self, name: str, num_bytes: int) -> tuple[ObjectVersion, memoryview]:
+        """Read the leading bytes of an object; raise an OSError where there is none."""
+        return self._found(name, self.ask(self.bucket.read_begin(name, num_bytes), name))
+
+    def version_of(self, name: str) -> ObjectVersion:
+        """Ask for the version of an object; raise an OSError where there is none."""
+        return self._found(name, self.ask(self.bucket.head(name), name))
+
+    def read(self, name: str, start: int, stop: int) -> memoryview:
+        """Read bytes of an object; raise an OSError where there is none."""
+        return self._found(name, self.ask(self.bucket.read_range(name, start, stop), name))
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects, several at a time."""
+        if names:
+            self.ask(self._delete_each(names), names[0])
+
+    def gone(self, name: str) -> FileNotFoundError:
+        """Make the error of an object that is not there."""
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self._root}{name}")
+
     def close(self) -> None:
         """End what is under way, and the event loop."""
         self._thread.run(self._end())
@@ -99,6 +120,21 @@ class BlockingBucket:
         except RequestFailedError as exc:
             return exc.transient
         return False
+
+    def _found(self, name: str, answer: T | None) -> T:
+        if answer is None:
+            raise self.gone(name)
+        return answer
+
+    async def _delete_each(self, names: Sequence[str]) -> None:
+        async def delete(name: str) -> None:
+            async with self.bucket.slot():
+                await self.bucket.delete(name)
+
+        results = await asyncio.gather(*map(delete, names), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     async def _end(self) -> None:
         await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})
@@ -168,11 +204,7 @@ class BucketStore(BlockStore):
     @contextlib.contextmanager
     def open_path(self, path: str) -> Iterator[OpenBlock]:
         """See `BlockStore.open_path`."""
-        name = self._prefix + path
-        found = self._requests.ask(self._requests.bucket.head(name), name)
-        if found is None:
-            raise _gone(f"{self.place}/{path}")
-        yield _OpenObject(self._requests, name, found.size_bytes)
+        yield _OpenObject(self._requests, self._prefix + path)
 
     def open_count(self) -> "_Count":
         """See `BlockStore.open_count`."""
@@ -183,7 +215,7 @@ class BucketStore(BlockStore):
         names = (name for name, entry in self._walk() if _is_abandoned(entry))
         num_removed = 0
         while some := list(itertools.islice(names, self.num_at_once)):
-            _delete(self._requests, some)
+            self._requests.delete(some)
             num_removed += len(some)
         return num_removed
 
@@ -234,18 +266,15 @@ class _BucketNamespace(StoredNamespace):
         self._folder = f"{prefix}{fingerprint}/"
 
     def read_text(self, name: str) -> str:
-        text = self._read_text(name)
-        if text is None:
-            raise _gone(name)
-        return text.decode(errors="replace")
+        return self._read_text(name).decode(errors="replace")
 
     def read_head(self, block: FoundBlock) -> bytes:
         name = self._prefix + block.path
         try:
-            head = _read(self._requests, name, 0, min(PAGE_BYTES, block.num_bytes))
+            head = self._requests.read(name, 0, min(PAGE_BYTES, block.num_bytes))
             size = header_size_in(bytes(head))
             if size > len(head):
-                head = _read(self._requests, name, 0, min(size, block.num_bytes))
+                head = self._requests.read(name, 0, min(size, block.num_bytes))
         except BackendUnavailableError:
             raise
         except (BlockFileError, OSError):
@@ -255,20 +284,22 @@ class _BucketNamespace(StoredNamespace):
     @contextlib.contextmanager
     def open(self, block: FoundBlock) -> Iterator[OpenBlock]:
         name, away = self._prefix + block.path, f"{self._folder}{QUARANTINE}/{file_name(block.key)}"
-        yield _OpenObject(self._requests, name, block.num_bytes, away)
+        yield _OpenObject(self._requests, name, away)
 
     def remove(self, blocks: Sequence[FoundBlock]) -> Iterator[int | None]:
-        _delete(self._requests, [self._prefix + block.path for block in blocks])
+        self._requests.delete([self._prefix + block.path for block in blocks])
         return iter([block.num_bytes_on_disk for block in blocks])
 
     def remove_empty(self) -> bool:
         texts = dict[str, bytes]()
         for name in self._names():
-            text = self._read_text(name) if name in DESCRIPTIONS else None
-            if text is None:
+            if name not in DESCRIPTIONS:
                 return False
-            texts[name] = text
-        _delete(self._requests, [self._folder + name for name in texts])
+            try:
+                texts[name] = self._read_text(name)
+            except FileNotFoundError:
+                return False
+        self._requests.delete([self._folder + name for name in texts])
         if next(self._names(), None) is None:
             return True
         for name, text in texts.items():  # a block was stored meanwhile
@@ -280,10 +311,9 @@ class _BucketNamespace(StoredNamespace):
         listed = self._requests.list_objects(self._folder)
         return (each.name.removeprefix(self._folder) for each in listed)
 
-    def _read_text(self, name: str) -> bytes | None:
-        path = self._folder + name
-        found = self._requests.ask(self._requests.bucket.get(path, MAX_TEXT_BYTES), path)
-        return None if found is None else bytes(found[1])
+    def _read_text(self, name: str) -> bytes:
+        _, text = self._requests.read_begin(self._folder + name, MAX_TEXT_BYTES)
+        return bytes(text)
 
 
 class _OpenObject(OpenBlock):
@@ -292,32 +322,20 @@ class _OpenObject(OpenBlock):
     Args:
         requests: Its bucket.
         name: Its name.
-        num_bytes: Its size, as it was listed.
         away: Its name in quarantine.
     """
 
-    def __init__(self, requests: BlockingBucket, name: str, num_bytes: int, away: str = "") -> None:
+    def __init__(self, requests: BlockingBucket, name: str, away: str = "") -> None:
         self._requests = requests
         self._name = name
-        self._num_bytes = num_bytes
         self._away = away
         self._version: ObjectVersion | None = None
         self._begin = memoryview(b"")
 
     def read_header(self) -> tuple[bytes, int]:
-        bucket, name = self._requests.bucket, self._name
-        if self._num_bytes <= PIECE_BYTES:
-            found = self._requests.ask(bucket.get(name, PIECE_BYTES), name)
-            if found is None:
-                raise _gone(name)
-            self._version, begin = found
-            self._begin = memoryview(begin)
-        else:
-            self._version = self._head()
-        if self._version.size_bytes > len(self._begin):
-            self._begin = _read(self._requests, name, 0, PIECE_BYTES)
-        read = self._begin
-        return cut_header(self._version.size_bytes, lambda num_bytes: bytes(read[:num_bytes]))
+        version, begin = self._requests.read_begin(self._name, PIECE_BYTES)
+        self._version, self._begin = version, begin
+        return cut_header(version.size_bytes, lambda num_bytes: bytes(begin[:num_bytes]))
 
     def read_data(self, offset: int) -> Iterator[memoryview]:
         assert self._version is not None
@@ -325,23 +343,17 @@ class _OpenObject(OpenBlock):
         size, at = self._version.size_bytes, len(self._begin)
         for start in range(at, size, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, size)
-            yield memoryview(bytearray(_read(self._requests, self._name, start, stop)))
-        if at < size and self._head() != self._version:
-            raise _gone(self._name)
+            yield memoryview(bytearray(self._requests.read(self._name, start, stop)))
+        if at < size and self._requests.version_of(self._name) != self._version:
+            raise self._requests.gone(self._name)
 
     def quarantine(self) -> bool:
         try:
-            version = self._version or self._head()
+            version = self._version or self._requests.version_of(self._name)
         except FileNotFoundError:
             return False
         move = self._requests.bucket.move(self._name, version, self._away)
         return self._requests.ask(move, self._name)
-
-    def _head(self) -> ObjectVersion:
-        found = self._requests.ask(self._requests.bucket.head(self._name), self._name)
-        if found is None:
-            raise _gone(self._name)
-        return found
 
 
 def _entry(fingerprint: str, path: str, listed: ListedObject) -> FoundBlock | OtherEntry:
@@ -356,32 +368,3 @@ def _entry(fingerprint: str, path: str, listed: ListedObject) -> FoundBlock | Ot
 
 def _is_abandoned(entry: FoundBlock | OtherEntry) -> bool:
     return isinstance(entry, OtherEntry) and entry.abandoned
-
-
-def _read(requests: BlockingBucket, name: str, start: int, stop: int) -> memoryview:
-    """Read bytes of an object; raise an OSError where there is none."""
-    found = requests.ask(requests.bucket.read_range(name, start, stop), name)
-    if found is None:
-        raise _gone(name)
-    return found
-
-
-def _delete(requests: BlockingBucket, names: Sequence[str]) -> None:
-    """Remove objects, several at a time."""
-    if names:
-        requests.ask(_delete_each(requests.bucket, names), names[0])
-
-
-async def _delete_each(bucket: Bucket, names: Sequence[str]) -> None:
-    async def delete(name: str) -> None:
-        async with bucket.slot():
-            await bucket.delete(name)
-
-    results = await asyncio.gather(*map(delete, names), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-
-
-def _gone(name: str) -> FileNotFoundError:
-    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)

@@ -80,7 +80,7 @@ class NamespaceTexts:
     async def _note_kind(self) -> None:
         name = self._pages.folder + RECORDS[self._pages.digester.integrity]
         for _ in range(NOTE_ATTEMPTS):
-            found = await self._bucket.get(name, MAX_TEXT_BYTES)
+            found = await self._bucket.read_begin(name, MAX_TEXT_BYTES)
             said = None if found is None else bytes(found[1]).decode(errors="replace")
             text = self._with_ours(said)
             if said == text:
@@ -110,7 +110,8 @@ class NamespaceTexts:
         kinds = [kind for kind, name in RECORDS.items() if name in names]
         has_others = not all(map(digester.integrity.reads, kinds))
         if digester.cipher is not None and Integrity.SEALED in kinds:
-            found = await self._bucket.get(folder + RECORDS[Integrity.SEALED], MAX_TEXT_BYTES)
+            name = folder + RECORDS[Integrity.SEALED]
+            found = await self._bucket.read_begin(name, MAX_TEXT_BYTES)
             record = b"" if found is None else bytes(found[1])
             for key_id in key_ids_in(record.decode(errors="replace")):
                 has_others |= not digester.cipher.knows(self._pages.fingerprint, key_id)

@@ -219,7 +219,7 @@ def check_bucket(config: ObjectConfig) -> Result:
 
 
 async def _try_bucket(config: ObjectConfig) -> Result:
-    bucket = Bucket.open(config)
+    bucket = Bucket(config)
     began_at = runtime.monotonic()
     try:
         await bucket.list_folder(config.prefix)
