@@ -64,7 +64,7 @@ BUDGETS = {
     "kvxfer/runtime": 1_275,
     "kvxfer/storage": 5_066,
     "kvxfer/telemetry": 1_693,
-    "kvxfer/testing": 7_500,
+    "kvxfer/testing": 7_385,
     "kvxfer/tiering": 1_620,
     "kvxfer/transfer": 2_125,
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from kvxfer.copy_engine.cpu_methods import ROUNDS, TRIAL_BYTES, CPUMethods, Patt
 from kvxfer.copy_engine.row_copies import CHUNK_BYTES
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
 from tests.examples import examples
 
 Bytes = NDArray[np.uint8]
@@ -127,6 +127,24 @@ def sides(draw: st.DrawFn, lengths: Sequence[int]) -> Side:
     )
 
 
+@st.composite
+def cut_blocks(draw: st.DrawFn, sizes: Sequence[int]) -> tuple[Side, list[int], Descriptors]:
+    """Draw blocks cut into fragments; return their side, their lengths, and the blocks."""
+    cuts = [
+        sorted(draw(st.sets(st.integers(1, size - 1), max_size=4))) if size > 1 else []
+        for size in sizes
+    ]
+    bounds = [[0, *cut, size] for cut, size in zip(cuts, sizes, strict=True)]
+    lengths = [stop - start for each in bounds for start, stop in pairwise(each)]
+    side = draw(sides(lengths))
+    blocks = replace(
+        describe_side(side, lengths),
+        block_offsets=np.cumsum([0, *(len(each) - 1 for each in bounds)]),
+        payload_starts=np.zeros(len(sizes), np.int64),
+    )
+    return side, lengths, blocks
+
+
 COUNTS = st.sampled_from([1, 2, 3, 7, 16])
 
 
@@ -190,24 +208,19 @@ def test_every_byte_lands_in_its_place_and_no_other_byte_changes(
 def test_the_two_sides_may_cut_a_block_differently(
     engine: CPUCopyEngine, data: st.DataObject
 ) -> None:
-    source = data.draw(scattered_blocks(max_block_bytes=2000))
-    sizes = source.blocks.block_sizes.tolist()
-    destination = data.draw(scattered_blocks(sizes))
+    sizes = data.draw(st.lists(st.integers(1, 2000), min_size=1, max_size=5))
+    source, read, ours = data.draw(cut_blocks(sizes))
+    destination, written, theirs = data.draw(cut_blocks(sizes))
     expected = destination.buffer.copy()
-    for start, end in zip(places(source), places(destination), strict=True):
-        expected[end] = source.buffer[start]
-    engine.copy(source.blocks, destination.blocks)
+    expected[places(destination, written)] = source.buffer[places(source, read)]
+    engine.copy(ours, theirs)
     assert np.array_equal(destination.buffer, expected)
 
 
-def places(scattered: ScatteredBlocks) -> list[int]:
+def places(side: Side, lengths: Sequence[int]) -> list[int]:
     """Compute the offset in its buffer of every byte of a batch, in payload order."""
-    blocks, base = scattered.blocks, scattered.buffer.ctypes.data
-    return [
-        address - base + offset
-        for address, length in zip(blocks.addresses.tolist(), blocks.lengths.tolist(), strict=True)
-        for offset in range(length)
-    ]
+    pieces = zip(side.starts, lengths, strict=True)
+    return [start + offset for start, length in pieces for offset in range(length)]
 
 
 @pytest.mark.parametrize("num_bytes", [16 * KIB, 64 * KIB])
