@@ -1,0 +1,551 @@
+"""Canonical allocation: one buffer in which every block of all layers is one piece of memory.
+
+And the conditions for it, each of which is named to a model that does not meet it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import prod
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from kvxfer.checks import (
+    require_flag,
+    require_instance,
+    require_instances,
+    require_one_per_group,
+    require_positive,
+)
+from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.kvcache.canonical import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    layer_boxes,
+)
+from kvxfer.kvcache.config import KVCacheConfig
+from kvxfer.kvcache.layout import KVLayout, page_layout
+from kvxfer.kvcache.memory_region import require_device
+from kvxfer.kvcache.page_box import PageBox
+from kvxfer.kvcache.spec import AttentionSpec, KVCacheSpec
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """Description of an engine's attention kernel, as an allocation needs it."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axis of each dimension of the shape, named as in `KVLayout`; `block` is one of them."""
+
+    def cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
+        """Compute the shape of one layer's cache, elements.
+
+        Args:
+            spec: The layer's spec; its blocks have as many tokens as the kernel's.
+            num_blocks: Blocks of that size.
+        """
+
+    def stride_order(self) -> tuple[int, ...] | None:
+        """List the dimensions of `(num_layers, *cache_shape)`, outermost in memory first.
+
+        None when the kernel cannot read a cache that has a layer dimension.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """Attention backend described by the names of its axes.
+
+    Attributes:
+        shape: Axes in the order of the shape, e.g. `"kv block token head dim"`.
+        memory: The same axes and `layer`, outermost first in memory, e.g.
+            `"block layer kv token head dim"`; None when the kernel takes no layer dimension.
+    """
+
+    shape: str
+    memory: str | None
+
+    def __post_init__(self) -> None:
+        axes = KVLayout.parse(self.shape, name="shape").axes
+        if self.memory is None:
+            return
+        if sorted(KVLayout.parse(self.memory, name="memory").axes) != sorted(("layer", *axes)):
+            expected = f"the axes of {self.shape!r} and 'layer'"
+            raise InvalidArgumentError("memory", self.memory, expected)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes in the order of the shape."""
+        return tuple(self.shape.split())
+
+    def cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
+        """Compute the shape of one layer's cache, elements.
+
+        Raises:
+            InvalidArgumentError: The spec lacks one of the axes.
+        """
+        require_instance("spec", spec, AttentionSpec)
+        num_blocks = require_positive("num_blocks", num_blocks)
+        (form,) = spec.cache_tensors
+        sizes = {**form.axis_sizes, "block": num_blocks}
+        for axis in self.axes:
+            if axis not in sizes and not sizes.keys() >= set(axis.split("*")):
+                raise InvalidArgumentError("shape", self.shape, f"axes of {sorted(sizes)}")
+        return tuple(
+            sizes[axis] if axis in sizes else prod(sizes[factor] for factor in axis.split("*"))
+            for axis in self.axes
+        )
+
+    def stride_order(self) -> tuple[int, ...] | None:
+        """List the dimensions of `(num_layers, *cache_shape)`, outermost in memory first."""
+        if self.memory is None:
+            return None
+        logical = ("layer", *self.axes)
+        return tuple(logical.index(axis) for axis in self.memory.split())
+
+
+class AllocationCondition(Enum):
+    """Condition of a canonical allocation; the value describes it in words."""
+
+    CROSS_LAYER_WANTED = "the connector wants blocks of all layers"
+    HYBRID_SUPPORTED = "the connector supports several KV-cache groups"
+    ATTENTION = "every layer is an attention layer"
+    ONE_PAGE_SIZE = "all pages have one size, in bytes"
+    SHARED_TENSORS = "the config says which layers share a tensor"
+    TENSOR_SIZE = "a shared tensor has one page for each block, in bytes"
+    LAYER_DIMENSION = "the attention backend takes a layer dimension"
+    ONE_ORDER = "all attention backends order memory alike"
+    BLOCK_OUTERMOST = "blocks are outermost in memory"
+    KERNEL_BLOCKS = "kernel blocks divide a block and its page"
+    CACHE_SHAPE = "the attention backend's shape has the elements of a page"
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationRefusal:
+    """Condition that does not hold, with the group, layer or tensor concerned.
+
+    Attributes:
+        condition: The condition.
+        found: Value that violates it.
+        expected: Value that would meet it.
+        group: Index of the KV-cache group concerned, if any.
+        layer_name: Name of the layer concerned, if any.
+        tensor_index: Index into `KVCacheConfig.shared_tensors` of the tensor concerned, if any.
+    """
+
+    condition: AllocationCondition
+    found: object
+    expected: object
+    group: int | None = None
+    layer_name: str | None = None
+    tensor_index: int | None = None
+
+    def __str__(self) -> str:
+        places = {"group": self.group, "layer": self.layer_name, "tensor": self.tensor_index}
+        named = [f"{what} {place!r}" for what, place in places.items() if place is not None]
+        where = f" ({', '.join(named)})" if named else ""
+        return f"{self.condition.value}{where}: found {self.found}, expected {self.expected}"
+
+
+class AllocationRefusedError(KVXferError, ValueError):
+    """Canonical allocation that a model does not allow; register per-layer tensors instead.
+
+    Attributes:
+        refusals: Every condition that does not hold, as `why_not_canonical` lists them.
+    """
+
+    def __init__(self, refusals: Sequence[AllocationRefusal]) -> None:
+        self.refusals = tuple(refusals)
+        super().__init__("; ".join(map(str, self.refusals)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """Arguments of a canonical allocation, checked for misuse only.
+
+    Attributes:
+        config: The blocks, groups and specs.
+        backends: The attention backend of each group.
+        tokens_per_kernel_block: Tokens of a kernel block, for each group.
+    """
+
+    config: KVCacheConfig
+    backends: tuple[AttentionBackend, ...]
+    tokens_per_kernel_block: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        config: KVCacheConfig,
+        backends: Sequence[AttentionBackend],
+        tokens_per_kernel_block: Sequence[int] | None,
+    ) -> "_Request":
+        """Check the arguments; kernel blocks are as large as blocks by default."""
+        require_instance("config", config, KVCacheConfig)
+        num_groups = len(config.groups)
+        if tokens_per_kernel_block is None:
+            tokens_per_kernel_block = [group.spec.tokens_per_block for group in config.groups]
+        for name, given in (
+            ("backends", backends),
+            ("tokens_per_kernel_block", tokens_per_kernel_block),
+        ):
+            require_one_per_group(name, given, num_groups)
+        require_instances("backends", backends, AttentionBackend)
+        return cls(
+            config=config,
+            backends=tuple(backends),
+            tokens_per_kernel_block=tuple(
+                require_positive(f"tokens_per_kernel_block[{group}]", tokens)
+                for group, tokens in enumerate(tokens_per_kernel_block)
+            ),
+        )
+
+    @property
+    def positions(self) -> tuple[tuple[str, ...], ...]:
+        """Layers at each position of a block; one each in a single group without shared tensors."""
+        if self.config.shared_tensors or len(self.config.groups) > 1:
+            return self.config.shared_tensors
+        return tuple((name,) for name in self.config.layer_names)
+
+    def kernel_blocks_per_block(self, group: int) -> int:
+        """Compute the kernel blocks in a block of `group`; meaningful only if they divide it."""
+        spec = self.config.groups[group].spec
+        return spec.tokens_per_block // self.tokens_per_kernel_block[group]
+
+    def refusals(
+        self, wants_cross_layer_blocks: object, supports_hybrid_groups: object
+    ) -> tuple[AllocationRefusal, ...]:
+        """List every condition that does not hold; arguments as those of `why_not_canonical`."""
+        unmet = []
+        num_groups = len(self.config.groups)
+        if not require_flag("wants_cross_layer_blocks", wants_cross_layer_blocks):
+            unmet.append(AllocationRefusal(AllocationCondition.CROSS_LAYER_WANTED, "no", "yes"))
+        is_supported = require_flag("supports_hybrid_groups", supports_hybrid_groups)
+        if num_groups > 1 and not is_supported:
+            condition, found = AllocationCondition.HYBRID_SUPPORTED, f"{num_groups} groups"
+            unmet.append(AllocationRefusal(condition, found, "1 group"))
+        return (
+            *unmet,
+            *_refusals_of_layers(self),
+            *_refusals_of_tensors(self),
+            *_refusals_of_backends(self),
+            *_refusals_of_kernel_blocks(self),
+        )
+
+    def layers(self) -> Iterator[tuple[int, str, KVCacheSpec]]:
+        """Yield group, name and spec of every layer, group by group."""
+        for index, group in enumerate(self.config.groups):
+            for name in group.layer_names:
+                yield index, name, group.spec.for_layer(name)
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalAllocation:
+    """KV caches whose blocks are contiguous over all layers.
+
+    Attributes:
+        buffer: int8, `(num_positions * tensor_size_bytes,)`; owns the memory.
+        kv_caches: For each layer the view that its attention backend expects. Layers of different
+            groups may share memory, since no block belongs to two groups at a time.
+        caches: The same memory as one tensor `(num_blocks, page_size_bytes * num_positions)` and
+            one ref per group.
+    """
+
+    buffer: torch.Tensor
+    kv_caches: Mapping[str, torch.Tensor]
+    caches: CanonicalKVCaches
+
+
+def allocate_canonical(
+    config: KVCacheConfig,
+    backends: Sequence[AttentionBackend],
+    *,
+    tokens_per_kernel_block: Sequence[int] | None = None,
+    wants_cross_layer_blocks: bool = True,
+    supports_hybrid_groups: bool = True,
+    device: torch.device | str = "cpu",
+    pinned: bool = False,
+) -> CanonicalAllocation:
+    """Allocate one zeroed buffer whose rows are blocks of all layers, and view it per layer.
+
+    A row has one page for each position, that is, for each of `config.shared_tensors`. Where
+    kernel blocks are smaller than blocks, a row consists of kernel blocks, each with its part of
+    every position. A padded page ends in its padding; when an axis such as the heads lies between
+    blocks and layers, the pages of a row interleave and the padding is at the row's end.
+
+    A group's ref is the leading bytes of the row, up to the last one of its layers.
+
+    Args:
+        config: The blocks, groups and specs, and which layers share a tensor.
+        backends: The attention backend of each group.
+        tokens_per_kernel_block: Tokens of a kernel block, for each group; by default those of a
+            block.
+        wants_cross_layer_blocks: Whether the connector wants blocks of all layers.
+        supports_hybrid_groups: Whether the connector can tell several groups apart.
+        device: Device of the buffer.
+        pinned: Whether to pin the memory, so that a GPU copies from and to it directly; host only.
+
+    Raises:
+        AllocationRefusedError: A condition does not hold; has the list of `why_not_canonical`.
+        InvalidArgumentError: There is not one backend and one kernel block per group, a backend
+            contradicts itself, or `pinned` is set for device memory or without CUDA.
+    """
+    device, pinned = require_device("device", device), require_flag("pinned", pinned)
+    if pinned and device.type != "cpu":
+        raise InvalidArgumentError("pinned", pinned, f"False on {device}: it is not host memory")
+    if pinned and not torch.cuda.is_available():
+        raise InvalidArgumentError("pinned", pinned, "False without CUDA, which pins the memory")
+    request = _Request.of(config, backends, tokens_per_kernel_block)
+    refusals = request.refusals(wants_cross_layer_blocks, supports_hybrid_groups)
+    if refusals:
+        raise AllocationRefusedError(refusals)
+    slices = {name: _slice_of(request, group, name) for group, name, _ in request.layers()}
+    _, _, spec = next(request.layers())
+    row_bytes = len(request.positions) * spec.page_size_bytes
+    buffer = torch.zeros(
+        config.num_blocks * row_bytes, dtype=torch.int8, device=device, pin_memory=pinned
+    )
+    rows = CanonicalKVCacheTensor(buffer.view(config.num_blocks, row_bytes), row_bytes)
+    return CanonicalAllocation(
+        buffer=buffer,
+        kv_caches={
+            name: buffer.view(each.dtype).as_strided(each.shape, each.strides, each.offset)
+            for name, each in slices.items()
+        },
+        caches=CanonicalKVCaches(
+            tensors=(rows,),
+            group_data_refs=tuple((_ref(group.layer_names, slices),) for group in config.groups),
+            group_specs=tuple(group.spec for group in config.groups),
+            null_block_id=config.null_block_id,
+        ),
+    )
+
+
+def why_not_canonical(
+    config: KVCacheConfig,
+    backends: Sequence[AttentionBackend],
+    *,
+    tokens_per_kernel_block: Sequence[int] | None = None,
+    wants_cross_layer_blocks: bool = True,
+    supports_hybrid_groups: bool = True,
+) -> tuple[AllocationRefusal, ...]:
+    """List every unmet condition of a canonical allocation; empty if it is possible.
+
+    Args:
+        config: The blocks, groups and specs, and which layers share a tensor; with a single group
+            the shared tensors may be left out.
+        backends: The attention backend of each group.
+        tokens_per_kernel_block: Tokens of a kernel block, for each group; by default those of a
+            block.
+        wants_cross_layer_blocks: Whether the connector wants blocks of all layers.
+        supports_hybrid_groups: Whether the connector can tell several groups apart; ignored for a
+            single group.
+
+    Raises:
+        InvalidArgumentError: There is not one backend and one kernel block per group, or a
+            backend contradicts itself.
+    """
+    request = _Request.of(config, backends, tokens_per_kernel_block)
+    return request.refusals(wants_cross_layer_blocks, supports_hybrid_groups)
+
+
+def _refusals_of_layers(request: _Request) -> Iterator[AllocationRefusal]:
+    _, first_name, first = next(request.layers())
+    for group, name, spec in request.layers():
+        if not isinstance(spec, AttentionSpec):
+            yield AllocationRefusal(
+                AllocationCondition.ATTENTION, type(spec).__name__, "an AttentionSpec", group, name
+            )
+        if spec.page_size_bytes != first.page_size_bytes:
+            expected = f"{first.page_size_bytes} like layer {first_name!r}"
+            yield AllocationRefusal(
+                AllocationCondition.ONE_PAGE_SIZE, spec.page_size_bytes, expected, group, name
+            )
+
+
+def _refusals_of_tensors(request: _Request) -> Iterator[AllocationRefusal]:
+    config, positions = request.config, request.positions
+    if not positions:
+        yield AllocationRefusal(
+            AllocationCondition.SHARED_TENSORS, "no shared tensor", "at least one"
+        )
+        return
+    index_of = {name: index for index, names in enumerate(positions) for name in names}
+    owners: dict[tuple[int, int], tuple[str, KVCacheSpec]] = {}
+    for group, name, spec in request.layers():
+        if name not in index_of:
+            yield AllocationRefusal(
+                AllocationCondition.SHARED_TENSORS, "no tensor", "one", group, name
+            )
+            continue
+        owner, other = owners.setdefault((group, index_of[name]), (name, spec))
+        if spec != other:
+            expected = f"{other}, like layer {owner!r} in the same tensor"
+            yield AllocationRefusal(
+                AllocationCondition.SHARED_TENSORS, spec, expected, group, name, index_of[name]
+            )
+    _, _, first = next(request.layers())
+    needed = first.page_size_bytes * config.num_blocks
+    expected = f"{needed}, which is {config.num_blocks} pages of {first.page_size_bytes}"
+    for index, size in enumerate(config.shared_tensor_sizes_bytes):
+        if size != needed:
+            yield AllocationRefusal(
+                AllocationCondition.TENSOR_SIZE, size, expected, tensor_index=index
+            )
+
+
+def _refusals_of_backends(request: _Request) -> Iterator[AllocationRefusal]:
+    orders = [_memory_axes(backend) for backend in request.backends]
+    stated = [(group, axes) for group, axes in enumerate(orders) if axes is not None]
+    for group, axes in enumerate(orders):
+        if axes is None:
+            found = f"none for {' '.join(request.backends[group].axes)!r}"
+            yield AllocationRefusal(
+                AllocationCondition.LAYER_DIMENSION, found, "a stride order", group
+            )
+            continue
+        first_group, first = stated[0]
+        if axes != first:
+            expected = f"{' '.join(first)!r} like group {first_group}"
+            yield AllocationRefusal(
+                AllocationCondition.ONE_ORDER, repr(" ".join(axes)), expected, group
+            )
+        if axes[0] != "block":
+            yield AllocationRefusal(
+                AllocationCondition.BLOCK_OUTERMOST, repr(" ".join(axes)), "'block' first", group
+            )
+
+
+def _refusals_of_kernel_blocks(request: _Request) -> Iterator[AllocationRefusal]:
+    for group, each in enumerate(request.config.groups):
+        tokens, kernel_tokens = each.spec.tokens_per_block, request.tokens_per_kernel_block[group]
+        if tokens % kernel_tokens:
+            found, expected = f"{kernel_tokens} tokens", f"a divisor of {tokens} tokens"
+            yield AllocationRefusal(AllocationCondition.KERNEL_BLOCKS, found, expected, group)
+            continue
+        for name in each.layer_names:
+            spec = each.spec.for_layer(name)
+            if isinstance(spec, AttentionSpec):
+                yield from _refusals_of_page(request, group, name, spec)
+
+
+def _refusals_of_page(
+    request: _Request, group: int, layer_name: str, spec: AttentionSpec
+) -> Iterator[AllocationRefusal]:
+    """Check that a page divides into equal kernel blocks of whole elements, in backend's shape."""
+    ratio, item = request.kernel_blocks_per_block(group), spec.dtype.itemsize
+    if spec.page_size_bytes % (ratio * item):
+        found = f"a page of {spec.page_size_bytes} bytes"
+        expected = f"{ratio} kernel blocks of whole {spec.dtype} elements"
+        yield AllocationRefusal(
+            AllocationCondition.KERNEL_BLOCKS, found, expected, group, layer_name
+        )
+        return
+    backend, needed = request.backends[group], spec.unpadded_page_size_bytes // item
+    shape = backend.cache_shape(_kernel_spec(spec, ratio), ratio)
+    sizes = dict(zip(backend.axes, shape, strict=False))
+    fits = len(shape) == len(backend.axes) and sizes["block"] == ratio and prod(shape) == needed
+    if not fits:
+        found = f"{shape} as {' '.join(backend.axes)!r} for {ratio} kernel blocks"
+        yield AllocationRefusal(
+            AllocationCondition.CACHE_SHAPE, found, f"{needed} elements", group, layer_name
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Part of the buffer that belongs to one layer.
+
+    Attributes:
+        dtype: Type of the elements; shape and strides count them.
+        shape: Shape that the attention backend expects.
+        strides: Stride of each dimension of the shape.
+        offset: Index of the first element.
+        end_bytes: Bytes from the start of a row to the end of the layer's page.
+        layout: Layout of a row.
+        boxes: Boxes of the layer's page; offsets count from the start of a row.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    end_bytes: int
+    layout: str
+    boxes: tuple[PageBox, ...]
+
+
+def _slice_of(request: _Request, group: int, layer_name: str) -> _Slice:
+    spec = request.config.groups[group].spec.for_layer(layer_name)
+    backend, ratio = request.backends[group], request.kernel_blocks_per_block(group)
+    memory = _memory_axes(backend)
+    assert isinstance(spec, AttentionSpec), "refused otherwise"
+    assert memory is not None, "refused otherwise"
+    position = next(i for i, names in enumerate(request.positions) if layer_name in names)
+    shape = backend.cache_shape(_kernel_spec(spec, ratio), request.config.num_blocks * ratio)
+    sizes = {**dict(zip(backend.axes, shape, strict=True)), "layer": len(request.positions)}
+    item = spec.dtype.itemsize
+    strides = _strides(memory, sizes, spec.page_size_bytes // (ratio * item))
+    offset = position * strides["layer"]
+    inside = sum((sizes[a] - 1) * strides[a] for a in memory if a not in {"block", "layer"})
+    boxes = layer_boxes(
+        layer_name,
+        spec.cache_tensors[0],
+        [(axis, sizes[axis], strides[axis]) for axis in memory if axis != "layer"],
+        kernel_blocks_per_block=ratio,
+        outer={},
+    )
+    return _Slice(
+        dtype=spec.dtype,
+        shape=shape,
+        strides=tuple(strides[axis] for axis in backend.axes),
+        offset=offset,
+        end_bytes=((ratio - 1) * strides["block"] + offset + inside + 1) * item,
+        layout=page_layout(KVLayout(memory), ratio),
+        boxes=tuple(box.moved(offset * item) for box in boxes),
+    )
+
+
+def _strides(memory: Sequence[str], sizes: Mapping[str, int], page_elements: int) -> dict[str, int]:
+    """Compute the stride of each axis, elements; a layer has `page_elements` of a kernel block."""
+    strides, dense = {}, 1
+    for axis in reversed(memory):
+        strides[axis] = dense
+        dense *= sizes[axis]
+    if prod(sizes[axis] for axis in memory[1 : memory.index("layer")]) == 1:
+        strides["layer"] = page_elements
+    strides["block"] = page_elements * sizes["layer"]
+    return strides
+
+
+def _ref(layer_names: Sequence[str], slices: Mapping[str, _Slice]) -> CanonicalKVCacheRef:
+    return CanonicalKVCacheRef(
+        tensor_idx=0,
+        page_size_bytes=max(slices[name].end_bytes for name in layer_names),
+        layer_names=tuple(layer_names),
+        layout=slices[layer_names[0]].layout,
+        boxes=tuple(box for name in layer_names for box in slices[name].boxes),
+    )
+
+
+def _memory_axes(backend: AttentionBackend) -> tuple[str, ...] | None:
+    """List the axes of a cache of several layers, outermost first; None without a layer axis.
+
+    Raises:
+        InvalidArgumentError: The stride order is not one of the backend's axes and `layer`.
+    """
+    order, logical = backend.stride_order(), ("layer", *backend.axes)
+    if order is None:
+        return None
+    if sorted(order) != list(range(len(logical))):
+        raise InvalidArgumentError("stride_order", order, f"each dimension of {logical} once")
+    return tuple(logical[dim] for dim in order)
+
+
+def _kernel_spec(spec: AttentionSpec, kernel_blocks_per_block: int) -> AttentionSpec:
+    """Make the spec of a kernel block, `kernel_blocks_per_block` of which make up a block."""
+    tokens = spec.tokens_per_block // kernel_blocks_per_block
+    return replace(spec, tokens_per_block=tokens, page_size_padded=None)
