@@ -65,7 +65,7 @@ BUDGETS = {
     "kvxfer/storage": 5_066,
     "kvxfer/telemetry": 1_693,
     "kvxfer/testing": 7_385,
-    "kvxfer/tiering": 1_620,
+    "kvxfer/tiering": 1_597,
     "kvxfer/transfer": 2_125,
 }
 MAX_FUNCTION_LINES = 70

@@ -139,26 +139,13 @@ class IsolatedTier:
         there = {key for key, is_there in zip(keys, found, strict=True) if is_there}
         return there if is_answer else None
 
-    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.store`; every block is `FAILED` when the backend fails.
+    def moving(self, operation: Operation, cause: Cause = Cause.REQUEST) -> Move:
+        """Make a store or load of the backend; every block is `FAILED` when the backend fails.
 
-        Below the first tier there is a deadline: keys are locked meanwhile.
+        Copies between tiers, and requests below the first tier, have a deadline, after which every
+        block is `TIMED_OUT`: keys are locked meanwhile, or a further tier has the blocks, too.
         """
-        return await self._move_for_caller(Operation.STORE, keys, blocks)
-
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.load`; every block is `FAILED` when the backend fails.
-
-        Below the first tier there is a deadline, since a tier below may have the blocks, too.
-        """
-        return await self._move_for_caller(Operation.LOAD, keys, blocks)
-
-    def copying(self, operation: Operation, cause: Cause) -> Move:
-        """Make a store or load with a deadline, for copies between tiers.
-
-        Every block is `TIMED_OUT` after `TierTimeouts.move_s`.
-        """
-        return partial(self._move_in_time, operation, cause, self._timeouts.move_s)
+        return partial(self._move_in_time, operation, cause)
 
     async def delete(self, keys: Sequence[BlockKey]) -> tuple[set[BlockKey], set[BlockKey]]:
         """See `delete_from`; every block may stay when the backend fails or is late."""
@@ -262,25 +249,15 @@ class IsolatedTier:
                 note_late()
         return None
 
-    async def _move_for_caller(
-        self, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> list[Outcome]:
-        if not self.index:
-            return await self._move(operation, keys, blocks, Cause.REQUEST)
-        num_moves = -(-blocks.num_bytes // self._staging.buffer_bytes)
-        timeout_s = self._timeouts.move_s * max(num_moves, 1)
-        return await self._move_in_time(operation, Cause.REQUEST, timeout_s, keys, blocks)
-
     async def _move_in_time(
-        self,
-        operation: Operation,
-        cause: Cause,
-        timeout_s: float,
-        keys: Sequence[BlockKey],
-        blocks: Descriptors,
+        self, operation: Operation, cause: Cause, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        what = f"moving {len(keys)} blocks"
+        what, timeout_s = f"moving {len(keys)} blocks", self._timeouts.move_s
         call = self._move(operation, keys, blocks, cause)
+        if cause is Cause.REQUEST:
+            if not self.index:
+                return await call
+            timeout_s *= max(-(-blocks.num_bytes // self._staging.buffer_bytes), 1)
         # A load writes to the caller's memory; what moves between tiers has buffers, to be drained.
         keeps_caller = operation is Operation.LOAD and cause is Cause.REQUEST
         outcomes = await self._await_answer(

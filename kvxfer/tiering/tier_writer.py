@@ -211,13 +211,13 @@ class TierWriter:
         if is_held_back or not source.is_available:
             self.queue.put_off(runtime.monotonic(), keys, failed=False)
             return
-        load = source.copying(Operation.LOAD, Cause.WRITE_BACK)
+        load = source.moving(Operation.LOAD, Cause.WRITE_BACK)
         loaded = await staged.move(load, keys, buffer, drain=source.drain)
         there = positions_done(loaded)
         self._end_unread(keys, loaded)
         if there:
             keys, buffer = [keys[index] for index in there], buffer.take(there)
-            store = self._target.copying(Operation.STORE, Cause.WRITE_BACK)
+            store = self._target.moving(Operation.STORE, Cause.WRITE_BACK)
             stored = await staged.move(store, keys, buffer, drain=self._target.drain)
             self._end(source, keys, stored)
             self._note_parts({keys[at]: batch[keys[at]] for at in positions_done(stored)})

@@ -447,12 +447,12 @@ class TieredBackend(Backend):
         staged: StagedBlocks,
         blocks: Descriptors,
     ) -> set[BlockKey]:
-        load = tier.copying(Operation.LOAD, Cause.PROMOTION)
+        load = tier.moving(Operation.LOAD, Cause.PROMOTION)
         loaded = await staged.move(load, keys, blocks, drain=tier.drain)
         intact = positions_done(loaded)
         verified = [keys[index] for index in intact]
         if intact:  # verified, also if the first tier has no room for them
-            store, drain = self._first.copying(Operation.STORE, Cause.PROMOTION), self._first.drain
+            store, drain = self._first.moving(Operation.STORE, Cause.PROMOTION), self._first.drain
             await staged.move(store, verified, blocks.take(intact), drain=drain)
         in_part = (key for key, each in zip(keys, loaded, strict=True) if each == PARTIAL)
         return {*verified, *in_part}
@@ -474,7 +474,7 @@ class TieredBackend(Backend):
             if answer is None:
                 silent.add(tier.index)
             held = [index for index in left if batch.keys[index] in found]
-            await batch.move(tier.store, held)
+            await batch.move(tier.moving(Operation.STORE), held)
             self._write_back(batch, tier, held, found, silent)
             left = batch.still_open(left)
         return list(left)
@@ -487,7 +487,7 @@ class TieredBackend(Backend):
         A block that the first tier had already may be absent below; its write-back looks it up.
         """
         for tier in self._tiers:
-            await batch.move(tier.store, left)
+            await batch.move(tier.moving(Operation.STORE), left)
             self._write_back(batch, tier, left, there, silent)
             left = batch.still_open(left)
 
@@ -511,7 +511,7 @@ class TieredBackend(Backend):
     async def _load_from_any(self, batch: _Batch, left: Sequence[int]) -> None:
         """Load blocks from the first tier, those it does not have from the next, and so on."""
         for tier in self._tiers:
-            await batch.move(tier.load, left)
+            await batch.move(tier.moving(Operation.LOAD), left)
             left = batch.still_open(left)
 
     def _has_to_wait(self, key: BlockKey, there: Collection[BlockKey]) -> bool:
