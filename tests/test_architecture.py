@@ -63,7 +63,7 @@ BUDGETS = {
     "kvxfer/replay": 1_707,
     "kvxfer/runtime": 1_275,
     "kvxfer/storage": 5_066,
-    "kvxfer/telemetry": 1_693,
+    "kvxfer/telemetry": 1_687,
     "kvxfer/testing": 7_385,
     "kvxfer/tiering": 1_597,
     "kvxfer/transfer": 2_125,

@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from errno import ENOSPC
 from pathlib import Path
 from typing import IO
 
@@ -39,6 +38,7 @@ from kvxfer.telemetry.journal_file import (
     Noted,
     Record,
     Source,
+    append_whole,
     encode_record,
     mark_alive,
     remove_ended,
@@ -234,13 +234,7 @@ class Journal:
         return True
 
     def _append(self, file: IO[bytes], data: bytes) -> None:
-        """Append data to the file, wholly or not at all."""
-        try:
-            _write_whole(file, data)
-        except OSError:
-            file.truncate(self._num_bytes)
-            file.seek(self._num_bytes)
-            raise
+        append_whole(file, data)
         self._num_bytes += len(data)
 
     def _open_part(self, began_s: float) -> None:
@@ -257,7 +251,7 @@ class Journal:
         file = path.open("x+b", buffering=0)
         try:
             mark_alive(file)
-            _write_whole(file, data)
+            append_whole(file, data)
         except OSError:  # a file that does not say whose it is would be of no use
             file.close()
             path.unlink(missing_ok=True)
@@ -292,12 +286,6 @@ class JournalObserver(Observer):
 
 def _are_equal(values: Sequence[object]) -> bool:
     return bool(values) and values.count(values[0]) == len(values)
-
-
-def _write_whole(file: IO[bytes], data: bytes) -> None:
-    """Write data; a part of it is an error, as a full disk is that takes nothing."""
-    if file.write(data) < len(data):
-        raise OSError(ENOSPC, os.strerror(ENOSPC))
 
 
 def journal_observers(

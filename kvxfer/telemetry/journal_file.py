@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from errno import ENOSPC
 from pathlib import Path
 from typing import IO, Any, TypeAlias, get_args
 
@@ -169,6 +170,21 @@ def encode_record(record: Record) -> bytes:
     """Encode a record in msgpack, with its length in front."""
     data = msgspec.msgpack.encode(record)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
+def append_whole(file: IO[bytes], data: bytes) -> None:
+    """Append data; of what is written in part nothing stays, unless others appended behind it.
+
+    Raises:
+        OSError: The disk is full, also where it takes a part, or nothing.
+    """
+    written = file.write(data)
+    if written < len(data):
+        end = file.tell()
+        if os.fstat(file.fileno()).st_size == end:
+            file.truncate(end - written)
+            file.seek(end - written)
+        raise OSError(ENOSPC, os.strerror(ENOSPC))
 
 
 def _read(path: Path) -> Iterator[Record]:

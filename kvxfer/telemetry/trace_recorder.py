@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from errno import ENOSPC
 from queue import Empty, SimpleQueue
 from typing import IO, Annotated, Self
 
@@ -14,6 +13,7 @@ import xxhash
 
 from kvxfer import runtime
 from kvxfer.checks import INT64_MAX
+from kvxfer.telemetry.journal_file import append_whole
 
 DEFAULT_TOKENS_PER_BLOCK = 512
 """Tokens of a block in Mooncake's traces.
@@ -138,17 +138,7 @@ class TraceRecorder:
             if file.tell() + len(lines) > self._max_bytes:
                 logger.warning("%s: the trace has its %d bytes", self._path, self._max_bytes)
                 return
-            _write_whole(file, lines)
-
-
-def _write_whole(file: IO[bytes], lines: bytes) -> None:
-    """Append lines; of one that is written in part nothing stays, as others may append to it."""
-    written = file.write(lines)
-    if written < len(lines):
-        end = file.tell()
-        if os.fstat(file.fileno()).st_size == end:
-            file.truncate(end - written)
-        raise OSError(ENOSPC, os.strerror(ENOSPC))
+            append_whole(file, lines)
 
 
 def _line(request: RecordedRequest) -> bytes:
