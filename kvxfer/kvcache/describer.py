@@ -1,7 +1,6 @@
 """Describer of blocks: block ids become descriptors."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,10 +13,11 @@ from kvxfer.checks import (
     require_integers,
 )
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
-from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
+from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.fragments import Addresses, join, touch
-from kvxfer.kvcache.portable import PageFragments, PageMapping
+from kvxfer.kvcache.fragments import Addresses
+from kvxfer.kvcache.payload_memory import PayloadMemory, Pieces
+from kvxfer.kvcache.portable import PageFragments, PageMapping, PortablePage
 
 
 class BlockDescriber:
@@ -54,7 +54,8 @@ class BlockDescriber:
             raise InvalidArgumentError("mappings", len(mappings), expected)
         self.caches = caches
         self.overlaid_groups = _overlaid_groups(caches)
-        self._groups = tuple(_BlockTemplate(caches, refs) for refs in caches.group_data_refs)
+        groups = range(len(caches.group_data_refs))
+        self._groups = tuple(_BlockTemplate(PayloadMemory(caches, group)) for group in groups)
         most = INT64_MAX // max(each.block_size_bytes for each in self._groups)
         self.blocks_per_chunk = require_integer(
             "blocks_per_chunk",
@@ -64,14 +65,18 @@ class BlockDescriber:
             expected="1, since pages say how many blocks they have" if mappings else "",
         )
         self._pages = tuple(
-            _PageTemplate(caches, refs, mapping)
-            for refs, mapping in zip(caches.group_data_refs, mappings, strict=False)
+            _PageTemplate(template.memory, mapping)
+            for template, mapping in zip(self._groups, mappings, strict=False)
         )
 
     @property
     def num_groups(self) -> int:
         """KV-cache groups of the caches."""
         return len(self._groups)
+
+    def num_blocks(self, group: int) -> int:
+        """Blocks that every tensor of `group` has; errors as `block_size_bytes`."""
+        return self._group(group).memory.num_blocks
 
     def block_size_bytes(self, group: int) -> int:
         """Un-padded bytes of one block of `group`.
@@ -117,7 +122,7 @@ class BlockDescriber:
             DuplicateError: A block id appears twice.
         """
         template = self._group(group)
-        ids = _checked_block_ids(group, block_ids, template.num_blocks)
+        ids = _checked_block_ids(group, block_ids, template.memory.num_blocks)
         first_block_index = require_integer("first_block_index", first_block_index)
         if self._pages:
             page = self._pages[group]
@@ -139,7 +144,7 @@ class BlockDescriber:
             lengths=lengths,
             block_offsets=firsts,
             payload_starts=payload_starts,
-            device=template.device,
+            device=template.memory.device,
             owners=(self.caches,),
         )
 
@@ -189,35 +194,16 @@ def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDA
 
 
 class _BlockTemplate:
-    """Template of one group's blocks: the address of block 0 and the stride, per merged segment.
-
-    Args:
-        caches: The canonical caches.
-        refs: Refs of the group.
+    """Template of one group's blocks, each described as a whole.
 
     Attributes:
-        device: Device of the blocks.
-        num_blocks: Blocks that every tensor of the group has.
+        memory: Memory of the group.
         block_size_bytes: Un-padded bytes of a block.
-
-    Raises:
-        InvalidArgumentError: The group has no ref, or tensors on several devices.
     """
 
-    def __init__(self, caches: CanonicalKVCaches, refs: Sequence[CanonicalKVCacheRef]) -> None:
-        tensors = [caches.tensors[ref.tensor_idx].tensor for ref in refs]
-        if not tensors:
-            raise InvalidArgumentError("group_data_refs", (), "at least one ref per group")
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) != 1:
-            raise InvalidArgumentError("tensors", devices, "tensors of one device in a group")
-        (self.device,) = devices
-        self.num_blocks = min(int(tensor.shape[0]) for tensor in tensors)
-        bases = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
-        strides = np.array([tensor.stride(0) for tensor in tensors], np.uint64)
-        lengths = np.array([ref.page_size_bytes for ref in refs], np.uint64)
-        touching = touch(bases, lengths) & (strides[1:] == strides[:-1])
-        self._bases, self._strides, self._lengths = join(touching, bases, strides, lengths)
+    def __init__(self, memory: PayloadMemory) -> None:
+        self.memory = memory
+        self._bases, self._strides, self._lengths = memory.whole
         self._tiled_lengths = self._lengths
         self._strides_are_equal = bool((self._strides == self._strides[0]).all())
         self.block_size_bytes = int(self._lengths.sum())
@@ -230,12 +216,10 @@ class _BlockTemplate:
         """Compute addresses, lengths, and the first descriptor of each chunk of blocks."""
         num_segments = len(self._bases)
         blocks = ids.astype(np.uint64)
-        addresses = np.empty((len(ids), num_segments), np.uint64)
         if self._strides_are_equal:
-            np.add((blocks * self._strides[0])[:, None], self._bases, out=addresses)
+            addresses = (blocks * self._strides[0])[:, None] + self._bases
         else:
-            np.multiply(blocks[:, None], self._strides, out=addresses)
-            addresses += self._bases
+            addresses = self.memory.whole.at(blocks[:, None])
         firsts = chunk_starts * num_segments
         lengths = self._repeat_lengths(len(ids))
         if not self._blocks_touch or len(chunk_starts) - 1 == len(ids):
@@ -258,27 +242,11 @@ class _BlockTemplate:
 
 
 class _PageTemplate:
-    """Template of one group's portable pages: turns block ids into pieces, in the page's order.
+    """Template of one group's portable pages: turns block ids into pieces, in the page's order."""
 
-    Args:
-        caches: The canonical caches.
-        refs: Refs of the group.
-        mapping: Page mapping of the group.
-    """
-
-    def __init__(
-        self,
-        caches: CanonicalKVCaches,
-        refs: Sequence[CanonicalKVCacheRef],
-        mapping: PageMapping,
-    ) -> None:
+    def __init__(self, memory: PayloadMemory, mapping: PageMapping) -> None:
         self.mapping = mapping
-        tensors = [caches.tensors[ref.tensor_idx].tensor for ref in refs]
-        starts = np.array(list(accumulate((r.page_size_bytes for r in refs[:-1]), initial=0)))
-        bases = np.array([tensor.data_ptr() for tensor in tensors], np.int64) - starts
-        strides = np.array([tensor.stride(0) for tensor in tensors], np.int64)
-        cuts = np.cumsum(mapping.page.shard_sizes)
-        self._pages = [_PagePieces(each, starts, bases, strides, cuts) for each in mapping.pages]
+        self._pages = [_find_pieces(memory, each, mapping.page) for each in mapping.pages]
 
     def expand(
         self, ids: NDArray[np.int64], first_block_index: int, num_pages: int | None
@@ -299,37 +267,20 @@ class _PageTemplate:
         if not most - per_block < count <= most:
             expected = f"{most - per_block + 1} to {most} for {len(ids)} blocks"
             raise InvalidArgumentError("num_pages", count, expected)
-        grouped = ids.reshape(-1, per_page)
-        addresses = np.concatenate([each.at(grouped) for each in self._pages], axis=1)
-        lengths = np.concatenate([each.lengths for each in self._pages])
-        counts = np.tile([len(each.lengths) for each in self._pages], len(grouped))[:count]
+        grouped = ids.astype(np.uint64).reshape(-1, per_page)
+        parts = [pieces.at(grouped[:, blocks]) for pieces, blocks in self._pages]
+        addresses = np.concatenate(parts, axis=1)
+        lengths = np.concatenate([pieces.lengths for pieces, _ in self._pages])
+        counts = np.tile([len(blocks) for _, blocks in self._pages], len(grouped))[:count]
         firsts = np.concatenate(([0], np.cumsum(counts)))
         used = int(firsts[-1])
         return addresses.reshape(-1)[:used], np.tile(lengths, len(grouped))[:used], firsts
 
 
-class _PagePieces:
-    """Pieces of one page, joined where they touch in memory and belong to one shard."""
-
-    def __init__(
-        self,
-        fragments: PageFragments,
-        starts: NDArray[np.int64],
-        bases: NDArray[np.int64],
-        strides: NDArray[np.int64],
-        cuts: NDArray[np.int64],
-    ) -> None:
-        ref = np.searchsorted(starts, fragments.local_offsets, side="right") - 1
-        base, stride = bases[ref] + fragments.local_offsets, strides[ref]
-        block, lengths = fragments.blocks, fragments.lengths
-        touching = touch(base, lengths) & (stride[1:] == stride[:-1])
-        touching &= (block[1:] == block[:-1]) & ~np.isin(fragments.page_offsets[1:], cuts)
-        self._blocks, *joined = join(touching, block, base, stride, lengths)
-        self._bases, self._strides, self.lengths = (each.astype(np.uint64) for each in joined)
-
-    def at(self, ids: NDArray[np.int64]) -> Addresses:
-        """Compute the addresses for pages of these blocks, `(num_pages, num_pieces)`."""
-        blocks = ids.astype(np.uint64)[:, self._blocks]
-        blocks *= self._strides
-        blocks += self._bases
-        return blocks
+def _find_pieces(
+    memory: PayloadMemory, fragments: PageFragments, page: PortablePage
+) -> tuple[Pieces, NDArray[np.int64]]:
+    """Find the pieces of one page, each of one shard, and which of its blocks each is of."""
+    blocks, cuts = fragments.blocks, np.cumsum(page.shard_sizes)
+    may_join = (blocks[1:] == blocks[:-1]) & ~np.isin(fragments.page_offsets[1:], cuts)
+    return memory.find(fragments.local_offsets, fragments.lengths, blocks, may_join=may_join)

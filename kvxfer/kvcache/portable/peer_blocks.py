@@ -1,7 +1,7 @@
 """Peer blocks: raw blocks of another engine's workers, as sources of our own blocks."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from kvxfer.checks import (
 from kvxfer.errors import BlockIdError, CacheMismatchError, DuplicateError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.fragments import Addresses, join, run_starts, touch
+from kvxfer.kvcache.fragments import Addresses, run_starts, touch
 from kvxfer.kvcache.memory_region import HOST
+from kvxfer.kvcache.payload_memory import PayloadMemory, Pieces
 from kvxfer.kvcache.portable.cache_description import (
     MAX_INDEX,
     CacheDescription,
@@ -49,17 +50,10 @@ class PeerBlocks:
         mapping: PeerMapping,
         theirs: GroupDescription,
     ) -> None:
-        refs = caches.group_data_refs[group]
         self.caches, self.group, self._mapping = caches, group, mapping
         self._their_block_bytes = theirs.payload_size_bytes
-        tensors = [caches.tensors[ref.tensor_idx].tensor for ref in refs]
-        starts = list(accumulate((ref.page_size_bytes for ref in refs[:-1]), initial=0))
-        self._starts = np.array(starts, np.int64)
-        self._bases = np.array([tensor.data_ptr() for tensor in tensors], np.int64) - self._starts
-        self._strides = np.array([tensor.stride(0) for tensor in tensors], np.int64)
-        self._num_blocks = min(len(tensor) for tensor in tensors)
-        self._device = tensors[0].device
-        self._templates: dict[tuple[int, ...], _Template] = {}
+        self._memory = PayloadMemory(caches, group)
+        self._templates: dict[tuple[int, ...], tuple[Pieces, Addresses]] = {}
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -135,7 +129,8 @@ class PeerBlocks:
         """
         mapping = self._mapping
         num_pages = min(mapping.our_pages_per_block, mapping.their_pages_per_block)
-        return self._template(self._require_source(rank), 0, 0, num_pages).mean_bytes
+        pieces, _ = self._template(self._require_source(rank), 0, 0, num_pages)
+        return float(pieces.lengths.mean())
 
     def describe_in_place(
         self,
@@ -185,7 +180,7 @@ class PeerBlocks:
             lengths=lengths[kept],
             block_offsets=np.concatenate(([0], np.cumsum(counts))),
             payload_starts=np.zeros(len(rows), np.int64),
-            device=self._device,
+            device=self._memory.device,
             owners=(self.caches,),
         )
 
@@ -198,9 +193,10 @@ class PeerBlocks:
         """
         name = f"block_ids[{self.group}]"
         ids = require_integers(name, block_ids)
-        outside = ids.view(np.uint64) >= self._num_blocks  # negative ones, too
+        num_blocks = self._memory.num_blocks
+        outside = ids.view(np.uint64) >= num_blocks  # negative ones, too
         if outside.any():
-            raise BlockIdError(self.group, int(ids[outside.argmax()]), self._num_blocks)
+            raise BlockIdError(self.group, int(ids[outside.argmax()]), num_blocks)
         null = self.caches.null_block_id
         used = np.ones(len(ids), bool) if null is None else ids != null
         if len(np.unique(ids[used])) < np.count_nonzero(used):
@@ -259,67 +255,40 @@ class PeerBlocks:
         )
         kinds, kind_of_run = np.unique(kinds, axis=0, return_inverse=True)
         kind_of_run = kind_of_run.reshape(-1)
-        parts = []
+        copies, sizes = [(np.zeros(0, np.uint64),) * 3], [np.zeros(1, np.int64)]
         for number, kind in enumerate(kinds.tolist()):
             runs = firsts[kind_of_run == number]
-            template = self._template(rank, *kind)
-            parts.append(template.at(staged[rows[runs]], ids[ours[runs]]))
-        source, destination = (
-            _describe([(part[side], part[2]) for part in parts], where, owners)
-            for side, where, owners in ((0, device, ()), (1, self._device, (self.caches,)))
+            pieces, offsets = self._template(rank, *kind)
+            from_ = staged[rows[runs]][:, None] + offsets
+            to = pieces.at(ids[ours[runs]].astype(np.uint64)[:, None])
+            copies.append((from_, to, np.broadcast_to(pieces.lengths, to.shape)))
+            sizes.append(np.full(len(runs), len(offsets)))
+        sources, destinations, lengths = (
+            np.concatenate([part.reshape(-1) for part in column])
+            for column in zip(*copies, strict=True)
         )
-        return source, destination
+        source = Descriptors(
+            addresses=sources,
+            lengths=lengths,
+            block_offsets=np.concatenate(sizes).cumsum(),
+            payload_starts=np.zeros(len(firsts), np.int64),
+            device=device,
+        )
+        memory, owners = self._memory.device, (self.caches,)
+        return source, replace(source, addresses=destinations, device=memory, owners=owners)
 
-    def _template(self, rank: int, first: int, their_first: int, num_pages: int) -> "_Template":
+    def _template(
+        self, rank: int, first: int, their_first: int, num_pages: int
+    ) -> tuple[Pieces, Addresses]:
+        """Find the pieces of a run of pages in our blocks, and the offset of each in theirs."""
         key = rank, first, their_first, num_pages
         template = self._templates.get(key)
         if template is None:
-            ours, theirs, lengths = self._mapping.pairs(rank, first, their_first, num_pages)
-            ref = np.searchsorted(self._starts, ours, side="right") - 1
-            template = _Template(self._bases[ref] + ours, self._strides[ref], theirs, lengths)
-            self._templates[key] = template
+            ours, theirs, lengths = self._mapping.pairs(*key)
+            may_join = touch(theirs, lengths)
+            pieces, offsets = self._memory.find(ours, lengths, theirs, may_join=may_join)
+            template = self._templates[key] = pieces, offsets.astype(np.uint64)
         return template
-
-
-class _Template:
-    """Template of a run of pages: places of its bytes in a block of both sides."""
-
-    def __init__(
-        self, bases: Indices, strides: Indices, offsets: Indices, lengths: Indices
-    ) -> None:
-        touching = touch(bases, lengths) & touch(offsets, lengths) & (strides[1:] == strides[:-1])
-        joined = join(touching, bases, strides, offsets, lengths)
-        self._bases, self._strides, self._offsets, self._lengths = (
-            each.astype(np.uint64) for each in joined
-        )
-
-    @property
-    def mean_bytes(self) -> float:
-        """Mean bytes of a piece."""
-        return float(self._lengths.mean())
-
-    def at(self, staged: Addresses, ids: Indices) -> tuple[Addresses, Addresses, Addresses]:
-        """Compute sources, destinations and lengths for blocks, `(num_runs, num_pieces)` each."""
-        destinations = ids.astype(np.uint64)[:, None] * self._strides
-        destinations += self._bases
-        lengths = np.broadcast_to(self._lengths, destinations.shape)
-        return staged[:, None] + self._offsets, destinations, lengths
-
-
-def _describe(
-    parts: Sequence[tuple[Addresses, Addresses]], device: torch.device, owners: tuple[object, ...]
-) -> Descriptors:
-    empty = np.zeros(0, np.uint64)
-    counts = [np.full(len(places), places.shape[1]) for places, _ in parts]
-    num_runs = sum(map(len, counts))
-    return Descriptors(
-        addresses=np.concatenate([empty, *(places.reshape(-1) for places, _ in parts)]),
-        lengths=np.concatenate([empty, *(lengths.reshape(-1) for _, lengths in parts)]),
-        block_offsets=np.concatenate([np.zeros(1, np.int64), *counts]).cumsum(),
-        payload_starts=np.zeros(num_runs, np.int64),
-        device=device,
-        owners=owners,
-    )
 
 
 def match_caches(

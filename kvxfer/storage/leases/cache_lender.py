@@ -112,7 +112,7 @@ class CacheLender(Lender):
         self._describer = BlockDescriber(caches)
         groups = range(self._describer.num_groups)
         self._sizes = [self._describer.block_size_bytes(group) for group in groups]
-        self._num_blocks = [_num_blocks(caches, group) for group in groups]
+        self._num_blocks = [self._describer.num_blocks(group) for group in groups]
         self._null_block = caches.null_block_id
         regions = memory_regions(caches)
         devices = {region.device for region in regions}
@@ -414,9 +414,3 @@ class CacheLender(Lender):
 def _copy_and_hash(blocks: Descriptors, staged: Descriptors, copy_engine: CopyEngine) -> list[int]:
     copy_engine.copy(blocks, staged)
     return checksum_blocks(staged, copy_engine)
-
-
-def _num_blocks(caches: CanonicalKVCaches, group: int) -> int:
-    """Count the blocks that every tensor of a group has."""
-    refs = caches.group_data_refs[group]
-    return min(len(caches.tensors[ref.tensor_idx].tensor) for ref in refs)

@@ -1,0 +1,78 @@
+"""Payload memory: where each byte of a block of a KV-cache group is."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.fragments import Addresses, join, touch
+
+Offsets = NDArray[np.int64]
+
+
+class Pieces(NamedTuple):
+    """Pieces of memory in every block, uint64: address in block 0, bytes between blocks, length."""
+
+    bases: Addresses
+    strides: Addresses
+    lengths: Addresses
+
+    def at(self, block_ids: Addresses) -> Addresses:
+        """Compute addresses, `(n, num_pieces)`, from `(n, 1)` blocks or one for each piece."""
+        addresses: Addresses = block_ids * self.strides
+        addresses += self.bases
+        return addresses
+
+
+class PayloadMemory:
+    """Memory of a group's blocks, whose payload is the pages of the group's refs, in their order.
+
+    Args:
+        caches: The canonical caches; kept alive by the caller.
+        group: The group.
+
+    Attributes:
+        device: Device of the blocks.
+        num_blocks: Blocks that every tensor of the group has.
+        whole: Pieces of a whole block.
+
+    Raises:
+        InvalidArgumentError: The group has no ref, or tensors on several devices.
+    """
+
+    def __init__(self, caches: CanonicalKVCaches, group: int) -> None:
+        refs = caches.group_data_refs[group]
+        tensors = [caches.tensors[ref.tensor_idx].tensor for ref in refs]
+        if not tensors:
+            raise InvalidArgumentError("group_data_refs", (), "at least one ref per group")
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1:
+            raise InvalidArgumentError("tensors", devices, "tensors of one device in a group")
+        (self.device,) = devices
+        self.num_blocks = min(map(len, tensors))
+        sizes = np.array([ref.page_size_bytes for ref in refs], np.int64)
+        self._starts = np.cumsum(sizes) - sizes
+        self._bases = np.array([tensor.data_ptr() for tensor in tensors], np.int64) - self._starts
+        self._strides = np.array([tensor.stride(0) for tensor in tensors], np.int64)
+        self.whole, _ = self.find(self._starts, sizes, sizes)
+
+    def find(
+        self,
+        offsets: Offsets,
+        lengths: Offsets,
+        labels: Offsets,
+        *,
+        may_join: NDArray[np.bool_] | bool = True,
+    ) -> tuple[Pieces, Offsets]:
+        """Find pieces of the payload, each within a page, and join those that touch in every block.
+
+        `may_join` tells of each but the first whether it may be joined with the one before it.
+        Returned are the joined pieces, and of each the label of the first one in it.
+        """
+        ref = np.searchsorted(self._starts, offsets, side="right") - 1
+        bases, strides = self._bases[ref] + offsets, self._strides[ref]
+        touching = touch(bases, lengths) & (strides[1:] == strides[:-1]) & may_join
+        labels, *joined = join(touching, labels, bases, strides, lengths)
+        return Pieces(*(each.astype(np.uint64) for each in joined)), labels
