@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
+from kvxfer.backends.file.io import FileIO, IOVector, Result
 from kvxfer.backends.file.maintenance import FolderStore, GarbageCollection
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Outcome, Status
@@ -88,7 +88,7 @@ async def test_what_cannot_be_told_of_a_block_is_not_said_to_be_absent(
 async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    memory, keys, disk = one_page_memory(), iter(hashed_keys(20)), PosixFileIO()
+    memory, keys, disk = one_page_memory(), iter(hashed_keys(20)), FileIO()
     blocks, target = memory.describe(0, [0]), memory.describe(0, [1])
     first = next(keys)
 

@@ -18,7 +18,6 @@ from kvxfer.backends.file.io import (
     IOVector,
     NamedFile,
     NewFile,
-    PosixFileIO,
     Result,
     UringFileIO,
     open_engine,
@@ -131,7 +130,7 @@ def test_where_no_more_rings_can_be_had_plain_calls_take_over(
     engine, memory = UringFileIO(), Memory(PAGE).fill()
     stored, vector = memory.gather((0, 16)), memory.vector((0, 16))
     monkeypatch.setattr(mmap, "mmap", refuse)
-    assert type(open_engine("auto")) is PosixFileIO
+    assert type(open_engine("auto")) is FileIO
     folder_fd = os.open(tmp_path, os.O_RDONLY)
     new, named = NewFile(folder_fd, b"new.tmp", b"new"), NamedFile(folder_fd, b"new")
     with ThreadPoolExecutor(1) as other_thread:

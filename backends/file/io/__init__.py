@@ -1,7 +1,6 @@
 """Engines that move bytes between files and memory, and what of it a machine has."""
 
 from kvxfer.backends.file.io.file_io import FileIO, IOVector, NamedFile, NewFile, Result
-from kvxfer.backends.file.io.posix import PosixFileIO
 from kvxfer.backends.file.io.selection import EngineName, open_engine, probe_direct
 from kvxfer.backends.file.io.uring import UringFileIO
 
@@ -11,7 +10,6 @@ __all__ = [
     "IOVector",
     "NamedFile",
     "NewFile",
-    "PosixFileIO",
     "Result",
     "UringFileIO",
     "open_engine",

@@ -1,11 +1,10 @@
-"""Interface of the engines that move bytes between files and memory."""
+"""I/O engine with the kernel's vectored calls, and what it tells of files."""
 
 import contextlib
 import errno
 import os
 import stat
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -80,8 +79,8 @@ class NewFile(NamedTuple):
     name: bytes
 
 
-class FileIO(ABC):
-    """I/O engine: reads and writes files, a batch per call.
+class FileIO:
+    """I/O engine: one `preadv` or `pwritev` per file, from and to the described memory.
 
     Implementors must move the leading bytes of each file, loop over short reads and writes,
     never touch the memory after the call, and let one file's failure leave the others alone.
@@ -95,13 +94,15 @@ class FileIO(ABC):
     files_per_call: int = 1
     max_threads: int = 64
 
-    @abstractmethod
     def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
         """Read each file into its pieces of memory, to their end or the file's."""
+        call = runtime.disk().read_pieces
+        return [_move(call, *each) for each in zip(fds, vectors, strict=True)]
 
-    @abstractmethod
     def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
         """Write each file from its pieces of memory, from its first byte on."""
+        call = runtime.disk().write_pieces
+        return [_move(call, *each) for each in zip(fds, vectors, strict=True)]
 
     def read_named(
         self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
@@ -142,7 +143,6 @@ class FileIO(ABC):
             )
         return results
 
-    @abstractmethod
     def close(self) -> None:
         """Release every resource; may be called again."""
 
@@ -203,6 +203,32 @@ class FileIO(ABC):
                     if results[index] != sizes[index]:
                         discard(files[index])
         return results
+
+
+def _move(call: Callable[[int, int, int, int], int], fd: int, vector: IOVector) -> Result:
+    done = 0
+    try:
+        while len(vector):
+            moved = call(fd, vector.ctypes.data, min(len(vector), IOV_MAX), done)
+            if moved == 0:
+                break
+            done += moved
+            vector = _rest(vector, moved)
+    except OSError as exc:
+        return exc
+    return done
+
+
+def _rest(vector: IOVector, num_bytes: int) -> IOVector:
+    """Cut the leading `num_bytes` off the pieces."""
+    ends = np.cumsum(vector[:, 1])
+    first = int(np.searchsorted(ends, np.uint64(num_bytes), side="right"))
+    rest = vector[first:].copy()
+    if len(rest):
+        used = np.uint64(num_bytes) - (ends[first] - vector[first, 1])
+        rest[0] += np.array([used, 0], np.uint64)
+        rest[0, 1] -= used
+    return rest
 
 
 def _create(file: NewFile, flags: int) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from kvxfer.backends.file.io.file_io import FileIO
-from kvxfer.backends.file.io.posix import PosixFileIO
 from kvxfer.backends.file.io.uring import UringFileIO
 from kvxfer.errors import InvalidArgumentError
 
@@ -37,7 +36,7 @@ def open_engine(name: EngineName) -> FileIO:
                 wanted = f"an engine that this machine has; io_uring: {exc.strerror}"
                 raise InvalidArgumentError("engine", name, wanted) from exc
             logger.info("no io_uring on this machine: small blocks are slower: %s", exc.strerror)
-    return PosixFileIO()
+    return FileIO()
 
 
 def probe_direct(root: Path) -> int:

@@ -19,7 +19,6 @@ from kvxfer.backends.file.io.file_io import (
     Result,
     discard,
 )
-from kvxfer.backends.file.io.posix import PosixFileIO
 from kvxfer.backends.file.io.ring import (
     CLOSE,
     FIXED_FILE,
@@ -58,22 +57,17 @@ class UringFileIO(FileIO):
     max_threads = MAX_THREADS
 
     def __init__(self) -> None:
-        self._posix = PosixFileIO()
         self._has_noreplace = True  # until the file system refuses RENAME_NOREPLACE
         self._local = threading.local()
         self._lock = runtime.lock()
         self._rings: list[Ring] = []
         self._add_ring()
 
-    def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        """See `FileIO.read`; by plain system calls: io_uring is no faster for single files."""
-        return self._posix.read(fds, vectors)
-
     def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
         """See `FileIO.write`."""
         ring = self._ring()
         if ring is None:
-            return self._posix.write(fds, vectors)
+            return super().write(fds, vectors)
         results: list[Result] = []
         for start in range(0, len(fds), FILES_PER_CALL):
             some = slice(start, start + FILES_PER_CALL)
@@ -88,7 +82,7 @@ class UringFileIO(FileIO):
                 if done == int(vector[:, 1].sum()):
                     results.append(done)
                 else:  # short, or too many pieces for one call: the loop tells why, or goes on
-                    results += self._posix.write([fd], [vector])
+                    results += super().write([fd], [vector])
         return results
 
     def _read_some(
