@@ -22,7 +22,7 @@ from kvxfer.backends.file.folders.block_tree import (
 )
 from kvxfer.backends.file.folders.integrity_record import IntegrityRecord
 from kvxfer.backends.file.folders.ledger import Ledger
-from kvxfer.backends.file.folders.namespace_file import log_other_namespaces, write_namespace
+from kvxfer.backends.file.folders.namespace_file import log_other_namespaces
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.folders.open_folders import make_root
 from kvxfer.backends.file.io.file_io import FileIO
@@ -34,9 +34,10 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.digest import Digester
-from kvxfer.pages.names import file_name
+from kvxfer.pages.names import NAMESPACE_FILE, file_name
+from kvxfer.pages.texts import describe_namespace
 from kvxfer.runtime import CircuitBreaker, Threads
-from kvxfer.storage.backend import DONE, PAUSED, Backend, Outcome, Status
+from kvxfer.storage.backend import DONE, PAUSED, Backend, Outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
@@ -115,7 +116,6 @@ class FileBackend(Backend):
         self._stores = KeyLocks()
         self._deletes = KeyLocks()
         self._writing_since: list[float] = []
-        self._num_corrupt = 0
         self._close_timeout_s = config.close_timeout_s
         self._scans = self._space.walks
         self._scans.start(self._end_first_walk, self._space.begin_scan(), namespace)
@@ -124,11 +124,6 @@ class FileBackend(Backend):
         """See `Observable.observe`."""
         self._space.observe(reports)
         reports.watch(self._gauges)
-
-    @property
-    def num_corrupt(self) -> int:
-        """Blocks found corrupt since the backend was opened."""
-        return self._num_corrupt
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`; asks the file system.
@@ -267,7 +262,7 @@ class FileBackend(Backend):
                 alignment = probe_direct(self._root) if config.direct == "auto" else 0
                 self._folder = NamespaceFolder(self._root, namespace.fingerprint)
                 opened.callback(self._folder.close)
-                write_namespace(self._folder, namespace)
+                self._folder.write_text(NAMESPACE_FILE, describe_namespace(namespace))
                 self._ledger = Ledger(self._root)
                 opened.callback(self._ledger.close)
                 record = IntegrityRecord(self._folder, digester, self._tree, self._ledger)
@@ -297,10 +292,7 @@ class FileBackend(Backend):
         def read_share(start: int, stop: int) -> list[Outcome]:
             return read(keys[start:stop], blocks.select(start, stop))
 
-        outcomes = await self._share(self._readers, self._num_readers, read_share, blocks)
-        failed = [outcome for outcome in outcomes if outcome is not DONE]
-        self._num_corrupt += [outcome.status for outcome in failed].count(Status.CORRUPT)
-        return outcomes
+        return await self._share(self._readers, self._num_readers, read_share, blocks)
 
     async def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         if not self._may_write():

@@ -405,7 +405,7 @@ class Space:
         with contextlib.ExitStack() as opened:
             folder = self._folder
             if victim.fingerprint != folder.fingerprint:
-                folder = opened.enter_context(self._tree.folder(victim.fingerprint))
+                folder = opened.enter_context(NamespaceFolder(self._tree.root, victim.fingerprint))
             try:
                 found_in = QUARANTINE if victim.quarantined else ""
                 num_bytes = folder.remove(victim.key, found_in)  # which others may have changed

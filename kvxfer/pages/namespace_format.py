@@ -34,11 +34,6 @@ class NamespaceFormat:
         self._frames: dict[tuple[bytes, int, int], HeaderFrame] = {}
 
     @property
-    def num_groups(self) -> int:
-        """KV-cache groups of the namespace."""
-        return len(self._formats)
-
-    @property
     def largest_file_bytes(self) -> int:
         """Bytes of the largest file of any group."""
         return max(each.file_size_bytes for each in self._formats.values())

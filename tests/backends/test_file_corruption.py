@@ -56,14 +56,13 @@ async def test_no_flipped_bit_is_ever_loaded(
     source = memory.describe(0, range(2 * num_keys))
     target = memory.describe(0, range(2 * num_keys, 4 * num_keys))
     async with backend:
-        for turn in range(1, 5):
+        for _ in range(4):
             assert {outcome.status for outcome in await store(backend, keys, source)} == {DONE}
             for index, path in enumerate(paths):
                 # Half of them in the header's text, which is a small part of the file.
                 end = 600 if index % 2 else path.stat().st_size
                 flip_bit(path, rng.randrange(8 * end))
             assert set(await load_verified(backend, keys, target)) == {Status.CORRUPT}
-            assert backend.num_corrupt == num_keys * turn
             assert await backend.lookup(keys) == [False] * num_keys
             assert set(await load_verified(backend, keys, target)) == {MISSING}
             assert all((path.parents[1] / "quarantine" / path.name).exists() for path in paths)

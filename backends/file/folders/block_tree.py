@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.folders.open_folders import open_folder
 from kvxfer.backends.file.folders.process_claim import is_alive
 from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, is_absent
@@ -96,10 +95,6 @@ class BlockTree:
             return [each for each in names if self._stat(each, root, stat.S_ISDIR)]
         finally:
             runtime.disk().close(root)
-
-    def folder(self, fingerprint: str) -> NamespaceFolder:
-        """Open the folder of a namespace; the caller closes it."""
-        return NamespaceFolder(self.root, fingerprint)
 
     def blocks(
         self, fingerprint: str = "", prefix: bytes = b""

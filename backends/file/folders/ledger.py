@@ -215,7 +215,7 @@ class Ledger:
         Raises:
             OSError: The claims of other processes cannot be read.
         """
-        reserved = self.reserved_by_others()
+        reserved = self._others.reserved_bytes(self.owner)
         return Recount(self.num_losses, self.added, self.added_here, reserved)
 
     def end_recount(self, begun: Recount, num_bytes: int, *, is_partial: bool = False) -> None:
@@ -296,10 +296,6 @@ class Ledger:
             with self._lock, contextlib.suppress(OSError):  # if it fails, others wait a while
                 self._lists.remove(number)
                 self._claim.list_files(number, [])
-
-    def reserved_by_others(self) -> int:
-        """Add up the bytes that other living processes have reserved; drop those of dead ones."""
-        return self._others.reserved_bytes(self.owner)
 
     def close(self) -> None:
         """Close the files; may be called again."""

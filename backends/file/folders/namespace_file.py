@@ -13,19 +13,9 @@ from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError
 from kvxfer.named_files import read_named_file
 from kvxfer.pages.header import BlockFileError
 from kvxfer.pages.names import NAMESPACE_FILE
-from kvxfer.pages.texts import describe_namespace
 from kvxfer.storage.keys import Namespace
 
 logger = logging.getLogger(__name__)
-
-
-def write_namespace(folder: NamespaceFolder, namespace: Namespace) -> None:
-    """Write every field of a namespace into its folder.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    folder.write_text(NAMESPACE_FILE, describe_namespace(namespace))
 
 
 def load_namespace(path: str) -> Namespace:
@@ -79,7 +69,7 @@ def read_namespaces(tree: BlockTree) -> Iterator[Namespace]:
         OSError: The root cannot be read.
     """
     for fingerprint in tree.fingerprints():
-        with contextlib.suppress(BlockFileError), tree.folder(fingerprint) as folder:
+        with contextlib.suppress(BlockFileError), NamespaceFolder(tree.root, fingerprint) as folder:
             yield read_namespace(folder)
 
 

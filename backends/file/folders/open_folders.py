@@ -84,14 +84,14 @@ class OpenFolders:
         self._unsynced: dict[int, object] = {}
         self.root_fd = open_folder(root)
 
-    def descriptor(self, name: str, *, create: bool = False) -> int:
+    def descriptor(self, name: str) -> int:
         """Get the descriptor of a folder, which may have been removed since.
 
         Raises:
             OSError: It cannot be opened.
         """
         fd = self._opened.get(name)
-        return self.renew(name, create=create) if fd is None else fd
+        return self.renew(name, create=False) if fd is None else fd
 
     def known(self, names: Iterable[str]) -> dict[str, int | None]:
         """Get the descriptor of each folder that is open, which may have been removed since."""

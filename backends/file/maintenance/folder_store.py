@@ -59,7 +59,7 @@ class FolderStore(BlockStore):
     @contextlib.contextmanager
     def namespace(self, fingerprint: str) -> Iterator[StoredNamespace]:
         """See `BlockStore.namespace`."""
-        with self._tree.folder(fingerprint) as folder:
+        with NamespaceFolder(self._root, fingerprint) as folder:
             yield _Folder(folder, self._root)
 
     def blocks(
