@@ -13,7 +13,7 @@ from kvxfer.backends.file.io.file_io import FULL_ERRORS, MEDIUM_ERRORS, Size, is
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.verification import read_extent
-from kvxfer.storage.backend import DONE, NO_ROOM_REASON, Outcome, Status
+from kvxfer.storage.backend import DONE, MISSING, NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
 NO_ROOM = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON}, and nothing that can be evicted")
@@ -84,20 +84,10 @@ class StoreBatch:
 
     def covered(self) -> list[bool]:
         """Whether the file of each key is there with all bytes of its block; changes nothing."""
-        there, sizes = [], self._files.folder.sizes(self._keys)
         try:
-            unreadable = self._files.record.unreadable(self._keys, sizes)
+            return [outcome is None for outcome in self._look(discard=False)]
         except OSError:
-            return [False] * len(sizes)
-        if self._sync(sizes) is not None:
-            return [False] * len(sizes)
-        for index, size in enumerate(sizes):
-            covers = False
-            with contextlib.suppress(OSError):
-                if index not in unreadable:
-                    covers = self._covers(index, size)
-            there.append(covers)
-        return there
+            return [False] * len(self._keys)
 
     def give_back(self) -> None:
         """Give back the room of blocks that will not be written; no share may run."""
@@ -122,45 +112,31 @@ class StoreBatch:
             self._settle(full[num_fitting:])
 
     def _evict_for(self, indices: Sequence[int]) -> int:
+        with contextlib.suppress(OSError):
+            return self._space.evict(self._file_sizes(indices), spare=self._keys)
+        return 0
+
+    def _file_sizes(self, indices: Sequence[int]) -> list[int]:
         formats = self._files.formats([self._keys[index] for index in indices])
         heads = [each.header_size_bytes for each in formats]
-        sizes = np.add(heads, self._blocks.block_sizes[indices]).tolist()
-        with contextlib.suppress(OSError):
-            return self._space.evict(sizes, spare=self._keys)
-        return 0
+        sizes: list[int] = np.add(heads, self._blocks.block_sizes[indices]).tolist()
+        return sizes
 
     def _reserve(self) -> None:
         if not self._files.record.is_sealed_with_our_secret():
             self._outcomes[:] = [OTHER_SECRET] * len(self._keys)
             return
-        found, absent = self._files.folder.sizes(self._keys), dict[int, int]()
-        unsynced = self._sync(found)
-        unreadable = self._files.record.unreadable(self._keys, found)
-        formats = self._files.formats(self._keys)
-        for index, num_bytes in enumerate(self._blocks.block_sizes.tolist()):
-            expected, size = formats[index], found[index]
-            if index in unreadable:
-                self._outcomes[index] = unreadable[index]
-                continue
-            if num_bytes != expected.chunk_size_bytes and not expected.can_hold(num_bytes):
-                self._outcomes[index] = None if size == expected.file_size_bytes else PART
-                continue
-            try:
-                if size is None or not self._covers(index, size, discard=True):
-                    absent[index] = expected.header_size_bytes + num_bytes
-                else:
-                    self._outcomes[index] = unsynced
-            except OSError as exc:
-                self._outcomes[index] = failure(exc)
+        self._outcomes[:] = self._look(discard=True)
+        indices = [index for index, each in enumerate(self._outcomes) if each is MISSING]
+        absent = set(indices)
         spare = [key for index, key in enumerate(self._keys) if index not in absent]
         self._space.touch(spare)
         if not absent:
             return
-        indices = list(absent)
         keys = [self._keys[index] for index in indices]
         refusal: Outcome
         try:
-            fitting = self._space.reserve(keys, list(absent.values()), spare=spare)
+            fitting = self._space.reserve(keys, self._file_sizes(indices), spare=spare)
             refusal = NOT_WALKED if self._space.is_walking else NO_ROOM
         except OSError as exc:
             fitting, refusal = 0, failure(exc)
@@ -168,11 +144,37 @@ class StoreBatch:
         for index in indices[fitting:]:
             self._outcomes[index] = refusal
 
+    def _look(self, *, discard: bool) -> list[Outcome | None]:
+        """Look whether the files are there: None, or `MISSING`, or why one must not be written.
+
+        Raises:
+            OSError: The records or a header cannot be read.
+        """
+        looked, found = list[Outcome | None](), self._files.folder.sizes(self._keys)
+        unreadable = self._files.record.unreadable(self._keys, found)
+        unsynced = self._sync(found)
+        formats = self._files.formats(self._keys)
+        for index, num_bytes in enumerate(self._blocks.block_sizes.tolist()):
+            expected, size = formats[index], found[index]
+            outcome: Outcome | None
+            try:
+                if index in unreadable:
+                    outcome = unreadable[index]
+                elif size != expected.file_size_bytes and not expected.can_hold(num_bytes):
+                    outcome = PART
+                else:
+                    covers = self._covers(index, size, discard=discard)
+                    outcome = unsynced if covers else MISSING
+            except OSError as exc:
+                outcome = failure(exc)
+            looked.append(outcome)
+        return looked
+
     def _sync(self, sizes: Sequence[Size]) -> Outcome | None:
         keys = zip(self._keys, sizes, strict=True)
         return self._writer.sync_names([key for key, size in keys if isinstance(size, int)])
 
-    def _covers(self, index: int, file_size_bytes: Size, *, discard: bool = False) -> bool:
+    def _covers(self, index: int, file_size_bytes: Size, *, discard: bool) -> bool:
         """Whether a file has all bytes of a block; with `discard`, one that has not is removed.
 
         Raises:

@@ -1,5 +1,6 @@
 """Groups with named tensors: safetensors lists them, and all other promises hold, too."""
 
+import errno
 import json
 import mmap
 import struct
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from kvxfer import runtime
 from kvxfer.backends.file import BlockFileError, BlockHeader, Digester, Integrity
 from kvxfer.backends.file.io import EngineName, open_engine, probe_direct
 from kvxfer.errors import InvalidArgumentError
@@ -169,6 +171,24 @@ async def test_a_file_that_lists_other_tensors_is_corrupt_though_its_seal_holds(
     assert outcome.status is Status.CORRUPT
     assert "layers.0.k" in outcome.reason
     assert "layers.0.v" in outcome.reason
+
+
+async def test_a_part_is_stored_where_the_name_of_its_whole_chunk_would_survive_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, keys = BlockMemory([[512]], num_blocks=4, blocks_per_chunk=2), hashed_keys(1)
+    namespace, part = listed(memory.namespace(), 2), memory.describe(0, [2])
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "no sync")
+
+    async with open_store(tmp_path, namespace, durability="fsync") as backend:
+        await store(backend, keys, memory.describe(0, [0, 1]))
+        assert [outcome.done for outcome in await backend.store(keys, part)] == [True]
+        monkeypatch.setattr(runtime.disk(), "fsync", fail)
+        (outcome,) = await backend.store(keys, part)
+        assert "no sync" in outcome.reason
+        monkeypatch.undo()
 
 
 def head(text: bytes, *, num_pages: int = 1) -> bytes:
