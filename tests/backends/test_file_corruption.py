@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import FileBackend
+from kvxfer.backends.file.maintenance import FolderStore, GarbageCollection
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from tests.backends.file_store import (
     ENGINES,
     PAGE_BYTES,
+    bytes_on_disk,
+    counted_bytes,
     flip_bit,
     hashed_keys,
     load_verified,
@@ -66,6 +69,22 @@ async def test_no_flipped_bit_is_ever_loaded(
             assert await backend.lookup(keys) == [False] * num_keys
             assert set(await load_verified(backend, keys, target)) == {MISSING}
             assert all((path.parents[1] / "quarantine" / path.name).exists() for path in paths)
+
+
+async def test_a_corrupt_block_takes_the_place_of_what_is_in_quarantine_not_of_what_was(
+    tmp_path: Path,
+) -> None:
+    backend, memory, keys, (path,) = open_in_chunks(tmp_path, 1, PAGES, "posix")
+    async with backend:
+        for is_collected in (True, False, False):
+            await store(backend, keys, memory.describe(0, [0, 1]))
+            flip_bit(path, 8 * PAGE_BYTES)
+            loaded = await load_verified(backend, keys, memory.describe(0, [2, 3]))
+            assert loaded == [Status.CORRUPT]
+            assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) > 0
+            if is_collected:
+                assert GarbageCollection(FolderStore(tmp_path)).run().num_quarantined == 1
+                assert counted_bytes(tmp_path) == 0
 
 
 @pytest.mark.parametrize("engine", ENGINES)

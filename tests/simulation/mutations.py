@@ -237,12 +237,6 @@ TABLE = """
 -        if self.num_losses != begun.num_losses or self.added < begun.added:
 +        if self.num_losses < begun.num_losses:
 --- backends/file/space.py
-@@ files 60 what a corrupt block replaces is taken off the count from memory
--                self._index.quarantine(file, moved[0])
--                self._ledger.move(*moved)
-+                known = self._index._quarantined.get(file)
-+                self._index.quarantine(file, moved[0])
-+                self._ledger.move(moved[0], known.num_bytes if known else 0)
 @@ files 400 a corrupt block that two have found is taken off the count twice
 -            moved, is_known = self._quarantine(key, fd), True
 +            moved, is_known = self._quarantine(key, fd) or (8192, 8192), True
