@@ -59,7 +59,7 @@ BUDGETS = {
     "kvxfer/integrations": 10_509,
     "kvxfer/kvcache": 5_831,
     "kvxfer/lending": 1_523,
-    "kvxfer/pages": 1_245,
+    "kvxfer/pages": 1_240,
     "kvxfer/replay": 1_707,
     "kvxfer/runtime": 1_275,
     "kvxfer/storage": 5_060,

@@ -8,8 +8,8 @@ from kvxfer import runtime
 from kvxfer.backends.file.block_writer import Durability
 from kvxfer.backends.file.io.selection import Direct, EngineName
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.pages.group_format import GroupFormat
 from kvxfer.pages.header import padded
+from kvxfer.pages.namespace_format import GroupFormat
 from kvxfer.runtime import CLOSE_TIMEOUT_S
 from kvxfer.storage.eviction import BoundedConfig
 from kvxfer.storage.integrity import Integrity
