@@ -79,15 +79,8 @@ class Scratch:
 class BlockFiles(NamespaceFormat):
     """Block files of one namespace in its folder, with the engines that read and write them.
 
-    Args:
-        folder: Folder of the namespace.
-        namespace: Namespace, which says how large the chunks of each group are.
-        digester: Makes and checks the checksums.
-        record: Record that says which files this process can read.
-        file_io: Engine that moves the bytes; closed with this.
-        copy_engine: Engine that gathers and scatters small fragments; closed with this.
-        alignment: Alignment in bytes that O_DIRECT requires of addresses and lengths; 0 without
-            O_DIRECT.
+    Closes the engines and the folder. `alignment` is that which O_DIRECT requires of addresses and
+    lengths, in bytes; 0 without O_DIRECT.
     """
 
     def __init__(

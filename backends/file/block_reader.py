@@ -36,10 +36,6 @@ class BlockReader:
 
     Whole chunks are read many files at a time, on the assumption that all is well. A file for which
     it is not, and every part of a chunk, is read once more, alone and with all checks.
-
-    Args:
-        files: The files of the namespace.
-        space: Space of the store, which quarantines corrupt files.
     """
 
     def __init__(self, files: BlockFiles, space: Space) -> None:

@@ -34,11 +34,6 @@ class BlockWriter:
 
     A failure is not raised: it is the outcome of its block, and leaves no file where that can be
     removed.
-
-    Args:
-        files: The files of the namespace.
-        ledger: Ledger in which files are claimed while they are written.
-        durability: With `fsync` a block counts as stored only once it would survive a power cut.
     """
 
     def __init__(self, files: BlockFiles, ledger: Ledger, durability: Durability) -> None:

@@ -51,17 +51,8 @@ class Space:
     Files are known from a walk through the tree and from this process's stores; files of other
     processes are found by another walk, when there is nothing left to evict. The bytes of all are
     counted in the `Ledger`, whose lock is held while files are evicted. Thread-safe; every method
-    blocks, `touch` not for the disk.
-
-    Args:
-        tree: Tree of the store.
-        folder: The folder of this process's namespace.
-        ledger: The count of bytes.
-        policy: Eviction policy, new. Its keys are a fingerprint and a key.
-        capacity_bytes: Bound on all files together, headers and quarantine included.
-        min_free_bytes: Bytes that stay free on the file system.
-        rescan_factor: Pause before a new walk through the tree, as a multiple of the time of the
-            last one.
+    blocks, `touch` not for the disk. The bounds are those of `FileConfig`; the eviction policy is
+    new, and its keys are `FileId`s.
 
     Attributes:
         walks: Thread of the walks that `begin_scan` begins, to be closed.

@@ -31,13 +31,6 @@ class StoreBatch:
 
     The first share makes room for all of them: for the leading blocks where it is too little, and
     without evicting one block of the batch for another.
-
-    Args:
-        files: The files of the namespace.
-        space: Space of the store, which makes room.
-        writer: Writer of the blocks that there is room for.
-        keys: Keys of the batch.
-        blocks: Blocks of the batch.
     """
 
     def __init__(

@@ -208,16 +208,7 @@ class BlockHeader:
 
 
 class HeaderFrame:
-    """Common part of the headers of many blocks: all but the key and the checksums.
-
-    Args:
-        namespace: See `BlockHeader`.
-        start: See `BlockHeader`.
-        tensors: See `BlockHeader`.
-        digester: Makes the seals.
-        integrity: See `BlockHeader`.
-        min_size_bytes: See `BlockHeader`.
-    """
+    """Common part of the headers of many blocks, see `BlockHeader`: all but key and checksums."""
 
     def __init__(
         self,

@@ -16,10 +16,6 @@ class GroupFormat:
     A group whose chunks are tensors has files of whole chunks, which list those. Any other's
     files hold whole blocks of opaque bytes, listed as one tensor.
 
-    Args:
-        namespace: The namespace.
-        group: Index of the group.
-
     Attributes:
         block_size_bytes: Bytes of one block.
         chunk_size_bytes: Bytes of a whole chunk.
@@ -61,16 +57,7 @@ class GroupFormat:
 
 
 class NamespaceFormat:
-    """Format of the block files of a namespace, wherever they are kept.
-
-    Args:
-        namespace: Namespace, which says how large the chunks of each group are.
-        digester: Makes and checks the checksums.
-
-    Attributes:
-        fingerprint: Fingerprint of the namespace.
-        digester: As given.
-    """
+    """Format of the block files of a namespace, wherever they are kept."""
 
     def __init__(self, namespace: Namespace, digester: Digester) -> None:
         self.fingerprint = namespace.fingerprint

@@ -31,11 +31,6 @@ SEALED_COSTS = 8
 class Pages(NamespaceFormat):
     """Pages of one namespace in a store of objects; thread-safe.
 
-    Args:
-        prefix: Beginning of every name.
-        namespace: The namespace.
-        digester: Makes and checks the checksums.
-
     Attributes:
         folder: Beginning of the names of this namespace's objects.
         description_name: Name of the object that describes the namespace.

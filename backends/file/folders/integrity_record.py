@@ -44,13 +44,8 @@ class IntegrityRecord:
     Each process notes its kind in a file. The file for keyed blocks holds a proof of the secret,
     which does not reveal it, and the file for sealed ones the names of their keys. So a block that
     this process cannot read is neither offered by a lookup nor taken for stored, and one whose seal
-    fails is corrupt only if the secret is the right one. Thread-safe; every method blocks.
-
-    Args:
-        folder: Folder of the namespace.
-        digester: Makes the seals of this process.
-        tree: The store.
-        ledger: Ledger of the store, locked while a record is made.
+    fails is corrupt only if the secret is the right one. The ledger is locked while a record is
+    made. Thread-safe; every method blocks.
     """
 
     def __init__(

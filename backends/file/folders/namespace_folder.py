@@ -20,7 +20,6 @@ from kvxfer.backends.file.io.file_io import (
     read_whole,
     regular_size,
     require_known,
-    size_in,
     sizes_in,
     write_whole,
 )
@@ -44,10 +43,6 @@ class NamespaceFolder:
 
     No link in the tree leads out of it: every folder is opened without following links and
     addressed by descriptor. Thread-safe; every method blocks.
-
-    Args:
-        root: Root of the store, which must be there.
-        fingerprint: Fingerprint of the namespace.
 
     Raises:
         OSError: The root cannot be opened.
@@ -225,7 +220,7 @@ class NamespaceFolder:
         Raises:
             OSError: That cannot be told.
         """
-        return require_known([size_in(self._known_folder(OWN), name)]) != [None]
+        return require_known(sizes_in([self._known_folder(OWN)], [name])) != [None]
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small text file of the folder, whole or not at all.

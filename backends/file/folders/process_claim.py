@@ -47,10 +47,6 @@ class ProcessClaim:
     It holds the number of reserved bytes, and lists of the files that are being written, one list
     for each thread. Both carry a checksum: a damaged number or list claims nothing.
 
-    Args:
-        root: Root of the store, which must be there.
-        reserved: Number of reserved bytes.
-
     Raises:
         OSError: The file cannot be made.
 
@@ -136,11 +132,7 @@ def _close_all() -> None:
 
 
 class OtherClaims:
-    """Claims of the other living processes; reading them removes those of dead processes.
-
-    Args:
-        root: Root of the store.
-    """
+    """Claims of the other living processes; reading them removes those of dead processes."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -223,10 +215,7 @@ def strip_checksum(data: bytes) -> bytes:
 def _read_claim(root: Path, owner: str, *, remove: bool = False) -> bytes:
     """Read the claim of a living process; empty when it is dead, or has no claim.
 
-    Args:
-        root: Root of the store.
-        owner: Name of the process.
-        remove: Whether to remove the claim of a dead process.
+    With `remove`, the claim of a dead process is removed.
     """
     path = claim_path(root, owner)
     try:

@@ -232,7 +232,7 @@ def _rest(vector: IOVector, num_bytes: int) -> IOVector:
 
 
 def _create(file: NewFile, flags: int) -> int:
-    size = size_in(file.folder_fd, file.name)
+    (size,) = sizes_in([file.folder_fd], [file.name])
     if isinstance(size, OSError):
         raise size
     if size is not None:
@@ -267,13 +267,8 @@ def regular_size(folder_fd: int, name: str | bytes) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def size_in(folder: Size, name: str | bytes) -> Size:
-    """Get the bytes of a file in a folder, given by its descriptor or by why there is none."""
-    return sizes_in([folder], [name])[0]
-
-
 def sizes_in(folders: Sequence[Size], names: Sequence[str | bytes]) -> list[Size]:
-    """Get the bytes of many files, as `size_in` does of one."""
+    """Get the bytes of files in folders, given by their descriptors or by why there is none."""
     sizes: list[Size] = []
     get_status = runtime.disk().stat
     for folder, name in zip(folders, names, strict=True):

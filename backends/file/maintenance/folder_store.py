@@ -35,11 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class FolderStore(BlockStore):
-    """Store in a folder; see `BlockStore`.
-
-    Args:
-        root: Root of the store.
-    """
+    """Store in a folder; see `BlockStore`."""
 
     num_at_once = NUM_THREADS
 

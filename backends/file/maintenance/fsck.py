@@ -120,10 +120,7 @@ class BlockCheck:
     ) -> Finding:
         """Read a whole file and compare it with its name, its folder, its seal and its checksum.
 
-        Args:
-            namespace: The block's namespace.
-            block: The block.
-            repair: Put the file in quarantine when it is corrupt.
+        With `repair`, a corrupt file is put in quarantine.
 
         Raises:
             BackendUnavailableError: The server is gone.
@@ -168,10 +165,6 @@ class StoreCheck:
     """Check of every block of every namespace; can quarantine corrupt files; blocks.
 
     Engines may use the store meanwhile: blocks that they remove are skipped.
-
-    Args:
-        store: The store.
-        check: Check of one file.
 
     Attributes:
         num_bytes: Bytes of the blocks to verify; those in quarantine are not among them.
