@@ -268,8 +268,7 @@ class _PageTemplate:
             expected = f"{most - per_block + 1} to {most} for {len(ids)} blocks"
             raise InvalidArgumentError("num_pages", count, expected)
         grouped = ids.astype(np.uint64).reshape(-1, per_page)
-        parts = [pieces.at(grouped[:, blocks]) for pieces, blocks in self._pages]
-        addresses = np.concatenate(parts, axis=1)
+        addresses = np.concatenate([each.at(grouped, of) for each, of in self._pages], axis=1)
         lengths = np.concatenate([pieces.lengths for pieces, _ in self._pages])
         counts = np.tile([len(blocks) for _, blocks in self._pages], len(grouped))[:count]
         firsts = np.concatenate(([0], np.cumsum(counts)))

@@ -19,9 +19,13 @@ class Pieces(NamedTuple):
     strides: Addresses
     lengths: Addresses
 
-    def at(self, block_ids: Addresses) -> Addresses:
-        """Compute addresses, `(n, num_pieces)`, from `(n, 1)` blocks or one for each piece."""
-        addresses: Addresses = block_ids * self.strides
+    def at(self, block_ids: Addresses, columns: Offsets | None = None) -> Addresses:
+        """Compute addresses, `(n, num_pieces)`; of several columns each piece has one."""
+        if block_ids.shape[1] == 1:
+            addresses = block_ids * self.strides
+        else:
+            addresses = block_ids[:, columns]
+            addresses *= self.strides
         addresses += self.bases
         return addresses
 
