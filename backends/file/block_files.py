@@ -42,12 +42,8 @@ class Scratch:
 
     Every header ends where the data begins; a short one begins later than its row.
 
-    Args:
-        memory: Bytes of all rows.
-        header_sizes: Bytes of each file's header.
-
     Attributes:
-        header_sizes: As given.
+        header_sizes: Bytes of each file's header.
         header_addresses: Where the headers begin, uint64 `(num_files,)`.
         data_addresses: Where the data begins, uint64 `(num_files,)`.
         room_bytes: Bytes for the data of a file.

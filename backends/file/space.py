@@ -115,12 +115,9 @@ class Space:
     def reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], *, spare: Sequence[BlockKey] = ()
     ) -> int:
-        """Make room for files, evicting if need be; each must be settled by `settle`.
+        """Make room for files that are not there; each must be settled by `settle`.
 
-        Args:
-            keys: Keys whose files are not there.
-            sizes: Bytes of the files.
-            spare: Keys that must not be evicted for these.
+        Others are evicted for them if need be, but not those to `spare`.
 
         Returns:
             How many of the leading keys there is room for.
@@ -145,11 +142,8 @@ class Space:
     def evict(self, sizes: Sequence[int], *, spare: Sequence[BlockKey]) -> int:
         """Evict files of as many bytes as turned out not to fit.
 
-        Only known files are evicted; where they are too few, the next `reserve` looks for more.
-
-        Args:
-            sizes: Bytes of the files, for which room was reserved.
-            spare: Keys that must not be evicted for these.
+        Room was reserved for these. Only known files are evicted, and not those to `spare`; where
+        they are too few, the next `reserve` looks for more.
 
         Returns:
             How many of the leading files there should be room for now.

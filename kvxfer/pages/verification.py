@@ -106,11 +106,7 @@ def read_header(fd: int) -> tuple[bytes, int]:
 
 
 def cut_header(file_size_bytes: int, read: Callable[[int], bytes]) -> tuple[bytes, int]:
-    """Read the header of a file, and compute how many bytes follow it.
-
-    Args:
-        file_size_bytes: Bytes of the file.
-        read: Reads so many leading bytes of it.
+    """Read the header of a file by its leading bytes, and compute how many bytes follow it.
 
     Raises:
         BlockFileError: The file cannot be a block file.

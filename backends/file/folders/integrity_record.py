@@ -108,11 +108,7 @@ class IntegrityRecord:
             self._folder.put_text(RECORDS[kind], f"{kind.value}\n")
 
     def unreadable(self, keys: Sequence[BlockKey], sizes: Sequence[Size]) -> dict[int, Outcome]:
-        """Find the blocks that are there and that this process cannot read.
-
-        Args:
-            keys: Keys of the blocks.
-            sizes: Bytes of their files.
+        """Find the blocks that are there, by their sizes, and that this process cannot read.
 
         Returns:
             The outcome of each, by its index in `keys`.

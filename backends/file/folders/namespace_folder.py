@@ -42,7 +42,8 @@ class NamespaceFolder:
     """Folder of a namespace: `<root>/<fingerprint>/<hh>/<key>.safetensors`.
 
     No link in the tree leads out of it: every folder is opened without following links and
-    addressed by descriptor. Thread-safe; every method blocks.
+    addressed by descriptor. A file lies in the folder of its key, unless it was `found_in` another
+    one. Thread-safe; every method blocks.
 
     Raises:
         OSError: The root cannot be opened.
@@ -76,12 +77,7 @@ class NamespaceFolder:
         ]
 
     def open_block(self, key: BlockKey, flags: int = 0, *, found_in: str = "") -> int:
-        """Open the file of a key for reading.
-
-        Args:
-            key: The key.
-            flags: Flags to open with besides `READ_FLAGS`.
-            found_in: Folder in which it was found, that of its key by default.
+        """Open the file of a key for reading, with `READ_FLAGS` and other flags.
 
         Raises:
             FileNotFoundError: There is none.
@@ -97,11 +93,8 @@ class NamespaceFolder:
     ) -> list[NewFile | OSError]:
         """Get the place of each key's file, to make it; makes the folders if need be.
 
-        Args:
-            keys: The keys.
-            temporaries: The temporary name of each file.
-            renew: Whether to make folders anew that were removed, and the root, too. That they were
-                shows only when a file is made.
+        With `renew`, folders that were removed are made anew, and the root, too. That they were
+        shows only when a file is made.
 
         Returns:
             The place, or why the folder can be neither opened nor made.
@@ -135,11 +128,6 @@ class NamespaceFolder:
     def quarantine(self, key: BlockKey, fd: int, *, found_in: str = "") -> tuple[int, int] | None:
         """Move the open file of a key to quarantine, where no lookup finds it.
 
-        Args:
-            key: The key.
-            fd: The file, open.
-            found_in: Folder in which it was found, that of its key by default.
-
         Returns:
             Bytes that it takes on the disk, and those of the file that it replaced there; None when
             another process removed or replaced it since it was opened.
@@ -163,7 +151,7 @@ class NamespaceFolder:
         return self._if_named(name, name[:2], fd, lambda folder: unlink(name, dir_fd=folder))
 
     def remove(self, key: BlockKey, found_in: str = "") -> int | None:
-        """Remove a key's file from the folder it was found in, that of its key by default.
+        """Remove a key's file.
 
         Returns:
             The bytes that it had; None when it was not there.

@@ -117,9 +117,7 @@ class OpenFolders:
     def renew(self, name: str, *, create: bool) -> int:
         """Open the folder that has a name now, and its parents; return its descriptor.
 
-        Args:
-            name: Name of the folder.
-            create: Make those that are not there, the root included.
+        With `create`, those that are not there are made, the root included.
 
         Raises:
             OSError: One can be neither opened nor made.
@@ -148,12 +146,7 @@ class OpenFolders:
                     del self._unsynced[fd]
 
     def have_changed(self, names: Iterable[str], since: int) -> bool:
-        """Whether folders were removed or renewed since a file was not found in them.
-
-        Args:
-            names: Names of the folders.
-            since: `num_renewed` from before the file was looked for.
-        """
+        """Whether folders were removed, or renewed since `num_renewed` had this value."""
         with self._lock:
             if since != self.num_renewed:
                 return True

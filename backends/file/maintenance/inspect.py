@@ -46,10 +46,7 @@ class Inspection:
 def inspect_file(store: BlockStore, path: str, check: BlockCheck) -> Inspection:
     """Read a file, of its header no more than `MAX_HEADER_BYTES`; a link is not followed.
 
-    Args:
-        store: Store that it lies in, or the folder that it lies in.
-        path: Path of the file below the root of the store.
-        check: Makes the checksums.
+    The root of the store, below which its path begins, may be just the folder that it lies in.
 
     Raises:
         BlockFileError: It is not a block file.
