@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/explain": 903,
     "kvxfer/face": 431,
     "kvxfer/integrations": 10_509,
-    "kvxfer/kvcache": 5_834,
+    "kvxfer/kvcache": 5_822,
     "kvxfer/lending": 1_523,
     "kvxfer/pages": 1_209,
     "kvxfer/replay": 1_707,

@@ -599,7 +599,7 @@ class Reader:
         room = self._exchange.staging.buffer_bytes
         for group, blocks in enumerate(engine.groups):
             size = engine.block_size_bytes(group)
-            if not (blocks.is_direct and self._reads_in_place) and size > room:
+            if not (blocks.mapping.is_direct and self._reads_in_place) and size > room:
                 ours = f"at most {room}, by staging memory"
                 raise CacheMismatchError(group, "payload_size_bytes", ours, size)
 
@@ -610,8 +610,8 @@ class Reader:
         for group, blocks in enumerate(engine.groups):
             ours = self._description.groups[group].tokens_per_block
             theirs = engine.tokens_per_block[group]
-            least = min(blocks.fragment_bytes(rank) for rank in blocks.sources)
-            if not blocks.is_direct and (theirs != ours or least < IN_PLACE_BYTES):
+            least = min(blocks.fragment_bytes(rank) for rank in blocks.mapping.sources)
+            if not blocks.mapping.is_direct and (theirs != ours or least < IN_PLACE_BYTES):
                 wanted = f"blocks of {ours} tokens in pieces of {IN_PLACE_BYTES} bytes, for a GPU"
                 found = f"blocks of {theirs} tokens in pieces of {least:.0f} bytes"
                 raise CacheMismatchError(group, "blocks", wanted, found)
@@ -632,7 +632,7 @@ class Reader:
                     [_NOT_TRIED] * len(chosen),
                     chosen,
                 )
-                for rank in engine.groups[group].sources
+                for rank in engine.groups[group].mapping.sources
                 if chosen
             ]
         return parts
@@ -661,7 +661,7 @@ class Reader:
         tails = []
         for group, ids in enumerate(wanted.block_ids):
             ours = self._description.groups[group].tokens_per_block
-            page = engine.groups[group].tokens_per_page
+            page = engine.groups[group].mapping.tokens_per_page
             filled = -(-wanted.num_tokens // page) * page
             last = filled // ours
             is_ours = last < len(ids) and ids[last] != self._null_block
@@ -723,8 +723,8 @@ class Reader:
                 client = self._exchange.peer(workers[part.rank])
                 staged = rows
                 theirs = engine.groups[part.group]
-                is_whole = theirs.is_direct or theirs.fragment_bytes(part.rank) >= IN_PLACE_BYTES
-                if is_whole and self._reads_in_place:
+                is_large = theirs.fragment_bytes(part.rank) >= IN_PLACE_BYTES
+                if self._reads_in_place and (theirs.mapping.is_direct or is_large):
                     direct, places = self._in_place(engine, wanted, part, rows)
                     staged = np.setdiff1d(rows, direct, assume_unique=True)
                     if len(direct):
@@ -742,7 +742,7 @@ class Reader:
         """Find the blocks that can be read without staging memory, and where to."""
         blocks, indices = engine.groups[part.group], part.indices[rows]
         ids = np.array(wanted.block_ids[part.group], np.int64)
-        if blocks.is_direct:
+        if blocks.mapping.is_direct:
             return rows, self._describer.describe(part.group, ids[indices])
         first, stop = _pages(wanted, blocks)
         chosen, places = blocks.describe_in_place(
@@ -771,7 +771,7 @@ class Reader:
     ) -> tuple[Descriptors, Descriptors]:
         """Describe the copy of blocks in staging memory: from where, and to where."""
         blocks, ids = engine.groups[part.group], wanted.block_ids[part.group]
-        if blocks.is_direct:
+        if blocks.mapping.is_direct:
             ours = np.array(ids, np.int64)[part.indices[rows]]
             return staged, self._describer.describe(part.group, ours)
         first, stop = _pages(wanted, blocks)
@@ -833,5 +833,5 @@ def _choose(
 
 def _pages(wanted: Wanted, blocks: PeerBlocks) -> tuple[int, int]:
     """Find the first page that is wanted, and the page after the last one."""
-    page = blocks.tokens_per_page
+    page = blocks.mapping.tokens_per_page
     return wanted.first_token // page, -(-wanted.num_tokens // page)

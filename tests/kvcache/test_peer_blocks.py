@@ -73,7 +73,7 @@ def load(
     blocks: PeerBlocks, theirs: WorldEngine, block_ids: Sequence[int], copies: CPUCopyEngine
 ) -> None:
     """Load a group from all sources, in place where every byte of a block has one, or staged."""
-    for rank in blocks.sources:
+    for rank in blocks.mapping.sources:
         caches = theirs.workers[rank].caches
         their_ids = theirs.block_ids[blocks.group]
         order = np.random.default_rng(len(their_ids)).permutation(len(their_ids))
@@ -163,9 +163,9 @@ def test_sources_are_the_workers_that_hold_our_heads_one_of_each_copy(
     (blocks,) = match_caches(
         ours, describe_caches(ours, whole(**mine)), [describe_caches(others, whole(**theirs))]
     )
-    assert blocks.sources == sources
+    assert blocks.mapping.sources == sources
     same_heads = min(4, mine.get("tp_size", 1)) == min(4, theirs["tp_size"])
-    assert blocks.is_direct == same_heads
+    assert blocks.mapping.is_direct == same_heads
 
 
 def matched(ours: CanonicalKVCaches, theirs: CanonicalKVCaches) -> PeerBlocks:
@@ -184,7 +184,7 @@ def test_only_pages_that_are_wanted_and_there_are_written(
     ours, memory = numbered(mine, layout=layout)
     theirs, their_memory = numbered(their_tokens)
     blocks = matched(ours, theirs)
-    page = blocks.tokens_per_page
+    page = blocks.mapping.tokens_per_page
     their_ids = data.draw(st.permutations(range(9)))
     there = data.draw(st.lists(st.integers(0, 8), unique=True))
     first_block = data.draw(st.integers(0, 5))
@@ -325,7 +325,7 @@ def test_opaque_blocks_are_read_only_from_equal_workers(
     mine = describe_caches(caches, whole(), opaque="vLLM 0.32")
     assert mine.groups == (STATES,)
     (blocks,) = match_caches(caches, mine, [mine])
-    assert (blocks.is_direct, blocks.sources) == (True, (0,))
+    assert (blocks.mapping.is_direct, blocks.mapping.sources) == (True, (0,))
     other = CacheDescription(
         shard=whole(**shard), groups=(msgspec.structs.replace(STATES, **theirs),)
     )
@@ -345,13 +345,13 @@ def test_states_are_read_from_the_same_rank_whatever_their_tokens_are() -> None:
     longer = msgspec.structs.replace(group, tokens_per_block=4096)
     theirs = msgspec.structs.replace(mine.at_rank(0), groups=(longer,))
     (blocks,) = match_caches(caches, mine, [theirs])
-    assert (blocks.is_direct, blocks.sources) == (True, (1,))
+    assert (blocks.mapping.is_direct, blocks.mapping.sources) == (True, (1,))
     apart = replace(group.boxes[0], offset_bytes=8)
     moved = msgspec.structs.replace(group, boxes=(apart,), payload_size_bytes=32)
     theirs = msgspec.structs.replace(mine.at_rank(0), groups=(moved,))
     (blocks,) = match_caches(caches, mine, [theirs])
     source, destination = blocks.describe(1, [0], [4096], [2])
-    assert (blocks.is_direct, source.addresses.tolist()) == (False, [4104])
+    assert (blocks.mapping.is_direct, source.addresses.tolist()) == (False, [4104])
     assert destination.addresses.tolist() == [caches.tensors[0].tensor.data_ptr() + 48]
 
 
@@ -429,7 +429,7 @@ def read_or_refuse(encoded: bytes) -> None:
     except KVXferError:
         return
     for blocks, group in zip(matched, theirs.groups, strict=True):
-        for rank in blocks.sources:
+        for rank in blocks.mapping.sources:
             index = 0
             source, destination = blocks.describe(rank, [index], [1 << 20], [1, 2])
             ends = source.addresses + source.lengths

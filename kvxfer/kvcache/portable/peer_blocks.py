@@ -41,6 +41,9 @@ class PeerBlocks:
         group: The group.
         mapping: Mapping of their blocks to ours.
         theirs: Description of the group at their first worker.
+
+    Attributes:
+        caches, group, mapping: As given.
     """
 
     def __init__(
@@ -50,25 +53,10 @@ class PeerBlocks:
         mapping: PeerMapping,
         theirs: GroupDescription,
     ) -> None:
-        self.caches, self.group, self._mapping = caches, group, mapping
+        self.caches, self.group, self.mapping = caches, group, mapping
         self._their_block_bytes = theirs.payload_size_bytes
         self._memory = PayloadMemory(caches, group)
         self._templates: dict[tuple[int, ...], tuple[Pieces, Addresses]] = {}
-
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """Ranks of their workers that hold parts of our blocks; all of them are needed."""
-        return self._mapping.sources
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether a block of the only source is our block, byte by byte: read it in place."""
-        return self._mapping.is_direct
-
-    @property
-    def tokens_per_page(self) -> int:
-        """Tokens of a page, the smallest part of a block that is copied."""
-        return self._mapping.tokens_per_page
 
     def describe(
         self,
@@ -88,7 +76,7 @@ class PeerBlocks:
         sides are equal, so that any copy engine copies them as they are.
 
         Args:
-            rank: Rank of their worker, one of `sources`.
+            rank: Rank of their worker, one of `mapping.sources`.
             their_indices: Index in the prompt of each staged block of theirs, `(n,)`.
             addresses: Address of each of their payloads, each in one piece, `(n,)`.
             block_ids: Our blocks, consecutive in the prompt, `(m,)`; the caches' null block any
@@ -127,7 +115,7 @@ class PeerBlocks:
         Raises:
             InvalidArgumentError: `rank` is not a source.
         """
-        mapping = self._mapping
+        mapping = self.mapping
         num_pages = min(mapping.our_pages_per_block, mapping.their_pages_per_block)
         pieces, _ = self._template(self._require_source(rank), 0, 0, num_pages)
         return float(pieces.lengths.mean())
@@ -205,8 +193,8 @@ class PeerBlocks:
 
     def _require_source(self, rank: int) -> int:
         rank = require_integer("rank", rank)
-        if rank not in self.sources:
-            raise InvalidArgumentError("rank", rank, f"one of {self.sources}")
+        if rank not in self.mapping.sources:
+            raise InvalidArgumentError("rank", rank, f"one of {self.mapping.sources}")
         return rank
 
     def _choose_pages(
@@ -219,10 +207,10 @@ class PeerBlocks:
     ) -> tuple[Indices, Indices, Indices]:
         """Choose wanted pages; return them in order, with the positions of both sides' blocks."""
         first_page = require_integer("first_page", first_page)
-        per_block = self._mapping.their_pages_per_block
+        per_block = self.mapping.their_pages_per_block
         pages = (theirs[:, None] * per_block + np.arange(per_block)).reshape(-1)
         rows = np.arange(len(theirs)).repeat(per_block)
-        ours = pages // self._mapping.our_pages_per_block - first_block
+        ours = pages // self.mapping.our_pages_per_block - first_block
         chosen = (ours >= 0) & (ours < len(used)) & (pages >= first_page)
         if stop_page is not None:
             chosen &= pages < require_integer("stop_page", stop_page)
@@ -244,7 +232,7 @@ class PeerBlocks:
         goes_on = (np.diff(pages) == 1) & (np.diff(rows) == 0) & (np.diff(ours) == 0)
         firsts = run_starts(goes_on) if len(pages) else np.zeros(0, np.int64)
         counts = np.diff(firsts, append=len(pages))
-        mapping = self._mapping
+        mapping = self.mapping
         kinds = np.stack(
             (
                 pages[firsts] % mapping.our_pages_per_block,
@@ -284,7 +272,7 @@ class PeerBlocks:
         key = rank, first, their_first, num_pages
         template = self._templates.get(key)
         if template is None:
-            ours, theirs, lengths = self._mapping.pairs(*key)
+            ours, theirs, lengths = self.mapping.pairs(*key)
             may_join = touch(theirs, lengths)
             pieces, offsets = self._memory.find(ours, lengths, theirs, may_join=may_join)
             template = self._templates[key] = pieces, offsets.astype(np.uint64)

@@ -59,8 +59,8 @@ class PeerMapping:
         tokens_per_page: Tokens of a common page; those of our block where pages are blocks.
         our_pages_per_block: Consecutive pages that one of our blocks holds.
         their_pages_per_block: Consecutive pages that one of their blocks holds.
-        is_direct: Whether a block of the only source is our block, byte by byte.
-        sources: Ranks of their workers that hold parts of our blocks.
+        is_direct: Whether a block of the only source is our block, byte by byte: read it in place.
+        sources: Ranks of their workers that hold parts of our blocks; all of them are needed.
     """
 
     tokens_per_page: int
