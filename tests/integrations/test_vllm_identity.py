@@ -19,12 +19,12 @@ from vllm.config import AttentionConfig, MambaConfig, MultiModalConfig
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
 from kvxfer.integrations.vllm.common.model_identity import (
-    ModelIdentity,
     handover_namespace,
     identify_model,
 )
 from kvxfer.integrations.vllm.offloading import interface
 from kvxfer.integrations.vllm.offloading.identity import row_namespace
+from kvxfer.storage.keys import Namespace
 from kvxfer.testing import BlockMemory
 from tests.integrations.test_vllm import SECOND_GROUP_ID, as_vllm_caches, make_config
 
@@ -389,7 +389,7 @@ def test_a_tier_by_url_needs_the_revision_of_the_model() -> None:
 
 
 def test_rows_of_other_shapes_or_parallel_sizes_are_in_other_namespaces() -> None:
-    identity = ModelIdentity(revision="r")
+    identity = Namespace(model="", revision="r")
     one = row_namespace(make_config(), identity, row_size_bytes=4096)
     unused = [()] * (SECOND_GROUP_ID - 1)
     assert [group.layer_names for group in one.groups] == [("a",), *unused, ("b",)]
@@ -397,7 +397,7 @@ def test_rows_of_other_shapes_or_parallel_sizes_are_in_other_namespaces() -> Non
     others = [
         row_namespace(make_config(), identity, row_size_bytes=8192),
         row_namespace(make_config(world_size=2), identity, row_size_bytes=4096),
-        row_namespace(make_config(), ModelIdentity(revision="s"), row_size_bytes=4096),
+        row_namespace(make_config(), Namespace(model="", revision="s"), row_size_bytes=4096),
     ]
     assert len({each.fingerprint for each in [one, *others]}) == 4
 

@@ -17,7 +17,6 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from kvxfer.backends.host import PoolShape
 from kvxfer.errors import NamespaceMismatchError
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
-from kvxfer.integrations.vllm.common.model_identity import ModelIdentity
 from kvxfer.integrations.vllm.common.worker_pages import (
     CPU_AXES,
     GroupLayers,
@@ -306,7 +305,9 @@ def test_rows_and_their_groups_are_named_by_the_gpu_too(monkeypatch: pytest.Monk
     names = set()
     for gpu in (H100, H200, B200):
         pretend_gpu(monkeypatch, *gpu)
-        namespace = row_namespace(make_config(), ModelIdentity(revision="r"), row_size_bytes=64)
+        namespace = row_namespace(
+            make_config(), Namespace(model="", revision="r"), row_size_bytes=64
+        )
         assert gpu[0] in namespace.instruction_set
         names.add(namespace.instruction_set)
         (group,) = described({}, 1).groups

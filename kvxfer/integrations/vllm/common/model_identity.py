@@ -8,8 +8,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kvxfer.engine_side.weight_files import (
     OF_NO_VALUE,
     config_facts,
@@ -48,49 +46,39 @@ OF_ATTENTION = frozenset({
 """Harmless settings of vLLM's `AttentionConfig`: kernels, and how they divide the work."""
 
 
-class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Identity of a model, beyond `OffloadingConfig`: properties that change the cache's values.
-
-    Attributes:
-        revision: Revision of the weights, and the hash of what overrides their configuration.
-        quantization: Quantization of weights and cache.
-        config_hash: XXH3 of all other properties that change values: configuration of the model
-            (RoPE, windows), settings of the attention, draft model.
-    """
-
-    revision: str
-    quantization: str = ""
-    config_hash: str = ""
-
-    def namespace(self, model: str, dtype: str) -> Namespace:
-        """Make the namespace of a model's blocks, without what depends on their layout."""
-        return Namespace(model=model, dtype=dtype, **msgspec.structs.asdict(self))
-
-
-def identify_model(vllm_config: Any) -> ModelIdentity:
+def identify_model(vllm_config: Any, *, model: str = "", dtype: str = "") -> Namespace:
     """Identify the model of an engine, in words that are the same in every release of vLLM.
+
+    The namespace has the properties that change values: revision of the weights, with the hash of
+    what overrides their configuration, quantization of weights and cache, and the hash of all
+    others. It lacks what depends on the layout of blocks.
 
     Raises:
         InvalidArgumentError: The revision of the weights is unknown; or as `require_telling_keys`.
     """
     require_telling_keys(vllm_config)
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    loaded, cache = vllm_config.model_config, vllm_config.cache_config
     facts = _describe(vllm_config) | {
-        "engine": _describe_use(model),
+        "engine": _describe_use(loaded),
         "cache": [str(cache.cache_dtype), str(cache.mamba_cache_mode)],
         "attention": _settings_made(vllm_config.attention_config),
         "load_format": str(_load_format(vllm_config)),
     }
     if draft := draft_of(vllm_config):
         facts["draft engine"] = _describe_use(draft)
-    return _identity(vllm_config, find_revision(model) + _name_overrides(model), facts)
+    revision = find_revision(loaded) + _name_overrides(loaded)
+    return _namespace(vllm_config, model, dtype, revision, facts)
 
 
-def _identity(vllm_config: Any, revision: str, facts: Mapping[str, Any]) -> ModelIdentity:
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    return ModelIdentity(
+def _namespace(
+    vllm_config: Any, model: str, dtype: str, revision: str, facts: Mapping[str, Any]
+) -> Namespace:
+    weights, cache = vllm_config.model_config.quantization, vllm_config.cache_config.cache_dtype
+    return Namespace(
+        model=model,
         revision=revision,
-        quantization=f"weights {model.quantization}, cache {cache.cache_dtype}",
+        dtype=dtype,
+        quantization=f"weights {weights}, cache {cache}",
         config_hash=hash_text(json.dumps(facts, sort_keys=True, default=str)),
     )
 
@@ -290,9 +278,9 @@ def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
     """
     model = vllm_config.model_config
     require_known_scales(vllm_config.cache_config)
-    identity = _identity(vllm_config, revision or find_revision(model), _describe(vllm_config))
+    revision, facts = revision or find_revision(model), _describe(vllm_config)
     architectures = " ".join(getattr(model.hf_config, "architectures", None) or ())
-    return identity.namespace(architectures, str(model.dtype))
+    return _namespace(vllm_config, architectures, str(model.dtype), revision, facts)
 
 
 def draft_of(vllm_config: Any) -> Any:

@@ -15,7 +15,6 @@ import msgspec
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.model_identity import (
-    ModelIdentity,
     handover_namespace,
     identify_model,
     require_telling_keys,
@@ -104,7 +103,7 @@ def _of_tiers(config: Any, extra: Mapping[str, Any]) -> PlannedNamespace:
     """Plan the namespace of portable pages; see `portable_namespace`."""
     return PlannedNamespace(
         kind=TIERS,
-        namespace=identify_model(config).namespace(config.model_config.model, _dtype(config)),
+        namespace=identify_model(config, model=config.model_config.model, dtype=_dtype(config)),
         fields=(*OF_THE_MODEL, *BRIDGED),
         keys=_keys(config, extra),
         unknown=f"groups ({OF_THE_CACHES}; of layers whose pages are not portable also the release "
@@ -117,8 +116,10 @@ def _of_secondary_tier(config: Any, extra: Mapping[str, Any], revision: str) -> 
     require_telling_keys(config)
     return PlannedNamespace(
         kind=SECONDARY,
-        namespace=msgspec.structs.replace(
-            ModelIdentity(revision=revision).namespace(config.model_config.model, _dtype(config)),
+        namespace=Namespace(
+            model=config.model_config.model,
+            revision=revision,
+            dtype=_dtype(config),
             parallel={ours: getattr(config.parallel_config, each) for ours, each in SIZES.items()},
         ),
         fields=(*OF_THE_MODEL, "blocks_per_chunk", *(f"parallel.{name}" for name in SIZES)),

@@ -7,7 +7,6 @@ import torch
 
 from kvxfer.backends.host.memory import HEADER_BYTES, SharedSegment
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.common.model_identity import ModelIdentity
 from kvxfer.integrations.vllm.common.release import installed_version
 from kvxfer.integrations.vllm.common.worker_pages import WorkerPages, platform_kernels
 from kvxfer.integrations.vllm.offloading.interface import (
@@ -22,10 +21,10 @@ SEGMENT_BYTES = HEADER_BYTES + (256 << 10)
 SEGMENT_HEADER = b"kvxfer worker identity 1"
 
 
-def row_namespace(
-    config: OffloadingConfig, identity: ModelIdentity, *, row_size_bytes: int
-) -> Namespace:
+def row_namespace(config: OffloadingConfig, model: Namespace, *, row_size_bytes: int) -> Namespace:
     """Make the namespace of rows of host memory: the chunks of all workers under one key.
+
+    `model` is that of `identify_model`, or has a revision alone.
 
     vLLM's release is part of it, because the layout of an attention backend's page is not
     exposed and has changed between releases.
@@ -41,7 +40,9 @@ def row_namespace(
     unused = GroupIdentity(page_sizes_bytes=(row_size_bytes,), spec="not offloaded")
     parallel = config.parallel
     return msgspec.structs.replace(
-        identity.namespace(config.model.name, config.model.dtype),
+        model,
+        model=config.model.name,
+        dtype=config.model.dtype,
         layout=f"{layout_name(config)} of vLLM {installed_version()}",
         groups=tuple(known.get(group, unused) for group in range(max(known) + 1)),
         parallel={
@@ -60,7 +61,7 @@ def row_namespace(
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of one worker's model and pages, sent to the scheduler, which vLLM does not tell."""
 
-    model: ModelIdentity
+    model: Namespace  # as `identify_model` makes it
     pages: WorkerPages
 
 

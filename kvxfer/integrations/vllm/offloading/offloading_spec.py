@@ -9,11 +9,7 @@ from kvxfer.backends.host import HostPool, PoolShape, SlotMover, keys_in_slots
 from kvxfer.connect import open_tiers
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.hooks import convert_caches
-from kvxfer.integrations.vllm.common.model_identity import (
-    ModelIdentity,
-    identify_model,
-    require_no_adapters,
-)
+from kvxfer.integrations.vllm.common.model_identity import identify_model, require_no_adapters
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.common.settings import parse_offload
 from kvxfer.integrations.vllm.common.worker_pages import GroupLayers, describe_pages
@@ -44,6 +40,7 @@ from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.integrity import MemoryIntegrity
+from kvxfer.storage.keys import Namespace
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.telemetry.environment import environment_observers
 from kvxfer.telemetry.journal import journal_observers
@@ -208,10 +205,9 @@ class KVXferOffloadingSpec(VLLMPlug, OffloadingSpec):
             part_size_bytes=config.worker_kv_bytes_per_block * self.blocks_per_chunk,
         )
         # Of properties that scheduler and workers both know: the pool is private to the engine.
-        identity = ModelIdentity(revision="")
         return HostPool(
             shape,
-            row_namespace(config, identity, row_size_bytes=shape.slot_size_bytes),
+            row_namespace(config, Namespace(model=""), row_size_bytes=shape.slot_size_bytes),
             self._pool_config.open_copy_engine(),
             name=self._name,
             integrity=self._pool_config.integrity,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvxfer import runtime
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.integrations.vllm.common.model_identity import ModelIdentity, require_telling_keys
+from kvxfer.integrations.vllm.common.model_identity import require_telling_keys
 from kvxfer.integrations.vllm.common.release import VLLMPlug
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.identity import row_namespace
@@ -34,7 +34,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.requests import Requests
 from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Reports
 from kvxfer.telemetry.environment import environment_observers
 from kvxfer.transfer.job import JobId
@@ -95,9 +95,8 @@ class KVXferTier(VLLMPlug, SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         rows = _detached(primary_kv_view)
         config = offloading_spec.config
-        namespace = row_namespace(
-            config, ModelIdentity(revision=revision), row_size_bytes=rows.shape[1]
-        )
+        model = Namespace(model="", revision=revision)
+        namespace = row_namespace(config, model, row_size_bytes=rows.shape[1])
         if not isinstance(backend, Backend):
             if not revision:
                 rule = "a name for this model: its commit, quantization, overrides"
