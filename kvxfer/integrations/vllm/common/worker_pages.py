@@ -79,7 +79,7 @@ class GroupPages(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerPages(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of the blocks of one worker."""
+    """Blocks of one worker. No `CacheDescription`, which refuses what rows keep as plain bytes."""
 
     groups: tuple[GroupPages, ...]
     num_kv_heads: int  # of the whole model
