@@ -173,17 +173,6 @@ class SimpleBackend:
         return "SIMPLE"
 
 
-def test_canonical_caches_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = allocate([FULL], backend(CPU), layout="LBHNC" if LAYOUTS_ARE_NAMED else "")
-    connector = Connector(caches)
-    worker, expected = vllms_own(caches, monkeypatch)
-    worker.register_kv_caches(caches.tensors)
-    connector.initialize_worker_connector(SimpleNamespace(canonical_kv_caches=expected[0]))
-    require_same(connector.told, expected)
-    connector.initialize_worker_connector(SimpleNamespace(model=None))
-    assert len(connector.told) == 1
-
-
 def test_pages_of_other_bytes_than_their_elements_have_are_refused() -> None:
     class Scaled(type(FULL)):  # type: ignore[misc] # vLLM's classes are Any here
         @property

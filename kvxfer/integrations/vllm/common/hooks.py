@@ -27,11 +27,10 @@ class KVCacheHooks(ABC):
 
         class MyConnector(KVCacheHooks, KVConnectorBase_V1): ...
 
-    A release calls one of the hooks, once: `register_kv_caches` with a tensor per layer;
+    A release calls one of the hooks, once: `register_kv_caches` with a tensor per layer, or
     `register_cross_layers_kv_cache` (up to 0.28) with one tensor of all layers, which it allocates
-    where the model and its attention backend allow it; or, in a vLLM that allocates canonical
-    caches itself, `initialize_worker_connector`. Nothing is imported from vLLM; releases from 0.20
-    on are told apart by the attributes of their objects.
+    where the model and its attention backend allow it. Nothing is imported from vLLM; releases from
+    0.20 on are told apart by the attributes of their objects.
 
     Implementors must define `use_kv_caches`.
     """
@@ -81,14 +80,6 @@ class KVCacheHooks(ABC):
         config = convert_config(self._kv_cache_config, {})
         layouts = {CROSS_LAYER: cross_layer_layout(attn_backend)}
         self.use_kv_caches(canonicalize({CROSS_LAYER: kv_cache}, config, layouts=layouts))
-
-    def initialize_worker_connector(self, data: Any) -> None:
-        """Take the canonical caches that vLLM allocated, if it did.
-
-        No release up to 0.33 calls it: it follows vLLM's proposal for such an allocation.
-        """
-        if (canonical := getattr(data, "canonical_kv_caches", None)) is not None:
-            self.use_kv_caches(convert_caches(canonical))
 
 
 def convert_caches(caches: Any) -> CanonicalKVCaches:
