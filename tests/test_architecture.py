@@ -56,7 +56,7 @@ BUDGETS = {
     "kvxfer/engine_side": 1_516,
     "kvxfer/explain": 903,
     "kvxfer/face": 431,
-    "kvxfer/integrations": 10_485,
+    "kvxfer/integrations": 10_473,
     "kvxfer/kvcache": 5_822,
     "kvxfer/lending": 1_523,
     "kvxfer/pages": 1_209,

@@ -9,6 +9,7 @@ from kvxfer import runtime
 from kvxfer.connect import BackendChoice, open_backend
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.face import RowPool, RowStore
+from kvxfer.integrations.sglang.settings import StorageSettings
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -33,13 +34,10 @@ class PageStore(RowStore):
     Loads and stores have rows of their own: SGLang has a thread for each.
 
     Args:
-        pools: Caches of each pool, with one group.
-        mappings: Page mapping of each of them.
-        backend: As in `kvxfer.connect`.
+        pools: Caches of each pool, with one group, and their page mapping.
+        backends: As in `kvxfer.connect`.
         namespace: Identity of the pages, without groups.
-        timeout_s: As of `RowStore`, and for the engine.
-        pause_s: As of `RowStore`.
-        staging_bytes: Bound on the memory of the rows; raised to two in each direction.
+        settings: Times, and the bound on the memory of the rows; raised to two in each direction.
 
     Raises:
         Exception: As `kvxfer.connect.open_backend`, and as the backend when it starts.
@@ -47,22 +45,16 @@ class PageStore(RowStore):
 
     def __init__(
         self,
-        pools: Sequence[CanonicalKVCaches],
-        mappings: Sequence[PageMapping],
-        backend: BackendChoice | Sequence[BackendChoice],
-        *,
+        pools: Sequence[tuple[CanonicalKVCaches, PageMapping]],
+        backends: Sequence[BackendChoice],
         namespace: Namespace,
-        timeout_s: float,
-        pause_s: float,
-        staging_bytes: int,
+        settings: StorageSettings,
     ) -> None:
-        self._pools = [
-            BlockDescriber(pool, mappings=[mapping])
-            for pool, mapping in zip(pools, mappings, strict=True)
-        ]
+        self._pools = [BlockDescriber(caches, mappings=[mapping]) for caches, mapping in pools]
+        mappings, timeout_s = [mapping for _, mapping in pools], settings.timeout_s
         sizes = [mapping.num_bytes for mapping in mappings]
         row_bytes = aligned(max(sizes))
-        num_rows = max(MIN_ROWS, staging_bytes // row_bytes // len(Direction))
+        num_rows = max(MIN_ROWS, settings.staging // row_bytes // len(Direction))
         memory = torch.from_numpy(allocate_aligned(num_rows * len(Direction) * row_bytes))
         rows = CanonicalKVCaches(
             tensors=[
@@ -77,7 +69,7 @@ class PageStore(RowStore):
             undo.callback(self._copy_engine.close)
             engine = TransferEngine(
                 rows,
-                PortableBackend(open_backend(backend, complete), mappings),
+                PortableBackend(open_backend(backends, complete), mappings),
                 timeout_s=timeout_s,
                 close_timeout_s=CLOSE_TIMEOUT_S,
             )
@@ -92,7 +84,7 @@ class PageStore(RowStore):
             },
             name="kvxfer's storage of SGLang",
             timeout_s=timeout_s,
-            pause_s=pause_s,
+            pause_s=settings.pause_s,
             waits_for_rows=True,
             num_groups=len(sizes),
         )

@@ -35,8 +35,7 @@ class PoolStores:
     def __init__(self, config: HiCacheStorageConfig, settings: StorageSettings) -> None:
         self._config = config
         self._settings = settings
-        self._pools: dict[str, HostPages] = {}
-        self._mappings: dict[str, PageMapping] = {}
+        self._pools: dict[str, tuple[HostPages, PageMapping]] = {}
         self._stores: dict[str, tuple[PageStore, int] | None] = {}
         self._retired: list[PageStore] = []
         self._version = weight_version()
@@ -52,17 +51,17 @@ class PoolStores:
         pages = read_pool(name, pool)
         mapping = self._map(pages)
         with self._lock:
-            self._mappings[name], self._pools[name] = mapping, pages
+            self._pools[name] = pages, mapping
             if self._stores.get(name) is None:  # asked for before it was registered
                 self._stores.pop(name, None)
 
     def pages(self, name: str) -> HostPages:
         """The pages of a registered pool."""
-        return self._pools[name]
+        return self._pools[name][0]
 
     def page_size_bytes(self, name: str) -> int:
         """Bytes of a page of a registered pool."""
-        return self._mappings[name].num_bytes
+        return self._pools[name][1].num_bytes
 
     def open(self) -> None:
         """Open the store of all registered pools that have none.
@@ -171,15 +170,12 @@ class PoolStores:
         for each in retired:
             _close(each)
         try:
-            choices = backend_choices(self._settings.backend)
+            pools, settings = [self._pools[name] for name in names], self._settings
             store = PageStore(
-                [self._pools[name].caches for name in names],
-                [self._mappings[name] for name in names],
-                [choice_of_replica(each, self._rank) for each in choices],
-                namespace=page_namespace(self._config, self._settings.revision, names),
-                timeout_s=self._settings.timeout_s,
-                pause_s=self._settings.pause_s,
-                staging_bytes=self._settings.staging,
+                [(pages.caches, mapping) for pages, mapping in pools],
+                [choice_of_replica(e, self._rank) for e in backend_choices(settings.backend)],
+                page_namespace(self._config, settings.revision, names),
+                settings,
             )
             found = {name: (store, group) for group, name in enumerate(names)}
         except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
