@@ -49,7 +49,7 @@ BUDGETS = {
     "backends/object": 1_779,
     "backends/pool": 1_233,
     "benchmarks": 4_689,
-    "examples": 2_396,
+    "examples": 2_580,
     "kvxfer/cli": 1_842,
     "kvxfer/copy_engine": 2_471,
     "kvxfer/doctor": 1_584,

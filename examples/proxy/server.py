@@ -18,9 +18,9 @@ from examples.proxy.config import ProxyConfig
 from examples.proxy.engine_client import EnginePoolClient, EngineTimeoutError
 from examples.proxy.engines import Engine, EngineFailedError
 from examples.proxy.legs import Completion, Lender, params_of_answer
+from examples.proxy.listener import Listener
 from examples.proxy.metrics import ProxyMetrics
 from kvxfer.errors import InvalidArgumentError, KVXferError
-from kvxfer.listener import Listener
 from kvxfer.runtime import end_tasks
 from kvxfer.text import printable
 
