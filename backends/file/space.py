@@ -162,14 +162,18 @@ class Space:
         files = self._files(keys)
         # First: once they are candidates for eviction, another thread may tell that they are gone.
         self._reports.added([key for key, done in zip(keys, stored, strict=True) if done])
-        num_written, num_given_back, gone = self._index.settle(files, stored=stored)
+        is_given_back = all(stored)
+        settled: tuple[int, int, list[FileId]] | None = None
+        if not is_given_back:
+            with contextlib.suppress(OSError, MemoryError):
+                with self._ledger.locked():  # a walk that ended in between would give it back, too
+                    settled = self._index.settle(files, stored=stored)
+                    self._ledger.give_back(settled[1])
+                is_given_back = True
+        num_written, num_given_back, gone = settled or self._index.settle(files, stored=stored)
         self._reports.removed(self._our_keys(gone), Removal.DELETED)
-        if num_given_back:
-            try:
-                with self._ledger.locked():
-                    self._ledger.give_back(num_given_back)
-            except (OSError, MemoryError):  # the count stays too high until the next walk
-                num_written += num_given_back
+        if not is_given_back:  # the count stays too high until the next walk
+            num_written += num_given_back
         with contextlib.suppress(OSError, MemoryError):  # as it does here
             self._ledger.settle(num_written)
 

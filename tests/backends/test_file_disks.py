@@ -10,9 +10,11 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvxfer.backends.file.file_index import FileIndex
 from kvxfer.backends.file.io import FileIO, IOVector, Result
 from kvxfer.backends.file.maintenance import FolderStore, GarbageCollection
 from kvxfer.errors import BackendUnavailableError
@@ -113,6 +115,26 @@ async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
         assert "paused" in await store_another()
         clock.now += 1.0
         assert [await store_another() for _ in range(2)] == [""] * 2
+
+
+async def test_no_walk_ends_while_room_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk, settle = one_page_memory(), FileIO(), FileIndex.settle
+    could_end: list[bool] = []
+
+    def look(index: FileIndex, *given: Any, stored: Sequence[bool]) -> Any:
+        settled = settle(index, *given, stored=stored)  # a walk counts the room no more
+        could_end.append(not backend._space._ledger._lock.locked())
+        return settled
+
+    monkeypatch.setattr(FileIndex, "settle", look)
+    async with open_store(tmp_path, memory.namespace(), file_io=disk) as backend:
+        failing = [OSError(errno.EIO, os.strerror(errno.EIO))]
+        monkeypatch.setattr(disk, "write", lambda *_: failing)
+        assert statuses(await store(backend, hashed_keys(1), memory.describe(0, [0]))) == [FAILED]
+        assert could_end == [False]
+        assert counted_bytes(tmp_path) == 0
 
 
 @pytest.mark.slow
