@@ -221,10 +221,13 @@ class _Run:
         for number, quiet_s in enumerate(QUIET_S):
             self._go_on(until=self._simulation.now + quiet_s)
             self._request(f"last {number}", family=number % 3, length=BLOCK, tail=0, max_tokens=2)
-        for number in range(self._num_slots):  # each step verifies at least one copied chunk
+        # Each step verifies at least one copied chunk, and notes which have been written back.
+        for number in range(self._num_slots + 2):
             self._go_on(until=self._simulation.now + MOST_S, is_last=True)
-            if not self._tiers.manager._copied:
+            manager = self._tiers.manager
+            if not (manager._copied or manager._write_back.num_taken):
                 break
+            runtime.sleep(CLOSE_S)
             self._request(f"step {number}", family=0, length=BLOCK, tail=0, max_tokens=2)
         self._look_at_the_end()
         self._restart()
