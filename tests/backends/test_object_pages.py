@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from kvxfer.testing.conformance.suite import (
 )
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.file_store import open_store, sealed
-from tests.backends.object_servers import READER, Place, open_bucket, seaweedfs
+from tests.backends.object_servers import READER, ObjectServer, Place, open_bucket, seaweedfs
 from tests.backends.outages import require_back
 
 pytestmark = pytest.mark.processes
@@ -121,26 +122,32 @@ async def test_of_an_object_that_is_no_page_no_more_is_read_than_a_page_has(plac
         await store_generated(backend, KEYS[:4], MEMORY.describe(0, range(4)))
 
 
+@pytest.fixture
+def server() -> Iterator[ObjectServer]:
+    """Start a server that a test may freeze, before its event loop runs."""
+    with seaweedfs() as server:
+        yield server
+
+
 @pytest.mark.usefixtures("s3_credentials")
-async def test_a_frozen_server_costs_one_timeout_and_then_nothing() -> None:
+async def test_a_frozen_server_costs_one_timeout_and_then_nothing(server: ObjectServer) -> None:
     limits = {"timeout_s": 3.0, "lookup_timeout_s": 3.0, "retry_after_s": 0.5}
     blocks, target = LARGE.describe(0, range(8)), LARGE.describe(0, range(8, 16))
-    with seaweedfs() as server:
-        async with open_bucket(server, LARGE.namespace()) as backend:
-            await store_generated(backend, KEYS, blocks)
-        async with open_bucket(server, LARGE.namespace(), **limits) as backend:
-            server.freeze()
-            try:
-                outcomes = await backend.load(KEYS, target)
-                assert statuses(outcomes) == [Status.TIMED_OUT] * 8
-                for call in (backend.load, backend.store):
-                    found = statuses(await call(KEYS, blocks))
-                    assert set(found) <= {Status.FAILED, Status.TIMED_OUT}
-                    assert found.count(Status.TIMED_OUT) <= 1, "more than a probe was sent"
-                assert await backend.lookup(KEYS) == [False] * 8
-            finally:
-                server.thaw()
-            await require_back(backend, LARGE)
+    async with open_bucket(server, LARGE.namespace()) as backend:
+        await store_generated(backend, KEYS, blocks)
+    async with open_bucket(server, LARGE.namespace(), **limits) as backend:
+        server.freeze()
+        try:
+            outcomes = await backend.load(KEYS, target)
+            assert statuses(outcomes) == [Status.TIMED_OUT] * 8
+            for call in (backend.load, backend.store):
+                found = statuses(await call(KEYS, blocks))
+                assert set(found) <= {Status.FAILED, Status.TIMED_OUT}
+                assert found.count(Status.TIMED_OUT) <= 1, "more than a probe was sent"
+            assert await backend.lookup(KEYS) == [False] * 8
+        finally:
+            server.thaw()
+        await require_back(backend, LARGE)
 
 
 async def test_requests_are_paced(place: Place) -> None:
