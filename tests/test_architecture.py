@@ -43,7 +43,7 @@ TOP = {
 BUDGETS = {
     "kvxfer": 2_054,
     "backends/file": 5_937,
-    "backends/host": 2_032,
+    "backends/host": 2_046,
     "backends/mooncake": 720,
     "backends/nixl": 8_430,
     "backends/object": 1_779,

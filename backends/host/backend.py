@@ -103,7 +103,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         self._index = BlockIndex(shape.num_slots, config.open_policy(shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores = KeyLocks()
-        self._begun: dict[BlockKey, _SharedBegun] = {}  # by `begin_store`
+        self._begun: dict[BlockKey, _SharedBegun] = {}  # what a device stores
         self._lock = runtime.lock()  # of the index, which `load` and `begin_store` use on threads
         self._reports = Reports()
         self._scrubber = self._open_scrubber(config)
@@ -166,30 +166,44 @@ class HostBackend(LendingBackend, ImmediateMover):
             if any(self._index.are_storing(keys)):
                 return None
             plan = self._plan_store(keys, starts.tolist(), ends.tolist())
-            outcomes = self._outcomes(keys, plan)
-            if not plan.keys:
-                return Begun(outcomes)
-            try:
+            if plan.keys and blocks.device != HOST:
                 chosen = _chosen(plan.keys, keys, blocks)
-                copy, finish = self._pool.begin_write(plan.slots, plan.keys, chosen)
-            except BaseException:
-                self._index.finish_store(plan.keys, stored=False)
-                raise
-            stored: list[BlockKey] = []
+                return self._begin_device_store(plan, chosen, self._outcomes(keys, plan))
+            stored = False
+            try:
+                if plan.keys:
+                    self._pool.write(plan.slots, plan.keys, _chosen(plan.keys, keys, blocks))
+                stored = True
+            finally:
+                self._index.finish_store(plan.keys, stored=stored)
+                self._reports.added(plan.keys if stored else [])
+        return Begun(self._outcomes(keys, plan))
 
-            def land() -> None:
-                finish()
-                stored.extend(plan.keys)
+    def _begin_device_store(
+        self, plan: StorePlan, blocks: Descriptors, outcomes: Sequence[Outcome]
+    ) -> Begun:
+        """Begin a copy by a device; called with the lock of the index."""
+        try:
+            copy, finish = self._pool.begin_write(plan.slots, plan.keys, blocks)
+        except BaseException:
+            self._index.finish_store(plan.keys, stored=False)
+            raise
 
-            def end() -> None:
-                with self._lock:
-                    for key in plan.keys:
-                        del self._begun[key]
-                    self._index.finish_store(plan.keys, stored=bool(stored))
-                    self._reports.added(stored)
+        stored: list[BlockKey] = []
 
-            begun = _SharedBegun(Begun(outcomes, copy, end, landed=land))
-            self._begun |= dict.fromkeys(plan.keys, begun)
+        def land() -> None:
+            finish()
+            stored.extend(plan.keys)
+
+        def end() -> None:
+            with self._lock:
+                for key in plan.keys:
+                    del self._begun[key]
+                self._index.finish_store(plan.keys, stored=bool(stored))
+                self._reports.added(stored)
+
+        begun = _SharedBegun(Begun(outcomes, copy, end, landed=land))
+        self._begun |= dict.fromkeys(plan.keys, begun)
         return begun
 
     def _takes_thread(self, blocks: Descriptors) -> bool:
