@@ -254,8 +254,8 @@ TABLE = """
 -                self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)
 +                pass
 @@ files 100 the room of a failed store of files is not given back
--        if num_given_back:
-+        if num_given_back < 0:
+-                    self._ledger.give_back(settled[1])
++                    self._ledger.give_back(0)
 --- backends/file/folders/namespace_folder.py
 @@ files 10 a descriptor of a text is not closed
          finally:
