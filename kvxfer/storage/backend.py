@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Protocol, Self, TypeGuard, TypeVar, runtime_ch
 from kvxfer.checks import find_repeated, require_instance, require_sequence
 from kvxfer.copy_engine.engine import Copy, ask_until_answered
 from kvxfer.errors import (
-    DeviceLostError,
     DuplicateError,
     InvalidArgumentError,
     LengthMismatchError,
@@ -328,7 +327,7 @@ class Begun:
         try:
             if self._copy is not None and not self._copy.has_ended():
                 return None
-        except DeviceLostError:
+        except BaseException:
             self._end(has_landed=False)
             raise
         self._end(has_landed=True)

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.object import ObjectBackend
+from kvxfer.copy_engine.engine import Copy
 from kvxfer.storage.backend import (
     DONE,
     Begun,
@@ -80,6 +82,15 @@ async def test_what_a_backend_gives_wrongly_fails_each_block(
         outcomes = await call_backend(store_later, KEYS, BLOCKS, name="store")
     assert outcomes is not None
     assert [(each.status, each.reason) for each in outcomes] == [(Status.FAILED, reason)] * 2
+
+
+@pytest.mark.parametrize("call", ["poll", "wait"])
+def test_what_a_copy_that_fails_held_is_given_back(call: str) -> None:
+    copy, given_back = Mock(Copy), Mock()
+    copy.has_ended.side_effect = RuntimeError("no copy")
+    with pytest.raises(RuntimeError, match="no copy"):
+        getattr(Begun((), copy, given_back), call)()
+    given_back.assert_called_once_with()
 
 
 async def test_nothing_is_no_outcome_but_of_a_call_that_would_have_to_wait() -> None:
