@@ -82,9 +82,9 @@ class NewFile(NamedTuple):
 class FileIO:
     """I/O engine: one `preadv` or `pwritev` per file, from and to the described memory.
 
-    Implementors must move the leading bytes of each file, loop over short reads and writes,
-    never touch the memory after the call, and let one file's failure leave the others alone.
-    Calls block, and come from several threads.
+    It moves the leading bytes of each file, goes on after a short read or write, never touches the
+    memory after the call, and lets one file's failure leave the others alone. Calls block, and come
+    from several threads.
 
     Attributes:
         files_per_call: Number of files that is best for one call.
