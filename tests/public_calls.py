@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from kvxfer.storage.lending import BlockParts
 from kvxfer.storage.observer import Added, Reports
 from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.transfer.job import Direction
+from tests.storage.test_bytes_backend import Values
 
 NUM_BLOCKS = 6
 TOKENS = 4
@@ -89,26 +90,6 @@ def blocks() -> kvxfer.Descriptors:
 
 def backend() -> DictBackend:
     return DictBackend(DictConfig(), NAMESPACE)
-
-
-class Values(kvxfer.BytesBackend):
-    def __init__(self) -> None:
-        super().__init__(NAMESPACE)
-        self.values: dict[str, bytes] = {}
-
-    def put(self, names: Sequence[str], values: Sequence[bytes]) -> list[bool]:
-        self.values |= zip(names, values, strict=True)
-        return [True] * len(names)
-
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return [self.values.get(name) for name in names]
-
-    def has(self, names: Sequence[str]) -> list[bool]:
-        return [name in self.values for name in names]
-
-    def remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.values.pop(name, None)
 
 
 class Purged(DictBackend):
@@ -308,7 +289,7 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "AttentionMetadataBuilder": Builder,
     "BlockMover": backend,
     "BlockTable": table,
-    "BytesBackend": Values,
+    "BytesBackend": lambda: Values({}, NAMESPACE),
     "Descriptors": blocks,
     "EngineLayout": lambda: next(each for each in LAYOUT_ZOO if each.order[0] != "block"),
     "FullAttentionSpec": lambda: SPEC,

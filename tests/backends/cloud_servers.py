@@ -22,7 +22,7 @@ from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, ObjectStore
 
 from kvxfer.endpoint import free_ports
-from tests.backends.object_servers import BUCKET, ObjectServer, running
+from tests.backends.object_servers import BUCKET, ObjectServer
 from tests.installed_aside import REPOSITORY
 
 AZURITE = REPOSITORY / "build" / "azurite" / "node_modules" / ".bin" / "azurite-blob"
@@ -192,7 +192,7 @@ def azurite() -> Iterator[Azurite]:
     ]
     with (
         tempfile.TemporaryDirectory(prefix="kvxfer-azurite-") as folder,
-        running(command, port, Path(folder), Azurite) as server,
+        Azurite(command, port, Path(folder)) as server,
     ):
         yield server
 
@@ -216,7 +216,7 @@ def fake_gcs() -> Iterator[FakeGCS]:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="kvxfer-gcs-") as folder,
-            running(command, gateway.server_port, Path(folder), FakeGCS) as server,
+            FakeGCS(command, gateway.server_port, Path(folder)) as server,
         ):
             yield server
     finally:

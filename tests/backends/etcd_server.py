@@ -94,30 +94,19 @@ class EtcdServer(Program):
 
 
 @contextlib.contextmanager
-def etcd(folder: Path, **options: Any) -> Iterator[EtcdServer]:
-    server = EtcdServer(folder, **options)
-    try:
-        yield server
-    finally:
-        server.kill()
-
-
-@contextlib.contextmanager
 def etcd_cluster(folder: Path, num_members: int) -> Iterator[list[EtcdServer]]:
     first = free_ports(2 * num_members)
     ports = {f"member-{index}": first + 2 * index for index in range(num_members)}
     cluster = {name: _peer_url(port) for name, port in ports.items()}
-    members = []
-    try:
+    with contextlib.ExitStack() as stack:
+        members = []
         for name, port in ports.items():
             (folder / name).mkdir()
-            members.append(EtcdServer(folder / name, name=name, port=port, cluster=cluster))
+            member = EtcdServer(folder / name, name=name, port=port, cluster=cluster)
+            members.append(stack.enter_context(member))
         for member in members:
             member.wait()
         yield members
-    finally:
-        for member in members:
-            member.kill()
 
 
 def _peer_url(port: int) -> str:

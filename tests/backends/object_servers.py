@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 import obstore
@@ -30,7 +30,6 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
 READER = {"AWS_ACCESS_KEY_ID": "kvxferreader", "AWS_SECRET_ACCESS_KEY": "kvxferreadersecret"}
 BUCKET, REGION = "blocks", "us-east-1"
 
-T = TypeVar("T", bound="ObjectServer")
 
 _SEAWEEDFS_PORTS = (
     "master.port",
@@ -89,16 +88,6 @@ class ObjectServer(Program):
 
 
 @contextlib.contextmanager
-def running(command: list[str], port: int, folder: Path, kind: type[T]) -> Iterator[T]:
-    """Run a server until the end of the context, see `ObjectServer`."""
-    server = kind(command, port, folder)
-    try:
-        yield server
-    finally:
-        server.kill()
-
-
-@contextlib.contextmanager
 def seaweedfs(*, volume_mib: int = 64) -> Iterator[ObjectServer]:
     """Run SeaweedFS: master, volume server, filer and S3 in one process.
 
@@ -134,7 +123,7 @@ def seaweedfs(*, volume_mib: int = 64) -> Iterator[ObjectServer]:
         } | {flag: port + 1 + index for index, flag in enumerate(_SEAWEEDFS_PORTS)}
         given = [f"-{flag}={value}" for flag, value in flags.items()]
         command = [program, "server", "-filer", "-s3", *given]
-        with running(command, port, folder, ObjectServer) as server:
+        with ObjectServer(command, port, folder) as server:
             yield server
 
 
@@ -151,7 +140,7 @@ def moto() -> Iterator[ObjectServer]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with (
         tempfile.TemporaryDirectory(prefix="kvxfer-moto-") as folder,
-        running(command, port, Path(folder), ObjectServer) as server,
+        ObjectServer(command, port, Path(folder)) as server,
     ):
         yield server
 

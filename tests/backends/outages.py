@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Self
 
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey
@@ -66,7 +67,10 @@ async def move_until_one_fails(
 
 
 class Program:
-    """Program in a process group of its own, in a folder that has its log; started at once."""
+    """Program in a process group of its own, in a folder that has its log; started at once.
+
+    As a context it is killed at the end.
+    """
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._command = command
@@ -79,6 +83,12 @@ class Program:
             self.process = subprocess.Popen(
                 self._command, stdout=log, stderr=log, cwd=self._folder, start_new_session=True
             )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def freeze(self) -> None:
         """Stop it as it is: connections stay open, and nobody answers."""

@@ -24,7 +24,7 @@ from kvxfer.storage.observer import Reports
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.units import ByteSize
 from tests import needs
-from tests.backends.etcd_server import HOST, LIMIT_S, PREFIX, EtcdServer, etcd, etcd_cluster
+from tests.backends.etcd_server import HOST, LIMIT_S, PREFIX, EtcdServer, etcd_cluster
 from tests.backends.nixl_wire import Authority
 from tests.cli.peers import KEYS, PAYLOADS, ServeProcess, load, namespace, serving, store
 
@@ -39,7 +39,7 @@ OWN = ("etcd_ca", "etcd_cert", "etcd_key")
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    with etcd(tmp_path_factory.mktemp("etcd")) as server:
+    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
         yield server
 
 
@@ -52,7 +52,7 @@ def server(shared: EtcdServer) -> EtcdServer:
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[EtcdServer]:
-    with etcd(tmp_path) as server:
+    with EtcdServer(tmp_path) as server:
         yield server
 
 
@@ -197,7 +197,7 @@ def add_user(server: EtcdServer, name: str, permission: str) -> None:
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     """Run an etcd that nobody may ask without a password."""
-    with etcd(tmp_path_factory.mktemp("etcd")) as server:
+    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
         for name, permission in (("holder", "READWRITE"), ("engine", "READ"), ("root", "READ")):
             add_user(server, name, permission)
         server.call(rpc.AuthStub, "AuthEnable", rpc.AuthEnableRequest())
@@ -255,7 +255,7 @@ def encrypted(
     trusted = (Path(path).read_bytes() for path in (ca, key, cert))
     credentials = grpc.ssl_channel_credentials(*trusted)
     options = ("--cert-file", cert, "--key-file", key, "--trusted-ca-file", ca)
-    with etcd(
+    with EtcdServer(
         tmp_path_factory.mktemp("etcd"),
         scheme="https",
         options=[*options, "--client-cert-auth"],

@@ -12,7 +12,7 @@ import pytest
 from kvxfer.backends.nixl import Announcement
 from kvxfer.doctor import Check, Finding, Severity, examine
 from tests import needs
-from tests.backends.etcd_server import EtcdServer, etcd
+from tests.backends.etcd_server import EtcdServer
 from tests.backends.mooncake_servers import mooncake_cluster
 from tests.backends.object_servers import BUCKET, CREDENTIALS, READER, ObjectServer, seaweedfs
 from tests.backends.pool_servers import running_pool
@@ -86,7 +86,7 @@ def test_a_bucket_that_does_not_answer_is_an_error(
 @needs.etcd
 @pytest.mark.processes
 def test_who_is_announced_and_what_is_skipped_is_said(tmp_path: Path) -> None:
-    with etcd(tmp_path) as server:
+    with EtcdServer(tmp_path) as server:
         nobody = find_holders(server)
         expect(nobody, WARNING)
         assert nobody.mend.endswith(f"--discover {server.url}")
@@ -106,7 +106,7 @@ def test_who_is_announced_and_what_is_skipped_is_said(tmp_path: Path) -> None:
 @pytest.mark.processes
 @GONE
 def test_an_etcd_that_does_not_answer_is_an_error(tmp_path: Path, fault: str) -> None:
-    with etcd(tmp_path) as server:
+    with EtcdServer(tmp_path) as server:
         getattr(server, fault)()
         told = {"freeze": "no answer within 1 s", "kill": "unavailable"}[fault]
         expect(find_holders(server, 5.0), ERROR, told, "--prefix /kvxfer/test/")

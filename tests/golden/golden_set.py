@@ -25,22 +25,8 @@ from kvxfer.backends.object import ObjectBackend
 from kvxfer.backends.pool import messages as pool
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable.cache_description import CacheDescription
-from kvxfer.storage import Backend, BlockKey, Namespace, PromptKeys, Status, make_block_key
-from kvxfer.storage.backend import DONE, PAUSED
-from kvxfer.storage.observer import (
-    Added,
-    Ended,
-    Late,
-    LookedUp,
-    Moved,
-    NotLoaded,
-    NotWrittenBack,
-    Operation,
-    Removal,
-    Removed,
-    Requested,
-    Skipped,
-)
+from kvxfer.storage import Backend, BlockKey, Namespace, PromptKeys, make_block_key, observer
+from kvxfer.storage.backend import DONE, PAUSED, Status
 from kvxfer.telemetry import journal_file as journal
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import read_payloads, write_payloads
@@ -154,16 +140,16 @@ JOURNALED: list[journal.Record] = [
     *(
         journal.Noted(2.5, 0, type(event).__name__, event)
         for event in (
-            Moved("file", Operation.STORE, KEYS, [DONE], {Status.DONE: 8}, 0.5),
-            LookedUp(KEYS, ["file"] * len(KEYS), 0.5),
-            Added("file", KEYS),
-            Removed("file", KEYS, Removal.EVICTED),
-            Late("file", Operation.LOOKUP, KEYS),
-            Skipped("file", Operation.STORE, KEYS),
-            NotLoaded("file", KEYS),
-            NotWrittenBack("file", KEYS),
-            Ended(Operation.LOAD, KEYS, [PAUSED], 8, 0.5, 0.25),
-            Requested("cmpl-1", KEYS, ["file"] * len(KEYS), "reason"),
+            observer.Moved("file", observer.Operation.STORE, KEYS, [DONE], {Status.DONE: 8}, 0.5),
+            observer.LookedUp(KEYS, ["file"] * len(KEYS), 0.5),
+            observer.Added("file", KEYS),
+            observer.Removed("file", KEYS, observer.Removal.EVICTED),
+            observer.Late("file", observer.Operation.LOOKUP, KEYS),
+            observer.Skipped("file", observer.Operation.STORE, KEYS),
+            observer.NotLoaded("file", KEYS),
+            observer.NotWrittenBack("file", KEYS),
+            observer.Ended(observer.Operation.LOAD, KEYS, [PAUSED], 8, 0.5, 0.25),
+            observer.Requested("cmpl-1", KEYS, ["file"] * len(KEYS), "reason"),
         )
     ),
     journal.Lost(4.5, 3),

@@ -14,7 +14,7 @@ from kvxfer.backends.nixl.discovery import CompactedError, EtcdConfig, EtcdError
 from kvxfer.endpoint import Endpoint
 from kvxfer.testing.simulation import Simulation
 from tests import needs
-from tests.backends.etcd_server import HOST, etcd
+from tests.backends.etcd_server import HOST, EtcdServer
 from tests.simulation.etcd import SimulatedEtcd
 
 PREFIX = b"/kvxfer/test/"
@@ -43,7 +43,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
                 lambda: simulation.run(work(check))
             )
         return
-    with etcd(tmp_path) as real:
+    with EtcdServer(tmp_path) as real:
         config = EtcdConfig((Endpoint(HOST, real.port),), "/kvxfer/test/")
 
         def compact() -> None:

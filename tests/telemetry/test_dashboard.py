@@ -19,23 +19,9 @@ import pytest
 from prometheus_client import start_http_server
 
 from kvxfer.endpoint import free_ports
+from kvxfer.storage import observer
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.gauge import Gauge
-from kvxfer.storage.observer import (
-    Asked,
-    Cause,
-    Ended,
-    Event,
-    Late,
-    LookedUp,
-    Moved,
-    NotLoaded,
-    NotWrittenBack,
-    Operation,
-    Removal,
-    Removed,
-    Skipped,
-)
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing.conformance.suite import make_keys
 from tests import needs
@@ -114,18 +100,24 @@ def test_panels_name_no_metric_that_is_not_there() -> None:
 def note_everything(metrics: Metrics, number: int) -> None:
     """Note an event of each kind, with each value of its labels, and tell every gauge."""
     keys, outcomes = make_keys(2), [Outcome(status) for status in Status]
-    events: list[Event] = [
-        LookedUp(keys, ["file", ""], 0.1, {"file": number, "": 1}),
-        *(Asked("file", keys, [is_hit] * 2, 0.1) for is_hit in (True, False)),
-        *(Removed("file", keys, reason) for reason in Removal),
-        *(Ended(each, keys, outcomes[:2], 1, 0.1, 0.1) for each in Operation),
-        *(kind("file", each, keys) for kind in (Late, Skipped) for each in Operation),
-        *(kind("file", keys) for kind in (NotLoaded, NotWrittenBack)),
+    events: list[observer.Event] = [
+        observer.LookedUp(keys, ["file", ""], 0.1, {"file": number, "": 1}),
+        *(observer.Asked("file", keys, [is_hit] * 2, 0.1) for is_hit in (True, False)),
+        *(observer.Removed("file", keys, reason) for reason in observer.Removal),
+        *(observer.Ended(each, keys, outcomes[:2], 1, 0.1, 0.1) for each in observer.Operation),
+        *(
+            kind("file", each, keys)
+            for kind in (observer.Late, observer.Skipped)
+            for each in observer.Operation
+        ),
+        *(kind("file", keys) for kind in (observer.NotLoaded, observer.NotWrittenBack)),
     ]
-    for operation in (Operation.STORE, Operation.LOAD):
-        for cause in Cause:
+    for operation in (observer.Operation.STORE, observer.Operation.LOAD):
+        for cause in observer.Cause:
             events += [
-                Moved("file", operation, keys[:1], [each], {each.status: number}, 0.1, cause)
+                observer.Moved(
+                    "file", operation, keys[:1], [each], {each.status: number}, 0.1, cause
+                )
                 for each in outcomes
             ]
     for event in events:

@@ -2,10 +2,30 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+
+import pytest
+
+from examples.storages.injection import CALLERS, INJECTIONS, Injection
+from examples.storages.probes import PROBES, in_folder, killed, two_writers
+from examples.storages.storages import Storage
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = (REPOSITORY / "examples" / "storages" / "README.md").read_text()
+SLOW = [pytest.mark.exhaustive, pytest.mark.timeout(300)]
+MARKS = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+]
+EACH_PROBE = pytest.mark.parametrize(
+    "each",
+    [
+        pytest.param(each, id=each.what, marks=SLOW if each.run in {killed, two_writers} else [])
+        for each in PROBES
+    ],
+)
+EACH_INJECTION = pytest.mark.parametrize("each", INJECTIONS, ids=lambda each: each.what)
 
 
 def table(*, of: str) -> dict[tuple[str, str], str]:
@@ -27,3 +47,11 @@ def printed(section: str) -> list[str]:
     command = [sys.executable, "-m", "examples.storages", section]
     ended = subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY)
     return ended.stdout.rstrip().splitlines()
+
+
+def require_told_of_faults(each: Injection, storage: Storage) -> None:
+    """Require that the page tells of a fault what callers of the storage see."""
+    said = table(of="with a deadline")
+    for caller, timeout_s in CALLERS.items():
+        run = partial(each.run, storage, timeout_s=timeout_s)
+        assert in_folder(run) == said[each.what, caller]
