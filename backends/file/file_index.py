@@ -78,13 +78,13 @@ class _Walk:
     Attributes:
         gone: Files that this process has removed since it began, and whether from quarantine: the
             walk may have found them before.
-        beside: Files that it found under names that this process is writing to.
+        beside: Bytes and last use of files that it found under names that this process writes to.
         num_foreign_bytes: Bytes of misplaced files, which only take room.
         is_partial: Whether it may have missed files: those that it did not find stay known.
     """
 
     gone: set[tuple[FileId, bool]] = field(default_factory=set)
-    beside: dict[FileId, FoundBlock] = field(default_factory=dict)
+    beside: dict[FileId, tuple[int, float]] = field(default_factory=dict)
     num_foreign_bytes: int = 0
     is_partial: bool = False
 
@@ -137,9 +137,11 @@ class FileIndex:
         with self._lock:
             policy = self._policy.active()
             for file, num_bytes in zip(files, sizes, strict=True):
-                if file in self._entries:
+                if (earlier := self._entries.get(file)) is not None:
                     self._drop(file)
                     vanished.append(file)
+                    if self._walk and earlier.walk == self._num_walks:  # or stored by another
+                        self._walk.beside[file] = earlier.num_bytes, earlier.used
                 self._add(file, num_bytes, now, policy)
         return vanished
 
@@ -302,14 +304,14 @@ class FileIndex:
         with self._lock:
             walk, self._walk = self._walk or _Walk(), None
             total = walk.num_foreign_bytes
-            for file, block in walk.beside.items():
+            for file, (num_bytes, used) in walk.beside.items():
                 if (file, False) in walk.gone:  # found before it was removed
                     continue
                 entry = self._entries.get(file)
                 if entry is None:  # another process was first
-                    self._appear(file, block)
+                    self._appear(file, num_bytes, used)
                 elif entry.held:  # which of the two will stay is open
-                    total += block.num_bytes_on_disk
+                    total += num_bytes
             self._quarantined = OrderedDict(
                 (file, entry)
                 for file, entry in self._quarantined.items()
@@ -352,23 +354,21 @@ class FileIndex:
         entry = (self._quarantined if block.quarantined else self._entries).get(file)
         if block.misplaced:
             walk.num_foreign_bytes += block.num_bytes_on_disk
+        elif entry is None and block.quarantined:
+            self._quarantine(file, block.num_bytes_on_disk)
         elif entry is None:
-            self._appear(file, block)
+            self._appear(file, block.num_bytes_on_disk, block.used)
         elif entry.held:
-            walk.beside[file] = block
+            walk.beside[file] = block.num_bytes_on_disk, block.used
         elif entry.walk < self._num_walks:
             entry.walk = self._num_walks
             if not block.quarantined:
                 self._num_bytes += block.num_bytes_on_disk - entry.num_bytes
             entry.num_bytes = block.num_bytes_on_disk
 
-    def _appear(self, file: FileId, block: FoundBlock) -> None:
-        if block.quarantined:
-            self._quarantine(file, block.num_bytes_on_disk)
-        else:
-            entry = self._add(file, block.num_bytes_on_disk, block.used, self._policy)
-            self._make_candidate(file, entry)
-            self._walk_result[0].append(file)
+    def _appear(self, file: FileId, num_bytes: int, used: float) -> None:
+        self._make_candidate(file, self._add(file, num_bytes, used, self._policy))
+        self._walk_result[0].append(file)
 
     def _renew(self, file: FileId) -> None:
         entry = self._entries.get(file)

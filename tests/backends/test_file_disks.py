@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
-from kvxfer.backends.file.file_index import FileIndex
+from kvxfer.backends.file.file_index import FINGERPRINT_BYTES, FileIndex, file_ids, key_in
+from kvxfer.backends.file.folders.block_tree import FoundBlock
 from kvxfer.backends.file.io import FileIO, IOVector, Result
 from kvxfer.backends.file.maintenance import FolderStore, GarbageCollection
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.eviction.policies import LRU
+from kvxfer.storage.keys import make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
@@ -135,6 +138,20 @@ async def test_no_walk_ends_while_room_is_given_back(
         assert statuses(await store(backend, hashed_keys(1), memory.describe(0, [0]))) == [FAILED]
         assert could_end == [False]
         assert counted_bytes(tmp_path) == 0
+
+
+@pytest.mark.parametrize(("stored", "counted"), [([True], 1), ([False], 1), (None, 2)])
+def test_a_walk_counts_what_it_found_and_is_then_stored_again(
+    stored: list[bool] | None, counted: int
+) -> None:
+    index, (file,) = FileIndex(LRU(1)), file_ids("aa" * FINGERPRINT_BYTES, [make_block_key(b"k")])
+    found = FoundBlock("aa" * FINGERPRINT_BYTES, "6b", key_in(file), FILE_BYTES, 0.0)
+    index.begin_walk()
+    assert all(index.learn_walk([found]))
+    index.admit([file], [FILE_BYTES])  # this process looked for it before it was there
+    if stored is not None:
+        index.settle([file], stored=stored)
+    assert index.end_walk() == counted * FILE_BYTES
 
 
 @pytest.mark.slow
