@@ -283,8 +283,7 @@ class Space:
             self._next_scan = now if took < SHORT_SCAN_S else now + self._rescan_factor * took
 
     def _learn_walk(self) -> None:
-        num_removed = self._tree.collect()
-        if num_removed:
+        if num_removed := self._tree.collect():
             logger.info("%s: removed %d files of dead writers", self._tree.root, num_removed)
         num_skipped = self._tree.num_skipped
         with self._ledger.locked():
@@ -302,6 +301,7 @@ class Space:
                 runtime.sleep(STEP_PAUSE_S)
             with self._ledger.locked():
                 self._ledger.end_recount(begun, self._index.end_walk(), is_partial=is_partial)
+                self._tell_walk()
                 self._is_uncounted = is_partial and not self._ledger.known
                 self._must_rescan |= self._is_uncounted
         finally:

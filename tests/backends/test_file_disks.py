@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from kvxfer.backends.file.file_index import FINGERPRINT_BYTES, FileIndex, file_ids, key_in
-from kvxfer.backends.file.folders.block_tree import FoundBlock
+from kvxfer import runtime
+from kvxfer.backends.file.file_index import FileIndex
 from kvxfer.backends.file.io import FileIO, IOVector, Result
 from kvxfer.backends.file.maintenance import FolderStore, GarbageCollection
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Outcome, Status
-from kvxfer.storage.eviction.policies import LRU
-from kvxfer.storage.keys import make_block_key
+from kvxfer.storage.observer import Reports
 from kvxfer.testing import BlockMemory
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
@@ -43,6 +42,7 @@ from tests.backends.file_store import (
     tmpfs,
 )
 from tests.clock import Clock
+from tests.recorder import Recorder
 
 MIB = 1 << 20
 FILE_BYTES = 8192
@@ -140,18 +140,26 @@ async def test_no_walk_ends_while_room_is_given_back(
         assert counted_bytes(tmp_path) == 0
 
 
-@pytest.mark.parametrize(("stored", "counted"), [([True], 1), ([False], 1), (None, 2)])
-def test_a_walk_counts_what_it_found_and_is_then_stored_again(
-    stored: list[bool] | None, counted: int
+async def test_a_walk_has_what_it_found_before_a_store_in_its_place_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    index, (file,) = FileIndex(LRU(1)), file_ids("aa" * FINGERPRINT_BYTES, [make_block_key(b"k")])
-    found = FoundBlock("aa" * FINGERPRINT_BYTES, "6b", key_in(file), FILE_BYTES, 0.0)
-    index.begin_walk()
-    assert all(index.learn_walk([found]))
-    index.admit([file], [FILE_BYTES])  # this process looked for it before it was there
-    if stored is not None:
-        index.settle([file], stored=stored)
-    assert index.end_walk() == counted * FILE_BYTES
+    memory, keys, recorder = one_page_memory(), hashed_keys(1), Recorder()
+
+    def fail_to_store(_seconds: float) -> None:  # what was not there when it was looked for
+        backend._space.reserve(keys, [FILE_BYTES])
+        backend._space.settle(keys, stored=[False])
+
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await backend.wait_indexed()
+        backend.observe(Reports([recorder]))
+        async with open_store(tmp_path, memory.namespace()) as other:
+            await store(other, keys, memory.describe(0, [0]))
+        with monkeypatch.context() as patched:
+            patched.setattr(runtime, "sleep", fail_to_store)
+            await asyncio.wrap_future(backend._space.begin_scan())
+        assert counted_bytes(tmp_path) == FILE_BYTES
+        assert recorder.kept == {"engine": {*keys}}
+        assert not recorder.mistakes
 
 
 @pytest.mark.slow
