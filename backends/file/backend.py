@@ -22,7 +22,6 @@ from kvxfer.backends.file.folders.block_tree import (
 )
 from kvxfer.backends.file.folders.integrity_record import IntegrityRecord
 from kvxfer.backends.file.folders.ledger import Ledger
-from kvxfer.backends.file.folders.namespace_file import log_other_namespaces
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.folders.open_folders import make_root
 from kvxfer.backends.file.io.file_io import FileIO
@@ -31,7 +30,7 @@ from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
 from kvxfer.checks import require_instance
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.digest import Digester
 from kvxfer.pages.names import NAMESPACE_FILE, file_name
@@ -411,11 +410,21 @@ class FileBackend(Backend):
         """Log how the first walk ended, and the other namespaces of the store."""
         try:
             walk.result()
-            log_other_namespaces(self._tree, namespace)
+            self._log_other_namespaces(namespace)
         except OSError as exc:
             logger.warning("%s: cannot be scanned: %s", self._root, exc)
         except Exception:
             logger.exception("%s: cannot be scanned", self._root)
+
+    def _log_other_namespaces(self, namespace: Namespace) -> None:
+        """Log why blocks of the same model are misses: the first field that is different."""
+        for theirs in self._tree.namespaces():
+            try:
+                if theirs.model == namespace.model:
+                    namespace.require_same(theirs)
+            except NamespaceMismatchError as exc:
+                found = theirs.fingerprint
+                logger.info("blocks of the same model in %s are not found here: %s", found, exc)
 
     def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
         self._guard.check_batch(keys, *blocks)

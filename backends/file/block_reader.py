@@ -17,7 +17,7 @@ from kvxfer.backends.file.block_files import (
     zero_copy_vectors,
 )
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
-from kvxfer.backends.file.io.file_io import READ_FLAGS, NamedFile, Result, is_absent
+from kvxfer.backends.file.io.file_io import READ_FLAGS, NamedFile, Result
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.header import PAGE_BYTES, BlockFileError, OtherIntegrityError
@@ -138,7 +138,7 @@ class BlockReader:
         try:
             fd = files.folder.open_block(key, files.flags)
         except OSError as exc:
-            return MISSING if is_absent(exc) else failure(exc)
+            return MISSING if runtime.is_absent(exc) else failure(exc)
         try:
             size = self._data_size(key, fd)
             scratch = files.scratch([key], size)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.block_tree import FoundBlock
-from kvxfer.pages.names import FINGERPRINT_DIGITS
+from kvxfer.pages.names import FINGERPRINT_DIGITS, FoundBlock
 from kvxfer.storage.eviction.policies import EvictionPolicy
 from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge

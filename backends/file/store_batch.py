@@ -9,7 +9,7 @@ from kvxfer import runtime
 from kvxfer.backends.file.block_files import BlockFiles, SystemFailure, failure
 from kvxfer.backends.file.block_writer import BUSY, BlockWriter
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
-from kvxfer.backends.file.io.file_io import FULL_ERRORS, MEDIUM_ERRORS, Size, is_absent
+from kvxfer.backends.file.io.file_io import MEDIUM_ERRORS, Size
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.pages.verification import read_extent
@@ -94,7 +94,7 @@ class StoreBatch:
             outcomes = self._writer.write(keys, self._blocks.take(indices))
             for index, outcome in zip(indices, outcomes, strict=True):
                 self._outcomes[index] = outcome
-                if not again and outcome is not DONE and _errno(outcome) in FULL_ERRORS:
+                if not again and outcome is not DONE and _errno(outcome) in runtime.FULL_ERRORS:
                     full.append(index)
         finally:
             self._settle([index for index in indices if index not in full])
@@ -183,7 +183,7 @@ class StoreBatch:
         try:
             fd = self._files.folder.open_block(key)
         except OSError as exc:
-            if is_absent(exc):
+            if runtime.is_absent(exc):
                 return False
             raise
         try:

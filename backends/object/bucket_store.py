@@ -8,33 +8,24 @@ import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from kvxfer.backends.file import FoundBlock
-from kvxfer.backends.file.maintenance import (
-    DESCRIPTIONS,
-    BlockStore,
-    OpenBlock,
-    OtherEntry,
-    StoredNamespace,
-)
 from kvxfer.backends.object.bucket import Bucket, ListedObject, ObjectVersion
 from kvxfer.backends.object.config import ObjectConfig
 from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.pages.header import (
-    PAGE_BYTES,
-    BlockFileError,
-    header_size_in,
-)
+from kvxfer.pages.header import PAGE_BYTES, BlockFileError, header_size_in
+from kvxfer.pages.maintenance import BlockStore, OpenBlock, StoredNamespace
 from kvxfer.pages.names import (
     NAMESPACE_FILE,
     QUARANTINE,
+    FoundBlock,
+    OtherEntry,
     file_name,
     is_block_folder,
     is_fingerprint,
     key_in_name,
     owner_of,
 )
-from kvxfer.pages.texts import MAX_TEXT_BYTES
+from kvxfer.pages.texts import DESCRIPTIONS, MAX_TEXT_BYTES
 from kvxfer.pages.verification import cut_header
 from kvxfer.runtime import LoopThread, end_tasks
 

@@ -5,7 +5,7 @@ import logging
 from kvxfer.backends.object.bucket import Bucket
 from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.pages.object_pages import Pages
-from kvxfer.pages.texts import MAX_TEXT_BYTES, RECORDS, key_ids_in, with_key
+from kvxfer.pages.texts import MAX_TEXT_BYTES, RECORDS, has_other_keys, make_record
 from kvxfer.runtime import Once
 from kvxfer.storage.integrity import Integrity
 
@@ -82,7 +82,7 @@ class NamespaceTexts:
         for _ in range(NOTE_ATTEMPTS):
             found = await self._bucket.read_begin(name, MAX_TEXT_BYTES)
             said = None if found is None else bytes(found[1]).decode(errors="replace")
-            text = self._with_ours(said)
+            text = make_record(self._pages.digester, self._pages.fingerprint, said)
             if said == text:
                 return
             record = memoryview(text.encode())
@@ -92,12 +92,6 @@ class NamespaceTexts:
                 written = await self._bucket.replace(name, record, found[0])
             if written:
                 return
-
-    def _with_ours(self, record: str | None) -> str:
-        digester = self._pages.digester
-        if digester.cipher is None:
-            return f"{digester.integrity.value}\n"
-        return with_key(record, digester.cipher.key_id(self._pages.fingerprint))
 
     async def _read(self) -> None:
         digester, folder = self._pages.digester, self._pages.folder
@@ -112,7 +106,6 @@ class NamespaceTexts:
         if digester.cipher is not None and Integrity.SEALED in kinds:
             name = folder + RECORDS[Integrity.SEALED]
             found = await self._bucket.read_begin(name, MAX_TEXT_BYTES)
-            record = b"" if found is None else bytes(found[1])
-            for key_id in key_ids_in(record.decode(errors="replace")):
-                has_others |= not digester.cipher.knows(self._pages.fingerprint, key_id)
+            record = "" if found is None else bytes(found[1]).decode(errors="replace")
+            has_others |= has_other_keys(record, digester, self._pages.fingerprint)
         self.has_others = has_others or self._met_others

@@ -10,8 +10,8 @@ import msgspec
 from kvxfer.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvxfer.backends.file.maintenance import BlockStore
     from kvxfer.backends.object import BucketStore, ObjectConfig
+    from kvxfer.pages.maintenance import BlockStore
 
 STORE = "root of the store: a folder, or a bucket such as s3://bucket/prefix?endpoint=URL"
 
@@ -24,7 +24,7 @@ def open_store(argument: str) -> "Iterator[BlockStore]":
         InvalidArgumentError: It is a URL, and not one of a bucket.
         BackendUnavailableError: The client of the bucket cannot be opened.
     """
-    from kvxfer.backends.file.maintenance import FolderStore
+    from kvxfer.backends.file.folder_store import FolderStore
 
     if "://" not in argument:
         yield FolderStore(Path(argument))
@@ -36,7 +36,8 @@ def open_store(argument: str) -> "Iterator[BlockStore]":
 @contextlib.contextmanager
 def open_file(argument: str) -> "Iterator[tuple[BlockStore, str]]":
     """Open the store of a block file, and yield its path below the root, too; errors as above."""
-    from kvxfer.backends.file.maintenance import FolderStore, split_path
+    from kvxfer.backends.file.folder_store import FolderStore
+    from kvxfer.pages.maintenance import split_path
 
     if "://" not in argument:
         root, path = split_path(str(Path(argument).absolute()))

@@ -12,7 +12,7 @@ from kvxfer.cli.command_line import CommandLine, exit_statuses
 from kvxfer.text import printable
 
 if TYPE_CHECKING:
-    from kvxfer.backends.file.maintenance import StoreCheck
+    from kvxfer.pages.maintenance import StoreCheck
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print an object")
     arguments = parser.parse_args(argv)
 
-    from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck
+    from kvxfer.pages.maintenance import BlockCheck, StoreCheck
     from kvxfer.storage.integrity import read_secret
 
     check = BlockCheck(read_secret(arguments.secret_file), arguments.tenant)
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _verify(check: "StoreCheck", *, repair: bool, quiet: bool) -> Report:
-    from kvxfer.backends.file.maintenance import Verdict
+    from kvxfer.pages.maintenance import Verdict
 
     report = Report(quarantined=check.num_quarantined, remarks=list(check.namespace_problems()))
     counts: Counter[Verdict] = Counter()

@@ -9,7 +9,7 @@ from kvxfer.cli.service import stopping_between_steps
 from kvxfer.units import ByteSize, Duration, format_size
 
 if TYPE_CHECKING:
-    from kvxfer.backends.file.maintenance import RemovedCounts
+    from kvxfer.pages.maintenance import RemovedCounts
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
 
-    from kvxfer.backends.file.maintenance import GarbageCollection
+    from kvxfer.pages.maintenance import GarbageCollection
 
     capacity_bytes = max_age_s = None
     if arguments.capacity:

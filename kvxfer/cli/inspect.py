@@ -10,7 +10,7 @@ from kvxfer.text import printable
 from kvxfer.units import format_size
 
 if TYPE_CHECKING:
-    from kvxfer.backends.file.maintenance import Inspection
+    from kvxfer.pages.maintenance import Inspection
     from kvxfer.storage.keys import Namespace
 
 
@@ -32,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tenant", default="", help="whose block it is, with integrity=sealed")
     arguments = parser.parse_args(argv)
 
-    from kvxfer.backends.file import BlockFileError
-    from kvxfer.backends.file.maintenance import BlockCheck, inspect_file
+    from kvxfer.pages.header import BlockFileError
+    from kvxfer.pages.maintenance import BlockCheck, inspect_file
     from kvxfer.storage.integrity import read_secret
 
     check = BlockCheck(read_secret(arguments.secret_file), arguments.tenant)

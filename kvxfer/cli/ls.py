@@ -12,7 +12,7 @@ from kvxfer.text import printable
 from kvxfer.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from kvxfer.backends.file.maintenance import BlockStore, NamespaceUsage
+    from kvxfer.pages.maintenance import BlockStore, NamespaceUsage
 
 COLUMNS = (
     "NAMESPACE",
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
 
-    from kvxfer.backends.file.maintenance import measure_usage
+    from kvxfer.pages.maintenance import measure_usage
 
     with open_store(arguments.path) as store:
         if arguments.keys:

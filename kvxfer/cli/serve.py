@@ -92,8 +92,8 @@ def _make_pages(
 
 
 def _make_holder(arguments: argparse.Namespace, observers: "Sequence[Observer]") -> "Holder":
-    from kvxfer.backends.file import load_namespace
     from kvxfer.connect import open_backend
+    from kvxfer.pages.texts import load_namespace
     from kvxfer.storage.observer import Reports
     from kvxfer.telemetry.journal import journal_observers
 

@@ -10,13 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvxfer import runtime
-from kvxfer.backends.file import (
-    BlockTree,
-    Digester,
-    FileConfig,
-    read_count,
-    read_namespaces,
-)
+from kvxfer.backends.file import BlockTree, Digester, FileConfig, read_count
 from kvxfer.backends.file.io import open_engine, probe_direct
 from kvxfer.backends.file.space import MIN_FREE_FILES
 from kvxfer.backends.host.control_groups import read_mounts
@@ -173,7 +167,7 @@ def standing_folder(config: FileConfig) -> Path:
 
 
 def _namespaces(path: Path) -> list[Namespace]:
-    return [*read_namespaces(BlockTree(path))] if path.is_dir() else []
+    return [*BlockTree(path).namespaces()] if path.is_dir() else []
 
 
 def _mean_chunk_bytes(namespaces: list[Namespace]) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from kvxfer import runtime
-from kvxfer.backends.file import BlockTree, load_namespace, read_namespaces
+from kvxfer.backends.file import BlockTree
 from kvxfer.backends.nixl import NixlConfig, probe_peer
 from kvxfer.connect import parse_backend
 from kvxfer.doctor.configuration import is_configuration, plan_namespaces
@@ -23,6 +23,7 @@ from kvxfer.errors import (
 )
 from kvxfer.integrations.vllm.common.planned_namespaces import HANDED_OVER, PlannedNamespace
 from kvxfer.kvcache.portable import CacheDescription, map_peers
+from kvxfer.pages.texts import load_namespace
 from kvxfer.storage.keys import Difference, Namespace
 from kvxfer.text import printable
 
@@ -177,7 +178,7 @@ def _of_path(argument: str, timeout_s: float) -> Party:
     path = Path(unquote(parts.path) if parts.scheme == "file" else argument)
     if path.is_dir() and not (path / NAMESPACE_FILE).exists():
         try:
-            found = tuple(read_namespaces(BlockTree(path)))
+            found = tuple(BlockTree(path).namespaces())
         except OSError as exc:
             wanted = f"a store that can be read: {exc.strerror}"
             raise InvalidArgumentError("argument", argument, wanted) from exc

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from safetensors import safe_open
 from transformers.utils import cached_file
 
-from kvxfer.backends.file import BlockTree, FileConfig, read_namespaces
+from kvxfer.backends.file import BlockTree, FileConfig
 from kvxfer.connect import BackendChoice, backend_choices, complete_namespace, parse_backend
 from kvxfer.engine_side.vllm_keys import VLLMKeys
 from kvxfer.engine_side.weight_files import config_facts, find_weights_revision
@@ -113,7 +113,7 @@ def _stored_namespaces(backend: BackendChoice | Sequence[BackendChoice]) -> Iter
     for choice in backend_choices(backend):
         _, config = parse_backend(choice)
         if isinstance(config, FileConfig) and Path(config.path).is_dir():
-            yield from read_namespaces(BlockTree(Path(config.path)))
+            yield from BlockTree(Path(config.path)).namespaces()
 
 
 def _read_pages(namespace: Namespace, keys: VLLMKeys) -> VLLMPages:

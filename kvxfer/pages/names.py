@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.pages.header import MAX_KEY_BYTES
+from kvxfer.pages.header import MAX_KEY_BYTES, padded
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey
 
 SUFFIX = ".safetensors"
@@ -23,6 +24,61 @@ HEX_DIGITS = frozenset("0123456789abcdef")
 _TEMPORARY_NAME = re.compile(
     rf"([0-9a-f]{{{2 * OWNER_BYTES}}})-[0-9a-f]+{re.escape(SUFFIX + TEMPORARY)}"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlock:
+    """Block file in a store.
+
+    Attributes:
+        fingerprint: Namespace of the folder that it lies in.
+        folder: Name of the folder in there.
+        key: The key in its name.
+        num_bytes: Size of the file.
+        used: Time at which it was last written or noted as read, seconds since the epoch.
+    """
+
+    fingerprint: str
+    folder: str
+    key: BlockKey
+    num_bytes: int
+    used: float
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether it is in quarantine because it is corrupt."""
+        return self.folder == QUARANTINE
+
+    @property
+    def misplaced(self) -> bool:
+        """Whether it lies where no lookup finds it."""
+        return not self.quarantined and not self.key.hex().startswith(self.folder)
+
+    @property
+    def num_bytes_on_disk(self) -> int:
+        """Bytes that the file takes on the disk."""
+        return padded(self.num_bytes)
+
+    @property
+    def path(self) -> str:
+        """Path of the file below the root."""
+        return f"{self.fingerprint}/{self.folder}/{file_name(self.key)}"
+
+
+@dataclass(frozen=True, slots=True)
+class OtherEntry:
+    """File or folder of a namespace that is no block.
+
+    Attributes:
+        fingerprint: The namespace.
+        abandoned: Whether it is a temporary file whose writer is dead.
+        goes_along: Whether it goes with the namespace when that has no blocks; a foreign file and
+            one that is being written keep it.
+    """
+
+    fingerprint: str
+    abandoned: bool
+    goes_along: bool
 
 
 def file_name(key: BlockKey) -> str:

@@ -1,9 +1,18 @@
 """Texts beside the pages of a namespace: its description, and the kinds of its pages."""
 
 import re
+from collections.abc import Iterable
+from typing import Protocol
 
 import msgspec
+import xxhash
 
+from kvxfer import runtime
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.named_files import read_named_file
+from kvxfer.pages.digest import Digester
+from kvxfer.pages.header import BlockFileError, BlockHeader
+from kvxfer.pages.names import NAMESPACE_FILE
 from kvxfer.pages.page_cipher import KEY_ID_BYTES
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
@@ -11,10 +20,27 @@ from kvxfer.storage.keys import Namespace
 MAX_TEXT_BYTES = 16 << 20
 """Most bytes of a text that are read: namespaces with thousands of tensors have a few MiB."""
 
+NUM_SAMPLES = 64
+"""Number of pages to examine where there is no record."""
+
 RECORDS = {kind: f"integrity.{kind.value}" for kind in Integrity}
 """Files beside the pages: each allows for pages of one kind in the namespace."""
 
+DESCRIPTIONS = frozenset({NAMESPACE_FILE, *RECORDS.values()})
+"""Text files that are removed with the namespace that they describe."""
+
 _KEY_ID = re.compile(f"^[0-9a-f]{{{2 * KEY_ID_BYTES}}}$", re.MULTILINE)
+
+
+class TextFolder(Protocol):
+    """Folder of a namespace, as far as it has texts."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the namespace."""
+
+    def read_text(self, name: str) -> str:
+        """Read a text, or raise an OSError."""
 
 
 def describe_namespace(namespace: Namespace) -> str:
@@ -23,11 +49,150 @@ def describe_namespace(namespace: Namespace) -> str:
     return text + "\n"
 
 
+def load_namespace(path: str) -> Namespace:
+    """Read a namespace from a `namespace.json`, wherever the file is now.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read, or describes no namespace.
+    """
+    try:
+        return msgspec.json.decode(read_named_file(path).data, type=Namespace)
+    except (OSError, ValueError, msgspec.MsgspecError) as exc:  # ValueError: a NUL in the path
+        reason = getattr(exc, "strerror", None) or exc
+        wanted = f"a {NAMESPACE_FILE} of a file store: {reason}"
+        raise InvalidArgumentError("namespace", path, wanted) from exc
+
+
+def read_namespace(folder: TextFolder) -> Namespace:
+    """Read the description of a folder's namespace.
+
+    Raises:
+        BlockFileError: The file is missing, damaged, or that of another folder.
+    """
+    try:
+        namespace = msgspec.json.decode(folder.read_text(NAMESPACE_FILE), type=Namespace)
+    except OSError as exc:
+        raise BlockFileError(f"{NAMESPACE_FILE}: {exc.strerror or exc}") from exc
+    except msgspec.MsgspecError as exc:
+        raise BlockFileError(f"{NAMESPACE_FILE} is damaged: {exc}") from exc
+    if namespace.fingerprint != folder.fingerprint:
+        raise BlockFileError(
+            f"{NAMESPACE_FILE} is damaged, or that of namespace {namespace.fingerprint}"
+        )
+    return namespace
+
+
+def make_record(digester: Digester, fingerprint: str, before: str | None = None) -> str:
+    """Make the record of a digester's kind.
+
+    That of keyed pages proves the secret, and does not reveal it; that of sealed ones names their
+    keys, also those in the record `before`.
+    """
+    if digester.cipher is not None:
+        return with_key(before, digester.cipher.key_id(fingerprint))
+    if digester.integrity is not Integrity.KEYED:
+        return f"{digester.integrity.value}\n"
+    proof = digester.seal(f"secret of {fingerprint}".encode())
+    return f"{proof} {xxhash.xxh3_64_hexdigest(proof.encode())}\n"
+
+
 def with_key(record: str | None, key_id: str) -> str:
     """Add the name of a key to a record of sealed pages, or to none."""
-    return "\n".join([Integrity.SEALED.value, *sorted({*key_ids_in(record), key_id}), ""])
+    return "\n".join([Integrity.SEALED.value, *sorted({*_key_ids_in(record), key_id}), ""])
 
 
-def key_ids_in(record: str | None) -> list[str]:
+def has_other_keys(record: str | None, digester: Digester, fingerprint: str) -> bool:
+    """Whether a record names keys of sealed pages that a digester, which seals, does not have."""
+    cipher = digester.cipher
+    return cipher is not None and not all(
+        cipher.knows(fingerprint, key_id) for key_id in _key_ids_in(record)
+    )
+
+
+def proof_in(record: str | None) -> str:
+    """Extract the proof from a record of keyed pages; empty when it is missing or damaged."""
+    proof, _, checksum = (record or "").removesuffix("\n").partition(" ")
+    return proof if proof and xxhash.xxh3_64_hexdigest(proof.encode()) == checksum else ""
+
+
+def read_record(folder: TextFolder, kind: Integrity) -> str | None:
+    """Read the record of a kind; None where there is none.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    try:
+        return folder.read_text(RECORDS[kind])
+    except OSError as exc:
+        if runtime.is_absent(exc):
+            return None
+        raise
+
+
+def require_secret(
+    folder: TextFolder, digester: Digester, heads: Iterable[bytes], where: str
+) -> None:
+    """Check that the keyed pages of a folder are sealed with the secret of a digester.
+
+    The record proves it; where it is missing or differs, some pages do.
+
+    Args:
+        folder: The folder.
+        digester: Makes seals with the secret.
+        heads: Headers of some pages of the folder, which are read in here if need be.
+        where: The folder in words.
+
+    Raises:
+        InvalidArgumentError: They are sealed with another secret.
+    """
+    said = proof_in(read_record(folder, Integrity.KEYED))
+    if said == proof_in(make_record(digester, folder.fingerprint)):
+        return
+    verdicts = [_holds(head, digester) for head in heads if _is_keyed(head)]
+    if not any(verdicts) and (said or verdicts):
+        wanted = f"the one that sealed the blocks in {where}; to give these up, remove it"
+        raise InvalidArgumentError("secret_file", "another secret", wanted)
+
+
+def has_keyed(folder: TextFolder, heads: Iterable[bytes]) -> bool:
+    """Whether a folder has keyed pages, by its record or by the headers of some."""
+    record = read_record(folder, Integrity.KEYED)
+    return record is not None or any(map(_is_keyed, heads))
+
+
+def kinds_in(folder: TextFolder) -> list[Integrity]:
+    """List the kinds of pages that there may be in a folder, by its records."""
+    return [kind for kind in RECORDS if _may_have_record(folder, kind)]
+
+
+def header_in(head: bytes) -> BlockHeader | None:
+    """Read a whole header; None where it is not that of a block file."""
+    try:
+        return BlockHeader.decode(head)
+    except BlockFileError:
+        return None
+
+
+def _key_ids_in(record: str | None) -> list[str]:
     """List the names of keys in a record of sealed pages."""
     return _KEY_ID.findall(record or "")
+
+
+def _is_keyed(head: bytes) -> bool:
+    header = header_in(head)
+    return header is not None and header.integrity is Integrity.KEYED
+
+
+def _holds(head: bytes, digester: Digester) -> bool:
+    try:
+        BlockHeader.verify(head, digester)
+    except BlockFileError:
+        return False
+    return True
+
+
+def _may_have_record(folder: TextFolder, kind: Integrity) -> bool:
+    try:
+        return read_record(folder, kind) is not None
+    except OSError:
+        return True

@@ -11,7 +11,7 @@ from kvxfer.runtime.calls import (
     until_done,
     wait_despite_cancel,
 )
-from kvxfer.runtime.file_calls import Disk
+from kvxfer.runtime.file_calls import FULL_ERRORS, Disk, is_absent
 from kvxfer.runtime.pause import CircuitBreaker, Pause, Suspension, Uniform, uniform
 from kvxfer.runtime.runtime import (
     Lock,
@@ -50,6 +50,7 @@ from kvxfer.runtime.threads import (
 
 __all__ = [
     "CLOSE_TIMEOUT_S",
+    "FULL_ERRORS",
     "Calls",
     "CircuitBreaker",
     "DaemonThreads",
@@ -71,6 +72,7 @@ __all__ = [
     "end_tasks",
     "event",
     "fetch_error",
+    "is_absent",
     "is_caller_cancelled",
     "listen",
     "lock",

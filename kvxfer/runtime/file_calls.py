@@ -6,6 +6,9 @@ import fcntl
 import os
 from collections.abc import Callable
 
+FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of a medium without room for more bytes or files."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -83,3 +86,11 @@ class Disk:
     def listdir(folder: int | os.PathLike[str]) -> list[str]:
         """See `os.listdir`."""
         return os.listdir(folder)  # noqa: PTH208 - by a descriptor, mostly
+
+
+def is_absent(exc: OSError) -> bool:
+    """Whether an error says that no file or folder of ours has a name.
+
+    Any other error, as that of a process without descriptors, says nothing about what is there.
+    """
+    return exc.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import FileBackend
-from kvxfer.backends.file.maintenance import FolderStore, GarbageCollection
+from kvxfer.backends.file.folder_store import FolderStore
+from kvxfer.pages.maintenance import GarbageCollection
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory

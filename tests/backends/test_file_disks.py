@@ -16,9 +16,12 @@ import pytest
 
 from kvxfer import runtime
 from kvxfer.backends.file.file_index import FileIndex
+from kvxfer.backends.file.file_index import FINGERPRINT_BYTES, FileIndex, file_ids, key_in
+from kvxfer.backends.file.folder_store import FolderStore
 from kvxfer.backends.file.io import FileIO, IOVector, Result
-from kvxfer.backends.file.maintenance import FolderStore, GarbageCollection
 from kvxfer.errors import BackendUnavailableError
+from kvxfer.pages.maintenance import GarbageCollection
+from kvxfer.pages.names import FoundBlock
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.observer import Reports
 from kvxfer.testing import BlockMemory

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from kvxfer.backends.file import load_namespace
+from kvxfer.pages.texts import load_namespace
 from kvxfer.storage.backend import Status
 from kvxfer.testing.conformance.suite import (
     make_keys,

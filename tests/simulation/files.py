@@ -14,17 +14,17 @@ from typing import Any, ClassVar
 from kvxfer import runtime
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.file.file_index import Victim
+from kvxfer.backends.file.folder_store import FolderStore
 from kvxfer.backends.file.folders import Ledger
-from kvxfer.backends.file.maintenance import (
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.pages.maintenance import (
     BlockCheck,
-    FolderStore,
     GarbageCollection,
     StoreCheck,
     Verdict,
     measure_usage,
 )
-from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.pages.names import LEDGER_NAME, NAMESPACE_FILE, file_name
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.eviction.retention import Retention

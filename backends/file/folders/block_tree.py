@@ -1,71 +1,35 @@
 """Tree of a store: a walk through all files below its root."""
 
+import contextlib
 import errno
 import logging
 import os
 import stat
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer import runtime
+from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.folders.open_folders import open_folder
 from kvxfer.backends.file.folders.process_claim import is_alive
-from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, is_absent
+from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.pages.header import padded
+from kvxfer.pages.header import BlockFileError
 from kvxfer.pages.names import (
     LEDGER_NAME,
     NAMESPACE_FILE,
     QUARANTINE,
-    file_name,
+    FoundBlock,
+    OtherEntry,
     is_block_folder,
     is_fingerprint,
     key_in_name,
     owner_of,
 )
-from kvxfer.storage.keys import BlockKey
+from kvxfer.pages.texts import DESCRIPTIONS, read_namespace
+from kvxfer.storage.keys import Namespace
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class FoundBlock:
-    """Block file in the tree.
-
-    Attributes:
-        fingerprint: Namespace of the folder that it lies in.
-        folder: Name of the folder in there.
-        key: The key in its name.
-        num_bytes: Size of the file.
-        used: Time at which it was last written or noted as read, seconds since the epoch.
-    """
-
-    fingerprint: str
-    folder: str
-    key: BlockKey
-    num_bytes: int
-    used: float
-
-    @property
-    def quarantined(self) -> bool:
-        """Whether it is in quarantine because it is corrupt."""
-        return self.folder == QUARANTINE
-
-    @property
-    def misplaced(self) -> bool:
-        """Whether it lies where no lookup finds it."""
-        return not self.quarantined and not self.key.hex().startswith(self.folder)
-
-    @property
-    def num_bytes_on_disk(self) -> int:
-        """Bytes that the file takes on the disk."""
-        return padded(self.num_bytes)
-
-    @property
-    def path(self) -> str:
-        """Path of the file below the root."""
-        return f"{self.fingerprint}/{self.folder}/{file_name(self.key)}"
 
 
 class BlockTree:
@@ -116,44 +80,47 @@ class BlockTree:
                 if found:
                     yield FoundBlock(namespace, folder, key, found.st_size, found.st_mtime)
 
-    def collect(self) -> int:
-        """Remove temporary files whose writers are dead; return how many."""
-        num_removed = 0
-        for path, fd in self.abandoned():
-            try:
-                runtime.disk().unlink(os.path.basename(path), dir_fd=fd)
-                num_removed += 1
-            except OSError as exc:
-                self._skip(exc)
-        return num_removed
-
-    def abandoned(self) -> Iterator[tuple[str, int]]:
-        """Walk through the temporary files whose writers are dead, as `entries` does."""
+    def entries(self) -> Iterator[FoundBlock | OtherEntry]:
+        """Walk through everything in the folders of namespaces, the blocks first."""
+        yield from self.blocks()
         living = dict[str, bool]()
-        for path, fd in self.entries():
-            name = os.path.basename(path)
-            owner = owner_of(name)
-            if owner and owner not in living:
-                living[owner] = is_alive(self.root, owner)
-            if owner and not living[owner] and self._stat(name, fd):
-                yield path, fd
-
-    def others(self) -> Iterator[str]:
-        """Walk through the paths below the root of all `entries` that are not block files."""
-        for path, fd in self.entries():
-            _, *folder, name = path.split("/")
-            if not (folder and key_in_name(name) and self._stat(name, fd)):
-                yield path
-
-    def entries(self) -> Iterator[tuple[str, int]]:
-        """Walk through all entries in the folders of namespaces, and in those of their blocks.
-
-        Yields:
-            Path below the root, and descriptor of the folder, which is valid until the next.
-        """
         for fingerprint, folder, fd in self._folders(with_own=True):
             for name in self._names(fd):
-                yield "/".join(filter(None, (fingerprint, folder, name))), fd
+                if not (folder and key_in_name(name) and self._stat(name, fd)):
+                    path = f"{folder}/{name}" if folder else name
+                    goes_along = path in DESCRIPTIONS or is_block_folder(path)
+                    abandoned = self._is_abandoned(name, fd, living)
+                    yield OtherEntry(fingerprint, abandoned=abandoned, goes_along=goes_along)
+
+    def collect(self) -> int:
+        """Remove temporary files whose writers are dead; return how many."""
+        num_removed, living = 0, dict[str, bool]()
+        for _, _, fd in self._folders(with_own=True):
+            for name in self._names(fd):
+                if self._is_abandoned(name, fd, living):
+                    try:
+                        runtime.disk().unlink(name, dir_fd=fd)
+                        num_removed += 1
+                    except OSError as exc:
+                        self._skip(exc)
+        return num_removed
+
+    def namespaces(self) -> Iterator[Namespace]:
+        """Read the descriptions of namespaces; those that are missing or damaged are skipped.
+
+        Raises:
+            OSError: The root cannot be read.
+        """
+        for fingerprint in self.fingerprints():
+            with contextlib.suppress(BlockFileError), NamespaceFolder(self.root, fingerprint) as at:
+                yield read_namespace(at)
+
+    def _is_abandoned(self, name: str, folder_fd: int, living: dict[str, bool]) -> bool:
+        """Whether an entry is a temporary file whose writer is dead; notes who is `living`."""
+        owner = owner_of(name)
+        if owner and owner not in living:
+            living[owner] = is_alive(self.root, owner)
+        return bool(owner and not living[owner] and self._stat(name, folder_fd))
 
     def _folders(self, only: str = "", *, with_own: bool = False) -> Iterator[tuple[str, str, int]]:
         """Walk through the fingerprint, name and descriptor of every folder of blocks.
@@ -210,7 +177,7 @@ class BlockTree:
 
     def _skip(self, exc: OSError) -> None:
         """Go on behind a file or folder that is gone; tell of one that cannot be read."""
-        if not is_absent(exc):
+        if not runtime.is_absent(exc):
             self._on_error(exc)
             self.num_skipped += 1
 
@@ -233,7 +200,7 @@ def _is_file(path: Path) -> bool:
     try:
         return stat.S_ISREG(runtime.disk().stat(path).st_mode)
     except OSError as exc:
-        if is_absent(exc):
+        if runtime.is_absent(exc):
             return False
         raise
 

@@ -3,33 +3,32 @@
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
-
-import xxhash
+from collections.abc import Sequence
 
 from kvxfer import runtime
 from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import Ledger
-from kvxfer.backends.file.folders.namespace_file import TextFolder
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.io.file_io import Size, is_absent
+from kvxfer.backends.file.io.file_io import Size
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.pages.digest import Digester
-from kvxfer.pages.header import (
-    OTHER_KEY_REASON,
-    BlockFileError,
-    BlockHeader,
-    OtherIntegrityError,
-)
+from kvxfer.pages.header import OTHER_KEY_REASON, BlockFileError, OtherIntegrityError
 from kvxfer.pages.page_cipher import key_id_in
-from kvxfer.pages.texts import RECORDS, key_ids_in, with_key
+from kvxfer.pages.texts import (
+    NUM_SAMPLES,
+    RECORDS,
+    has_other_keys,
+    header_in,
+    make_record,
+    proof_in,
+    read_record,
+    require_secret,
+    with_key,
+)
 from kvxfer.pages.verification import read_header, require_readable
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
-
-NUM_SAMPLES = 64
-"""Number of blocks to examine where there is no record."""
 
 OTHER_SECRET = Outcome(
     Status.FAILED, reason="secret_file: the blocks in the folder are sealed with another secret"
@@ -57,9 +56,7 @@ class IntegrityRecord:
         self._ledger = ledger
         self._kind = digester.integrity
         self._unreadable = tuple(kind for kind in Integrity if not self._kind.reads(kind))
-        self._text = _make_record(folder, digester)
-        cipher = digester.cipher
-        self._key_id = cipher.key_id(folder.fingerprint) if cipher else ""
+        self._text = make_record(digester, folder.fingerprint)
 
     def open(self) -> None:
         """Note our kind, and warn when there may be blocks of other kinds.
@@ -124,7 +121,7 @@ class IntegrityRecord:
         found: dict[int, Outcome] = {}
         if self._other_kinds() or self._has_other_keys():
             for index in there:
-                header = _header_in(_read_head(self._folder, keys[index]))
+                header = header_in(_read_head(self._folder, keys[index]))
                 try:
                     if header:
                         require_readable(header, self._digester)
@@ -146,7 +143,7 @@ class IntegrityRecord:
                 require_secret(self._folder, self._digester, heads, where)
             if not any(map(self._has, Integrity)):  # made by an earlier version
                 heads = (read_head(self._folder, block.key, block.folder) for block in blocks)
-                headers = filter(None, map(_header_in, heads))
+                headers = filter(None, map(header_in, heads))
                 for said in dict.fromkeys((h.integrity, key_id_in(h.checksum)) for h in headers):
                     self.note(*said)
             record = self._with_ours(self._read(self._kind))
@@ -154,19 +151,19 @@ class IntegrityRecord:
 
     def _with_ours(self, record: str | None) -> str:
         """Make the record of our kind: one of sealed blocks keeps the names of others' keys."""
-        return with_key(record, self._key_id) if self._key_id else self._text
+        if self._kind is not Integrity.SEALED:
+            return self._text
+        return make_record(self._digester, self._folder.fingerprint, record)
 
     def _has_other_keys(self) -> bool:
-        cipher, fingerprint = self._digester.cipher, self._folder.fingerprint
-        if cipher is None:
+        if self._kind is not Integrity.SEALED:
             return False
-        names = key_ids_in(self._read(self._kind))
-        return not all(cipher.knows(fingerprint, name) for name in names)
+        return has_other_keys(self._read(self._kind), self._digester, self._folder.fingerprint)
 
     def _has_other_secret(self) -> bool:
         """Whether the record is that of another secret."""
-        said = _proof_in(self._read(self._kind)) if self._kind is Integrity.KEYED else ""
-        return said not in ("", _proof_in(self._text))
+        said = proof_in(self._read(self._kind)) if self._kind is Integrity.KEYED else ""
+        return said not in ("", proof_in(self._text))
 
     def _other_kinds(self) -> list[Integrity]:
         return [kind for kind in self._unreadable if self._has(kind)]
@@ -175,32 +172,7 @@ class IntegrityRecord:
         return self._folder.has_text(RECORDS[kind])
 
     def _read(self, kind: Integrity) -> str | None:
-        return _read_record(self._folder, kind)
-
-
-def require_secret(
-    folder: TextFolder, digester: Digester, heads: Iterable[bytes], where: str
-) -> None:
-    """Check that the keyed blocks of a folder are sealed with the secret of a digester.
-
-    The record proves it; where it is missing or differs, some blocks do.
-
-    Args:
-        folder: The folder.
-        digester: Makes seals with the secret.
-        heads: Headers of some blocks of the folder, which are read in here if need be.
-        where: The folder in words.
-
-    Raises:
-        InvalidArgumentError: They are sealed with another secret.
-    """
-    said = _proof_in(_read_record(folder, Integrity.KEYED))
-    if said == _proof_in(_make_record(folder, digester)):
-        return
-    verdicts = [_holds(head, digester) for head in heads if _is_keyed(head)]
-    if not any(verdicts) and (said or verdicts):
-        wanted = f"the one that sealed the blocks in {where}; to give these up, remove it"
-        raise InvalidArgumentError("secret_file", "another secret", wanted)
+        return read_record(self._folder, kind)
 
 
 def read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> bytes:
@@ -219,7 +191,7 @@ def _read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> by
     try:
         fd = folder.open_block(key, found_in=found_in)
     except OSError as exc:
-        if is_absent(exc):
+        if runtime.is_absent(exc):
             return b""
         raise
     try:
@@ -228,63 +200,3 @@ def _read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> by
         return b""
     finally:
         runtime.disk().close(fd)
-
-
-def has_keyed(folder: TextFolder, heads: Iterable[bytes]) -> bool:
-    """Whether a folder has keyed blocks, by its record or by the headers of some."""
-    record = _read_record(folder, Integrity.KEYED)
-    return record is not None or any(map(_is_keyed, heads))
-
-
-def kinds_in(folder: TextFolder) -> list[Integrity]:
-    """List the kinds of blocks that there may be in a folder, by its records."""
-    return [kind for kind in RECORDS if _may_have_record(folder, kind)]
-
-
-def _header_in(head: bytes) -> BlockHeader | None:
-    try:
-        return BlockHeader.decode(head)
-    except BlockFileError:
-        return None
-
-
-def _is_keyed(head: bytes) -> bool:
-    header = _header_in(head)
-    return header is not None and header.integrity is Integrity.KEYED
-
-
-def _holds(head: bytes, digester: Digester) -> bool:
-    try:
-        BlockHeader.verify(head, digester)
-    except BlockFileError:
-        return False
-    return True
-
-
-def _make_record(folder: TextFolder, digester: Digester) -> str:
-    if digester.integrity is not Integrity.KEYED:
-        return f"{digester.integrity.value}\n"
-    proof = digester.seal(f"secret of {folder.fingerprint}".encode())
-    return f"{proof} {xxhash.xxh3_64_hexdigest(proof.encode())}\n"
-
-
-def _proof_in(record: str | None) -> str:
-    """Extract the proof from a record; empty when it is missing or damaged."""
-    proof, _, checksum = (record or "").removesuffix("\n").partition(" ")
-    return proof if proof and xxhash.xxh3_64_hexdigest(proof.encode()) == checksum else ""
-
-
-def _read_record(folder: TextFolder, kind: Integrity) -> str | None:
-    try:
-        return folder.read_text(RECORDS[kind])
-    except OSError as exc:
-        if is_absent(exc):
-            return None
-        raise
-
-
-def _may_have_record(folder: TextFolder, kind: Integrity) -> bool:
-    try:
-        return _read_record(folder, kind) is not None
-    except OSError:
-        return True

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.block_tree import FoundBlock
 from kvxfer.backends.file.folders.open_folders import make_root
 from kvxfer.backends.file.folders.process_claim import (
     DIGEST_BYTES,
@@ -23,8 +22,8 @@ from kvxfer.backends.file.folders.process_claim import (
     open_locked,
     strip_checksum,
 )
-from kvxfer.backends.file.io.file_io import READ_FLAGS, is_absent
-from kvxfer.pages.names import LEDGER_NAME
+from kvxfer.backends.file.io.file_io import READ_FLAGS
+from kvxfer.pages.names import LEDGER_NAME, FoundBlock
 
 MAX_CLAIMED = 64
 """Most files that a thread claims at one time: their names fit into its list in the claim."""
@@ -337,7 +336,7 @@ def read_count(root: Path) -> int | None:
         finally:
             runtime.disk().close(fd)
     except OSError as exc:
-        if is_absent(exc):
+        if runtime.is_absent(exc):
             return None
         raise
     if len(record) != _RECORD.size or not record.startswith(_MAGIC):

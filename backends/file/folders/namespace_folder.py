@@ -16,7 +16,6 @@ from kvxfer.backends.file.io.file_io import (
     NamedFile,
     NewFile,
     Size,
-    is_absent,
     read_whole,
     regular_size,
     require_known,
@@ -170,7 +169,7 @@ class NamespaceFolder:
         try:
             return self._folders.within(found_in or name[:2], unlink)
         except OSError as exc:
-            if is_absent(exc):
+            if runtime.is_absent(exc):
                 return None
             raise
 
@@ -277,13 +276,13 @@ class NamespaceFolder:
         try:
             return self._folders.descriptor(name)
         except OSError as exc:
-            return None if is_absent(exc) else exc
+            return None if runtime.is_absent(exc) else exc
 
     def _size(self, name: str, folder: str = "") -> Size:
         try:
             return self._folders.within(folder or name[:2], lambda fd: regular_size(fd, name))
         except OSError as exc:
-            return None if is_absent(exc) else exc
+            return None if runtime.is_absent(exc) else exc
 
     def _if_named(self, name: str, folder: str, fd: int, act: Callable[[int], None]) -> bool:
         """Act if the open file still has the name: another may have been published."""

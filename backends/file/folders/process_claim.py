@@ -20,7 +20,6 @@ from kvxfer.backends.file.io.file_io import (
     DAMAGE_ERRORS,
     FILE_MODE,
     READ_FLAGS,
-    is_absent,
 )
 from kvxfer.pages.names import CLAIM_SUFFIX, OWNER_BYTES, claim_path, is_owner
 
@@ -221,7 +220,7 @@ def _read_claim(root: Path, owner: str, *, remove: bool = False) -> bytes:
     try:
         fd = runtime.disk().open(path, READ_FLAGS)
     except OSError as exc:
-        if is_absent(exc) or exc.errno == errno.ENXIO:  # a socket
+        if runtime.is_absent(exc) or exc.errno == errno.ENXIO:  # a socket
             return b""
         raise
     try:

@@ -18,10 +18,7 @@ READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIF
 CREATE_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_MODE = 0o600
 
-FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors of a medium without room for more bytes or files."""
-
-MEDIUM_ERRORS = FULL_ERRORS | frozenset(
+MEDIUM_ERRORS = runtime.FULL_ERRORS | frozenset(
     {
         errno.EIO,
         errno.EROFS,
@@ -249,14 +246,6 @@ def _give_name(file: NewFile, fd: int, *, durable: bool) -> None:
     disk.rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def is_absent(exc: OSError) -> bool:
-    """Whether an error says that no file or folder of ours has a name.
-
-    Any other error, as that of a process without descriptors, says nothing about what is there.
-    """
-    return exc.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-
-
 def regular_size(folder_fd: int, name: str | bytes) -> int | None:
     """Get the bytes of a file in a folder; None for a link, a folder or the like.
 
@@ -280,7 +269,7 @@ def sizes_in(folders: Sequence[Size], names: Sequence[str | bytes]) -> list[Size
         except FileNotFoundError:
             sizes.append(None)
         except OSError as exc:
-            sizes.append(None if is_absent(exc) else exc)
+            sizes.append(None if runtime.is_absent(exc) else exc)
         else:
             sizes.append(found.st_size if stat.S_ISREG(found.st_mode) else None)
     return sizes

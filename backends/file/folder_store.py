@@ -7,25 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.block_tree import (
-    BlockTree,
-    FoundBlock,
-    refuse_partial_walk,
-    require_store,
-)
+from kvxfer.backends.file.folders.block_tree import BlockTree, refuse_partial_walk, require_store
 from kvxfer.backends.file.folders.integrity_record import read_head
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.io.file_io import DAMAGE_ERRORS, READ_FLAGS
-from kvxfer.backends.file.maintenance.block_store import (
-    DESCRIPTIONS,
-    BlockStore,
-    OpenBlock,
-    OtherEntry,
-    StoredNamespace,
-)
 from kvxfer.pages.header import padded
-from kvxfer.pages.names import is_block_folder
+from kvxfer.pages.maintenance import BlockStore, OpenBlock, StoredNamespace
+from kvxfer.pages.names import FoundBlock, OtherEntry
+from kvxfer.pages.texts import DESCRIPTIONS
 from kvxfer.pages.verification import read_data, read_header
 
 NUM_THREADS = 8
@@ -63,8 +53,7 @@ class FolderStore(BlockStore):
     ) -> Iterator[FoundBlock]:
         """See `BlockStore.blocks`."""
         tree = self._tree if errors is None else BlockTree(self._root, on_error=errors.append)
-        for each in [fingerprint] if fingerprint else tree.fingerprints():
-            yield from tree.blocks(each)
+        return tree.blocks(fingerprint)
 
     def num_skipped(self) -> int:
         """See `BlockStore.num_skipped`."""
@@ -72,12 +61,7 @@ class FolderStore(BlockStore):
 
     def entries(self) -> Iterator[FoundBlock | OtherEntry]:
         """See `BlockStore.entries`."""
-        yield from self.blocks()
-        abandoned = {path for path, _ in self._tree.abandoned()}
-        for path in self._tree.others():
-            fingerprint, _, rest = path.partition("/")
-            goes_along = rest in DESCRIPTIONS or is_block_folder(rest)
-            yield OtherEntry(fingerprint, path in abandoned, goes_along)
+        return self._tree.entries()
 
     @contextlib.contextmanager
     def open_path(self, path: str) -> Iterator[OpenBlock]:

@@ -3,11 +3,11 @@
 import contextlib
 from dataclasses import dataclass
 
-from kvxfer.backends.file.folders.namespace_file import read_namespace
-from kvxfer.backends.file.maintenance.block_store import BlockStore
-from kvxfer.backends.file.maintenance.fsck import BlockCheck
 from kvxfer.pages.header import BlockFileError, BlockHeader, OtherIntegrityError
+from kvxfer.pages.maintenance.block_store import BlockStore
+from kvxfer.pages.maintenance.fsck import BlockCheck
 from kvxfer.pages.names import SUFFIX, is_fingerprint
+from kvxfer.pages.texts import read_namespace
 from kvxfer.pages.verification import check_data
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace

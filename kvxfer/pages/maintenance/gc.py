@@ -11,14 +11,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.block_tree import FoundBlock
-from kvxfer.backends.file.io.file_io import FULL_ERRORS
-from kvxfer.backends.file.maintenance.block_store import (
-    BlockStore,
-    ByteCount,
-    OtherEntry,
-    StoredNamespace,
-)
+from kvxfer.pages.maintenance.block_store import BlockStore, ByteCount, StoredNamespace
+from kvxfer.pages.names import FoundBlock, OtherEntry
 
 FILES_PER_LOCK = 64
 """Files that are removed per lock of the ledger; engines that store wait meanwhile."""
@@ -132,7 +126,7 @@ class GarbageCollection:
         try:
             return self._store.open_count()
         except OSError as exc:
-            if exc.errno not in FULL_ERRORS:
+            if exc.errno not in runtime.FULL_ERRORS:
                 raise
             self._plan()
             going = self._going(self._store.blocks())  # to its end: a walk has folders open

@@ -9,18 +9,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvxfer import runtime
-from kvxfer.backends.file.folders.block_tree import FoundBlock
-from kvxfer.backends.file.folders.integrity_record import (
-    NUM_SAMPLES,
-    has_keyed,
-    kinds_in,
-    require_secret,
-)
-from kvxfer.backends.file.folders.namespace_file import TextFolder, read_namespace
-from kvxfer.backends.file.maintenance.block_store import BlockStore, OpenBlock, StoredNamespace
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.pages.digest import Digester, require_secrets
 from kvxfer.pages.header import BlockFileError, BlockHeader, OtherIntegrityError
+from kvxfer.pages.maintenance.block_store import BlockStore, OpenBlock, StoredNamespace
+from kvxfer.pages.names import FoundBlock
+from kvxfer.pages.texts import (
+    NUM_SAMPLES,
+    TextFolder,
+    has_keyed,
+    kinds_in,
+    read_namespace,
+    require_secret,
+)
 from kvxfer.pages.verification import check_data, check_header
 from kvxfer.runtime import DaemonThreads
 from kvxfer.storage.integrity import Integrity

@@ -3,31 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
-from kvxfer.backends.file.folders.block_tree import FoundBlock
-from kvxfer.pages.names import NAMESPACE_FILE
-from kvxfer.pages.texts import RECORDS
-
-DESCRIPTIONS = frozenset({NAMESPACE_FILE, *RECORDS.values()})
-"""Text files that are removed with the namespace that they describe."""
-
-
-@dataclass(frozen=True, slots=True)
-class OtherEntry:
-    """File or folder of a namespace that is no block.
-
-    Attributes:
-        fingerprint: The namespace.
-        abandoned: Whether it is a temporary file whose writer is dead.
-        goes_along: Whether it goes with the namespace when that has no blocks; a foreign file and
-            one that is being written keep it.
-    """
-
-    fingerprint: str
-    abandoned: bool
-    goes_along: bool
+from kvxfer.pages.names import FoundBlock, OtherEntry
 
 
 class ByteCount(Protocol):

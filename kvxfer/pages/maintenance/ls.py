@@ -5,10 +5,9 @@ import math
 
 import msgspec
 
-from kvxfer.backends.file.folders.integrity_record import kinds_in
-from kvxfer.backends.file.folders.namespace_file import read_namespace
-from kvxfer.backends.file.maintenance.block_store import BlockStore
 from kvxfer.pages.header import BlockFileError
+from kvxfer.pages.maintenance.block_store import BlockStore
+from kvxfer.pages.texts import kinds_in, read_namespace
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
 
