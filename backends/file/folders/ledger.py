@@ -19,6 +19,7 @@ from kvxfer.backends.file.folders.process_claim import (
     ProcessClaim,
     add_checksum,
     close_locked,
+    has_name,
     open_locked,
     strip_checksum,
 )
@@ -148,7 +149,7 @@ class Ledger:
         if self.known and changed != record:
             runtime.disk().pwrite(self._fd, add_checksum(changed), 0)
             # Others count in another file by now, from a walk that misses what is not written yet.
-            if self.reserved > reserved and not self._has_name:
+            if self.reserved > reserved and not has_name(self._fd):
                 self.known = False
                 text = f"{LEDGER_NAME} was removed"
                 raise RemovedCountError(errno.ESTALE, text, str(self._root))
@@ -173,13 +174,8 @@ class Ledger:
                     raise _late("another process") from None
                 runtime.sleep(LOCK_PAUSE_S)
             else:
-                if self._has_name:
+                if has_name(self._fd):
                     return
-
-    @property
-    def _has_name(self) -> bool:
-        """Whether the file is there, and was not removed."""
-        return runtime.disk().fstat(self._fd).st_nlink > 0
 
     def reserve(self, num_bytes: int) -> None:
         """Count bytes that are about to be written; only inside `locked`."""
@@ -311,7 +307,7 @@ class Ledger:
             raise
 
     def _reopen_if_removed(self) -> None:
-        if self._has_name and self._claim.is_there:
+        if has_name(self._fd) and self._claim.is_there:
             return
         make_root(self._root)
         fd, claim = self._open()

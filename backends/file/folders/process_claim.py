@@ -72,7 +72,7 @@ class ProcessClaim:
     @property
     def is_there(self) -> bool:
         """Whether the file still exists for other processes."""
-        return runtime.disk().fstat(self._fd).st_nlink > 0
+        return has_name(self._fd)
 
     def reserve(self, num_bytes: int) -> None:
         """Write the number of reserved bytes."""
@@ -118,6 +118,20 @@ def close_locked(fd: int) -> None:
     if fd in disk.locked:
         disk.locked.remove(fd)
         disk.close(fd)
+
+
+def has_name(fd: int) -> bool:
+    """Whether an open file was not removed; one that another host of an NFS removed is stale.
+
+    Raises:
+        OSError: That cannot be told.
+    """
+    try:
+        return runtime.disk().fstat(fd).st_nlink > 0
+    except OSError as exc:
+        if exc.errno != errno.ESTALE:
+            raise
+        return False
 
 
 @functools.cache
