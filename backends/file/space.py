@@ -393,9 +393,10 @@ class Space:
         """Remove a file, and perhaps its empty folder; return how many inodes that freed."""
         with contextlib.ExitStack() as opened:
             folder = self._folder
-            if victim.fingerprint != folder.fingerprint:
-                folder = opened.enter_context(NamespaceFolder(self._tree.root, victim.fingerprint))
             try:
+                if victim.fingerprint != folder.fingerprint:
+                    other = NamespaceFolder(self._tree.root, victim.fingerprint)
+                    folder = opened.enter_context(other)
                 found_in = QUARANTINE if victim.quarantined else ""
                 num_bytes = folder.remove(victim.key, found_in)  # which others may have changed
             except OSError as exc:

@@ -17,6 +17,7 @@ import pytest
 from kvxfer import runtime
 from kvxfer.backends.file.file_index import FileIndex
 from kvxfer.backends.file.file_index import FINGERPRINT_BYTES, FileIndex, file_ids, key_in
+from kvxfer import runtime
 from kvxfer.backends.file.folder_store import FolderStore
 from kvxfer.backends.file.io import FileIO, IOVector, Result
 from kvxfer.errors import BackendUnavailableError
@@ -24,6 +25,9 @@ from kvxfer.pages.maintenance import GarbageCollection
 from kvxfer.pages.names import FoundBlock
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.observer import Reports
+from kvxfer.storage.eviction.policies import LRU
+from kvxfer.storage.keys import make_block_key
+from kvxfer.storage.gauge import Gauge
 from kvxfer.testing import BlockMemory
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
@@ -259,9 +263,18 @@ async def test_a_hung_disk_times_out_and_everything_goes_on_when_it_is_back(
 
 
 @pytest.mark.parametrize("num_levels", [1, 2, 3], ids=["folder", "namespace", "root"])
+@pytest.mark.parametrize("is_nfs", [False, True])
 async def test_what_others_store_in_a_folder_made_anew_is_found(
-    tmp_path: Path, num_levels: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_levels: int, *, is_nfs: bool
 ) -> None:
+    fstat = runtime.disk().fstat
+
+    def refuse_removed(fd: int) -> os.stat_result:
+        if not (found := fstat(fd)).st_nlink and is_nfs:
+            raise OSError(errno.ESTALE, "another host has removed it")
+        return found
+
+    monkeypatch.setattr(runtime.disk(), "fstat", refuse_removed)
     memory, keys, root = one_page_memory(), hashed_keys(4), tmp_path / "store"
     removed = path_of(root, memory.namespace(), keys[0]).parents[num_levels - 1]
     async with (
@@ -323,7 +336,9 @@ async def test_the_free_space_floor_is_kept_by_evicting(tmp_path: Path) -> None:
             assert outcome.status is FAILED
 
 
-async def test_files_of_a_dead_namespace_make_room(tmp_path: Path) -> None:
+async def test_files_of_a_dead_namespace_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory, keys = one_page_memory(), hashed_keys(6)
     capacity = ByteSize(4 * FILE_BYTES)
     dead = memory.namespace(model="dead")
@@ -332,6 +347,12 @@ async def test_files_of_a_dead_namespace_make_room(tmp_path: Path) -> None:
         flip_bit(path_of(tmp_path, dead, keys[0]), 8 * 4100)
         await load_verified(backend, keys[:1], memory.describe(0, [5]))
     async with open_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
+        await backend.wait_indexed()
+        with monkeypatch.context() as patched:
+            fail_to(patched, "open", tmp_path.name, OSError(errno.EMFILE, "no descriptors"))
+            outcomes = await store(backend, keys[:1], memory.describe(0, [0]))
+            assert statuses(outcomes) == [FAILED]
+        assert backend._space._index.gauges()[Gauge.QUARANTINED_BLOCKS] == 1, "the next to go"
         for key in keys:
             assert all(o.done for o in await store(backend, [key], memory.describe(0, [0])))
             assert bytes_on_disk(tmp_path) <= capacity
