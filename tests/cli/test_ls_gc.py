@@ -45,6 +45,9 @@ def test_a_list_has_a_line_per_namespace_and_a_total(store: Store, run: Run) -> 
     ours, other = store.fill(), store.fill(model="another", num_blocks=2)
     age(store, other)
     put_in_quarantine(store, ours, run)
+    misplaced = store.root / other.fingerprint / "ff" / store.path(other, store.keys[0]).name
+    misplaced.parent.mkdir(exist_ok=True)
+    misplaced.hardlink_to(store.path(other, store.keys[0]))  # no lookup finds it there
     status, printed, _ = run("ls", store.root)
     assert status == 0
     header, *lines, total = printed.splitlines()

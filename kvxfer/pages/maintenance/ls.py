@@ -59,6 +59,8 @@ def _measure(store: BlockStore, fingerprint: str) -> NamespaceUsage:
     counts, num_bytes = [0, 0], [0, 0]  # of blocks, and of those in quarantine
     oldest, newest = math.inf, -math.inf
     for block in store.blocks(fingerprint):
+        if block.misplaced:  # no lookup finds it
+            continue
         counts[block.quarantined] += 1
         num_bytes[block.quarantined] += block.num_bytes_on_disk
         if not block.quarantined:
