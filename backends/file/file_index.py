@@ -190,7 +190,7 @@ class FileIndex:
                 if entry is None:
                     continue
                 policy.touch(file)
-                if now - entry.used > NOTE_USE_S:
+                if abs(now - entry.used) > NOTE_USE_S:  # or a clock was ahead
                     entry.used = now
                     old.append(file)
         return old

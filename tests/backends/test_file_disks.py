@@ -300,11 +300,14 @@ async def test_a_store_opened_again_evicts_the_oldest_first(tmp_path: Path, evic
     fields = {"capacity": ByteSize(4 * FILE_BYTES), "eviction": eviction}
     async with open_store(tmp_path, memory.namespace(), **fields) as backend:
         await store(backend, keys[:4], memory.describe(0, range(4)))
-    ages = [200, 400, 100, 300]
+    ages = [200, 400, 100, -7200]  # a clock was ahead
     for key, age in zip(keys, ages, strict=False):
         os.utime(path_of(tmp_path, memory.namespace(), key), (time.time() - age,) * 2)
     async with open_store(tmp_path, memory.namespace(), **fields) as backend:
         await backend.wait_indexed()
+        await load_verified(backend, keys[3:4], memory.describe(0, [4]))
+        used = os.stat(path_of(tmp_path, memory.namespace(), keys[3])).st_mtime  # noqa: PTH116
+        assert abs(used - time.time()) < 60
         for number, key in enumerate(keys[4:], 1):
             await store(backend, [key], memory.describe(0, [0]))
             there = await backend.lookup(keys[:4])
