@@ -15,7 +15,6 @@ from kvxfer import runtime
 from kvxfer.backends.file.folders.open_folders import make_root
 from kvxfer.backends.file.folders.process_claim import (
     DIGEST_BYTES,
-    OtherClaims,
     ProcessClaim,
     add_checksum,
     close_locked,
@@ -96,7 +95,6 @@ class Ledger:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._lock = runtime.lock()
-        self._others = OtherClaims(root)
         self._lists: set[int] = set()
         self.known = False
         self.used = 0
@@ -210,7 +208,7 @@ class Ledger:
         Raises:
             OSError: The claims of other processes cannot be read.
         """
-        reserved = self._others.reserved_bytes(self.owner)
+        reserved = self._claim.reserved_by_others()
         return Recount(self.num_losses, self.added, self.added_here, reserved)
 
     def end_recount(self, begun: Recount, num_bytes: int, *, is_partial: bool = False) -> None:
@@ -269,7 +267,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def claimed(self, files: Sequence[bytes]) -> Iterator[set[bytes]]:
-        """ProcessClaim files in order to write them; blocks.
+        """Claim files in order to write them; blocks.
 
         Args:
             files: Names of at most `MAX_CLAIMED` files, which no thread of this process claims.
@@ -281,7 +279,7 @@ class Ledger:
             OSError: The claims cannot be read or written; nothing was claimed.
         """
         with self.locked():
-            taken = self._others.files(self.owner).intersection(files)
+            taken = self._claim.files_of_others().intersection(files)
             number = next(n for n in itertools.count() if n not in self._lists)
             self._claim.list_files(number, [file for file in files if file not in taken])
             self._lists.add(number)

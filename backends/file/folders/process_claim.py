@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessClaim:
-    """Claim of this process: a file in the root, locked for as long as the process lives.
+    """Claim of this process, a file in the root that is locked while it lives, beside all others.
 
     It holds the number of reserved bytes, and lists of the files that are being written, one list
     for each thread. Both carry a checksum: a damaged number or list claims nothing.
@@ -55,6 +55,7 @@ class ProcessClaim:
 
     def __init__(self, root: Path, reserved: int) -> None:
         self._root = root
+        self._damaged: set[str] = set()
         while True:
             self.owner = runtime.token_bytes(OWNER_BYTES).hex()
             self._fd = open_locked(claim_path(root, self.owner), CREATE_FLAGS)
@@ -88,6 +89,58 @@ class ProcessClaim:
         length = _LENGTH.pack(len(text))
         data = length + xxhash.xxh3_64_digest(length + text) + text if text else length
         runtime.disk().pwrite(self._fd, data, _HEAD_BYTES + number * _LIST_BYTES)
+
+    def reserved_by_others(self) -> int:
+        """Add up the bytes that all other living processes have reserved."""
+        return sum(self._reserved(owner, data) for owner, data in self._read_others())
+
+    def files_of_others(self) -> set[bytes]:
+        """Collect the files that all other living processes are writing."""
+        files: set[bytes] = set()
+        for owner, data in self._read_others():
+            for start in range(_HEAD_BYTES, len(data), _LIST_BYTES):
+                files.update(self._list(owner, data[start : start + _LIST_BYTES]))
+        return files
+
+    def _read_others(self) -> Iterator[tuple[str, bytes]]:
+        """Read the claims of all others; removes those of dead processes."""
+        for name in runtime.disk().listdir(self._root):
+            owner = name.removesuffix(CLAIM_SUFFIX)
+            if owner not in (name, self.owner) and is_owner(owner):
+                try:
+                    data = _read_claim(self._root, owner, remove=True)
+                except OSError as exc:
+                    if exc.errno not in CLAIM_ERRORS:
+                        raise
+                    self._complain(owner)
+                    continue
+                if data:
+                    yield owner, data
+
+    def _reserved(self, owner: str, data: bytes) -> int:
+        head = strip_checksum(data[:_HEAD_BYTES])
+        if len(head) == _HEAD.size and head.startswith(_MAGIC):
+            return int(_HEAD.unpack(head)[1])
+        self._complain(owner)
+        return 0
+
+    def _list(self, owner: str, data: bytes) -> list[bytes]:
+        length = data[: _LENGTH.size]
+        if not any(length):
+            return []
+        start = _LENGTH.size + DIGEST_BYTES
+        if len(data) >= start:
+            text = data[start : start + _LENGTH.unpack(length)[0]]
+            if xxhash.xxh3_64_digest(length + text) == data[_LENGTH.size : start]:
+                return _decoder.decode(text)
+        self._complain(owner)
+        return []
+
+    def _complain(self, owner: str) -> None:
+        if owner not in self._damaged:
+            self._damaged.add(owner)
+            path = claim_path(self._root, owner)
+            logger.warning("%s is damaged: its reserved bytes and claimed files are unknown", path)
 
     def close(self) -> None:
         """Remove and close the file; may be called again."""
@@ -142,65 +195,6 @@ def _watch_forks() -> None:
 def _close_all() -> None:
     for fd in tuple(runtime.disk().locked):
         close_locked(fd)
-
-
-class OtherClaims:
-    """Claims of the other living processes; reading them removes those of dead processes."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._damaged: set[str] = set()
-
-    def reserved_bytes(self, ours: str) -> int:
-        """Add up the bytes that all owners but `ours` have reserved."""
-        return sum(self._reserved(owner, data) for owner, data in self._read(ours))
-
-    def files(self, ours: str) -> set[bytes]:
-        """Collect the files that all owners but `ours` are writing."""
-        files: set[bytes] = set()
-        for owner, data in self._read(ours):
-            for start in range(_HEAD_BYTES, len(data), _LIST_BYTES):
-                files.update(self._list(owner, data[start : start + _LIST_BYTES]))
-        return files
-
-    def _read(self, ours: str) -> Iterator[tuple[str, bytes]]:
-        for name in runtime.disk().listdir(self._root):
-            owner = name.removesuffix(CLAIM_SUFFIX)
-            if owner not in (name, ours) and is_owner(owner):
-                try:
-                    data = _read_claim(self._root, owner, remove=True)
-                except OSError as exc:
-                    if exc.errno not in CLAIM_ERRORS:
-                        raise
-                    self._complain(owner)
-                    continue
-                if data:
-                    yield owner, data
-
-    def _reserved(self, owner: str, data: bytes) -> int:
-        head = strip_checksum(data[:_HEAD_BYTES])
-        if len(head) == _HEAD.size and head.startswith(_MAGIC):
-            return int(_HEAD.unpack(head)[1])
-        self._complain(owner)
-        return 0
-
-    def _list(self, owner: str, data: bytes) -> list[bytes]:
-        length = data[: _LENGTH.size]
-        if not any(length):
-            return []
-        start = _LENGTH.size + DIGEST_BYTES
-        if len(data) >= start:
-            text = data[start : start + _LENGTH.unpack(length)[0]]
-            if xxhash.xxh3_64_digest(length + text) == data[_LENGTH.size : start]:
-                return _decoder.decode(text)
-        self._complain(owner)
-        return []
-
-    def _complain(self, owner: str) -> None:
-        if owner not in self._damaged:
-            self._damaged.add(owner)
-            path = claim_path(self._root, owner)
-            logger.warning("%s is damaged: its reserved bytes and claimed files are unknown", path)
 
 
 def is_alive(root: Path, owner: str) -> bool:
