@@ -152,11 +152,11 @@ class FileBackend(Backend):
 
     def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
         """See `Retaining.retain`; for as long as this process has the store open."""
-        self._space.retain(keys, retention)
+        self._space.index.retain(keys, retention)
 
     def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
         """See `Retaining.retentions`."""
-        return self._space.retentions(keys)
+        return self._space.index.retentions(keys)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`. One that is cancelled goes on; stores of its keys wait for it.
@@ -204,7 +204,7 @@ class FileBackend(Backend):
     async def recently_used(self, num_blocks: int) -> list[BlockKey]:
         """Find the blocks that were used last, the very last one first, of all that are there."""
         await self.wait_indexed()
-        return await self._scans.ask(self._space.recently_used, num_blocks)
+        return await self._scans.ask(self._space.index.recently_used, num_blocks)
 
     async def aclose(self) -> None:
         """See `Backend.aclose`. Calls stuck in the file system are left behind.
@@ -389,7 +389,7 @@ class FileBackend(Backend):
     def _read_and_use(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = self._reader.read(keys, blocks)
         done = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.done]
-        for key in self._space.touch(done):
+        for key in self._space.index.touch(done):
             self._folder.note_use(key)
         return outcomes
 

@@ -95,13 +95,15 @@ class FileIndex:
     it nor this process has seen since it began, and adds those that it found and this process has
     not removed. At its end the bytes of the store are those of all entries.
 
-    Memory only: no call waits for a disk. Thread-safe.
+    Memory only: no call waits for a disk. Thread-safe. Keys are those of one namespace.
 
     Args:
+        fingerprint: The namespace.
         policy: Eviction policy, new. Its keys are `FileId`s.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, fingerprint: str, policy: EvictionPolicy) -> None:
+        self._namespace = bytes.fromhex(fingerprint)
         self._policy = policy
         self._lock = runtime.lock()
         self._entries: dict[FileId, _Entry] = {}
@@ -112,11 +114,11 @@ class FileIndex:
         self._walk_result: tuple[list[FileId], list[FileId]] = ([], [])
         self._walked = False
 
-    def hold(self, files: Iterable[FileId]) -> list[FileId]:
+    def hold(self, keys: Sequence[BlockKey]) -> list[FileId]:
         """Protect those files that are candidates from eviction; return them, for `release`."""
         held = []
         with self._lock:
-            for file in files:
+            for file in self._ids(keys):
                 entry = self._entries.get(file)
                 if entry is not None and not entry.held:
                     entry.held = True
@@ -130,23 +132,23 @@ class FileIndex:
             for file in files:
                 self._make_candidate(file, self._entries[file])
 
-    def admit(self, files: Sequence[FileId], sizes: Sequence[int]) -> list[FileId]:
+    def admit(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> list[BlockKey]:
         """Add files that are being written; return those that were removed behind our back."""
         now, vanished = runtime.wall_time(), []
         with self._lock:
             policy = self._policy.active()
-            for file, num_bytes in zip(files, sizes, strict=True):
+            for key, file, num_bytes in zip(keys, self._ids(keys), sizes, strict=True):
                 if (earlier := self._entries.get(file)) is not None:
                     self._drop(file)
-                    vanished.append(file)
+                    vanished.append(key)
                     if self._walk and earlier.walk == self._num_walks:  # or stored by another
                         self._walk.beside[file] = earlier.num_bytes, earlier.used
                 self._add(file, num_bytes, now, policy)
         return vanished
 
     def settle(
-        self, files: Sequence[FileId], *, stored: Sequence[bool]
-    ) -> tuple[int, int, list[FileId]]:
+        self, keys: Sequence[BlockKey], *, stored: Sequence[bool]
+    ) -> tuple[int, int, list[BlockKey]]:
         """Keep files that were written, the first as the most recently used; drop the others.
 
         Returns:
@@ -154,16 +156,16 @@ class FileIndex:
             were removed before they were settled.
         """
         num_written = num_given_back = 0
-        gone: list[FileId] = []
+        gone: list[BlockKey] = []
         with self._lock:
             policy = self._policy.active()
-            for file, done in reversed(list(zip(files, stored, strict=True))):
+            for file, done in reversed(list(zip(self._ids(keys), stored, strict=True))):
                 entry = self._entries[file]
                 if done:
                     num_written += entry.num_bytes
                     entry.walk = self._num_walks
                     if entry.removed:
-                        gone.append(file)
+                        gone.append(key_in(file))
                         self._drop(file)
                     else:
                         entry.held = False
@@ -180,40 +182,39 @@ class FileIndex:
             Gauge.QUARANTINED_BLOCKS: len(self._quarantined),
         }
 
-    def touch(self, files: Sequence[FileId]) -> list[FileId]:
+    def touch(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Count a use, the first file's as the last; return files whose use to note on the disk."""
         now, old = runtime.wall_time(), []
         with self._lock:
             policy = self._policy.active()
-            for file in reversed(files):
+            for file in reversed(self._ids(keys)):
                 entry = self._entries.get(file)
                 if entry is None:
                     continue
                 policy.touch(file)
                 if abs(now - entry.used) > NOTE_USE_S:  # or a clock was ahead
                     entry.used = now
-                    old.append(file)
+                    old.append(key_in(file))
         return old
 
-    def recently_used(self, fingerprint: str, count: int) -> list[BlockKey]:
-        """Find the files of a namespace that were used last, the very last one first."""
-        ours = bytes.fromhex(fingerprint)
+    def recently_used(self, count: int) -> list[BlockKey]:
+        """Find the files that were used last, the very last one first."""
         with self._lock:
             uses = [(each.used, file) for file, each in self._entries.items()]
-        latest = heapq.nlargest(count, (use for use in uses if use[1].startswith(ours)))
+        latest = heapq.nlargest(count, (use for use in uses if use[1].startswith(self._namespace)))
         return [key_in(file) for _, file in latest]
 
-    def retain(self, files: Sequence[FileId], retention: Retention) -> None:
+    def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
         """Note a caller's wish for files; unknown ones are ignored."""
         with self._lock:
-            for file in reversed(files):
+            for file in reversed(self._ids(keys)):
                 if file in self._entries:
                     self._policy.retain(file, retention)
 
-    def retentions(self, files: Iterable[FileId]) -> list[Retention]:
+    def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
         """Return what is left of the wish for each file."""
         with self._lock:
-            return [self._policy.retention(file) for file in files]
+            return [self._policy.retention(file) for file in self._ids(keys)]
 
     def choose_victim(self) -> Victim | None:
         """Take the next file to evict out of the index; None when there is none."""
@@ -243,14 +244,16 @@ class FileIndex:
                 now = runtime.wall_time()
                 self._make_candidate(file, self._add(file, victim.num_bytes, now, self._policy))
 
-    def remove(self, file: FileId) -> None:
+    def remove(self, key: BlockKey) -> None:
         """Drop a file that this process removed."""
+        (file,) = self._ids([key])
         with self._lock:
             self._note_gone(file, quarantined=False)
             self._forget(file)
 
-    def quarantine(self, file: FileId, num_bytes: int) -> None:
+    def quarantine(self, key: BlockKey, num_bytes: int) -> None:
         """Move a file to quarantine, where it may replace another one."""
+        (file,) = self._ids([key])
         with self._lock:
             self._note_gone(file, quarantined=False)
             self._forget(file)
@@ -319,16 +322,23 @@ class FileIndex:
             total += sum(entry.num_bytes for entry in self._quarantined.values())
             return total + self._num_bytes
 
-    def take_changes(self) -> tuple[list[FileId], list[FileId]]:
-        """Return the files that the last walk added, and those that it dropped, once."""
+    def take_changes(self) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Return which files the last walk added, and which it dropped, once."""
         with self._lock:
-            changes, self._walk_result = self._walk_result, ([], [])
-            return changes
+            (added, dropped), self._walk_result = self._walk_result, ([], [])
+        return self.keys_in(added), self.keys_in(dropped)
+
+    def keys_in(self, files: Iterable[FileId]) -> list[BlockKey]:
+        """Extract the keys of the namespace from the ids of files of any."""
+        return [key_in(file) for file in files if file.startswith(self._namespace)]
 
     def abandon_walk(self) -> None:
         """End a walk that has failed: what it found is not there yet."""
         with self._lock:
             self._walk = None
+
+    def _ids(self, keys: Iterable[BlockKey]) -> list[FileId]:
+        return [FileId(self._namespace + key) for key in keys]
 
     def _in_steps(self, act: Callable[[T], object], files: Sequence[T]) -> Iterator[bool]:
         for start in range(0, len(files), FILES_PER_STEP):

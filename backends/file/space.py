@@ -4,19 +4,12 @@ import contextlib
 import errno
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import chain
 
 from kvxfer import runtime
-from kvxfer.backends.file.file_index import (
-    STEP_PAUSE_S,
-    FileId,
-    FileIndex,
-    Victim,
-    file_ids,
-    key_in,
-)
+from kvxfer.backends.file.file_index import STEP_PAUSE_S, FileIndex, Victim
 from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import Ledger, RemovedCountError
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
@@ -25,7 +18,6 @@ from kvxfer.pages.header import padded
 from kvxfer.pages.names import QUARANTINE
 from kvxfer.runtime import Threads
 from kvxfer.storage.eviction.policies import EvictionPolicy
-from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Removal, Reports
@@ -51,10 +43,11 @@ class Space:
     Files are known from a walk through the tree and from this process's stores; files of other
     processes are found by another walk, when there is nothing left to evict. The bytes of all are
     counted in the `Ledger`, whose lock is held while files are evicted. Thread-safe; every method
-    blocks, `touch` not for the disk. The bounds are those of `FileConfig`; the eviction policy is
-    new, and its keys are `FileId`s.
+    blocks. The bounds are those of `FileConfig`; the eviction policy is new, and its keys are
+    `FileId`s.
 
     Attributes:
+        index: The known files.
         walks: Thread of the walks that `begin_scan` begins, to be closed.
     """
 
@@ -72,7 +65,7 @@ class Space:
         self._tree = tree
         self._folder = folder
         self._ledger = ledger
-        self._index = FileIndex(policy)
+        self.index = FileIndex(folder.fingerprint, policy)
         self._capacity_bytes = capacity_bytes
         self._min_free_bytes = min_free_bytes
         self._rescan_factor = rescan_factor
@@ -159,40 +152,22 @@ class Space:
 
     def settle(self, keys: Sequence[BlockKey], *, stored: Sequence[bool]) -> None:
         """Make reserved files candidates for eviction, or give their room back."""
-        files = self._files(keys)
         # First: once they are candidates for eviction, another thread may tell that they are gone.
         self._reports.added([key for key, done in zip(keys, stored, strict=True) if done])
         is_given_back = all(stored)
-        settled: tuple[int, int, list[FileId]] | None = None
+        settled: tuple[int, int, list[BlockKey]] | None = None
         if not is_given_back:
             with contextlib.suppress(OSError, MemoryError):
                 with self._ledger.locked():  # a walk that ended in between would give it back, too
-                    settled = self._index.settle(files, stored=stored)
+                    settled = self.index.settle(keys, stored=stored)
                     self._ledger.give_back(settled[1])
                 is_given_back = True
-        num_written, num_given_back, gone = settled or self._index.settle(files, stored=stored)
-        self._reports.removed(self._our_keys(gone), Removal.DELETED)
+        num_written, num_given_back, gone = settled or self.index.settle(keys, stored=stored)
+        self._reports.removed(gone, Removal.DELETED)
         if not is_given_back:  # the count stays too high until the next walk
             num_written += num_given_back
         with contextlib.suppress(OSError, MemoryError):  # as it does here
             self._ledger.settle(num_written)
-
-    def touch(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Count a use of files; return those whose use to note on the disk."""
-        old = self._index.touch(self._files(keys))
-        return [key_in(file) for file in old]
-
-    def recently_used(self, count: int) -> list[BlockKey]:
-        """Find the blocks of this namespace that were used last, the very last one first."""
-        return self._index.recently_used(self._folder.fingerprint, count)
-
-    def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
-        """Note a caller's wish for files, in memory alone."""
-        self._index.retain(self._files(keys), retention)
-
-    def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
-        """Return what is left of the wish for each file."""
-        return self._index.retentions(self._files(keys))
 
     def quarantine(self, key: BlockKey, fd: int) -> bool:
         """Move the open file of a key to quarantine, where it is among the first to be evicted.
@@ -210,8 +185,7 @@ class Space:
         with contextlib.suppress(OSError), self._ledger.locked():
             moved, is_known = self._quarantine(key, fd), True
             if moved is not None:
-                (file,) = self._files([key])
-                self._index.quarantine(file, moved[0])
+                self.index.quarantine(key, moved[0])
                 self._ledger.move(*moved)
         try:
             return (moved if is_known else self._quarantine(key, fd)) is not None
@@ -237,7 +211,7 @@ class Space:
             was_there = self._folder.remove_open(key, fd)
             if was_there:
                 self._ledger.remove(padded(runtime.disk().fstat(fd).st_size))
-                self._index.remove(*self._files([key]))
+                self.index.remove(key)
                 self._reports.removed([key], reason)
         return was_there
 
@@ -268,7 +242,7 @@ class Space:
                 if num_bytes is not None:
                     removed[index] = True
                     self._ledger.remove(padded(num_bytes))
-                    self._index.remove(*self._files([key]))
+                    self.index.remove(key)
             gone = [key for key, is_gone in zip(keys, removed, strict=True) if is_gone is True]
             self._reports.removed(gone, reason)
         return removed
@@ -288,11 +262,11 @@ class Space:
         num_skipped = self._tree.num_skipped
         with self._ledger.locked():
             begun = self._ledger.begin_recount()
-            self._index.begin_walk()
+            self.index.begin_walk()
         try:
             found = list(self._tree.blocks())
             is_partial = self._tree.num_skipped != num_skipped
-            learning = self._index.learn_walk(found, is_partial=is_partial)
+            learning = self.index.learn_walk(found, is_partial=is_partial)
             is_learning = True
             while is_learning:
                 with self._ledger.locked():  # for some files at a time: others wait for it, too
@@ -300,12 +274,12 @@ class Space:
                     self._tell_walk()
                 runtime.sleep(STEP_PAUSE_S)
             with self._ledger.locked():
-                self._ledger.end_recount(begun, self._index.end_walk(), is_partial=is_partial)
+                self._ledger.end_recount(begun, self.index.end_walk(), is_partial=is_partial)
                 self._tell_walk()
                 self._is_uncounted = is_partial and not self._ledger.known
                 self._must_rescan |= self._is_uncounted
         finally:
-            self._index.abandon_walk()
+            self.index.abandon_walk()
 
     def _reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], spare: Sequence[BlockKey]
@@ -317,11 +291,11 @@ class Space:
                 if self._ledger.known:
                     with self._spared(spare):
                         fitting = self._make_room(needed, *self._free())
-                    gone = self._index.admit(self._files(keys[:fitting]), needed[:fitting])
-                    self._reports.removed(self._our_keys(gone), Removal.VANISHED)
+                    gone = self.index.admit(keys[:fitting], needed[:fitting])
+                    self._reports.removed(gone, Removal.VANISHED)
                     self._ledger.reserve(sum(needed[:fitting]))
         except BaseException as exc:  # the ledger has counted nothing: nothing is given back there
-            self._index.settle(self._files(keys[:fitting]), stored=[False] * fitting)
+            self.index.settle(keys[:fitting], stored=[False] * fitting)
             if not isinstance(exc, RemovedCountError):
                 raise
             return 0  # a walk makes another one
@@ -336,20 +310,16 @@ class Space:
     def _tell_walk(self) -> None:
         """Tell which files of our namespace a walk found, and which it did not find any more."""
         if self._reports:
-            appeared, vanished = self._index.take_changes()
-            self._reports.removed(self._our_keys(vanished), Removal.VANISHED)
-            self._reports.added(self._our_keys(appeared))
-
-    def _our_keys(self, files: Sequence[FileId]) -> list[BlockKey]:
-        ours = bytes.fromhex(self._folder.fingerprint)
-        return [key_in(file) for file in files if file.startswith(ours)]
+            appeared, vanished = self.index.take_changes()
+            self._reports.removed(vanished, Removal.VANISHED)
+            self._reports.added(appeared)
 
     def _gauges(self) -> Mapping[Gauge, float]:
         """State of the store, as of its last change by this process; asks nothing of the disk."""
         return {
             Gauge.CAPACITY_BYTES: self._capacity_bytes,
             Gauge.USED_BYTES: self._ledger.used,
-            **self._index.gauges(),
+            **self.index.gauges(),
         }
 
     @contextlib.contextmanager
@@ -358,13 +328,13 @@ class Space:
 
         What could not be removed is there, counted, and perhaps chosen the next time.
         """
-        held = self._index.hold(self._files(keys))
+        held = self.index.hold(keys)
         try:
             yield
         finally:
-            self._index.release(held)
+            self.index.release(held)
             for victim in self._not_removed:
-                self._index.put_back(victim)
+                self.index.put_back(victim)
             self._not_removed.clear()
             gone, self._gone = self._gone, {}
             for (fingerprint, reason), victims in gone.items():
@@ -381,7 +351,7 @@ class Space:
                 or total > free_bytes
                 or fitting >= free_files
             ):
-                victim = self._index.choose_victim()
+                victim = self.index.choose_victim()
                 if victim is None:
                     return fitting
                 freed = self._evict(victim, with_folder=fitting >= free_files)
@@ -436,6 +406,3 @@ class Space:
         free = found.f_bavail * found.f_frsize - self._min_free_bytes
         free_files = found.f_favail - MIN_FREE_FILES if found.f_files else math.inf
         return free - self._ledger.reserved, free_files
-
-    def _files(self, keys: Iterable[BlockKey]) -> list[FileId]:
-        return file_ids(self._folder.fingerprint, keys)

@@ -123,7 +123,7 @@ class StoreBatch:
         indices = [index for index, each in enumerate(self._outcomes) if each is MISSING]
         absent = set(indices)
         spare = [key for index, key in enumerate(self._keys) if index not in absent]
-        self._space.touch(spare)
+        self._space.index.touch(spare)
         if not absent:
             return
         keys = [self._keys[index] for index in indices]

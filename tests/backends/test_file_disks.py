@@ -16,18 +16,13 @@ import pytest
 
 from kvxfer import runtime
 from kvxfer.backends.file.file_index import FileIndex
-from kvxfer.backends.file.file_index import FINGERPRINT_BYTES, FileIndex, file_ids, key_in
-from kvxfer import runtime
 from kvxfer.backends.file.folder_store import FolderStore
 from kvxfer.backends.file.io import FileIO, IOVector, Result
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.pages.maintenance import GarbageCollection
-from kvxfer.pages.names import FoundBlock
 from kvxfer.storage.backend import Outcome, Status
-from kvxfer.storage.observer import Reports
-from kvxfer.storage.eviction.policies import LRU
-from kvxfer.storage.keys import make_block_key
 from kvxfer.storage.gauge import Gauge
+from kvxfer.storage.observer import Reports
 from kvxfer.testing import BlockMemory
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
@@ -355,7 +350,7 @@ async def test_files_of_a_dead_namespace_make_room(
             fail_to(patched, "open", tmp_path.name, OSError(errno.EMFILE, "no descriptors"))
             outcomes = await store(backend, keys[:1], memory.describe(0, [0]))
             assert statuses(outcomes) == [FAILED]
-        assert backend._space._index.gauges()[Gauge.QUARANTINED_BLOCKS] == 1, "the next to go"
+        assert backend._space.index.gauges()[Gauge.QUARANTINED_BLOCKS] == 1, "the next to go"
         for key in keys:
             assert all(o.done for o in await store(backend, [key], memory.describe(0, [0])))
             assert bytes_on_disk(tmp_path) <= capacity

@@ -265,10 +265,10 @@ class _Store:
 
         It may count these twice, until the next walk.
         """
-        index = files._space._index
+        index = files._space.index
         space, end_walk = files._space, index.end_walk
         files.observe(
-            Reports([Mirror(lambda: space._our_keys([*index._entries]), files._space._gauges)])
+            Reports([Mirror(lambda: index.keys_in(index._entries), files._space._gauges)])
         )
 
         def end_walk_noted() -> int:
@@ -371,7 +371,7 @@ class _Store:
         await files.wait_indexed()
         await asyncio.sleep(QUIET_S)
         self._require_count(is_exact=True)
-        indexed = len(files._space._index._entries)
+        indexed = len(files._space.index._entries)
         if indexed != (num_there := sum("quarantine" not in path for path in self._blocks())):
             self._simulation.fail("count", f"{indexed} files are known of {num_there}")
         await engine.look_at_the_end()
@@ -571,7 +571,7 @@ def _draw_config(random: Random) -> FileConfig:
 
 def held_by_files(backend: FileBackend) -> list[str]:
     """Describe what an idle store of files still holds in memory, whatever its disk has done."""
-    index = backend._space._index
+    index = backend._space.index
     counts = {
         "locked keys": len(backend._stores) + len(backend._deletes),
         "writes": len(backend._writing_since),
