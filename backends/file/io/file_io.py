@@ -105,11 +105,8 @@ class FileIO:
         self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
     ) -> list[Result]:
         """Open each file with `flags`, read it as `read` does, and close it."""
-        results: list[Result] = []
-        for start in range(0, len(files), self.files_per_call):
-            some = slice(start, start + self.files_per_call)
-            results += self._read_some(files[some], vectors[some], flags)
-        return results
+        pairs = zip(files, vectors, strict=True)
+        return [self._read_one(file, vector, flags) for file, vector in pairs]
 
     def write_named(
         self,
@@ -143,25 +140,17 @@ class FileIO:
     def close(self) -> None:
         """Release every resource; may be called again."""
 
-    def _read_some(
-        self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
-    ) -> list[Result]:
-        results: list[Result] = [0] * len(files)
-        opened: dict[int, int] = {}
+    def _read_one(self, file: NamedFile, vector: IOVector, flags: int) -> Result:
         disk = runtime.disk()
-        with contextlib.ExitStack() as open_files:
-            for index, file in enumerate(files):
-                try:
-                    fd = disk.open(file.name, flags, dir_fd=file.folder_fd)
-                except OSError as exc:
-                    results[index] = exc
-                else:
-                    open_files.callback(disk.close, fd)
-                    opened[index] = fd
-            read = self.read(list(opened.values()), [vectors[index] for index in opened])
-            for index, result in zip(opened, read, strict=True):
-                results[index] = result
-        return results
+        try:
+            fd = disk.open(file.name, flags, dir_fd=file.folder_fd)
+        except OSError as exc:
+            return exc
+        try:
+            (result,) = self.read([fd], [vector])
+        finally:
+            disk.close(fd)
+        return result
 
     def _write_some(
         self,

@@ -85,13 +85,18 @@ class UringFileIO(FileIO):
                     results += super().write([fd], [vector])
         return results
 
-    def _read_some(
+    def read_named(
         self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
     ) -> list[Result]:
+        """See `FileIO.read_named`."""
         ring = self._ring()
         if ring is None:
-            return super()._read_some(files, vectors, flags)
-        return _read_by(ring, files, vectors, flags)
+            return super().read_named(files, vectors, flags)
+        results: list[Result] = []
+        for start in range(0, len(files), FILES_PER_CALL):
+            some = slice(start, start + FILES_PER_CALL)
+            results += _read_by(ring, files[some], vectors[some], flags)
+        return results
 
     def _write_some(
         self,
