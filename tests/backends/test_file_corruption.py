@@ -116,24 +116,6 @@ async def test_no_file_of_another_length_is_ever_loaded_and_a_store_replaces_it(
         assert set(await load_verified(backend, keys, target, version=1)) == {DONE}
 
 
-@pytest.mark.parametrize("revision", ["", "another"])
-async def test_a_file_of_another_key_or_namespace_is_not_loaded(
-    tmp_path: Path, revision: str
-) -> None:
-    memory, keys = BlockMemory([[512]], num_blocks=8), hashed_keys(2)
-    ours, theirs = memory.namespace(), memory.namespace(revision=revision)
-    async with open_store(tmp_path, theirs) as backend:
-        await store(backend, keys, memory.describe(0, [0, 1]), version=1)
-    path = path_of(tmp_path, ours, keys[0])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(path_of(tmp_path, theirs, keys[0 if revision else 1]), path)
-    async with open_store(tmp_path, ours) as backend:
-        assert await backend.lookup(keys[:1]) == [True]
-        loaded = await load_verified(backend, keys[:1], memory.describe(0, [1]))
-        assert loaded == [Status.CORRUPT]
-        assert await backend.lookup(keys[:1]) == [False]
-
-
 def make_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         folder = os.open(path.parent, os.O_RDONLY)  # a socket's address is a short path

@@ -348,8 +348,7 @@ async def test_files_of_a_dead_namespace_make_room(
         await backend.wait_indexed()
         with monkeypatch.context() as patched:
             fail_to(patched, "open", tmp_path.name, OSError(errno.EMFILE, "no descriptors"))
-            outcomes = await store(backend, keys[:1], memory.describe(0, [0]))
-            assert statuses(outcomes) == [FAILED]
+            assert statuses(await store(backend, keys[:1], memory.describe(0, [0]))) == [FAILED]
         assert backend._space.index.gauges()[Gauge.QUARANTINED_BLOCKS] == 1, "the next to go"
         for key in keys:
             assert all(o.done for o in await store(backend, [key], memory.describe(0, [0])))

@@ -326,19 +326,21 @@ FORGERIES: dict[str, Forgery] = {
 }
 
 
-@pytest.mark.parametrize("forgery", FORGERIES)
+@pytest.mark.parametrize(
+    ("kind", "forgery"), [*(("sealed", each) for each in FORGERIES), ("fast", "theirs")]
+)
 @pytest.mark.parametrize("model", ["", "another"])
 async def test_a_block_is_bound_to_its_key_and_its_namespace(
-    root: Path, forgery: str, model: str
+    root: Path, kind: str, forgery: str, model: str
 ) -> None:
-    ours = MEMORY.namespace()
-    theirs = MEMORY.namespace(model=model) if model else ours
-    async with open_store(root, theirs, **sealed(root, "ours")) as other:
-        await fill(other, KEYS[1:2])
-    async with open_sealed(root, "ours") as backend:
+    ours, fields = MEMORY.namespace(), fields_of(kind, root)
+    theirs, their_key = MEMORY.namespace(model=model or ours.model), KEYS[0 if model else 1]
+    async with open_store(root, theirs, **fields) as other:
+        await fill(other, [their_key])
+    async with open_store(root, ours, **fields) as backend:
         await fill(backend, KEYS[:1])
         path = path_of(root, ours, KEYS[0])
-        made = [each.read_bytes() for each in (path, path_of(root, theirs, KEYS[1]))]
+        made = [each.read_bytes() for each in (path, path_of(root, theirs, their_key))]
         heads = [BlockHeader.decode(data[:PAGE_BYTES]) for data in made]
         header, data = FORGERIES[forgery](
             heads[0], made[0][PAGE_BYTES:], heads[1], made[1][PAGE_BYTES:]
