@@ -46,7 +46,7 @@ BUDGETS = {
     "backends/host": 2_046,
     "backends/mooncake": 720,
     "backends/nixl": 8_430,
-    "backends/object": 1_763,
+    "backends/object": 1_774,
     "backends/pool": 1_233,
     "benchmarks": 4_689,
     "examples": 2_580,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvxfer import runtime
 from kvxfer.backends.object.request_failure import (
+    CONFLICT,
     ENDS,
     RequestFailedError,
     describe,
@@ -352,9 +353,9 @@ class Bucket:
             async with asyncio.timeout(turn.ends_at - runtime.monotonic()):
                 self.counts.requests += 1
                 answer = await ask()
-        except (*self._is_there, FileNotFoundError):
+        except (*self._is_there, FileNotFoundError) as exc:
             self._breaker.record("")
-            raise
+            raise request_failure(what, exc) if CONFLICT in str(exc) else exc from None
         except TimeoutError:
             failed = RequestFailedError(
                 f"{what}: no answer in time", status=Status.TIMED_OUT, transient=True

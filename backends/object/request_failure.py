@@ -14,6 +14,15 @@ if TYPE_CHECKING:
 ENDS = asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit
 """What ends a task or the process, and is no failure of a request."""
 
+CONFLICT = "<Code>ConditionalRequestConflict</Code>"
+"""Answer of S3 where another request has crossed one that stores: nothing is stored.
+
+Source: https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html
+"""
+
+PASSING = CONFLICT, "<Code>RequestTimeout</Code>"
+"""Answers of S3 to a request that may be repeated, whose status says that it may not."""
+
 DENIED = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
 
 
@@ -91,6 +100,7 @@ def request_failure(what: str, exc: BaseException) -> RequestFailedError:
     denied = refused or code is not None or type(exc).__name__ in DENIED
     passes = status is None or status[1][0] == "5" or status[1] in ("408", "429")
     transient = not denied and passes and type(exc).__name__ == "GenericError"
+    transient |= any(answer in text for answer in PASSING)
     timed_out = "kind: Timeout" in text
     return RequestFailedError(
         f"{what}: {describe(exc)}",

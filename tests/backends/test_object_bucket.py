@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from obstore.exceptions import GenericError
+from obstore.exceptions import AlreadyExistsError, GenericError
 from obstore.store import MemoryStore
 
 from kvxfer.backends.object import (
@@ -64,6 +64,24 @@ async def test_a_part_of_a_chunk_does_not_take_the_place_of_the_whole(
         assert statuses(await second.load(keys, target)) == [Status.DONE]
         assert read_payloads(target) == payloads
     assert ("ignores If-None-Match" in caplog.text) is overwrites
+
+
+async def test_what_s3_says_to_store_again_is_stored_again() -> None:
+    memory, store = BlockMemory([[4096]], num_blocks=1), MemoryStore()
+    crossed = AlreadyExistsError("status code: 409 <Code>ConditionalRequestConflict</Code>")
+    late = GenericError("status code: 400 <Code>RequestTimeout</Code>")
+    answers = iter([crossed, late, None, None, None, crossed, late])  # three texts, and a page
+
+    async def put(*args: Any, **fields: Any) -> Any:
+        if (error := next(answers, None)) is not None:
+            raise error
+        return await store.put_async(*args, **fields)
+
+    async with open_in_memory(memory.namespace(), store) as backend:
+        plant(backend._bucket, put_async=put)
+        assert statuses(await backend.store(make_keys(1), memory.describe(0, [0]))) == [DONE]
+        names = [each["path"] for listed in store.list() for each in listed]
+        assert len(names) == 3, "a page, and the texts of its namespace"
 
 
 PAGES = make_memory()
