@@ -199,7 +199,7 @@ class FileBackend(Backend):
     async def wait_indexed(self) -> None:
         """Wait for the walk through the folders that began when the backend was opened."""
         self._guard.check()
-        await self._scans.ask(_scan_has_ended)
+        await self._scans.ask(bool)  # on the thread that walks, after the walk
 
     async def recently_used(self, num_blocks: int) -> list[BlockKey]:
         """Find the blocks that were used last, the very last one first, of all that are there."""
@@ -449,7 +449,3 @@ class FileBackend(Backend):
 
 _EVERY_KEY = BlockKey(b"")
 """Name that a purge locks, for whose end all stores wait."""
-
-
-def _scan_has_ended() -> None:
-    """Do nothing, on the thread that scans, after the scan."""

@@ -40,16 +40,16 @@ class BlockTree:
     Args:
         root: Root of the store, which must be there.
         on_error: Called with the errors of files and folders that cannot be read, which are
-            skipped.
+            skipped; nobody by default.
 
     Attributes:
         num_skipped: Files and folders that were skipped, of which nobody knows the bytes.
     """
 
-    def __init__(self, root: Path, *, on_error: Callable[[OSError], object] | None = None) -> None:
+    def __init__(self, root: Path, *, on_error: Callable[[OSError], object] = bool) -> None:
         self.root = root
         self.num_skipped = 0
-        self._on_error = on_error or _pass_over
+        self._on_error = on_error
 
     def fingerprints(self) -> list[str]:
         """List the namespaces that have a folder."""
@@ -236,7 +236,3 @@ def refuse_partial_walk(exc: OSError) -> None:
         logger.warning("%s is skipped: %s", exc.filename or "a folder", exc.strerror)
     elif exc.errno not in {errno.EACCES, errno.EPERM}:
         raise exc
-
-
-def _pass_over(exc: OSError) -> None:
-    """Skip a folder that cannot be opened."""

@@ -123,7 +123,7 @@ class OpenFolders:
             OSError: One can be neither opened nor made.
         """
         with self._lock:
-            if _is_removed(self.root_fd):
+            if _is_one_removed([self.root_fd]):
                 if create:
                     make_root(self._root)
                 self._replace(self.root_fd, open_folder(self._root))
@@ -165,7 +165,7 @@ class OpenFolders:
 
     def _renew(self, name: str, path: str, parent_fd: int, *, create: bool) -> int:
         known = self._opened.get(name)
-        if known is not None and not _is_removed(known):
+        if known is not None and not _is_one_removed([known]):
             return known
         if create:
             with contextlib.suppress(FileExistsError):
@@ -187,12 +187,8 @@ class OpenFolders:
         self.num_renewed += 1
 
 
-def _is_removed(folder_fd: int) -> bool:
-    """Whether an open folder was removed; True when that cannot be told."""
-    return _is_one_removed([folder_fd])
-
-
 def _is_one_removed(folder_fds: Iterable[int]) -> bool:
+    """Whether one of open folders was removed; True when that cannot be told."""
     fstat = runtime.disk().fstat
     try:
         return 0 in [fstat(fd).st_nlink for fd in folder_fds]
