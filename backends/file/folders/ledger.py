@@ -305,7 +305,7 @@ class Ledger:
             raise
 
     def _reopen_if_removed(self) -> None:
-        if has_name(self._fd) and self._claim.is_there:
+        if has_name(self._fd) and has_name(self._claim.fd):
             return
         make_root(self._root)
         fd, claim = self._open()

@@ -50,6 +50,7 @@ class ProcessClaim:
         OSError: The file cannot be made.
 
     Attributes:
+        fd: Descriptor of the file.
         owner: Unique name of this process among all that ever used the store.
     """
 
@@ -58,26 +59,21 @@ class ProcessClaim:
         self._damaged: set[str] = set()
         while True:
             self.owner = runtime.token_bytes(OWNER_BYTES).hex()
-            self._fd = open_locked(claim_path(root, self.owner), CREATE_FLAGS)
-            runtime.disk().flock(self._fd, fcntl.LOCK_EX)
+            self.fd = open_locked(claim_path(root, self.owner), CREATE_FLAGS)
+            runtime.disk().flock(self.fd, fcntl.LOCK_EX)
             # Until it was locked it looked like that of a dead process, and may have been removed.
-            if self.is_there:
+            if has_name(self.fd):
                 break
-            close_locked(self._fd)
+            close_locked(self.fd)
         try:
             self.reserve(reserved)
         except OSError:
             self.close()
             raise
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the file still exists for other processes."""
-        return has_name(self._fd)
-
     def reserve(self, num_bytes: int) -> None:
         """Write the number of reserved bytes."""
-        runtime.disk().pwrite(self._fd, add_checksum(_HEAD.pack(_MAGIC, num_bytes)), 0)
+        runtime.disk().pwrite(self.fd, add_checksum(_HEAD.pack(_MAGIC, num_bytes)), 0)
 
     def list_files(self, number: int, files: Sequence[bytes]) -> None:
         """Write the list of files that a thread is writing; empty when it has written them.
@@ -88,7 +84,7 @@ class ProcessClaim:
         text = msgspec.msgpack.encode(list(files)) if files else b""
         length = _LENGTH.pack(len(text))
         data = length + xxhash.xxh3_64_digest(length + text) + text if text else length
-        runtime.disk().pwrite(self._fd, data, _HEAD_BYTES + number * _LIST_BYTES)
+        runtime.disk().pwrite(self.fd, data, _HEAD_BYTES + number * _LIST_BYTES)
 
     def reserved_by_others(self) -> int:
         """Add up the bytes that all other living processes have reserved."""
@@ -144,11 +140,11 @@ class ProcessClaim:
 
     def close(self) -> None:
         """Remove and close the file; may be called again."""
-        if self._fd in runtime.disk().locked:
+        if self.fd in runtime.disk().locked:
             with contextlib.suppress(OSError):  # another process removes it: its lock is gone
                 runtime.disk().unlink(claim_path(self._root, self.owner))
-            close_locked(self._fd)
-        self._fd = -1
+            close_locked(self.fd)
+        self.fd = -1
 
 
 def open_locked(path: Path, flags: int) -> int:
