@@ -128,14 +128,7 @@ class CPUMethods:
     def record(
         self, pattern: Pattern, fragment_bytes: int, method: CPUMethod, times: Clocks
     ) -> None:
-        """Record a trial.
-
-        Args:
-            pattern: Pattern of the fragments.
-            fragment_bytes: Their mean size.
-            method: Method that copied them.
-            times: Time that the trial took.
-        """
+        """Record the time of a trial, in which a method copied fragments of a mean size."""
         size = _size_class(fragment_bytes)
         trials = self._trials[pattern, size]
         # No lock, which a fork could leave locked: appending is atomic, one more trial harmless.

@@ -28,13 +28,13 @@ from kvxfer.kvcache.portable import (
     map_caches,
     verify_mappings,
 )
-from kvxfer.kvcache.quantization import KVQuantization
 from kvxfer.kvcache.spec import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    KVQuantization,
     MambaSpec,
     MLASpec,
     SlidingWindowMLASpec,

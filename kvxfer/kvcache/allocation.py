@@ -26,7 +26,7 @@ from kvxfer.kvcache.canonical import (
     layer_boxes,
 )
 from kvxfer.kvcache.config import KVCacheConfig
-from kvxfer.kvcache.layout import KVLayout, page_layout
+from kvxfer.kvcache.layout import KVLayout, axis_size, page_layout
 from kvxfer.kvcache.memory_region import require_device
 from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.spec import AttentionSpec, KVCacheSpec
@@ -94,10 +94,7 @@ class AttentionLayout:
         for axis in self.axes:
             if axis not in sizes and not sizes.keys() >= set(axis.split("*")):
                 raise InvalidArgumentError("shape", self.shape, f"axes of {sorted(sizes)}")
-        return tuple(
-            sizes[axis] if axis in sizes else prod(sizes[factor] for factor in axis.split("*"))
-            for axis in self.axes
-        )
+        return tuple(axis_size(axis, sizes) for axis in self.axes)
 
     def stride_order(self) -> tuple[int, ...] | None:
         """List the dimensions of `(num_layers, *cache_shape)`, outermost in memory first."""
@@ -188,11 +185,8 @@ class _Request:
         num_groups = len(config.groups)
         if tokens_per_kernel_block is None:
             tokens_per_kernel_block = [group.spec.tokens_per_block for group in config.groups]
-        for name, given in (
-            ("backends", backends),
-            ("tokens_per_kernel_block", tokens_per_kernel_block),
-        ):
-            require_one_per_group(name, given, num_groups)
+        require_one_per_group("backends", backends, num_groups)
+        require_one_per_group("tokens_per_kernel_block", tokens_per_kernel_block, num_groups)
         require_instances("backends", backends, AttentionBackend)
         return cls(
             config=config,
@@ -202,13 +196,6 @@ class _Request:
                 for group, tokens in enumerate(tokens_per_kernel_block)
             ),
         )
-
-    @property
-    def positions(self) -> tuple[tuple[str, ...], ...]:
-        """Layers at each position of a block; one each in a single group without shared tensors."""
-        if self.config.shared_tensors or len(self.config.groups) > 1:
-            return self.config.shared_tensors
-        return tuple((name,) for name in self.config.layer_names)
 
     def kernel_blocks_per_block(self, group: int) -> int:
         """Compute the kernel blocks in a block of `group`; meaningful only if they divide it."""
@@ -279,12 +266,14 @@ def allocate_canonical(
     A group's ref is the leading bytes of the row, up to the last one of its layers.
 
     Args:
-        config: The blocks, groups and specs, and which layers share a tensor.
+        config: The blocks, groups and specs, and which layers share a tensor; with a single group
+            the shared tensors may be left out.
         backends: The attention backend of each group.
         tokens_per_kernel_block: Tokens of a kernel block, for each group; by default those of a
             block.
         wants_cross_layer_blocks: Whether the connector wants blocks of all layers.
-        supports_hybrid_groups: Whether the connector can tell several groups apart.
+        supports_hybrid_groups: Whether the connector can tell several groups apart; ignored for a
+            single group.
         device: Device of the buffer.
         pinned: Whether to pin the memory, so that a GPU copies from and to it directly; host only.
 
@@ -304,7 +293,7 @@ def allocate_canonical(
         raise AllocationRefusedError(refusals)
     slices = {name: _slice_of(request, group, name) for group, name, _ in request.layers()}
     _, _, spec = next(request.layers())
-    row_bytes = len(request.positions) * spec.page_size_bytes
+    row_bytes = len(request.config.layer_positions) * spec.page_size_bytes
     buffer = torch.zeros(
         config.num_blocks * row_bytes, dtype=torch.int8, device=device, pin_memory=pinned
     )
@@ -334,15 +323,7 @@ def why_not_canonical(
 ) -> tuple[AllocationRefusal, ...]:
     """List every unmet condition of a canonical allocation; empty if it is possible.
 
-    Args:
-        config: The blocks, groups and specs, and which layers share a tensor; with a single group
-            the shared tensors may be left out.
-        backends: The attention backend of each group.
-        tokens_per_kernel_block: Tokens of a kernel block, for each group; by default those of a
-            block.
-        wants_cross_layer_blocks: Whether the connector wants blocks of all layers.
-        supports_hybrid_groups: Whether the connector can tell several groups apart; ignored for a
-            single group.
+    Arguments as those of `allocate_canonical`.
 
     Raises:
         InvalidArgumentError: There is not one backend and one kernel block per group, or a
@@ -367,7 +348,7 @@ def _refusals_of_layers(request: _Request) -> Iterator[AllocationRefusal]:
 
 
 def _refusals_of_tensors(request: _Request) -> Iterator[AllocationRefusal]:
-    config, positions = request.config, request.positions
+    config, positions = request.config, request.config.layer_positions
     if not positions:
         yield AllocationRefusal(
             AllocationCondition.SHARED_TENSORS, "no shared tensor", "at least one"
@@ -484,9 +465,10 @@ def _slice_of(request: _Request, group: int, layer_name: str) -> _Slice:
     memory = _memory_axes(backend)
     assert isinstance(spec, AttentionSpec), "refused otherwise"
     assert memory is not None, "refused otherwise"
-    position = next(i for i, names in enumerate(request.positions) if layer_name in names)
+    positions = request.config.layer_positions
+    position = next(i for i, names in enumerate(positions) if layer_name in names)
     shape = backend.cache_shape(_kernel_spec(spec, ratio), request.config.num_blocks * ratio)
-    sizes = {**dict(zip(backend.axes, shape, strict=True)), "layer": len(request.positions)}
+    sizes = {**dict(zip(backend.axes, shape, strict=True)), "layer": len(positions)}
     item = spec.dtype.itemsize
     strides = _strides(memory, sizes, spec.page_size_bytes // (ratio * item))
     offset = position * strides["layer"]

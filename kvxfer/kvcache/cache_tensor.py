@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Self
 
 import torch
 
@@ -68,17 +67,6 @@ class CacheTensorForm:
     layouts: tuple[str, ...]
     parts: tuple[tuple[str, int], ...]
     encoding: str = ""
-
-    @classmethod
-    def of_state(cls, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
-        """Make the form of a recurrent layer's state: `(num_blocks, *shape)`, axes unnamed."""
-        axes = [f"s{index}" for index in range(len(shape))]
-        return cls(
-            dtype=dtype,
-            axis_sizes=dict(zip(axes, shape, strict=True)),
-            layouts=(" ".join(("block", *axes)),),
-            parts=((f"state{index}", shape[-1] if shape else 1),),
-        )
 
     @property
     def page_size_bytes(self) -> int:

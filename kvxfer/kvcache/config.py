@@ -17,8 +17,7 @@ from kvxfer.checks import (
     set_counts,
 )
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.quantization import KVQuantization
-from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec
+from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec, KVQuantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +146,10 @@ class KVCacheConfig:
     def layer_names(self) -> tuple[str, ...]:
         """Every layer, group by group."""
         return tuple(name for group in self.groups for name in group.layer_names)
+
+    @property
+    def layer_positions(self) -> tuple[tuple[str, ...], ...]:
+        """Layers at each position of a block; one each in a single group without shared tensors."""
+        if self.shared_tensors or len(self.groups) > 1:
+            return self.shared_tensors
+        return tuple((name,) for name in self.layer_names)

@@ -11,13 +11,14 @@ from kvxfer.checks import (
     require_instances,
     require_integer,
     require_integers,
+    require_one_per_group,
 )
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import Addresses
-from kvxfer.kvcache.payload_memory import PayloadMemory, Pieces
-from kvxfer.kvcache.portable import PageFragments, PageMapping, PortablePage
+from kvxfer.kvcache.payload_memory import PayloadMemory
+from kvxfer.kvcache.portable import PageMapping
 
 
 class BlockDescriber:
@@ -49,9 +50,8 @@ class BlockDescriber:
     ) -> None:
         require_instance("caches", caches, CanonicalKVCaches)
         require_instances("mappings", mappings, PageMapping)
-        if len(mappings) not in {0, len(caches.group_data_refs)}:
-            expected = f"one for each of {len(caches.group_data_refs)} groups"
-            raise InvalidArgumentError("mappings", len(mappings), expected)
+        if len(mappings):
+            require_one_per_group("mappings", mappings, len(caches.group_data_refs))
         self.caches = caches
         self.overlaid_groups = _overlaid_groups(caches)
         groups = range(len(caches.group_data_refs))
@@ -246,7 +246,13 @@ class _PageTemplate:
 
     def __init__(self, memory: PayloadMemory, mapping: PageMapping) -> None:
         self.mapping = mapping
-        self._pages = [_find_pieces(memory, each, mapping.page) for each in mapping.pages]
+        pages = []
+        for each in mapping.pages:  # a piece is of one shard, and of one block
+            may_join = ~np.isin(each.page_offsets[1:], np.cumsum(mapping.page.shard_sizes))
+            may_join &= each.blocks[1:] == each.blocks[:-1]
+            columns = each.local_offsets, each.lengths, each.blocks
+            pages.append(memory.find(*columns, may_join=may_join))
+        self._pages = pages
 
     def expand(
         self, ids: NDArray[np.int64], first_block_index: int, num_pages: int | None
@@ -274,12 +280,3 @@ class _PageTemplate:
         firsts = np.concatenate(([0], np.cumsum(counts)))
         used = int(firsts[-1])
         return addresses.reshape(-1)[:used], np.tile(lengths, len(grouped))[:used], firsts
-
-
-def _find_pieces(
-    memory: PayloadMemory, fragments: PageFragments, page: PortablePage
-) -> tuple[Pieces, NDArray[np.int64]]:
-    """Find the pieces of one page, each of one shard, and which of its blocks each is of."""
-    blocks, cuts = fragments.blocks, np.cumsum(page.shard_sizes)
-    may_join = (blocks[1:] == blocks[:-1]) & ~np.isin(fragments.page_offsets[1:], cuts)
-    return memory.find(fragments.local_offsets, fragments.lengths, blocks, may_join=may_join)

@@ -183,7 +183,7 @@ def require_one(
     expected = []
     for candidate in _candidates(form, layout, num_layers):
         known = _known_sizes(form.axis_sizes, num_blocks, num_layers, 1)
-        sizes = tuple(_axis_size(axis, known) for axis in candidate.axes)
+        sizes = tuple(axis_size(axis, known) for axis in candidate.axes)
         expected.append(f"{str(candidate)!r} {sizes} of {form.dtype}, contiguous within a block")
     raise UnknownLayoutError(layer_name, describe_tensor(tensor), expected)
 
@@ -252,7 +252,8 @@ def _known_sizes(
     return sizes
 
 
-def _axis_size(axis: str, known: Mapping[str, int]) -> int:
+def axis_size(axis: str, known: Mapping[str, int]) -> int:
+    """Compute the size of an axis, which may run over several."""
     return known[axis] if axis in known else prod(known[factor] for factor in axis.split("*"))
 
 
@@ -283,7 +284,7 @@ def _fit(
     """Match the tensor's dimensions, sorted by stride, with the axes; None when they differ."""
     if tensor.ndim != len(layout.axes):
         return None
-    sizes = tuple(_axis_size(axis, known) for axis in layout.axes)
+    sizes = tuple(axis_size(axis, known) for axis in layout.axes)
     physical = sorted(
         (dim for dim in range(tensor.ndim) if tensor.shape[dim] != 1),
         key=tensor.stride,

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from typing import ClassVar
 
 import torch
@@ -22,7 +23,33 @@ from kvxfer.kvcache.cache_tensor import (
     SEPARATE_LAYOUTS,
     CacheTensorForm,
 )
-from kvxfer.kvcache.quantization import KVQuantization
+
+SCALE_SIZE_BYTES = 4
+"""Bytes of one scale, a float32. Source: vLLM, `TritonAttentionBackend.customize_spec`."""
+
+
+class KVQuantization(Enum):
+    """Scaling of cached elements."""
+
+    NONE = "none"
+    """No scale: elements are numbers by themselves."""
+
+    PER_TENSOR = "per tensor"
+    """One scale for a whole layer; it belongs to the model and is not in the cache."""
+
+    PER_TOKEN_HEAD = "per token and head"  # noqa: S105 - a token of text
+    """Two scales for each token and head, one at the end of the key and one at the end of the
+    value; both at the end of a latent."""
+
+    @property
+    def encoding(self) -> str:
+        """Name of the scaling in the encoding of stored bytes; empty without one."""
+        return "" if self is KVQuantization.NONE else f"scaled {self.value}"
+
+    @property
+    def scale_bytes_per_token_head(self) -> int:
+        """Bytes of the scales of one token and head in the cache."""
+        return 2 * SCALE_SIZE_BYTES if self is KVQuantization.PER_TOKEN_HEAD else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,9 +357,14 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def cache_tensors(self) -> tuple[CacheTensorForm, ...]:
-        """One tensor per state, all of them inside one page."""
+        """One `(num_blocks, *shape)` per state, axes unnamed, all of them inside one page."""
         return tuple(
-            CacheTensorForm.of_state(index, shape, dtype)
+            CacheTensorForm(
+                dtype=dtype,
+                axis_sizes={f"s{axis}": size for axis, size in enumerate(shape)},
+                layouts=(" ".join(("block", *(f"s{axis}" for axis in range(len(shape))))),),
+                parts=((f"state{index}", shape[-1] if shape else 1),),
+            )
             for index, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True))
         )
 

@@ -9,12 +9,12 @@ import torch
 
 from kvxfer.errors import InvalidArgumentError, SpecMergeError
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.quantization import KVQuantization
 from kvxfer.kvcache.spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    KVQuantization,
     MambaSpec,
     MLASpec,
     SlidingWindowMLASpec,

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvxfer.engine_side import LAYOUT_ZOO, EngineLayout
+from kvxfer.kvcache import KVQuantization
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.portable import WorkerShard
-from kvxfer.kvcache.quantization import KVQuantization
 from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, KVCacheSpec, MLASpec
 
 ZOO = [entry for entry in LAYOUT_ZOO if entry.content != "states"]

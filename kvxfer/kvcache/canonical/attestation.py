@@ -1,14 +1,14 @@
 """Attestation: proof on live memory that canonical caches match the engine's own views."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import product
 
 import torch
 
 from kvxfer.checks import require_instance
 from kvxfer.errors import AttestationError
 from kvxfer.kvcache.canonical.caches import CanonicalKVCacheRef, CanonicalKVCaches
-from kvxfer.kvcache.canonical.registered import KVCaches, Layouts, read_registered
+from kvxfer.kvcache.canonical.registered import KVCaches, LayerPlace, Layouts, read_registered
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.layout import LayoutReading
 
@@ -48,36 +48,16 @@ def attest(
     require_instance("config", config, KVCacheConfig)
     require_instance("caches", caches, CanonicalKVCaches)
     _require_shape(caches, config)
-    layers = [
-        _Layer(place.layer_name, place.group, cache.tensors, cache.readings, index)
-        for cache in read_registered(kv_caches, config, layouts)
-        for index, places in enumerate(cache.positions)
-        for place in places
-    ]
     block_ids = sorted({0, config.num_blocks // 2, config.num_blocks - 1})
     with torch.inference_mode():  # engines allocate in it, and such tensors are written only in it
-        for layer in layers:
-            refs = _refs_of(layer, caches)
-            for block_id in block_ids:
-                _attest_block(layer, caches, refs, block_id)
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Layer of a registered entry, with its index if the entry has several layers."""
-
-    name: str
-    group: int
-    tensors: Sequence[torch.Tensor]
-    readings: Sequence[LayoutReading]
-    layer_index: int
-
-    def block_views(self, block_id: int) -> list[torch.Tensor]:
-        """List the engine's views of one block, their dimensions in the order of their bytes."""
-        return [
-            _block_view(tensor, reading, self.layer_index, block_id)
-            for tensor, reading in zip(self.tensors, self.readings, strict=True)
-        ]
+        for cache in read_registered(kv_caches, config, layouts):
+            for index, places in enumerate(cache.positions):
+                for place, block_id in product(places, block_ids):
+                    views = [
+                        _block_view(tensor, reading, index, block_id)
+                        for tensor, reading in zip(cache.tensors, cache.readings, strict=True)
+                    ]
+                    _attest_block(place, views, caches, block_id)
 
 
 def _block_view(
@@ -112,22 +92,20 @@ def _require_shape(caches: CanonicalKVCaches, config: KVCacheConfig) -> None:
             raise AttestationError(first, 0, found)
 
 
-def _refs_of(layer: _Layer, caches: CanonicalKVCaches) -> list[CanonicalKVCacheRef]:
+def _refs_of(layer: LayerPlace, caches: CanonicalKVCaches) -> list[CanonicalKVCacheRef]:
     """List the refs that may hold a layer: those with its name, or all if none has names."""
     refs = caches.group_data_refs[layer.group]
     if not any(ref.layer_names for ref in refs):
         return list(refs)
-    return [ref for ref in refs if layer.name in ref.layer_names]
+    return [ref for ref in refs if layer.layer_name in ref.layer_names]
 
 
 def _attest_block(
-    layer: _Layer,
-    caches: CanonicalKVCaches,
-    refs: Sequence[CanonicalKVCacheRef],
-    block_id: int,
+    layer: LayerPlace, views: list[torch.Tensor], caches: CanonicalKVCaches, block_id: int
 ) -> None:
+    refs = _refs_of(layer, caches)
     rows = [caches.tensors[ref.tensor_idx].tensor[block_id] for ref in refs]
-    views = sorted(layer.block_views(block_id), key=lambda view: _place(view, rows))
+    views.sort(key=lambda view: _place(view, rows))
     saved = [view.clone() for view in views]
     try:
         for view in views:
@@ -140,15 +118,13 @@ def _attest_block(
             view.copy_(content)
     found = _changed_bytes(refs, before, after)
     expected = torch.cat(written)
-    if found.numel() != expected.numel():
-        raise AttestationError(
-            layer.name,
-            block_id,
-            f"{found.numel()} of its {expected.numel()} bytes are in the block's canonical pages",
-        )
+    if (num_found := found.numel()) != expected.numel():
+        detail = f"{num_found} of its {expected.numel()} bytes are in the block's canonical pages"
+        raise AttestationError(layer.layer_name, block_id, detail)
     if not torch.equal(found, expected):
         first = int((found != expected).nonzero()[0])
-        raise AttestationError(layer.name, block_id, f"byte {first} of the page is not as written")
+        detail = f"byte {first} of the page is not as written"
+        raise AttestationError(layer.layer_name, block_id, detail)
 
 
 def _place(view: torch.Tensor, rows: Sequence[torch.Tensor]) -> tuple[int, int]:

@@ -57,16 +57,6 @@ class LayerPages:
         """Bytes from the first to the last byte of a page, padding included."""
         return (self.num_fragments - 1) * self.fragment_stride_bytes + self.fragment_size_bytes
 
-    @property
-    def geometry(self) -> tuple[int, int, int, int]:
-        """Geometry of a page, equal for two layers that alias the same bytes."""
-        return (
-            self.address,
-            self.num_fragments,
-            self.fragment_size_bytes,
-            self.fragment_stride_bytes,
-        )
-
     def fragments(self) -> Iterator[tuple[int, int]]:
         """Yield the first and the end address of each fragment of block 0's page."""
         for index in range(self.num_fragments):

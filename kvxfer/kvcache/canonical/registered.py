@@ -219,16 +219,11 @@ def _read_cross_layer(
 def _layer_positions(config: KVCacheConfig) -> tuple[tuple[LayerPlace, ...], ...] | None:
     """List the layers at each step of a layer axis; None if unknown."""
     groups = {name: i for i, group in enumerate(config.groups) for name in group.layer_names}
-    if config.shared_tensors:
-        if sum(map(len, config.shared_tensors)) != len(groups):
-            return None
-        return tuple(
-            tuple(LayerPlace(groups[name], name) for name in names)
-            for names in config.shared_tensors
-        )
-    if len(config.groups) > 1:
+    if sum(map(len, config.layer_positions)) != len(groups):
         return None
-    return tuple((LayerPlace(0, name),) for name in config.groups[0].layer_names)
+    return tuple(
+        tuple(LayerPlace(groups[name], name) for name in names) for names in config.layer_positions
+    )
 
 
 def _is_one_tensor(kv_caches: KVCaches, config: KVCacheConfig) -> bool:

@@ -3,12 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 import torch
 
 from kvxfer.errors import LayoutError, OverlapError
 from kvxfer.kvcache.canonical.layer_pages import LayerPages
+
+_place_of = attrgetter(
+    *("address", "num_fragments", "fragment_size_bytes"),
+    *("fragment_stride_bytes", "data_size_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +122,7 @@ def _same_pages(page: LayerPages, other: LayerPages) -> bool:
     if not set(page.layer_names).isdisjoint(other.layer_names):
         return False
     if page.group == other.group:
-        return page.geometry == other.geometry and page.data_size_bytes == other.data_size_bytes
+        return bool(_place_of(page) == _place_of(other))
     return page.address == other.address
 
 

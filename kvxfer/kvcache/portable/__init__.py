@@ -6,7 +6,7 @@ from kvxfer.kvcache.portable.cache_description import (
     describe_caches,
 )
 from kvxfer.kvcache.portable.cache_mapping import map_caches, payload_boxes
-from kvxfer.kvcache.portable.page import PortablePage, PortableTensor, portable_page
+from kvxfer.kvcache.portable.page import PortableTensor, portable_page
 from kvxfer.kvcache.portable.page_mapping import (
     CopyRun,
     PageFragments,
@@ -26,7 +26,6 @@ __all__ = [
     "PageFragments",
     "PageMapping",
     "PeerBlocks",
-    "PortablePage",
     "PortableTensor",
     "WorkerShard",
     "compile_mapping",

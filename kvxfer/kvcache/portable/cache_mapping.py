@@ -135,34 +135,27 @@ def payload_boxes(refs: Sequence[CanonicalKVCacheRef]) -> list[PageBox]:
 def opaque_boxes(refs: Sequence[CanonicalKVCacheRef], encoding: str) -> tuple[PageBox, ...]:
     """Describe the payload of a block as plain bytes, for equal workers only.
 
-    Args:
-        refs: Refs of the group.
-        encoding: Name of all that must be equal: engine, layout, rank.
+    The encoding names all that must be equal: engine, layout, rank.
     """
-    boxes, start = [], 0
-    for index, ref in enumerate(refs):
-        name = ref.layer_names[0] if len(ref.layer_names) == 1 else "row"
-        digits = (Digit("byte", ref.page_size_bytes, 1),)
-        boxes.append(
-            PageBox(
-                layer_name=name,
-                part=f"{OPAQUE}{index}",
-                dtype=torch.uint8,
-                digits=digits,
-                offset_bytes=start,
-                encoding=encoding,
-            )
+    sizes = [ref.page_size_bytes for ref in refs]
+    return tuple(
+        PageBox(
+            layer_name=ref.layer_names[0] if len(ref.layer_names) == 1 else "row",
+            part=f"{OPAQUE}{index}",
+            dtype=torch.uint8,
+            digits=(Digit("byte", ref.page_size_bytes, 1),),
+            offset_bytes=sum(sizes[:index]),
+            encoding=encoding,
         )
-        start += ref.page_size_bytes
-    return tuple(boxes)
+        for index, ref in enumerate(refs)
+    )
 
 
 def _name_heads(boxes: Sequence[PageBox], state_heads: Sequence[str | None]) -> list[PageBox]:
+    axes = {f"state{index}": axis for index, axis in enumerate(state_heads)}
     named = []
     for box in boxes:
-        axis = None
-        if box.part.startswith("state") and int(box.part.removeprefix("state")) < len(state_heads):
-            axis = state_heads[int(box.part.removeprefix("state"))]
+        axis = axes.get(box.part)
         digits = tuple(replace(d, axis="head") if d.axis == axis else d for d in box.digits)
         named.append(replace(box, digits=digits))
     return named

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,18 +33,9 @@ MOST_SHOWN_NAMES = 4
 UNIT = WorkerShard(num_kv_heads=1)
 
 
-class BytePairs(NamedTuple):
-    """Bytes of a block of ours and of theirs that are equal, int64 `(n,)` each.
-
-    Attributes:
-        ours: Offset in the payload of our block.
-        theirs: Offset in the payload of their block.
-        lengths: Bytes.
-    """
-
-    ours: Offsets
-    theirs: Offsets
-    lengths: Offsets
+BytePairs = tuple[Offsets, Offsets, Offsets]
+"""Bytes of a block of ours and of theirs that are equal: offset in the payload of our block and of
+theirs, and bytes; int64 `(n,)` each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +77,7 @@ class PeerMapping:
         ]
         ours, others, lengths = (np.concatenate(each) for each in zip(*found, strict=True))
         order = np.argsort(ours, kind="stable")
-        return BytePairs(ours[order], others[order], lengths[order])
+        return ours[order], others[order], lengths[order]
 
 
 def map_peers(
@@ -304,7 +294,7 @@ class _PeerMapper:
         for index in range(theirs[0].pages_per_block):
             held = _merge([mapping.pages[index] for mapping in theirs])
             there = PageFragments(held[0], held[0], held[0], held[1])
-            found = int(_intersect(wanted, there).lengths.sum())
+            found = int(_intersect(wanted, there)[-1].sum())
             if found != int(needed[1].sum()):
                 what = f"{int(needed[1].sum())} bytes of a page"
                 raise CacheMismatchError(self._group, "boxes", what, f"{found} of them")
@@ -358,7 +348,7 @@ def _intersect(ours: PageFragments, theirs: PageFragments) -> BytePairs:
     both = (our_index >= 0) & (their_index >= 0)
     both &= (starts < our_ends[our_index]) & (starts < their_ends[their_index])
     starts, our_index, their_index = starts[both], our_index[both], their_index[both]
-    return BytePairs(
+    return (
         ours.local_offsets[our_index] + starts - ours.page_offsets[our_index],
         theirs.local_offsets[their_index] + starts - theirs.page_offsets[their_index],
         lengths[both],
