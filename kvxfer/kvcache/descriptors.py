@@ -59,8 +59,9 @@ class Descriptors:
         owners: Objects that keep the memory alive for as long as these descriptors exist.
 
     Raises:
-        InvalidArgumentError: An array is not one-dimensional or not of integers, or a value does
-            not fit its type; integers of other widths are converted.
+        InvalidArgumentError: An array is not one-dimensional or not of integers, has another
+            length than the one it belongs to, or a value does not fit its type; integers of other
+            widths are converted.
     """
 
     addresses: Addresses
@@ -74,21 +75,25 @@ class Descriptors:
 
     def __post_init__(self) -> None:
         try:
-            if (
+            is_exact = (
                 self.addresses.dtype is self.lengths.dtype is _UINT64
                 and self.block_offsets.dtype is self.payload_starts.dtype is _INT64
-            ):
-                return
+                and self.addresses.ndim == self.lengths.ndim == 1
+                and self.block_offsets.ndim == self.payload_starts.ndim == 1
+            )
         except AttributeError:  # not arrays: converted or refused below
-            pass
-        for name, dtype in (
-            ("addresses", _UINT64),
-            ("lengths", _UINT64),
-            ("block_offsets", _INT64),
-            ("payload_starts", _INT64),
-        ):
-            array = getattr(self, name)
-            object.__setattr__(self, name, require_integers(name, array, dtype=dtype))
+            is_exact = False
+        if not is_exact:
+            for name in ("addresses", "lengths", "block_offsets", "payload_starts"):
+                dtype = _UINT64 if name in {"addresses", "lengths"} else _INT64
+                array = require_integers(name, getattr(self, name), dtype=dtype)
+                object.__setattr__(self, name, array)
+        if len(self.lengths) != len(self.addresses):
+            expected = f"one for each of {len(self.addresses)} addresses"
+            raise InvalidArgumentError("lengths", len(self.lengths), expected)
+        if len(self.payload_starts) + 1 != len(self.block_offsets):
+            expected = f"one for each of {self.num_blocks} blocks"
+            raise InvalidArgumentError("payload_starts", len(self.payload_starts), expected)
 
     @property
     def num_blocks(self) -> int:
@@ -142,11 +147,9 @@ class Descriptors:
         blocks = require_integers("blocks", blocks)
         if np.array_equal(blocks, np.arange(self.num_blocks)):
             return self
-        try:
-            counts = np.diff(self.block_offsets)[blocks]
-        except IndexError as exc:
-            expected = f"indices below {self.num_blocks}"
-            raise InvalidArgumentError("blocks", blocks, expected) from exc
+        if (blocks.view(np.uint64) >= self.num_blocks).any():  # negative ones, too
+            raise InvalidArgumentError("blocks", blocks, f"indices from 0, below {self.num_blocks}")
+        counts = np.diff(self.block_offsets)[blocks]
         offsets = np.concatenate(([0], np.cumsum(counts)))
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
         rows = np.repeat(self.block_offsets[:-1][blocks], counts) + within
@@ -164,8 +167,13 @@ class Descriptors:
         """Cut into runs of at most `max_bytes`, or of one block: start and stop (exclusive).
 
         With `longest_run`, of at most so many blocks, too.
+
+        Raises:
+            InvalidArgumentError: A bound is not positive.
         """
         max_bytes = require_positive("max_bytes", max_bytes)
+        if longest_run is not None and (type(longest_run) is not int or longest_run < 1):
+            longest_run = require_positive("longest_run", longest_run)
         if self.num_bytes <= max_bytes and self.num_blocks <= (longest_run or self.num_blocks):
             return iter([(0, self.num_blocks)])
         return cut_runs(self.block_sizes, max_bytes, longest_run=longest_run)

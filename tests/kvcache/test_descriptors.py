@@ -218,7 +218,7 @@ def test_batches_overlap_where_they_have_a_byte_in_common(seed: int) -> None:
     assert not overlap(one, replace(other, device=torch.device("cuda", 0)))
 
 
-def bad_caches(*refs: int, devices: tuple[str, ...] = ("cpu", "meta")) -> CanonicalKVCaches:
+def caches_of(*refs: int, devices: tuple[str, ...] = ("cpu", "meta")) -> CanonicalKVCaches:
     tensors = [
         CanonicalKVCacheTensor(torch.zeros(count, 8, dtype=torch.int8, device=device), 8)
         for count, device in zip((6, 4), devices, strict=True)
@@ -226,30 +226,24 @@ def bad_caches(*refs: int, devices: tuple[str, ...] = ("cpu", "meta")) -> Canoni
     return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(index, 8) for index in refs]])
 
 
-ROWS = CanonicalKVCaches(
-    [CanonicalKVCacheTensor(torch.zeros(8, 32, dtype=torch.int8), 32)],
-    [[CanonicalKVCacheRef(0, 32)]],
-)
+ROWS = caches_of(0)
+TWO = describe(ROWS, 0, [1, 5])
+INVALID = InvalidArgumentError
 
 
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (
-            lambda: describe(bad_caches(0, 1, devices=("cpu", "cpu")), 0, [5]),
-            BlockIdError,
-            "0 <= block id < 4",
-        ),
-        (lambda: describe(ROWS, 0, [1, 6, 2, 6]), DuplicateError, r"block_ids\[0\].* 6"),
+        (lambda: describe(caches_of(0, 1, devices=("cpu", "cpu")), 0, [5]), BlockIdError, "d < 4"),
+        (lambda: describe(ROWS, 0, [1, 5, 2, 5]), DuplicateError, r"block_ids\[0\].* 5"),
         (lambda: describe(ROWS, 1, [0]), UnknownGroupError, "1.*1"),
-        (lambda: BlockDescriber(bad_caches(0, 1)), InvalidArgumentError, "meta"),
-        (
-            lambda: Descriptors.concatenate(
-                [describe(ROWS, 0, [0]), describe(bad_caches(1), 0, [0])]
-            ),
-            InvalidArgumentError,
-            "meta",
-        ),
+        (lambda: BlockDescriber(caches_of(0, 1)), INVALID, "meta"),
+        (lambda: Descriptors.concatenate([TWO, describe(caches_of(1), 0, [0])]), INVALID, "meta"),
+        (lambda: TWO.take([0, -1]), INVALID, r"blocks is .*-1"),
+        (lambda: list(TWO.cut(1, longest_run=-1)), INVALID, "longest_run is -1"),
+        (lambda: replace(TWO, lengths=TWO.lengths[:1]), INVALID, "lengths is 1; .* 2 addresses"),
+        (lambda: replace(TWO, payload_starts=np.zeros(1, int)), INVALID, "payload_starts is 1"),
+        (lambda: replace(TWO, addresses=TWO.addresses[:, None]), INVALID, "dimension, not 2 of"),
     ],
 )
 def test_what_cannot_be_described_is_an_error_that_names_it(
