@@ -204,6 +204,7 @@ class _BlockTemplate:
     def __init__(self, memory: PayloadMemory) -> None:
         self.memory = memory
         self._bases, self._strides, self._lengths = memory.whole
+        self._lengths.flags.writeable = False  # descriptors have views of it
         self._tiled_lengths = self._lengths
         self._strides_are_equal = bool((self._strides == self._strides[0]).all())
         self.block_size_bytes = int(self._lengths.sum())

@@ -251,3 +251,8 @@ def test_what_cannot_be_described_is_an_error_that_names_it(
 ) -> None:
     with pytest.raises(error, match=match):
         call()
+
+
+def test_what_a_caller_writes_to_a_batch_is_not_in_the_next_one() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        describe(ROWS, 0, [1]).lengths[:] = 0
