@@ -43,14 +43,12 @@ class PayloadMemory:
         whole: Pieces of a whole block.
 
     Raises:
-        InvalidArgumentError: The group has no ref, or tensors on several devices.
+        InvalidArgumentError: The group has tensors on several devices.
     """
 
     def __init__(self, caches: CanonicalKVCaches, group: int) -> None:
         refs = caches.group_data_refs[group]
         tensors = [caches.tensors[ref.tensor_idx].tensor for ref in refs]
-        if not tensors:
-            raise InvalidArgumentError("group_data_refs", (), "at least one ref per group")
         devices = {tensor.device for tensor in tensors}
         if len(devices) != 1:
             raise InvalidArgumentError("tensors", devices, "tensors of one device in a group")

@@ -239,6 +239,8 @@ INVALID = InvalidArgumentError
         (lambda: describe(ROWS, 1, [0]), UnknownGroupError, "1.*1"),
         (lambda: BlockDescriber(caches_of(0, 1)), INVALID, "meta"),
         (lambda: Descriptors.concatenate([TWO, describe(caches_of(1), 0, [0])]), INVALID, "meta"),
+        (lambda: CanonicalKVCaches([], []), INVALID, "group_data_refs is "),
+        (caches_of, INVALID, r"group_data_refs\[0\] is "),
         (lambda: TWO.take([0, -1]), INVALID, r"blocks is .*-1"),
         (lambda: list(TWO.cut(1, longest_run=-1)), INVALID, "longest_run is -1"),
         (lambda: replace(TWO, lengths=TWO.lengths[:1]), INVALID, "lengths is 1; .* 2 addresses"),

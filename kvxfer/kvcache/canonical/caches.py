@@ -10,6 +10,7 @@ from kvxfer.checks import (
     require_instance,
     require_instances,
     require_integer,
+    require_one_per_group,
     require_sequence,
     set_counts,
 )
@@ -84,7 +85,8 @@ class CanonicalKVCaches:
         null_block_id: Id of the null block, which is never loaded into; None without one.
 
     Raises:
-        InvalidArgumentError: A ref names a tensor, or bytes of one, that do not exist.
+        InvalidArgumentError: A ref names a tensor, or bytes of one, that do not exist; there is no
+            group, or one without a ref; or there are specs, but not one for each group.
     """
 
     tensors: Sequence[CanonicalKVCacheTensor]
@@ -95,11 +97,16 @@ class CanonicalKVCaches:
     def __post_init__(self) -> None:
         require_instances("tensors", self.tensors, CanonicalKVCacheTensor)
         require_sequence("group_data_refs", self.group_data_refs, "the refs of each group")
+        if not len(self.group_data_refs):
+            raise InvalidArgumentError("group_data_refs", self.group_data_refs, "a group or more")
         for group, refs in enumerate(self.group_data_refs):
-            require_instances(f"group_data_refs[{group}]", refs, CanonicalKVCacheRef)
+            name = f"group_data_refs[{group}]"
+            require_instances(name, refs, CanonicalKVCacheRef, at_least_one=True)
             for index, ref in enumerate(refs):
-                self._require_inside(f"group_data_refs[{group}][{index}]", ref)
+                self._require_inside(f"{name}[{index}]", ref)
         require_instances("group_specs", self.group_specs, KVCacheSpec)
+        if len(self.group_specs):
+            require_one_per_group("group_specs", self.group_specs, len(self.group_data_refs))
         if self.null_block_id is not None:
             null = require_integer("null_block_id", self.null_block_id)
             object.__setattr__(self, "null_block_id", null)
