@@ -229,10 +229,11 @@ def test_what_cannot_be_mapped_is_kept_by_each_worker_for_itself(parallel: dict[
         assert mapping.writes(0)
         assert mapping.writes(1)
     assert len(set(encodings)) == first.num_workers
-    for caches in (unknown(), unknown(group_specs=(SPEC,))):
+    for caches in (unknown(), unknown(group_specs=(SPEC,)), replace(caches_of(), group_specs=())):
         (tensor,) = map_one(caches, opaque="engine 1").page.tensors
         assert tensor.name == "layers.0.opaque0"
-        assert "named axes" in tensor.encoding
+        why = "no spec" if caches.group_data_refs[0][0].boxes else "named axes"
+        assert why in tensor.encoding
 
 
 def test_a_group_that_can_be_mapped_is_so_beside_one_that_cannot() -> None:

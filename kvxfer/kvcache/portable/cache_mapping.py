@@ -69,22 +69,20 @@ def map_caches(
         raise InvalidArgumentError("caches", "no specs", "caches made by canonicalize")
     mappings = []
     for group, refs in enumerate(caches.group_data_refs):
+        spec = caches.group_specs[group] if caches.group_specs else None
         try:
             boxes = shard.place(_name_heads(payload_boxes(refs), state_heads))
-            tokens_per_block = caches.group_specs[group].tokens_per_block * shard.num_token_shares
-            page = portable_page(
-                boxes,
-                shard,
-                num_tokens=tokens_per_page or tokens_per_block,
-                num_shards=num_shards,
-                axes=axes,
-            )
+            if spec is None:
+                raise PageMappingError("token", "no spec", "the tokens of a block")  # noqa: TRY301
+            tokens_per_block = spec.tokens_per_block * shard.num_token_shares
+            tokens = tokens_per_page or tokens_per_block
+            page = portable_page(boxes, shard, num_tokens=tokens, num_shards=num_shards, axes=axes)
             mappings.append(_map(refs, boxes, page, shard, tokens_per_block))
         except PageMappingError as exc:
             if not opaque:
                 raise
             encoding = f"{opaque}, worker {shard.rank} of {shard.num_workers} ({exc})"
-            forms = caches.group_specs[group].cache_tensors if caches.group_specs else ()
+            forms = spec.cache_tensors if spec else ()
             encoding += "".join(sorted({f", {form.encoding}" for form in forms if form.encoding}))
             boxes = opaque_boxes(refs, encoding)
             page = portable_page(boxes, shard, num_tokens=1)
