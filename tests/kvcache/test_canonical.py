@@ -424,6 +424,11 @@ def all_layers(other: KVCacheSpec) -> Refused:
     return {"x": tensor}, config, {}, InvalidArgumentError, "also the layers"
 
 
+def told(error: type[KVXferError], **layouts: str) -> Refused:
+    engine = cross_layer(ALL_LAYERS[0], tuple("abcd"))
+    return engine.kv_caches, engine.config, layouts, error, "layer block kv"
+
+
 def gaps(names: str) -> Refused:
     row = dense(NUM_BLOCKS, 5, 3, 16, 16)
     kv_caches = {name: row[:, :, "abc".index(name)] for name in names}
@@ -462,6 +467,8 @@ def refused() -> dict[str, Callable[[], Refused]]:
         "layers apart": lambda: ({"a": nhd(), "b": nhd()}, apart, {}, LayoutError, "'a' and 'b'"),
         "a layout of nothing": lambda: word(NHD, invalid, "layouts", name="b"),
         "a layout that does not fit": lambda: word(SPLIT, unknown, SPLIT),
+        "a layout under another layer": lambda: told(unknown, b=f"layer {NHD}"),
+        "two layouts of a tensor": lambda: told(invalid, a=ALL_LAYERS[0], b=f"layer {NHD}"),
         "tokens outermost": lambda: word("token block kv head dim", invalid, "outside 'block'"),
         "too few axes": lambda: word("block token head dim", invalid, "exactly the axes"),
         "a gap": lambda: of_states(first, second.as_strided(second.shape, second.stride(), 10)),

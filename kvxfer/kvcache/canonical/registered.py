@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -189,11 +190,14 @@ def _read_cross_layer(
     if len(spec.cache_tensors) != 1 or not _same_pages(spec, config):
         return None
     (tensor,), (form,) = as_tensors(entry), spec.cache_tensors
-    layout = layouts.get(name)
-    if layout is not None and not isinstance(layout, (str, KVLayout)):
-        return None  # several layouts are those of a layer's several tensors
-    if layout is not None and "layer" not in KVLayout.parse(layout).axes:
-        return None
+    words: list[Any] = [*layouts.values()]
+    given = {KVLayout.parse(each) for each in words if isinstance(each, (str, KVLayout))}
+    several = any(not isinstance(each, (str, KVLayout)) and each is not None for each in words)
+    if several or any("layer" not in each.axes for each in given):
+        return None  # they are those of the tensors of single layers
+    if len(given) > 1:
+        raise InvalidArgumentError("layouts", layouts, "one layout of the tensor of all layers")
+    layout = next(iter(given), None)
     found = fitting_readings(
         tensor,
         form,
