@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/explain": 903,
     "kvxfer/face": 431,
     "kvxfer/integrations": 10_473,
-    "kvxfer/kvcache": 5_768,
+    "kvxfer/kvcache": 5_784,
     "kvxfer/lending": 1_523,
     "kvxfer/pages": 2_306,
     "kvxfer/replay": 1_707,

@@ -1,7 +1,7 @@
 """Layouts: the named, strided axes of one registered KV-cache tensor."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -131,7 +131,8 @@ def fitting_readings(
 ) -> list[LayoutReading]:
     """List every layout of `form` that shape and strides of a tensor fit, each meaning once.
 
-    Dimensions are sorted by stride; neither the order of the shape nor any other hint is used.
+    Dimensions are sorted by stride; neither the order of the shape nor any other hint is used. Only
+    a state, whose axes its shape names, is read by the shape, too, where axes have one size.
     Readings that differ only in the position of axes of size 1 are the same reading.
 
     Args:
@@ -157,6 +158,9 @@ def fitting_readings(
             reading = _fit(tensor, candidate, known, ratio, padded_elements)
             if reading is not None:
                 readings.setdefault(_significant_axes(candidate, known, num_blocks), reading)
+            if reading is not None and layout is None and "s0" in form.axis_sizes:
+                by_shape = _read_by_shape(reading)
+                readings.setdefault(_significant_axes(by_shape.layout, known, num_blocks), by_shape)
     return list(readings.values())
 
 
@@ -299,6 +303,17 @@ def _fit(
         layout, sizes, actual, padded_elements // ratio, whole_blocks=ratio == 1
     )
     return None if strides is None else LayoutReading(layout, sizes, dims, strides, ratio)
+
+
+def _read_by_shape(reading: LayoutReading) -> LayoutReading:
+    """Read a state by its shape, whose order names its axes, as far as strides do not say more."""
+    axes, sizes = reading.layout.axes, reading.sizes
+    dims = {at: d for at, d in enumerate(reading.dims) if d is not None and axes[at] != "layer"}
+    in_shape = sorted(dims, key=lambda at: (sizes[at], dims[at]))
+    in_memory = sorted(dims, key=lambda at: (sizes[at], at))
+    named = dict(zip(in_shape, (axes[at] for at in in_memory), strict=True))
+    names = tuple(named.get(at, axis) for at, axis in enumerate(axes))
+    return replace(reading, layout=KVLayout(names))
 
 
 def _page_strides(

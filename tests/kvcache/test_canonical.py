@@ -542,6 +542,16 @@ def test_one_block_of_two_kernel_blocks_is_not_k_and_v() -> None:
     assert shapes(split) == [(1, PAGE // 2)] * 2, "the caller may split a single block"
 
 
+def test_a_state_that_is_turned_in_memory_needs_the_callers_word() -> None:
+    spec = replace(MAMBA, shapes=((4, 4),), dtypes=(torch.float16,))
+    turned, config = {"a": [dense(NUM_BLOCKS, 4, 4).transpose(1, 2)]}, config_of((spec, "a"))
+    with pytest.raises(AmbiguousLayoutError) as caught:
+        canonicalize(turned, config)
+    assert caught.value.readings == ("block s0 s1", "block s1 s0")
+    (ref,) = canonicalize(turned, config, layouts={"a": "block s1 s0"}).group_data_refs[0]
+    assert ref.boxes[0].axes == ("s1", "s0")
+
+
 @pytest.mark.parametrize("axis", ["block", "token", "head", "dim"])
 def test_strides_of_axes_of_size_one_mean_nothing(axis: str) -> None:
     sizes = SIZES | {axis: 1}

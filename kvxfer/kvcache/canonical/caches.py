@@ -144,7 +144,8 @@ def canonicalize(
     that fits two layouts is refused. That is so also where both give the same pages, such as NHD
     and HND with as many heads as tokens: workers that read their pages differently must not share
     them, and only the refs' layouts distinguish them. Layouts that differ only in the position of
-    axes of size 1 are the same.
+    axes of size 1 are the same. Its shape names the axes of a state: one whose axes of equal size
+    lie in another order in memory is refused, too.
 
     Args:
         kv_caches: For each layer its tensor, its keys and its values or, for Mamba, its list of
