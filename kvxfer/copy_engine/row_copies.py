@@ -104,7 +104,7 @@ class RowSeries:
             return cls(pieces, row_bytes, np.zeros(1, np.int64))
         steps = np.diff(pieces.addresses).astype(np.int64)
         are_rows = pieces.lengths == row_bytes
-        goes_on = (steps == steps[:1]) & (steps >= 0) & are_rows[1:] & are_rows[:-1]
+        goes_on = (steps == steps[:1]) & (steps > 0) & are_rows[1:] & are_rows[:-1]
         return cls(pieces, row_bytes, run_starts(goes_on))
 
     @property

@@ -223,6 +223,13 @@ def places(side: Side, lengths: Sequence[int]) -> list[int]:
     return [start + offset for start, length in pieces for offset in range(length)]
 
 
+def test_one_piece_may_be_copied_to_many_places(engine: CPUCopyEngine) -> None:
+    lengths = [4 * KIB] * 256
+    source = Side(lay_out(lengths[:1], seed=1).buffer, [0] * len(lengths))
+    copy = Copy(source, lay_out(lengths, seed=2, shuffled=True, gap=64), lengths)
+    copy.check(lambda: engine.copy(*copy.describe()))
+
+
 @pytest.mark.parametrize("num_bytes", [16 * KIB, 64 * KIB])
 @pytest.mark.parametrize("apart", [0, 64])
 def test_the_first_batches_try_both_methods_and_are_right(num_bytes: int, apart: int) -> None:
@@ -306,25 +313,16 @@ def test_an_engine_uses_the_cores_of_its_process_and_leaves_no_thread() -> None:
 
 
 def test_a_batch_that_ends_in_one_long_piece_is_copied_also_while_methods_are_tried() -> None:
-    fragment, num_apart, num_joined = 64 << 10, 112, 163
-    num_fragments = num_apart + num_joined
-    source = np.random.default_rng(1).integers(0, 256, (num_fragments, fragment), np.uint8)
     # The first ones are apart from each other, the others are one piece.
-    places = np.concatenate(
-        [2 * np.arange(num_apart), 2 * num_apart + np.arange(num_joined)]
-    ).astype(np.uint64)
-    destination = np.zeros((num_fragments + num_apart, fragment), np.uint8)
-    sizes = np.full(num_fragments, fragment)
-    order = np.arange(num_fragments).astype(np.uint64)
-    sides = [
-        Descriptors.of_pieces(np.uint64(memory.ctypes.data) + at * np.uint64(fragment), sizes)
-        for memory, at in ((source, order), (destination, places))
-    ]
+    places = [*range(0, 2 * 112, 2), *range(2 * 112, 2 * 112 + 163)]
+    lengths = [64 * KIB] * len(places)
+    destination = np.zeros((places[-1] + 1) * 64 * KIB, np.uint8)
+    starts = [place * 64 * KIB for place in places]
+    copy = Copy(lay_out(lengths, seed=1), Side(destination, starts), lengths)
     engine = CPUCopyEngine(num_threads=2)
     for _ in range(6):
         destination[:] = 0
-        engine.copy(*sides)
-        assert np.array_equal(destination[places.astype(np.int64)], source)
+        copy.check(lambda: engine.copy(*copy.describe()))
     engine.close()
 
 
