@@ -3,7 +3,6 @@
 A copy is planned once, as one of `Gather`, `Scatter` and `Bounce`; threads then share its rows.
 """
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine.cpu_methods import Pattern
+from kvxfer.kvcache.descriptors import ADDRESS_SPACE
 from kvxfer.kvcache.fragments import Addresses, join, run_starts, touch
 
 # Measured by `make bench NAME=mapping`: smaller chunks cost more calls, each of which passes the
@@ -317,6 +317,7 @@ def _divisor(lengths: Addresses) -> int:
 
 def _memory(address: np.uint64, row_bytes: int, num_bytes: int, step: int) -> Rows:
     """View raw memory as rows; only rows that are indexed are touched."""
-    buffer = (ctypes.c_char * num_bytes).from_address(int(address))
-    num_rows = (num_bytes - row_bytes) // step + 1
-    return np.ndarray(num_rows, (np.void, row_bytes), memoryview(buffer), strides=step)
+    start, num_rows = int(address), (num_bytes - row_bytes) // step + 1
+    # Not by an offset: numpy takes a buffer at address 0 for none, and makes one.
+    buffer = ADDRESS_SPACE[start : start + num_bytes]
+    return np.ndarray(num_rows, (np.void, row_bytes), buffer, strides=step)

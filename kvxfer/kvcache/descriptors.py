@@ -17,9 +17,9 @@ from kvxfer.kvcache.memory_region import HOST
 
 _UINT64, _INT64 = np.dtype(np.uint64), np.dtype(np.int64)
 
-# All of this process's memory as one view: slicing it takes a fraction of the time of making a
-# ctypes object for each fragment.
-_ADDRESS_SPACE = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
+ADDRESS_SPACE = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
+"""All of this process's memory as one view: a slice takes a fraction of the time of a ctypes object
+for each fragment, whose type, of each length another, waits for the garbage collector."""
 
 
 class StreamMark(Protocol):
@@ -244,7 +244,7 @@ def overlap(one: Descriptors, other: Descriptors) -> bool:
 def view_memory(addresses: Addresses, lengths: Addresses) -> list[memoryview]:
     """Make a writable view of each stretch of memory; the caller keeps the memory alive."""
     pairs = zip(addresses.tolist(), (addresses + lengths).tolist(), strict=True)
-    return [_ADDRESS_SPACE[start:stop] for start, stop in pairs]
+    return [ADDRESS_SPACE[start:stop] for start, stop in pairs]
 
 
 def view_blocks(blocks: Descriptors) -> list[list[memoryview]]:
