@@ -17,8 +17,10 @@ from kvxfer.checks import (
     require_one_per_group,
     require_sequence,
 )
+from kvxfer.engine_side.block_table import require_starts
 from kvxfer.engine_side.multi_group_block_table import MultiGroupBlockTable
 from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.kvcache.fragments import concatenated_ranges
 
 M = TypeVar("M")
 
@@ -72,6 +74,9 @@ class TokenBatch:
         query_start_loc: int64, `(num_requests + 1,)`: the tokens of request r are those from
             `query_start_loc[r]` to `query_start_loc[r + 1]`.
         positions: int64, `(num_tokens,)`: the index of each token within its request.
+
+    Raises:
+        InvalidArgumentError: The tokens of requests do not follow each other from 0 to the end.
     """
 
     query_start_loc: NDArray[np.int64]
@@ -80,6 +85,7 @@ class TokenBatch:
     def __post_init__(self) -> None:
         for name in ("query_start_loc", "positions"):
             object.__setattr__(self, name, require_integers(name, getattr(self, name)))
+        require_starts(self.query_start_loc, len(self.positions))
 
     @classmethod
     def of(cls, positions: Sequence[ArrayLike]) -> Self:
@@ -113,8 +119,7 @@ class TokenBatch:
             raise InvalidArgumentError("order", order, f"each of {self.num_requests} requests once")
         lens = self.query_lens[order]
         starts = np.concatenate(([0], np.cumsum(lens)))
-        within = np.arange(starts[-1]) - np.repeat(starts[:-1], lens)
-        tokens = np.repeat(self.query_start_loc[:-1][order], lens) + within
+        tokens = np.repeat(self.query_start_loc[:-1][order], lens) + concatenated_ranges(lens)
         return TokenBatch(starts, self.positions[tokens])
 
 
@@ -240,7 +245,7 @@ class MultiGroupMetadataBuilder(Generic[M]):
         ]
 
     def _wanted(self, group: int, batch: TokenBatch) -> NDArray[np.int64]:
-        order = self._builders[group].reorder(batch)
+        order = require_integers(f"order of group {group}", self._builders[group].reorder(batch))
         if len(order) != batch.num_requests or not _is_sorted(np.sort(order)):
             raise self._refusal(group, order, f"not an order of {batch.num_requests} requests")
         return order

@@ -71,6 +71,18 @@ class DeviceArray:
         return shown
 
 
+def require_starts(query_start_loc: NDArray[np.int64], num_tokens: int) -> None:
+    """Check that the tokens of requests follow each other, and are all tokens of a batch.
+
+    Raises:
+        InvalidArgumentError: Some token is of no request, or of two.
+    """
+    steps = np.diff(query_start_loc, prepend=0, append=num_tokens)
+    if not len(query_start_loc) or steps[0] or steps[-1] or (steps < 0).any():
+        wanted = f"numbers that rise from 0 to {num_tokens}"
+        raise InvalidArgumentError("query_start_loc", query_start_loc.tolist(), wanted)
+
+
 class BlockTable:
     """Block table of one KV-cache group: the blocks of every request of a batch, one row each.
 
@@ -257,7 +269,11 @@ class BlockTable:
         """
         starts = require_integers("query_start_loc", query_start_loc)
         places = require_integers("positions", positions)
-        self._require_batch(starts, places)
+        if len(places) > (limit := len(self.slot_mapping)):
+            raise InvalidArgumentError("positions", len(places), f"at most {limit} tokens")
+        if len(starts) > (limit := len(self._rows)) + 1:
+            raise InvalidArgumentError("query_start_loc", len(starts) - 1, f"0 to {limit} requests")
+        require_starts(starts, len(places))
         slots = self._slots_of(starts, places) if self._tokens_have_slots else PAD_SLOT
         padded = self._slots.host
         padded[: len(places)] = slots
@@ -285,17 +301,6 @@ class BlockTable:
         slots: NDArray[np.int64] = blocks * self.tokens_per_kernel_block + offsets
         slots[blocks < self.kernel_blocks_per_block] = PAD_SLOT
         return slots
-
-    def _require_batch(self, starts: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        if len(positions) > len(self.slot_mapping):
-            limit = len(self.slot_mapping)
-            raise InvalidArgumentError("positions", len(positions), f"at most {limit} tokens")
-        if not 1 <= len(starts) <= len(self._rows) + 1:
-            limit = len(self._rows)
-            raise InvalidArgumentError("query_start_loc", len(starts) - 1, f"0 to {limit} requests")
-        if starts[0] != 0 or starts[-1] != len(positions) or (np.diff(starts) < 0).any():
-            wanted = f"numbers that rise from 0 to {len(positions)}"
-            raise InvalidArgumentError("query_start_loc", starts.tolist(), wanted)
 
     def _checked_row(self, name: str, row_index: int) -> int:
         limit = len(self._rows)

@@ -76,6 +76,9 @@ def test_batches_that_cannot_be_are_refused(
     with pytest.raises(InvalidArgumentError, match=match):
         table.compute_slot_mapping(starts, positions)
     assert table.slot_mapping[:2].tolist() == [67, PAD_SLOT], "the last batch is still there"
+    for wrong in ([], [0, 1], [0, 3], [1, 2], [0, 2, 1, 2]):
+        with pytest.raises(InvalidArgumentError, match="query_start_loc"):
+            TokenBatch(np.array(wrong), np.array([5, 6]))
 
 
 def test_an_append_that_one_group_refuses_changes_none() -> None:
@@ -318,7 +321,8 @@ def test_another_group_that_wants_to_reorder_is_an_error_that_names_it() -> None
 
 
 def test_what_is_no_order_of_the_batch_is_refused() -> None:
-    reordering = ReorderingBuilder(lambda _: np.array([0, 0]))
+    twice: Any = [0, 0]
+    reordering = ReorderingBuilder(lambda _: twice)
     builder = MultiGroupMetadataBuilder([reordering], make_tables(1, 2))
     with pytest.raises(BatchOrderError, match=r"group 0: .* not an order of 2 requests"):
         builder.reorder(TokenBatch.of([[0], [0]]))
