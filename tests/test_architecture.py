@@ -53,7 +53,7 @@ BUDGETS = {
     "kvxfer/cli": 1_843,
     "kvxfer/copy_engine": 2_465,
     "kvxfer/doctor": 1_579,
-    "kvxfer/engine_side": 1_526,
+    "kvxfer/engine_side": 1_530,
     "kvxfer/explain": 903,
     "kvxfer/face": 431,
     "kvxfer/integrations": 10_473,

@@ -6,7 +6,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from kvxfer.checks import require_instance, require_one_per_group, require_positive
-from kvxfer.engine_side.block_table import ROW_ALIGNMENT_TOKENS, BlockTable
+from kvxfer.engine_side.block_table import NULL_BLOCK_ID, ROW_ALIGNMENT_TOKENS, BlockTable
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.memory_region import HOST
@@ -17,7 +17,7 @@ class MultiGroupBlockTable:
     """Block tables of all KV-cache groups; a request has the same row in each of them.
 
     Args:
-        config: The blocks, groups and specs.
+        config: The blocks, groups and specs; block 0 is taken for the null block.
         max_num_requests: Rows.
         max_tokens_per_request: Tokens that a row must have room for.
         max_num_batched_tokens: Tokens of the largest batch.
@@ -31,7 +31,8 @@ class MultiGroupBlockTable:
         max_num_requests: Number of rows.
 
     Raises:
-        InvalidArgumentError: As `BlockTable`, or there is not one kernel block per group.
+        InvalidArgumentError: As `BlockTable`, or there is not one kernel block per group, or the
+            null block is another one than `NULL_BLOCK_ID`.
     """
 
     def __init__(
@@ -46,6 +47,9 @@ class MultiGroupBlockTable:
         device: torch.device = HOST,
     ) -> None:
         require_instance("config", config, KVCacheConfig)
+        if config.null_block_id not in {None, NULL_BLOCK_ID}:
+            expected = f"{NULL_BLOCK_ID}, with which rows are padded, or None"
+            raise InvalidArgumentError("config.null_block_id", config.null_block_id, expected)
         groups = config.groups
         if tokens_per_kernel_block is None:
             tokens_per_kernel_block = [group.spec.tokens_per_block for group in groups]

@@ -95,6 +95,12 @@ def test_an_append_that_one_group_refuses_changes_none() -> None:
     assert [table.row(1).tolist() for table in tables.tables] == [[], []]
 
 
+def test_another_null_block_than_the_one_of_padding_is_refused() -> None:
+    elsewhere = config_of((FULL, "a"), num_blocks=10, null_block_id=5)
+    with pytest.raises(InvalidArgumentError, match="null_block_id is 5; expected 0"):
+        MultiGroupBlockTable(elsewhere, **BOUNDS)
+
+
 @pytest.mark.gpu
 def test_a_commit_shows_the_device_the_rows_as_they_were_when_it_was_called() -> None:
     device = torch.device("cuda")
