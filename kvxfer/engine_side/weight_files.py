@@ -51,6 +51,6 @@ def hash_text(text: str) -> str:
 
 def _hash_files(path: Path) -> str:
     files = [path] if path.is_file() else sorted(path.iterdir())
-    weights = [file for file in files if file.name.endswith(WEIGHT_SUFFIXES)]
+    weights = [file for file in files if file.name.endswith(WEIGHT_SUFFIXES) and file.exists()]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
     return hash_text(json.dumps(stats)) if stats else ""

@@ -166,6 +166,7 @@ def test_an_engine_that_computes_otherwise_than_its_files_say_is_refused(
     """Such as one with `--quantization`, or with other rotary embeddings by `--hf-overrides`."""
     model, prompt, files = saved_model(tmp_path / "model"), prompt_of(70), tmp_path / "files"
     plain = find_weights_revision(model.config.name_or_path)
+    (tmp_path / "model" / "pytorch_model.bin").symlink_to("removed")
     store_as_vllm(model, prompt, files, **{k: v.format(plain) for k, v in identity.items()})
     with pytest.raises(InvalidArgumentError, match="not quantized and without --hf-overrides"):
         open_shared(model, files)
