@@ -57,7 +57,7 @@ BUDGETS = {
     "kvxfer/explain": 903,
     "kvxfer/face": 431,
     "kvxfer/integrations": 10_473,
-    "kvxfer/kvcache": 5_779,
+    "kvxfer/kvcache": 5_782,
     "kvxfer/lending": 1_523,
     "kvxfer/pages": 2_306,
     "kvxfer/replay": 1_707,

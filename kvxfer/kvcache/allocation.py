@@ -517,9 +517,12 @@ def _memory_axes(backend: AttentionBackend) -> tuple[str, ...] | None:
     """List the axes of a cache of several layers, outermost first; None without a layer axis.
 
     Raises:
-        InvalidArgumentError: The stride order is not one of the backend's axes and `layer`.
+        InvalidArgumentError: The stride order is not one of the backend's axes and `layer`, or they
+            lack `block`.
     """
     order, logical = backend.stride_order(), ("layer", *backend.axes)
+    if "block" not in logical:
+        raise InvalidArgumentError("axes", backend.axes, "'block' and other axes")
     if order is None:
         return None
     if sorted(order) != list(range(len(logical))):

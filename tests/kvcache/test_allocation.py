@@ -1,6 +1,5 @@
 """Canonical allocation: a block is one piece, or a condition is refused with what clashes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,6 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.allocation import (
     AllocationCondition,
     AllocationRefusedError,
-    AttentionBackend,
     AttentionLayout,
     allocate_canonical,
     why_not_canonical,
@@ -110,65 +108,50 @@ def test_a_block_is_one_piece_of_device_memory_and_host_memory_is_pinned() -> No
 
 PADDED = KVCacheConfig(5, (KVCacheGroup(replace(FULL, page_size_padded=PAGE + 8), ("a",)),))
 SLIDING_ALONE = KVCacheConfig(5, (KVCacheGroup(SLIDING, ("c",)),))
+WIDE = replace(SLIDING, num_kv_heads=4)
+TWO_SPECS = KVCacheConfig(5, (uniform(a=FULL, b=NARROW),), (("a", "b"),))
+UNSHARED = config(shared_tensors=(), shared_tensor_sizes_bytes=())
 NO_LAYERS = AttentionLayout(NHD.shape, None)
 C = AllocationCondition
-ELEMENTS = "1 kernel blocks, 512 elements"
+IN_C = " (group 1, layer 'c'): "
 WHOLE = "8 kernel blocks of whole torch.float16 elements"
-REFUSED: list[tuple[AllocationCondition, KVCacheConfig, Sequence[AttentionBackend], str]] = [
-    (C.ATTENTION, config(MAMBA), [], " (group 1, layer 'c'): MambaSpec, an AttentionSpec"),
-    (
-        C.ONE_PAGE_SIZE,
-        config(replace(SLIDING, num_kv_heads=4)),
-        [],
-        f" (group 1, layer 'c'): {2 * PAGE}, {PAGE} like layer 'a'",
-    ),
-    (
-        C.SHARED_TENSORS,
-        config(shared_tensors=(), shared_tensor_sizes_bytes=()),
-        [],
-        ": no shared tensor, at least one",
-    ),
+REFUSED: list[tuple[AllocationCondition, KVCacheConfig, dict[str, Any], str]] = [
+    (C.CROSS_LAYER_WANTED, CONFIG, {"wants_cross_layer_blocks": False}, ": no, yes"),
+    (C.HYBRID_SUPPORTED, CONFIG, {"supports_hybrid_groups": False}, ": 2 groups, 1 group"),
+    (C.ATTENTION, config(MAMBA), {}, f"{IN_C}MambaSpec, an AttentionSpec"),
+    (C.ONE_PAGE_SIZE, config(WIDE), {}, f"{IN_C}{2 * PAGE}, {PAGE} like layer 'a'"),
+    (C.SHARED_TENSORS, UNSHARED, {}, ": no shared tensor, at least one"),
+    (C.SHARED_TENSORS, config(shared_tensors=(("a",), ("b",))), {}, f"{IN_C}no tensor, one"),
     (
         C.SHARED_TENSORS,
-        config(shared_tensors=(("a",), ("b",))),
-        [],
-        " (group 1, layer 'c'): no tensor, one",
-    ),
-    (
-        C.SHARED_TENSORS,
-        KVCacheConfig(5, (uniform(a=FULL, b=NARROW),), (("a", "b"),)),
-        [],
+        TWO_SPECS,
+        {},
         f" (group 0, layer 'b', tensor 0): {NARROW}, {FULL}, like layer 'a' in the same tensor",
     ),
     (
         C.TENSOR_SIZE,
         config(shared_tensor_sizes_bytes=(5 * PAGE, 6 * PAGE)),
-        [],
+        {},
         f" (tensor 1): {6 * PAGE}, {5 * PAGE}, which is 5 pages of {PAGE}",
     ),
     (
         C.LAYER_DIMENSION,
         CONFIG,
-        [NHD, NO_LAYERS],
+        {"backends": [NHD, NO_LAYERS]},
         f" (group 1): none for '{NHD.shape}', a stride order",
     ),
-    (C.ONE_ORDER, CONFIG, [NHD, HND], f" (group 1): '{HND.memory}', '{NHD.memory}' like group 0"),
+    (
+        C.ONE_ORDER,
+        CONFIG,
+        {"backends": [NHD, HND]},
+        f" (group 1): '{HND.memory}', '{NHD.memory}' like group 0",
+    ),
     (
         C.BLOCK_OUTERMOST,
         ALONE,
-        [LAYERS_FIRST],
+        {"backends": [LAYERS_FIRST]},
         f" (group 0): '{LAYERS_FIRST.memory}', 'block' first",
     ),
-    (
-        C.CACHE_SHAPE,
-        SLIDING_ALONE,
-        [Odd(shape=(1, 16, 31))],
-        f" (group 0, layer 'c'): (1, 16, 31) as 'block token dim' for {ELEMENTS}",
-    ),
-]
-OPTIONS: list[tuple[AllocationCondition, KVCacheConfig, dict[str, Any], str]] = [
-    (C.CROSS_LAYER_WANTED, CONFIG, {"wants_cross_layer_blocks": False}, ": no, yes"),
-    (C.HYBRID_SUPPORTED, CONFIG, {"supports_hybrid_groups": False}, ": 2 groups, 1 group"),
     (
         C.KERNEL_BLOCKS,
         CONFIG,
@@ -181,37 +164,33 @@ OPTIONS: list[tuple[AllocationCondition, KVCacheConfig, dict[str, Any], str]] = 
         {"tokens_per_kernel_block": [2]},
         f" (group 0, layer 'a'): a page of {PAGE + 8} bytes, {WHOLE}",
     ),
+    (
+        C.CACHE_SHAPE,
+        SLIDING_ALONE,
+        {"backends": [Odd(shape=(1, 16, 31))]},
+        " (group 0, layer 'c'): (1, 16, 31) as 'block token dim' for 1 kernel blocks, 512 elements",
+    ),
 ]
 
 
-@pytest.mark.parametrize(
-    ("condition", "plan", "backends", "options", "text"),
-    [
-        *((condition, plan, backends, {}, text) for condition, plan, backends, text in REFUSED),
-        *((condition, plan, [], options, text) for condition, plan, options, text in OPTIONS),
-    ],
-)
+@pytest.mark.parametrize(("condition", "plan", "options", "text"), REFUSED)
 def test_a_condition_that_does_not_hold_is_the_only_reason_and_the_error_has_it(
-    condition: AllocationCondition,
-    plan: KVCacheConfig,
-    backends: Sequence[AttentionBackend],
-    options: dict[str, Any],
-    text: str,
+    condition: AllocationCondition, plan: KVCacheConfig, options: dict[str, Any], text: str
 ) -> None:
-    backends = backends or [NHD] * len(plan.groups)
-    (refusal,) = why_not_canonical(plan, backends, **options)
+    options = {"backends": [NHD] * len(plan.groups)} | options
+    (refusal,) = why_not_canonical(plan, **options)
     where, _ = text.split(": ", 1)
     assert refusal.condition is condition
     assert f"{where}: {refusal.found}, {refusal.expected}" == text
     said = f"{condition.value}{where}: found {refusal.found}, expected {refusal.expected}"
     assert str(refusal) == said
     with pytest.raises(AllocationRefusedError) as caught:
-        allocate_canonical(plan, backends, **options)
+        allocate_canonical(plan, **options)
     assert (caught.value.refusals, str(caught.value)) == ((refusal,), said)
 
 
 def test_every_condition_is_tried() -> None:
-    assert {each[0] for each in (*REFUSED, *OPTIONS)} == set(AllocationCondition)
+    assert {each[0] for each in REFUSED} == set(AllocationCondition)
 
 
 def test_every_reason_is_listed() -> None:
@@ -241,6 +220,7 @@ def test_every_reason_is_listed() -> None:
     [
         ({"backends": [Odd(order=(1, 0, 0, 2)), NHD]}, "stride_order"),
         ({"backends": [AttentionLayout("block token dim state", None), NHD]}, "shape"),
+        ({"backends": [Odd(axes=("page", "token", "dim")), NHD]}, "axes"),
     ],
     ids=str,
 )
