@@ -15,31 +15,8 @@ import msgspec
 from kvxfer import runtime
 from kvxfer.backends.host import HostPool, Integrity, MemoryIntegrity, PoolShape
 from kvxfer.backends.host.memory import SharedMemory
-from kvxfer.backends.pool.messages import (
-    HEADER,
-    MAX_RECEIVE_BYTES,
-    PROTOCOL_VERSION,
-    Answer,
-    Bye,
-    Delete,
-    Done,
-    Failed,
-    Found,
-    Hello,
-    Lookup,
-    Message,
-    Pin,
-    Pinned,
-    Publish,
-    Refusal,
-    Reserve,
-    Reserved,
-    Unpin,
-    Welcome,
-    body_bytes,
-    encode,
-    peer_of,
-)
+from kvxfer.backends.pool import messages as wire
+from kvxfer.backends.pool.messages import PROTOCOL_VERSION, peer_of
 from kvxfer.checks import require_number
 from kvxfer.configuration import Configuration
 from kvxfer.copy_engine.devices import DeviceCopyEngine
@@ -55,10 +32,11 @@ from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Reports
 
-AnswerT = TypeVar("AnswerT", bound=Answer)
+AnswerT = TypeVar("AnswerT", bound=wire.Answer)
 
-_WELCOME: msgspec.msgpack.Decoder[Welcome | Refusal] = msgspec.msgpack.Decoder(Welcome | Refusal)
-_ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_WELCOME: msgspec.msgpack.Decoder[wire.Welcome | wire.Refusal]
+_WELCOME = msgspec.msgpack.Decoder(wire.Welcome | wire.Refusal)
+_ANSWER: msgspec.msgpack.Decoder[wire.Answer] = msgspec.msgpack.Decoder(wire.Answer)
 
 NUM_THREADS = 2
 """Threads for batches: one stores while another loads; the copy engine adds its own."""
@@ -126,7 +104,7 @@ class Attachment:
                 raise
             raise BackendUnavailableError(f"no host pool at {path}: {exc}") from exc
 
-    def ask(self, request: Message, kind: type[AnswerT]) -> AnswerT:
+    def ask(self, request: wire.Message, kind: type[AnswerT]) -> AnswerT:
         """Send a request and wait for its answer.
 
         Raises:
@@ -138,13 +116,13 @@ class Attachment:
                 answer = _ANSWER.decode(self._receive())
             except (OSError, ValueError) as exc:
                 raise self._lose(exc) from exc
-        if isinstance(answer, Failed):
+        if isinstance(answer, wire.Failed):
             raise BackendUnavailableError(f"the host pool at {self._path}: {answer.reason}")
         if not isinstance(answer, kind):
             raise self._lose(ValueError(f"it answered with {type(answer).__name__}"))
         return answer
 
-    def tell(self, notice: Message) -> None:
+    def tell(self, notice: wire.Message) -> None:
         """Send a message that has no answer; a holder that is gone is noted in `error`."""
         with self._lock:
             try:
@@ -157,13 +135,13 @@ class Attachment:
         with self._lock, contextlib.suppress(OSError):
             if not self._is_cut:  # also to a holder that was silent, and may go on
                 self._socket.settimeout(0)
-                self._socket.sendall(encode(Bye()))
+                self._socket.sendall(wire.encode(wire.Bye()))
         self._socket.close()
         self.pool.close()
 
     def _open_pool(
         self,
-        welcome: Welcome,
+        welcome: wire.Welcome,
         fd: int,
         namespace: Namespace,
         open_copy_engine: Callable[[], CopyEngine],
@@ -185,17 +163,17 @@ class Attachment:
             undo.pop_all()
             return pool
 
-    def _greet(self, namespace: Namespace) -> tuple[Welcome, int]:
+    def _greet(self, namespace: Namespace) -> tuple[wire.Welcome, int]:
         self._deadline_s = runtime.monotonic() + self._timeout_s
         self._socket.settimeout(self._timeout_s)
         self._socket.connect(self._path)
         _, user = peer_of(self._socket)
         if user not in (os.geteuid(), 0):
             raise ValueError(f"its user is {user}, that of this process is {os.geteuid()}")
-        self._send(Hello(version=PROTOCOL_VERSION, namespace=namespace))
+        self._send(wire.Hello(version=PROTOCOL_VERSION, namespace=namespace))
         # With the first byte comes the descriptor. `socket.recv_fds` would let a child inherit it.
         room, flags = socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
-        begun, given, *_ = self._socket.recvmsg(HEADER.size, room, flags)
+        begun, given, *_ = self._socket.recvmsg(wire.HEADER.size, room, flags)
         found = [fd for *_, data in given for fd in memoryview(data).cast("i")]
         try:
             return self._hear_welcome(begun, has_memory=bool(found)), found[0]
@@ -204,28 +182,28 @@ class Attachment:
                 os.close(fd)
             raise
 
-    def _hear_welcome(self, begun: bytes, *, has_memory: bool) -> Welcome:
-        header = begun + self._receive_exactly(HEADER.size - len(begun))
-        welcome = _WELCOME.decode(self._receive_exactly(body_bytes(header)))
-        if isinstance(welcome, Welcome) and not has_memory:  # the kernel drops it
+    def _hear_welcome(self, begun: bytes, *, has_memory: bool) -> wire.Welcome:
+        header = begun + self._receive_exactly(wire.HEADER.size - len(begun))
+        welcome = _WELCOME.decode(self._receive_exactly(wire.body_bytes(header)))
+        if isinstance(welcome, wire.Welcome) and not has_memory:  # the kernel drops it
             raise ConnectionError("its memory did not come: no descriptor is left")
-        if isinstance(welcome, Welcome):
+        if isinstance(welcome, wire.Welcome):
             return welcome
         if welcome.field:
             raise NamespaceMismatchError(welcome.field, welcome.theirs, welcome.ours)
         raise ValueError(welcome.ours)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: wire.Message) -> None:
         if self.error:
             raise OSError(self.error)
         self._deadline_s = runtime.monotonic() + self._timeout_s
         self._socket.settimeout(self._timeout_s)
         self._is_cut = True
-        self._socket.sendall(encode(message))
+        self._socket.sendall(wire.encode(message))
         self._is_cut = False
 
     def _receive(self) -> bytearray:
-        return self._receive_exactly(body_bytes(self._receive_exactly(HEADER.size)))
+        return self._receive_exactly(wire.body_bytes(self._receive_exactly(wire.HEADER.size)))
 
     def _receive_exactly(self, count: int) -> bytearray:
         received = bytearray()
@@ -234,7 +212,7 @@ class Attachment:
             if left_s <= 0:
                 raise TimeoutError("timed out")
             self._socket.settimeout(left_s)
-            data = self._socket.recv(min(count - len(received), MAX_RECEIVE_BYTES))
+            data = self._socket.recv(min(count - len(received), wire.MAX_RECEIVE_BYTES))
             if not data:
                 raise ConnectionError("it ended the connection")
             received += data
@@ -393,7 +371,8 @@ class PoolBackend(Backend):
     def _lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         try:
             with self._attached() as attachment:
-                return attachment.ask(Lookup(keys=list(keys), within_s=self._within_s), Found).there
+                lookup = wire.Lookup(keys=list(keys), within_s=self._within_s)
+                return attachment.ask(lookup, wire.Found).there
         except BackendUnavailableError as exc:
             logger.debug("lookup of %d keys failed: %s", len(keys), exc)
             return [False] * len(keys)
@@ -401,7 +380,7 @@ class PoolBackend(Backend):
     def _delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         try:
             with self._attached() as attachment:
-                return attachment.ask(Delete(keys=list(keys)), Done).done
+                return attachment.ask(wire.Delete(keys=list(keys)), wire.Done).done
         except BackendUnavailableError as exc:
             logger.debug("deletion of %d keys failed: %s", len(keys), exc)
             return [False] * len(keys)
@@ -410,7 +389,8 @@ class PoolBackend(Backend):
         outcomes = [MISSING] * len(keys)
         try:
             with self._attached() as attachment:
-                pinned = attachment.ask(Pin(keys=list(keys), within_s=self._within_s), Pinned)
+                pin = wire.Pin(keys=list(keys), within_s=self._within_s)
+                pinned = attachment.ask(pin, wire.Pinned)
                 found = [keys[row] for row in pinned.rows]
                 corrupt: dict[BlockKey, tuple[int, str]] = {}
                 if not found:
@@ -422,7 +402,7 @@ class PoolBackend(Backend):
                         if outcome.status is Status.CORRUPT:
                             corrupt[keys[row]] = slot, outcome.reason
                 finally:
-                    attachment.tell(Unpin(keys=found, corrupt=corrupt))
+                    attachment.tell(wire.Unpin(keys=found, corrupt=corrupt))
         except BackendUnavailableError as exc:
             outcomes = [Outcome(Status.FAILED, reason=str(exc))] * len(keys)
         return outcomes
@@ -432,13 +412,13 @@ class PoolBackend(Backend):
         outcomes: list[Outcome | None] = [DONE] * len(keys)
         try:
             with self._attached() as attachment:
-                reserve = Reserve(
+                reserve = wire.Reserve(
                     number=next(self._numbers),
                     keys=list(keys),
                     starts=blocks.payload_starts.tolist(),
                     sizes=blocks.block_sizes.tolist(),
                 )
-                reserved = attachment.ask(reserve, Reserved)
+                reserved = attachment.ask(reserve, wire.Reserved)
                 checksums: list[int] = []
                 published: list[bool] = []
                 if reserved.rows:
@@ -447,8 +427,8 @@ class PoolBackend(Backend):
                         written = blocks.take(reserved.rows)
                         checksums = attachment.pool.write(reserved.slots, chosen, written)
                     finally:
-                        publish = Publish(number=reserve.number, checksums=checksums)
-                        published = attachment.ask(publish, Done).done
+                        publish = wire.Publish(number=reserve.number, checksums=checksums)
+                        published = attachment.ask(publish, wire.Done).done
         except BackendUnavailableError as exc:
             return [Outcome(Status.FAILED, reason=str(exc))] * len(keys)
         for row, done in zip(reserved.rows, published, strict=True):

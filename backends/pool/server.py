@@ -19,31 +19,8 @@ from kvxfer import runtime
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.host.available_memory import require_memory
 from kvxfer.backends.host.held_tiers import HeldTiers, drain_sessions, gauges_of
-from kvxfer.backends.pool.messages import (
-    MAX_RECEIVE_BYTES,
-    PROTOCOL_VERSION,
-    Answer,
-    Bye,
-    Done,
-    Failed,
-    Found,
-    Hello,
-    Lookup,
-    Message,
-    Pin,
-    Pinned,
-    Publish,
-    Question,
-    Refusal,
-    Request,
-    Reserve,
-    Reserved,
-    Unpin,
-    Welcome,
-    encode,
-    peer_of,
-    receive,
-)
+from kvxfer.backends.pool import messages as wire
+from kvxfer.backends.pool.messages import PROTOCOL_VERSION, peer_of
 from kvxfer.endpoint import remove_abandoned
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -80,8 +57,8 @@ MAX_CHARACTERS = 2000
 
 logger = logging.getLogger(__name__)
 
-_REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_HELLO: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
+_REQUEST: msgspec.msgpack.Decoder[wire.Request] = msgspec.msgpack.Decoder(wire.Request)
+_HELLO: msgspec.msgpack.Decoder[wire.Hello] = msgspec.msgpack.Decoder(wire.Hello)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +109,7 @@ class PoolSession:
         """Refuse what begins anew."""
         self._draining = True
 
-    async def serve(self, welcome: Message, memory: int) -> None:
+    async def serve(self, welcome: wire.Message, memory: int) -> None:
         """Answer until the engine ends the connection, and release what it had.
 
         The descriptor of the pool's memory goes with the first answer.
@@ -141,12 +118,12 @@ class PoolSession:
         if self._process >= 0:  # a child that it forked would keep its end open
             loop.add_reader(self._process, self._end_connection)
         try:
-            socket.send_fds(self._connection, [encode(welcome)], [memory])
+            socket.send_fds(self._connection, [wire.encode(welcome)], [memory])
             while not said_bye:
-                request = _REQUEST.decode(await receive(self._connection))
-                if isinstance(request, Bye):
+                request = _REQUEST.decode(await wire.receive(self._connection))
+                if isinstance(request, wire.Bye):
                     said_bye = True
-                elif isinstance(request, Unpin):
+                elif isinstance(request, wire.Unpin):
                     self._unpin(request)
                 else:
                     await self._send(await self._answer(request))
@@ -177,31 +154,32 @@ class PoolSession:
         """End our side of the connection, and wait for the engine's end of it."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
-            while await asyncio.get_running_loop().sock_recv(self._connection, MAX_RECEIVE_BYTES):
+            loop = asyncio.get_running_loop()
+            while await loop.sock_recv(self._connection, wire.MAX_RECEIVE_BYTES):
                 pass
 
-    async def _send(self, answer: Answer) -> None:
+    async def _send(self, answer: wire.Answer) -> None:
         with contextlib.suppress(OSError):  # what it sent before it went is still read
-            await asyncio.get_running_loop().sock_sendall(self._connection, encode(answer))
+            await asyncio.get_running_loop().sock_sendall(self._connection, wire.encode(answer))
 
-    async def _answer(self, request: Question) -> Answer:
+    async def _answer(self, request: wire.Question) -> wire.Answer:
         try:
-            if isinstance(request, Publish):
+            if isinstance(request, wire.Publish):
                 return await self._publish(request)
             if self._draining:
-                return Failed(reason="it is about to end")
-            if isinstance(request, Lookup):
-                return Found(there=await self._find(request.keys, request.within_s))
-            if isinstance(request, Pin):
+                return wire.Failed(reason="it is about to end")
+            if isinstance(request, wire.Lookup):
+                return wire.Found(there=await self._find(request.keys, request.within_s))
+            if isinstance(request, wire.Pin):
                 return await self._pin(request)
-            if isinstance(request, Reserve):
+            if isinstance(request, wire.Reserve):
                 return await self._reserve(request)
-            return Done(done=await await_call(self._backend.delete(request.keys)))
+            return wire.Done(done=await await_call(self._backend.delete(request.keys)))
         except KVXferError as exc:
-            return Failed(reason=str(exc))
+            return wire.Failed(reason=str(exc))
         except Exception as exc:
             logger.exception("%s of %s failed", type(request).__name__, self)
-            return Failed(reason=repr(exc))
+            return wire.Failed(reason=repr(exc))
 
     async def _find(self, keys: list[BlockKey], within_s: float) -> list[bool]:
         """Look up blocks; those that an engine is storing are misses, as in any tier."""
@@ -218,7 +196,7 @@ class PoolSession:
             there = {key for key, is_there in zip(asked, found, strict=True) if is_there}
         return [key in there for key in keys]
 
-    async def _pin(self, request: Pin) -> Pinned:
+    async def _pin(self, request: wire.Pin) -> wire.Pinned:
         rows, slots = self._host.pin(request.keys)
         if len(rows) < len(request.keys) and isinstance(self._backend, TieredBackend):
             self._host.unpin([request.keys[row] for row in rows])
@@ -228,9 +206,9 @@ class PoolSession:
             rows, slots = self._host.pin(request.keys)
         self._pins.update(request.keys[row] for row in rows)
         self._num_batches += bool(rows)
-        return Pinned(rows=rows, slots=slots)
+        return wire.Pinned(rows=rows, slots=slots)
 
-    def _unpin(self, request: Unpin) -> None:
+    def _unpin(self, request: wire.Unpin) -> None:
         ours = [key for key in request.keys if self._pins[key]]
         for key, (slot, reason) in request.corrupt.items():
             if key in ours:
@@ -241,7 +219,7 @@ class PoolSession:
         self._num_batches -= bool(ours)
         self._pins = +self._pins
 
-    async def _reserve(self, request: Reserve) -> Reserved:
+    async def _reserve(self, request: wire.Reserve) -> wire.Reserved:
         if request.number in self._rooms:
             raise InvalidArgumentError("number", request.number, "that of no other reservation")
         require_parts_in_blocks(
@@ -268,9 +246,9 @@ class PoolSession:
                     slots = self._slots_of(room.blocks)
                     parts = _chosen(request, given)
                     self._rooms[request.number] = _Room(room, stack.pop_all(), parts)
-        return Reserved(rows=given, slots=slots, busy=busy, refused=refused)
+        return wire.Reserved(rows=given, slots=slots, busy=busy, refused=refused)
 
-    async def _publish(self, request: Publish) -> Done:
+    async def _publish(self, request: wire.Publish) -> wire.Done:
         room = self._rooms.pop(request.number, None)
         if room is None:
             raise InvalidArgumentError("number", request.number, "that of a reservation")
@@ -281,7 +259,7 @@ class PoolSession:
         await room.stack.aclose()
         if is_written and isinstance(self._backend, TieredBackend):
             self._backend.write_back(room.parts)
-        return Done(done=[is_written] * num_blocks)
+        return wire.Done(done=[is_written] * num_blocks)
 
     async def _release(self, *, at_once: bool) -> None:
         with contextlib.suppress(BlockStateError):
@@ -317,7 +295,7 @@ class PoolSession:
             loop.remove_reader(self._process)
 
 
-def _chosen(request: Reserve, rows: Sequence[int]) -> BlockParts:
+def _chosen(request: wire.Reserve, rows: Sequence[int]) -> BlockParts:
     return BlockParts(
         [request.keys[row] for row in rows],
         [request.starts[row] for row in rows],
@@ -408,7 +386,7 @@ class PoolServer:
         with connection:
             try:
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                    hello = _HELLO.decode(await receive(connection))
+                    hello = _HELLO.decode(await wire.receive(connection))
                 _require_same_user(connection)
                 await self._admit(hello)
             except (OSError, EOFError, ValueError, KVXferError) as exc:
@@ -423,7 +401,7 @@ class PoolServer:
                 del self._sessions[session]
                 logger.info("%s ended", session)
 
-    async def _admit(self, hello: Hello) -> None:
+    async def _admit(self, hello: wire.Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise NamespaceMismatchError("protocol_version", PROTOCOL_VERSION, hello.version)
         if not self.is_ready:
@@ -431,15 +409,15 @@ class PoolServer:
         await self._tiers.settle(hello.namespace)
 
     async def _refuse(self, connection: socket.socket, exc: Exception) -> None:
-        refusal = Refusal(field="", ours=str(exc) or "no first message in time")
+        refusal = wire.Refusal(field="", ours=str(exc) or "no first message in time")
         if isinstance(exc, NamespaceMismatchError):
             ours, theirs = str(exc.ours), str(exc.theirs)
-            refusal = Refusal(field=exc.field, ours=ours, theirs=theirs)
+            refusal = wire.Refusal(field=exc.field, ours=ours, theirs=theirs)
         if isinstance(exc, EOFError):
             return  # somebody looked whether anyone is there
         logger.warning("refused an engine: %s", printable(exc, MAX_CHARACTERS))
         with contextlib.suppress(OSError):
-            await asyncio.get_running_loop().sock_sendall(connection, encode(refusal))
+            await asyncio.get_running_loop().sock_sendall(connection, wire.encode(refusal))
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return gauges_of(list(self._sessions))
@@ -451,11 +429,11 @@ def _require_same_user(connection: socket.socket) -> None:
         raise NamespaceMismatchError("user", os.geteuid(), user)
 
 
-def _welcome(host: HostBackend) -> tuple[Message, int]:
+def _welcome(host: HostBackend) -> tuple[wire.Message, int]:
     """Make the first answer, and the descriptor that goes with it."""
     assert host.shared_memory is not None
     shape = host.pool.shape
-    welcome = Welcome(
+    welcome = wire.Welcome(
         num_slots=shape.num_slots,
         part_size_bytes=shape.part_size_bytes,
         integrity=host.pool.integrity.of_media.value,
