@@ -394,6 +394,8 @@ class PoolServer:
                 return
             session = PoolSession(connection, self._tiers)
             self._sessions[session] = None
+            if not self.is_ready:  # it began to end while the namespace was settled
+                session.drain()
             try:
                 logger.info("%s attached", session)
                 await session.serve(*_welcome(self._tiers.host))

@@ -9,18 +9,21 @@ import signal
 import socket
 import stat
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.host.memory import SharedMemory
-from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, backend, server
+from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, PoolServer, backend, server
 from kvxfer.backends.pool.messages import Message, Pin, Pinned, Reserve, Reserved
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
+from kvxfer.units import ByteSize
 from tests.backends.host_blocks import flip
 from tests.backends.pool_servers import OwnPoolBackend, running_pool
 from tests.backends.processes import start
@@ -134,6 +137,20 @@ def test_what_is_no_request_ends_its_own_session_only(path: Path) -> None:
                     while stranger.recv(4096):
                         pass
         assert all(each.done for each in asyncio.run(peers.store(good)))
+
+
+async def test_an_engine_that_comes_as_its_holder_begins_to_end_stores_nothing(path: Path) -> None:
+    config = HostConfig(capacity=ByteSize(1 << 20), shared=True)
+
+    async def drain(_: Backend) -> None:
+        await pool.drain(1.0)
+
+    pool = PoolServer(path, config.capacity, partial(HostBackend, config), prepare=drain)
+    async with contextlib.aclosing(pool):
+        await pool.start()
+        async with await asyncio.to_thread(attach, path) as engine:
+            assert engine.is_attached
+            assert not any(each.done for each in await peers.store(engine))
 
 
 def test_no_child_inherits_the_memory(path: Path) -> None:
