@@ -47,7 +47,7 @@ BUDGETS = {
     "backends/mooncake": 720,
     "backends/nixl": 8_430,
     "backends/object": 1_774,
-    "backends/pool": 1_193,
+    "backends/pool": 1_167,
     "benchmarks": 4_689,
     "examples": 2_580,
     "kvxfer/cli": 1_843,

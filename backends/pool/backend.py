@@ -17,7 +17,6 @@ from kvxfer.backends.host import HostPool, Integrity, MemoryIntegrity, PoolShape
 from kvxfer.backends.host.memory import SharedMemory
 from kvxfer.backends.pool import messages as wire
 from kvxfer.backends.pool.messages import PROTOCOL_VERSION, peer_of
-from kvxfer.checks import require_number
 from kvxfer.configuration import Configuration
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
@@ -113,7 +112,8 @@ class Attachment:
         with self._lock:
             try:
                 self._send(request)
-                answer = _ANSWER.decode(self._receive())
+                size = wire.body_bytes(self._receive_exactly(wire.HEADER.size))
+                answer = _ANSWER.decode(self._receive_exactly(size))
             except (OSError, ValueError) as exc:
                 raise self._lose(exc) from exc
         if isinstance(answer, wire.Failed):
@@ -147,14 +147,14 @@ class Attachment:
         open_copy_engine: Callable[[], CopyEngine],
     ) -> HostPool:
         """Map the pool that the holder tells of; the descriptor is closed where that fails."""
-        with contextlib.ExitStack() as undo, contextlib.ExitStack() as closing:
-            closing.callback(os.close, fd)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, fd)
             shape = PoolShape(welcome.num_slots, 1, welcome.part_size_bytes)
             given = Integrity(welcome.integrity)
             given.require_keyless()
             integrity = MemoryIntegrity(given.value)
             num_bytes = shape.num_bytes
-            closing.pop_all()  # from here on the memory closes it
+            undo.pop_all()  # from here on the memory closes it
             memory = SharedMemory(fd, num_bytes)
             undo.callback(memory.close)
             pool = HostPool(
@@ -202,9 +202,6 @@ class Attachment:
         self._socket.sendall(wire.encode(message))
         self._is_cut = False
 
-    def _receive(self) -> bytearray:
-        return self._receive_exactly(wire.body_bytes(self._receive_exactly(wire.HEADER.size)))
-
     def _receive_exactly(self, count: int) -> bytearray:
         received = bytearray()
         while len(received) < count:
@@ -248,10 +245,8 @@ class PoolConfig(Configuration, frozen=True, kw_only=True, forbid_unknown_fields
         path = self.path
         if not path.startswith("/"):
             raise InvalidArgumentError("path", path, "a socket, as in pool:///run/kvxfer/pool.sock")
-        timeout_s = require_number("timeout_s", self.timeout_s, "seconds, more than 0")
-        if not timeout_s:
-            raise InvalidArgumentError("timeout_s", timeout_s, "seconds, more than 0")
-        msgspec.structs.force_setattr(self, "timeout_s", timeout_s)
+        if self.timeout_s <= 0:
+            raise InvalidArgumentError("timeout_s", self.timeout_s, "seconds, more than 0")
         self._parse_methods()
 
     def open_copy_engine(self) -> CopyEngine:

@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 
 from kvxfer import runtime
-from kvxfer.backends.host import HostBackend
 from kvxfer.backends.host.available_memory import require_memory
 from kvxfer.backends.host.held_tiers import HeldTiers, drain_sessions, gauges_of
 from kvxfer.backends.pool import messages as wire
@@ -29,9 +28,8 @@ from kvxfer.errors import (
     KVXferError,
     NamespaceMismatchError,
 )
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.listener import Listener
-from kvxfer.runtime import await_call
+from kvxfer.runtime import await_call, is_caller_cancelled
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -109,16 +107,23 @@ class PoolSession:
         """Refuse what begins anew."""
         self._draining = True
 
-    async def serve(self, welcome: wire.Message, memory: int) -> None:
+    async def serve(self) -> None:
         """Answer until the engine ends the connection, and release what it had.
 
         The descriptor of the pool's memory goes with the first answer.
         """
+        pool, memory = self._host.pool, self._host.shared_memory
+        assert memory is not None
+        welcome = wire.Welcome(
+            num_slots=pool.shape.num_slots,
+            part_size_bytes=pool.shape.part_size_bytes,
+            integrity=pool.integrity.of_media.value,
+        )
         said_bye, loop = False, asyncio.get_running_loop()
         if self._process >= 0:  # a child that it forked would keep its end open
             loop.add_reader(self._process, self._end_connection)
         try:
-            socket.send_fds(self._connection, [wire.encode(welcome)], [memory])
+            socket.send_fds(self._connection, [wire.encode(welcome)], [memory.fd])
             while not said_bye:
                 request = _REQUEST.decode(await wire.receive(self._connection))
                 if isinstance(request, wire.Bye):
@@ -129,20 +134,14 @@ class PoolSession:
                     await self._send(await self._answer(request))
         except (OSError, EOFError):
             pass
-        except asyncio.CancelledError:
-            said_bye = True  # this process ends, and stores nothing any more
-            raise
         except ValueError as exc:
             logger.warning("%s sent what is no request: %s", self, exc)
-            try:
-                await self._hear_end()  # until then its threads may read what it has pinned
-            except asyncio.CancelledError:
-                said_bye = True
-                raise
+            await self._hear_end()  # until then its threads may read what it has pinned
         finally:
             if self._process >= 0:
                 loop.remove_reader(self._process)
-            await self._release(at_once=said_bye)
+            # A process that ends stores nothing any more.
+            await self._release(at_once=said_bye or is_caller_cancelled())
 
     def _end_connection(self) -> None:
         """End a connection whose engine has ended, whoever inherited its end."""
@@ -243,7 +242,9 @@ class PoolSession:
                     elif not outcome.done:
                         refused[row] = outcome.reason
                 if room.blocks is not None:
-                    slots = self._slots_of(room.blocks)
+                    pool = host.pool
+                    offsets = room.blocks.addresses.astype(np.int64) - pool.region.address
+                    slots = (offsets // pool.shape.slot_size_bytes).tolist()
                     parts = _chosen(request, given)
                     self._rooms[request.number] = _Room(room, stack.pop_all(), parts)
         return wire.Reserved(rows=given, slots=slots, busy=busy, refused=refused)
@@ -274,12 +275,6 @@ class PoolSession:
             self._rooms.clear()
             if self._process >= 0:
                 os.close(self._process)
-
-    def _slots_of(self, blocks: Descriptors) -> list[int]:
-        pool = self._host.pool
-        offsets = blocks.addresses.astype(np.int64) - pool.region.address
-        slots: list[int] = (offsets // pool.shape.slot_size_bytes).tolist()
-        return slots
 
     async def _wait_for_end(self) -> None:
         """Wait until the engine's process has ended."""
@@ -387,8 +382,7 @@ class PoolServer:
             try:
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                     hello = _HELLO.decode(await wire.receive(connection))
-                _require_same_user(connection)
-                await self._admit(hello)
+                await self._admit(connection, hello)
             except (OSError, EOFError, ValueError, KVXferError) as exc:
                 await self._refuse(connection, exc)
                 return
@@ -398,12 +392,15 @@ class PoolServer:
                 session.drain()
             try:
                 logger.info("%s attached", session)
-                await session.serve(*_welcome(self._tiers.host))
+                await session.serve()
             finally:
                 del self._sessions[session]
                 logger.info("%s ended", session)
 
-    async def _admit(self, hello: wire.Hello) -> None:
+    async def _admit(self, connection: socket.socket, hello: wire.Hello) -> None:
+        _, user = peer_of(connection)
+        if user not in (os.geteuid(), 0):
+            raise NamespaceMismatchError("user", os.geteuid(), user)
         if hello.version != PROTOCOL_VERSION:
             raise NamespaceMismatchError("protocol_version", PROTOCOL_VERSION, hello.version)
         if not self.is_ready:
@@ -423,24 +420,6 @@ class PoolServer:
 
     def _gauges(self) -> Mapping[Gauge, float]:
         return gauges_of(list(self._sessions))
-
-
-def _require_same_user(connection: socket.socket) -> None:
-    _, user = peer_of(connection)
-    if user not in (os.geteuid(), 0):
-        raise NamespaceMismatchError("user", os.geteuid(), user)
-
-
-def _welcome(host: HostBackend) -> tuple[wire.Message, int]:
-    """Make the first answer, and the descriptor that goes with it."""
-    assert host.shared_memory is not None
-    shape = host.pool.shape
-    welcome = wire.Welcome(
-        num_slots=shape.num_slots,
-        part_size_bytes=shape.part_size_bytes,
-        integrity=host.pool.integrity.of_media.value,
-    )
-    return welcome, host.shared_memory.fd
 
 
 def _make_socket(path: Path) -> socket.socket:

@@ -462,7 +462,7 @@ TABLE = """
 +            return
 --- backends/pool/server.py
 @@ pool 60 pins of a pool engine that has ended stay
--            await self._release(at_once=said_bye)
+-            await self._release(at_once=said_bye or is_caller_cancelled())
 +            pass
 --- backends/nixl/connection.py
 @@ peers 100 a holder is not told of a request that was given up
