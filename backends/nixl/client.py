@@ -55,7 +55,7 @@ PIECES_AT_A_PEER = 3
 
 ASKED_AT_A_PEER = 32
 """Most lookups and deletions at a peer at one time, half of what it answers: others wait for their
-turn. See `session.MAX_REQUESTS`."""
+turn. See `server.MAX_REQUESTS`."""
 
 SMALL_FRAGMENT_BYTES = 4 << 10
 """Bytes below which fragments cost more each than for their bytes."""

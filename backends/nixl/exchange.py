@@ -11,8 +11,7 @@ from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.reads import Quarantine, generations_memory
-from kvxfer.backends.nixl.server import Server
-from kvxfer.backends.nixl.session import BlockStore
+from kvxfer.backends.nixl.server import BlockStore, Server
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.checks import require_positive

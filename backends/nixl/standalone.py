@@ -13,8 +13,7 @@ from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.discovery import Announcement
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.server import Server
-from kvxfer.backends.nixl.session import BlockStore
+from kvxfer.backends.nixl.server import BlockStore, Server
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError

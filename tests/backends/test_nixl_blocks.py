@@ -14,7 +14,7 @@ import torch
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, client
 from kvxfer.backends.nixl.places import MAX_FRAGMENTS, Places
-from kvxfer.backends.nixl.session import ClientSession
+from kvxfer.backends.nixl.server import ClientSession
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import InvalidArgumentError

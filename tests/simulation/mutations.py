@@ -279,7 +279,7 @@ TABLE = """
 +            if attachment is None:
 @@ pool 5 a call keeps the memory of a pool in use after its end
 -                self._users[attachment] -= 1
---- backends/nixl/session.py
+--- backends/nixl/server.py
 @@ peers 20 a peer that is silent is served for ever
 -            self._require_signs_of_life()
 +            self._lease = asyncio.get_running_loop().call_later(1e9, print)
