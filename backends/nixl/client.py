@@ -11,9 +11,9 @@ from kvxfer import runtime
 from kvxfer.backends.nixl.connection import AskedTicket, Connection, OwnEndpointError
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerStatistics
-from kvxfer.backends.nixl.places import Proofs, read_proofs
 from kvxfer.backends.nixl.reads import MAX_GENERATIONS, Quarantine
 from kvxfer.backends.nixl.wire import messages as wire
+from kvxfer.backends.nixl.wire.regions import Proofs
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -509,7 +509,7 @@ class Client:
             if given:
                 theirs = connection.memory.regions.resolve(pinned.extents)
                 connection.require_number(theirs.num_blocks, len(given))
-                proofs = read_proofs(connection.memory.regions, pinned, len(given))
+                proofs = connection.memory.regions.read_proofs(pinned, len(given))
                 intact = await self._read_proven(connection, theirs, blocks.take(given), proofs)
                 for row, index in enumerate(given):
                     if row not in intact:

@@ -3,25 +3,29 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import chain, count, groupby
 from typing import Self, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer import runtime
 from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.places import Places
 from kvxfer.backends.nixl.reads import RemoteMemory
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl.wire.frames import STREAM_BUFFER_BYTES, FrameChannel, describe_error
 from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client
+from kvxfer.backends.nixl.wire.regions import Proofs, Regions
+from kvxfer.checks import require_integers
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
+    InvalidArgumentError,
     KVXferError,
     PeerClosedError,
     PeerError,
@@ -29,8 +33,13 @@ from kvxfer.errors import (
     ProtocolError,
     TransferFailedError,
 )
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.runtime import end_tasks, fetch_error
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.lending import Fences
+
+MAX_PLACES = 1 << 16
+"""Most places of a peer to remember; the oldest are forgotten."""
 
 AnswerT = TypeVar("AnswerT", bound=wire.Message)
 MakeRequest = Callable[..., wire.NumberedRequest]
@@ -41,6 +50,123 @@ logger = logging.getLogger(__name__)
 _READY = msgspec.msgpack.Decoder(wire.Ready)
 _PONG = msgspec.msgpack.Decoder(wire.Pong)
 _ANSWER: msgspec.msgpack.Decoder[wire.Answer] = msgspec.msgpack.Decoder(wire.Answer)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _FoundPlaces:
+    """Places of the blocks that one answer told.
+
+    Attributes:
+        blocks: Their bytes in the peer's memory.
+        starts: Byte of its chunk at which each block begins.
+        proofs: What proves that they were read as they are now.
+    """
+
+    blocks: Descriptors
+    starts: NDArray[np.int64]
+    proofs: Proofs
+
+    def take(self, rows: list[int]) -> "_FoundPlaces":
+        """Take the places of some blocks; without a copy if they are consecutive, as most are."""
+        run = slice(rows[0], rows[0] + len(rows))
+        is_run = rows == list(range(run.start, run.stop))
+        at = run if is_run else rows
+        blocks = self.blocks.select(run.start, run.stop) if is_run else self.blocks.take(rows)
+        proofs = self.proofs
+        if isinstance(proofs, Fences):
+            chosen: Proofs = Fences(proofs.addresses[at], proofs.generations[at])
+        else:
+            chosen = [proofs[row] for row in rows]
+        return _FoundPlaces(blocks, self.starts[at], chosen)
+
+    @classmethod
+    def concatenate(cls, parts: "Sequence[_FoundPlaces]") -> "_FoundPlaces | None":
+        """Concatenate what several answers told; None if their proofs are of different kinds."""
+        if len(parts) == 1:
+            return parts[0]
+        fences = [part.proofs for part in parts if isinstance(part.proofs, Fences)]
+        checksums = [part.proofs for part in parts if not isinstance(part.proofs, Fences)]
+        if fences and checksums:
+            return None
+        proofs: Proofs = list(chain.from_iterable(checksums))
+        if fences:
+            addresses, generations = zip(
+                *((f.addresses, f.generations) for f in fences), strict=True
+            )
+            proofs = Fences(np.concatenate(addresses), np.concatenate(generations))
+        blocks = Descriptors.concatenate([part.blocks for part in parts])
+        return cls(blocks, np.concatenate([part.starts for part in parts]), proofs)
+
+
+class Places:
+    """Places that a peer has told, so that a load can read there without another request.
+
+    A found block is not pinned, so the bytes read at its place must have its checksum, or its
+    generation must still be the same. Each place is used once: a loaded block is rarely loaded
+    again soon.
+    """
+
+    def __init__(self, remote: Regions) -> None:
+        self._remote = remote
+        self._rows: dict[BlockKey, tuple[_FoundPlaces, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._rows
+
+    def note(self, keys: Sequence[BlockKey], found: wire.Found) -> None:
+        """Remember the places that were found of `keys`, instead of earlier ones.
+
+        The oldest places are forgotten beyond `MAX_PLACES`.
+
+        Raises:
+            InvalidArgumentError: A place is not in the peer's memory, or not every block that is
+                there has one.
+        """
+        self.forget(keys)
+        if found.extents is None:
+            return
+        blocks = self._remote.resolve(found.extents)
+        if len(blocks) > wire.MAX_FRAGMENTS:
+            raise InvalidArgumentError("fragments", len(blocks), f"at most {wire.MAX_FRAGMENTS}")
+        there = [key for key, is_there in zip(keys, found.there, strict=True) if is_there]
+        counts = (blocks.num_blocks, len(found.starts))
+        if counts != (len(there),) * 2:
+            wanted = f"one for each of {len(there)} blocks"
+            raise InvalidArgumentError("blocks and starts", counts, wanted)
+        starts = require_integers("starts", found.starts)
+        places = _FoundPlaces(blocks, starts, self._remote.read_proofs(found, len(there)))
+        self._rows.update((key, (places, row)) for row, key in enumerate(there))
+        while len(self._rows) > MAX_PLACES:
+            del self._rows[next(iter(self._rows))]
+
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        """Forget the places of some blocks; unknown ones are ignored."""
+        for key in keys:
+            self._rows.pop(key, None)
+
+    def take(
+        self, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> tuple[Descriptors, Proofs] | None:
+        """Take the places and proofs of blocks, and forget them.
+
+        None unless all places are known, and the blocks are wanted as they were stored.
+        """
+        taken = [place for key in keys if (place := self._rows.pop(key, None))]
+        if len(taken) < len(keys):
+            return None
+        if all(found is taken[0][0] for found, _ in taken):  # in one answer: the usual case
+            runs = [taken]
+        else:
+            runs = [list(run) for _, run in groupby(taken, key=lambda place: id(place[0]))]
+        places = _FoundPlaces.concatenate([run[0][0].take([row for _, row in run]) for run in runs])
+        if places is None or not np.array_equal(places.starts, blocks.payload_starts):
+            return None
+        if not np.array_equal(places.blocks.block_sizes, blocks.block_sizes):
+            return None
+        return places.blocks, places.proofs
 
 
 @dataclass(slots=True)

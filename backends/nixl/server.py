@@ -17,7 +17,6 @@ from kvxfer import runtime
 from kvxfer.backends.host.held_tiers import drain_sessions, gauges_of
 from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.places import MAX_FRAGMENTS, locate_fences
 from kvxfer.backends.nixl.reads import RemoteMemory
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.data import DataConnection
@@ -285,7 +284,7 @@ class ClientSession:
     def _find_places(self, request: wire.Lookup | wire.Hold) -> wire.Found | None:
         """Find the places of blocks; None where they have none, or too many for an answer."""
         sight = self._lender.peek(request.keys, fenced=request.fenced)
-        if sight is None or sight.blocks is None or len(sight.blocks) > MAX_FRAGMENTS:
+        if sight is None or sight.blocks is None or len(sight.blocks) > wire.MAX_FRAGMENTS:
             return None
         return wire.Found(
             request_id=request.request_id,
@@ -293,7 +292,7 @@ class ClientSession:
             starts=sight.blocks.payload_starts.tolist(),
             checksums=sight.checksums,
             extents=self._node.memory.locate(sight.blocks),
-            fences=locate_fences(self._node.memory, sight.fences),
+            fences=self._node.memory.locate_fences(sight.fences),
         )
 
     async def _pin(self, request: wire.Pin) -> wire.Pinned:
@@ -309,7 +308,7 @@ class ClientSession:
             endings=_endings(loan.outcomes),
             checksums=loan.checksums,
             extents=extents,
-            fences=None if loan.blocks is None else locate_fences(self._node.memory, loan.fences),
+            fences=None if loan.blocks is None else self._node.memory.locate_fences(loan.fences),
         )
 
     async def _pull(self, request: wire.Pull) -> wire.Pulled:

@@ -13,7 +13,7 @@ import torch
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, client
-from kvxfer.backends.nixl.places import MAX_FRAGMENTS, Places
+from kvxfer.backends.nixl.connection import Places
 from kvxfer.backends.nixl.server import ClientSession
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.regions import Regions
@@ -227,7 +227,7 @@ def test_a_part_of_what_was_stored_has_no_checksum_and_so_no_place(size: int, st
         (found(0, starts=[]), r"\(1, 0\)"),
         (found(0, checksums=[1, 2]), "checksums is 2"),
         (found(0, there=[False]), "0 blocks"),
-        (found(*[0] * (MAX_FRAGMENTS + 1)), "fragments is 65537"),
+        (found(*[0] * (wire.MAX_FRAGMENTS + 1)), "fragments is 65537"),
         (found(0, fences=fencing(8, num_bytes=16)), "bytes of generations is 16"),
         (found(0, fences=fencing(8, num_bytes=7)), "bytes of generations is 7"),
         (found(0, fences=fencing(8, 16, num_bytes=8)), "extents of generations"),

@@ -40,6 +40,9 @@ MAX_DESCRIPTION_BYTES = 1 << 20
 MAX_TICKETS = 4096
 """Most tickets that are released by one request."""
 
+MAX_FRAGMENTS = 1 << 16
+"""Most fragments whose places are told before blocks are pinned: a frame has room for more."""
+
 Ticket: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TICKET_CHARACTERS)]
 
 

@@ -2,20 +2,24 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.wire.messages import Extents, Region
+from kvxfer.backends.nixl.wire.messages import Extents, Fencing, Found, Pinned, Region
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+from kvxfer.storage.lending import GENERATION_BYTES, Fences
 
 Words = NDArray[np.uint64]
 Number = TypeVar("Number", np.uint32, np.uint64, np.int64)
+
+Proofs: TypeAlias = list[int] | Fences
+"""What proves that the bytes of blocks arrived: XXH3-64 of each of them, or their generations."""
 
 MAX_REGIONS = 1 << 16
 """Most regions of a process: a peer that lists more is refused before they are sorted."""
@@ -175,6 +179,36 @@ class Regions:
             payload_starts=np.zeros(len(block_offsets) - 1, np.int64),
             device=self.devices[devices[0]],
         )
+
+    def locate_fences(self, fences: Fences | None) -> Fencing | None:
+        """Tell a peer generations of blocks, and where they are in our registered memory."""
+        if fences is None:
+            return None
+        words = Descriptors.of_pieces(fences.addresses, [GENERATION_BYTES] * len(fences.addresses))
+        generations = fences.generations.astype(_UINT64, copy=False).tobytes()
+        return Fencing(extents=self.locate(words), generations=generations)
+
+    def read_proofs(self, answer: Found | Pinned, num_blocks: int) -> Proofs:
+        """Read the proofs of a peer's answer about blocks.
+
+        Raises:
+            InvalidArgumentError: There is not one for each block, or a generation is not in the
+                peer's memory.
+        """
+        if answer.fences is None:
+            if len(answer.checksums) != num_blocks:
+                wanted = f"one for each of {num_blocks} blocks"
+                raise InvalidArgumentError("checksums", len(answer.checksums), wanted)
+            return answer.checksums
+        words = self.resolve(answer.fences.extents)
+        data = answer.fences.generations
+        if len(data) != num_blocks * GENERATION_BYTES:
+            wanted = f"{GENERATION_BYTES} for each of {num_blocks} blocks"
+            raise InvalidArgumentError("bytes of generations", len(data), wanted)
+        if len(words) != num_blocks or not (words.lengths == GENERATION_BYTES).all():
+            wanted = f"{num_blocks} of {GENERATION_BYTES} bytes"
+            raise InvalidArgumentError("extents of generations", words, wanted)
+        return Fences(words.addresses, np.frombuffer(data, _UINT64))
 
     def _inside(self, addresses: Words, lengths: Words) -> NDArray[np.bool_]:
         stops = self._stops[self.starts.searchsorted(addresses, side="right")]
