@@ -146,13 +146,18 @@ class ClientSession:
         """Whether the peer has no memory for blocks."""
         return not self._greeting.reach.regions
 
-    async def serve(self) -> None:
+    async def serve(self, earlier: "ClientSession | None") -> None:
         """Answer until the connection ends; return when no block is pinned or read any more.
+
+        Args:
+            earlier: Session of the same peer, which is ended first.
 
         Raises:
             KVXferError: The peer's memory cannot be reached.
         """
         try:
+            if earlier is not None:
+                await earlier.aclose()
             self._theirs = await self._node.link(self._greeting)
             needs_data = self._theirs.carrier == "socket" and not self._only_asks
             await self._channel.send(wire.Ready(needs_data=needs_data))
@@ -300,15 +305,17 @@ class ClientSession:
             wanted = BlockParts(request.keys, request.starts, request.sizes)
             lend = self._lender.lend(wanted, fenced=request.fenced)
             loan = await stack.enter_async_context(lend)
-            extents = _NOTHING if loan.blocks is None else self._node.memory.locate(loan.blocks)
+            extents, fences = _NOTHING, None
             if loan.blocks is not None:
+                extents = self._node.memory.locate(loan.blocks)
+                fences = self._node.memory.locate_fences(loan.fences)
                 self._pins[request.request_id] = stack.pop_all()
         return wire.Pinned(
             request_id=request.request_id,
             endings=_endings(loan.outcomes),
             checksums=loan.checksums,
             extents=extents,
-            fences=None if loan.blocks is None else self._node.memory.locate_fences(loan.fences),
+            fences=fences,
         )
 
     async def _pull(self, request: wire.Pull) -> wire.Pulled:
@@ -613,9 +620,7 @@ class Server:
         if self._draining:  # the handshake began before
             session.drain()
         try:
-            if earlier is not None:
-                await earlier.aclose()
-            await session.serve()
+            await session.serve(earlier)
         except KVXferError as exc:
             reason = f"{channel.peer}: {exc}"
             self._refusals.note(logging.WARNING, "cannot serve a peer: %s", peer, reason)

@@ -15,6 +15,7 @@ from kvxfer.backends.nixl import Exchange, NixlConfig, Transport
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.backends.nixl.agents.socket import MAX_LINES
 from kvxfer.backends.nixl.client import Client
+from kvxfer.backends.nixl.server import ClientSession
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.frames import FrameCodec
 from kvxfer.backends.nixl.wire.regions import MAX_REGIONS, AgentMetadata
@@ -370,11 +371,24 @@ async def test_a_data_connection_is_closed_by_an_end_that_comes_as_it_is_lent(
         holding(tmp_path, transport="socket") as holder,
         asking(tmp_path, holder, transport="socket") as backend,
     ):
-        await backend.lookup(make_keys(1))
-        [client] = backend._exchange.clients.values()
-        connection = client._connection
-        assert connection is not None
+        await backend.start()
+        connection = await backend._exchange.peer(endpoint_of(holder)).open()
         await connection.let_read()  # the task that serves the last one has not begun
         lent = [*connection._lending.values()]
         await connection.aclose()
         assert [each._closed for each in lent] == [True] * MAX_LINES
+
+
+async def test_a_peer_that_comes_again_as_the_holder_ends_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with holding(tmp_path, transport="socket") as holder, proven(holder, wire.Reach()):
+
+        async def end_holder(_: ClientSession) -> None:
+            assert holder.server is not None
+            holder.server.close()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(ClientSession, "aclose", end_holder)
+        async with proven(holder, wire.Reach()) as again:
+            assert again is None
