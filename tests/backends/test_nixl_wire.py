@@ -339,9 +339,9 @@ async def test_a_client_offers_nothing_to_a_server_that_cannot_prove_itself() ->
     async with connected() as ends:
         greeting = greet_as_client(ends.client, hello(b"client"), secret=SECRET, reach=offer)
         client = asyncio.create_task(greeting)
-        await ends.server.receive_payload()
+        await ends.server.receive(HANDSHAKE)
         await ends.server.send(hello(b"server", nonce=bytes(32)))
-        await ends.server.receive_payload()
+        await ends.server.receive(HANDSHAKE)
         await ends.server.send(wire.Reach(metadata=b"server's"))
         with pytest.raises(ProtocolError, match="not legal"):
             await client
@@ -372,7 +372,7 @@ async def test_versions_that_do_not_meet_are_refused_whatever_else_is_said(
         greeting = greet(channels[1 - stranger], hello(b"us"), secret=SECRET, reach=Offer(b""))
         us = asyncio.create_task(greeting)
         if stranger == 1:
-            await channels[stranger].receive_payload()
+            await channels[stranger].receive(HANDSHAKE)
         await channels[stranger].send(said)  # type: ignore[arg-type]
         differs = f"version differs: ours is '{ours}', theirs is '{theirs}'"
         with pytest.raises(HandshakeError, match=differs):

@@ -55,6 +55,10 @@ STREAM_BUFFER_BYTES = 1 << 20
 FRAME_TIMEOUT_S = 10.0
 """Time for the rest of a frame that has begun: who stalls in the middle of one is cut."""
 
+FRAMES_PER_S = 20_000
+BYTES_PER_S = 256 << 20
+"""Most frames and bytes of a peer in a second; as many may arrive at once."""
+
 CLOSE_TIMEOUT_S = 1.0
 """Time for the end of a connection, in which TLS says goodbye; then it is cut."""
 
@@ -141,7 +145,9 @@ class FrameCodec:
         self._num_received += 1
         return payload
 
-    def decode(self, payload: memoryview, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
+    def decode(
+        self, payload: memoryview | msgspec.Raw, legal: msgspec.msgpack.Decoder[MessageT]
+    ) -> MessageT:
         """Decode the message of a payload by the decoder of those that are legal now.
 
         Raises:
@@ -259,15 +265,10 @@ class FrameChannel:
                     await self._writer.drain()
 
     def send_soon(self, message: Message) -> None:
-        """Send a message without waiting, even when the other side does not read.
+        """Send a message without waiting, even when the other side does not read; errors as `send`.
 
         Only for messages whose number is bounded: because `drain` follows, or because each follows
         an answer of the other side.
-
-        Raises:
-            InvalidArgumentError: The message is larger than a frame may be; nothing was sent.
-            PeerClosedError: The connection is gone.
-            ClosedError: The channel was closed.
         """
         self.require_open()
         frame = self._codec.encode(message)
@@ -287,14 +288,8 @@ class FrameChannel:
         with self._reading_a_frame:
             return self._codec.decode(await self._next_payload(), legal)
 
-    async def receive_payload(self) -> memoryview:
-        """Wait for the next message and leave it encoded; otherwise as `receive`."""
-        self.require_open()
-        with self._reading_a_frame:
-            return await self._next_payload()
-
-    def decode(self, payload: memoryview, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
-        """Decode a message from `receive_payload`.
+    def decode(self, payload: msgspec.Raw, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
+        """Decode a message that was received as it is.
 
         Raises:
             ProtocolError: The message is not legal.
@@ -409,26 +404,16 @@ class _CutOnError:
 
 
 class _Pace:
-    """Two token buckets, of one second each: a peer that sends faster has to wait.
+    """Two token buckets, of one second each: a peer that sends faster has to wait."""
 
-    Args:
-        frames_per_second: Frames on average; as many may arrive at once.
-        bytes_per_second: Bytes, likewise.
-    """
-
-    def __init__(
-        self, *, frames_per_second: float = 20_000, bytes_per_second: float = 256 << 20
-    ) -> None:
-        self._frames_per_second = frames_per_second
-        self._bytes_per_second = bytes_per_second
+    def __init__(self) -> None:
         self._frames_until = self._bytes_until = runtime.monotonic()
 
     def count(self, num_bytes: int) -> None:
         """Charge one frame."""
         now = runtime.monotonic()
-        self._frames_until = max(self._frames_until, now) + 1 / self._frames_per_second
-        spent_s = num_bytes / self._bytes_per_second
-        self._bytes_until = max(self._bytes_until, now) + spent_s
+        self._frames_until = max(self._frames_until, now) + 1 / FRAMES_PER_S
+        self._bytes_until = max(self._bytes_until, now) + num_bytes / BYTES_PER_S
 
     def ahead_s(self) -> float:
         """Compute the seconds to wait until the charges are at most one second ahead."""

@@ -141,6 +141,7 @@ class _AnyHello(msgspec.Struct, tag="Hello"):
 # With annotations: mypy does not take a union for a type.
 _VERSION: msgspec.msgpack.Decoder[_AnyHello | Refusal]
 _VERSION = msgspec.msgpack.Decoder(_AnyHello | Refusal)
+_RAW = msgspec.msgpack.Decoder(msgspec.Raw)
 _HELLO = msgspec.msgpack.Decoder(Hello)
 _PROOF: msgspec.msgpack.Decoder[Proof | Refusal] = msgspec.msgpack.Decoder(Proof | Refusal)
 _REACH: msgspec.msgpack.Decoder[Reach | Refusal] = msgspec.msgpack.Decoder(Reach | Refusal)
@@ -277,7 +278,7 @@ class _Greeting:
 
     async def receive_hello(self) -> Hello:
         """Wait for the other side's greeting; refuse another version before reading the rest."""
-        payload = await self._channel.receive_payload()
+        payload = await self._channel.receive(_RAW)
         any_hello = self._accept(self._channel.decode(payload, _VERSION))
         newest, oldest = any_hello.version, any_hello.oldest_version
         oldest = newest if oldest is None else oldest
