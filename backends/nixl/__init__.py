@@ -8,8 +8,7 @@ from kvxfer.backends.nixl.config import (
     IntegrityGrade,
     NixlConfig,
     Transport,
-    client_context,
-    server_context,
+    tls_contexts,
 )
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.discovery import Announcement, Discovery
@@ -38,11 +37,10 @@ __all__ = [
     "StaticPeers",
     "Transport",
     "choose_carrier",
-    "client_context",
     "has_active_port",
     "identify_host",
     "probe_peer",
     "rank",
-    "server_context",
+    "tls_contexts",
     "why_not_straight",
 ]

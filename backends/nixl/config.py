@@ -306,14 +306,14 @@ class TLSContexts:
     that of its certificate, the contexts of before are used, with a warning.
 
     Raises:
-        InvalidArgumentError: As `client_context`.
+        InvalidArgumentError: As `tls_contexts`.
     """
 
     def __init__(self, config: NixlConfig) -> None:
         self._config = config
         self._renews = config.uses_tls
         self._state = self._look()
-        self._contexts = client_context(config), server_context(config)
+        self._contexts = tls_contexts(config)
         self._refused: object = None  # state of the files of which the log says that they are bad
         self._threads = DaemonThreads("kvxfer-tls-files", 1)
         self._reading: Future[None] | None = None
@@ -348,7 +348,7 @@ class TLSContexts:
             return
         config = self._config
         try:
-            self._contexts = client_context(config), server_context(config)
+            self._contexts = tls_contexts(config)
         except InvalidArgumentError as exc:
             if state != self._refused:
                 logger.warning("the files of TLS were replaced, and cannot be used: %s", exc)
@@ -370,28 +370,19 @@ class TLSContexts:
         return found
 
 
-def client_context(config: NixlConfig) -> ssl.SSLContext | None:
-    """Make the TLS context for connections to peers; None without TLS.
+def tls_contexts(config: NixlConfig) -> tuple[ssl.SSLContext, ssl.SSLContext] | tuple[None, None]:
+    """Make the TLS contexts for connections to peers, and of peers; None without TLS.
 
     The certificate of a peer must name the host that is connected to.
 
     Raises:
         InvalidArgumentError: A file cannot be read, or is not a PEM file of its kind.
     """
-    return _context(config, ssl.PROTOCOL_TLS_CLIENT) if config.uses_tls else None
-
-
-def server_context(config: NixlConfig) -> ssl.SSLContext | None:
-    """Make the TLS context for connections of peers; None without TLS.
-
-    Raises: as `client_context`.
-    """
-    return _context(config, ssl.PROTOCOL_TLS_SERVER) if config.uses_tls else None
-
-
-def _context(config: NixlConfig, protocol: int) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    load_certificates(context, "tls", config.tls_ca, config.tls_cert, config.tls_key)
-    return context
+    if not config.uses_tls:
+        return None, None
+    both = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for context in both:
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        load_certificates(context, "tls", config.tls_ca, config.tls_cert, config.tls_key)
+    return both

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer import KVXferError, make_block_key
-from kvxfer.backends.nixl import Endpoint, NixlBackend, client_context, server_context
+from kvxfer.backends.nixl import Endpoint, NixlBackend, tls_contexts
 from kvxfer.backends.nixl.wire import frames
 from kvxfer.backends.nixl.wire import messages as wire
 from kvxfer.backends.nixl.wire.handshake import (
@@ -59,7 +59,6 @@ DECODERS: list[msgspec.msgpack.Decoder[Any]] = [
     msgspec.msgpack.Decoder(wire.Found),
     msgspec.msgpack.Decoder(wire.Lookup),
 ]
-Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Offer:
@@ -72,6 +71,13 @@ class Offer:
     async def __call__(self, theirs: wire.Hello) -> wire.Reach:
         self.asked.append(theirs)
         return self.reach
+
+
+class Stream(NamedTuple):
+    """Stream under a channel, through which tests say what no channel does."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
 
 
 @contextlib.asynccontextmanager
@@ -91,21 +97,11 @@ class Listener:
     def __init__(self) -> None:
         self.port = 0
         self.writers: list[asyncio.StreamWriter] = []
-        self._accepted: asyncio.Queue[Streams] = asyncio.Queue()
+        self.accepted: asyncio.Queue[Stream] = asyncio.Queue()
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writers.append(writer)
-        self._accepted.put_nowait((reader, writer))
-
-    async def accepted(self) -> Streams:
-        return await self._accepted.get()
-
-
-class Stream(NamedTuple):
-    """Stream under a channel, through which tests say what no channel does."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+        self.accepted.put_nowait(Stream(reader, writer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +122,7 @@ async def connected(
     tasks_before = asyncio.all_tasks()
     async with listening(tls=tls[1]) as listener:
         asking = Stream(*await asyncio.open_connection(HOST, listener.port, ssl=tls[0]))
-        serving = Stream(*await listener.accepted())
+        serving = await listener.accepted.get()
         client, server = (
             frames.FrameChannel(*each, frame_timeout_s=frame_timeout_s)
             for each in (asking, serving)
@@ -433,7 +429,7 @@ async def test_a_mirror_is_not_a_peer(secret: bytes | None) -> None:
     offer = Offer(b"client's")
     async with listening() as listener:
         client = frames.FrameChannel(*await asyncio.open_connection(HOST, listener.port))
-        reader, writer = await listener.accepted()
+        reader, writer = await listener.accepted.get()
 
         async def mirror() -> None:
             while data := await reader.read(1 << 16):
@@ -462,7 +458,7 @@ async def test_a_recorded_conversation_proves_nothing(monkeypatch: pytest.Monkey
     offer = Offer(b"server's")
     async with listening() as listener:
         _, writer = await asyncio.open_connection(HOST, listener.port)
-        server = frames.FrameChannel(*await listener.accepted())
+        server = frames.FrameChannel(*await listener.accepted.get())
         writer.write(b"".join(recorded))
         with pytest.raises(HandshakeError) as caught:
             await greet_as_server(server, hello(b"server"), secret=SECRET, reach=offer)
@@ -524,12 +520,11 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 async def test_a_client_does_not_talk_to_a_server_of_another_authority(
     authority: Authority, stranger: Authority
 ) -> None:
-    theirs = server_context(stranger.config(**authority.files("tls_ca")))
+    ours, _ = tls_contexts(authority.config())
+    _, theirs = tls_contexts(stranger.config(**authority.files("tls_ca")))
     async with listening(tls=theirs) as listener:
         with pytest.raises(ssl.SSLCertVerificationError):
-            await asyncio.open_connection(
-                HOST, listener.port, ssl=client_context(authority.config())
-            )
+            await asyncio.open_connection(HOST, listener.port, ssl=ours)
 
 
 @pytest.mark.parametrize("client", ["another authority", "no certificate", "no TLS", "older TLS"])
@@ -537,9 +532,10 @@ async def test_a_client_does_not_talk_to_a_server_of_another_authority(
 async def test_a_server_does_not_talk_to_a_client_that_it_cannot_trust(
     client: str, authority: Authority, stranger: Authority
 ) -> None:
-    tls = None if client == "no TLS" else client_context(authority.config())
+    ours, theirs = tls_contexts(authority.config())
+    tls = None if client == "no TLS" else ours
     if client == "another authority":
-        tls = client_context(stranger.config(**authority.files("tls_ca")))
+        tls, _ = tls_contexts(stranger.config(**authority.files("tls_ca")))
     elif client == "no certificate":
         tls = ssl.create_default_context(cafile=authority.config().tls_ca)
     elif tls is not None:
@@ -549,7 +545,7 @@ async def test_a_server_does_not_talk_to_a_client_that_it_cannot_trust(
         channel = frames.FrameChannel(*await asyncio.open_connection(HOST, port, ssl=tls))
         await greet_as_client(channel, hello(b"client"), secret=None, reach=Offer(b""))
 
-    async with listening(tls=server_context(authority.config())) as listener:
+    async with listening(tls=theirs) as listener:
         with pytest.raises(OSError if client == "older TLS" else PeerError):
             await greet(listener.port)
         assert not listener.writers
@@ -559,7 +555,7 @@ def test_a_key_of_another_certificate_or_with_a_passphrase_is_refused_and_nobody
     authority: Authority, stranger: Authority, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidArgumentError, match="KEY_VALUES_MISMATCH"):
-        server_context(authority.config(**stranger.files("tls_key")))
+        tls_contexts(authority.config(**stranger.files("tls_key")))
     config = authority.config()
     key = serialization.load_pem_private_key(Path(config.tls_key).read_bytes(), None)
     encryption = serialization.BestAvailableEncryption(b"passphrase")
@@ -567,7 +563,7 @@ def test_a_key_of_another_certificate_or_with_a_passphrase_is_refused_and_nobody
     locked = tmp_path / "locked.pem"
     locked.write_bytes(key.private_bytes(*formats, encryption))
     with pytest.raises(InvalidArgumentError, match="its private key, not encrypted"):
-        client_context(authority.config(tls_key=str(locked)))  # or it waits for it
+        tls_contexts(authority.config(tls_key=str(locked)))  # or it waits for it
 
 
 async def test_encryption_alone_is_not_authentication(authority: Authority) -> None:
@@ -575,7 +571,7 @@ async def test_encryption_alone_is_not_authentication(authority: Authority) -> N
     blind = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     config = authority.config()
     blind.load_cert_chain(config.tls_cert, config.tls_key)
-    async with connected(tls=(client_context(config), blind)) as ends:
+    async with connected(tls=(tls_contexts(config)[0], blind)) as ends:
         assert ends.client.has_verified_certificate
         assert not ends.server.has_verified_certificate
     async with connected() as ends:
@@ -591,10 +587,9 @@ def test_a_file_that_is_not_what_it_must_be_is_named(
     if content is not None:
         path.write_bytes(content)
     config = authority.config(**{name: str(path)})
-    for make_context in (client_context, server_context):
-        with pytest.raises(InvalidArgumentError, match=name) as caught:
-            make_context(config)
-        assert str(path) in str(caught.value)
+    with pytest.raises(InvalidArgumentError, match=name) as caught:
+        tls_contexts(config)
+    assert str(path) in str(caught.value)
 
 
 def replace(files: dict[str, Any], authority: Authority) -> None:

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvxfer import runtime
-from kvxfer.backends.nixl import client_context, server_context
+from kvxfer.backends.nixl import tls_contexts
 from kvxfer.backends.nixl.wire.data import MAX_VIEWS, DataConnection
 from kvxfer.backends.nixl.wire.frames import FrameCodec, FrameKeys
 from kvxfer.backends.nixl.wire.handshake import Role, Session
@@ -88,8 +88,7 @@ def ends(request: pytest.FixtureRequest, authority: Authority) -> Iterator[Ends]
         asking: socket.socket = socket.create_connection(listener.getsockname())
         serving = accepted.result()
         if request.param == "TLS":
-            client = client_context(authority.config())
-            server = server_context(authority.config())
+            client, server = tls_contexts(authority.config())
             assert client is not None
             assert server is not None
             wrapped = executor.submit(server.wrap_socket, serving, server_side=True)
