@@ -1,6 +1,6 @@
 """NIXL backend: blocks at peers, in other processes and on other machines."""
 
-from kvxfer.backends.nixl.agents.carrier import choose_carrier, has_active_port, identify_host
+from kvxfer.backends.nixl.agents.nixl_module import choose_carrier, has_active_port, identify_host
 from kvxfer.backends.nixl.backend import NixlBackend
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import (

@@ -9,7 +9,7 @@ import msgspec
 
 from kvxfer import runtime
 from kvxfer.backends.nixl.agents import SocketAgent, TransferAgent
-from kvxfer.backends.nixl.agents.carrier import has_active_port, identify_host
+from kvxfer.backends.nixl.agents.nixl_module import has_active_port, identify_host
 from kvxfer.backends.nixl.config import NixlConfig, TLSContexts
 from kvxfer.backends.nixl.reads import BlockHasher, RemoteMemory
 from kvxfer.backends.nixl.wire.handshake import Greeting

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvxfer import runtime
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
-from kvxfer.backends.nixl.agents.carrier import Carrier
+from kvxfer.backends.nixl.agents.nixl_module import Carrier
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.connection import Connection, open_channel
 from kvxfer.backends.nixl.local_node import LocalNode

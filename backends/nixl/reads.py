@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from kvxfer.backends.nixl.agents import Flight, Fragments, TransferAgent
-from kvxfer.backends.nixl.agents.carrier import Carrier
+from kvxfer.backends.nixl.agents.nixl_module import Carrier
 from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import ClosedError

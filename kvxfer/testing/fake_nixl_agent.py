@@ -21,7 +21,7 @@ from kvxfer.backends.nixl.agents import (
     Fragments,
     TransferAgent,
 )
-from kvxfer.backends.nixl.agents.carrier import Carrier
+from kvxfer.backends.nixl.agents.nixl_module import Carrier
 from kvxfer.backends.nixl.wire.messages import Hello
 from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions
 from kvxfer.copy_engine.devices import DeviceCopyEngine

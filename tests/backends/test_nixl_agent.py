@@ -276,7 +276,7 @@ def test_the_kernel_carries_to_processes_that_it_lets_us_reach(ours: Hello, tmp_
 def test_the_kernel_does_not_carry_to_processes_of_other_users(ours: Hello) -> None:
     code = f"""
 import ctypes, os
-from kvxfer.backends.nixl.agents.carrier import _may_reach
+from kvxfer.backends.nixl.agents.nixl_module import _may_reach
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 print(_may_reach({os.getpid()}), _may_reach(os.getpid()))
 """

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.agents.carrier import Carrier, choose_carrier
+from kvxfer.backends.nixl.agents.nixl_module import Carrier, choose_carrier
 from kvxfer.backends.nixl.wire.messages import Hello
 from kvxfer.backends.nixl.wire.regions import Regions, Words
 from kvxfer.errors import InvalidArgumentError

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from kvxfer import runtime
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
-from kvxfer.backends.nixl.agents.carrier import choose_ucx_settings
-from kvxfer.backends.nixl.agents.nixl_module import import_nixl, nixl_errors
+from kvxfer.backends.nixl.agents.nixl_module import choose_ucx_settings, import_nixl, nixl_errors
 from kvxfer.backends.nixl.wire.regions import AgentMetadata, Regions, Words
 from kvxfer.errors import (
     BackendUnavailableError,

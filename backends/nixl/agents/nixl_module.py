@@ -1,12 +1,16 @@
-"""Import of NIXL at its first use, without its changes to logging and standard output."""
+"""NIXL on this machine: its import at the first use, and what carries the bytes of peers by it."""
 
+import ctypes
+import errno
 import importlib
 import logging
 import logging.config
 import os
 import threading
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from kvxfer.backends.nixl.wire.messages import Hello
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.text import printable
 
@@ -22,6 +26,17 @@ UCX's EFA module crashes processes at their exit: it brings a second copy of lib
 UCX's log goes to standard output otherwise. With a number of a signal, SIGHUP by default, UCX takes
 that from the process and logs every message from the first one on.
 """
+
+Carrier = Literal["cma", "rdma", "socket"]
+"""`cma`: NIXL lets the kernel copy between the two processes (cross-memory attach). `rdma`: NIXL
+lets a network card do it. `socket`: NIXL has neither."""
+
+PORTS = Path("/sys/class/infiniband")
+"""Source: https://www.kernel.org/doc/Documentation/ABI/stable/sysfs-class-infiniband"""
+
+UCX_SETTING = "PROTO_EMULATION_ENABLE=n"
+"""Setting that keeps UCX from moving bytes through messages where it cannot reach a peer's memory:
+over TCP, which is slower than a socket and has crashed processes."""
 
 _importing = threading.Lock()
 
@@ -61,3 +76,71 @@ def nixl_errors(nixl: Any) -> tuple[type[Exception], ...]:
     """List the exceptions that NIXL's calls raise; they have no base class of their own."""
     named = (error for name, error in vars(nixl).items() if name.endswith("Error"))
     return (RuntimeError, *named)
+
+
+class _IOVector(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def identify_host() -> tuple[str, int, str]:
+    """Identify this process: `boot_id`, `pid` and `pid_namespace` of a `Hello`."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        pid_namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return "", os.getpid(), ""
+    return boot_id, os.getpid(), pid_namespace
+
+
+def choose_carrier(ours: Hello, theirs: Hello, ports: Path = PORTS) -> Carrier:
+    """Choose the carrier of what this side reads from the other one.
+
+    Both sides must have opened their `NixlAgent`, which allows others to reach its memory. Whether
+    the other side has an active port, too, shows only when it is added to the agent: with `rdma`,
+    expect a `PeerLostError`, and use the socket then. `ports` is as for `has_active_port`.
+    """
+    try:
+        import_nixl(otherwise="let peers use sockets")
+    except BackendUnavailableError:
+        return "socket"
+    if _is_same_host(ours, theirs) and _may_reach(theirs.pid):
+        return "cma"
+    return "rdma" if has_active_port(ports) else "socket"
+
+
+def _is_same_host(ours: Hello, theirs: Hello) -> bool:
+    known = bool(ours.boot_id and ours.pid_namespace)
+    return known and (ours.boot_id, ours.pid_namespace) == (theirs.boot_id, theirs.pid_namespace)
+
+
+def _may_reach(pid: int) -> bool:
+    """Probe the kernel's permission by a read at address 0: with it, the error is EFAULT.
+
+    Source: process_vm_readv(2), EPERM, ESRCH and EFAULT.
+    """
+    read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if not read:
+        return False
+    byte = ctypes.create_string_buffer(1)
+    local, remote = _IOVector(ctypes.addressof(byte), 1), _IOVector(None, 1)
+    read.restype = ctypes.c_ssize_t
+    found = read(
+        ctypes.c_int(pid), ctypes.byref(local), ctypes.c_ulong(1),
+        ctypes.byref(remote), ctypes.c_ulong(1), ctypes.c_ulong(0),
+    )  # fmt: skip
+    return found >= 0 or ctypes.get_errno() == errno.EFAULT
+
+
+def has_active_port(ports: Path = PORTS) -> bool:
+    """Whether a connected network card is among the ports that can do RDMA."""
+    try:
+        return any(state.read_text().startswith("4:") for state in ports.glob("*/ports/*/state"))
+    except OSError:
+        return False
+
+
+def choose_ucx_settings() -> str:
+    """Keep UCX off the network where no card can do RDMA: it listens there, and trusts anyone."""
+    if "UCX_NET_DEVICES" in os.environ or has_active_port():
+        return UCX_SETTING
+    return f"{UCX_SETTING},NET_DEVICES=lo"
