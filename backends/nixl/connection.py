@@ -110,9 +110,6 @@ class Places:
         self._remote = remote
         self._rows: dict[BlockKey, tuple[_FoundPlaces, int]] = {}
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._rows
 
@@ -198,6 +195,8 @@ class Connection:
         channel: FrameChannel,
         greeting: Greeting,
         memory: RemoteMemory,
+        *,
+        needs_data: bool,
     ) -> None:
         self.endpoint = endpoint
         self.memory = memory
@@ -216,19 +215,23 @@ class Connection:
         self._telling: asyncio.TimerHandle | None = None
         self._error: KVXferError | None = None
         self._opening = asyncio.Lock()
-        self._needs_data = False
+        self._needs_data = needs_data
+        self._heard = runtime.monotonic()
         self._letting = asyncio.Lock()
         self._lending: dict[asyncio.Task[None], DataConnection] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = [
+            asyncio.create_task(self._receive_answers()),
+            asyncio.create_task(self._send_heartbeats()),
+        ]
         if memory.carrier == "socket":
             node.sockets.use(memory.peer, partial(self._open_data, reads=True))
 
     @classmethod
     async def open(cls, node: LocalNode, endpoint: Endpoint) -> Self:
-        """Connect to a holder and shake hands.
+        """Connect to a holder, shake hands, and wait until it is ready.
 
         Raises:
-            PeerError: It cannot be reached, or the handshake fails.
+            PeerError: It cannot be reached, or does not serve us.
             NamespaceMismatchError: It holds blocks of another namespace.
             BackendUnavailableError: `transport=nixl`, and NIXL cannot be used.
         """
@@ -248,28 +251,13 @@ class Connection:
             unless_connected.push_async_callback(channel.aclose)
             memory = await node.link(greeting)
             unless_connected.push_async_callback(memory.aclose)
-            connection = cls(node, endpoint, channel, greeting, memory)
-            await connection.begin()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    ready = await channel.receive(_READY)
+            except TimeoutError as exc:
+                raise PeerTimeoutError(str(endpoint), "linking", timeout_s) from exc
             unless_connected.pop_all()
-        return connection
-
-    async def begin(self) -> None:
-        """Wait until the holder is ready, and begin to receive answers.
-
-        Raises:
-            PeerError: The holder does not serve us.
-        """
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                ready = await self._channel.receive(_READY)
-        except TimeoutError as exc:
-            raise PeerTimeoutError(str(self.endpoint), "linking", self._timeout_s) from exc
-        self._needs_data = ready.needs_data
-        self._heard = runtime.monotonic()
-        self._tasks = [
-            asyncio.create_task(self._receive_answers()),
-            asyncio.create_task(self._send_heartbeats()),
-        ]
+        return cls(node, endpoint, channel, greeting, memory, needs_data=ready.needs_data)
 
     @property
     def is_open(self) -> bool:

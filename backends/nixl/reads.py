@@ -14,7 +14,7 @@ from kvxfer.backends.nixl.agents.nixl_module import Carrier
 from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import ClosedError
-from kvxfer.kvcache.descriptors import Descriptors, view_memory
+from kvxfer.kvcache.descriptors import Descriptors, overlap, view_memory
 from kvxfer.kvcache.fragment_pairs import pair_fragments
 from kvxfer.runtime import DaemonThreads, fetch_error, wait_despite_cancel
 from kvxfer.storage.calls import Drain
@@ -115,19 +115,9 @@ class Quarantine:
 
     def reads(self, blocks: Descriptors | None = None) -> "set[asyncio.Future[None]]":
         """List the late reads: those that may change a byte of some blocks, or all of them."""
-        if blocks is None or not self._held:
+        if blocks is None:
             return set(self._held)
-        order = np.argsort(blocks.addresses)
-        starts = blocks.addresses[order]
-        stops = np.maximum.accumulate(starts + blocks.lengths[order])
-
-        def touch(held: Descriptors) -> bool:
-            first = stops.searchsorted(held.addresses, "right")  # that ends behind each start
-            inside = first < len(starts)
-            ends = (held.addresses + held.lengths)[inside]
-            return bool(np.any(starts[first[inside]] < ends))
-
-        return {read for read, held in self._held.items() if touch(held)}
+        return {read for read, held in self._held.items() if overlap(held, blocks)}
 
     async def drain(self, blocks: Descriptors | None = None) -> None:
         """Wait until the late reads of some blocks, or all that there are now, have ended."""

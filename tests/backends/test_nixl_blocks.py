@@ -241,7 +241,7 @@ def test_an_answer_that_cannot_be_is_refused_and_changes_nothing(
     places = Places(REGIONS)
     with pytest.raises(InvalidArgumentError, match=shown):
         places.note(KEYS[:1], answer)
-    assert len(places) == 0
+    assert KEYS[0] not in places
 
 
 def gpu_region() -> MemoryRegion:
