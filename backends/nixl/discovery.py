@@ -268,9 +268,11 @@ class Roster:
             logger.info("%d holders are announced: %s%s", len(endpoints), shown, more)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Credentials:
     """What this process shows to etcd, read anew for each connection: files are replaced.
+
+    Hidden in `repr`, and so in logs.
 
     Attributes:
         user: Name and password, None without.
@@ -281,10 +283,6 @@ class Credentials:
     user: tuple[str, str] | None
     ca: bytes | None
     pair: tuple[bytes, bytes] | None
-
-    def __repr__(self) -> str:
-        """Tell nothing of them."""
-        return "Credentials(...)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -865,10 +863,9 @@ class _EtcdTask(ABC):
             except CompactedError as exc:
                 logger.debug("%s: %s", endpoint, exc)
                 continue
-            except EtcdError as exc:
-                self._fail(endpoint, str(exc))
             except Exception as exc:  # noqa: BLE001 - gRPC's may be any; the next session may do
-                self._fail(endpoint, printable(repr(exc), _MAX_CHARACTERS))
+                reason = str(exc) if isinstance(exc, EtcdError) else repr(exc)
+                self._fail(endpoint, printable(reason, _MAX_CHARACTERS))
             await asyncio.sleep(self._pause.next_s())
 
     def _fail(self, endpoint: Endpoint, reason: str) -> None:
@@ -927,21 +924,14 @@ class _Announcer(_EtcdTask):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
                 for endpoint in self._config.endpoints:
-                    if await self._revoke(endpoint, lease):
+                    with contextlib.suppress(EtcdError):
+                        async with open_session(self._config, endpoint, CLOSE_TIMEOUT_S) as session:
+                            await session.revoke(lease)
+                        logger.info("%s is not announced any more", self._at)
                         return
         logger.warning(
             "etcd does not answer; %s is announced up to %d s longer", self._at, self._lease_s
         )
-
-    async def _revoke(self, endpoint: Endpoint, lease: int) -> bool:
-        try:
-            async with open_session(self._config, endpoint, CLOSE_TIMEOUT_S) as session:
-                await session.revoke(lease)
-        except EtcdError as exc:
-            logger.debug("cannot end the lease at %s: %s", endpoint, exc)
-            return False
-        logger.info("%s is not announced any more", self._at)
-        return True
 
     async def _work(self, session: EtcdSession) -> None:
         key = f"{self._config.prefix}{self._at}".encode()

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,18 +60,24 @@ async def probe_peer(
         InvalidArgumentError: The configuration cannot be used.
         BackendUnavailableError: `transport=nixl`, and NIXL cannot be used.
     """
-    async with _open_node(config, None, make_agent) as node:
-        channel = await open_channel(node, endpoint)
-        hello = await ask_hello(channel, node.hello, timeout_s=config.handshake_timeout_s)
-        is_here = bool(hello.boot_id) and hello.boot_id == node.hello.boot_id
-        if hello.namespace is None:
-            await _prove(node, endpoint)
-            return PeerProbe(endpoint, None, is_here)
-    async with (
-        _open_node(config, hello.namespace, make_agent, [_some_memory()]) as node,
-        contextlib.aclosing(await Connection.open(node, endpoint)) as connection,
-    ):
-        timeout_s = config.handshake_timeout_s
+    node = LocalNode(config, None, make_agent=make_agent)
+    try:
+        return await _probe(node, endpoint)
+    finally:
+        await node.aclose()
+        await node.hasher.aclose()
+
+
+async def _probe(node: LocalNode, endpoint: Endpoint) -> PeerProbe:
+    timeout_s = node.config.handshake_timeout_s
+    hello = await ask_hello(await open_channel(node, endpoint), node.hello, timeout_s=timeout_s)
+    is_here = bool(hello.boot_id) and hello.boot_id == node.hello.boot_id
+    if hello.namespace is None:
+        await _prove(node, endpoint)
+        return PeerProbe(endpoint, None, is_here)
+    node.namespace = hello.namespace
+    node.add_memory([_some_memory()])
+    async with contextlib.aclosing(await Connection.open(node, endpoint)) as connection:
         try:
             async with asyncio.timeout(timeout_s):
                 round_trip_s = min([await _ping(connection) for _ in range(NUM_PINGS)])
@@ -88,22 +94,6 @@ async def probe_peer(
             round_trip_s=round_trip_s,
             description=description,
         )
-
-
-@contextlib.asynccontextmanager
-async def _open_node(
-    config: NixlConfig,
-    namespace: Namespace | None,
-    make_agent: Callable[[], TransferAgent],
-    memory: Sequence[MemoryRegion] = (),
-) -> AsyncIterator[LocalNode]:
-    node = LocalNode(config, namespace, make_agent=make_agent)
-    try:
-        node.add_memory(memory)
-        yield node
-    finally:
-        await node.aclose()
-        await node.hasher.aclose()
 
 
 def _some_memory() -> MemoryRegion:

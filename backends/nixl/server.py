@@ -591,7 +591,10 @@ class Server:
             """Prepare for a peer that has authenticated, and return the access to our memory."""
             nonlocal store
             self._listener.prove()
-            store = await self._settle(theirs.namespace)
+            if theirs.namespace is None:
+                raise NamespaceMismatchError("model", "any", "none")
+            store = await self._open_store(theirs.namespace)
+            self._node.namespace = theirs.namespace
             return await self._node.reach(data_port=self.data_port)
 
         try:
@@ -627,14 +630,6 @@ class Server:
         finally:
             if self._sessions.get(incarnation) is session:
                 del self._sessions[incarnation]
-
-    async def _settle(self, namespace: Namespace | None) -> BlockStore:
-        """Get the store of the first peer's namespace, and refuse other namespaces."""
-        if namespace is None:
-            raise NamespaceMismatchError("model", "any", "none")
-        store = await self._open_store(namespace)
-        self._node.namespace = namespace
-        return store
 
     async def _serve_data(
         self, plain: socket.socket, peer: str, tls: ssl.SSLContext | None
