@@ -23,7 +23,7 @@ from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.runtime import Calls, Suspension
+from kvxfer.runtime import Calls
 from kvxfer.storage.backend import MISSING, Backend, Outcome, Status, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import delete_from
@@ -35,9 +35,6 @@ T = TypeVar("T")
 
 Home: TypeAlias = Client | LendingBackend
 """Place of blocks: a peer, or this process."""
-
-SUSPENDED_S = 5.0
-"""Time for which a peer that did not answer a lookup is not used."""
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +101,6 @@ class NixlBackend(Backend):
             make_agent=make_agent,
         )
         self.memory_kinds = self._exchange.memory_kinds
-        self._suspensions: dict[Endpoint, Suspension] = {}
         self._calls, self._listing = Calls(), Calls()
 
     def __repr__(self) -> str:
@@ -263,7 +259,6 @@ class NixlBackend(Backend):
             return list(self._exchange.clients)
         for endpoint in [each for each in self._exchange.clients if each not in endpoints]:
             self._exchange.leave(endpoint)
-            self._suspensions.pop(endpoint, None)
         return endpoints
 
     def _home(self, client: Client) -> Home:
@@ -273,15 +268,13 @@ class NixlBackend(Backend):
     async def _lookup_at(
         self, home: Home, keys: Sequence[BlockKey], timeout_s: float | None
     ) -> set[BlockKey]:
-        suspension = self._suspension(home)
-        if suspension and suspension.is_on(runtime.monotonic()):
+        if _is_suspended(home):
             return set()
 
         def note_late() -> None:
-            if suspension and timeout_s is not None:
-                suspension.note_late(
-                    runtime.monotonic(), f"lookup of {len(keys)} blocks", timeout_s
-                )
+            if isinstance(home, Client) and timeout_s is not None:
+                what = f"lookup of {len(keys)} blocks"
+                home.suspension.note_late(runtime.monotonic(), what, timeout_s)
 
         try:
             there = await self._calls.wait_for(
@@ -297,20 +290,9 @@ class NixlBackend(Backend):
     async def _store_at(
         self, home: Home, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        suspension = self._suspension(home)
-        if suspension and suspension.is_on(runtime.monotonic()):
+        if _is_suspended(home):
             return [Outcome(Status.FAILED, reason="the peer does not answer lookups")] * len(keys)
         return await home.store(keys, blocks)
-
-    def _suspension(self, home: Home) -> Suspension | None:
-        """Get the suspension of a peer; None of this process."""
-        if not isinstance(home, Client):
-            return None
-        endpoint = home.endpoint
-        if endpoint not in self._suspensions:
-            name = f"peer {endpoint}"
-            self._suspensions[endpoint] = Suspension(name, SUSPENDED_S, what="the peer")
-        return self._suspensions[endpoint]
 
     async def _delete_at(
         self, home: Home, keys: Sequence[BlockKey]
@@ -326,6 +308,10 @@ class NixlBackend(Backend):
         for each in blocks:
             self._exchange.require_reach(each)
         await self.start()
+
+
+def _is_suspended(home: Home) -> bool:
+    return isinstance(home, Client) and home.suspension.is_on(runtime.monotonic())
 
 
 async def _ask_each(

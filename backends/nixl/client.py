@@ -26,7 +26,7 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST
-from kvxfer.runtime import Pause, outlive_caller, uniform, wait_despite_cancel
+from kvxfer.runtime import Pause, Suspension, outlive_caller, uniform, wait_despite_cancel
 from kvxfer.storage.backend import DONE, Outcome, Status, positions_done
 from kvxfer.storage.calls import wait_for_mark
 from kvxfer.storage.keys import BlockKey
@@ -39,6 +39,9 @@ FIRST_RETRY_S = 0.1
 
 LAST_RETRY_S = 5.0
 """Longest pause: a holder that starts again is found within it."""
+
+SUSPENDED_S = 5.0
+"""Time for which a peer that did not answer a lookup is not used."""
 
 STAGED_BYTES = 16 << 20
 """Bytes of a piece of a load or store by way of staging memory."""
@@ -93,6 +96,7 @@ class Client:
 
     Attributes:
         is_own: Whether this process itself listens at the endpoint.
+        suspension: Suspension of the peer, which callers begin and heed.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class Client:
     ) -> None:
         self.endpoint = endpoint
         self.is_own = False
+        self.suspension = Suspension(f"peer {endpoint}", SUSPENDED_S, what="the peer")
         self._node = node
         self._timeout_s = node.config.timeout_s
         self._connection: Connection | None = None

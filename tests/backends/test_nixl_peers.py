@@ -107,7 +107,8 @@ async def test_a_peer_that_does_not_answer_costs_its_own_hits_only_until_it_answ
         finally:
             processes[1].signal(signal.SIGCONT)
         while not all(await client.lookup(KEYS)):
-            client._suspensions.clear()
+            for each in client._exchange.clients.values():
+                each.suspension.reset()
 
 
 async def test_a_corrupt_copy_is_made_up_for_by_another(
